@@ -1,0 +1,42 @@
+# Two commands: `make demo` and `make test`. Both set up .venv first, and only when something changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo lint format test clean help
+
+help:
+	@echo "make demo    train a model on real images with 1 and with 4 workers (under a minute)"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files"
+	@echo "make setup   only set up $(VENV)       make clean    remove $(VENV), out/ and caches"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "Python 3.10 or newer is needed and $(PYTHON) is older." \
+	       "Name another one: make PYTHON=python3.12 setup"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "Could not create $(VENV). On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python -m distlab demo
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,5 @@
+"""`python -m distlab` is the `distlab` command."""
+
+from distlab.cli import main
+
+main()

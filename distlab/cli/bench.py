@@ -1,0 +1,21 @@
+"""`distlab bench`: measurements of the course's own machinery, beside what it replaces."""
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure the course's own machinery.")
+
+
+@app.callback()
+def _root() -> None:
+    """Measure the course's own machinery, beside what it replaces."""
+
+
+@app.command("launch")
+def launch(
+    ranks: int = typer.Option(4, "--ranks", min=1),
+    repeats: int = typer.Option(9, "--repeats", min=1, help="Runs of each; the median counts."),
+) -> None:
+    """Time from the call until every rank has returned: cold, warm, and torch's spawn."""
+    from distlab.bench import launch as measurement
+
+    measurement.print_table(ranks, repeats)

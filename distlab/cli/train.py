@@ -1,0 +1,59 @@
+"""`distlab train`: the course's trainer on any data set, model and number of workers."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+Dataset = Literal["digits", "mnist", "cifar10", "synthetic", "imagefolder"]
+Model = Literal["cnn", "resnet18", "vit", "gpt"]
+AllReduce = Literal["native", "naive", "recursive_doubling"]
+Backend = Literal["auto", "gloo", "nccl"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def train(
+    dataset: Annotated[Dataset, typer.Option("--dataset", help="What to train on.")] = "digits",
+    model: Annotated[Model, typer.Option("--model", help="gpt predicts pixel by pixel.")] = "cnn",
+    num_workers: Annotated[
+        int | None,
+        typer.Option("--num_workers", min=1, help="Ranks. [default: 4; under torchrun all of its]"),
+    ] = None,
+    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch_size", min=1, help="Of all workers together. [default: 64, rounded up to fit]"
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option("--lr", min=0.0, help="[default: depends on the model]")
+    ] = None,
+    all_reduce: Annotated[
+        AllReduce, typer.Option("--all_reduce", help="How gradients are summed.")
+    ] = "native",
+    backend: Annotated[Backend, typer.Option("--backend")] = "auto",
+    device: Annotated[Device, typer.Option("--device")] = "auto",
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    data_root: Annotated[
+        Path | None,
+        typer.Option("--data_root", help="Folder of the images. [default: $DISTLAB_DATA or data]"),
+    ] = None,
+) -> None:
+    """Train a model with N workers, each on its share of every batch."""
+    from distlab import training
+
+    config = training.make_config(
+        dataset=dataset,
+        model=model,
+        num_workers=num_workers,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        all_reduce=all_reduce,
+        backend=backend,
+        device=device,
+        seed=seed,
+        data_root=data_root,
+    )
+    training.report(config, training.train(config))

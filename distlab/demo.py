@@ -1,0 +1,90 @@
+"""The demo: the same training on 1 and on 4 workers, side by side."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from distlab import plot, training
+from solutions.phase1_data_parallel.trainer import EpochResult
+
+WORKERS = (1, 4)
+EPOCHS = 10
+NEXT = """\
+What to open next
+  solutions/phase1_data_parallel/collectives.py   the all-reduce that has just summed the gradients
+  solutions/phase1_data_parallel/trainer.py       train_step: why the two curves coincide
+  distlab train --help                            other models, data sets, numbers of workers
+  distlab doctor                                  what else this machine can run"""
+
+
+def run_demo(picture: Path) -> None:
+    """Train with each number of workers, print both histories beside each other, draw them."""
+    console = Console()
+    start = time.perf_counter()
+    histories = {workers: _train(console, workers) for workers in WORKERS}
+    console.print(_table(histories))
+    for sentence in _findings(histories):
+        print(sentence)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    plot.training_curves(histories, picture)
+    print(f"{picture} shows the curves. {time.perf_counter() - start:.0f} s in all.\n\n{NEXT}")
+
+
+def _train(console: Console, workers: int) -> list[EpochResult]:
+    console.rule(f"{workers} worker{'s' if workers > 1 else ''}")
+    config = training.make_config(
+        dataset="digits",
+        model="cnn",
+        num_workers=workers,
+        epochs=EPOCHS,
+        all_reduce="recursive_doubling",
+        backend="gloo",
+        device="cpu",
+    )
+    return training.train(config)
+
+
+def _table(histories: dict[int, list[EpochResult]]) -> Table:
+    one, four = (histories[workers] for workers in WORKERS)
+    table = Table(title="1 worker | 4 workers")
+    for heading in ("epoch", "loss", "accuracy", "images/s"):
+        table.add_column(heading, justify="right")
+    for left, right in zip(one, four, strict=True):
+        table.add_row(
+            str(left.epoch),
+            f"{left.train_loss:.6f} | {right.train_loss:.6f}",
+            f"{left.test_accuracy:.1%} | {right.test_accuracy:.1%}",
+            f"{left.images_per_s:,.0f} | {right.images_per_s:,.0f}",
+        )
+    return table
+
+
+def _findings(histories: dict[int, list[EpochResult]]) -> list[str]:
+    one, four = (histories[workers] for workers in WORKERS)
+    steps = sum(len(result.step_losses) for result in one)
+    speed = four[-1].images_per_s / one[-1].images_per_s
+    findings = [
+        f"Same training: over {steps} steps the two losses were never further apart than "
+        f"{largest_difference(one, four):.1e}.",
+        f"Same result: test accuracy {one[-1].test_accuracy:.1%} and {four[-1].test_accuracy:.1%}.",
+        f"Speed: 4 workers trained {speed:.1f} times as many images per second as 1, "
+        f"on {os.cpu_count()} cores.",
+    ]
+    if speed < 1:
+        findings.append(
+            "An 8x8 image is little work: here the messages cost more than sharing it saves."
+        )
+    return findings
+
+
+def largest_difference(one: Sequence[EpochResult], other: Sequence[EpochResult]) -> float:
+    """Return the largest difference between the two losses of any training step."""
+    pairs = (
+        zip(left.step_losses, right.step_losses, strict=True)
+        for left, right in zip(one, other, strict=True)
+    )
+    return max(abs(a - b) for steps in pairs for a, b in steps)

@@ -1,0 +1,153 @@
+"""Checks of this machine. Each one tries the thing itself and says what to do if it fails."""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from distlab import data, launch
+from distlab.data.download import data_root
+from distlab.torchvision_repair import import_torchvision
+
+OK, ABSENT, BROKEN = "ok", "no", "broken"
+TESTED_TORCH = ("2.11", "2.12", "2.13")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``ABSENT`` is no fault: the course runs without it."""
+
+    subject: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def print_report() -> bool:
+    """Print all findings; return whether nothing is broken."""
+    findings = [_guarded(check) for check in CHECKS]
+    table = Table("", "what", "found", "what to do", title="distlab doctor", title_justify="left")
+    marks = {OK: "[green]ok[/]", ABSENT: "[yellow]no[/]", BROKEN: "[red]broken[/]"}
+    for finding in findings:
+        table.add_row(marks[finding.status], finding.subject, finding.detail, finding.fix)
+    Console().print(table)
+    return all(finding.status != BROKEN for finding in findings)
+
+
+def _guarded(check: Callable[[], Finding]) -> Finding:
+    """A check that fails in a way nobody foresaw is itself a finding."""
+    try:
+        return check()
+    except Exception as error:
+        subject = check.__name__.removeprefix("check_").replace("_", " ")
+        return Finding(subject, BROKEN, f"{type(error).__name__}: {error}", "please report this")
+
+
+def check_machine() -> Finding:
+    """Cores and memory."""
+    memory = psutil.virtual_memory()
+    detail = (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"
+    )
+    return Finding("machine", OK, detail)
+
+
+def check_python() -> Finding:
+    """The interpreter."""
+    return Finding("python", OK, f"{platform.python_version()} in {sys.prefix}")
+
+
+def check_torch() -> Finding:
+    """torch, and whether its version is one the course was tested with."""
+    version = torch.__version__
+    if version.startswith(TESTED_TORCH):
+        return Finding("torch", OK, version)
+    fix = "make setup installs the version in constraints.txt"
+    return Finding("torch", ABSENT, f"{version}, tested with {', '.join(TESTED_TORCH)}", fix)
+
+
+def check_torchvision() -> Finding:
+    """torchvision beside this torch, which may need its missing operators declared."""
+    version = importlib.metadata.version("torchvision")
+    try:
+        import_torchvision()
+    except Exception as error:
+        fix = "install the torchvision that belongs to this torch: see README, other wheels"
+        return Finding("torchvision", BROKEN, f"{version} does not import: {error}", fix)
+    return Finding("torchvision", OK, version)
+
+
+def check_gpus() -> Finding:
+    """CUDA or ROCm devices that torch sees."""
+    count = torch.cuda.device_count()
+    if count:
+        names = {torch.cuda.get_device_name(index) for index in range(count)}
+        return Finding("GPUs", OK, f"{count} x {', '.join(sorted(names))}")
+    built_for = torch.version.cuda or torch.version.hip
+    fix = (
+        "torch is built for GPUs but sees none: check nvidia-smi or rocm-smi"
+        if built_for
+        else "none needed; with a GPU, install torch's CUDA or ROCm wheel: see README"
+    )
+    return Finding("GPUs", ABSENT, "none", fix)
+
+
+def check_world_gloo() -> Finding:
+    """Start two ranks and add their numbers."""
+    try:
+        sums = launch.run(_sum_of_ones, 2, backend="gloo", device="cpu", timeout_s=60)
+    except launch.LaunchError as error:
+        fix = "if gloo finds no interface, set GLOO_SOCKET_IFNAME to one that `ip link` lists"
+        return Finding("world gloo", BROKEN, str(error).splitlines()[0], fix)
+    return Finding("world gloo", OK, f"2 processes added their ones: {sums[0]:.0f}")
+
+
+def check_world_nccl() -> Finding:
+    """Start a rank per GPU and add their numbers."""
+    count = torch.cuda.device_count()
+    if not count or not dist.is_nccl_available():
+        return Finding("world nccl", ABSENT, "needs a GPU per rank", "nothing: gloo is used")
+    try:
+        sums = launch.run(_sum_of_ones, count, backend="nccl", timeout_s=120)
+    except launch.LaunchError as error:
+        fix = "run it again with NCCL_DEBUG=INFO in the environment"
+        return Finding("world nccl", BROKEN, str(error).splitlines()[0], fix)
+    return Finding("world nccl", OK, f"{count} processes added their ones: {sums[0]:.0f}")
+
+
+def _sum_of_ones() -> float:
+    ones = torch.ones(1, device=launch.context().device)
+    dist.all_reduce(ones)
+    return float(ones)
+
+
+def check_data() -> Finding:
+    """The bundled images, and what was downloaded besides."""
+    images = len(data.load("digits").train)
+    root = data_root()
+    folders = sorted(entry.name for entry in root.iterdir()) if root.is_dir() else []
+    also = f"; {root}: {', '.join(folders)}" if folders else f"; {root} is empty"
+    fix = "" if folders else "MNIST and CIFAR-10 come at first use, with internet"
+    return Finding("data", OK, f"digits bundled ({images:,} training images){also}", fix)
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_machine,
+    check_python,
+    check_torch,
+    check_torchvision,
+    check_gpus,
+    check_world_gloo,
+    check_world_nccl,
+    check_data,
+)

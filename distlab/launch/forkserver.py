@@ -1,0 +1,151 @@
+"""The process that starts the ranks: torch is loaded once here, and every rank is a fork of it.
+
+    parent ──START + 2 descriptors──▶ fork server ──fork──▶ rank (own session)
+           ◀──────(STARTED, pid)────              ◀─exit──
+           ◀──(EXITED, pid, status)─
+
+A rank that is forked starts in some 20 ms; one that imports torch itself needs a second of a
+core's time. The server has no threads and never touches a GPU, so forking it is safe. On macOS,
+where frameworks that torch loads do not survive a fork, it starts fresh interpreters instead.
+
+When the parent goes away, in whatever manner, the server kills all its descendants and ends.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+
+import psutil
+
+START, PRELOAD = b"s", b"p"
+RECORD = struct.Struct("=cqq")  # kind, pid, wait status
+READY, STARTED, EXITED = b"R", b"S", b"X"
+MAX_NAMES_BYTES = 4096
+STARTS_BY_FORK = sys.platform != "darwin"
+
+
+def main() -> None:
+    """Serve the parent at the other end of the descriptor in ``argv[1]`` until it goes away."""
+    parent = socket.socket(fileno=int(sys.argv[1]))
+    if STARTS_BY_FORK:
+        _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
+    _adopt_orphans()
+    exits = _wake_on_exit()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        parent.sendall(RECORD.pack(READY, 0, 0))
+        while _serve_one(parent, exits):
+            pass
+    _kill_descendants()
+
+
+def _serve_one(parent: socket.socket, exits: int) -> bool:
+    """Wait for a request or an exit and deal with it; False when the parent has gone."""
+    watched: list[socket.socket | int] = [parent, exits]
+    readable, _, _ = select.select(watched, [], [])
+    if exits in readable:
+        os.read(exits, 4096)
+        for pid, status in _reap():
+            parent.sendall(RECORD.pack(EXITED, pid, status))
+    if parent not in readable:
+        return True
+    request, descriptors, _, _ = socket.recv_fds(parent, 1, 2)
+    if request == START:
+        pid = _start_rank(parent, exits, *descriptors)
+        parent.sendall(RECORD.pack(STARTED, pid, 0))
+    elif request == PRELOAD:
+        _preload(parent.recv(MAX_NAMES_BYTES).decode().split())
+    return bool(request)
+
+
+def _preload(names: list[str]) -> None:
+    """Import what ranks will need; what cannot be imported here will be reported by a rank."""
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the ranks' collectors leave these objects alone, and their pages stay shared
+
+
+def _start_rank(parent: socket.socket, exits: int, control: int, output: int) -> int:
+    """Start a rank that talks through ``control`` and prints to ``output``; returns its pid."""
+    pid = _fork_rank(parent, exits, control, output) if STARTS_BY_FORK else _spawn(control, output)
+    os.close(control)
+    os.close(output)
+    return pid
+
+
+def _fork_rank(parent: socket.socket, exits: int, control: int, output: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        parent.close()
+        os.close(exits)
+        for standard in (1, 2):
+            os.dup2(output, standard)
+        os.close(output)
+        from distlab.launch import worker  # loaded already; the name is bound in the rank alone
+
+        worker.main(socket.socket(fileno=control))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _spawn(control: int, output: int) -> int:
+    os.set_inheritable(control, True)
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "distlab.launch.worker", str(control)],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, output, 1), (os.POSIX_SPAWN_DUP2, output, 2)],
+    )
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what ranks leave behind (Linux), so that it can be found and ended."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def _wake_on_exit() -> int:
+    """Make child exits readable on the descriptor that is returned."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return readable
+
+
+def _reap() -> list[tuple[int, int]]:
+    exits = []
+    with contextlib.suppress(ChildProcessError):
+        while (exit_ := os.waitpid(-1, os.WNOHANG))[0]:
+            exits.append(exit_)
+    return exits
+
+
+def _kill_descendants() -> None:
+    while descendants := psutil.Process().children(recursive=True):
+        for process in descendants:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _reap()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Where every rank is: read faulthandler's dumps and say it in one sentence."""
+
+import linecache
+import re
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import distlab
+
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
+_MAIN = re.compile(r"^main (?P<ident>0x[0-9a-f]+)$", re.MULTILINE)
+_ASKS = re.compile(r"get_|is_")  # get_rank and the like never wait
+_WAITS = re.compile(r"\.wait\(|\.synchronize\(|\.join\(")
+
+_LIBRARY_FOLDERS = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(distlab.__file__).parent)}
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it belongs to the program that was launched: no library, not distlab."""
+        return not self.file.startswith((*_LIBRARY_FOLDERS, "<frozen"))
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank is doing: in which call it waits, if it does, and at which line of the user's."""
+
+    operation: str  # "recv", "all_reduce", "wait()"; "" if it waits in no communication
+    frame: Frame | None  # None: the stack could not be read
+    without_frame: str = "at an unknown place: it did not answer"
+
+    def __str__(self) -> str:
+        if not self.frame:
+            return self.without_frame
+        where = f"at {self.frame} in {self.frame.function}"
+        return f"in {self.operation} {where}" if self.operation else where
+
+
+SUSPENDED = Place("", None, "suspended (by SIGSTOP or ctrl-Z)")
+
+
+def read_place(dump: str) -> Place:
+    """Find out from one rank's dump what its main thread is doing.
+
+    The innermost frame of the user's own is the place; the ``torch.distributed`` function it
+    called, if any, is the operation.
+    """
+    frames = _main_thread(dump)
+    for depth, frame in enumerate(frames):  # innermost first
+        if frame.is_users:
+            return Place(_operation(frames[:depth], frame), frame)
+    return Place("", frames[0] if frames else None)
+
+
+def read_crash(dump: str) -> Place | None:
+    """Find out where a rank crashed; None if the signal left no dump (SIGKILL never does)."""
+    place = read_place(dump)
+    return place if place.frame else None
+
+
+def _main_thread(dump: str) -> list[Frame]:
+    main = _MAIN.search(dump)
+    stacks: dict[int, list[Frame]] = {}
+    current: list[Frame] = []
+    for line in dump.splitlines():
+        if thread := _THREAD.match(line):
+            current = stacks.setdefault(int(thread["ident"], 16), [])
+        elif frame := _FRAME.match(line):
+            current.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+    return stacks.get(int(main["ident"], 16), []) if main else []
+
+
+def _operation(callees: Sequence[Frame], caller: Frame) -> str:
+    for frame in reversed(callees):  # outermost first: the function that the user called
+        if frame.file.endswith("distributed_c10d.py"):
+            return "" if _ASKS.match(frame.function) else frame.function
+    return "wait()" if not callees and _WAITS.search(caller.source) else ""
+
+
+def roll_call(places: Mapping[int, Place], world_size: int) -> str:
+    """Group ranks by place: one sentence, then the source lines.
+
+    3 of 4 wait in recv at ring.py:41 in exchange; rank 1 is at trainer.py:88 in step
+      ranks 0, 2, 3  ring.py:41     dist.recv(inbox, left)
+      rank 1         trainer.py:88  while True:
+    """
+    groups: dict[Place, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        groups.setdefault(place, []).append(rank)
+    largest_first = sorted(groups.items(), key=lambda group: -len(group[1]))
+    sentence = "; ".join(_clause(place, ranks, world_size) for place, ranks in largest_first)
+    lines = [
+        f"  {name_ranks(ranks):<16} {place.frame}  {place.frame.source}"
+        for place, ranks in largest_first
+        if place.frame
+    ]
+    return "\n".join([sentence, *lines])
+
+
+def _clause(place: Place, ranks: list[int], world_size: int) -> str:
+    one = len(ranks) == 1
+    who = f"rank {ranks[0]}" if one else f"{len(ranks)} of {world_size}"
+    verb = ("waits" if one else "wait") if place.operation else ("is" if one else "are")
+    return f"{who} {verb} {place}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Write ``rank 1`` or ``ranks 0, 2, 3``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,172 @@
+"""From what is known of every rank to one error: who is to blame, why, and what the others did.
+
+Blame goes to the first *primary* failure. A rank that only lost its connection is secondary: it
+tells that another one went away, whatever the clocks say.
+"""
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+
+from distlab.launch import stacks
+from distlab.launch.errors import (
+    LaunchError,
+    RankCrashed,
+    RankExited,
+    RankFailed,
+    RankFate,
+    RankHung,
+    RankOutOfMemory,
+)
+from distlab.launch.protocol import Outcome
+from distlab.launch.supervisor import Rank
+
+OUTPUT_LINES = 20
+
+# What C++ prints before it aborts -> what it means here.
+_HINTS = (
+    (
+        re.compile(r"op\.preamble\.length <= op\.nbytes|op\.nbytes == op\.preamble"),
+        "gloo aborts a rank that is sent more bytes than it expects: two ranks called the same "
+        "operation with different shapes or dtypes.",
+    ),
+)
+
+
+def judge(ranks: Sequence[Rank], *, timed_out: bool, timeout_s: float | None) -> LaunchError | None:
+    """Return the one error of a world that has ended, or None if every rank returned."""
+    if all(rank.has_returned for rank in ranks):
+        return None
+    primary = [rank for rank in ranks if rank.has_failed and not _is_secondary(rank)]
+    if primary:
+        return _failure(min(primary, key=_failed_at_ns), ranks)
+    if timed_out:
+        return _hang(ranks, timeout_s)
+    return _lost_peer(ranks)
+
+
+def _failure(rank: Rank, ranks: Sequence[Rank]) -> LaunchError:
+    """The error of a rank that failed by itself."""
+    who = f"rank {rank.number} of {len(ranks)}"
+    kind, headline = _cause(rank)
+    parts = [f"{who} {headline}"]
+    if rank.report and rank.report.traceback and rank.report.outcome is not Outcome.EXIT:
+        parts.append(rank.report.traceback.rstrip())
+    elif rank.place and rank.place.frame:
+        parts.append(f"  {rank.place.frame}  {rank.place.frame.source}")
+    parts += [*_hints(rank), *_output(rank), *_others(rank, ranks)]
+    return kind("\n\n".join(parts), rank=rank.number, fates=_fates(ranks))
+
+
+def _cause(rank: Rank) -> tuple[type[LaunchError], str]:
+    """Which error it is, and how the sentence about the rank goes on."""
+    if rank.exceeded_memory:
+        where = f" {rank.place}" if rank.place else ""
+        return RankOutOfMemory, f"outgrew the memory limit{where}; it was stopped"
+    if rank.report is not None:
+        return {
+            Outcome.OUT_OF_MEMORY: (RankOutOfMemory, f"ran out of memory: {rank.report.headline}"),
+            Outcome.EXIT: (RankExited, f"left by {rank.report.headline} without a result"),
+        }.get(rank.report.outcome, (RankFailed, f"raised {rank.report.headline}"))
+    return _death(rank)
+
+
+def _death(rank: Rank) -> tuple[type[LaunchError], str]:
+    """A rank that died without a word."""
+    code = os.waitstatus_to_exitcode(rank.exit_status or 0)
+    if code >= 0:
+        return RankExited, f"ended by os._exit({code}) without a result"
+    name = signal.Signals(-code).name
+    if name == "SIGKILL":
+        return RankCrashed, (
+            "was killed by SIGKILL (the kernel if the machine ran out of memory, else a person)"
+        )
+    return RankCrashed, f"was killed by {name}" + (f" {rank.place}" if rank.place else "")
+
+
+def _hang(ranks: Sequence[Rank], timeout_s: float | None) -> RankHung:
+    running = {rank.number: rank.place for rank in ranks if rank.place}
+    busy = [number for number, place in running.items() if not place.operation]
+    returned = [rank.number for rank in ranks if rank.has_returned]
+    to_blame = busy if busy else returned
+    parts = [f"time is up after {timeout_s:g} s: {stacks.roll_call(running, len(ranks))}"]
+    if returned:
+        verb = "has" if len(returned) == 1 else "have"
+        parts.append(f"{stacks.name_ranks(returned)} {verb} returned")
+    if not to_blame:
+        parts.append(
+            "All of them wait for each other: compare the calls above, rank by rank. "
+            "If they only need longer, raise timeout_s."
+        )
+    blamed = to_blame[0] if len(to_blame) == 1 else None
+    parts += _output(ranks[blamed]) if blamed is not None else []
+    return RankHung("\n".join(parts), rank=blamed, fates=_fates(ranks))
+
+
+def _lost_peer(ranks: Sequence[Rank]) -> LaunchError:
+    """Only lost connections: then a rank that returned is the one they waited for."""
+    lost = min((rank for rank in ranks if rank.has_failed), key=_failed_at_ns)
+    returned = [rank.number for rank in ranks if rank.has_returned]
+    traceback = lost.report.traceback.rstrip() if lost.report else ""
+    if not returned:
+        return _failure(lost, ranks)
+    verb = "has" if len(returned) == 1 else "have"
+    message = (
+        f"{stacks.name_ranks(returned)} of {len(ranks)} {verb} returned while rank {lost.number} "
+        "still waited for an answer. Every rank must make the same collective calls, and each "
+        "send needs its recv.\n\n"
+        f"Where rank {lost.number} waited:\n{traceback}"
+    )
+    blamed = returned[0] if len(returned) == 1 else None
+    return RankExited(message, rank=blamed, fates=_fates(ranks))
+
+
+def _is_secondary(rank: Rank) -> bool:
+    return rank.report is not None and rank.report.outcome is Outcome.SECONDARY
+
+
+def _failed_at_ns(rank: Rank) -> int:
+    return rank.report.at_ns if rank.report else rank.exited_at_ns
+
+
+def _hints(rank: Rank) -> list[str]:
+    return [hint for pattern, hint in _HINTS if pattern.search(rank.text())]
+
+
+def _output(rank: Rank) -> list[str]:
+    lines = rank.text().rstrip().splitlines()[-OUTPUT_LINES:]
+    if not lines:
+        return []
+    return [f"The last output of rank {rank.number}:\n" + "\n".join(f"  {line}" for line in lines)]
+
+
+def _others(rank: Rank, ranks: Sequence[Rank]) -> list[str]:
+    others = [other for other in ranks if other is not rank]
+    if not others:
+        return []
+    by_what: dict[str, list[int]] = {}
+    for other in others:
+        by_what.setdefault(_what(other), []).append(other.number)
+    lines = [f"  {stacks.name_ranks(numbers):<12} {what}" for what, numbers in by_what.items()]
+    return ["The other ranks:\n" + "\n".join(lines)]
+
+
+def _fates(ranks: Sequence[Rank]) -> list[RankFate]:
+    return [RankFate(rank.number, _what(rank), rank.text()) for rank in ranks]
+
+
+def _what(rank: Rank) -> str:
+    if rank.has_returned:
+        return "returned"
+    if _is_secondary(rank):
+        return "failed because of it"
+    if rank.was_stopped and rank.place:
+        waited = "waiting" if rank.place.operation else "running"
+        return f"stopped while {waited} {rank.place}"
+    return _shortened(_cause(rank)[1])
+
+
+def _shortened(text: str) -> str:
+    first = text.splitlines()[0]
+    return first if len(first) <= 120 else first[:119] + "…"

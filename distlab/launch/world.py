@@ -1,0 +1,85 @@
+"""The world a rank is in: who it is, on which device, and the process group around it."""
+
+import contextlib
+import contextvars
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Context:
+    """Who this rank is: rank and size of the world, and the device it should use."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+_device: contextvars.ContextVar[torch.device] = contextvars.ContextVar("distlab_device")
+
+
+def context() -> Context:
+    """Tell rank, world size and device, inside a function that ``run`` called.
+
+    Raises:
+        RuntimeError: outside such a function there is no rank.
+    """
+    if not dist.is_initialized() or _device.get(None) is None:
+        raise RuntimeError(
+            "launch.context() was called outside a rank: call it in the function given to "
+            "launch.run, not around it"
+        )
+    return Context(dist.get_rank(), dist.get_world_size(), _device.get())
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the one that ``context()`` reports, and CUDA's current one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def init_process_group(
+    backend: str,
+    device: torch.device,
+    *,
+    init_method: str,
+    rank: int = -1,
+    world_size: int = -1,
+    timeout_s: float | None = None,
+) -> None:
+    """Join the process group: by file inside ``run``, by ``env://`` under torchrun."""
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def use_loopback() -> None:
+    """Keep gloo on the loopback interface, unless the user chose one.
+
+    All ranks of ``run`` are on this machine, and gloo would otherwise look up the machine's own
+    name, which on laptops often fails (pytorch/pytorch#26049).
+    """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def started_by_torchrun() -> bool:
+    """Tell whether torchrun (or another launcher that sets its variables) started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

@@ -1,0 +1,43 @@
+"""Small models for every lesson: `build("cnn", image_shape=(1, 8, 8), num_classes=10)`."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from distlab.data.names import unknown_name
+from distlab.data.splits import ImageShape
+from distlab.models.cnn import build_cnn
+from distlab.models.gpt import GPT, build_gpt
+from distlab.models.resnet import build_resnet18
+from distlab.models.vit import build_vit
+
+__all__ = ["GPT", "MODELS", "build"]
+
+_BUILDERS: dict[str, Callable[[ImageShape, int], nn.Module]] = {
+    "cnn": build_cnn,
+    "resnet18": build_resnet18,
+    "vit": build_vit,
+    "gpt": build_gpt,
+}
+MODELS = tuple(_BUILDERS)
+
+
+def build(name: str, *, image_shape: ImageShape, num_classes: int) -> nn.Module:
+    """Return a new model, its weights drawn from torch's global random generator.
+
+        name        input                   output              parameters for digits
+        cnn         float32 (B, C, H, W)    (B, num_classes)        65,994
+        resnet18    float32 (B, C, H, W)    (B, num_classes)    11,172,810
+        vit         float32 (B, C, S, S)    (B, num_classes)       136,138
+        gpt         int64   (B, T)          (B, T, num_classes)    205,184
+
+    cnn, vit and gpt compute every sample alone; resnet18 has BatchNorm.
+
+    Args:
+        image_shape: (C, H, W), as `Splits.image_shape`.
+        num_classes: as `Splits.num_classes`; for gpt as `TokenSplits.num_classes`, the vocabulary.
+    Raises: ValueError: if there is no such model (names the nearest), or it cannot take the shape.
+    """
+    if name not in _BUILDERS:
+        raise unknown_name("model", name, MODELS)
+    return _BUILDERS[name](image_shape, num_classes)

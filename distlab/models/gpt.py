@@ -1,0 +1,137 @@
+"""A small GPT, written out: the model of the tensor-parallel lessons.
+
+B sequences of T tokens; V = vocabulary, E = width, H = heads, D = E / H = width of one head.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distlab.data.splits import ImageShape
+
+
+class GPT(nn.Module):
+    """Predict the next token at every position of a sequence, each from itself and those before.
+
+        tokens -> embedding + position -> L x (attention, feed-forward) -> norm -> head -> logits
+
+    The head is the embedding read backwards: one (V, E) parameter, used at both ends.
+
+    Args:
+        vocab_size: V; tokens are 0 .. V - 1.
+        context: longest sequence.
+        width, layers, heads: E, L and H; H divides E.
+    Raises: ValueError: if heads does not divide width.
+    Cost: V * E + context * E + 2 * E + L * (12 * E^2 + 13 * E) parameters.
+    Source: Radford et al. 2019 (GPT-2), section 2.3; Press and Wolf 2017 for the tied embedding.
+    """
+
+    def __init__(
+        self, vocab_size: int, context: int, *, width: int = 64, layers: int = 4, heads: int = 4
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"heads must divide width, got width {width} and heads {heads}")
+        self.token_embedding = nn.Embedding(vocab_size, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.token_embedding.weight
+        self._initialise()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each next token.
+
+        Args: tokens: (B, T) int64, T at most the context.
+        Returns: (B, T, V); position t scores the token at t + 1.
+        Raises: ValueError: if the sequences are longer than the context.
+        """
+        length, context = tokens.shape[1], self.position_embedding.num_embeddings
+        if length > context:
+            raise ValueError(f"sequences may have up to {context} tokens, got {length}")
+        positions = torch.arange(length, device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, E)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def _initialise(self) -> None:
+        """Draw all weights as GPT-2 does, so that activations neither grow nor fade with depth."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        adders = [m.out for m in self.modules() if isinstance(m, Attention)]
+        adders += [m.down for m in self.modules() if isinstance(m, FeedForward)]
+        for layer in adders:  # all 2 L of them add to one stream: keep their sum small
+            nn.init.normal_(layer.weight, std=0.02 / math.sqrt(len(adders)))
+
+
+class Block(nn.Module):
+    """Add attention, then feed-forward, to the stream; each sees it normalised (pre-norm)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, E) -> (B, T, E)
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return y
+
+
+class Attention(nn.Module):
+    """Mix each position with those before it, in H heads that do not see each other.
+
+    The number of heads follows from the size of ``query``: with 1/N of the rows of query, key and
+    value, and of the columns of ``out``, the same code computes 1/N of the heads.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, E) -> (B, T, E)
+        q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return y
+
+    def _split(self, x: Tensor) -> Tensor:  # (B, T, H * D) -> (B, H, T, D)
+        return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """Work on each position alone: up to four times the width, a non-linearity, and down again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, E) -> (B, T, E)
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+def build_gpt(image_shape: ImageShape, num_classes: int) -> GPT:
+    """Return a GPT that fits `distlab.data.tokens` of images of that shape.
+
+    Args:
+        image_shape: (C, H, W) of the images; the context is C * H * W - 1 tokens.
+        num_classes: the vocabulary, `tokens(...).num_classes`; not the classes of the images.
+    Cost: 205,184 parameters for digits in 17 levels.
+    """
+    return GPT(vocab_size=num_classes, context=math.prod(image_shape) - 1)

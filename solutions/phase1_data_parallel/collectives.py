@@ -1,0 +1,264 @@
+"""Collectives from point-to-point messages alone: exchange, broadcast, two all-reduces, their cost.
+
+Everything here sends and receives; nothing else. Ranks are ranks inside ``group``.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+AllReduce = Callable[[Tensor, Group], None]
+
+
+def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
+    """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
+
+    Both are posted before either is waited for. With two blocking calls all ranks would send
+    first, and where a send returns only when it was received (NCCL) nobody would ever receive.
+
+    Args:
+        outgoing: contiguous; must not be written before this returns.
+        dst: rank that receives it.
+        incoming: contiguous, shape and dtype of what ``src`` sends; holds it on return.
+            Must not overlap ``outgoing``.
+        src: rank that sends it; may differ from ``dst`` (a ring) or equal it (a pair).
+        group: the ranks that take part; all by default.
+
+    Cost: one message each way at the same time: α + max(bytes out, bytes in)·β seconds.
+    """
+    both = [
+        dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst),
+        dist.P2POp(dist.irecv, incoming, group=group, group_peer=src),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+
+
+def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
+    """Copy ``x`` of rank ``src`` to all ranks, in place, along a binomial tree.
+
+    In every round each rank that has the data passes it on. N = 6, src = 0:
+        round 0    0→1
+        round 1    0→2  1→3
+        round 2    0→4  1→5
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``.
+        src: rank that has the data.
+        group: the ranks that take part; all by default.
+
+    Cost: ⌈log2 N⌉ rounds, ⌈log2 N⌉(α + nβ) seconds; N-1 messages in all, at most ⌈log2 N⌉ from
+        one rank.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
+    """
+    world_size = dist.get_world_size(group)
+    position = (dist.get_rank(group) - src) % world_size  # src stands at the root, position 0
+
+    have = 1  # positions 0 … have-1 hold the data
+    while have < world_size:
+        if position < have and position + have < world_size:
+            dist.send(x, group=group, group_dst=(position + have + src) % world_size)
+        elif have <= position < 2 * have:
+            dist.recv(x, group=group, group_src=(position - have + src) % world_size)
+        have *= 2
+
+
+def all_reduce_naive(x: Tensor, group: Group = None) -> None:
+    """Sum ``x`` over all ranks, in place: rank 0 adds up everything, then broadcasts the sum.
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks; holds the sum on return.
+        group: the ranks that take part; all by default.
+
+    Cost: rank 0 receives (N-1)·n bytes one after the other, (N-1)(α + nβ) seconds, and the
+        broadcast adds ⌈log2 N⌉(α + nβ). All others wait for rank 0.
+    """
+    if dist.get_rank(group) == 0:
+        arrived = torch.empty_like(x)
+        for src in range(1, dist.get_world_size(group)):
+            dist.recv(arrived, group=group, group_src=src)
+            x += arrived
+    else:
+        dist.send(x, group=group, group_dst=0)
+    broadcast(x, src=0, group=group)
+
+
+def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
+    """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap and add.
+
+    N = 4; a cell is the partner, below it what the rank has summed afterwards:
+                  r0      r1      r2      r3
+        round 0   1       0       3       2
+                  0+1     0+1     2+3     2+3
+        round 1   2       3       0       1
+                  0…3     0…3     0…3     0…3
+    If N is no power of two, the ranks from the largest power P ≤ N on hand their ``x`` to rank - P
+    first and get the sum back at the end.
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit
+            the same on all ranks.
+        group: the ranks that take part; all by default.
+
+    Cost: N = 2^k: log2 N messages and n·log2 N bytes sent per rank, log2 N (α + nβ) seconds.
+        Else two more rounds: (⌊log2 N⌋ + 2)(α + nβ) seconds.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling).
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    core = 2 ** (world_size.bit_length() - 1)  # the largest power of two ≤ N
+    arrived = torch.empty_like(x)
+
+    if rank >= core:  # outside the core: hand over, get the sum back
+        dist.send(x, group=group, group_dst=rank - core)
+        dist.recv(x, group=group, group_src=rank - core)
+        return
+
+    stands_in_for = rank + core
+    if stands_in_for < world_size:
+        dist.recv(arrived, group=group, group_src=stands_in_for)
+        x += arrived
+
+    distance = 1
+    while distance < core:
+        partner = rank ^ distance
+        exchange(x, partner, arrived, partner, group)
+        x += arrived
+        distance *= 2
+
+    if stands_in_for < world_size:
+        dist.send(x, group=group, group_dst=stands_in_for)
+
+
+def native_all_reduce(x: Tensor, group: Group = None) -> None:
+    """Sum ``x`` over all ranks, in place, by the library's own all-reduce."""
+    dist.all_reduce(x, group=group)
+
+
+ALL_REDUCES: dict[str, AllReduce] = {
+    "native": native_all_reduce,
+    "naive": all_reduce_naive,
+    "recursive_doubling": all_reduce_recursive_doubling,
+}
+
+
+@dataclass(frozen=True)
+class AllReduceTimes:
+    """What ``measure_all_reduce`` found; equal on all ranks.
+
+    ``str()`` draws the table: a row a size, a column a strategy, then α and 1/β.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    seconds: dict[str, tuple[float, ...]]  # strategy -> seconds by size; "exchange": one message
+    alpha_s: float  # latency: seconds per message
+    bandwidth_bytes_per_s: float  # 1/β
+
+    def __str__(self) -> str:
+        columns = list(self.seconds)
+        lines = ["     bytes" + "".join(f"{name:>22}" for name in columns)]
+        for row, size in enumerate(self.sizes_bytes):
+            cells = (f"{self.seconds[name][row] * 1e6:>19.1f} µs" for name in columns)
+            lines.append(f"{size:>10}" + "".join(cells))
+        lines.append(
+            f"one message: α = {self.alpha_s * 1e6:.1f} µs, "
+            f"1/β = {self.bandwidth_bytes_per_s / 1e9:.3f} GB/s"
+        )
+        return "\n".join(lines)
+
+
+def measure_all_reduce(
+    strategies: Mapping[str, AllReduce],
+    sizes_bytes: Sequence[int],
+    *,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+    group: Group = None,
+) -> AllReduceTimes:
+    """Time every strategy at every size, and fit α and β of one message.
+
+    Each time is the median of ``repeats`` runs of the slowest rank, all ranks having started
+    together. α and β are fitted to ``exchange`` with the neighbour, the bare message.
+
+    Args:
+        strategies: by name; each sums a tensor in place.
+        sizes_bytes: multiples of 4 (float32), at least two different ones for the fit.
+        repeats: timed runs of each, after one that is not timed.
+        device: where the tensors live.
+        group: at least two ranks; all by default.
+
+    Returns:
+        The table, equal on all ranks; its extra column ``exchange`` is the single message.
+
+    Raises:
+        ValueError: fewer than two ranks or two sizes, or a size that is no multiple of 4.
+
+    Cost: about (repeats + 1) runs of every cell and as many tiny all-reduces as barriers.
+    """
+    world_size = dist.get_world_size(group)
+    if world_size < 2 or len(set(sizes_bytes)) < 2 or any(size % 4 for size in sizes_bytes):
+        raise ValueError(
+            "needs 2 ranks, and 2 sizes that are multiples of 4 bytes: "
+            f"got {world_size} ranks and sizes {list(sizes_bytes)}"
+        )
+    timed = {"exchange": _exchange_in_ring, **strategies}
+    seconds = {
+        name: tuple(_slowest_rank_s(run, size, repeats, device, group) for size in sizes_bytes)
+        for name, run in timed.items()
+    }
+    alpha_s, beta_s_per_byte = fit_alpha_beta(sizes_bytes, seconds["exchange"])
+    return AllReduceTimes(tuple(sizes_bytes), seconds, alpha_s, 1 / beta_s_per_byte)
+
+
+def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Fit seconds = α + bytes·β, every point weighing by its relative error.
+
+    Plain least squares would see the largest message only; small ones carry α.
+        [0, 1000, 2000] bytes in [5, 6, 7] µs  ->  α = 5 µs, β = 1 ns/byte
+
+    Returns:
+        α in seconds per message, β in seconds per byte (at least the smallest positive number,
+        should the larger messages have been the faster ones).
+    """
+    t = torch.tensor(seconds, dtype=torch.float64)
+    n = torch.tensor(sizes_bytes, dtype=torch.float64)
+    scaled = torch.stack([1 / t, n / t], dim=1)  # (sizes, 2): each row divided by its own time
+    alpha, beta = torch.linalg.lstsq(scaled, torch.ones_like(t)[:, None]).solution.flatten()
+    return float(alpha), max(float(beta), torch.finfo(torch.float64).tiny)
+
+
+def _exchange_in_ring(x: Tensor, group: Group) -> None:
+    """One message to the right neighbour, one from the left."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    exchange(x, (rank + 1) % world_size, torch.empty_like(x), (rank - 1) % world_size, group)
+
+
+def _slowest_rank_s(
+    run: AllReduce, size_bytes: int, repeats: int, device: torch.device | str, group: Group
+) -> float:
+    """Seconds of the slowest rank, median over the repeats."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    x = torch.zeros(size_bytes // 4, device=device)
+    run(x, group)  # opens connections and allocates; not timed
+
+    mine = torch.zeros(repeats, world_size, dtype=torch.float64)  # my column is my times
+    for repeat in range(repeats):
+        all_reduce_recursive_doubling(torch.zeros(1, device=device), group)  # start together
+        start = time.perf_counter()
+        run(x, group)
+        _finish(x)
+        mine[repeat, rank] = time.perf_counter() - start
+
+    everybodys = mine.to(device)
+    all_reduce_naive(everybodys, group)  # a sum of zeros and one number each: all columns
+    return float(everybodys.max(dim=1).values.median())
+
+
+def _finish(x: Tensor) -> None:
+    """Wait for a GPU, which returns before it is done."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)

@@ -1,0 +1,245 @@
+"""Which rank sees which sample: shards of an epoch, loaders over them, batches from one rank."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+Sample = tuple[Tensor, Tensor | int]  # what a data set yields: image, label
+Batch = tuple[Tensor, Tensor]  # what a loader yields: images (B, …), labels (B, …)
+Shapes = list[tuple[torch.Size, torch.dtype]]
+
+
+def shard_indices(
+    num_samples: int,
+    rank: int,
+    world_size: int,
+    *,
+    epoch: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+) -> list[int]:
+    """List the samples that ``rank`` sees in ``epoch``; all ranks get equally many.
+
+    Ranks take turns in the epoch's order, so that step k of all ranks together is one slice of it.
+    7 samples, 3 ranks, not shuffled:
+        order      0 1 2 3 4 5 6           drop_last=True
+        padded     0 1 2 3 4 5 6 0 1       0 1 2 3 4 5
+        rank 0     0     3     6           0     3
+        rank 1       1     4     0           1     4
+        rank 2         2     5     1           2     5
+
+    Args:
+        num_samples: size of the data set, at least 1.
+        rank: this rank, 0 … world_size - 1.
+        world_size: number of shards.
+        epoch: with ``seed`` it fixes the order. Equal on all ranks, else shards overlap.
+        seed: seed of the run, equal on all ranks.
+        shuffle: permute the samples first; False keeps the order of the data set.
+        drop_last: cut the tail that does not fill all ranks, instead of wrapping round.
+
+    Returns:
+        ⌈num_samples / world_size⌉ indices, or ⌊…⌋ with ``drop_last``.
+
+    Raises:
+        ValueError: ``rank`` is outside the world, or there is no sample.
+
+    Cost: no communication; O(num_samples) on every rank.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in 0 … {world_size - 1}")
+    if num_samples < 1:
+        raise ValueError(f"a data set of {num_samples} samples cannot be sharded")
+    order = np.arange(num_samples)
+    if shuffle:
+        order = np.random.default_rng((seed, epoch)).permutation(num_samples)
+    per_rank = num_samples // world_size if drop_last else -(-num_samples // world_size)
+    equal_for_all = np.resize(order, per_rank * world_size)  # cuts, or repeats from the start
+    shard: list[int] = equal_for_all[rank::world_size].tolist()
+    return shard
+
+
+class ShardSampler(Sampler[int]):
+    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order."""
+
+    def __init__(
+        self, num_samples: int, rank: int, world_size: int, *, seed: int, shuffle: bool
+    ) -> None:
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.seed, self.shuffle, self.epoch = seed, shuffle, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of ``epoch`` from the next iteration on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(
+            shard_indices(
+                self.num_samples,
+                self.rank,
+                self.world_size,
+                epoch=self.epoch,
+                seed=self.seed,
+                shuffle=self.shuffle,
+            )
+        )
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // self.world_size)
+
+
+class ShardLoader(DataLoader[Sample]):
+    """A DataLoader over one rank's shard, with ``set_epoch``."""
+
+    sampler: ShardSampler
+    generator: torch.Generator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order and the augmentation of ``epoch``; call it on every rank, same number."""
+        self.sampler.set_epoch(epoch)
+        stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
+        self.generator.manual_seed(int(stream.generate_state(1)[0]))
+
+
+def seed_worker(worker_id: int) -> None:
+    """Seed numpy and ``random`` of a loader's worker process; torch has seeded only itself."""
+    seed = torch.initial_seed() % 2**32  # base seed of this epoch and rank, plus worker_id
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def build_loader(
+    dataset: Dataset[Sample],
+    global_batch_size: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    num_loader_workers: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> ShardLoader:
+    """Build a DataLoader over this rank's shard that yields 1/N of the global batch.
+
+    The N batches of a step are together the global batch that one process would have drawn, so
+    the number of workers does not change the training. global_batch_size 64:
+        1 rank: 64 a step        4 ranks: 16 each        3 ranks: ValueError (use 63 or 66)
+    The last, incomplete global batch of an epoch is left out (the next epoch's order differs).
+
+    Args:
+        dataset: map-style, equal on all ranks; yields (image, label).
+        global_batch_size: samples of all ranks in one step; a multiple of N.
+        seed: seed of the run. Augmentation drawn from torch, numpy or ``random`` in worker
+            processes differs by rank and epoch and repeats when the run is repeated.
+        shuffle: new order in every epoch.
+        num_loader_workers: processes that load; 0 loads in this process.
+        group: the ranks that share the data; all by default.
+
+    Returns:
+        The loader. Call ``set_epoch(epoch)`` before each epoch, or every epoch is the same.
+
+    Raises:
+        ValueError: the global batch is not a multiple of N, or larger than the data set.
+
+    Cost: no communication.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    num_samples = len(dataset)  # type: ignore[arg-type]
+    batch_size, rest = divmod(global_batch_size, world_size)
+    if rest or not batch_size:
+        below, above = batch_size * world_size, (batch_size + 1) * world_size
+        nearest = f"{below} or {above}" if below else str(above)
+        raise ValueError(
+            f"a global batch of {global_batch_size} cannot be shared equally by {world_size} "
+            f"ranks: use {nearest}"
+        )
+    if global_batch_size > num_samples:
+        raise ValueError(
+            f"a global batch of {global_batch_size} needs more than the {num_samples} samples "
+            "there are: every epoch would be empty"
+        )
+    loader = ShardLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=ShardSampler(num_samples, rank, world_size, seed=seed, shuffle=shuffle),
+        drop_last=True,
+        num_workers=num_loader_workers,
+        worker_init_fn=seed_worker,
+        generator=torch.Generator(),
+    )
+    loader.set_epoch(0)
+    return loader
+
+
+def scatter_batch(
+    batch: Batch | None,
+    src: int = 0,
+    *,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> Batch:
+    """Give every rank its part of a global batch that only ``src`` holds.
+
+    10 samples, 4 ranks: rows 0-2, 3-5, 6-7, 8-9. With fewer samples than ranks the last ranks get
+    tensors of zero rows.
+
+    Args:
+        batch: on ``src`` images (B, …) and labels (B, …), any dtypes; None elsewhere.
+        src: the rank inside ``group`` that holds the batch.
+        device: where the parts of the other ranks are allocated; the device of ``batch``.
+        group: the ranks that share the batch; all by default.
+
+    Returns:
+        This rank's rows of images and labels; on ``src`` views of ``batch``.
+
+    Raises:
+        ValueError: on every rank, if ``src`` has no batch or images and labels differ in length.
+
+    Cost: on ``src`` 2(N-1) messages and (N-1)/N of the batch's bytes, and one broadcast of the
+        shapes (a few hundred bytes).
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    header: list[Shapes | str] = [_describe(batch) if rank == src else ""]
+    dist.broadcast_object_list(header, group=group, group_src=src, device=torch.device(device))
+    shapes = header[0]
+    if isinstance(shapes, str):  # everybody raises, so nobody waits for a batch
+        raise ValueError(f"scatter_batch from rank {src}: {shapes}")
+
+    if batch is not None and rank == src:
+        parts = [tensor.tensor_split(world_size) for tensor in batch]
+        sends = [
+            dist.isend(part[to].contiguous(), group=group, group_dst=to)
+            for to in range(world_size)
+            for part in parts
+            if to != src and part[to].numel()
+        ]
+        for send in sends:  # until then the network may still read the rows
+            if send is not None:  # isend gives None outside the group only
+                send.wait()
+        return parts[0][src], parts[1][src]
+
+    mine = [_empty_part(shape, dtype, rank, world_size, device) for shape, dtype in shapes]
+    for part in mine:
+        if part.numel():
+            dist.recv(part, group=group, group_src=src)
+    return mine[0], mine[1]
+
+
+def _describe(batch: Batch | None) -> Shapes | str:
+    """Shape and dtype of images and labels, or what is wrong with them."""
+    if batch is None:
+        return "it passed None; the source rank must pass (images, labels)"
+    if len(batch[0]) != len(batch[1]):
+        return f"it passed {len(batch[0])} images and {len(batch[1])} labels"
+    return [(tensor.shape, tensor.dtype) for tensor in batch]
+
+
+def _empty_part(
+    shape: torch.Size, dtype: torch.dtype, rank: int, world_size: int, device: torch.device | str
+) -> Tensor:
+    """Room for the rows that ``tensor_split`` gives this rank."""
+    rows = shape[0] // world_size + (rank < shape[0] % world_size)
+    return torch.empty((rows, *shape[1:]), dtype=dtype, device=device)

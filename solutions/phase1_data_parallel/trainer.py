@@ -1,0 +1,324 @@
+"""Data-parallel training: equal parameters, averaged gradients, one step, exact evaluation."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from solutions.phase1_data_parallel.collectives import (
+    AllReduce,
+    Group,
+    broadcast,
+    native_all_reduce,
+)
+from solutions.phase1_data_parallel.data_loader import Batch, Sample, ShardLoader, build_loader
+
+
+def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
+    """Make parameters and buffers of all ranks equal to those of rank ``src``, in place.
+
+    Buffers count too: BatchNorm's running mean is part of the model and no gradient ever
+    repairs it.
+
+    Args:
+        module: same architecture on all ranks; overwritten except on ``src``.
+        src: rank inside ``group`` whose values everybody gets.
+        group: the ranks that train together; all by default.
+
+    Cost: one broadcast per parameter and buffer: ⌈log2 N⌉ rounds each.
+    """
+    _broadcast_all([*module.parameters(), *module.buffers()], src, group)
+
+
+def _broadcast_all(tensors: list[Tensor], src: int, group: Group) -> None:
+    for tensor in tensors:
+        values = tensor.detach().contiguous()  # itself, unless laid out otherwise (channels_last)
+        broadcast(values, src, group)
+        tensor.detach().copy_(values)
+
+
+def average_gradients(
+    module: nn.Module, all_reduce: AllReduce = native_all_reduce, group: Group = None
+) -> None:
+    """Replace every gradient by its mean over all ranks, in place.
+
+    2 ranks, one weight: gradients 1.0 and 3.0 are 2.0 and 2.0 afterwards (not 4.0).
+
+    Args:
+        module: after backward. A trainable parameter that got no gradient on this rank counts as
+            zero: other ranks may have one, and every rank must make the same calls.
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Cost: one all-reduce per trainable parameter; a parameter shared by two layers counts once.
+    """
+    world_size = dist.get_world_size(group)
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad.contiguous()
+        all_reduce(gradient, group)
+        parameter.grad.copy_(gradient / world_size)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    all_reduce: AllReduce = native_all_reduce,
+    group: Group = None,
+) -> float:
+    """Do one optimizer step on the batches of all ranks, as one process on all of them would.
+
+    One process minimises (sum of all losses) / B with B targets in all. A rank with b targets that
+    averages its own b would weigh each of them 1/(N·b), wrong as soon as the shards differ:
+        rank 0 has 3 samples, rank 1 has 1:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
+    So each rank sums, scales by N/B, and the mean over N ranks leaves 1/B.
+
+    Args:
+        model: equal on all ranks; maps inputs to logits (…, classes).
+        optimizer: of ``model``'s parameters, equal settings on all ranks.
+        batch: this rank's inputs, and targets (…) int64; batches may differ in size, also be empty.
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Returns:
+        The mean loss over the targets of all ranks, before the step; equal on all ranks.
+
+    Raises:
+        ValueError: on every rank, if no rank has any target.
+
+    Cost: one all-reduce of two numbers and one per trainable parameter.
+    """
+    inputs, targets = batch
+    optimizer.zero_grad()
+    loss_sum = _loss_sum(model(inputs), targets)
+
+    totals = torch.stack(
+        [loss_sum.detach().double(), loss_sum.new_tensor(targets.numel()).double()]
+    )
+    all_reduce(totals, group)
+    total_loss, num_targets = totals.tolist()
+    if not num_targets:
+        raise ValueError("train_step: the batches of all ranks are empty")
+
+    (loss_sum * (dist.get_world_size(group) / num_targets)).backward()
+    average_gradients(model, all_reduce, group)
+    optimizer.step()
+    return float(total_loss / num_targets)
+
+
+def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross entropies; targets may be one per image (B) or one per position (B, T)."""
+    return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss and accuracy over a whole data set; equal on all ranks, for any number of them."""
+
+    loss: float  # mean cross entropy per target
+    accuracy: float  # 0 … 1
+    num_targets: int
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset[Sample],
+    *,
+    batch_size: int = 256,
+    device: torch.device | str = "cpu",
+    group: Group = None,
+) -> Evaluation:
+    """Compute loss and accuracy over ``dataset``, every sample counted once.
+
+    Rank r takes samples r, r+N, r+2N, … without padding, and ranks add up sums, not means.
+    10 samples, 4 ranks: 3, 3, 2, 2. Samplers made for training pad to 12 and count two twice.
+
+    Args:
+        model: equal on all ranks; in evaluation mode during the call, afterwards as before.
+        dataset: the whole data set, equal on all ranks, at least one sample.
+        batch_size: samples per forward pass of one rank; does not change the result.
+        device: where the model is.
+        group: the ranks that share the work; all by default.
+
+    Returns:
+        The same numbers on all ranks as one process would get, up to rounding of the sums.
+
+    Raises:
+        ValueError: the data set is empty.
+
+    Cost: one all-reduce of three numbers.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    num_samples = len(dataset)  # type: ignore[arg-type]
+    if not num_samples:
+        raise ValueError("evaluate: the data set is empty")
+    mine = Subset(dataset, range(rank, num_samples, world_size))
+    was_training = model.training
+    model.eval()
+
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, targets
+    for inputs, targets in _batches_on(DataLoader(mine, batch_size=batch_size), device):
+        logits = model(inputs)
+        correct = (logits.argmax(dim=-1) == targets).sum()
+        count = torch.tensor(targets.numel(), device=device)
+        totals += torch.stack([_loss_sum(logits, targets).double(), correct, count])
+
+    model.train(was_training)
+    dist.all_reduce(totals, group=group)
+    loss, num_correct, num_targets = totals.tolist()
+    return Evaluation(loss / num_targets, num_correct / num_targets, int(num_targets))
+
+
+def _batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
+    for inputs, targets in loader:
+        yield inputs.to(device), targets.to(device)
+
+
+class RankLog:
+    """Prints lines that begin with ``rank k/N``, and one progress bar for all ranks."""
+
+    def __init__(self, group: Group = None) -> None:
+        self.rank = dist.get_rank(group)
+        self.prefix = f"rank {self.rank}/{dist.get_world_size(group)}"
+        self.shows_bar = self.rank == 0 and sys.stderr.isatty()
+
+    def info(self, message: str) -> None:
+        """Print what is the same on all ranks: from rank 0 only."""
+        if self.rank == 0:
+            self.warning(message)
+
+    def warning(self, message: str) -> None:
+        """Print what concerns this rank, whichever it is."""
+        print(f"{self.prefix}  {message}", flush=True)
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        """Redraw the bar ``epoch 2 [####····] 11/22`` on rank 0 in a terminal; erase it when full."""
+        if not self.shows_bar:
+            return
+        bar = ("#" * (20 * done // total)).ljust(20, "·")
+        line = f"\r{self.prefix}  {label} [{bar}] {done}/{total}"
+        print("\r\x1b[K" if done == total else line, end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One epoch of ``Trainer.fit``; losses and accuracy are over all ranks."""
+
+    epoch: int
+    step_losses: tuple[float, ...]
+    test_loss: float
+    test_accuracy: float  # 0 … 1
+    images_per_s: float  # trained, by all ranks together
+
+    @property
+    def train_loss(self) -> float:
+        """Mean of the step losses."""
+        return sum(self.step_losses) / len(self.step_losses)
+
+
+class Trainer:
+    """Trains one model on N ranks as if one process had done it.
+
+    Args:
+        model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
+        optimizer: of the model's parameters.
+        all_reduce: sums a gradient over the group, in place; any of the lesson's.
+        device: of this rank.
+        group: the ranks that train together; all by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        all_reduce: AllReduce = native_all_reduce,
+        device: torch.device | str = "cpu",
+        group: Group = None,
+    ) -> None:
+        self.model, self.optimizer, self.all_reduce = model, optimizer, all_reduce
+        self.device, self.group = device, group
+        self.log = RankLog(group)
+
+    def fit(
+        self,
+        train_data: Dataset[Sample],
+        test_data: Dataset[Sample],
+        *,
+        epochs: int,
+        global_batch_size: int,
+        seed: int = 0,
+    ) -> list[EpochResult]:
+        """Train for ``epochs``, evaluate after each, and return the history (on every rank).
+
+        Rank 0 logs a line per epoch:
+            rank 0/4  epoch 1  loss 1.9028  test loss 1.1174  accuracy 71.4 %  2,310 images/s
+
+        Args:
+            train_data: whole training set, equal on all ranks.
+            test_data: whole test set, equal on all ranks.
+            epochs: passes over the training set; its last incomplete global batch is left out.
+            global_batch_size: samples of all ranks in one step; a multiple of N.
+            seed: fixes the order of the samples, whatever N.
+
+        Raises:
+            ValueError: from ``build_loader``, if the global batch cannot be shared equally.
+
+        Cost: the broadcast of the model once; per step that of ``train_step``; per epoch one
+            broadcast per buffer and the evaluation's all-reduce.
+        """
+        loader = build_loader(train_data, global_batch_size, seed=seed, group=self.group)
+        broadcast_parameters(self.model, group=self.group)
+        history = []
+        for epoch in range(epochs):
+            start = time.perf_counter()
+            losses = self._train_epoch(loader, epoch)
+            seconds = time.perf_counter() - start
+            result = self._finish_epoch(
+                epoch, losses, test_data, len(losses) * global_batch_size / seconds
+            )
+            history.append(result)
+        return history
+
+    def _train_epoch(self, loader: ShardLoader, epoch: int) -> tuple[float, ...]:
+        self.model.train()
+        loader.set_epoch(epoch)
+        losses = []
+        for batch in _batches_on(loader, self.device):
+            losses.append(self._step(batch))
+            self.log.progress(f"epoch {epoch + 1}", len(losses), len(loader))
+        return tuple(losses)
+
+    def _step(self, batch: Batch) -> float:
+        return train_step(
+            self.model, self.optimizer, batch, all_reduce=self.all_reduce, group=self.group
+        )
+
+    def _finish_epoch(
+        self,
+        epoch: int,
+        losses: tuple[float, ...],
+        test_data: Dataset[Sample],
+        images_per_s: float,
+    ) -> EpochResult:
+        # Running statistics follow each rank's own shard; all must be judged by the same ones.
+        _broadcast_all(list(self.model.buffers()), 0, self.group)
+        test = evaluate(self.model, test_data, device=self.device, group=self.group)
+        result = EpochResult(epoch + 1, losses, test.loss, test.accuracy, images_per_s)
+        self.log.info(
+            f"epoch {result.epoch}  loss {result.train_loss:.4f}  test loss {test.loss:.4f}  "
+            f"accuracy {test.accuracy:.1%}  {images_per_s:,.0f} images/s"
+        )
+        return result

@@ -1,0 +1,116 @@
+"""What rank functions of several test files need: a group that is not 0 … k, and a message log."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from unittest import mock
+
+import torch.distributed as dist
+
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+TIMEOUT_S = 60.0
+
+# A group inside a world of five, in which no rank but the last has the number it has outside.
+OUTER_WORLD_SIZE = 5
+MEMBERS = (1, 2, 4)
+
+
+def inside_group(call: Callable[..., object], *args: object) -> object:
+    """Call ``call(*args, group=…)`` on the ranks of ``MEMBERS``; the others do nothing."""
+    group = dist.new_group(list(MEMBERS))
+    return call(*args, group=group) if dist.get_rank() in MEMBERS else None
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The text of the ValueError that ``call`` raises."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no ValueError"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of the process group, of whatever made it."""
+
+    kind: str  # "send", "recv" or the name of a collective
+    peer: int  # rank inside the group; of a collective -1
+    num_bytes: int
+
+
+Step = tuple[Message, ...]  # posted before any of them was waited for
+
+_COLLECTIVES = ("allreduce", "allgather", "broadcast", "reduce", "reduce_scatter", "gather")
+
+
+@contextmanager
+def recorded() -> Iterator[list[Step]]:
+    """Keep what this rank posts, below every function of ``torch.distributed``."""
+    steps: list[Step] = []
+    posted: list[Message] = []
+
+    def note(kind: str) -> Callable[..., object]:
+        original = getattr(dist.ProcessGroup, kind)
+
+        def call(group: object, tensors: list, *rest: object) -> object:
+            peer = rest[0] if kind in ("send", "recv") else -1
+            posted.append(Message(kind, peer, sum(tensor.nbytes for tensor in tensors)))
+            return original(group, tensors, *rest)
+
+        return call
+
+    def wait(work: dist.Work, *rest: object) -> bool:
+        if posted:
+            steps.append(tuple(posted))
+            posted.clear()
+        return original_wait(work, *rest)
+
+    original_wait = dist.Work.wait
+    calls = {kind: note(kind) for kind in ("send", "recv", *_COLLECTIVES)}
+    with (
+        mock.patch.multiple(dist.ProcessGroup, **calls),
+        mock.patch.object(dist.Work, "wait", wait),
+    ):
+        yield steps
+    assert not posted, f"never waited for: {posted}"
+
+
+def sent(steps: Sequence[Step]) -> list[Message]:
+    return [message for step in steps for message in step if message.kind == "send"]
+
+
+def received(steps: Sequence[Step]) -> list[Message]:
+    return [message for step in steps for message in step if message.kind == "recv"]
+
+
+def num_rounds(steps: Sequence[Sequence[Step]]) -> int:
+    """Rounds until the last rank is done, if any step of a rank takes one round.
+
+    Args:
+        steps: of every rank. The k-th message from a to b is what b receives k-th from a.
+    """
+
+    @cache
+    def end(rank: int, step: int) -> int:
+        if step < 0:
+            return 0
+        begins = [end(rank, step - 1)]
+        for position, message in enumerate(steps[rank][step]):
+            if message.kind == "recv":
+                earlier = [*steps[rank][:step], steps[rank][step][:position]]
+                number = sum(other.peer == message.peer for other in received(earlier))
+                begins.append(end(message.peer, sending_step(message.peer, rank, number) - 1))
+        return 1 + max(begins)
+
+    def sending_step(src: int, dst: int, number: int) -> int:
+        of_messages = [
+            step
+            for step, messages in enumerate(steps[src])
+            for message in sent([messages])
+            if message.peer == dst
+        ]
+        return of_messages[number]
+
+    return max(end(rank, len(steps[rank]) - 1) for rank in range(len(steps)))

@@ -1,0 +1,289 @@
+"""launch.run when all goes well, and when it is asked for what cannot be."""
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab import launch
+from distlab.launch import api, nursery
+
+
+@dataclass(frozen=True)
+class Answer:
+    rank: int
+    values: torch.Tensor
+
+
+def rank_and_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def ring_sum(offset: float) -> Answer:
+    x = torch.full((3,), dist.get_rank() + offset)
+    dist.all_reduce(x)
+    return Answer(dist.get_rank(), x)
+
+
+def what_a_rank_sees() -> dict[str, object]:
+    return {
+        "context": launch.context(),
+        "threads": torch.get_num_threads(),
+        "folder": os.getcwd(),
+        "variable": os.environ.get("DISTLAB_TEST_VARIABLE"),
+        "ranks": [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")],
+        "random": (random.random(), float(np.random.rand())),
+        "session": os.getsid(0) == os.getpid(),
+    }
+
+
+def nested() -> None:
+    launch.run(rank_and_size, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_every_rank_knows_who_it_is_and_results_come_by_rank(world_size: int) -> None:
+    assert launch.run(rank_and_size, world_size) == [(r, world_size) for r in range(world_size)]
+
+
+def test_arguments_and_results_are_real_objects() -> None:
+    answers = launch.run(ring_sum, 3, 0.5)
+    assert [answer.rank for answer in answers] == [0, 1, 2]
+    assert all(isinstance(answer, Answer) for answer in answers)
+    for answer in answers:
+        torch.testing.assert_close(answer.values, torch.full((3,), 4.5))
+
+
+def test_closures_and_lambdas_need_no_module() -> None:
+    factor = 7
+    assert launch.run(lambda: factor * dist.get_rank(), 3) == [0, 7, 14]
+
+
+def test_a_rank_sees_the_callers_environment_and_its_own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch.run(rank_and_size, 1)  # the fork server is older than what follows
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTLAB_TEST_VARIABLE", "seen")
+    seen = launch.run(what_a_rank_sees, 2)
+    assert [view["context"] for view in seen] == [
+        launch.Context(rank, 2, torch.device("cpu")) for rank in (0, 1)
+    ]
+    assert [view["ranks"] for view in seen] == [["0", "0", "2"], ["1", "1", "2"]]
+    for view in seen:
+        assert view["threads"] == 1
+        assert view["folder"] == str(tmp_path)
+        assert view["variable"] == "seen"
+        assert view["session"]
+    assert seen[0]["random"] != seen[1]["random"], "ranks must not share the generators' state"
+
+
+def test_a_changed_module_is_seen_by_the_next_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for answer in (1, 22):  # of different lengths: a cached .pyc is told apart by size and second
+        (tmp_path / "edited_by_learner.py").write_text(f"ANSWER = {answer}\n")
+        assert launch.run(_answer_of_edited_module, 2) == [answer] * 2
+
+
+def _answer_of_edited_module() -> int:
+    import edited_by_learner  # type: ignore[import-not-found]
+
+    return int(edited_by_learner.ANSWER)
+
+
+def test_output_is_shown_in_whole_lines_and_kept_per_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch.run(_print_lines, 3, output_dir=tmp_path / "logs")
+    shown = capfd.readouterr().out.splitlines()
+    expected = {rank: [f"rank {rank} line {i}" for i in range(50)] for rank in range(3)}
+    assert sorted(shown) == sorted(line for lines in expected.values() for line in lines)
+    for rank, lines in expected.items():
+        assert (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines() == lines
+
+
+def _print_lines() -> None:
+    for i in range(50):
+        print("rank", dist.get_rank(), end=" ", flush=True)
+        print("line", i)
+
+
+def test_a_rank_that_returns_early_does_not_disturb_those_that_still_talk() -> None:
+    assert launch.run(_two_of_three_talk_late, 3) == [0.0, 5.0, 5.0]
+
+
+def _two_of_three_talk_late() -> float:
+    x = torch.full((1,), 5.0 if dist.get_rank() == 1 else 0.0)
+    if dist.get_rank() == 1:
+        time.sleep(1.5)  # longer than a returned rank stays connected
+        dist.send(x, 2)
+    if dist.get_rank() == 2:
+        dist.recv(x, 1)
+    return float(x)
+
+
+def test_a_thread_left_running_does_not_keep_a_rank_alive() -> None:
+    assert launch.run(_leave_a_thread, 2, timeout_s=20) == [0, 1]
+
+
+def _leave_a_thread() -> int:
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    return dist.get_rank()
+
+
+def test_worlds_can_run_side_by_side() -> None:
+    results: dict[int, list[int]] = {}
+
+    def start(name: int) -> None:
+        results[name] = launch.run(lambda: dist.get_rank() + 10 * name, 2)
+
+    threads = [threading.Thread(target=start, args=(name,)) for name in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {1: [10, 11], 2: [20, 21]}
+
+
+def test_slow_imports_of_one_world_are_made_ahead_for_the_next() -> None:
+    nursery.close_idle()
+    first = launch.run(_optimizer_was_ready, 2)
+    second = launch.run(_optimizer_was_ready, 2)
+    assert first == [False, False]
+    assert second == [True, True]
+
+
+def _optimizer_was_ready() -> bool:
+    ready = "torch._dynamo" in sys.modules
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # imports torch._dynamo: a second
+    return ready
+
+
+def test_context_outside_a_rank_says_where_to_call_it() -> None:
+    with pytest.raises(RuntimeError, match="in the function given to launch"):
+        launch.context()
+
+
+def test_a_rank_cannot_start_a_world() -> None:
+    with pytest.raises(launch.RankFailed, match="run was called inside a world"):
+        launch.run(nested, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "world_size must be a whole number from 1 on, got 0"),
+        ({"world_size": 2.5}, "world_size must be a whole number"),
+        ({"backend": "ncll"}, "backend must be one of auto, gloo, nccl; got 'ncll'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
+        ({"timeout_s": 0}, "timeout_s must be positive or None, got 0"),
+        ({"backend": "nccl"}, "needs a GPU per rank: 2 ranks, 0 GPUs"),
+        ({"device": "cuda"}, "torch sees no GPU here"),
+        ({"fn": "train"}, "run needs a function, got 'train'"),
+    ],
+)
+def test_impossible_requests_get_one_line_that_says_what_is_possible(
+    arguments: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    request: dict[str, object] = {"fn": rank_and_size, "world_size": 2, **arguments}
+    with pytest.raises(launch.SetupError, match=message):
+        launch.run(request.pop("fn"), request.pop("world_size"), **request)  # type: ignore[arg-type]
+
+
+def test_windows_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(launch.SetupError, match="use WSL2"):
+        launch.run(rank_and_size, 2)
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(launch.SetupError, match=r"argument 1, .*lock.* cannot be sent"):
+        launch.run(print, 2, "fine", threading.Lock())
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "num_ranks", "num_gpus", "chosen"),
+    [
+        ("auto", "auto", 4, 0, ("gloo", ["cpu"] * 4)),
+        ("auto", "auto", 4, 3, ("gloo", ["cpu"] * 4)),
+        ("auto", "auto", 2, 2, ("nccl", ["cuda:0", "cuda:1"])),
+        ("auto", "cpu", 2, 2, ("gloo", ["cpu"] * 2)),
+        ("gloo", "cuda", 3, 2, ("gloo", ["cuda:0", "cuda:1", "cuda:0"])),
+        ("nccl", "auto", 1, 8, ("nccl", ["cuda:0"])),
+    ],
+)
+def test_the_backend_follows_the_gpus(
+    backend: str,
+    device: str,
+    num_ranks: int,
+    num_gpus: int,
+    chosen: tuple[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    name, devices = api._choose(backend, device, num_ranks)
+    assert (name, list(devices)) == chosen
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import torch, torch.distributed as dist
+    from distlab import launch
+
+    def total():
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return dist.get_rank(), float(x)
+
+    results = launch.run(total, 2, backend="gloo", device="cpu")
+    results = launch.run(total, 2, backend="gloo", device="cpu")   # a second time, same world
+    print("results", results, flush=True)
+    """
+)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_needs_no_main_guard(script: Path) -> None:
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "results [(0, 2.0), (1, 2.0)]\n", done.stderr
+
+
+def test_the_same_script_joins_the_world_that_torchrun_started(script: Path) -> None:
+    done = torchrun(2, str(script))
+    assert done.stdout.count("results [(0, 2.0), (1, 2.0)]") == 2, done.stderr
+
+
+def test_torchrun_with_another_number_of_ranks_is_refused(script: Path) -> None:
+    done = torchrun(3, str(script))
+    assert done.returncode != 0
+    assert "torchrun started 3 ranks and the script asks for 2" in done.stderr
+
+
+def torchrun(ranks: int, script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )

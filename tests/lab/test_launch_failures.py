@@ -1,0 +1,347 @@
+"""The ways a rank can fail, each with the error a person gets and the time until it comes.
+
+`pytest tests/lab/test_launch_failures.py -s` prints the table.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab import launch
+
+TIMEOUT_S = 2.0
+MiB = 2**20
+
+
+def raises() -> None:
+    if dist.get_rank() == 1:
+        print("about to fail")
+        raise ValueError("3 chunks expected, got 2")
+    dist.barrier()
+
+
+def raises_while_others_compute() -> None:
+    if dist.get_rank() == 2:
+        raise KeyError("conv1.weight")
+    while True:
+        time.sleep(0.01)
+
+
+def raises_on_every_rank_but_first_on_2() -> None:
+    time.sleep(0.0 if dist.get_rank() == 2 else 0.2)
+    raise ValueError(f"seen by {dist.get_rank()}")
+
+
+def not_implemented() -> None:
+    raise NotImplementedError("Task 1.5: broadcast")
+
+
+def imports_what_is_missing() -> None:
+    import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+
+
+def calls_sys_exit() -> None:
+    if dist.get_rank() == 1:
+        sys.exit(0)
+    dist.barrier()
+
+
+def calls_os_exit() -> None:
+    if dist.get_rank() == 3:
+        os._exit(0)
+    dist.barrier()
+
+
+def calls_os_exit_everywhere() -> None:
+    os._exit(0)
+
+
+def returns_early() -> None:
+    if dist.get_rank() != 1:
+        dist.all_reduce(torch.ones(1))
+
+
+def segfaults() -> None:
+    if dist.get_rank() == 1:
+        ctypes.string_at(0)
+    dist.barrier()
+
+
+def aborts() -> None:
+    if dist.get_rank() == 0:
+        os.abort()
+    dist.barrier()
+
+
+def is_killed() -> None:
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def is_stopped() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def allocates_for_ever() -> None:
+    hoard = []
+    while dist.get_rank() == 1:
+        hoard.append(bytearray(os.urandom(1) * (8 * MiB)))
+        time.sleep(0.002)
+    dist.barrier()
+
+
+def asks_for_too_much() -> None:
+    if dist.get_rank() == 1:
+        torch.empty(2**48)
+    dist.barrier()
+
+
+def loops_for_ever() -> None:
+    while dist.get_rank() == 1:
+        pass
+    dist.barrier()
+
+
+def loops_holding_the_gil() -> None:
+    if dist.get_rank() == 1:
+        re.match(r"(a+)+$", "a" * 64 + "b")  # exponential, in C, without releasing the GIL
+    dist.barrier()
+
+
+def waits_for_a_message_that_never_comes() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.zeros(1), src=1)
+    else:
+        dist.recv(torch.zeros(1), src=0)
+
+
+def waits_in_another_order() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(3600)
+    dist.recv(torch.zeros(1), src=1)
+
+
+def reduces_different_shapes() -> None:
+    dist.all_reduce(torch.ones(1000 if dist.get_rank() else 10))
+
+
+def leaves_a_child_behind() -> None:
+    subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    if dist.get_rank() == 1:
+        raise ValueError("and then failed")
+    dist.barrier()
+
+
+def floods_its_output() -> None:
+    line = "x" * 1000
+    for _ in range(20_000):
+        print(line)
+    raise ValueError("after 20 MB")
+
+
+def returns_what_cannot_be_sent() -> object:
+    return (number for number in range(3))
+
+
+def kills_the_fork_server() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@dataclass(frozen=True)
+class Case:
+    fn: Callable[[], object]
+    error: type[launch.LaunchError]
+    rank: int | None  # that must be blamed; None: no single one
+    says: tuple[str, ...]  # phrases of the message, in this order
+    within_s: float = TIMEOUT_S + 3.0
+
+
+CASES = [
+    Case(
+        raises,
+        launch.RankFailed,
+        1,
+        (
+            "rank 1 of 4 raised ValueError: 3 chunks expected, got 2",
+            "in raises\n",
+            "about to fail",
+            "ranks 0, 2, 3 failed because of it",
+        ),
+    ),
+    Case(
+        raises_while_others_compute,
+        launch.RankFailed,
+        2,
+        ("rank 2 of 4 raised KeyError: 'conv1.weight'", "stopped while running at"),
+    ),
+    Case(
+        raises_on_every_rank_but_first_on_2,
+        launch.RankFailed,
+        2,
+        ("rank 2 of 4 raised ValueError: seen by 2", "raised ValueError: seen by 0"),
+    ),
+    Case(not_implemented, launch.RankFailed, None, ("raised NotImplementedError: Task 1.5",)),
+    Case(imports_what_is_missing, launch.RankFailed, None, ("No module named 'no_such_module'",)),
+    Case(calls_sys_exit, launch.RankExited, 1, ("rank 1 of 4 left by sys.exit(0)",)),
+    Case(calls_os_exit, launch.RankExited, 3, ("rank 3 of 4 ended by os._exit(0)",)),
+    Case(calls_os_exit_everywhere, launch.RankExited, None, ("ended by os._exit(0)",)),
+    Case(
+        returns_early,
+        launch.RankExited,
+        1,
+        ("rank 1 of 4 has returned while rank", "still waited", "in returns_early"),
+    ),
+    Case(
+        segfaults,
+        launch.RankCrashed,
+        1,
+        ("rank 1 of 4 was killed by SIGSEGV at", "in segfaults", "ctypes.string_at(0)"),
+    ),
+    Case(aborts, launch.RankCrashed, 0, ("rank 0 of 4 was killed by SIGABRT", "in aborts")),
+    Case(is_killed, launch.RankCrashed, 2, ("rank 2 of 4 was killed by SIGKILL",)),
+    Case(
+        is_stopped,
+        launch.RankHung,
+        1,
+        ("3 of 4 wait in barrier at", "rank 1 is suspended (by SIGSTOP"),
+    ),
+    Case(
+        allocates_for_ever,
+        launch.RankOutOfMemory,
+        1,
+        ("rank 1 of 4 outgrew the memory limit", "in allocates_for_ever"),
+    ),
+    Case(asks_for_too_much, launch.RankOutOfMemory, 1, ("rank 1 of 4 ran out of memory",)),
+    Case(
+        loops_for_ever,
+        launch.RankHung,
+        1,
+        ("3 of 4 wait in barrier at", "rank 1 is at", "in loops_for_ever", "while dist.get_rank()"),
+    ),
+    Case(
+        loops_holding_the_gil,
+        launch.RankHung,
+        1,
+        ("3 of 4 wait in barrier at", "rank 1 is at", "re.match("),
+    ),
+    Case(
+        waits_for_a_message_that_never_comes,
+        launch.RankHung,
+        None,
+        ("3 of 4 wait in recv at", "rank 0 waits in recv at", "wait for each other"),
+    ),
+    Case(
+        waits_in_another_order,
+        launch.RankHung,
+        1,
+        ("3 of 4 wait in recv at", "rank 1 is at", "time.sleep(3600)"),
+    ),
+    Case(
+        reduces_different_shapes,
+        launch.RankCrashed,
+        None,
+        ("was killed by SIGABRT in all_reduce at", "different shapes or dtypes"),
+    ),
+    Case(leaves_a_child_behind, launch.RankFailed, 1, ("and then failed",)),
+    Case(floods_its_output, launch.RankFailed, None, ("raised ValueError: after 20 MB",), 20.0),
+    Case(
+        returns_what_cannot_be_sent,
+        launch.RankFailed,
+        None,
+        ("TypeError: the result, a generator, cannot be sent", "return tensors"),
+    ),
+    Case(kills_the_fork_server, launch.SetupError, None, ("fork server", "was killed")),
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    rows: list[str] = []
+    yield rows
+    print("\n\nway to fail                             seconds  error")
+    print("\n".join(rows))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fn.__name__)
+def test_failure_is_one_clear_error_in_time_and_nothing_survives(
+    case: Case, table: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch.run(dist.get_rank, 4)  # so that the time is that of the verdict, not of importing torch
+    start = time.monotonic()
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.run(case.fn, 4, timeout_s=TIMEOUT_S, memory_limit_bytes=600 * MiB)
+    seconds = time.monotonic() - start
+
+    message = str(caught.value)
+    table.append(f"{case.fn.__name__:<38} {seconds:>8.2f}  {message.splitlines()[0]}")
+    assert type(caught.value) is case.error, message
+    assert [phrase for phrase in case.says if phrase not in message] == [], message
+    if case.rank is not None:
+        assert caught.value.rank == case.rank, message
+    assert seconds < case.within_s
+    assert processes_of_ranks() == []
+
+
+def test_a_world_after_a_failure_is_healthy() -> None:
+    with pytest.raises(launch.RankCrashed):
+        launch.run(is_killed, 4, timeout_s=TIMEOUT_S)
+    assert launch.run(dist.get_rank, 4) == [0, 1, 2, 3]
+
+
+def test_ranks_die_with_the_process_that_launched_them() -> None:
+    script = (
+        "import os, time\nfrom distlab import launch\n"
+        "launch.run(lambda: (print('up', os.getpid(), flush=True), time.sleep(3600)), 2)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline().split()[1]) for _ in range(2)]
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert {process.pid for process in family} >= set(pids)
+        parent.kill()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def test_ctrl_c_ends_the_ranks_and_reaches_the_caller() -> None:
+    script = (
+        "import os, time\nfrom distlab import launch\n"
+        "try: launch.run(lambda: (print('up', flush=True), time.sleep(3600)), 2)\n"
+        "except KeyboardInterrupt: print('interrupted', flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+        family = psutil.Process(parent.pid).children(recursive=True)
+        parent.send_signal(signal.SIGINT)
+        assert parent.stdout.read() == "interrupted\n"
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def processes_of_ranks() -> list[psutil.Process]:
+    """What lives below this process besides idle fork servers."""
+    children = psutil.Process().children()
+    servers = [child for child in children if "distlab.launch.forkserver" in child.cmdline()]
+    below = [process for server in servers for process in server.children(recursive=True)]
+    return below + [child for child in children if child not in servers]
