@@ -135,8 +135,9 @@ def check_data() -> Finding:
     """The bundled images, and what was downloaded besides."""
     images = len(data.load("digits").train)
     root = data_root()
-    folders = sorted(entry.name for entry in root.iterdir()) if root.is_dir() else []
-    also = f"; {root}: {', '.join(folders)}" if folders else f"; {root} is empty"
+    entries = sorted(root.iterdir()) if root.is_dir() else []
+    folders = [entry.name for entry in entries if any(p.is_file() for p in entry.rglob("*"))]
+    also = f"; in {root}: {', '.join(folders)}" if folders else f"; nothing in {root}"
     fix = "" if folders else "MNIST and CIFAR-10 come at first use, with internet"
     return Finding("data", OK, f"digits bundled ({images:,} training images){also}", fix)
 

@@ -7,6 +7,7 @@ when time is up or memory is short. Whatever then still lives is killed.
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -64,8 +65,9 @@ class Rank:
         return self.report is None and self.exit_status is None
 
     def text(self) -> str:
-        """The tail of what the rank printed."""
-        return bytes(self.tail).decode(errors="replace").replace("\r\n", "\n")
+        """The tail of what the rank printed, as a terminal would show it."""
+        text = bytes(self.tail).decode(errors="replace").replace("\r\n", "\n")
+        return re.sub(r"[^\n]*\r", "", text)  # a progress bar overwrites its line
 
 
 class Supervisor:

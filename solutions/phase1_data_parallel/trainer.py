@@ -204,7 +204,7 @@ class RankLog:
         print(f"{self.prefix}  {message}", flush=True)
 
     def progress(self, label: str, done: int, total: int) -> None:
-        """Redraw the bar ``epoch 2 [####····] 11/22`` on rank 0 in a terminal; erase it when full."""
+        """Redraw ``epoch 2 [####····] 11/22`` on rank 0, in a terminal only; erase it when full."""
         if not self.shows_bar:
             return
         bar = ("#" * (20 * done // total)).ljust(20, "·")

@@ -1,12 +1,15 @@
 """What rank functions of several test files need: a group that is not 0 … k, and a message log."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 TIMEOUT_S = 60.0
@@ -16,7 +19,7 @@ OUTER_WORLD_SIZE = 5
 MEMBERS = (1, 2, 4)
 
 
-def inside_group(call: Callable[..., object], *args: object) -> object:
+def inside_group(call: Callable[..., object], *args: object) -> Any:
     """Call ``call(*args, group=…)`` on the ranks of ``MEMBERS``; the others do nothing."""
     group = dist.new_group(list(MEMBERS))
     return call(*args, group=group) if dist.get_rank() in MEMBERS else None
@@ -54,21 +57,21 @@ def recorded() -> Iterator[list[Step]]:
     def note(kind: str) -> Callable[..., object]:
         original = getattr(dist.ProcessGroup, kind)
 
-        def call(group: object, tensors: list, *rest: object) -> object:
+        def call(group: object, tensors: list[Tensor], *rest: Any) -> object:
             peer = rest[0] if kind in ("send", "recv") else -1
             posted.append(Message(kind, peer, sum(tensor.nbytes for tensor in tensors)))
             return original(group, tensors, *rest)
 
         return call
 
-    def wait(work: dist.Work, *rest: object) -> bool:
+    def wait(work: dist.Work, *rest: Any) -> bool:
         if posted:
             steps.append(tuple(posted))
             posted.clear()
         return original_wait(work, *rest)
 
     original_wait = dist.Work.wait
-    calls = {kind: note(kind) for kind in ("send", "recv", *_COLLECTIVES)}
+    calls: dict[str, Any] = {kind: note(kind) for kind in ("send", "recv", *_COLLECTIVES)}
     with (
         mock.patch.multiple(dist.ProcessGroup, **calls),
         mock.patch.object(dist.Work, "wait", wait),
@@ -86,31 +89,29 @@ def received(steps: Sequence[Step]) -> list[Message]:
 
 
 def num_rounds(steps: Sequence[Sequence[Step]]) -> int:
-    """Rounds until the last rank is done, if any step of a rank takes one round.
+    """Rounds until the last rank is done, if each step of a rank takes one round.
 
     Args:
         steps: of every rank. The k-th message from a to b is what b receives k-th from a.
     """
+    places = [(rank, step) for rank in range(len(steps)) for step in range(len(steps[rank]))]
+    departures = defaultdict(list)  # (from, to) -> the sender's steps
+    for rank, step in places:
+        for message in sent([steps[rank][step]]):
+            departures[rank, message.peer].append(step)
+    waits_for = {
+        (rank, step): [
+            (message.peer, departures[message.peer, rank].pop(0))
+            for message in received([steps[rank][step]])
+        ]
+        for rank, step in places
+    }
 
     @cache
     def end(rank: int, step: int) -> int:
         if step < 0:
             return 0
-        begins = [end(rank, step - 1)]
-        for position, message in enumerate(steps[rank][step]):
-            if message.kind == "recv":
-                earlier = [*steps[rank][:step], steps[rank][step][:position]]
-                number = sum(other.peer == message.peer for other in received(earlier))
-                begins.append(end(message.peer, sending_step(message.peer, rank, number) - 1))
-        return 1 + max(begins)
-
-    def sending_step(src: int, dst: int, number: int) -> int:
-        of_messages = [
-            step
-            for step, messages in enumerate(steps[src])
-            for message in sent([messages])
-            if message.peer == dst
-        ]
-        return of_messages[number]
+        begins_with = [(rank, step), *waits_for[rank, step]]
+        return 1 + max(end(peer, its_step - 1) for peer, its_step in begins_with)
 
     return max(end(rank, len(steps[rank]) - 1) for rank in range(len(steps)))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import floor, log2
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_sum_is_the_same_bit_for_bit_on_all_ranks(world_size: int, name: str) ->
 
 
 def test_in_a_group_the_ranks_are_those_inside_it_and_nobody_else_takes_part() -> None:
-    def members(call: Callable[..., object]) -> list:
+    def members(call: Callable[..., object]) -> list[Any]:
         outside = launch.run(inside_group, OUTER_WORLD_SIZE, call, timeout_s=TIMEOUT_S)
         return [outside[member] for member in MEMBERS]
 
@@ -191,7 +192,7 @@ def traces() -> dict[str, list[Step]]:
     world_size, x = dist.get_world_size(), torch.ones(NUM_ELEMENTS)
     right, left = (dist.get_rank() + 1) % world_size, (dist.get_rank() - 1) % world_size
     ring = [(collectives.exchange, x, right, torch.empty_like(x), left)] if world_size > 1 else []
-    calls = {
+    calls: dict[str, tuple[Any, ...]] = {
         **{f"exchange {position}": call for position, call in enumerate(ring)},
         **{f"broadcast {src}": (collectives.broadcast, x, src) for src in range(world_size)},
         "naive": (collectives.all_reduce_naive, x),

@@ -3,6 +3,7 @@
 import random
 from functools import cache
 from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from torch.utils.data import Dataset
 
 from distlab import launch
 from solutions.phase1_data_parallel.data_loader import (
+    Batch,
     Sample,
     build_loader,
     scatter_batch,
@@ -39,7 +41,7 @@ seed_ = st.integers(0, 2**40)
 epoch_ = st.integers(0, 1000)
 
 
-def shards(num_samples: int, world_size: int, **settings: int) -> list[list[int]]:
+def shards(num_samples: int, world_size: int, **settings: Any) -> list[list[int]]:
     return [shard_indices(num_samples, rank, world_size, **settings) for rank in range(world_size)]
 
 
@@ -52,7 +54,7 @@ def in_turns(lists: list[list[int]]) -> list[int]:
 def test_ranks_take_turns_in_the_order_of_one_process_and_wrap_round(
     num_samples: int, world_size: int, epoch: int, seed: int, shuffle: bool
 ) -> None:
-    settings = {"epoch": epoch, "seed": seed, "shuffle": shuffle}
+    settings: dict[str, Any] = {"epoch": epoch, "seed": seed, "shuffle": shuffle}
     order = shard_indices(num_samples, 0, 1, **settings)
     assert sorted(order) == list(range(num_samples))
     assert shuffle or order == sorted(order)
@@ -144,7 +146,7 @@ class Numbered(Dataset[Sample]):
         return self.num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        return torch.full((2,), float(index)), torch.tensor(index)
+        return torch.full((2,), float(index)), index
 
 
 class Noisy(Numbered):
@@ -290,7 +292,7 @@ SHAPES = [  # of one sample: image, its dtype, label, its dtype
 NUM_ROWS = (0, 1, 2, 3, 10, 16)
 
 
-def batch_of(num_rows: int, case: int) -> Sample:
+def batch_of(num_rows: int, case: int) -> Batch:
     generator = torch.Generator().manual_seed(num_rows + 100 * case)
     image, image_dtype, label, label_dtype = SHAPES[case]
     images = torch.randint(0, 200, (num_rows, *image), generator=generator).to(image_dtype)
@@ -298,7 +300,7 @@ def batch_of(num_rows: int, case: int) -> Sample:
     return images, labels
 
 
-def scatters(group: dist.ProcessGroup | None = None) -> list[Sample]:
+def scatters(group: dist.ProcessGroup | None = None) -> list[Batch]:
     """Every batch, from the first rank and from the last."""
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     return [
@@ -309,7 +311,7 @@ def scatters(group: dist.ProcessGroup | None = None) -> list[Sample]:
     ]
 
 
-def check_scattered(by_rank: list[list[Sample]]) -> None:
+def check_scattered(by_rank: list[list[Batch]]) -> None:
     expected = [batch_of(num_rows, case) for case in range(len(SHAPES)) for num_rows in NUM_ROWS]
     for batch, *parts in zip(expected * 2, *by_rank, strict=True):
         num_rows = [len(labels) for _, labels in parts]
@@ -359,10 +361,8 @@ def test_source_keeps_views_and_sends_each_other_rank_its_rows_only() -> None:
 
 def errors_of_scatter_batch(src: int) -> list[str]:
     """Texts of two failures; the world works on afterwards."""
-    wrong: list[Sample | None] = [None, (torch.zeros(4, 2), torch.zeros(3))]
-    if dist.get_rank() != src:
-        wrong = [None, None]
-    texts = [refusal(lambda batch=batch: scatter_batch(batch, src)) for batch in wrong]
+    uneven = (torch.zeros(4, 2), torch.zeros(3)) if dist.get_rank() == src else None
+    texts = [refusal(lambda: scatter_batch(None, src)), refusal(lambda: scatter_batch(uneven, src))]
     dist.barrier()
     return texts
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from ranks import MEMBERS, OUTER_WORLD_SIZE, TIMEOUT_S, WORLD_SIZES, inside_group, refusal
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from distlab import launch
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES, Group
-from solutions.phase1_data_parallel.data_loader import Sample, shard_indices
+from solutions.phase1_data_parallel.data_loader import Batch, Sample, shard_indices
 from solutions.phase1_data_parallel.trainer import (
     EpochResult,
     Evaluation,
@@ -51,7 +51,7 @@ class Awkward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(3, 4, 3).to(torch.float32, memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(4)
         self.transposed = nn.Parameter(torch.randn(3, 5).t())
         self.scalar = nn.Parameter(torch.randn((), dtype=torch.float64))
@@ -130,6 +130,10 @@ def gradients_of(rank: int) -> State:
     }
 
 
+def gradients(weights: dict[str, nn.Parameter]) -> State:
+    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+
 Counted = tuple[Callable[[Tensor, Group], None], list[int]]
 
 
@@ -152,10 +156,10 @@ def averages(group: Group = None) -> dict[str, tuple[State, list[int], bool]]:
         weights = dict(model.named_parameters())
         for parameter, gradient in gradients_of(dist.get_rank(group)).items():
             weights[parameter].grad = gradient
-        before = {name: weight.grad for name, weight in weights.items()}
+        before = gradients(weights)
         average_gradients(model, all_reduce, group)
-        after = {name: weight.grad for name, weight in weights.items()}
-        in_place = all(after[name] is old for name, old in before.items() if old is not None)
+        after = gradients(weights)
+        in_place = all(after[name] is old for name, old in before.items())
         results[name] = after, calls, in_place
     return results
 
@@ -168,9 +172,9 @@ def check_averages(by_rank: list[dict[str, tuple[State, list[int], bool]]]) -> N
         for name, weight in Weights().named_parameters()
     }
     for rank, by_name in enumerate(by_rank):
-        for gradients, calls, in_place in by_name.values():
+        for averaged, calls, in_place in by_name.values():
             assert in_place
-            assert_close(gradients, {**expected, "frozen": of_ranks[rank]["frozen"]}, 1e-6)
+            assert_close(averaged, {**expected, "frozen": of_ranks[rank]["frozen"]}, 1e-6)
             assert sorted(calls) == sorted([7, 1, 2 * 3 * 4 * 5, 4, 6])
 
 
@@ -194,26 +198,26 @@ SHARDS = {  # samples of every rank
 }
 
 
-def classifier(seed: int = 0) -> nn.Module:
+def classifier(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def language_model(seed: int = 0) -> nn.Module:
+def language_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     embedding, head = nn.Embedding(11, 6), nn.Linear(6, 11)
     head.weight = embedding.weight
     return nn.Sequential(embedding, nn.Tanh(), head).double()
 
 
-def images(num_samples: int, seed: int) -> Sample:
+def images(num_samples: int, seed: int) -> Batch:
     """(B, 6) and (B)."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64)
     return inputs, inputs[:, :3].argmax(dim=1)
 
 
-def texts(num_samples: int, seed: int) -> Sample:
+def texts(num_samples: int, seed: int) -> Batch:
     """(B, T) and (B, T), T = 5."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(11, (num_samples, 6), generator=generator)
@@ -304,7 +308,7 @@ DATA_SIZES = (1, 2, 3, 7, 16, 23)
 class Watched(Dataset[Sample]):
     """Notes which samples were asked for."""
 
-    def __init__(self, samples: Sample) -> None:
+    def __init__(self, samples: Batch) -> None:
         self.samples, self.seen = samples, list[int]()
 
     def __len__(self) -> int:
@@ -315,11 +319,11 @@ class Watched(Dataset[Sample]):
         return self.samples[0][index], self.samples[1][index]
 
 
-def normalising_model(seed: int = 0) -> nn.Module:
+def normalising_model(seed: int = 0) -> nn.Sequential:
     """In training mode it gives other results, different ones on every rank."""
     model = classifier(seed)
     norm = nn.BatchNorm1d(8, dtype=torch.float64)
-    nn.init.normal_(norm.running_mean)
+    norm.running_mean = torch.randn(8, dtype=torch.float64)
     return nn.Sequential(model[0], norm, nn.Dropout(0.3), model[1], model[2])
 
 
@@ -339,7 +343,7 @@ def evaluates(group: Group = None) -> list[tuple[Evaluation, list[int], bool]]:
     return results
 
 
-def evaluated_alone(model: nn.Module, samples: Sample) -> Evaluation:
+def evaluated_alone(model: nn.Module, samples: Batch) -> Evaluation:
     inputs, targets = samples
     with torch.no_grad():
         logits = model.eval()(inputs).flatten(0, -2)
@@ -403,8 +407,6 @@ def logs() -> None:
     log = RankLog()
     log.info("the same everywhere")
     log.warning(f"disk {log.rank} is full")
-    for done in range(1, 4):
-        log.progress("epoch 1", done, 3)
 
 
 def lines_of(output_dir: Path, world_size: int) -> list[list[str]]:
@@ -413,9 +415,7 @@ def lines_of(output_dir: Path, world_size: int) -> list[list[str]]:
     ]
 
 
-def test_info_comes_from_rank_0_warnings_from_all_and_no_bar_outside_a_terminal(
-    tmp_path: Path,
-) -> None:
+def test_info_comes_from_rank_0_and_warnings_from_all(tmp_path: Path) -> None:
     launch.run(logs, 3, timeout_s=TIMEOUT_S, output_dir=tmp_path)
     assert lines_of(tmp_path, 3) == [
         ["rank 0/3  the same everywhere", "rank 0/3  disk 0 is full"],
@@ -429,17 +429,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def draws_bar() -> str:
-    sys.stderr = terminal = Terminal()
+def draws_bar(where: type[io.StringIO]) -> str:
+    sys.stderr = screen = where()
     log = RankLog()
     log.progress("epoch 2", 11, 22)
     log.progress("epoch 2", 22, 22)
-    return terminal.getvalue()
+    return screen.getvalue()
 
 
-def test_bar_in_a_terminal_is_drawn_by_rank_0_and_erased_when_full() -> None:
+def test_bar_is_drawn_by_rank_0_in_a_terminal_and_erased_when_full() -> None:
     bar = "\rrank 0/2  epoch 2 [##########··········] 11/22"
-    assert launch.run(draws_bar, 2, timeout_s=TIMEOUT_S) == [f"{bar}\r\x1b[K", ""]
+    assert launch.run(draws_bar, 2, Terminal, timeout_s=TIMEOUT_S) == [f"{bar}\r\x1b[K", ""]
+    assert launch.run(draws_bar, 2, io.StringIO, timeout_s=TIMEOUT_S) == ["", ""]
 
 
 # --- Trainer -------------------------------------------------------------------------------------
@@ -460,8 +461,8 @@ def fits(
         model = build(dist.get_rank(group))
         trainer = Trainer(model, momentum(model), all_reduce=ALL_REDUCES[name], group=group)
         history = trainer.fit(
-            TensorDataset(*TRAIN),
-            TensorDataset(*TEST),
+            Watched(TRAIN),
+            Watched(TEST),
             epochs=NUM_EPOCHS,
             global_batch_size=GLOBAL_BATCH,
             seed=SEED,
@@ -535,6 +536,7 @@ def test_batch_norm_is_evaluated_with_the_same_statistics_on_all_ranks(world_siz
         assert history[-1].test_accuracy == pytest.approx(test.accuracy, abs=1e-12)
 
 
+@pytest.mark.usefixtures("capsys")  # never a terminal, so that no bar is between the lines
 def test_rank_0_alone_logs_one_line_an_epoch(tmp_path: Path) -> None:
     launch.run(fits, 2, classifier, ("native",), timeout_s=TIMEOUT_S, output_dir=tmp_path)
     lines, of_rank_1 = lines_of(tmp_path, 2)
@@ -548,7 +550,7 @@ def test_rank_0_alone_logs_one_line_an_epoch(tmp_path: Path) -> None:
 def fits_what_cannot_be_shared() -> str:
     model = classifier()
     trainer = Trainer(model, momentum(model))
-    data = TensorDataset(*TRAIN)
+    data = Watched(TRAIN)
     return refusal(lambda: trainer.fit(data, data, epochs=1, global_batch_size=25))
 
 

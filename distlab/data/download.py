@@ -1,0 +1,60 @@
+"""Files from the internet: where they lie, and who fetches them when many ranks want them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from distlab.data.splits import DataError
+
+
+def data_root(root: str | Path | None = None) -> Path:
+    """Return the folder of the data files: ``root``, else ``$DISTLAB_DATA``, else ``./data``."""
+    return Path(root or os.environ.get("DISTLAB_DATA") or "data").expanduser().absolute()
+
+
+@contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """Run the body on the first rank of each machine, and on the others once that has succeeded.
+
+        rank 0   body ──┐ all_gather(ok)
+        rank 1   wait ──┴──────────────── body
+        rank 2   wait ──┴──────────────── body
+
+    First is LOCAL_RANK 0 where a launcher set LOCAL_RANK, else rank 0. Without an initialised
+    `torch.distributed` world the body simply runs.
+
+    Raises: DataError: if the body failed on a first rank, then on all other ranks, which would
+        otherwise wait for ever; it names that rank and its error.
+    Cost: one `all_gather_object` over the default group, which all ranks must reach.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    first = _runs_first()
+    if first:
+        try:
+            yield
+        except BaseException as error:
+            _exchange(f"{type(error).__name__}: {error}")  # the others wait here; let them go
+            raise
+    failures = _exchange(None)
+    if failures:
+        consequence = DataError("another rank was to fetch the data first and failed.\n" + failures[0])
+        consequence.is_secondary = True  # the launcher then blames that rank, not this one
+        raise consequence
+    if not first:
+        yield
+
+
+def _runs_first() -> bool:
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
+
+
+def _exchange(failure: str | None) -> list[str]:
+    """Wait until all ranks are here; return the failures that they report, each naming its rank."""
+    reports: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, failure)
+    return [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]

@@ -1,0 +1,84 @@
+"""Images in folders, one folder per class: the layout of ImageNet."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distlab.data.splits import DataError, Splits
+from distlab.torchvision_repair import import_torchvision
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+_CROP = 0.875  # share of the shorter side that the centre crop keeps
+
+
+def load_image_folder(root: Path, *, image_size: int = 224, augment: bool = False) -> Splits:
+    """Return the images under ``root``, decoded when asked for.
+
+        root/train/<class>/*.jpg
+        root/val/<class>/*.jpg       or test/
+
+    Args:
+        image_size: images become (3, image_size, image_size) by resizing and cropping the centre.
+        augment: instead, train on random crops, half of them mirrored.
+    Raises: DataError: if a folder is missing, has no classes or an empty one, or if the two
+        have different classes.
+    """
+    train_folder, test_folder = root / "train", _test_folder(root)
+    classes = _classes(train_folder)
+    _check_same(classes, _classes(test_folder), test_folder)
+    plain = _transform(image_size, augment=False)
+    train = _open(train_folder, _transform(image_size, augment=True) if augment else plain)
+    test = _open(test_folder, plain)
+    image_shape = (3, image_size, image_size)
+    return Splits("imagefolder", train, test, len(classes), image_shape, _MEAN, _STD)
+
+
+def _test_folder(root: Path) -> Path:
+    candidates = [root / "val", root / "test"]
+    return next((folder for folder in candidates if folder.is_dir()), candidates[0])
+
+
+def _classes(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} does not exist. An image folder holds train/<class>/*.jpg and "
+            f"val/<class>/*.jpg (or test/); give the folder above these as root or DISTLAB_DATA."
+        )
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if not names:
+        raise DataError(f"{folder} has no class folders; expected {folder}/<class>/*.jpg")
+    return names
+
+
+def _check_same(train: list[str], test: list[str], test_folder: Path) -> None:
+    extra, missing = sorted(set(test) - set(train)), sorted(set(train) - set(test))
+    if extra or missing:
+        raise DataError(
+            f"train and {test_folder.name} must have the same classes. {test_folder} "
+            f"lacks {_some(missing)} and has in addition {_some(extra)}."
+        )
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest or "none"
+
+
+def _open(folder: Path, transform: Any) -> Any:
+    try:
+        return import_torchvision().datasets.ImageFolder(folder, transform=transform)
+    except FileNotFoundError as error:
+        raise DataError(f"{folder}: {error}") from None
+
+
+def _transform(image_size: int, *, augment: bool) -> Any:
+    import_torchvision()
+    v2 = importlib.import_module("torchvision.transforms.v2")
+    if augment:
+        shape = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
+    else:
+        shape = [v2.Resize(round(image_size / _CROP)), v2.CenterCrop(image_size)]
+    numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
+    return v2.Compose([*shape, *numbers, v2.ToPureTensor()])
