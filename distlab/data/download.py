@@ -42,7 +42,9 @@ def rank_zero_first() -> Iterator[None]:
             raise
     failures = _exchange(None)
     if failures:
-        consequence = DataError("another rank was to fetch the data first and failed.\n" + failures[0])
+        consequence = DataError(
+            "another rank was to fetch the data first and failed.\n" + failures[0]
+        )
         consequence.is_secondary = True  # the launcher then blames that rank, not this one
         raise consequence
     if not first:
