@@ -3,6 +3,8 @@
 Everything here sends and receives; nothing else. Ranks are ranks inside ``group``.
 """
 
+import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -215,20 +217,25 @@ def measure_all_reduce(
 
 
 def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds = α + bytes·β, every point weighing by its relative error.
+    """Fit seconds = α + bytes·β by least squares of the relative errors.
 
-    Plain least squares would see the largest message only; small ones carry α.
+    Absolute errors would see the largest message only; small ones carry α.
         [0, 1000, 2000] bytes in [5, 6, 7] µs  ->  α = 5 µs, β = 1 ns/byte
 
     Returns:
         α in seconds per message, β in seconds per byte (at least the smallest positive number,
         should the larger messages have been the faster ones).
     """
-    t = torch.tensor(seconds, dtype=torch.float64)
-    n = torch.tensor(sizes_bytes, dtype=torch.float64)
-    scaled = torch.stack([1 / t, n / t], dim=1)  # (sizes, 2): each row divided by its own time
-    alpha, beta = torch.linalg.lstsq(scaled, torch.ones_like(t)[:, None]).solution.flatten()
-    return float(alpha), max(float(beta), torch.finfo(torch.float64).tiny)
+    weights = [1 / t**2 for t in seconds]
+    mean_n, mean_t = _mean(sizes_bytes, weights), _mean(seconds, weights)
+    offsets = [n - mean_n for n in sizes_bytes]
+    covariance = _mean([n * (t - mean_t) for n, t in zip(offsets, seconds, strict=True)], weights)
+    beta = covariance / _mean([n * n for n in offsets], weights)
+    return mean_t - beta * mean_n, max(beta, sys.float_info.min)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
 def _exchange_in_ring(x: Tensor, group: Group) -> None:

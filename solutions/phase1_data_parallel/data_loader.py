@@ -65,7 +65,11 @@ def shard_indices(
 
 
 class ShardSampler(Sampler[int]):
-    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order."""
+    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order.
+
+    Shards are cut, not padded: a sample that comes twice would count twice in the gradient, and
+    padding could fill a global batch that one process would have left out.
+    """
 
     def __init__(
         self, num_samples: int, rank: int, world_size: int, *, seed: int, shuffle: bool
@@ -86,11 +90,12 @@ class ShardSampler(Sampler[int]):
                 epoch=self.epoch,
                 seed=self.seed,
                 shuffle=self.shuffle,
+                drop_last=True,
             )
         )
 
     def __len__(self) -> int:
-        return -(-self.num_samples // self.world_size)
+        return self.num_samples // self.world_size
 
 
 class ShardLoader(DataLoader[Sample]):

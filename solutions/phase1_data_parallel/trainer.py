@@ -146,7 +146,7 @@ def evaluate(
     10 samples, 4 ranks: 3, 3, 2, 2. Samplers made for training pad to 12 and count two twice.
 
     Args:
-        model: equal on all ranks; in evaluation mode during the call, afterwards as before.
+        model: equal on all ranks; in evaluation mode during the call, each module as before after.
         dataset: the whole data set, equal on all ranks, at least one sample.
         batch_size: samples per forward pass of one rank; does not change the result.
         device: where the model is.
@@ -165,7 +165,7 @@ def evaluate(
     if not num_samples:
         raise ValueError("evaluate: the data set is empty")
     mine = Subset(dataset, range(rank, num_samples, world_size))
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}  # some may be frozen
     model.eval()
 
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, targets
@@ -175,7 +175,8 @@ def evaluate(
         count = torch.tensor(targets.numel(), device=device)
         totals += torch.stack([_loss_sum(logits, targets).double(), correct, count])
 
-    model.train(was_training)
+    for module, mode in modes.items():
+        module.training = mode
     dist.all_reduce(totals, group=group)
     loss, num_correct, num_targets = totals.tolist()
     return Evaluation(loss / num_targets, num_correct / num_targets, int(num_targets))
