@@ -27,7 +27,6 @@ import psutil
 START, PRELOAD = b"s", b"p"
 RECORD = struct.Struct("=cqq")  # kind, pid, wait status
 READY, STARTED, EXITED = b"R", b"S", b"X"
-MAX_NAMES_BYTES = 4096
 STARTS_BY_FORK = sys.platform != "darwin"
 
 
@@ -60,8 +59,16 @@ def _serve_one(parent: socket.socket, exits: int) -> bool:
         pid = _start_rank(parent, exits, *descriptors)
         parent.sendall(RECORD.pack(STARTED, pid, 0))
     elif request == PRELOAD:
-        _preload(parent.recv(MAX_NAMES_BYTES).decode().split())
+        _preload(_read_line(parent).split())
     return bool(request)
+
+
+def _read_line(parent: socket.socket) -> str:
+    """Read to the end of the line and no further: behind it may wait a START, with descriptors."""
+    line = b""
+    while not line.endswith(b"\n"):
+        line += parent.recv(1) or b"\n"
+    return line.decode()
 
 
 def _preload(names: list[str]) -> None:

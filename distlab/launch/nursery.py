@@ -56,9 +56,17 @@ class Nursery:
         return self._socket.fileno()
 
     def start_rank(self, control: socket.socket, output: int) -> int:
-        """Start one rank on copies of the two descriptors; returns its pid."""
-        socket.send_fds(self._socket, [forkserver.START], [control.fileno(), output])
-        return self._await(forkserver.STARTED)
+        """Start one rank on copies of the two descriptors; returns its pid.
+
+        Raises:
+            SetupError: the fork server was killed, or does not answer.
+        """
+        try:
+            socket.send_fds(self._socket, [forkserver.START], [control.fileno(), output])
+            return self._await(forkserver.STARTED)
+        except OSError as error:
+            self.process.kill()  # release() then closes this nursery
+            raise SetupError(f"the fork server did not start a rank: {error}") from error
 
     def exits(self) -> list[tuple[int, int]]:
         """Pids and wait statuses of ranks that ended since the last call.
@@ -79,7 +87,7 @@ class Nursery:
     def preload(self, names: list[str]) -> None:
         """Have modules imported ahead of the next world, without waiting for it."""
         if names:
-            self._socket.sendall(forkserver.PRELOAD + " ".join(names).encode())
+            self._socket.sendall(forkserver.PRELOAD + " ".join(names).encode() + b"\n")
 
     def kill_leftovers(self) -> None:
         """Kill every process that the world's ranks started, also those that left their session."""

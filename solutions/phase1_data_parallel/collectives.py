@@ -166,10 +166,10 @@ class AllReduceTimes:
         for row, size in enumerate(self.sizes_bytes):
             cells = (f"{self.seconds[name][row] * 1e6:>19.1f} µs" for name in columns)
             lines.append(f"{size:>10}" + "".join(cells))
-        lines.append(
-            f"one message: α = {self.alpha_s * 1e6:.1f} µs, "
-            f"1/β = {self.bandwidth_bytes_per_s / 1e9:.3f} GB/s"
-        )
+        speed = f"1/β = {self.bandwidth_bytes_per_s / 1e9:.3f} GB/s"
+        if self.bandwidth_bytes_per_s > 1e15:
+            speed = "1/β not measurable: larger messages took no longer"
+        lines.append(f"one message: α = {self.alpha_s * 1e6:.1f} µs, {speed}")
         return "\n".join(lines)
 
 
@@ -197,15 +197,18 @@ def measure_all_reduce(
         The table, equal on all ranks; its extra column ``exchange`` is the single message.
 
     Raises:
-        ValueError: fewer than two ranks or two sizes, or a size that is no multiple of 4.
+        ValueError: fewer than two ranks, two sizes or one repeat, a size that is no multiple of 4,
+            or a strategy called "exchange".
 
     Cost: about (repeats + 1) runs of every cell and as many tiny all-reduces as barriers.
     """
     world_size = dist.get_world_size(group)
-    if world_size < 2 or len(set(sizes_bytes)) < 2 or any(size % 4 for size in sizes_bytes):
+    sizes_fit = len(set(sizes_bytes)) >= 2 and not any(size % 4 for size in sizes_bytes)
+    if world_size < 2 or repeats < 1 or not sizes_fit or "exchange" in strategies:
         raise ValueError(
-            "needs 2 ranks, and 2 sizes that are multiples of 4 bytes: "
-            f"got {world_size} ranks and sizes {list(sizes_bytes)}"
+            "needs 2 ranks, 2 sizes that are multiples of 4 bytes, 1 repeat, and no strategy called "
+            f"exchange: got {world_size} ranks, sizes {list(sizes_bytes)}, {repeats} repeats, "
+            f"strategies {list(strategies)}"
         )
     timed = {"exchange": _exchange_in_ring, **strategies}
     seconds = {

@@ -1,6 +1,5 @@
 """Which rank sees which sample: shards of an epoch, loaders over them, batches from one rank."""
 
-import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -111,13 +110,6 @@ class ShardLoader(DataLoader[Sample]):
         self.generator.manual_seed(int(stream.generate_state(1)[0]))
 
 
-def seed_worker(worker_id: int) -> None:
-    """Seed numpy and ``random`` of a loader's worker process; torch has seeded only itself."""
-    seed = torch.initial_seed() % 2**32  # base seed of this epoch and rank, plus worker_id
-    np.random.seed(seed)
-    random.seed(seed)
-
-
 def build_loader(
     dataset: Dataset[Sample],
     global_batch_size: int,
@@ -172,8 +164,7 @@ def build_loader(
         sampler=ShardSampler(num_samples, rank, world_size, seed=seed, shuffle=shuffle),
         drop_last=True,
         num_workers=num_loader_workers,
-        worker_init_fn=seed_worker,
-        generator=torch.Generator(),
+        generator=torch.Generator(),  # seeds torch, numpy and random of every worker process
     )
     loader.set_epoch(0)
     return loader
@@ -201,7 +192,7 @@ def scatter_batch(
         This rank's rows of images and labels; on ``src`` views of ``batch``.
 
     Raises:
-        ValueError: on every rank, if ``src`` has no batch or images and labels differ in length.
+        ValueError: on every rank, if ``src`` has no batch, or images and labels differ in length.
 
     Cost: on ``src`` 2(N-1) messages and (N-1)/N of the batch's bytes, and one broadcast of the
         shapes (a few hundred bytes).
@@ -237,8 +228,9 @@ def _describe(batch: Batch | None) -> Shapes | str:
     """Shape and dtype of images and labels, or what is wrong with them."""
     if batch is None:
         return "it passed None; the source rank must pass (images, labels)"
-    if len(batch[0]) != len(batch[1]):
-        return f"it passed {len(batch[0])} images and {len(batch[1])} labels"
+    rows = [tensor.shape[:1] for tensor in batch]  # of a single number: none
+    if rows[0] != rows[1] or not rows[0]:
+        return f"it passed images {tuple(batch[0].shape)} and labels {tuple(batch[1].shape)}"
     return [(tensor.shape, tensor.dtype) for tensor in batch]
 
 

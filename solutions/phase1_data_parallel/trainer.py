@@ -52,7 +52,8 @@ def average_gradients(
 
     Args:
         module: after backward. A trainable parameter that got no gradient on this rank counts as
-            zero: other ranks may have one, and every rank must make the same calls.
+            zero: other ranks may have one, and every rank must make the same calls. (One that no
+            rank uses then has a gradient of zero instead of none, and weight decay moves it.)
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
@@ -103,9 +104,7 @@ def train_step(
     optimizer.zero_grad()
     loss_sum = _loss_sum(model(inputs), targets)
 
-    totals = torch.stack(
-        [loss_sum.detach().double(), loss_sum.new_tensor(targets.numel()).double()]
-    )
+    totals = torch.stack([loss_sum.detach().double(), _count(targets)])
     all_reduce(totals, group)
     total_loss, num_targets = totals.tolist()
     if not num_targets:
@@ -115,6 +114,11 @@ def train_step(
     average_gradients(model, all_reduce, group)
     optimizer.step()
     return float(total_loss / num_targets)
+
+
+def _count(targets: Tensor) -> Tensor:
+    """How many there are, in float64: bfloat16 would make 302 of 301."""
+    return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
 
 
 def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
@@ -172,8 +176,7 @@ def evaluate(
     for inputs, targets in _batches_on(DataLoader(mine, batch_size=batch_size), device):
         logits = model(inputs)
         correct = (logits.argmax(dim=-1) == targets).sum()
-        count = torch.tensor(targets.numel(), device=device)
-        totals += torch.stack([_loss_sum(logits, targets).double(), correct, count])
+        totals += torch.stack([_loss_sum(logits, targets).double(), correct, _count(targets)])
 
     for module, mode in modes.items():
         module.training = mode
@@ -202,7 +205,8 @@ class RankLog:
 
     def warning(self, message: str) -> None:
         """Print what concerns this rank, whichever it is."""
-        print(f"{self.prefix}  {message}", flush=True)
+        # One write with its newline: ranks that share a pipe would mix halves of lines.
+        print(f"{self.prefix}  {message}\n", end="", flush=True)
 
     def progress(self, label: str, done: int, total: int) -> None:
         """Redraw ``epoch 2 [####····] 11/22`` on rank 0, in a terminal only; erase it when full."""
@@ -265,7 +269,7 @@ class Trainer:
         """Train for ``epochs``, evaluate after each, and return the history (on every rank).
 
         Rank 0 logs a line per epoch:
-            rank 0/4  epoch 1  loss 1.9028  test loss 1.1174  accuracy 71.4 %  2,310 images/s
+            rank 0/4  epoch 1  loss 1.9028  test loss 1.1174  accuracy 71.4%  2,310 images/s
 
         Args:
             train_data: whole training set, equal on all ranks.

@@ -11,6 +11,8 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab import launch
+
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 TIMEOUT_S = 60.0
 
@@ -19,8 +21,20 @@ OUTER_WORLD_SIZE = 5
 MEMBERS = (1, 2, 4)
 
 
-def inside_group(call: Callable[..., object], *args: object) -> Any:
-    """Call ``call(*args, group=…)`` on the ranks of ``MEMBERS``; the others do nothing."""
+def on_ranks(
+    call: Callable[..., Any], world_size: int, *args: object, **settings: Any
+) -> list[Any]:
+    """``launch.run`` with an end to waiting."""
+    return launch.run(call, world_size, *args, timeout_s=TIMEOUT_S, **settings)
+
+
+def on_members(call: Callable[..., Any], *args: object) -> list[Any]:
+    """What ``call(*args, group=…)`` returned on ``MEMBERS``; the other ranks do nothing."""
+    results = on_ranks(_inside_group, OUTER_WORLD_SIZE, call, *args)
+    return [results[member] for member in MEMBERS]
+
+
+def _inside_group(call: Callable[..., Any], *args: object) -> Any:
     group = dist.new_group(list(MEMBERS))
     return call(*args, group=group) if dist.get_rank() in MEMBERS else None
 

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import (
-    MEMBERS,
-    OUTER_WORLD_SIZE,
     TIMEOUT_S,
     WORLD_SIZES,
     Message,
     Step,
-    inside_group,
     num_rounds,
+    on_members,
+    on_ranks,
     received,
     recorded,
     refusal,
@@ -28,7 +27,6 @@ from ranks import (
 )
 from torch import Tensor
 
-from distlab import launch
 from solutions.phase1_data_parallel import collectives
 from solutions.phase1_data_parallel.collectives import (
     ALL_REDUCES,
@@ -41,7 +39,7 @@ from solutions.phase1_data_parallel.collectives import (
 SHAPES = ((), (0,), (1,), (3,), (7, 2), (1009,))  # 0-dim, empty, fewer than N, no multiple of N
 FLOATS = (torch.float32, torch.float64)
 EXACT = (torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}  # of the largest summand; else exact
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}  # of a sum; all others are exact
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -88,7 +86,7 @@ def check_exchanged(by_rank: list[list[Tensor]]) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 def test_exchange_brings_what_the_source_sent_also_of_another_size(world_size: int) -> None:
-    check_exchanged(launch.run(exchanges, world_size, timeout_s=TIMEOUT_S))
+    check_exchanged(on_ranks(exchanges, world_size))
 
 
 # --- values of broadcast and the all-reduces -----------------------------------------------------
@@ -118,7 +116,7 @@ def check_broadcast(by_rank: list[list[list[Tensor]]]) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_broadcast_copies_from_every_source_to_every_rank(world_size: int) -> None:
-    check_broadcast(launch.run(broadcasts, world_size, timeout_s=TIMEOUT_S))
+    check_broadcast(on_ranks(broadcasts, world_size))
 
 
 def reduces(group: Group = None) -> dict[str, list[Tensor]]:
@@ -134,7 +132,7 @@ def reduces(group: Group = None) -> dict[str, list[Tensor]]:
 
 @cache
 def reduced(world_size: int) -> list[dict[str, list[Tensor]]]:
-    return launch.run(reduces, world_size, timeout_s=TIMEOUT_S)
+    return on_ranks(reduces, world_size)
 
 
 def check_sums(by_rank: list[dict[str, list[Tensor]]], name: str) -> None:
@@ -144,7 +142,7 @@ def check_sums(by_rank: list[dict[str, list[Tensor]]], name: str) -> None:
         for sums in by_rank:
             assert sums[name][case].dtype == dtype
             error = (sums[name][case].double() - exact).abs().flatten().tolist()
-            assert max(error, default=0.0) <= 8 * TOLERANCE.get(dtype, 0.0), (name, shape, dtype)
+            assert max(error, default=0.0) <= TOLERANCE.get(dtype, 0.0), (name, shape, dtype)
 
 
 @pytest.mark.parametrize("name", ALL_REDUCES)
@@ -162,13 +160,9 @@ def test_sum_is_the_same_bit_for_bit_on_all_ranks(world_size: int, name: str) ->
 
 
 def test_in_a_group_the_ranks_are_those_inside_it_and_nobody_else_takes_part() -> None:
-    def members(call: Callable[..., object]) -> list[Any]:
-        outside = launch.run(inside_group, OUTER_WORLD_SIZE, call, timeout_s=TIMEOUT_S)
-        return [outside[member] for member in MEMBERS]
-
-    check_exchanged(members(exchanges))
-    check_broadcast(members(broadcasts))
-    by_rank = members(reduces)
+    check_exchanged(on_members(exchanges))
+    check_broadcast(on_members(broadcasts))
+    by_rank = on_members(reduces)
     for name in ALL_REDUCES:
         check_sums(by_rank, name)
 
@@ -203,7 +197,7 @@ def traces() -> dict[str, list[Step]]:
 
 @cache
 def traced(world_size: int) -> dict[str, Trace]:
-    by_rank = launch.run(traces, world_size, timeout_s=TIMEOUT_S)
+    by_rank = on_ranks(traces, world_size)
     return {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
 
 
@@ -342,7 +336,7 @@ def measures(group: Group = None) -> AllReduceTimes:
     num_runs = itertools.count()
 
     def slow_when_first_or_unlucky(x: Tensor, group: Group) -> None:
-        time.sleep(0.08 if next(num_runs) % 4 in (0, 2) else 0.0)  # one untimed, one of three
+        time.sleep(0.12 if next(num_runs) % 4 in (0, 2) else 0.0)  # one untimed, one of three
 
     strategies = {
         **ALL_REDUCES,
@@ -354,7 +348,7 @@ def measures(group: Group = None) -> AllReduceTimes:
 
 @cache
 def measured(world_size: int) -> list[AllReduceTimes]:
-    return launch.run(measures, world_size, timeout_s=TIMEOUT_S)
+    return on_ranks(measures, world_size)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -376,12 +370,12 @@ def test_measured_time_is_that_of_the_slowest_rank() -> None:
 
 
 def test_measured_time_is_the_median_and_leaves_out_the_first_run() -> None:
-    assert max(measured(3)[0].seconds["jitters"]) < 0.08
+    assert max(measured(3)[0].seconds["jitters"]) < 0.03
 
 
 def test_measuring_stays_inside_the_group() -> None:
-    times = launch.run(inside_group, OUTER_WORLD_SIZE, measures, timeout_s=TIMEOUT_S)
-    assert times[MEMBERS[0]] == times[MEMBERS[1]] == times[MEMBERS[2]]
+    times = on_members(measures)
+    assert times == [times[0]] * len(times)
 
 
 def test_table_has_a_row_for_each_size_and_a_column_for_each_strategy() -> None:
@@ -409,5 +403,5 @@ def test_what_cannot_be_measured_is_refused_on_every_rank(
     world_size: int, sizes_bytes: list[int]
 ) -> None:
     says = f"got {world_size} ranks and sizes {sizes_bytes}"
-    for text in launch.run(refusals, world_size, sizes_bytes, timeout_s=TIMEOUT_S):
+    for text in on_ranks(refusals, world_size, sizes_bytes):
         assert text.endswith(says)

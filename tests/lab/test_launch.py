@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -171,6 +172,15 @@ def _optimizer_was_ready() -> bool:
     return ready
 
 
+def test_a_world_can_be_asked_for_while_the_fork_server_is_busy_preloading() -> None:
+    launch.run(rank_and_size, 2)
+    home = nursery._idle[-1]
+    home.process.send_signal(signal.SIGSTOP)  # so that both requests are in its socket at once
+    threading.Timer(0.3, home.process.send_signal, [signal.SIGCONT]).start()
+    home.preload(["json"])
+    assert launch.run(rank_and_size, 2, timeout_s=20) == [(0, 2), (1, 2)]
+
+
 def test_context_outside_a_rank_says_where_to_call_it() -> None:
     with pytest.raises(RuntimeError, match="in the function given to launch"):
         launch.context()
@@ -241,7 +251,7 @@ def test_the_backend_follows_the_gpus(
 
 SCRIPT = textwrap.dedent(
     """
-    import torch, torch.distributed as dist
+    import sys, torch, torch.distributed as dist
     from distlab import launch
 
     def total():
@@ -251,7 +261,7 @@ SCRIPT = textwrap.dedent(
 
     results = launch.run(total, 2, backend="gloo", device="cpu")
     results = launch.run(total, 2, backend="gloo", device="cpu")   # a second time, same world
-    print("results", results, flush=True)
+    sys.stdout.write(f"results {results}\\n")    # in one piece: torchrun's ranks share a pipe
     """
 )
 
