@@ -10,7 +10,7 @@
 ``errors`` is the list of everything that can go wrong.
 """
 
-from distlab.launch.api import run
+from distlab.launch.api import run, simulate
 from distlab.launch.errors import (
     LaunchError,
     RankCrashed,
@@ -33,4 +33,5 @@ __all__ = [
     "SetupError",
     "context",
     "run",
+    "simulate",
 ]

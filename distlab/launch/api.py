@@ -7,22 +7,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import cloudpickle
 import psutil
 import torch
 import torch.distributed as dist
 
-from distlab.launch import nursery, verdict, world
+from distlab.launch import nursery, simulated, verdict, world
 from distlab.launch.errors import SetupError
 from distlab.launch.joined import run_joined
-from distlab.launch.protocol import Spec, WorldFolder
+from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder
 from distlab.launch.supervisor import Rank, Supervisor
 
-BACKENDS = ("auto", "gloo", "nccl")
+BACKENDS = ("auto", "gloo", "nccl", "sim")
 DEVICES = ("auto", "cpu", "cuda")
+if TYPE_CHECKING:
+    from distlab.sim import Cluster, Options, Simulated
+
 MEMORY_SHARE = 0.9  # of what is free at the start, for all ranks together
 
 T = TypeVar("T")
@@ -37,6 +41,7 @@ def run(
     timeout_s: float | None = 300.0,
     memory_limit_bytes: int | None = None,
     output_dir: Path | None = None,
+    cluster: "Cluster | str | None" = None,
 ) -> list[T]:
     """Call ``fn(*args)`` on every rank of a ``torch.distributed`` world; return what each returned.
 
@@ -50,11 +55,13 @@ def run(
         fn: any function, also a lambda or one defined in a script or notebook.
         world_size: number of ranks, at least 1.
         args: given to ``fn`` on every rank, pickled.
-        backend: "gloo"; "nccl", one GPU per rank; "auto": nccl if there are enough GPUs.
+        backend: "gloo"; "nccl", one GPU per rank; "sim", a simulated cluster; "auto": nccl if
+            there are enough GPUs, else gloo.
         device: "cpu"; "cuda" (ranks share GPUs if there are fewer, gloo only); "auto": by backend.
         timeout_s: of the whole call; None waits for ever.
         memory_limit_bytes: that all ranks together may allocate; by default 90 % of what is free.
         output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``.
+        cluster: with "sim", the cluster or the name of a preset; see ``simulate``.
 
     Returns:
         The results, by rank. Tensors should be on the CPU.
@@ -66,15 +73,79 @@ def run(
     Cost: about 0.1 s for 4 gloo ranks once the fork server runs, 1 s before.
     """
     _check(fn, world_size, backend, device, timeout_s)
+    if cluster is not None and backend != "sim":
+        raise SetupError(f"cluster={cluster!r} is for backend sim, not for backend {backend}")
+    if backend == "sim":
+        return simulate(
+            fn,
+            world_size,
+            *args,
+            cluster=cluster,
+            timeout_s=timeout_s,
+            memory_limit_bytes=memory_limit_bytes,
+        ).results
     if world.started_by_torchrun():
         chosen, devices = _choose(backend, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         return run_joined(fn, world_size, args, chosen, torch.device(devices[local_rank]))
 
     chosen, devices = _choose(backend, device, world_size)
-    spec = Spec(
-        world_size=world_size,
-        backend=chosen,
+    spec = _spec(fn, args, chosen, devices, timeout_s)
+    with _world_folder() as folder:
+        ranks, timed_out = _supervise(spec, folder, timeout_s, memory_limit_bytes, output_dir)
+    error = verdict.judge(ranks, timed_out=timed_out, timeout_s=timeout_s)
+    if error:
+        raise error
+    return [pickle.loads(rank.report.result) for rank in ranks if rank.report]
+
+
+def simulate(
+    fn: Callable[..., T],
+    num_ranks: int,
+    *args: object,
+    cluster: "Cluster | str | None" = None,
+    options: "Options | None" = None,
+    timeout_s: float | None = 300.0,
+    memory_limit_bytes: int | None = None,
+) -> "Simulated[T]":
+    """Run ``fn(*args)`` on a simulated cluster, in a supervised process; return results and trace.
+
+    Like ``distlab.sim.simulate``, and an endless loop, a crash or ``os._exit`` in a rank is one
+    clear error too.
+
+    Args:
+        fn: as for ``run``.
+        num_ranks: 1 to 1024.
+        args: given to ``fn`` on every rank, pickled.
+        cluster: a cluster, the name of a preset, or None for a switch with a GPU per rank.
+        options: how to simulate.
+        timeout_s: of real time; None waits for ever.
+        memory_limit_bytes: of real memory; by default 90 % of what is free.
+
+    Raises:
+        SetupError: bad arguments.
+        LaunchError: one of ``errors``; a deadlock is a RankHung, found at once.
+    """
+    _check(fn, num_ranks, "sim", "cpu", timeout_s)
+    simulated.check_cluster(cluster, num_ranks)
+    simulation = SimulationSpec(num_ranks, cluster, options)
+    spec = replace(_spec(fn, args, "sim", ("cpu",), timeout_s), simulation=simulation)
+    with _world_folder() as folder:
+        (process, *_), _ = _supervise(spec, folder, timeout_s, memory_limit_bytes, None)
+        outcome: Any = simulated.read_outcome(process, simulation, folder)
+    return cast("Simulated[T]", outcome)
+
+
+def _spec(
+    fn: object,
+    args: tuple[object, ...],
+    backend: str,
+    devices: tuple[str, ...],
+    timeout_s: float | None,
+) -> Spec:
+    return Spec(
+        world_size=len(devices),
+        backend=backend,
         devices=devices,
         # The parent's clock strikes first: it can say more than "timed out waiting for recv".
         collective_timeout_s=None if timeout_s is None else timeout_s + 60,
@@ -83,8 +154,18 @@ def run(
         working_dir=os.getcwd(),
         sys_path=tuple(sys.path),
     )
-    with _world_folder() as folder, _nursery() as home:
-        folder.write_spec(spec)
+
+
+def _supervise(
+    spec: Spec,
+    folder: WorldFolder,
+    timeout_s: float | None,
+    memory_limit_bytes: int | None,
+    output_dir: Path | None,
+) -> tuple[list[Rank], bool]:
+    """Start the ranks and watch them to the end; tell whether time was up."""
+    folder.write_spec(spec)
+    with _nursery() as home:
         supervisor = Supervisor(
             home,
             folder,
@@ -92,12 +173,9 @@ def run(
             memory_limit_bytes=memory_limit_bytes or _default_memory_limit(),
             output_dir=_made(output_dir),
         )
-        ranks = supervisor.run(world_size)
+        ranks = supervisor.run(spec.world_size)
         home.preload(_slow_imports(ranks))
-    error = verdict.judge(ranks, timed_out=supervisor.timed_out, timeout_s=timeout_s)
-    if error:
-        raise error
-    return [pickle.loads(rank.report.result) for rank in ranks if rank.report]
+    return ranks, supervisor.timed_out
 
 
 def _check(fn: object, world_size: int, backend: str, device: str, timeout_s: float | None) -> None:

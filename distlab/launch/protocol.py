@@ -14,6 +14,10 @@ import enum
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distlab.sim import Cluster, Options
 
 STARTED, REPORTED, RELEASE = b"S", b"D", b"R"
 
@@ -29,6 +33,15 @@ class Outcome(str, enum.Enum):
 
 
 @dataclass(frozen=True)
+class SimulationSpec:
+    """What the process of a simulated world is told besides."""
+
+    num_ranks: int
+    cluster: "Cluster | str | None"
+    options: "Options | None"
+
+
+@dataclass(frozen=True)
 class Spec:
     """What every rank of a world is told before it starts."""
 
@@ -40,6 +53,7 @@ class Spec:
     environ: dict[str, str]
     working_dir: str
     sys_path: tuple[str, ...]
+    simulation: SimulationSpec | None = None  # then world_size is 1: the process of all ranks
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,11 @@ class WorldFolder:
     @property
     def rendezvous(self) -> Path:
         return self.path / "rendezvous"
+
+    @property
+    def running(self) -> Path:
+        """Of a simulated world: the rank that runs, and every rank's thread."""
+        return self.path / "running"
 
     def write_spec(self, spec: Spec) -> None:
         (self.path / "spec.pickle").write_bytes(pickle.dumps(spec))

@@ -60,13 +60,13 @@ class Place:
 SUSPENDED = Place("", None, "suspended (by SIGSTOP or ctrl-Z)")
 
 
-def read_place(dump: str) -> Place:
-    """Find out from one rank's dump what its main thread is doing.
+def read_place(dump: str, ident: int | None = None) -> Place:
+    """Find out from a process's dump what a thread is doing; its main thread unless told.
 
     The innermost frame of the user's own is the place; the ``torch.distributed`` function it
     called, if any, is the operation.
     """
-    frames = _main_thread(dump)
+    frames = _thread(dump, ident)
     for depth, frame in enumerate(frames):  # innermost first
         if frame.is_users:
             return Place(_operation(frames[:depth], frame), frame)
@@ -79,8 +79,10 @@ def read_crash(dump: str) -> Place | None:
     return place if place.frame else None
 
 
-def _main_thread(dump: str) -> list[Frame]:
+def _thread(dump: str, ident: int | None) -> list[Frame]:
     main = _MAIN.search(dump)
+    if ident is None and main:
+        ident = int(main["ident"], 16)
     stacks: dict[int, list[Frame]] = {}
     current: list[Frame] = []
     for line in dump.splitlines():
@@ -88,7 +90,7 @@ def _main_thread(dump: str) -> list[Frame]:
             current = stacks.setdefault(int(thread["ident"], 16), [])
         elif frame := _FRAME.match(line):
             current.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
-    return stacks.get(int(main["ident"], 16), []) if main else []
+    return stacks.get(ident, []) if ident is not None else []
 
 
 def _operation(callees: Sequence[Frame], caller: Frame) -> str:

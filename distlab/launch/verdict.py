@@ -49,7 +49,7 @@ def judge(ranks: Sequence[Rank], *, timed_out: bool, timeout_s: float | None) ->
 def _failure(rank: Rank, ranks: Sequence[Rank]) -> LaunchError:
     """The error of a rank that failed by itself."""
     who = f"rank {rank.number} of {len(ranks)}"
-    kind, headline = _cause(rank)
+    kind, headline = cause(rank)
     parts = [f"{who} {headline}"]
     if rank.report and rank.report.traceback and rank.report.outcome is not Outcome.EXIT:
         parts.append(rank.report.traceback.rstrip())
@@ -59,8 +59,8 @@ def _failure(rank: Rank, ranks: Sequence[Rank]) -> LaunchError:
     return kind("\n\n".join(parts), rank=rank.number, fates=_fates(ranks))
 
 
-def _cause(rank: Rank) -> tuple[type[LaunchError], str]:
-    """Which error it is, and how the sentence about the rank goes on."""
+def cause(rank: Rank) -> tuple[type[LaunchError], str]:
+    """Tell which error it is, and how the sentence about the rank goes on."""
     if rank.exceeded_memory:
         where = f" {rank.place}" if rank.place else ""
         return RankOutOfMemory, f"outgrew the memory limit{where}; it was stopped"
@@ -164,7 +164,7 @@ def _what(rank: Rank) -> str:
     if rank.was_stopped and rank.place:
         waited = "waiting" if rank.place.operation else "running"
         return f"stopped while {waited} {rank.place}"
-    return _shortened(_cause(rank)[1])
+    return _shortened(cause(rank)[1])
 
 
 def _shortened(text: str) -> str:

@@ -42,7 +42,10 @@ DUMP_SIGNAL = signal.SIGUSR1  # the parent asks for the stacks of all threads
 # whoever waits for it learns at once that it has gone.
 LINGER_S = 1.0
 # Imports that take about a second and that many functions need.
-SLOW_IMPORTS = ("torch._dynamo", "sklearn.datasets", "pytest", "hypothesis", "matplotlib.pyplot")
+SLOW_IMPORTS = (
+    *("torch._dynamo", "distlab.launch.simulated"),
+    *("sklearn.datasets", "pytest", "hypothesis", "matplotlib.pyplot"),
+)
 
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket closed|Timed out waiting|"
@@ -74,6 +77,12 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
     """Call the function inside the world and turn whatever happens into a report."""
     device = torch.device(spec.devices[rank])
     try:
+        if spec.simulation:
+            from distlab.launch import simulated  # with all of the simulator: only where needed
+
+            control.sendall(STARTED)
+            simulation = simulated.simulate_in_child(spec, spec.simulation, folder)
+            return _report(Outcome.OK, result=simulation)
         with world.on_device(device):
             world.init_process_group(
                 spec.backend,

@@ -206,7 +206,7 @@ def measure_all_reduce(
     sizes_fit = len(set(sizes_bytes)) >= 2 and not any(size % 4 for size in sizes_bytes)
     if world_size < 2 or repeats < 1 or not sizes_fit or "exchange" in strategies:
         raise ValueError(
-            "needs 2 ranks, 2 sizes that are multiples of 4 bytes, 1 repeat, and no strategy called "
+            "needs 2 ranks, 2 sizes that are multiples of 4 bytes, 1 repeat, no strategy called "
             f"exchange: got {world_size} ranks, sizes {list(sizes_bytes)}, {repeats} repeats, "
             f"strategies {list(strategies)}"
         )

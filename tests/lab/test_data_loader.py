@@ -331,4 +331,4 @@ def errors_of_scatter_batch(src: int) -> list[str]:
 def test_wrong_batch_of_the_source_is_an_error_on_every_rank(src: int) -> None:
     for no_batch, lengths in on_ranks(errors_of_scatter_batch, 3, src):
         assert no_batch.startswith(f"scatter_batch from rank {src}: it passed None")
-        assert lengths == f"scatter_batch from rank {src}: it passed 4 images and 3 labels"
+        assert lengths == f"scatter_batch from rank {src}: it passed images (4, 2) and labels (3,)"

@@ -1,0 +1,104 @@
+"""The books of one rank's memory: what is held, by storage and category, and what the peak was.
+
+Memory is that of storages: a view is free, a gradient inside a bucket is the bucket's. What a
+storage is for may show only later (a sum in the backward pass becomes a gradient); then it is
+moved to its category, in the books of the peak too.
+"""
+
+from collections import deque
+from typing import Literal, get_args
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage
+
+Category = Literal["parameters", "gradients", "optimizer_state", "activations", "other"]
+CATEGORIES: tuple[str, ...] = get_args(Category)
+
+
+class Block(ref[UntypedStorage]):
+    """One storage that is alive, or has just died."""
+
+    __slots__ = ("category", "dtype", "key", "nbytes", "shape", "since")
+
+    key: int  # id of the storage
+    nbytes: int
+    category: Category
+    since: int  # the change of the account that gave it its size
+    shape: tuple[int, ...]  # of the tensor it was made for
+    dtype: torch.dtype
+
+
+class Account:
+    """Live bytes by category, and a copy of them from the moment when they were most.
+
+    Attributes:
+        live, peak: bytes by category.
+        live_bytes, peak_bytes: their sums.
+        blocks: what is alive, by id of the storage.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self.peak = dict(self.live)
+        self.live_bytes = self.peak_bytes = 0
+        self.blocks: dict[int, Block] = {}
+        # A storage dies in whatever thread drops it last, at any point. Appending is atomic, so
+        # the books themselves are changed by one thread only, and need no lock.
+        self._dead: deque[Block] = deque()
+        self._changes = self._peak_since = 0
+
+    def find(self, storage: UntypedStorage) -> Block | None:
+        """Return the block of a storage; None for memory that is not in the books."""
+        self.forget_dead()  # before a lookup: a new storage may have the id of a dead one
+        return self.blocks.get(id(storage))
+
+    def add(self, tensor: Tensor, category: Category) -> None:
+        """Enter the storage of a tensor. It leaves by itself when the storage dies."""
+        storage = tensor.untyped_storage()
+        block = Block(storage, self._dead.append)
+        block.key, block.category, block.nbytes = id(storage), category, 0
+        block.shape, block.dtype = tensor.shape, tensor.dtype
+        self.blocks[block.key] = block
+        self.set_size(block, storage.nbytes())
+
+    def set_size(self, block: Block, nbytes: int) -> None:
+        """Take note that a storage has this size now."""
+        self._changes += 1
+        self.live[block.category] += nbytes - block.nbytes
+        self.live_bytes += nbytes - block.nbytes
+        block.nbytes, block.since = nbytes, self._changes
+        self._note_peak()
+
+    def move(self, block: Block, category: Category) -> None:
+        """Change what a block is for; if it was there at the peak, also in the peak."""
+        self._transfer(self.live, block, category)
+        if block.since <= self._peak_since:
+            self._transfer(self.peak, block, category)
+        block.category = category
+
+    def forget_dead(self) -> None:
+        """Write off what has died."""
+        while self._dead:
+            block = self._dead.popleft()
+            del self.blocks[block.key]
+            self.live[block.category] -= block.nbytes
+            self.live_bytes -= block.nbytes
+
+    def reset_peak(self) -> None:
+        """Start to look for the peak anew, from what is held now."""
+        self.peak_bytes = -1
+        self._note_peak()
+
+    def largest(self, count: int) -> list[Block]:
+        """Return the largest blocks, largest first."""
+        return sorted(self.blocks.values(), key=lambda block: -block.nbytes)[:count]
+
+    def _note_peak(self) -> None:
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak = self.live_bytes, dict(self.live)
+            self._peak_since = self._changes
+
+    def _transfer(self, books: dict[str, int], block: Block, category: Category) -> None:
+        books[block.category] -= block.nbytes
+        books[category] += block.nbytes

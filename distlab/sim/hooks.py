@@ -1,0 +1,123 @@
+"""Changes to the whole process that serve one thread each.
+
+Ranks are threads, but torch's hooks are of the process. They are installed once, find the memory
+tracker of the thread that runs into them, and go when the last tracker leaves.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, UntypedStorage
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from distlab.sim.memory import MemoryTracker
+
+_thread = threading.local()
+_plain_resize = UntypedStorage.resize_
+
+
+class SharedInstallation:
+    """A change to the process that is there while at least one thread needs it.
+
+    Args: install: makes the change and returns what undoes it.
+    """
+
+    def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
+        self._install = install
+        self._lock, self._users = threading.Lock(), 0
+        self._undo: Callable[[], None]
+
+    def enter(self) -> None:
+        """Install, unless another thread has."""
+        with self._lock:
+            if self._users == 0:
+                self._undo = self._install()
+            self._users += 1
+
+    def leave(self) -> None:
+        """Undo, unless another thread still needs it."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._undo()
+
+
+def start_serving(tracker: "MemoryTracker") -> None:
+    """Let the hooks report to ``tracker`` what happens in this thread.
+
+    Raises: RuntimeError: the thread has a tracker.
+    """
+    if _tracker() is not None:
+        raise RuntimeError("this thread's memory is tracked already: one tracker for each thread")
+    _HOOKS.enter()
+    _thread.tracker = tracker
+
+
+def stop_serving() -> None:
+    """Let the hooks ignore this thread again."""
+    _thread.tracker = None
+    _HOOKS.leave()
+
+
+def _tracker() -> "MemoryTracker | None":
+    tracker: MemoryTracker | None = getattr(_thread, "tracker", None)
+    return tracker
+
+
+def _install_hooks() -> Callable[[], None]:
+    handles = [
+        register_module_parameter_registration_hook(_on_registration),
+        register_optimizer_step_pre_hook(_before_step),
+        register_optimizer_step_post_hook(_after_step),
+    ]
+    # FSDP2 frees and restores parameters in this way, which is no tensor operation.
+    UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+
+    def undo() -> None:
+        del UntypedStorage.resize_  # it was inherited, and is again
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+_HOOKS = SharedInstallation(_install_hooks)
+
+
+def _on_registration(module: object, name: str, parameter: Tensor | None) -> None:
+    if (tracker := _tracker()) and parameter is not None:
+        tracker.meet(parameter)
+
+
+def on_gradient(parameter: Tensor) -> None:
+    """Serve as post-accumulate hook of a parameter."""
+    if (tracker := _tracker()) and parameter.grad is not None:
+        tracker.reclassify(parameter.grad, "gradients")
+
+
+def _before_step(optimizer: Optimizer, *arguments: object) -> None:
+    if tracker := _tracker():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                tracker.meet(parameter)
+
+
+def _after_step(optimizer: Optimizer, *arguments: object) -> None:
+    if tracker := _tracker():
+        for leaf in tree_leaves(list(optimizer.state.values())):
+            if isinstance(leaf, Tensor):
+                tracker.reclassify(leaf, "optimizer_state")
+
+
+def _resize(storage: UntypedStorage, nbytes: int) -> Any:
+    if tracker := _tracker():
+        tracker.resize(storage, nbytes)
+    return _plain_resize(storage, nbytes)

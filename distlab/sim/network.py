@@ -1,0 +1,264 @@
+"""Flows in flight: how many bytes per second each one gets, and when it ends.
+
+    link        one direction of one cable or port, a number into the list of bandwidths
+    route       the links that a flow crosses, each at most once
+    flow        bytes on their way over all links of a route at once: a fluid, not packets
+    rate        bytes/s that a flow gets now; it changes when a neighbour starts or ends
+    component   flows that share links, directly or through others: only they affect each other
+
+Links are shared max-min fairly. One link of 10 bytes/s, 100 bytes at 0 s and 100 more at 5 s:
+
+    seconds     0         5                   15        20
+    flow a      | 10 B/s  |       5 B/s       |
+    flow b                |       5 B/s       | 10 B/s  |
+"""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from math import inf
+from operator import attrgetter
+
+_TIE = 1 + 1e-12  # levels this close are one level: equal flows must end at equal instants
+_BY_FINISH = attrgetter("finish_s", "order")
+
+
+class Flow:
+    """Bytes on their way over one route.
+
+    Attributes:
+        links, num_bytes: as given to `Network.start`.
+        rate: bytes/s now; 0 once the flow has ended.
+        since_s, remaining_bytes: when the rate last changed, and what was left at that moment.
+        finish_s: when it ends if no rate changes any more.
+        order: number of the flow, in the order of starts.
+        tag: free for the caller.
+    """
+
+    __slots__ = (
+        "finish_s",
+        "links",
+        "num_bytes",
+        "order",
+        "rate",
+        "remaining_bytes",
+        "since_s",
+        "tag",
+    )
+
+    def __init__(self, links: tuple[int, ...], num_bytes: float, now_s: float, order: int) -> None:
+        self.links = links
+        self.num_bytes = num_bytes
+        self.remaining_bytes = num_bytes
+        self.rate = 0.0
+        self.since_s = now_s
+        self.finish_s = inf
+        self.order = order
+        self.tag: object = None
+
+    def __repr__(self) -> str:
+        return f"Flow({self.num_bytes:g} bytes over {self.links}, {self.rate:g} bytes/s)"
+
+
+class Network:
+    """Flows that share links; the caller owns the clock and moves it forward.
+
+        flow = network.start((0, 3), 1e6, now_s=0.0)
+        end_s = network.next_finish_s()      # 1e6 / the slower of links 0 and 3
+        network.pop_finished(end_s)          # [flow]
+
+    Every call moves the network to its ``now_s``, which must not lie before that of the last call;
+    flows that end in between end at their own time.
+
+    Args: bytes_per_s: bandwidth of each link, above 0.
+    Raises: ValueError: if time runs backwards, or for a bandwidth that is not positive and finite.
+    Cost: about 2 µs per flow that shares no link; else one solve of its component (see
+        `max_min_rates`) per instant, however many flows start and end at that instant.
+    """
+
+    def __init__(self, bytes_per_s: Sequence[float]) -> None:
+        for link, value in enumerate(bytes_per_s):
+            _check_bandwidth(link, value)
+        self.bytes_by_link = [0.0] * len(bytes_per_s)  # of the flows that have ended
+        self._bytes_per_s = list(bytes_per_s)
+        self._flows_on: list[dict[Flow, None]] = [{} for _ in bytes_per_s]  # dict: an ordered set
+        self._ends: list[tuple[float, int, Flow]] = []  # heap; holds outdated entries, too
+        self._changed: dict[int, None] = {}  # links whose flows need new rates as of _now_s
+        self._finished: list[Flow] = []
+        self._now_s = -inf
+        self._started = 0
+
+    def start(self, links: tuple[int, ...], num_bytes: float, now_s: float) -> Flow:
+        """Send ``num_bytes`` over ``links`` from ``now_s`` on.
+
+        A flow that shares no link ends at exactly ``now_s + num_bytes / min(bandwidths)``; without
+        bytes or without links it ends at ``now_s``.
+        """
+        if num_bytes < 0:
+            raise ValueError(f"a flow needs 0 or more bytes, got {num_bytes}")
+        if now_s != self._now_s:
+            self._advance(now_s)
+        self._started = order = self._started + 1
+        flow = Flow(links, num_bytes, now_s, order)
+        shared, rate = False, inf
+        if num_bytes:
+            for link in links:
+                flows = self._flows_on[link]
+                if flows:
+                    shared = True
+                    self._changed[link] = None
+                flows[flow] = None
+                if self._bytes_per_s[link] < rate:
+                    rate = self._bytes_per_s[link]
+        if not shared:  # nobody to share with: no solve, and the end is exact
+            flow.rate = rate
+            flow.finish_s = finish_s = now_s + num_bytes / rate
+            heapq.heappush(self._ends, (finish_s, order, flow))
+        return flow
+
+    def next_finish_s(self) -> float:
+        """Return when the next flow ends if none starts before; infinity when nothing moves."""
+        if self._finished:
+            return self._finished[0].finish_s
+        return self._next_end_s()
+
+    def pop_finished(self, now_s: float) -> list[Flow]:
+        """Return the flows that have ended by ``now_s`` and were not returned yet.
+
+        In order of finish time; at equal times in order of start.
+        """
+        self._advance(now_s)
+        finished, self._finished = self._finished, []
+        if len(finished) > 1:
+            finished.sort(key=_BY_FINISH)
+        return finished
+
+    def set_bytes_per_s(self, link: int, value: float, now_s: float) -> None:
+        """Change the bandwidth of ``link`` from ``now_s`` on, also for flows in flight."""
+        _check_bandwidth(link, value)
+        self._advance(now_s)
+        self._bytes_per_s[link] = value
+        self._changed[link] = None
+
+    def _advance(self, now_s: float) -> None:
+        """Move the clock to ``now_s``, ending what ends on the way, each at its own time."""
+        if now_s < self._now_s:
+            raise ValueError(f"time runs backwards: {now_s} s after {self._now_s} s")
+        ends = self._ends
+        while (end_s := self._next_end_s()) <= now_s:
+            self._now_s = end_s
+            while ends and ends[0][0] == end_s:  # all of this instant, then one solve
+                _, _, flow = heapq.heappop(ends)
+                if flow.rate and flow.finish_s == end_s:  # neither ended already nor outdated
+                    self._end(flow)
+        self._now_s = now_s
+
+    def _next_end_s(self) -> float:
+        if self._changed:
+            self._share()
+        ends = self._ends
+        while ends:
+            end_s, _, flow = ends[0]
+            if flow.finish_s == end_s:
+                return end_s
+            heapq.heappop(ends)  # outdated: the rate has changed since
+        return inf
+
+    def _end(self, flow: Flow) -> None:
+        if flow.num_bytes:
+            for link in flow.links:
+                self.bytes_by_link[link] += flow.num_bytes
+                flows = self._flows_on[link]
+                del flows[flow]
+                if flows:
+                    self._changed[link] = None
+        flow.rate = flow.remaining_bytes = 0.0
+        self._finished.append(flow)
+
+    def _share(self) -> None:
+        """Give new rates to all flows that the changed links can affect."""
+        seen: set[int] = set()
+        for link in self._changed:
+            if link not in seen:
+                flows = self._component(link, seen)
+                rates = max_min_rates([flow.links for flow in flows], self._bytes_per_s)
+                for flow, rate in zip(flows, rates, strict=True):
+                    if rate != flow.rate:
+                        self._set_rate(flow, rate)
+        self._changed.clear()
+
+    def _component(self, link: int, seen: set[int]) -> Iterable[Flow]:
+        """Return the flows that ``link`` can affect; add all their links to ``seen``."""
+        flows: dict[Flow, None] = {}
+        seen.add(link)
+        frontier = [link]
+        while frontier:
+            for flow in self._flows_on[frontier.pop()]:
+                if flow not in flows:
+                    flows[flow] = None
+                    new = [other for other in flow.links if other not in seen]
+                    seen.update(new)
+                    frontier += new
+        return flows
+
+    def _set_rate(self, flow: Flow, rate: float) -> None:
+        now_s = self._now_s
+        sent = flow.rate * (now_s - flow.since_s)
+        flow.remaining_bytes = max(0.0, flow.remaining_bytes - sent)
+        flow.since_s = now_s
+        flow.rate = rate
+        flow.finish_s = now_s + flow.remaining_bytes / rate
+        heapq.heappush(self._ends, (flow.finish_s, flow.order, flow))
+
+
+def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float]) -> list[float]:
+    """Return fair rates, bytes/s per flow: who wants more must take from one who has no more.
+
+    Progressive filling: all rates grow together until a link is full. The flows on it keep what
+    they have, the others go on. Links of 10 and 4 bytes/s, flows a and b on the first, b and c on
+    the second:
+
+        level    link 0 (10)    link 1 (4)
+          2      a 2, b 2       b 2, c 2      full: b and c stay at 2
+          8      a 8, b 2       b 2, c 2      full: a stays at 8
+
+    Args: routes: the links of each flow, each link at most once.
+    Returns: one rate per route; infinity for an empty one.
+    Cost: O(n log n) for n = sum of the lengths of the distinct routes; 1,024 flows of 4 links in
+        4 ms.
+    Source: Bertsekas and Gallager, Data Networks, 2nd ed., section 6.5.2.
+    """
+    members = Counter(routes)
+    routes_on: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+    growing: Counter[int] = Counter()  # flows on each link that are not at their final rate yet
+    for route, flows in members.items():
+        for link in route:
+            routes_on[link].append(route)
+            growing[link] += flows
+    spare = {link: bytes_per_s[link] for link in routes_on}
+    rates: dict[tuple[int, ...], float] = {}
+    level = 0.0
+    queue = [(spare[link] / growing[link], link) for link in routes_on]  # full at, link
+    heapq.heapify(queue)
+    while queue:
+        promised, link = heapq.heappop(queue)
+        if not growing[link]:
+            continue  # all its flows have stopped on other links
+        full_at = spare[link] / growing[link]
+        if full_at > promised * _TIE:  # some of them have, and left it room: full later
+            heapq.heappush(queue, (full_at, link))
+            continue
+        if full_at > level * _TIE:
+            level = full_at
+        for route in routes_on[link]:
+            if route not in rates:
+                rates[route] = level
+                for crossed in route:
+                    spare[crossed] -= level * members[route]
+                    growing[crossed] -= members[route]
+    return [rates.get(route, inf) for route in routes]
+
+
+def _check_bandwidth(link: int, bytes_per_s: float) -> None:
+    if not 0 < bytes_per_s < inf:
+        raise ValueError(f"link {link} needs a finite bandwidth above 0 bytes/s, got {bytes_per_s}")

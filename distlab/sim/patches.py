@@ -1,0 +1,154 @@
+"""What is changed in torch and Python while a simulated world runs, and put back afterwards.
+
+torch keeps one table of process groups per process and offers no public way to have one per
+rank; these are the places it has for its own tests with threads. They are private, so every torch
+version is tested (pyproject.toml says which).
+"""
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from distlab.sim.state import NUMPY_FUNCTIONS, PYTHON_FUNCTIONS, RankVariables, RankWorld
+
+if TYPE_CHECKING:
+    from distlab.sim.simulation import Simulation
+
+BACKEND = "sim"
+
+
+@contextlib.contextmanager
+def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
+    """Make this process the home of simulated ranks."""
+    with contextlib.ExitStack() as undo:
+        _replace(undo, c10d, "_world", world)
+        isolate: Any = torch._C._distributed_c10d  # groups by name, per thread; not in the stubs
+        isolate._set_thread_isolation_mode(True)
+        undo.callback(isolate._set_thread_isolation_mode, False)
+        _register_backend(simulation)
+        _patch_groups(undo, simulation)
+        _patch_clocks(undo, simulation)
+        _patch_generators(undo, simulation)
+        _patch_environment(undo, simulation)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # else each rank's thread gets a pool of its own
+        yield
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -> Any:
+    original = getattr(owner, name)
+    undo.callback(setattr, owner, name, original)
+    setattr(owner, name, value)
+    return original
+
+
+def _register_backend(simulation: "Simulation") -> None:
+    """Let ``new_group`` and ``DeviceMesh`` make simulated groups."""
+    _current["simulation"] = simulation
+    if BACKEND.upper() not in vars(dist.Backend):
+        dist.Backend.register_backend(
+            BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda", "meta"]
+        )
+
+
+_current: dict[str, Any] = {}  # the backend is registered once per process, simulations come and go
+
+
+def _create_group(options: Any, _: object) -> dist.ProcessGroup:
+    simulation: Simulation = _current["simulation"]
+    return simulation.group(tuple(options.global_ranks_in_group), options.group_id)
+
+
+def _patch_groups(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
+    """Whatever backend a program names, its groups are simulated."""
+
+    def init_process_group(*_: object, **__: object) -> None:
+        if dist.is_initialized():
+            raise ValueError("trying to initialize the default process group twice!")
+        simulation.join()
+
+    new_group = c10d.new_group
+
+    def new_simulated_group(*args: Any, **kwargs: Any) -> Any:
+        positional = list(args)
+        if len(positional) > 2:
+            positional[2] = None
+        return new_group(*positional, **{**kwargs, "backend": None})
+
+    for owner in (dist, c10d):
+        _replace(undo, owner, "init_process_group", init_process_group)
+        _replace(undo, owner, "new_group", new_simulated_group)
+
+
+def _patch_clocks(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
+    """Clocks show a rank its virtual time; sleeping takes virtual time only."""
+    for name, per_second in (
+        ("perf_counter", None),
+        ("monotonic", None),
+        ("time", None),
+        ("perf_counter_ns", 10**9),
+        ("monotonic_ns", 10**9),
+        ("time_ns", 10**9),
+    ):
+        _replace(undo, time, name, _virtual(getattr(time, name), per_second, simulation))
+    sleep = time.sleep
+
+    def virtual_sleep(seconds: float) -> None:
+        if simulation.is_in_rank():
+            simulation.compute(seconds, "sleep")
+        else:
+            sleep(seconds)
+
+    _replace(undo, time, "sleep", virtual_sleep)
+
+
+def _virtual(
+    real: Callable[[], float], per_second: int | None, simulation: "Simulation"
+) -> Callable[[], float]:
+    def clock() -> float:
+        if not simulation.is_in_rank():
+            return real()
+        now_s = simulation.scheduler.current.clock_s
+        return round(now_s * per_second) if per_second else now_s
+
+    return clock
+
+
+def _patch_generators(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
+    """Let ``random.random`` and ``np.random.rand`` draw from the running rank's generators."""
+    undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+    for name in PYTHON_FUNCTIONS:
+        _replace(undo, random, name, _of_rank("python_rng", name, simulation))
+    for name in NUMPY_FUNCTIONS:
+        _replace(undo, np.random, name, _of_rank("numpy_rng", name, simulation))
+
+
+def _of_rank(generator: str, name: str, simulation: "Simulation") -> Callable[..., Any]:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(simulation.state(), generator), name)(*args, **kwargs)
+
+    return draw
+
+
+def _patch_environment(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
+    """Set the variables that torchrun would set."""
+    variables = RankVariables(
+        os.environ._data,  # type: ignore[attr-defined]
+        lambda: simulation.state().variables,
+    )
+    _replace(undo, os.environ, "_data", variables)
+    common = {
+        "WORLD_SIZE": simulation.num_ranks,
+        "LOCAL_WORLD_SIZE": min(simulation.num_ranks, simulation.cluster.gpus_per_node),
+        "MASTER_ADDR": "simulated",
+        "MASTER_PORT": 0,
+    }
+    variables.update({name.encode(): str(value).encode() for name, value in common.items()})

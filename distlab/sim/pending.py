@@ -1,0 +1,104 @@
+"""An operation in flight: posted by one rank, some virtual time later done."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from distlab.sim.scheduler import Rank
+    from distlab.sim.simulation import Simulation
+
+Site = tuple[str, int, str]  # file, line, function
+
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
+_is_skipped: dict[str, bool] = {}
+
+
+def call_site() -> Site:
+    """Find the innermost frame that is neither torch's nor the simulator's."""
+    frame = sys._getframe(4)  # above: this function, two constructors, the group's method
+    while True:
+        file = frame.f_code.co_filename
+        skip = _is_skipped.get(file)
+        if skip is None:
+            skip = _is_skipped[file] = file.startswith(_SKIPPED)
+        if not skip or frame.f_back is None:
+            return file, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def describe(tensor: Tensor) -> str:
+    """Write ``(4, 3) float32``."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+class Pending:
+    """One rank's side of a communication.
+
+    Attributes:
+        rank: global number of the rank that posted it.
+        name: "send", "recv", "all_reduce".
+        group: global numbers of the group's ranks.
+        num_bytes: of this rank's tensors.
+        posted_s: virtual time of the call.
+        done_s: virtual time of the end, once ``is_done``.
+        site: file, line and function of the call.
+    """
+
+    __slots__ = (
+        *("done_s", "group", "is_done", "name", "num_bytes"),
+        *("posted_s", "rank", "site", "waiter", "world"),
+    )
+
+    def __init__(
+        self, world: "Simulation", name: str, group: tuple[int, ...], num_bytes: int
+    ) -> None:
+        rank = world.scheduler.current
+        self.world = world
+        self.rank = rank.number
+        self.name = name
+        self.group = group
+        self.num_bytes = num_bytes
+        self.posted_s = rank.clock_s
+        self.done_s = 0.0
+        self.is_done = False
+        self.site = call_site()
+        self.waiter: Rank | None = None
+
+    def finish(self, at_s: float) -> None:
+        """Mark it done, record it, and let its rank go on if it waits."""
+        self.is_done = True
+        self.done_s = at_s
+        self.world.trace.finished(self)
+        if self.waiter is not None:
+            self.world.scheduler.ready(self.waiter, at_s)
+
+    def wait(self) -> None:
+        """Block the running rank until it is done; its clock is then not before that."""
+        rank = self.world.scheduler.current
+        start_s = rank.clock_s
+        if not self.is_done:
+            self.waiter = rank
+            self.world.scheduler.block(self)
+            self.waiter = None
+        if self.done_s > rank.clock_s:
+            rank.clock_s = self.done_s
+        if rank.clock_s > start_s:
+            self.world.trace.waited(self, start_s, rank.clock_s)
+
+    def waits_for(self) -> Sequence[int]:
+        """Global ranks that have yet to do their part."""
+        raise NotImplementedError
+
+    def text(self) -> str:
+        """What was called, for a report: ``recv from rank 2, (4,) float32``."""
+        raise NotImplementedError
+
+    def where(self) -> str:
+        """Write ``ring.py:41 in exchange``."""
+        file, line, function = self.site
+        return f"{Path(file).name}:{line} in {function}"

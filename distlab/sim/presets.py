@@ -1,0 +1,283 @@
+"""Every hardware number of the simulator, each with where it comes from. Data only.
+
+    status      meaning
+    spec        the maker's data sheet: one direction, dense (the sheets print both directions
+                together and twice the FLOP/s with sparsity)
+    measured    someone ran it and published the figure
+    assumed     nobody's figure, but a plausible one; `Cluster.assumptions` lists these
+
+Simulated time divides by what is achievable, utilisation (MFU) by the peak: both are kept.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+Status = Literal["spec", "measured", "assumed"]
+
+
+class Number(NamedTuple):
+    value: float
+    status: Status
+    source: str
+
+
+def spec(value: float, source: str) -> Number:
+    return Number(value, "spec", source)
+
+
+def measured(value: float, source: str) -> Number:
+    return Number(value, "measured", source)
+
+
+def assumed(value: float, source: str) -> Number:
+    return Number(value, "assumed", source)
+
+
+GIB = 2**30  # the sheets write GB; the drivers show that it is GiB
+Gbps = 1e9 / 8  # bytes/s
+
+# ---------------------------------------------------------------------------------------- GPUs
+
+_MATMUL = "best matmul found by mamf-finder, bfloat16; ml-engineering, compute/accelerator"
+
+
+def _gpu(
+    sheet: str,
+    *,
+    memory_gib: float,
+    memory_tb_per_s: float,
+    peak_tflops: Mapping[str, float],
+    matmul: Number,
+    no_tensor_cores_for: str = "",
+) -> dict[str, Number]:
+    """Return the numbers of one GPU, under the names of the fields of `cluster.GPU`.
+
+    Args:
+        matmul: FLOP/s that the 16-bit dtypes reach. The others are assumed to reach the same
+            share of their peaks.
+        no_tensor_cores_for: dtype that runs at the speed of float32.
+    """
+    numbers = {
+        "memory_bytes": spec(memory_gib * GIB, sheet),
+        "memory_bytes_per_s": spec(memory_tb_per_s * 1e12, sheet),
+    }
+    peaks = {dtype: spec(tflops * 1e12, sheet) for dtype, tflops in peak_tflops.items()}
+    if no_tensor_cores_for:
+        why = "computed in float32: no tensor cores for it"
+        peaks[no_tensor_cores_for] = assumed(peaks["float32"].value, why)
+    share = matmul.value / peaks["float16"].value
+    for dtype, peak in peaks.items():
+        numbers[f"peak_flops.{dtype}"] = peak
+        sixteen_bit = peak.value == peaks["float16"].value
+        guess = assumed(peak.value * share, f"{share:.1%} of the peak, as in 16 bits")
+        numbers[f"achievable_flops.{dtype}"] = matmul if sixteen_bit else guess
+    return numbers
+
+
+# float32 is without TF32, float64 with tensor cores, as torch.matmul runs them by default.
+GPUS: dict[str, dict[str, Number]] = {
+    "V100-16GB": _gpu(
+        "NVIDIA V100 SXM2 data sheet",
+        memory_gib=16,
+        memory_tb_per_s=0.9,
+        peak_tflops={"float16": 125, "float32": 15.7, "float64": 7.8},
+        matmul=assumed(100e12, "80% of the peak, as later generations reach"),
+        no_tensor_cores_for="bfloat16",
+    ),
+    "A100-40GB": _gpu(
+        "NVIDIA A100 SXM4 40 GB data sheet",
+        memory_gib=40,
+        memory_tb_per_s=1.555,
+        peak_tflops={"float16": 312, "bfloat16": 312, "float32": 19.5, "float64": 19.5},
+        matmul=assumed(271e12, "as A100-80GB: the same chip with other memory"),
+    ),
+    "A100-80GB": _gpu(
+        "NVIDIA A100 SXM4 80 GB data sheet",
+        memory_gib=80,
+        memory_tb_per_s=2.039,
+        peak_tflops={"float16": 312, "bfloat16": 312, "float32": 19.5, "float64": 19.5},
+        matmul=measured(271e12, _MATMUL),
+    ),
+    "H100-80GB": _gpu(
+        "NVIDIA H100 SXM5 data sheet",
+        memory_gib=80,
+        memory_tb_per_s=3.35,
+        peak_tflops={"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67},
+        matmul=measured(794e12, _MATMUL),
+    ),
+    "H200-141GB": _gpu(
+        "NVIDIA H200 SXM5 data sheet",
+        memory_gib=141,
+        memory_tb_per_s=4.8,
+        peak_tflops={"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67},
+        matmul=assumed(794e12, "as H100-80GB: the same chip with other memory"),
+    ),
+    "B200-180GB": _gpu(
+        "NVIDIA GB200 NVL72 data sheet, column HGX B200; its memory: DGX B200, 64 TB/s / 8",
+        memory_gib=180,
+        memory_tb_per_s=8.0,
+        peak_tflops={"float16": 2250, "bfloat16": 2250, "float32": 75, "float64": 37},
+        matmul=measured(1745e12, _MATMUL),
+    ),
+    "GB200-186GB": _gpu(
+        "NVIDIA GB200 NVL72 data sheet",
+        memory_gib=186,
+        memory_tb_per_s=8.0,
+        peak_tflops={"float16": 2500, "bfloat16": 2500, "float32": 80, "float64": 40},
+        matmul=measured(1822e12, _MATMUL),
+    ),
+}
+
+# ------------------------------------------------------------------------------------ clusters
+
+_ALL_REDUCE_BENCH = "all_reduce and p2p runs in ml-engineering, network/"
+_IF_RING = f"divided by its steps, if it ran as a ring; {_ALL_REDUCE_BENCH}"
+_NCCL_TABLE = "middle of NCCL's own table, 5 to 14 µs per network hop (src/graph/tuning.cc)"
+_BOARD = partial(spec, source="eight GPUs and eight NICs on one board")
+_relayed = partial(assumed, source="one more NVLink message through the relaying GPU")
+_NO_RELAY = spec(0.0, "no GPU or switch relays on any route")
+_ETHERNET = "line rate x 0.94, the share of TCP payload in a full Ethernet frame (1448 / 1538)"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One kind of cluster; the fields are the arguments of `cluster.Cluster`."""
+
+    topology: str
+    gpu: str | None  # a key of GPUS; None: compute is free
+    gpus_per_node: Number
+    nics_per_node: Number
+    nvlink_bytes_per_s: Number  # per GPU, inside its node
+    nic_bytes_per_s: Number  # per NIC
+    latency_s: Number
+    net_latency_s: Number
+    hop_latency_s: Number
+
+
+def _ethernet(gigabit: float, net_latency_s: float) -> Preset:
+    return Preset(
+        "ethernet",
+        gpu=None,
+        gpus_per_node=assumed(1, "one PCIe GPU in each machine"),
+        nics_per_node=spec(1, "one network socket"),
+        nvlink_bytes_per_s=spec(31e9, "PCIe 4.0 x16"),
+        nic_bytes_per_s=spec(gigabit * 0.94 * Gbps, f"{gigabit} GbE: {_ETHERNET}"),
+        latency_s=assumed(10e-6, "a copy over PCIe through the host"),
+        net_latency_s=assumed(net_latency_s, "a TCP message, guessed between 30 and 50 µs"),
+        hop_latency_s=_NO_RELAY,
+    )
+
+
+CLUSTERS: dict[str, Preset] = {
+    "laptop": Preset(
+        "ethernet",
+        gpu=None,
+        gpus_per_node=assumed(8, "eight processes on one machine"),
+        nics_per_node=spec(1, "one network socket"),
+        nvlink_bytes_per_s=measured(19.3 * Gbps, "gloo, 40 MB over localhost (torchft#199)"),
+        nic_bytes_per_s=spec(0.94 * Gbps, f"1 GbE: {_ETHERNET}"),
+        latency_s=assumed(50e-6, "a TCP message over localhost between two Python processes"),
+        net_latency_s=assumed(100e-6, "a TCP message through a home switch"),
+        hop_latency_s=_NO_RELAY,
+    ),
+    "dgx-a100": Preset(
+        "rail-optimised",
+        gpu="A100-80GB",
+        gpus_per_node=_BOARD(8),
+        nics_per_node=_BOARD(8),
+        nvlink_bytes_per_s=measured(274e9, f"p2p, sheet 300e9; {_ALL_REDUCE_BENCH}"),
+        nic_bytes_per_s=spec(200 * Gbps, "DGX A100 data sheet: 8 x ConnectX-6 HDR"),
+        latency_s=assumed(79e-6 / 14, f"shortest all_reduce 79 µs; {_IF_RING}"),
+        net_latency_s=assumed(10e-6, _NCCL_TABLE),
+        hop_latency_s=_relayed(5e-6),
+    ),
+    "dgx-h100": Preset(
+        "rail-optimised",
+        gpu="H100-80GB",
+        gpus_per_node=_BOARD(8),
+        nics_per_node=_BOARD(8),
+        nvlink_bytes_per_s=measured(376e9, f"p2p, sheet 450e9; {_ALL_REDUCE_BENCH}"),
+        nic_bytes_per_s=spec(400 * Gbps, "DGX H100 data sheet: 8 x ConnectX-7 NDR"),
+        latency_s=assumed(41e-6 / 14, "as dgx-h200: the same NVLink"),
+        net_latency_s=assumed(10e-6, _NCCL_TABLE),
+        hop_latency_s=_relayed(3e-6),
+    ),
+    "dgx-h200": Preset(
+        "rail-optimised",
+        gpu="H200-141GB",
+        gpus_per_node=_BOARD(8),
+        nics_per_node=_BOARD(8),
+        nvlink_bytes_per_s=measured(396e9, f"p2p, sheet 450e9; {_ALL_REDUCE_BENCH}"),
+        nic_bytes_per_s=spec(400 * Gbps, "DGX H200 data sheet: 8 x ConnectX-7 NDR"),
+        latency_s=assumed(41e-6 / 14, f"shortest all_reduce 41 µs; {_IF_RING}"),
+        net_latency_s=assumed(10e-6, _NCCL_TABLE),
+        hop_latency_s=_relayed(3e-6),
+    ),
+    "hgx-b200": Preset(
+        "rail-optimised",
+        gpu="B200-180GB",
+        gpus_per_node=_BOARD(8),
+        nics_per_node=_BOARD(8),
+        nvlink_bytes_per_s=assumed(
+            746e9, "as gb200-nvl72: ring busbw of both is 680e9; sheet 900e9"
+        ),
+        nic_bytes_per_s=measured(
+            0.73 * 400 * Gbps, f"AWS P6, EFA v4, 73 % of 400 Gb/s; {_ALL_REDUCE_BENCH}"
+        ),
+        latency_s=assumed(4e-6, "between dgx-h200 and dgx-a100"),
+        net_latency_s=assumed(378e-6 / 62, f"all_reduce of 1 MiB on 32 GPUs 378 µs; {_IF_RING}"),
+        hop_latency_s=_relayed(4e-6),
+    ),
+    "gb200-nvl72": Preset(  # a node is here the rack: the 72 GPUs on one NVLink switch
+        "rail-optimised",
+        gpu="GB200-186GB",
+        gpus_per_node=spec(72, "18 trays x 4 GPUs on one NVLink switch"),
+        nics_per_node=spec(72, "DGX GB200 user guide: 4 x ConnectX-7 per tray of 4 GPUs"),
+        nvlink_bytes_per_s=measured(746e9, f"p2p, sheet 900e9; {_ALL_REDUCE_BENCH}"),
+        nic_bytes_per_s=spec(400 * Gbps, "DGX GB200: ConnectX-7 (AWS P6e has 800)"),
+        latency_s=assumed(3e-6, "near dgx-h200"),
+        net_latency_s=assumed(10e-6, _NCCL_TABLE),
+        hop_latency_s=_relayed(3e-6),
+    ),
+    "p3.16xlarge": Preset(
+        "hybrid-cube-mesh",
+        gpu="V100-16GB",
+        gpus_per_node=spec(8, "AWS P3"),
+        nics_per_node=spec(1, "AWS P3: 25 Gb/s per instance"),
+        nvlink_bytes_per_s=measured(
+            136e9, f"busbw over all six links, sheet 150e9; {_ALL_REDUCE_BENCH}"
+        ),
+        nic_bytes_per_s=spec(25 * Gbps, "AWS P3: 25 Gb/s per instance"),
+        latency_s=assumed(5e-6, "near dgx-a100"),
+        net_latency_s=assumed(50e-6, "TCP between cloud machines: 50 µs or more"),
+        hop_latency_s=_relayed(5e-6),
+    ),
+    "p4d": Preset(
+        "switch",
+        gpu="A100-40GB",
+        gpus_per_node=spec(8, "AWS P4d"),
+        nics_per_node=spec(4, "AWS P4d: 4 x 100 Gb/s EFA, each shared by two GPUs"),
+        nvlink_bytes_per_s=assumed(274e9, "as dgx-a100: the same board"),
+        nic_bytes_per_s=spec(100 * Gbps, "AWS P4d: 4 x 100 Gb/s EFA"),
+        latency_s=assumed(79e-6 / 14, "as dgx-a100: the same board"),
+        net_latency_s=assumed(10e-6, _NCCL_TABLE),
+        hop_latency_s=_NO_RELAY,
+    ),
+    "a3-mega": Preset(
+        "rail-optimised",
+        gpu="H100-80GB",
+        gpus_per_node=spec(8, "Google A3 Mega"),
+        nics_per_node=spec(8, "Google A3 Mega: without the front-end NIC in its 1,800 Gb/s"),
+        nvlink_bytes_per_s=assumed(376e9, "as dgx-h100: the same board"),
+        nic_bytes_per_s=spec(200 * Gbps, "Google A3 Mega, GPUDirect-TCPXO: 8 x 200 Gb/s"),
+        latency_s=assumed(41e-6 / 14, "as dgx-h100: the same board"),
+        net_latency_s=assumed(20e-6, "TCPXO, guessed between 15 and 30 µs"),
+        hop_latency_s=_relayed(3e-6),
+    ),
+    "ethernet-10g": _ethernet(10, net_latency_s=50e-6),
+    "ethernet-25g": _ethernet(25, net_latency_s=30e-6),
+}
+
+PRESETS = tuple(CLUSTERS)

@@ -1,0 +1,322 @@
+"""One simulated world: cluster, ranks, messages, clock. ``simulate`` runs a function in it."""
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator, MutableSequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
+
+from distlab.sim import deadlock, patches
+from distlab.sim.cluster import Cluster
+from distlab.sim.device import Device
+from distlab.sim.errors import Mismatch, RankError, SimulationError
+from distlab.sim.faults import Faults
+from distlab.sim.group import SimGroup
+from distlab.sim.mailbox import Mailbox
+from distlab.sim.meetings import Meeting
+from distlab.sim.pending import Pending
+from distlab.sim.scheduler import Rank, Scheduler
+from distlab.sim.state import RankState, RankWorld
+from distlab.sim.store import SimStore
+from distlab.sim.trace import Trace
+from distlab.sim.traffic import Traffic
+
+T = TypeVar("T")
+_NOTHING = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a world is simulated.
+
+    Attributes:
+        algorithm: of the built-in collectives, one of ALGORITHMS.
+        eager_bytes: sends up to this size are buffered; -1: every send waits for its recv, as on
+            NCCL.
+        is_strict: report a buffer that was changed before its operation was done.
+        seed: of the ranks' own generators of ``random`` and numpy.
+        has_devices: account for computation and memory; None: if the cluster's GPU is described.
+        capacity_bytes: memory of each GPU; None: as its description says.
+        faults: what goes wrong on purpose.
+    """
+
+    algorithm: str = "auto"
+    eager_bytes: int = -1
+    is_strict: bool = False
+    seed: int = 0
+    has_devices: bool | None = None
+    capacity_bytes: int | None = None
+    faults: Faults = field(default_factory=Faults)
+
+
+@dataclass(frozen=True)
+class Simulated(Generic[T]):
+    """What a simulation gives: a result per rank, and the trace."""
+
+    results: list[T]
+    trace: Trace
+    seconds: float  # of virtual time, until the last rank had ended
+
+
+class Simulation:
+    """A world in the making. Parts of the simulator meet here; programs use ``simulate``."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        cluster: Cluster,
+        options: Options,
+        running: MutableSequence[int] | memoryview | None = None,
+    ) -> None:
+        self._running = [0] * (1 + num_ranks) if running is None else running
+        self.num_ranks, self.cluster, self.faults = num_ranks, cluster, options.faults
+        self.algorithm = options.algorithm
+        self.eager_bytes, self.is_strict = options.eager_bytes, options.is_strict
+        self._tables = RankWorld()
+        self._states = [
+            RankState(rank, cluster.gpus_per_node, options.seed) for rank in range(num_ranks)
+        ]
+        self.scheduler = Scheduler(num_ranks, self._switch)
+        self.traffic = Traffic(cluster, self.scheduler)
+        self.trace = Trace(num_ranks)
+        self.mailbox = Mailbox(self)
+        self.store = SimStore(self)
+        self._meetings: dict[tuple[object, int], Meeting] = {}
+        self._everyone = tuple(range(num_ranks))
+        self._global_ranks = {rank: rank for rank in self._everyone}
+        self._computed_until = [0.0] * num_ranks
+        self._jitter = [options.faults.jitter(rank) for rank in self._everyone]
+        self._devices = self._make_devices(options)
+
+    def run(self, fn: Callable[..., T], args: tuple[object, ...], *, joined: bool) -> Simulated[T]:
+        """Run ``fn(*args)`` on every rank; ``joined``: inside an initialised world."""
+        results: list[Any] = [None] * self.num_ranks
+
+        def body(rank: Rank) -> None:
+            self._running[1 + rank.number] = threading.get_ident()
+            with torch.autograd.set_multithreading_enabled(False), self._on_device(rank):
+                if joined:
+                    self.join()
+                results[rank.number] = self._call(rank, fn, args)
+                self._note_compute(rank)
+
+        for rank, at_s in self.faults.kill_ranks.items():
+            self.scheduler.at(at_s, partial(self.scheduler.kill, self.scheduler.ranks[rank]))
+        with patches.installed(self, self._tables):
+            self._states[0].bring_out(self._tables)
+            self.scheduler.run(body, self._explain_deadlock)
+        end_s = max(rank.clock_s for rank in self.scheduler.ranks)
+        return Simulated(results, self.trace, end_s)
+
+    def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
+        try:
+            return fn(*args)
+        except SimulationError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _rank_error(rank.number, self.num_ranks, error) from error
+
+    def _make_devices(self, options: Options) -> list[Device]:
+        """Give every rank a device, if computation and memory are to be accounted for."""
+        wanted = options.has_devices
+        if not (self.cluster.gpu is not None if wanted is None else wanted):
+            return []
+        return [
+            Device(
+                self.cluster.gpu,
+                advance=self.compute,
+                capacity_bytes=options.capacity_bytes,
+                slowdown=options.faults.slow_ranks.get(rank, 1.0),
+            )
+            for rank in self._everyone
+        ]
+
+    @contextlib.contextmanager
+    def _on_device(self, rank: Rank) -> Iterator[None]:
+        """Let the thread's operations run on the rank's device; note what it held."""
+        if not self._devices:
+            yield
+            return
+        device = self._devices[rank.number]
+        try:
+            with device:
+                yield
+        finally:
+            self.trace.peak_bytes[rank.number] = device.memory.peak_bytes
+            self.trace.peak_by_category[rank.number] = {**device.memory.peak_by_category}
+
+    # Who is who
+
+    def join(self) -> None:
+        """Make the default process group of the running rank."""
+        number = self.scheduler.current.number
+        group = SimGroup(self, self._everyone, number, "0")
+        c10d._register_pg_in_world(
+            group,
+            backend_name=patches.BACKEND,
+            store=self.store,
+            group_name=GroupName("0"),
+            backend_config=",".join(f"{device}:sim" for device in ("cpu", "cuda", "meta")),
+            add_to_default_tag=True,
+        )
+        tables = self._tables.__dict__
+        tables["pg_group_ranks"][group] = self._global_ranks
+        tables.update(default_pg=group, group_count=1)
+
+    def group(self, ranks: tuple[int, ...], key: object) -> SimGroup:
+        """Make the running rank's view of a new group."""
+        members = ranks or self._everyone
+        me = members.index(self.scheduler.current.number)
+        return SimGroup(self, members, me, key)
+
+    def meeting(self, key: object, ranks: tuple[int, ...], number: int) -> Meeting:
+        """Return the meeting of a group's ``number``-th collective call."""
+        place = (key, number)
+        meeting = self._meetings.get(place)
+        if meeting is None:
+            meeting = self._meetings[place] = Meeting(self, ranks, number)
+        elif len(meeting.attendances) == len(ranks) - 1:
+            del self._meetings[place]  # the last one arrives now
+        return meeting
+
+    def state(self) -> RankState:
+        """Return the state of the running rank."""
+        return self._states[self.scheduler.current.number]
+
+    def is_in_rank(self) -> bool:
+        """Whether the calling thread is the rank that runs."""
+        return threading.current_thread().name == f"rank {self.scheduler.current.number}"
+
+    # Time
+
+    def act(self, name: str) -> None:
+        """Before anything others can notice: let everyone who is earlier go first."""
+        rank = self.scheduler.current
+        if self.faults.jitter_s:
+            rank.clock_s += self._jitter[rank.number].random() * self.faults.jitter_s
+        if rank.clock_s > self._computed_until[rank.number]:
+            self._note_compute(rank)
+        self.scheduler.act()
+
+    def compute(self, seconds: float, name: str) -> None:
+        """Let the running rank's clock advance."""
+        self.scheduler.current.clock_s += seconds
+
+    def _note_compute(self, rank: Rank) -> None:
+        since_s = self._computed_until[rank.number]
+        if rank.clock_s > since_s:
+            self.trace.computed(rank.number, since_s, rank.clock_s)
+        self._computed_until[rank.number] = rank.clock_s
+
+    def _switch(self, rank: Rank, next_rank: Rank) -> None:
+        self._states[rank.number].put_away()
+        self._states[next_rank.number].bring_out(self._tables)
+        self._running[0] = next_rank.number
+
+    # Tensors
+
+    def unnoticed(self) -> contextlib.AbstractContextManager[object]:
+        """Move data without the device counting it as the running rank's work."""
+        if not self._devices:
+            return _NOTHING
+        return self._devices[self.scheduler.current.number].unnoticed()
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor as it is now."""
+        with self.unnoticed():
+            return tensor.detach().clone()
+
+    def copy(self, output: Tensor, value: Tensor) -> None:
+        """Write ``value`` to ``output``."""
+        with self.unnoticed():
+            if output.requires_grad or value.requires_grad:  # autograd must not see it
+                output, value = output.detach(), value.detach()
+            output.copy_(value if value.shape == output.shape else value.view(output.shape))
+
+    def check_unchanged(self, pending: Pending, tensor: Tensor, before: Tensor) -> None:
+        """Raise, in strict mode, if a buffer was written while its operation was under way."""
+        if not torch.equal(tensor.detach(), before):
+            raise Mismatch(
+                f"rank {pending.rank} changed the tensor of {pending.text()} at "
+                f"{pending.where()} before wait() had returned: the network may still read it",
+                (pending.rank,),
+            )
+
+    # The end
+
+    def _explain_deadlock(self) -> SimulationError:
+        ranks = self.scheduler.ranks
+        blocked = {r.number: r.waits_in for r in ranks if isinstance(r.waits_in, Pending)}
+        return deadlock.explain(blocked, [r.number for r in ranks if r.has_ended])
+
+
+def _rank_error(rank: int, num_ranks: int, error: BaseException) -> RankError:
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    headline = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return RankError(
+        f"rank {rank} of {num_ranks} raised {headline}\n\n{text.rstrip()}",
+        (rank,),
+        type(error).__name__,
+    )
+
+
+def simulate(
+    fn: Callable[..., T],
+    num_ranks: int,
+    *args: object,
+    cluster: Cluster | str | None = None,
+    options: Options | None = None,
+    joined: bool = True,
+    running: MutableSequence[int] | memoryview | None = None,
+) -> Simulated[T]:
+    """Run ``fn(*args)`` on ``num_ranks`` simulated ranks, in this process.
+
+    Args:
+        fn: called in every rank, inside an initialised ``torch.distributed`` world.
+        num_ranks: 1 to 1024.
+        cluster: a cluster, the name of a preset (as many nodes as the ranks need), or None: one
+            node with a switch and a GPU per rank.
+        options: how to simulate.
+        joined: False: the ranks are in no process group yet, as under torchrun.
+        running: where to note the rank that runs and, behind it, the thread of every rank; for a
+            supervisor that looks in from outside.
+
+    Returns:
+        Results by rank, the trace, the virtual time.
+
+    Raises:
+        SimulationError: one of ``errors``.
+    """
+    options = options or Options()
+    chosen = choose_cluster(cluster, num_ranks)
+    for pattern, factor in options.faults.slow_links.items():
+        chosen = chosen.slowed(pattern, factor)
+    return Simulation(num_ranks, chosen, options, running).run(fn, args, joined=joined)
+
+
+def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
+    """Return the cluster meant, large enough for the ranks.
+
+    Raises:
+        ValueError: it has fewer GPUs than there are ranks, or there is no preset of that name.
+    """
+    if cluster is None:
+        return Cluster(1, num_ranks)
+    if isinstance(cluster, str):
+        one = Cluster.preset(cluster)
+        return Cluster.preset(cluster, nodes=-(-num_ranks // one.gpus_per_node))
+    if cluster.num_gpus < num_ranks:
+        raise ValueError(
+            f"{num_ranks} ranks need as many GPUs, and {cluster.name} has {cluster.num_gpus}"
+        )
+    return cluster

@@ -1,0 +1,102 @@
+"""What a process has one of and each rank needs: c10d's tables, random generators, variables.
+
+Ranks are threads of one process. Thanks to what is here ``torch.manual_seed(0)`` on one rank does
+not disturb another, and ``os.environ["RANK"]`` is right.
+"""
+
+import functools
+import random
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
+
+
+class RankWorld:
+    """Stands in for c10d's table of process groups. All attributes are swapped at once."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(new_tables())
+
+
+def new_tables() -> dict[str, Any]:
+    """Return the tables of a rank that is in no process group."""
+    return {
+        "default_pg": None,
+        "pg_map": {},
+        "pg_names": {},
+        "pg_group_ranks": {},
+        "pg_backend_config": {},
+        "group_count": 0,
+        "tags_to_pg": {},
+        "pg_to_tag": {},
+        "pg_coalesce_state": {},
+        "comms": [],
+        "pg_config_info": [],
+    }
+
+
+class RankState:
+    """The process-wide state of one rank while another runs.
+
+    torch's generator is one object, whose state is copied at every hand-over. The generators of
+    ``random`` and numpy are the rank's own objects, and so are the variables that tell its number.
+    """
+
+    def __init__(self, rank: int, gpus_per_node: int, seed: int) -> None:
+        self.tables = new_tables()
+        self.torch_rng = torch.default_generator.get_state()
+        node, local = divmod(rank, gpus_per_node)
+        self.variables = {
+            name.encode(): str(value).encode()
+            for name, value in zip(VARIABLES, (rank, local, node, rank), strict=True)
+        }
+        self._seed = (seed, rank)
+
+    @functools.cached_property
+    def python_rng(self) -> random.Random:
+        """The generator behind ``random.random`` and its like."""
+        return random.Random(repr(self._seed))
+
+    @functools.cached_property
+    def numpy_rng(self) -> np.random.RandomState:
+        """The generator behind ``np.random.rand`` and its like."""
+        return np.random.RandomState(self._seed)
+
+    def put_away(self) -> None:
+        """Keep what the running rank has changed."""
+        self.torch_rng = torch.default_generator.get_state()
+
+    def bring_out(self, world: RankWorld) -> None:
+        """Make this rank's state the process's."""
+        world.__dict__ = self.tables
+        torch.default_generator.set_state(self.torch_rng)
+
+
+def functions_of(module: ModuleType, owner: object) -> list[str]:
+    """List the functions of a module that are methods of its one hidden generator."""
+    return [name for name in dir(module) if _owner(getattr(module, name)) is owner]
+
+
+def _owner(function: object) -> object:
+    return getattr(function, "__self__", None)
+
+
+PYTHON_FUNCTIONS = functions_of(random, random._inst)
+NUMPY_FUNCTIONS = functions_of(np.random, np.random.mtrand._rand)
+
+
+class RankVariables(dict[bytes, bytes]):
+    """What ``os.environ`` reads: the process's variables, with those of the running rank."""
+
+    def __init__(self, values: dict[bytes, bytes], own: Callable[[], dict[bytes, bytes]]) -> None:
+        super().__init__(values)
+        self._own = own
+        self.update(dict.fromkeys((name.encode() for name in VARIABLES), b""))
+
+    def __getitem__(self, name: bytes) -> bytes:
+        return self._own().get(name) or super().__getitem__(name)

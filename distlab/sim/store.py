@@ -1,0 +1,90 @@
+"""The key-value store of a simulated world: waiting for a key is waiting for a rank."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import Store
+
+from distlab.sim.pending import Pending
+
+if TYPE_CHECKING:
+    from distlab.sim.simulation import Simulation
+
+
+class KeyWait(Pending):
+    """A rank that waits for keys which nobody has set yet."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self, world: "Simulation", keys: Sequence[str]) -> None:
+        super().__init__(world, "store.wait", tuple(range(world.num_ranks)), 0)
+        self.keys = list(keys)
+
+    def waits_for(self) -> Sequence[int]:
+        """Return every other rank: any could set the key."""
+        return [rank for rank in self.group if rank != self.rank]
+
+    def text(self) -> str:
+        """Write which keys it waits for."""
+        return f"store.wait for {', '.join(self.keys)}"
+
+
+class SimStore(Store):
+    """A store all ranks share. It costs no virtual time."""
+
+    def __init__(self, world: "Simulation") -> None:
+        super().__init__()
+        self._world = world
+        self._values: dict[str, bytes] = {}
+        self._waits: list[KeyWait] = []
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a key and let go on who waits for it."""
+        self._values[key] = value if isinstance(value, bytes) else value.encode()
+        self._wake()
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, waiting for it."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        value = int(self._values.get(key, b"0")) + amount
+        self.set(key, str(value).encode())
+        return value
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Set a key if it has the expected value; return what it has afterwards."""
+        old = expected if isinstance(expected, bytes) else expected.encode()
+        if self._values.get(key, b"") == old:
+            self.set(key, desired)
+        return self._values.get(key, old)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell whether all keys are set."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. A key that never comes is a deadlock, found at once."""
+        self._world.act("store.wait")
+        if not self.check(keys):
+            waiting = KeyWait(self._world, keys)
+            self._waits.append(waiting)
+            waiting.wait()
+
+    def num_keys(self) -> int:
+        """Return how many keys are set."""
+        return len(self._values)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; tell whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def _wake(self) -> None:
+        now_s = self._world.scheduler.current.clock_s
+        ready = [wait for wait in self._waits if self.check(wait.keys)]
+        self._waits = [wait for wait in self._waits if wait not in ready]
+        for waiting in ready:
+            waiting.finish(now_s)

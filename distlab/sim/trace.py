@@ -1,0 +1,93 @@
+"""What happened in a simulated world: events with times, and totals per rank and link."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from distlab.sim.pending import Pending, Site
+
+
+class Event(NamedTuple):
+    """Something a rank did, from ``start_s`` to ``end_s`` of virtual time.
+
+    Attributes:
+        kind: "compute", "send", "recv", "collective" or "wait".
+        name: of the call, or of what was waited for; of computation "".
+        num_bytes: of this rank's tensors.
+        peer: global rank of the other side of a send or recv, else -1.
+        site: file, line and function of the call.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+    peer: int = -1
+    site: "Site" = ("", 0, "")
+
+
+class Trace:
+    """Collects events and totals while the world runs."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.events: list[Event] = []
+        self.bytes_sent = [0.0] * num_ranks
+        self.bytes_received = [0.0] * num_ranks
+        self.messages = [0] * num_ranks
+        self.collectives = [0] * num_ranks
+        self.compute_s = [0.0] * num_ranks
+        self.exposed_s = [0.0] * num_ranks
+        self.peak_bytes = [0] * num_ranks
+        self.peak_by_category: list[dict[str, int]] = [{} for _ in range(num_ranks)]
+
+    def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
+        """Count bytes and messages between two ranks, whoever asked for them."""
+        self.bytes_sent[src] += num_bytes
+        self.bytes_received[dst] += num_bytes
+        self.messages[src] += messages
+
+    def finished(self, pending: "Pending") -> None:
+        """Record an operation that is done."""
+        kind = pending.name if pending.name in ("send", "recv") else "collective"
+        if kind == "collective":
+            self.collectives[pending.rank] += 1
+        self.events.append(
+            Event(
+                pending.rank,
+                kind,
+                pending.name,
+                pending.posted_s,
+                pending.done_s,
+                pending.num_bytes,
+                getattr(pending, "peer", -1),
+                pending.site,
+            )
+        )
+
+    def waited(self, pending: "Pending", start_s: float, end_s: float) -> None:
+        """Record that a rank stood still for an operation."""
+        self.exposed_s[pending.rank] += end_s - start_s
+        self.events.append(
+            Event(pending.rank, "wait", pending.name, start_s, end_s, site=pending.site)
+        )
+
+    def computed(self, rank: int, start_s: float, end_s: float) -> None:
+        """Record computation between two communication calls."""
+        self.compute_s[rank] += end_s - start_s
+        self.events.append(Event(rank, "compute", "", start_s, end_s))
+
+    def digest(self) -> str:
+        """Return a hash of all events: equal for equal histories."""
+        return digest(self.events)
+
+
+def digest(events: Iterable[Event]) -> str:
+    """Hash events, without the files they came from, which differ from machine to machine."""
+    sha = hashlib.sha256()
+    for e in events:
+        line = (e.rank, e.kind, e.name, e.start_s, e.end_s, e.num_bytes, e.peer, e.site[1:])
+        sha.update(repr(line).encode())
+    return sha.hexdigest()

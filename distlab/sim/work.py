@@ -1,0 +1,76 @@
+"""The ``Work`` that a simulated operation returns."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from distlab.sim.pending import Pending
+
+POLL_S = 1e-6  # what asking is_completed() costs; for nothing, a polling loop would never end
+
+
+class SimWork(dist.Work):
+    """Waits in virtual time. ``tensors`` is what a future of it holds."""
+
+    def __init__(self, pending: Pending, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.pending = pending
+        self.tensors = list(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is done. No timeout: a deadlock is found at once."""
+        self.pending.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether it is done at this rank's time; asking takes a microsecond of it."""
+        scheduler = self.pending.world.scheduler
+        scheduler.current.clock_s += POLL_S
+        scheduler.act()
+        return self.pending.is_done and self.pending.done_s <= scheduler.current.clock_s
+
+    def is_success(self) -> bool:
+        """Tell whether it is done; a failed operation raises in its rank instead."""
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        """Block until the operation is done."""
+        self.pending.wait()
+
+    def block_current_stream(self) -> None:
+        """Block until the operation is done: a rank is its own stream."""
+        self.pending.wait()
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that were written."""
+        return self.tensors
+
+    def source_rank(self) -> int:
+        """Return the rank inside the group that a receive came from."""
+        return int(getattr(self.pending, "source", -1))
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a completed future, having blocked until the data is there.
+
+        C++ code (the reducer of DistributedDataParallel) waits for futures where no other rank
+        could be given the baton. So the block comes now, without moving this rank's clock; the
+        clock moves to the end of the operation when backward has ended, where the reducer waits.
+        Async operations that ranks post in different orders therefore deadlock here; NCCL forbids
+        them too.
+        """
+        rank = self.pending.world.scheduler.current
+        posted_s = rank.clock_s
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.pending.wait()
+        if in_backward:
+            rank.clock_s = posted_s
+            Variable._execution_engine.queue_callback(self.pending.wait)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self.tensors)
+        return future
