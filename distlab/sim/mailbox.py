@@ -151,6 +151,7 @@ class Mailbox:
         payload = send.payload if send.is_eager and send.payload is not None else send.tensor
         world.copy(recv.tensor, payload)
         recv.source = send.source
+        send.partner = recv.partner = None  # a circle would hold the tensors
         recv.finish(at_s)
         if not send.is_eager:
             send.finish(at_s)

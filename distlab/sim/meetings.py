@@ -125,6 +125,7 @@ class Meeting:
                 world.check_unchanged(member, tensor, kept)
         with world.unnoticed():
             members[0].call.move([member.call for member in members])
+        self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors
         for member in members:
             member.finish(at_s)
 
