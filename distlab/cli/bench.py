@@ -19,3 +19,11 @@ def launch(
     from distlab.bench import launch as measurement
 
     measurement.print_table(ranks, repeats)
+
+
+@app.command("sim")
+def sim() -> None:
+    """Real time and memory of simulated rings, collectives and idle ranks."""
+    from distlab.bench import sim as measurement
+
+    measurement.print_table()

@@ -1,0 +1,89 @@
+"""How fast the simulator itself is: real seconds for messages, collectives and idle ranks."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from distlab.sim import Simulated, simulate
+
+RING_RANKS = 256
+MANY_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Real seconds and memory of one simulation."""
+
+    what: str
+    seconds: float
+    grown_bytes: int
+    simulated: Simulated[object]
+
+
+def print_table() -> None:
+    """Measure and print."""
+    simulate(_nothing, 2)  # imports and first allocations are not the simulator's
+    table = Table("", "real s", "memory MB", "messages", "µs/message", "simulated s")
+    for measured in (
+        _measure(f"{MANY_RANKS} idle ranks", _nothing, MANY_RANKS),
+        _measure(f"ring all-reduce by isend and recv, {RING_RANKS} ranks", _ring, RING_RANKS),
+        _measure(f"built-in all-reduce, {MANY_RANKS} ranks", _built_in, MANY_RANKS),
+    ):
+        sent = sum(measured.simulated.trace.messages)
+        table.add_row(
+            measured.what,
+            f"{measured.seconds:.2f}",
+            f"{measured.grown_bytes / 1e6:.0f}",
+            f"{sent:,}",
+            f"{measured.seconds / sent * 1e6:.1f}" if sent else "",
+            f"{measured.simulated.seconds:.6f}",
+        )
+    Console().print(table)
+    total = psutil.Process().memory_info().rss / 1e6
+    print(f"The whole process, torch included, now holds {total:.0f} MB.")
+
+
+def _measure(what: str, program: Callable[[], object], ranks: int) -> Measured:
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    start = time.perf_counter()
+    simulated = simulate(program, ranks)
+    seconds = time.perf_counter() - start
+    grown = psutil.Process().memory_info().rss - before
+    return Measured(what, seconds, grown, simulated)
+
+
+def _nothing() -> None:
+    """Be a rank that does nothing."""
+
+
+def _built_in() -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def _ring() -> None:
+    """Sum over all ranks by 2(N-1) messages of a chunk each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    chunks = list(torch.ones(4 * size).tensor_split(size))
+    inbox = torch.empty_like(chunks[0])
+    for step in range(size - 1):
+        arriving = chunks[(rank - step - 1) % size]
+        _swap(chunks[(rank - step) % size], right, inbox, left)
+        arriving += inbox
+    for step in range(size - 1):
+        _swap(chunks[(rank - step + 1) % size], right, chunks[(rank - step) % size], left)
+
+
+def _swap(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int) -> None:
+    send = dist.isend(outgoing, dst)
+    dist.recv(incoming, src)
+    if send is not None:
+        send.wait()
