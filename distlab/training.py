@@ -32,6 +32,7 @@ class TrainConfig:
     lr: float
     all_reduce: str  # key of ALL_REDUCES
     backend: str = "auto"
+    cluster: str | None = None  # preset, for backend sim
     device: str = "auto"
     dtype: str = "float32"
     seed: int = 0
@@ -70,6 +71,7 @@ def make_config(
     lr: float | None = None,
     all_reduce: str = "native",
     backend: str = "auto",
+    cluster: str | None = None,
     device: str = "auto",
     seed: int = 0,
     data_root: Path | None = None,
@@ -98,6 +100,7 @@ def make_config(
         lr=RECIPES[model].lr if lr is None else lr,
         all_reduce=all_reduce,
         backend=backend,
+        cluster=cluster,
         device=device,
         seed=seed,
         data_root=data_root,
@@ -127,6 +130,7 @@ def train(config: TrainConfig) -> list[EpochResult]:
         config.num_workers,
         config,
         backend=config.backend,
+        cluster=config.cluster,
         device=config.device,
         timeout_s=None,
     )
@@ -167,9 +171,10 @@ def _cast(inputs: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
 def _headline(config: TrainConfig, device: torch.device, num_images: int, model: nn.Module) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     share = config.batch_size // config.num_workers
+    where = f"simulated {config.cluster or 'switch'}" if config.backend == "sim" else device.type
     return (
         f"{config.model} ({parameters:,} parameters) on {config.dataset} ({num_images:,} images), "
-        f"{device.type}, batch {config.batch_size} = {config.num_workers} x {share}, "
+        f"{where}, batch {config.batch_size} = {config.num_workers} x {share}, "
         f"{config.all_reduce} all-reduce"
     )
 

@@ -8,7 +8,7 @@ import typer
 Dataset = Literal["digits", "mnist", "cifar10", "synthetic", "imagefolder"]
 Model = Literal["cnn", "resnet18", "vit", "gpt"]
 AllReduce = Literal["native", "naive", "recursive_doubling"]
-Backend = Literal["auto", "gloo", "nccl"]
+Backend = Literal["auto", "gloo", "nccl", "sim"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -32,7 +32,12 @@ def train(
     all_reduce: Annotated[
         AllReduce, typer.Option("--all_reduce", help="How gradients are summed.")
     ] = "native",
-    backend: Annotated[Backend, typer.Option("--backend")] = "auto",
+    backend: Annotated[
+        Backend, typer.Option("--backend", help="sim: a simulated cluster, in virtual time.")
+    ] = "auto",
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="With --backend sim: a preset, say dgx-h100.")
+    ] = None,
     device: Annotated[Device, typer.Option("--device")] = "auto",
     seed: Annotated[int, typer.Option("--seed")] = 0,
     data_root: Annotated[
@@ -52,6 +57,7 @@ def train(
         lr=lr,
         all_reduce=all_reduce,
         backend=backend,
+        cluster=cluster,
         device=device,
         seed=seed,
         data_root=data_root,

@@ -106,6 +106,23 @@ def test_train_joins_the_world_of_torchrun() -> None:
     assert len(lines) == 3, "one process reports"
 
 
+def test_training_on_the_simulated_cluster_learns_exactly_the_same() -> None:
+    histories = {}
+    for backend, cluster in (("gloo", None), ("sim", None), ("sim", "dgx-h100")):
+        config = training.make_config(
+            dataset="digits",
+            model="cnn",
+            epochs=1,
+            num_workers=2,
+            all_reduce="recursive_doubling",
+            backend=backend,
+            cluster=cluster,
+        )
+        histories[backend, cluster] = training.train(config)
+    (real,), *simulated = histories.values()
+    assert [epoch.step_losses for (epoch,) in simulated] == [real.step_losses] * 2
+
+
 def test_unset_batch_size_is_64_rounded_up_to_fit() -> None:
     sizes = {
         workers: training.make_config(
