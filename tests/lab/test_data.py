@@ -2,16 +2,13 @@
 
 import functools
 import hashlib
-import multiprocessing
 import os
 import pickle
-import queue
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from distlab import launch
 from distlab.data import (
     DATASETS,
     DataError,
@@ -366,47 +364,18 @@ def test_classes_of_one_half_only_are_named(tmp_path: Path) -> None:
 
 # -- rank_zero_first -------------------------------------------------------------------------------
 
-forkserver = multiprocessing.get_context("forkserver")
 
-
-def run_world(
-    body: Callable[[int], str], size: int, tmp_path: Path, per_node: int = 0
-) -> list[str]:
+def run_world(body: Callable[[int], str], size: int, per_node: int | None = None) -> list[str]:
     """Run ``body(rank)`` in a gloo world of processes; return what each returned or raised."""
-    forkserver.set_forkserver_preload(["torch", "torch.distributed"])
-    answers = forkserver.Queue()
-    ranks = [
-        forkserver.Process(target=run_rank, args=(body, rank, size, per_node, tmp_path, answers))
-        for rank in range(size)
-    ]
-    try:
-        for process in ranks:
-            process.start()
-        return [text for _, text in sorted(answers.get(timeout=30) for _ in ranks)]
-    except queue.Empty:
-        return ["a rank gave no answer within 30 s"]
-    finally:
-        for process in ranks:
-            process.join(5)
-            process.kill()
+    return launch.run(answer_of, size, body, per_node or size, backend="gloo", timeout_s=60)
 
 
-def run_rank(
-    body: Callable[[int], str], rank: int, size: int, per_node: int, tmp_path: Path, answers: Any
-) -> None:
-    os.environ.pop("LOCAL_RANK", None)
-    if per_node:
-        os.environ["LOCAL_RANK"] = str(rank % per_node)
-    meeting_point, limit = f"file://{tmp_path}/meet", timedelta(seconds=20)
-    dist.init_process_group(
-        "gloo", init_method=meeting_point, rank=rank, world_size=size, timeout=limit
-    )
+def answer_of(body: Callable[[int], str], per_node: int) -> str:
+    os.environ["LOCAL_RANK"] = str(dist.get_rank() % per_node)
     try:
-        answer = body(rank)
+        return body(dist.get_rank())
     except Exception as error:
-        answer = f"{type(error).__name__}: {error}"
-    answers.put((rank, answer))
-    dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
 
 
 def fetch_slowly(folder: Path, rank: int) -> str:
@@ -425,20 +394,20 @@ def fail_on(bad_rank: int, rank: int) -> str:
 
 
 def test_rank_zero_fetches_and_the_others_find(tmp_path: Path) -> None:
-    answers = run_world(functools.partial(fetch_slowly, tmp_path), 3, tmp_path)
+    answers = run_world(functools.partial(fetch_slowly, tmp_path), 3)
     assert answers == ["fetched", "found", "found"]
 
 
-def test_one_rank_of_each_machine_goes_first_and_its_failure_reaches_all(tmp_path: Path) -> None:
-    answers = run_world(functools.partial(fail_on, 2), 4, tmp_path, per_node=2)
+def test_one_rank_of_each_machine_goes_first_and_its_failure_reaches_all() -> None:
+    answers = run_world(functools.partial(fail_on, 2), 4, per_node=2)
     assert answers.pop(2) == "OSError: disk full"
     for answer in answers:
         assert answer.startswith("DataError")
         assert answer.endswith("rank 2: OSError: disk full")
 
 
-def test_a_failure_after_rank_zero_is_its_ranks_own(tmp_path: Path) -> None:
-    answers = run_world(functools.partial(fail_on, 1), 2, tmp_path)
+def test_a_failure_after_rank_zero_is_its_ranks_own() -> None:
+    answers = run_world(functools.partial(fail_on, 1), 2)
     assert answers == ["ran", "OSError: disk full"]
 
 

@@ -196,7 +196,7 @@ def test_a_rank_cannot_start_a_world() -> None:
     [
         ({"world_size": 0}, "world_size must be a whole number from 1 on, got 0"),
         ({"world_size": 2.5}, "world_size must be a whole number"),
-        ({"backend": "ncll"}, "backend must be one of auto, gloo, nccl; got 'ncll'"),
+        ({"backend": "ncll"}, "backend must be one of auto, gloo, nccl, sim; got 'ncll'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
         ({"timeout_s": 0}, "timeout_s must be positive or None, got 0"),
         ({"backend": "nccl"}, "needs a GPU per rank: 2 ranks, 0 GPUs"),
