@@ -392,16 +392,25 @@ def test_table_has_a_row_for_each_size_and_a_column_for_each_strategy() -> None:
     assert len({len(line) for line in (head, *rows)}) == 1
 
 
-def refusals(sizes_bytes: list[int]) -> str:
-    return refusal(lambda: measure_all_reduce(ALL_REDUCES, sizes_bytes))
+def refusals(sizes_bytes: list[int], repeats: int, name: str) -> str:
+    strategies = {name: ALL_REDUCES["naive"]}
+    return refusal(lambda: measure_all_reduce(strategies, sizes_bytes, repeats=repeats))
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sizes_bytes"), [(1, [4, 8]), (2, []), (2, [4, 4]), (2, [4, 6])]
+    ("world_size", "sizes_bytes", "repeats", "name"),
+    [
+        (1, [4, 8], 1, "naive"),
+        (2, [], 1, "naive"),
+        (2, [4, 4], 1, "naive"),
+        (2, [4, 6], 1, "naive"),
+        (2, [4, 8], 0, "naive"),
+        (2, [4, 8], 1, "exchange"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused_on_every_rank(
-    world_size: int, sizes_bytes: list[int]
+    world_size: int, sizes_bytes: list[int], repeats: int, name: str
 ) -> None:
-    says = f"got {world_size} ranks and sizes {sizes_bytes}"
-    for text in on_ranks(refusals, world_size, sizes_bytes):
+    says = f"got {world_size} ranks, sizes {sizes_bytes}, {repeats} repeats, strategies ['{name}']"
+    for text in on_ranks(refusals, world_size, sizes_bytes, repeats, name):
         assert text.endswith(says)
