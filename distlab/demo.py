@@ -1,6 +1,7 @@
 """The demo: the same training on 1 and on 4 workers, side by side."""
 
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ NEXT = """\
 What to open next
   solutions/phase1_data_parallel/collectives.py   the all-reduce that has just summed the gradients
   solutions/phase1_data_parallel/trainer.py       train_step: why the two curves coincide
-  distlab train --help                            other models, data sets, numbers of workers
-  distlab doctor                                  what else this machine can run"""
+  .venv/bin/distlab train --help                  other models, data sets, numbers of workers
+  .venv/bin/distlab doctor                        what else this machine can run"""
 
 
 def run_demo(picture: Path) -> None:
@@ -66,7 +67,7 @@ def _table(histories: dict[int, list[EpochResult]]) -> Table:
 def _findings(histories: dict[int, list[EpochResult]]) -> list[str]:
     one, four = (histories[workers] for workers in WORKERS)
     steps = sum(len(result.step_losses) for result in one)
-    speed = four[-1].images_per_s / one[-1].images_per_s
+    speed = _images_per_s(four) / _images_per_s(one)
     findings = [
         f"Same training: over {steps} steps the two losses were never further apart than "
         f"{largest_difference(one, four):.1e}.",
@@ -79,6 +80,10 @@ def _findings(histories: dict[int, list[EpochResult]]) -> list[str]:
             "An 8x8 image is little work: here the messages cost more than sharing it saves."
         )
     return findings
+
+
+def _images_per_s(history: Sequence[EpochResult]) -> float:
+    return statistics.median(result.images_per_s for result in history)
 
 
 def largest_difference(one: Sequence[EpochResult], other: Sequence[EpochResult]) -> float:

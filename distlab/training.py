@@ -1,5 +1,6 @@
 """The course's own trainer, run on real data: what `distlab train` and `distlab demo` do."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,6 +183,8 @@ def _headline(config: TrainConfig, device: torch.device, num_images: int, model:
 def report(config: TrainConfig, history: list[EpochResult]) -> None:
     """Print one closing line, from one process only."""
     if int(os.environ.get("RANK", "0")) == 0:
+        if math.isnan(history[-1].train_loss):
+            print("the loss is no longer a number: try a smaller --lr")
         best = max(history, key=lambda result: result.test_accuracy)
         print(
             f"test accuracy {history[-1].test_accuracy:.1%} after {config.epochs} epochs "

@@ -58,4 +58,5 @@ def _spawn(ranks: int) -> None:
 
 def _spawned_rank(rank: int, rendezvous: str, world_size: int) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    dist.barrier()  # the others may still be connecting
     dist.destroy_process_group()

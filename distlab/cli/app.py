@@ -45,17 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not type(error).__module__.startswith("distlab."):
             raise  # not an error made for people to read: keep the traceback
         sys.exit(_complain(str(error), 1))
+    if code == 130:  # typer has dealt with ctrl-C itself
+        sys.exit(_complain("interrupted", 130))
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _complain(message: str, code: int) -> int:
-    print(message, file=sys.stderr)
+    erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar may stand there
+    print(erase_bar + message, file=sys.stderr)
     return code
 
 
 def _usage_line(error: Exception) -> str:
-    """What is wrong, and the valid names, in one line."""
+    """What is wrong, and the valid names, in one line; for no command at all, the help."""
     context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return error.format_message() if hasattr(error, "format_message") else str(error)
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message = message.replace("Value error, ", "")  # pydantic's word for it
     line = f"{context.command_path if context else 'distlab'}: {' '.join(message.split())}"

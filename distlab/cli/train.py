@@ -39,7 +39,7 @@ def train(
         str | None, typer.Option("--cluster", help="With --backend sim: a preset, say dgx-h100.")
     ] = None,
     device: Annotated[Device, typer.Option("--device")] = "auto",
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     data_root: Annotated[
         Path | None,
         typer.Option("--data_root", help="Folder of the images. [default: $DISTLAB_DATA or data]"),

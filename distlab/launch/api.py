@@ -49,7 +49,8 @@ def run(
 
     Inside, the process group is initialised and ``context()`` tells the device. The first call
     starts a fork server, later ones only fork. Under torchrun, this process joins torchrun's world
-    instead and every rank gets all results.
+    instead and every rank gets all results; torchrun then watches the processes, and ``timeout_s``
+    bounds each collective.
 
     Args:
         fn: any function, also a lambda or one defined in a script or notebook.
@@ -87,7 +88,9 @@ def run(
     if world.started_by_torchrun():
         chosen, devices = _choose(backend, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        return run_joined(fn, world_size, args, chosen, torch.device(devices[local_rank]))
+        return run_joined(
+            fn, world_size, args, chosen, torch.device(devices[local_rank]), timeout_s
+        )
 
     chosen, devices = _choose(backend, device, world_size)
     spec = _spec(fn, args, chosen, devices, timeout_s)

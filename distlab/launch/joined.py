@@ -19,17 +19,18 @@ def run_joined(
     args: tuple[object, ...],
     backend: str,
     device: torch.device,
+    timeout_s: float | None,
 ) -> list[T]:
     """Call ``fn`` as this rank of torchrun's world; return the results of all ranks.
 
     The process group is joined by the first call and left when the process ends. Errors are raised
-    as they are: torchrun watches and ends the ranks.
+    as they are: torchrun watches and ends the ranks. ``timeout_s`` bounds each collective.
 
     Raises:
         SetupError: torchrun started another number of ranks than ``world_size``.
     """
     if not dist.is_initialized():
-        world.init_process_group(backend, device, init_method="env://")
+        world.init_process_group(backend, device, init_method="env://", timeout_s=timeout_s)
         atexit.register(_leave)
     if dist.get_world_size() != world_size:
         raise SetupError(

@@ -50,6 +50,9 @@ class Nursery:
                 errors.seek(0)
                 text = errors.read().decode(errors="replace").strip()
                 raise SetupError(f"the fork server did not start: {text or error}") from error
+            except BaseException:  # ctrl-C while torch is loading
+                self.close()
+                raise
 
     def fileno(self) -> int:
         """Readable when ``exits`` has news."""

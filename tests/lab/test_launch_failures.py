@@ -147,10 +147,10 @@ def leaves_a_child_behind() -> None:
 
 
 def floods_its_output() -> None:
-    line = "x" * 1000
+    line = "x" * 100
     for _ in range(20_000):
         print(line)
-    raise ValueError("after 20 MB")
+    raise ValueError("after 2 MB")
 
 
 def returns_what_cannot_be_sent() -> object:
@@ -259,7 +259,7 @@ CASES = [
         ("was killed by SIGABRT in all_reduce at", "different shapes or dtypes"),
     ),
     Case(leaves_a_child_behind, launch.RankFailed, 1, ("and then failed",)),
-    Case(floods_its_output, launch.RankFailed, None, ("raised ValueError: after 20 MB",), 20.0),
+    Case(floods_its_output, launch.RankFailed, None, ("raised ValueError: after 2 MB",), 20.0),
     Case(
         returns_what_cannot_be_sent,
         launch.RankFailed,
