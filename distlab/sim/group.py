@@ -20,6 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.sim import moves
+from distlab.sim.checks import (
+    check_contiguous,
+    check_one_per_rank,
+    check_reduction,
+    op_name,
+)
 from distlab.sim.mailbox import ANY_SOURCE, Message
 from distlab.sim.meetings import Call
 from distlab.sim.work import SimWork
@@ -80,6 +86,7 @@ class SimGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> SimWork:
         """Post a send to a rank of the group."""
+        check_contiguous("send", tensors)
         self._world.act("send")
         message = Message(
             self._world, "send", self._ranks, tensors[0], self._ranks[dst], self._me, tag
@@ -96,6 +103,7 @@ class SimGroup(dist.ProcessGroup):
         return self._post_recv(tensors, ANY_SOURCE, ANY_SOURCE, tag)
 
     def _post_recv(self, tensors: list[Tensor], peer: int, source: int, tag: int) -> SimWork:
+        check_contiguous("recv", tensors)
         self._world.act("recv")
         message = Message(self._world, "recv", self._ranks, tensors[0], peer, source, tag)
         self._world.mailbox.recv(message, self._key)
@@ -103,14 +111,16 @@ class SimGroup(dist.ProcessGroup):
 
     # Collectives
 
-    def _meet(self, call: Call) -> SimWork:
+    def _meet(self, call: Call, results: Sequence[Tensor] | None = None) -> SimWork:
+        """Take part in the group's next collective; ``results``: the outputs, if not in parts."""
         self._world.act(call.name)
         number, self._num_calls = self._num_calls, self._num_calls + 1
         meeting = self._world.meeting(self._key, self._ranks, number)
-        return SimWork(meeting.arrive(call), call.outputs)
+        return SimWork(meeting.arrive(call), call.outputs if results is None else results)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
         """Copy the root's tensors to all."""
+        check_contiguous("broadcast", tensors, or_channels_last=True)
         root = int(opts.rootRank) if opts else 0
         return self._meet(
             Call(
@@ -127,10 +137,12 @@ class SimGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
         """Reduce over all ranks, in place."""
         op = moves.op_of(opts)
+        check_reduction(op, tensors)
+        check_contiguous("all_reduce", tensors, or_channels_last=True)
         return self._meet(
             Call(
                 "all_reduce",
-                {"op": moves.op_name(op), **moves.alike(tensors)},
+                {"op": op_name(op), **moves.alike(tensors)},
                 moves.nbytes(tensors),
                 tensors,
                 tensors,
@@ -145,10 +157,12 @@ class SimGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
         """Reduce to the root; the tensors of the others keep their values."""
         op, root = moves.op_of(opts), int(opts.rootRank) if opts else 0
+        check_reduction(op, tensors)
+        check_contiguous("reduce", tensors, or_channels_last=True)
         return self._meet(
             Call(
                 "reduce",
-                {"op": moves.op_name(op), "root": root, **moves.alike(tensors)},
+                {"op": op_name(op), "root": root, **moves.alike(tensors)},
                 moves.nbytes(tensors),
                 tensors,
                 tensors if self._me == root else (),
@@ -161,20 +175,21 @@ class SimGroup(dist.ProcessGroup):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> SimWork:
         """Give every rank everybody's tensor, each into its own."""
-        return self._all_gather(outputs[0], inputs[0])
+        check_one_per_rank("all_gather", outputs[0], self.size(), inputs[0])
+        return self._all_gather(outputs[0], inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimWork:
         """Give every rank everybody's tensor, one behind the other."""
-        shards = output.view(-1).chunk(self.size()) if output.numel() else [output] * self.size()
-        return self._all_gather(shards, input)
+        return self.all_gather_single_coalesced([output], [input])
 
-    def _all_gather(self, outputs: Sequence[Tensor], input: Tensor) -> SimWork:
+    def _all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> SimWork:
+        check_contiguous("all_gather", inputs)
         return self._meet(
             Call(
                 "all_gather",
-                moves.alike([input]),
-                moves.nbytes([input]) * self.size(),
-                [input],
+                moves.alike(inputs),
+                moves.nbytes(inputs) * self.size(),
+                inputs,
                 outputs,
                 moves.all_gather,
             )
@@ -184,22 +199,27 @@ class SimGroup(dist.ProcessGroup):
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> SimWork:
         """Gather several tensors; ``output_lists[rank][i]`` is tensor i of that rank."""
-        by_tensor = [list(column) for column in zip(*output_lists, strict=True)]
-        works = [self._all_gather(*pair) for pair in zip(by_tensor, inputs, strict=True)]
-        return works[-1]
+        by_tensor = list(zip(*output_lists, strict=True))
+        for outputs, input in zip(by_tensor, inputs, strict=True):
+            check_one_per_rank("all_gather_coalesced", outputs, self.size(), input)
+        return self._all_gather([output for row in by_tensor for output in row], inputs)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> SimWork:
-        """Gather several tensors; the last one done means all are, calls being in order."""
+        """Gather several tensors as one call."""
         pairs = zip(outputs, inputs, strict=True)
-        return [self.all_gather_single(output, input) for output, input in pairs][-1]
+        cut = [moves.equal_parts("all_gather", *pair, self.size()) for pair in pairs]
+        return self._all_gather([part for parts in cut for part in parts], inputs)
 
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> SimWork:
         """Give the root everybody's tensor."""
         root = int(opts.rootRank) if opts else 0
+        check_contiguous("gather", inputs)
+        if self._me == root:
+            check_one_per_rank("gather", outputs[0], self.size(), inputs[0])
         return self._meet(
             Call(
                 "gather",
@@ -217,6 +237,9 @@ class SimGroup(dist.ProcessGroup):
     ) -> SimWork:
         """Give every rank one of the root's tensors."""
         root = int(opts.rootRank) if opts else 0
+        check_contiguous("scatter", [*outputs, *(inputs[0] if self._me == root else ())])
+        if self._me == root:
+            check_one_per_rank("scatter", inputs[0], self.size(), outputs[0])
         return self._meet(
             Call(
                 "scatter",
@@ -233,34 +256,51 @@ class SimGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> SimWork:
         """Reduce everybody's k-th tensor to rank k."""
-        return self._reduce_scatter(outputs[0], inputs[0], moves.op_of(opts))
+        check_one_per_rank("reduce_scatter", inputs[0], self.size(), outputs[0])
+        return self._reduce_scatter(outputs, inputs[0], moves.op_of(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimWork:
         """Reduce everybody's k-th part to rank k."""
-        shards = input.view(-1).chunk(self.size()) if input.numel() else [input] * self.size()
-        return self._reduce_scatter(output, shards, moves.op_of(opts))
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> SimWork:
-        """Reduce-scatter several tensors; the last one done means all are, calls being in order."""
-        pairs = zip(outputs, inputs, strict=True)
-        return [self.reduce_scatter_single(output, input, opts) for output, input in pairs][-1]
+        """Reduce-scatter several tensors as one call."""
+        pairs = zip(inputs, outputs, strict=True)
+        cut = [moves.equal_parts("reduce_scatter", *pair, self.size()) for pair in pairs]
+        parts = [part for parts in cut for part in parts]
+        return self._reduce_scatter(outputs, parts, moves.op_of(opts))
 
-    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Any) -> SimWork:
+    def _reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any
+    ) -> SimWork:
+        check_reduction(op, outputs)
+        check_contiguous("reduce_scatter", [*outputs, *inputs])
         return self._meet(
             Call(
                 "reduce_scatter",
-                {"op": moves.op_name(op), **moves.alike([output])},
-                moves.nbytes([output]) * self.size(),
+                {"op": op_name(op), **moves.alike(outputs)},
+                moves.nbytes(outputs) * self.size(),
                 inputs,
-                [output],
+                outputs,
                 partial(moves.reduce_scatter, op),
             )
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimWork:
         """Send the k-th input to rank k, receive into the k-th output from rank k."""
+        return self._all_to_all(outputs, inputs, outputs)
+
+    def _all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> SimWork:
+        check_contiguous("all_to_all", [*inputs, *outputs])
+        if not len(inputs) == len(outputs) == self.size():
+            raise ValueError(
+                f"all_to_all over {self.size()} ranks needs as many input and output tensors, got "
+                f"{len(inputs)} and {len(outputs)}"
+            )
         return self._meet(
             Call(
                 "all_to_all",
@@ -269,7 +309,8 @@ class SimGroup(dist.ProcessGroup):
                 inputs,
                 outputs,
                 moves.all_to_all,
-            )
+            ),
+            results,
         )
 
     def all_to_all_single(
@@ -281,9 +322,11 @@ class SimGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> SimWork:
         """Do ``alltoall`` on the parts of two tensors, equal parts unless sizes are given."""
-        return self.alltoall(
+        check_contiguous("all_to_all_single", [output, input])
+        return self._all_to_all(
             moves.parts(output, output_splits, self.size()),
             moves.parts(input, input_splits, self.size()),
+            [output],
         )
 
     def barrier(self, opts: Any = None) -> SimWork:

@@ -8,6 +8,7 @@ eager (small, buffered)     send is done ───── α + nβ ─▶ arrived
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -23,9 +24,15 @@ Address = tuple[object, int, int, int]  # group, source, destination, tag
 
 
 class Message(Pending):
-    """A posted send or recv. Ranks are global; ``partner`` is the other side, once there is one."""
+    """A posted send or recv. Ranks are global; ``partner`` is the other side, once there is one.
 
-    __slots__ = ("arrived_s", "is_eager", "partner", "payload", "peer", "source", "tag", "tensor")
+    A pair has one ``number``, the send's.
+    """
+
+    __slots__ = (
+        *("arrived_s", "is_eager", "number", "partner"),
+        *("payload", "peer", "source", "tag", "tensor"),
+    )
 
     def __init__(
         self,
@@ -40,6 +47,7 @@ class Message(Pending):
         super().__init__(world, name, group, tensor.numel() * tensor.itemsize)
         self.tensor = tensor
         self.peer = peer
+        self.number = -1
         self.tag = tag
         self.payload: Tensor | None = None  # the tensor as it was when posted: eager, strict
         self.is_eager = name == "send" and self.num_bytes <= world.eager_bytes
@@ -68,6 +76,7 @@ class Mailbox:
         self._world = world
         self._sends: dict[Address, deque[Message]] = defaultdict(deque)
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
+        self._numbers = count()
 
     def send(self, send: Message, group: object) -> None:
         """Post a send.
@@ -76,6 +85,7 @@ class Mailbox:
             Mismatch: the recv that waits for it has another size or dtype.
         """
         world = self._world
+        send.number = next(self._numbers)
         if send.is_eager or world.is_strict:
             send.payload = world.copied(send.tensor)
         queues = (
@@ -130,6 +140,7 @@ class Mailbox:
                 (later.rank, earlier.rank),
             )
         send.partner, recv.partner = recv, send
+        recv.peer, recv.number = send.rank, send.number
 
     def _travel(self, send: Message) -> None:
         world = self._world
@@ -146,7 +157,7 @@ class Mailbox:
 
     def _deliver(self, send: Message, recv: Message, at_s: float) -> None:
         world = self._world
-        if world.is_strict and send.payload is not None:
+        if world.is_strict and send.payload is not None and not send.is_eager:
             world.check_unchanged(send, send.tensor, send.payload)
         payload = send.payload if send.is_eager and send.payload is not None else send.tensor
         world.copy(recv.tensor, payload)

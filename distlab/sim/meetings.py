@@ -88,6 +88,8 @@ class Meeting:
         if self.world.is_strict:
             attendance.kept = [self.world.copied(tensor) for tensor in call.inputs]
         if len(self.attendances) == len(self.group):
+            if call.name == "all_to_all":
+                _compare_parts([self.attendances[rank] for rank in self.group])
             self._begin(call)
         return attendance
 
@@ -143,10 +145,24 @@ def _compare(later: Attendance, first: Attendance) -> None:
         if not differing:
             return
         reason = f"they differ in {', '.join(differing)}"
-    raise Mismatch(
-        f"rank {later.rank} {later.text()} at {later.where()},\n"
-        f"but rank {first.rank} {first.text()} at {first.where()}: {reason}",
-        (later.rank, first.rank),
+    raise _mismatch(later, first, reason)
+
+
+def _compare_parts(members: Sequence[Attendance]) -> None:
+    """Raise if a rank sends another one more or less than that expects in ``all_to_all``."""
+    for i, sender in enumerate(members):
+        for k, receiver in enumerate(members):
+            sent, expected = sender.call.inputs[k].numel(), receiver.call.outputs[i].numel()
+            if sent != expected:
+                reason = f"the one sends {sent} elements to the other, which expects {expected}"
+                raise _mismatch(sender, receiver, reason)
+
+
+def _mismatch(one: Attendance, other: Attendance, reason: str) -> Mismatch:
+    return Mismatch(
+        f"rank {one.rank} {one.text()} at {one.where()},\n"
+        f"but rank {other.rank} {other.text()} at {other.where()}: {reason}",
+        (one.rank, other.rank),
     )
 
 

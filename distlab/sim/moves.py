@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.sim.errors import NotSimulated
+from distlab.sim.checks import check_contiguous
+from distlab.sim.pending import describe
 
 if TYPE_CHECKING:
     from distlab.sim.meetings import Call
@@ -36,11 +37,6 @@ def op_of(opts: Any) -> Any:
     return getattr(op, "op", op)  # a ReduceOp wraps its kind
 
 
-def op_name(op: Any) -> str:
-    """Write ``SUM``."""
-    return str(op).rpartition(".")[2]
-
-
 def nbytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of all elements."""
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
@@ -55,21 +51,41 @@ def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
     return {"size": sizes, "dtype": dtypes}
 
 
+def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]:
+    """Cut ``whole`` into ``size`` flat tensors of as many elements as ``part`` has.
+
+    Raises: ValueError: it has not as many elements, or they are of another dtype.
+    """
+    check_contiguous(name, [whole])
+    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{name} over {size} ranks needs one tensor {size} times as large as the other, got "
+            f"{describe(whole)} and {describe(part)}"
+        )
+    return whole.view(-1).chunk(size) if whole.numel() else [whole] * size
+
+
 def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
-    """Split along dim 0 as ``all_to_all_single`` does."""
-    if splits:
-        return list(torch.split(tensor, list(splits)))
-    return list(tensor.chunk(size)) if tensor.numel() else [tensor] * size
+    """Split along dim 0 as ``all_to_all_single`` does.
+
+    Raises: ValueError: the splits do not fit, or there are none and the parts are not equal.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if splits and (len(splits) != size or sum(splits) != rows):
+        raise ValueError(
+            f"all_to_all_single over {size} ranks needs {size} splits with the sum {rows} of "
+            f"shape {tuple(tensor.shape)}, got {list(splits)}"
+        )
+    if not splits and (rows % size or not tensor.dim()):
+        raise ValueError(
+            f"all_to_all_single without splits needs a first dim that {size} ranks can share, "
+            f"got shape {tuple(tensor.shape)}"
+        )
+    return list(torch.split(tensor, list(splits) if splits else [rows // size] * size))
 
 
 def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
-    operator = _OPERATORS.get(op)
-    if operator is None:
-        raise NotSimulated(
-            f"reduction {op_name(op)} is not simulated: use one of "
-            f"{', '.join(sorted(op_name(known) for known in _OPERATORS))}"
-        )
-    total = fold(operator, [tensor.detach() for tensor in tensors])
+    total = fold(_OPERATORS[op], [tensor.detach() for tensor in tensors])
     return total / len(tensors) if op == dist.ReduceOp.AVG else total
 
 
@@ -104,9 +120,10 @@ def reduce(op: Any, root: int, calls: Calls) -> None:
 
 
 def all_gather(calls: Calls) -> None:
-    """Write everybody's tensor to every rank."""
-    values = [call.inputs[0] for call in calls]  # may be its own place in the output: harmless
-    for call in calls:
+    """Write everybody's tensors to every rank; outputs are tensor by tensor, rank by rank."""
+    by_tensor = zip(*(call.inputs for call in calls), strict=True)
+    values = [value for tensors in by_tensor for value in tensors]
+    for call in calls:  # an input may be its own place in the output: harmless
         for output, value in zip(call.outputs, values, strict=True):
             _write(output, value)
 
@@ -124,10 +141,11 @@ def scatter(root: int, calls: Calls) -> None:
 
 
 def reduce_scatter(op: Any, calls: Calls) -> None:
-    """Write the reduction of everybody's k-th tensor to rank k."""
+    """Write the reduction of everybody's k-th tensor to rank k; of several, inputs as above."""
     totals = [_reduced(op, tensors) for tensors in zip(*(c.inputs for c in calls), strict=True)]
-    for call, total in zip(calls, totals, strict=True):
-        _write(call.outputs[0], total)
+    for k, call in enumerate(calls):
+        for output, total in zip(call.outputs, totals[k :: len(calls)], strict=True):
+            _write(output, total)
 
 
 def all_to_all(calls: Calls) -> None:

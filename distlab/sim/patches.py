@@ -6,9 +6,13 @@ version is tested (pyproject.toml says which).
 """
 
 import contextlib
+import functools
 import os
 import random
+import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +20,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.nn.functional  # in a rank, its defaults would become that rank's group
 
-from distlab.sim.state import NUMPY_FUNCTIONS, PYTHON_FUNCTIONS, RankVariables, RankWorld
+from distlab.sim.errors import SimulationError
+from distlab.sim.state import (
+    NUMPY_FUNCTIONS,
+    PYTHON_FUNCTIONS,
+    RankVariables,
+    RankWorld,
+    warning_state,
+)
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation
@@ -25,10 +37,20 @@ if TYPE_CHECKING:
 BACKEND = "sim"
 
 
+_home = threading.Lock()  # held while this process is the home of simulated ranks
+
+
 @contextlib.contextmanager
 def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
-    """Make this process the home of simulated ranks."""
+    """Make this process the home of simulated ranks.
+
+    Raises:
+        SimulationError: it is already.
+    """
+    if not _home.acquire(blocking=False):
+        raise SimulationError("a process simulates one world at a time, and none inside another")
     with contextlib.ExitStack() as undo:
+        undo.callback(_home.release)
         _replace(undo, c10d, "_world", world)
         isolate: Any = torch._C._distributed_c10d  # groups by name, per thread; not in the stubs
         isolate._set_thread_isolation_mode(True)
@@ -38,6 +60,8 @@ def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
         _patch_clocks(undo, simulation)
         _patch_generators(undo, simulation)
         _patch_environment(undo, simulation)
+        undo.callback(vars(warnings).update, warning_state())
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # else each rank's thread gets a pool of its own
         yield
@@ -83,9 +107,38 @@ def _patch_groups(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
             positional[2] = None
         return new_group(*positional, **{**kwargs, "backend": None})
 
+    def monitored_barrier(group: Any = None, timeout: Any = None, **_: object) -> None:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            members: Any = c10d._group_or_default_group(group)
+            members.monitored_barrier(timeout)
+
     for owner in (dist, c10d):
         _replace(undo, owner, "init_process_group", init_process_group)
         _replace(undo, owner, "new_group", new_simulated_group)
+        _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch: gloo's only
+    _patch_insides(undo, simulation)
+
+
+def _patch_insides(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
+    """Serve torch's own ``init_process_group`` and ``new_group``, as imported before by name."""
+
+    def rendezvous(*_: object, **__: object) -> Iterator[tuple[object, int, int]]:
+        yield simulation.store, simulation.scheduler.current.number, simulation.num_ranks
+
+    make_group = c10d._new_process_group_helper
+
+    def make_simulated_group(
+        size: int, rank: int, ranks: list[int], backend: str, *rest: Any, **settings: Any
+    ) -> Any:
+        if not ranks:
+            simulation.join()
+            return dist.group.WORLD, simulation.store
+        settings.update(backend_options=None, device_id=None)
+        return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
+
+    _replace(undo, c10d, "rendezvous", rendezvous)
+    _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
+    undo.callback(setattr, sys, "excepthook", sys.excepthook)
 
 
 def _patch_clocks(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
@@ -102,10 +155,12 @@ def _patch_clocks(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
     sleep = time.sleep
 
     def virtual_sleep(seconds: float) -> None:
-        if simulation.is_in_rank():
-            simulation.compute(seconds, "sleep")
-        else:
-            sleep(seconds)
+        if not simulation.is_in_rank():
+            return sleep(seconds)
+        if seconds < 0:
+            raise ValueError("sleep length must be non-negative")
+        simulation.compute(seconds, "sleep")
+        return simulation.scheduler.act()  # who sleeps waits, maybe for what others do meanwhile
 
     _replace(undo, time, "sleep", virtual_sleep)
 
@@ -126,16 +181,23 @@ def _patch_generators(undo: contextlib.ExitStack, simulation: "Simulation") -> N
     """Let ``random.random`` and ``np.random.rand`` draw from the running rank's generators."""
     undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
     for name in PYTHON_FUNCTIONS:
-        _replace(undo, random, name, _of_rank("python_rng", name, simulation))
+        draw = getattr(random, name)
+        _replace(undo, random, name, _of_rank("python_rng", draw, simulation))
     for name in NUMPY_FUNCTIONS:
-        _replace(undo, np.random, name, _of_rank("numpy_rng", name, simulation))
+        draw = getattr(np.random, name)
+        _replace(undo, np.random, name, _of_rank("numpy_rng", draw, simulation))
 
 
-def _of_rank(generator: str, name: str, simulation: "Simulation") -> Callable[..., Any]:
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        return getattr(getattr(simulation.state(), generator), name)(*args, **kwargs)
+def _of_rank(
+    generator: str, draw: Callable[..., Any], simulation: "Simulation"
+) -> Callable[..., Any]:
+    @functools.wraps(draw)
+    def draw_of_rank(*args: Any, **kwargs: Any) -> Any:
+        if not simulation.is_in_rank():
+            return draw(*args, **kwargs)
+        return getattr(getattr(simulation.state(), generator), draw.__name__)(*args, **kwargs)
 
-    return draw
+    return draw_of_rank
 
 
 def _patch_environment(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
@@ -144,7 +206,8 @@ def _patch_environment(undo: contextlib.ExitStack, simulation: "Simulation") -> 
         os.environ._data,  # type: ignore[attr-defined]
         lambda: simulation.state().variables,
     )
-    _replace(undo, os.environ, "_data", variables)
+    process = _replace(undo, os.environ, "_data", variables)
+    undo.callback(_put_back, process, variables.written)
     common = {
         "WORLD_SIZE": simulation.num_ranks,
         "LOCAL_WORLD_SIZE": min(simulation.num_ranks, simulation.cluster.gpus_per_node),
@@ -152,3 +215,12 @@ def _patch_environment(undo: contextlib.ExitStack, simulation: "Simulation") -> 
         "MASTER_PORT": 0,
     }
     variables.update({name.encode(): str(value).encode() for name, value in common.items()})
+
+
+def _put_back(process: dict[bytes, bytes], written: set[bytes]) -> None:
+    """Undo what ``os.environ`` has also told the process that child processes inherit from."""
+    for name in written:
+        if name in process:
+            os.putenv(name, process[name])
+        else:
+            os.unsetenv(name)

@@ -81,14 +81,18 @@ class Pending:
         """Block the running rank until it is done; its clock is then not before that."""
         rank = self.world.scheduler.current
         start_s = rank.clock_s
-        if not self.is_done:
-            self.waiter = rank
-            self.world.scheduler.block(self)
-            self.waiter = None
+        self.block()
         if self.done_s > rank.clock_s:
             rank.clock_s = self.done_s
         if rank.clock_s > start_s:
-            self.world.trace.waited(self, start_s, rank.clock_s)
+            self.world.waited(self, start_s)
+
+    def block(self) -> None:
+        """Let others run until it is done, which may move the running rank's clock."""
+        if not self.is_done:
+            self.waiter = self.world.scheduler.current
+            self.world.scheduler.block(self)
+            self.waiter = None
 
     def waits_for(self) -> Sequence[int]:
         """Global ranks that have yet to do their part."""

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from distlab.sim.traffic import Traffic
 
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
+_PACKAGE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Simulated(Generic[T]):
     results: list[T]
     trace: Trace
     seconds: float  # of virtual time, until the last rank had ended
+    cluster: Cluster
+    options: Options
 
 
 class Simulation:
@@ -76,7 +80,8 @@ class Simulation:
         running: MutableSequence[int] | memoryview | None = None,
     ) -> None:
         self._running = [0] * (1 + num_ranks) if running is None else running
-        self.num_ranks, self.cluster, self.faults = num_ranks, cluster, options.faults
+        self.num_ranks, self.cluster, self.options = num_ranks, cluster, options
+        self.faults = options.faults
         self.algorithm = options.algorithm
         self.eager_bytes, self.is_strict = options.eager_bytes, options.is_strict
         self._tables = RankWorld()
@@ -85,7 +90,7 @@ class Simulation:
         ]
         self.scheduler = Scheduler(num_ranks, self._switch)
         self.traffic = Traffic(cluster, self.scheduler)
-        self.trace = Trace(num_ranks)
+        self.trace = Trace(num_ranks, self.traffic.network.bytes_by_link)
         self.mailbox = Mailbox(self)
         self.store = SimStore(self)
         self._meetings: dict[tuple[object, int], Meeting] = {}
@@ -105,7 +110,7 @@ class Simulation:
                 if joined:
                     self.join()
                 results[rank.number] = self._call(rank, fn, args)
-                self._note_compute(rank)
+                self._note_compute(rank, rank.clock_s)
 
         for rank, at_s in self.faults.kill_ranks.items():
             self.scheduler.at(at_s, partial(self.scheduler.kill, self.scheduler.ranks[rank]))
@@ -113,7 +118,7 @@ class Simulation:
             self._states[0].bring_out(self._tables)
             self.scheduler.run(body, self._explain_deadlock)
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
-        return Simulated(results, self.trace, end_s)
+        return Simulated(results, self.trace, end_s, self.cluster, self.options)
 
     def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
         try:
@@ -202,18 +207,25 @@ class Simulation:
         if self.faults.jitter_s:
             rank.clock_s += self._jitter[rank.number].random() * self.faults.jitter_s
         if rank.clock_s > self._computed_until[rank.number]:
-            self._note_compute(rank)
+            self._note_compute(rank, rank.clock_s)
         self.scheduler.act()
 
     def compute(self, seconds: float, name: str) -> None:
         """Let the running rank's clock advance."""
         self.scheduler.current.clock_s += seconds
 
-    def _note_compute(self, rank: Rank) -> None:
-        since_s = self._computed_until[rank.number]
-        if rank.clock_s > since_s:
-            self.trace.computed(rank.number, since_s, rank.clock_s)
+    def waited(self, pending: Pending, start_s: float) -> None:
+        """Record that the running rank stood still since ``start_s``; until then it computed."""
+        rank = self.scheduler.current
+        self._note_compute(rank, start_s)
+        self.trace.waited(pending, start_s, rank.clock_s)
         self._computed_until[rank.number] = rank.clock_s
+
+    def _note_compute(self, rank: Rank, until_s: float) -> None:
+        since_s = self._computed_until[rank.number]
+        if until_s > since_s:
+            self.trace.computed(rank.number, since_s, until_s)
+        self._computed_until[rank.number] = until_s
 
     def _switch(self, rank: Rank, next_rank: Rank) -> None:
         self._states[rank.number].put_away()
@@ -259,7 +271,7 @@ class Simulation:
 
 def _rank_error(rank: int, num_ranks: int, error: BaseException) -> RankError:
     frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename == __file__:
+    while frames and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         frames = frames.tb_next
     headline = "".join(traceback.format_exception_only(error)).strip()
     text = "".join(traceback.format_exception(type(error), error, frames))

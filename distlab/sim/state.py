@@ -1,4 +1,4 @@
-"""What a process has one of and each rank needs: c10d's tables, random generators, variables.
+"""What a process has one of and each rank needs: c10d's tables, generators, variables, warnings.
 
 Ranks are threads of one process. Thanks to what is here ``torch.manual_seed(0)`` on one rank does
 not disturb another, and ``os.environ["RANK"]`` is right.
@@ -6,7 +6,8 @@ not disturb another, and ``os.environ["RANK"]`` is right.
 
 import functools
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
+WARNING_STATE = ("filters", "showwarning", "_showwarnmsg_impl")
 
 
 class RankWorld:
@@ -40,21 +42,29 @@ def new_tables() -> dict[str, Any]:
     }
 
 
+def warning_state() -> dict[str, Any]:
+    """Return what ``warnings.catch_warnings`` changes."""
+    return {name: vars(warnings)[name] for name in WARNING_STATE}
+
+
 class RankState:
     """The process-wide state of one rank while another runs.
 
     torch's generator is one object, whose state is copied at every hand-over. The generators of
-    ``random`` and numpy are the rank's own objects, and so are the variables that tell its number.
+    ``random`` and numpy are the rank's own objects, and so are the variables that tell its number
+    and what ``warnings.catch_warnings`` changes.
     """
 
     def __init__(self, rank: int, gpus_per_node: int, seed: int) -> None:
         self.tables = new_tables()
-        self.torch_rng = torch.default_generator.get_state()
+        # As in processes of their own, ranks that do not seed draw different numbers.
+        self.torch_rng = torch.Generator().manual_seed(seed * 1_000_003 + rank).get_state()
         node, local = divmod(rank, gpus_per_node)
         self.variables = {
             name.encode(): str(value).encode()
             for name, value in zip(VARIABLES, (rank, local, node, rank), strict=True)
         }
+        self.warnings = {**warning_state(), "filters": [*warnings.filters]}
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -70,11 +80,13 @@ class RankState:
     def put_away(self) -> None:
         """Keep what the running rank has changed."""
         self.torch_rng = torch.default_generator.get_state()
+        self.warnings = warning_state()
 
     def bring_out(self, world: RankWorld) -> None:
         """Make this rank's state the process's."""
         world.__dict__ = self.tables
         torch.default_generator.set_state(self.torch_rng)
+        vars(warnings).update(self.warnings)
 
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:
@@ -91,12 +103,28 @@ NUMPY_FUNCTIONS = functions_of(np.random, np.random.mtrand._rand)
 
 
 class RankVariables(dict[bytes, bytes]):
-    """What ``os.environ`` reads: the process's variables, with those of the running rank."""
+    """What ``os.environ`` reads and writes: variables of all, under those of the running rank."""
 
     def __init__(self, values: dict[bytes, bytes], own: Callable[[], dict[bytes, bytes]]) -> None:
         super().__init__(values)
         self._own = own
-        self.update(dict.fromkeys((name.encode() for name in VARIABLES), b""))
+        self.written: set[bytes] = set()
 
     def __getitem__(self, name: bytes) -> bytes:
-        return self._own().get(name) or super().__getitem__(name)
+        own = self._own()
+        return own[name] if name in own else super().__getitem__(name)
+
+    def __setitem__(self, name: bytes, value: bytes) -> None:
+        self._own()[name] = value
+        self.written.add(name)
+
+    def __delitem__(self, name: bytes) -> None:
+        if self._own().pop(name, None) is None:
+            super().__delitem__(name)
+        self.written.add(name)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter({**dict.fromkeys(super().__iter__()), **self._own()})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

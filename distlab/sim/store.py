@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import Store
 
 from distlab.sim.pending import Pending
+from distlab.sim.work import POLL_S
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation
@@ -31,7 +32,7 @@ class KeyWait(Pending):
 
 
 class SimStore(Store):
-    """A store all ranks share. It costs no virtual time."""
+    """A store all ranks share. It costs no virtual time, but for asking whether a key is there."""
 
     def __init__(self, world: "Simulation") -> None:
         super().__init__()
@@ -41,6 +42,10 @@ class SimStore(Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a key and let go on who waits for it."""
+        self._world.act("store.set")
+        self._set(key, value)
+
+    def _set(self, key: str, value: bytes | str) -> None:
         self._values[key] = value if isinstance(value, bytes) else value.encode()
         self._wake()
 
@@ -51,40 +56,51 @@ class SimStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return it."""
+        self._world.act("store.add")
         value = int(self._values.get(key, b"0")) + amount
-        self.set(key, str(value).encode())
+        self._set(key, str(value))
         return value
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Set a key if it has the expected value; return what it has afterwards."""
+        self._world.act("store.compare_set")
         old = expected if isinstance(expected, bytes) else expected.encode()
         if self._values.get(key, b"") == old:
-            self.set(key, desired)
+            self._set(key, desired)
         return self._values.get(key, old)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys are set."""
+        """Tell whether all keys are set; a microsecond passes, or asking again would not help."""
+        self._world.scheduler.current.clock_s += POLL_S
+        self._world.act("store.check")
+        return self._has(keys)
+
+    def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. A key that never comes is a deadlock, found at once."""
         self._world.act("store.wait")
-        if not self.check(keys):
+        if not self._has(keys):
             waiting = KeyWait(self._world, keys)
             self._waits.append(waiting)
             waiting.wait()
 
     def num_keys(self) -> int:
         """Return how many keys are set."""
+        self._world.act("store.num_keys")
         return len(self._values)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; tell whether it was there."""
+        self._world.act("store.delete_key")
         return self._values.pop(key, None) is not None
+
+    getNumKeys, deleteKey = num_keys, delete_key  # what C++ calls: a PrefixStore around this one
 
     def _wake(self) -> None:
         now_s = self._world.scheduler.current.clock_s
-        ready = [wait for wait in self._waits if self.check(wait.keys)]
+        ready = [wait for wait in self._waits if self._has(wait.keys)]
         self._waits = [wait for wait in self._waits if wait not in ready]
         for waiting in ready:
             waiting.finish(now_s)

@@ -1,7 +1,7 @@
 """What happened in a simulated world: events with times, and totals per rank and link."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ class Event(NamedTuple):
         num_bytes: of this rank's tensors.
         peer: global rank of the other side of a send or recv, else -1.
         site: file, line and function of the call.
+        message: number of the message, the same at its send and its recv, else -1.
     """
 
     rank: int
@@ -27,12 +28,18 @@ class Event(NamedTuple):
     num_bytes: int = 0
     peer: int = -1
     site: "Site" = ("", 0, "")
+    message: int = -1
 
 
 class Trace:
-    """Collects events and totals while the world runs."""
+    """Collects events and totals while the world runs.
 
-    def __init__(self, num_ranks: int) -> None:
+    Args:
+        bytes_by_link: what has arrived over each link of the cluster; somebody else's, who adds.
+    """
+
+    def __init__(self, num_ranks: int, bytes_by_link: list[float]) -> None:
+        self.bytes_by_link = bytes_by_link
         self.events: list[Event] = []
         self.bytes_sent = [0.0] * num_ranks
         self.bytes_received = [0.0] * num_ranks
@@ -64,6 +71,7 @@ class Trace:
                 pending.num_bytes,
                 getattr(pending, "peer", -1),
                 pending.site,
+                getattr(pending, "number", -1),
             )
         )
 
@@ -79,9 +87,40 @@ class Trace:
         self.compute_s[rank] += end_s - start_s
         self.events.append(Event(rank, "compute", "", start_s, end_s))
 
+    def pairs(self) -> Iterator[tuple[Event, Event]]:
+        """Yield every send with its recv, in the order in which the bytes arrived."""
+        sends = {event.message: event for event in self.events if event.kind == "send"}
+        for event in self.events:
+            if event.kind == "recv":
+                yield sends[event.message], event
+
     def digest(self) -> str:
         """Return a hash of all events: equal for equal histories."""
         return digest(self.events)
+
+
+def departure_s(send: Event, recv: Event) -> float:
+    """Return when the bytes set out: at once if the send was buffered, else with the recv."""
+    is_buffered = send.end_s == send.start_s
+    return send.start_s if is_buffered else max(send.start_s, recv.start_s)
+
+
+def lanes(events: Iterable[Event]) -> list[list[Event]]:
+    """Share events out to as few lanes as possible, so that none overlap on a lane.
+
+    0─────2
+       1─────3         becomes   0─────2  3──4   and   1─────3
+                3──4
+    """
+    lanes: list[list[Event]] = []
+    for event in sorted(events, key=lambda event: (event.start_s, event.end_s)):
+        for lane in lanes:
+            if lane[-1].end_s <= event.start_s:
+                lane.append(event)
+                break
+        else:
+            lanes.append([event])
+    return lanes
 
 
 def digest(events: Iterable[Event]) -> str:

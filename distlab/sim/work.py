@@ -65,10 +65,11 @@ class SimWork(dist.Work):
         them too.
         """
         rank = self.pending.world.scheduler.current
-        posted_s = rank.clock_s
-        in_backward = torch._C._current_graph_task_id() != -1
-        self.pending.wait()
-        if in_backward:
+        if torch._C._current_graph_task_id() == -1:  # not in backward
+            self.pending.wait()
+        else:
+            posted_s = rank.clock_s
+            self.pending.block()
             rank.clock_s = posted_s
             Variable._execution_engine.queue_callback(self.pending.wait)
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()

@@ -1,0 +1,91 @@
+"""What is refused at the call, in the rank that makes it, before anybody waits for it.
+
+What gloo or NCCL refuse, or do wrongly without a word, is refused here: a program that runs on the
+simulated cluster runs on real ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.sim.errors import NotSimulated
+
+# What both gloo and NCCL can reduce; complex numbers come as pairs of real ones.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+_REDUCIBLE: dict[Any, tuple[torch.dtype, ...]] = {
+    dist.ReduceOp.SUM: _FLOATS + _INTEGERS,
+    dist.ReduceOp.AVG: _FLOATS,
+    dist.ReduceOp.PRODUCT: _FLOATS + _INTEGERS,
+    dist.ReduceOp.MIN: _FLOATS + _INTEGERS,
+    dist.ReduceOp.MAX: _FLOATS + _INTEGERS,
+    dist.ReduceOp.BAND: _INTEGERS,
+    dist.ReduceOp.BOR: _INTEGERS,
+    dist.ReduceOp.BXOR: _INTEGERS,
+}
+
+
+def op_name(op: Any) -> str:
+    """Write ``SUM``."""
+    return str(op).rpartition(".")[2]
+
+
+def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
+    """Refuse what no backend can reduce.
+
+    Raises:
+        NotSimulated: a scaled sum, of NCCL only.
+        TypeError: numbers of this dtype cannot be reduced in this way.
+    """
+    if op not in _REDUCIBLE:
+        known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
+        raise NotSimulated(f"reduction {op_name(op)} is not simulated: use one of {known}")
+    for tensor in tensors:
+        if tensor.dtype not in _REDUCIBLE[op]:
+            raise TypeError(
+                f"gloo and NCCL have no {op_name(op)} of {tensor.dtype}: convert the tensor first"
+            )
+
+
+def check_contiguous(
+    name: str, tensors: Sequence[Tensor], *, or_channels_last: bool = False
+) -> None:
+    """Refuse tensors whose elements do not lie one behind the other.
+
+    NCCL refuses them too; gloo goes through their memory and is silently wrong. What works on each
+    element alone, like a sum, may go through images as they lie (``or_channels_last``).
+
+    Raises:
+        NotSimulated: a sparse tensor.
+        ValueError: a tensor is not contiguous.
+    """
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise NotSimulated(f"{name} of a sparse tensor is not simulated: make it dense")
+        if not (tensor.is_contiguous() or (or_channels_last and _is_channels_last(tensor))):
+            raise ValueError(
+                f"{name} needs contiguous tensors, got shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}: use .contiguous(), and copy back what it received"
+            )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    known = formats.get(tensor.dim())
+    return known is not None and tensor.is_contiguous(memory_format=known)
+
+
+def check_one_per_rank(name: str, tensors: Sequence[Tensor], size: int, like: Tensor) -> None:
+    """Refuse a list that does not hold one tensor of the shape of ``like`` for each rank.
+
+    Raises: ValueError.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if shapes != [tuple(like.shape)] * size:
+        raise ValueError(
+            f"{name} over {size} ranks with a tensor of shape {tuple(like.shape)} needs a list of "
+            f"{size} tensors of that shape, got {shapes}"
+        )

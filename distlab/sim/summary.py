@@ -1,0 +1,205 @@
+"""A simulated run in words: a table of what each rank did, and what the numbers rest on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import isclose
+from statistics import median
+from typing import Any, NamedTuple
+
+from distlab.sim.simulation import Simulated
+
+LISTED = 16  # ranks that get a line each; of more, the spread and the slowest ones
+SLOWEST = 3
+BUSIEST = 3  # links that are named
+
+SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
+BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
+HEADINGS = ("rank", "time", "compute", "exposed", "idle", "sent", "messages", "peak memory")
+
+Units = Sequence[tuple[str, float]]
+
+
+class Totals(NamedTuple):
+    """What one rank did: compute + exposed = time, and time + idle = that of the last rank.
+
+    Attributes:
+        time_s: until its function had returned, or until it was killed.
+        exposed_s: it waited for communication.
+        idle_s: it was done and others were not.
+    """
+
+    time_s: float
+    compute_s: float
+    exposed_s: float
+    idle_s: float
+    bytes_sent: float
+    messages: float
+    peak_bytes: float
+
+
+def totals(simulated: Simulated[Any]) -> list[Totals]:
+    """Add up what each rank did."""
+    trace = simulated.trace
+    columns = (
+        *(trace.compute_s, trace.exposed_s),
+        *(trace.bytes_sent, trace.messages, trace.peak_bytes),
+    )
+    rows = []
+    for compute_s, exposed_s, *counts in zip(*columns, strict=True):
+        time_s = compute_s + exposed_s
+        idle_s = 0.0 if isclose(time_s, simulated.seconds) else simulated.seconds - time_s
+        rows.append(Totals(time_s, compute_s, exposed_s, idle_s, *counts))
+    return rows
+
+
+def summary(simulated: Simulated[Any]) -> str:
+    """Describe a run: per rank its time and where it went, bytes, memory; then the assumptions.
+
+        simulated, preset dgx-h100, not measured
+        4 ranks on 1 x 8 GPUs (H100-80GB), rail-optimised: 38.4 µs
+
+        rank     time  compute  exposed  idle      sent  messages  peak memory
+           0  38.4 µs  4.07 µs  34.3 µs   0 s  6.00 MiB         6     5.00 MiB
+
+    Of more than 16 ranks: minimum, median, maximum, and the slowest ranks.
+    """
+    ranks = totals(simulated)
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    if len(ranks) <= LISTED:
+        rows += [_row(str(rank), what) for rank, what in enumerate(ranks)]
+    else:
+        columns = list(zip(*ranks, strict=True))
+        rows.append(_row("min", Totals(*map(min, columns))))
+        rows.append(_row("median", Totals(*map(median, columns))))
+        rows.append(_row("max", Totals(*map(max, columns))))
+        rows += [_row(str(rank), ranks[rank]) for rank in _slowest(ranks)]
+    parts = [[label(simulated), _size(simulated)], _table(rows), _details(simulated)]
+    parts += _listed("set:", settings(simulated)) + _listed("assumed:", assumed(simulated))
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def label(simulated: Simulated[Any]) -> str:
+    """Write what every table and picture must say: "simulated, preset dgx-h100, not measured"."""
+    name = simulated.cluster.name
+    cluster = "custom cluster" if name == "custom" else f"preset {name}"
+    return f"simulated, {cluster}, not measured"
+
+
+def assumed(simulated: Simulated[Any]) -> list[str]:
+    """List the numbers in use that are neither on a data sheet nor measured."""
+    lines = replace(simulated.cluster, faults=()).assumptions()
+    if has_compute(simulated):
+        return lines
+    return ["computation takes no time"] + [line for line in lines if not line.startswith("gpu.")]
+
+
+def has_compute(simulated: Simulated[Any]) -> bool:
+    """Tell whether computation took time."""
+    return simulated.cluster.gpu is not None and simulated.options.has_devices is not False
+
+
+def settings(simulated: Simulated[Any]) -> list[str]:
+    """List the options that are not the usual ones, and the faults."""
+    options, faults = simulated.options, simulated.options.faults
+    lines = [f"{pattern} slowed {factor:g} times" for pattern, factor in simulated.cluster.faults]
+    if options.algorithm != "auto":
+        lines.append(f"built-in collectives: {options.algorithm}")
+    if options.eager_bytes >= 0:
+        lines.append(f"sends of up to {bytes_text(options.eager_bytes)} are buffered")
+    lines += [f"rank {rank} computes {f:g} times slower" for rank, f in faults.slow_ranks.items()]
+    lines += [f"rank {rank} dies at {seconds_text(s)}" for rank, s in faults.kill_ranks.items()]
+    lines += [
+        f"messages from rank {src} to rank {dst} are {seconds_text(s)} late"
+        for (src, dst), s in faults.delays_s.items()
+    ]
+    if faults.jitter_s:
+        lines.append(f"up to {seconds_text(faults.jitter_s)} lost before every call")
+    return lines
+
+
+def seconds_text(seconds: float) -> str:
+    """Write a time with its unit: "38.4 µs"."""
+    return _with_unit(seconds, SECONDS)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write a size with its unit: "6.00 MiB"."""
+    return _with_unit(num_bytes, BYTES)
+
+
+def unit_of(largest: float, units: Units) -> tuple[str, float]:
+    """Choose the unit in which a number has one to three digits before the point."""
+    fitting = [unit for unit in units if largest >= 0.9995 * unit[1]]
+    return fitting[-1] if fitting else units[0]
+
+
+def _with_unit(value: float, units: Units) -> str:
+    if not value:
+        return f"0 {next(unit for unit, size in units if size == 1)}"
+    unit, size = unit_of(value, units)
+    return f"{value:.0f} B" if unit == "B" else f"{_digits(value / size)} {unit}"
+
+
+def _digits(value: float) -> str:
+    """Write three digits."""
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def _row(name: str, what: Totals) -> tuple[str, ...]:
+    times = (what.time_s, what.compute_s, what.exposed_s, what.idle_s)
+    return (
+        name,
+        *map(seconds_text, times),
+        bytes_text(what.bytes_sent),
+        f"{what.messages:g}",
+        bytes_text(what.peak_bytes) if what.peak_bytes else "-",
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def _slowest(ranks: Sequence[Totals]) -> list[int]:
+    """Pick those that ended last; of ranks that ended together, those that waited least."""
+    return sorted(
+        range(len(ranks)), key=lambda rank: (-round(ranks[rank].time_s, 9), ranks[rank].exposed_s)
+    )[:SLOWEST]
+
+
+def _size(simulated: Simulated[Any]) -> str:
+    cluster = simulated.cluster
+    gpu = f" ({cluster.gpu.name})" if cluster.gpu else ""
+    return (
+        f"{len(simulated.results)} ranks on {cluster.nodes} x {cluster.gpus_per_node} GPUs{gpu}, "
+        f"{cluster.topology}: {seconds_text(simulated.seconds)}"
+    )
+
+
+def _details(simulated: Simulated[Any]) -> list[str]:
+    """Name the busiest links, and say what filled the memory of the fullest rank."""
+    lines = []
+    busiest = sorted(link_use(simulated), key=lambda use: -round(use[0], 6))[:BUSIEST]
+    named = [f"{name} {share:.0%}" for share, name in busiest if share >= 0.005]
+    if named:
+        lines.append(f"busiest links: {', '.join(named)} of their capacity")
+    trace = simulated.trace
+    fullest = max(range(len(trace.peak_bytes)), key=trace.peak_bytes.__getitem__)
+    if trace.peak_bytes[fullest]:
+        held = sorted(trace.peak_by_category[fullest].items(), key=lambda item: -item[1])
+        parts = (f"{bytes_text(size)} {what.replace('_', ' ')}" for what, size in held if size)
+        lines.append(f"peak memory of rank {fullest}: {', '.join(parts)}")
+    return lines
+
+
+def link_use(simulated: Simulated[Any]) -> Iterable[tuple[float, str]]:
+    """Yield for every link which share of its capacity was used, and its name."""
+    for link, num_bytes in zip(simulated.cluster.links, simulated.trace.bytes_by_link, strict=True):
+        capacity = link.bytes_per_s * simulated.seconds
+        yield (num_bytes / capacity if capacity else 0.0), link.name
+
+
+def _listed(heading: str, lines: Sequence[str]) -> list[list[str]]:
+    return [[heading, *(f"  {line}" for line in lines)]] if lines else []
