@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
-from distlab.cli import bench, demo, doctor, train
+from distlab.cli import bench, demo, doctor, sim, train
 
 # typer brings its own click or uses the installed one; either way this is its UsageError.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
+app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

@@ -33,7 +33,7 @@ def distlab(*arguments: str) -> int:
         (["train", "--dataset", "x"], "'digits', 'mnist', 'cifar10', 'synthetic'"),
         (["train", "--all_reduce", "x"], "'native', 'naive', 'recursive_doubling'"),
         (["train", "--modell", "cnn"], "Valid: --dataset, --model, --num_workers, --epochs"),
-        (["trian"], "Valid: bench, demo, doctor, train"),
+        (["trian"], "Valid: bench, demo, doctor, sim, train"),
         (["train", "--num_workers", "0"], "'--num_workers'"),
         (["train", "--epochs", "many"], "'--epochs'"),
     ],

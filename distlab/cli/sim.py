@@ -1,0 +1,214 @@
+"""`distlab sim`: any torch.distributed script on a simulated cluster, and where its time went."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from distlab.sim import Cluster, Simulated
+
+Algorithm = Literal[
+    "auto",
+    "ring",
+    "tree",
+    "recursive_doubling",
+    "halving_doubling",
+    "hierarchical",
+    "direct",
+]
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def sim(
+    context: typer.Context,
+    script: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCRIPT",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+            help="A torch.distributed program.",
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", show_default=False, help="The script's own."),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="Preset, such as dgx-h100, p4d, laptop.")
+    ] = "dgx-h100",
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="[default: 1, or as many as the ranks need]"),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="[default: one per GPU]")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", help="Write a .json for ui.perfetto.dev, or a folder with one per rank."
+        ),
+    ] = None,
+    links: Annotated[
+        Path | None, typer.Option("--links", help="Write a .csv with the bytes of every link.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw who did what when: .png, .svg or .pdf.")
+    ] = None,
+    gantt: Annotated[
+        Path | None, typer.Option("--gantt", help="Draw where each rank's time went.")
+    ] = None,
+    algorithm: Annotated[
+        Algorithm, typer.Option("--algorithm", help="Of the built-in collectives.")
+    ] = "auto",
+    eager_bytes: Annotated[
+        int,
+        typer.Option("--eager_bytes", min=-1, help="Buffer sends up to this size; -1: none."),
+    ] = -1,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Report tensors changed while being sent.")
+    ] = False,
+    slow_rank: Annotated[
+        list[str] | None,
+        typer.Option("--slow_rank", metavar="RANK:FACTOR", help="3:2.0 halves its speed."),
+    ] = None,
+    slow_link: Annotated[
+        list[str] | None,
+        typer.Option("--slow_link", metavar="PATTERN:FACTOR", help="'node0.nic*:10'"),
+    ] = None,
+    kill_rank: Annotated[
+        list[str] | None,
+        typer.Option("--kill_rank", metavar="RANK:SECONDS", help="Of virtual time: 5:0.01"),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of random and numpy on the ranks.")] = 0,
+    no_devices: Annotated[
+        bool, typer.Option("--no_devices", help="Computation is free, memory is not counted.")
+    ] = False,
+) -> None:
+    """Run SCRIPT on every rank of a simulated cluster, as torchrun would, and say what it took.
+
+    Options of distlab come before SCRIPT; what comes after belongs to the script.
+    """
+    with _usage_errors(context):
+        _check_outputs({"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt})
+        slow, killed = _of_ranks("--slow_rank", slow_rank), _of_ranks("--kill_rank", kill_rank)
+        slow_links = [_parted("--slow_link", text) for text in slow_link or ()]
+        world, num_ranks = _world(cluster, nodes, ranks, slow_links)
+        _check_ranks(num_ranks, [*slow, *killed])
+
+    from distlab.sim import Faults, Options
+    from distlab.sim.script import run_script
+    from distlab.sim.summary import summary
+
+    options = Options(
+        algorithm=algorithm,
+        eager_bytes=eager_bytes,
+        is_strict=strict,
+        seed=seed,
+        has_devices=False if no_devices else None,
+        faults=Faults(slow_ranks=slow, kill_ranks=killed, seed=seed),
+    )
+    simulated = run_script(script, arguments or (), num_ranks, world, options)
+    typer.echo(f"\n{summary(simulated)}\n")
+    title = " ".join([script.name, *(arguments or ())])
+    _write(simulated, title, trace=trace, links=links, plot=plot, gantt=gantt)
+
+
+@contextmanager
+def _usage_errors(context: typer.Context) -> Iterator[None]:
+    """Turn what is wrong with a value into one line that names the command."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), ctx=context) from None
+
+
+def _check_outputs(paths: dict[str, Path | None]) -> None:
+    """Refuse now what could not be written after a long run."""
+    endings = {"--trace": (".json", ""), "--links": (".csv",)}
+    for option, path in paths.items():
+        allowed = endings.get(option, PICTURES)
+        if path and path.suffix not in allowed:
+            names = " or ".join(ending or "nothing (a folder)" for ending in allowed)
+            raise ValueError(f"{option} {path} must end in {names}")
+        if path and not path.parent.is_dir():
+            raise ValueError(f"{option} {path}: there is no folder {path.parent}")
+
+
+def _of_ranks(option: str, texts: Sequence[str] | None) -> dict[int, float]:
+    """Read ["3:2.0"] as {3: 2.0}."""
+    values = {}
+    for text in texts or ():
+        rank, value = _parted(option, text)
+        if not rank.isdecimal():
+            raise ValueError(f"{option} {text}: {rank!r} is no rank")
+        values[int(rank)] = value
+    return values
+
+
+def _parted(option: str, text: str) -> tuple[str, float]:
+    """Read "node0.*:10" as ("node0.*", 10.0)."""
+    name, _, number = text.rpartition(":")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not name or not 0 < value < math.inf:
+        raise ValueError(f"{option} {text}: expected something like 3:2.0, a number above 0")
+    return name, value
+
+
+def _world(
+    preset: str, nodes: int | None, ranks: int | None, slow_links: Sequence[tuple[str, float]]
+) -> "tuple[Cluster, int]":
+    """Return the cluster and how many ranks run on it: one per GPU, if not said otherwise."""
+    from distlab.sim import Cluster, choose_cluster
+
+    one = Cluster.preset(preset, nodes or 1)
+    cluster = one if nodes or not ranks else choose_cluster(preset, ranks)
+    num_ranks = ranks or cluster.num_gpus
+    choose_cluster(cluster, num_ranks)  # refuses too many
+    for pattern, factor in slow_links:
+        cluster = cluster.slowed(pattern, factor)
+    return cluster, num_ranks
+
+
+def _check_ranks(num_ranks: int, ranks: Sequence[int]) -> None:
+    beyond = [rank for rank in ranks if rank >= num_ranks]
+    if beyond:
+        raise ValueError(f"there is no rank {beyond[0]}: ranks are 0 to {num_ranks - 1}")
+
+
+def _write(
+    simulated: "Simulated[None]",
+    title: str,
+    *,
+    trace: Path | None,
+    links: Path | None,
+    plot: Path | None,
+    gantt: Path | None,
+) -> None:
+    """Write the files that were asked for, and say how to look at them."""
+    from distlab.sim import diagram, exports
+
+    if trace and trace.suffix:
+        exports.write_trace(simulated, trace)
+        typer.echo(f"{trace}: open it at https://ui.perfetto.dev")
+    elif trace:
+        exports.write_traces(simulated, trace)
+        typer.echo(f"{trace}: a trace per rank, for Holistic Trace Analysis")
+    if links:
+        exports.write_links(simulated, links)
+        typer.echo(f"{links}: bytes per link")
+    if plot:
+        diagram.space_time(simulated, title).savefig(plot)
+        typer.echo(f"{plot}: who did what when")
+    if gantt:
+        diagram.gantt(simulated, title).savefig(gantt)
+        typer.echo(f"{gantt}: where the time went")

@@ -1,0 +1,95 @@
+"""Run a script on a simulated cluster as ``torchrun`` would: on every rank, as ``__main__``.
+
+Ranks are threads of this process. What a script defines exists once per rank, and pickles as in
+processes of their own; modules that it imports are shared, and so are their globals. A thread
+that a script starts itself sees the command's ``__main__`` and not the script's.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from distlab.sim.cluster import Cluster
+from distlab.sim.errors import SimulationError
+from distlab.sim.simulation import Options, Simulated, simulate
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], num_ranks: int, cluster: Cluster, options: Options
+) -> Simulated[None]:
+    """Run ``script`` with ``arguments`` on every rank; the ranks are in no process group yet.
+
+    ``sys.argv``, ``sys.path`` and ``os.environ`` are as under torchrun. ``exit()`` ends a rank, and
+    so does ``exit(0)``. There are no GPUs to be seen, whatever the machine has.
+
+    Raises:
+        SimulationError: one of ``errors``, or the script is no Python; the message says where.
+    """
+    code = _compiled(script)
+    with _as_program(script, arguments) as mains:
+        be_main = partial(_be_main, code, script, mains)
+        return simulate(be_main, num_ranks, cluster=cluster, options=options, joined=False)
+
+
+class _Mains(threading.local):
+    """The ``__main__`` of each thread; the command's own until a rank has set another."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+
+def _compiled(script: Path) -> CodeType:
+    try:
+        return compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        raise SimulationError(f"{script} cannot be run\n{reason}") from None
+
+
+@contextlib.contextmanager
+def _as_program(script: Path, arguments: Sequence[str]) -> Iterator[_Mains]:
+    """Make the process look as if Python had been started with the script."""
+    before = sys.argv, sys.path, sys.modules["__main__"], os.environ.get("CUDA_VISIBLE_DEVICES")
+    mains = _Mains(before[2])
+    sys.argv = [str(script), *arguments]
+    sys.path = [str(script.resolve().parent), *sys.path]
+    sys.modules["__main__"] = _dispatcher(mains)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # simulated GPUs compute on the CPU
+    try:
+        yield mains
+    finally:
+        sys.argv, sys.path, sys.modules["__main__"], devices = before
+        if devices is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
+
+def _dispatcher(mains: _Mains) -> ModuleType:
+    """Make a module that is the running thread's ``__main__``, for pickle and its like."""
+
+    class Main(ModuleType):
+        def __getattribute__(self, name: str) -> object:
+            return getattr(mains.module, name)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            setattr(mains.module, name, value)
+
+    return Main("__main__")
+
+
+def _be_main(code: CodeType, script: Path, mains: _Mains) -> None:
+    """Run the script's code in a new ``__main__``."""
+    mains.module = ModuleType("__main__")
+    mains.module.__file__ = str(script.resolve())
+    try:
+        exec(code, mains.module.__dict__)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise

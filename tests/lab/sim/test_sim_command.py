@@ -1,0 +1,284 @@
+"""``distlab sim``: a script runs on every rank as under torchrun, and says what it took."""
+
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from distlab.cli import main
+from distlab.cli.sim import Algorithm
+from distlab.sim import Cluster, Options, RankError, SimulationError
+from distlab.sim.algorithms import ALGORITHMS
+from distlab.sim.script import run_script
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write a script that knows torch and has joined a group; return its path."""
+
+    def to_file(text: str, name: str = "program.py") -> Path:
+        head = "import torch\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"
+        path = tmp_path / name
+        path.write_text(head + textwrap.dedent(text))
+        return path
+
+    return to_file
+
+
+def run(script: Path, *arguments: str, ranks: int = 2) -> None:
+    run_script(script, arguments, ranks, Cluster(1, ranks), Options())
+
+
+def distlab(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+# The script's world
+
+
+def test_a_script_is_main_and_sees_its_own_arguments(write, capsys) -> None:
+    script = write("""
+        import os, sys
+        if __name__ == "__main__":
+            print(dist.get_rank(), sys.argv[1:], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
+            assert sys.argv[0] == __file__
+            assert not torch.cuda.is_available()
+        """)
+    run(script, "--lr", "0.1")
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "0 ['--lr', '0.1'] 0 2",
+        "1 ['--lr', '0.1'] 1 2",
+    ]
+
+
+def test_modules_beside_the_script_can_be_imported(write, capsys) -> None:
+    beside = write("", "beside_the_script.py")
+    beside.write_text("ANSWER = 42")
+    run(write("from beside_the_script import ANSWER; print(ANSWER)"))
+    assert capsys.readouterr().out == "42\n42\n"
+
+
+def test_globals_and_classes_belong_to_one_rank(write) -> None:
+    run(
+        write("""
+        class Mine:
+            rank = dist.get_rank()
+        count = 0
+        def add():
+            global count
+            count += 1
+        for _ in range(5):
+            add()
+            dist.barrier()
+        assert count == 5
+        assert Mine.rank == dist.get_rank()
+        """)
+    )
+
+
+def test_what_the_script_defines_pickles_as_between_processes(write) -> None:
+    run(
+        write("""
+        import dataclasses
+        @dataclasses.dataclass
+        class Point:
+            x: "int"
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, Point(dist.get_rank()))
+        assert gathered == [Point(0), Point(1), Point(2)]
+        assert all(type(point) is Point for point in gathered)
+        assert dist.get_world_size() == 3
+        """),
+        ranks=3,
+    )
+
+
+@pytest.mark.parametrize("text", ["", "raise ValueError", "import sys; sys.path.append('x')"])
+def test_the_process_is_afterwards_as_before(write, text: str) -> None:
+    before = sys.argv, list(sys.path), sys.modules["__main__"], dict(os.environ)
+    try:
+        run(write(text))
+    except RankError:
+        assert "raise" in text
+    assert (sys.argv, sys.path, sys.modules["__main__"], dict(os.environ)) == before
+
+
+# How it ends
+
+
+@pytest.mark.parametrize("end", ["exit()", "import sys; sys.exit(0)", "raise SystemExit"])
+def test_leaving_with_success_ends_a_rank_and_no_more(write, end: str, capsys) -> None:
+    run(write(f"if dist.get_rank(): {end}\nprint('still here')"))
+    assert capsys.readouterr().out == "still here\n"
+
+
+def test_leaving_with_a_code_fails(write) -> None:
+    with pytest.raises(RankError, match="rank 0 of 2 raised SystemExit: 3"):
+        run(write("import sys\nsys.exit(3)"))
+
+
+def test_the_traceback_of_a_rank_shows_the_script_and_nothing_above(write) -> None:
+    script = write("""
+        def layer():
+            raise KeyError("weight")
+        if dist.get_rank() == 1:
+            layer()
+        """)
+    with pytest.raises(RankError) as failed:
+        run(script)
+    lines = str(failed.value).splitlines()
+    assert lines[0] == "rank 1 of 2 raised KeyError: 'weight'"
+    files = [line for line in lines if line.startswith("  File")]
+    assert [str(script) in file for file in files] == [True, True]
+
+
+def test_a_script_that_is_no_python_is_refused_with_the_line(write) -> None:
+    with pytest.raises(SimulationError, match=r"program.py cannot be run\n.*line 4") as failed:
+        run(write("x = = 3"))
+    assert "x = = 3" in str(failed.value)
+
+
+# The command
+
+
+def test_the_command_prints_the_output_then_the_summary_and_writes_files(
+    write, tmp_path: Path, capsys
+) -> None:
+    script = write("""
+        import sys
+        x = torch.ones(1000)
+        dist.all_reduce(x)
+        print("sum", x[0].item(), sys.argv[1:])
+        """)
+    names = {"trace": "t.json", "links": "l.csv", "plot": "p.png", "gantt": "g.svg"}
+    files = [part for key, name in names.items() for part in (f"--{key}", tmp_path / name)]
+    options = ["--cluster", "p4d", "--ranks", 3, "--slow-rank", "1:2", "--eager-bytes", 0]
+    assert distlab("sim", *options, *files, script, "--ranks", "7", "-x") == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("sum 3.0 ['--ranks', '7', '-x']\n") == 3
+    report = printed.out.partition("\n\n")[2]
+    assert report.startswith("simulated, preset p4d, not measured\n3 ranks on 1 x 8 GPUs")
+    assert "rank 1 computes 2 times slower" in report
+    assert printed.err == ""
+    for name in names.values():
+        assert (tmp_path / name).stat().st_size > 500
+        assert f"{tmp_path / name}: " in report
+
+
+def test_a_trace_without_ending_is_a_folder_with_a_file_per_rank(write, tmp_path: Path) -> None:
+    assert distlab("sim", "--ranks", 2, "--trace", tmp_path / "traces", write("")) == 0
+    assert len(list((tmp_path / "traces").glob("rank*.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ([], "8 ranks on 1 x 8 GPUs (H100-80GB)"),
+        (["--nodes", 2], "16 ranks on 2 x 8 GPUs (H100-80GB)"),
+        (["--ranks", 9], "9 ranks on 2 x 8 GPUs (H100-80GB)"),
+        (["--ranks", 3, "--nodes", 3], "3 ranks on 3 x 8 GPUs (H100-80GB)"),
+        (["--ranks", 3, "--cluster", "ethernet-10g"], "3 ranks on 3 x 1 GPUs, ethernet"),
+    ],
+)
+def test_ranks_fill_the_nodes(write, options: list[object], size: str, capsys) -> None:
+    assert distlab("sim", *options, write("")) == 0
+    assert size in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--cluster", "dgx-h10"], "unknown preset 'dgx-h10'; valid: laptop, dgx-a100"),
+        (["--cluster", "dgx-h10"], "Did you mean 'dgx-h100'?"),
+        (["--nodes", "1", "--ranks", "9"], "9 ranks need as many GPUs, and dgx-h100 has 8"),
+        (["--algorithm", "rng"], "'rng' is not one of 'auto', 'ring'"),
+        (["--slow_rank", "3"], "--slow_rank 3: expected something like 3:2.0"),
+        (["--slow_rank", "x:2"], "--slow_rank x:2: 'x' is no rank"),
+        (["--kill_rank", "8:0.1"], "there is no rank 8: ranks are 0 to 7"),
+        (["--slow_link", "nvlink*:2"], "no link matches 'nvlink*'"),
+        (["--slow_link", "node0.*:0.5"], "expected 1 or more, got 0.5"),
+        (["--plot", "x.jpg"], "--plot x.jpg must end in .png or .svg or .pdf"),
+        (["--trace", "x.txt"], "--trace x.txt must end in .json or nothing (a folder)"),
+        (["--links", "no/where/x.csv"], "there is no folder no/where"),
+    ],
+)
+def test_bad_options_get_one_line_before_anything_runs(
+    write, options: list[str], line: str, capsys
+) -> None:
+    assert distlab("sim", *options, write("print('ran')")) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("distlab sim: ")
+    assert printed.err.count("\n") == 1
+    assert line in printed.err
+
+
+def test_a_script_that_is_not_there_is_named(capsys) -> None:
+    assert distlab("sim", "nowhere.py") == 2
+    assert "'nowhere.py' does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "report"),
+    [
+        ([], "dist.send(torch.ones(4), 1 - dist.get_rank())", "deadlock: rank 0 waits for rank 1"),
+        ([], "dist.all_reduce(torch.ones(1 + dist.get_rank()))", "they differ in size 2 and 1"),
+        ([], "1 / 0", "raised ZeroDivisionError"),
+        (["--kill_rank", "1:0.001"], "import time\ntime.sleep(1)\ndist.barrier()", "deadlock"),
+        (
+            ["--strict"],
+            "x = torch.ones(1)\nw = dist.all_reduce(x, async_op=True)\nx += 1\nw.wait()",
+            "changed the tensor",
+        ),
+    ],
+)
+def test_a_world_that_does_not_end_well_gives_its_report(
+    write, options: list[str], text: str, report: str, capsys
+) -> None:
+    assert distlab("sim", "--ranks", "2", *options, write(text)) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert report in printed.err
+
+
+def test_the_options_name_the_algorithms_that_exist() -> None:
+    assert get_args(Algorithm) == ALGORITHMS
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import sys, distlab.cli.sim; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
+
+
+def test_a_breakpoint_stops_in_its_rank_at_the_terminal(write) -> None:
+    script = write("""
+        def step(secret):
+            if dist.get_rank() == 2:
+                breakpoint()
+            dist.barrier()
+            return secret
+        print("rank", dist.get_rank(), "got", step(100 + dist.get_rank()))
+        """)
+    command = [sys.executable, "-m", "distlab", "sim", "--ranks", "4", str(script)]
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, b"p 'rank', dist.get_rank(), secret\nc\n")
+        process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, text=True)
+        printed, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert process.returncode == 0
+    assert "('rank', 2, 102)" in printed
+    assert all(f"rank {rank} got {100 + rank}" in printed for rank in range(4))
+    assert "simulated, preset dgx-h100" in printed
