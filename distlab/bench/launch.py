@@ -13,6 +13,7 @@ from torch.multiprocessing.spawn import spawn
 
 from distlab import launch
 from distlab.launch import nursery
+from distlab.words import counted
 
 SPAWN_REPEATS = 3  # of seconds each
 
@@ -23,7 +24,8 @@ def print_table(ranks: int, repeats: int) -> None:
     warm = _seconds(lambda: launch.run(dist.get_rank, ranks, backend="gloo"), repeats)
     rival = _seconds(lambda: _spawn(ranks), min(repeats, SPAWN_REPEATS))
     base = statistics.median(warm)
-    table = Table("", "median s", "min … max s", "times warm", title=f"{ranks} gloo ranks")
+    table = Table("", "median s", "min … max s", "times warm", title=counted(ranks, "gloo rank"))
+    table.columns[0].no_wrap = True
     for name, seconds in (
         ("launch.run, fork server running (warm)", warm),
         ("launch.run, first call (cold)", cold),

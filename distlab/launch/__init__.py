@@ -10,17 +10,32 @@
 ``errors`` is the list of everything that can go wrong.
 """
 
-from distlab.launch.api import run, simulate
-from distlab.launch.errors import (
-    LaunchError,
-    RankCrashed,
-    RankExited,
-    RankFailed,
-    RankHung,
-    RankOutOfMemory,
-    SetupError,
-)
-from distlab.launch.world import Context, context
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distlab.launch.api import run, simulate
+    from distlab.launch.errors import (
+        LaunchError,
+        RankCrashed,
+        RankExited,
+        RankFailed,
+        RankFate,
+        RankHung,
+        RankOutOfMemory,
+        SetupError,
+    )
+    from distlab.launch.world import Context, context
+
+_HOMES = {
+    "api": ("run", "simulate"),
+    "errors": (
+        *("LaunchError", "RankCrashed", "RankExited", "RankFailed", "RankFate", "RankHung"),
+        *("RankOutOfMemory", "SetupError"),
+    ),
+    "world": ("Context", "context"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Context",
@@ -28,6 +43,7 @@ __all__ = [
     "RankCrashed",
     "RankExited",
     "RankFailed",
+    "RankFate",
     "RankHung",
     "RankOutOfMemory",
     "SetupError",
@@ -35,3 +51,10 @@ __all__ = [
     "run",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a fork server can be started before torch is imported here."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -2,31 +2,31 @@
 
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
-import cloudpickle
 import psutil
 import torch
 import torch.distributed as dist
 
 from distlab.launch import nursery, simulated, verdict, world
-from distlab.launch.errors import SetupError
-from distlab.launch.joined import run_joined
-from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder
-from distlab.launch.supervisor import Rank, Supervisor
+from distlab.launch.errors import LaunchError, SetupError
+from distlab.launch.joined import run_joined, run_under_mpirun
+from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder, pickled
+from distlab.launch.rank import Rank
+from distlab.launch.supervisor import Supervisor
 
-BACKENDS = ("auto", "gloo", "nccl", "sim")
+BACKENDS = ("auto", "gloo", "nccl", "sim", "mpi")
 DEVICES = ("auto", "cpu", "cuda")
 if TYPE_CHECKING:
     from distlab.sim import Cluster, Options, Simulated
 
+FOR_EVER_S = 20 * 24 * 3600.0  # torch's own limit of a collective is 30 minutes
 MEMORY_SHARE = 0.9  # of what is free at the start, for all ranks together
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def run(
     device: str = "auto",
     timeout_s: float | None = 300.0,
     memory_limit_bytes: int | None = None,
-    output_dir: Path | None = None,
+    output_dir: Path | str | None = None,
     cluster: "Cluster | str | None" = None,
 ) -> list[T]:
     """Call ``fn(*args)`` on every rank of a ``torch.distributed`` world; return what each returned.
@@ -48,20 +48,23 @@ def run(
         run(dist.get_rank, 3)  ->  [0, 1, 2]
 
     Inside, the process group is initialised and ``context()`` tells the device. The first call
-    starts a fork server, later ones only fork. Under torchrun, this process joins torchrun's world
-    instead and every rank gets all results; torchrun then watches the processes, and ``timeout_s``
-    bounds each collective.
+    starts a fork server, later ones only fork. Under torchrun or mpirun, this process joins their
+    world instead and every rank gets all results; torchrun or mpirun then watches the processes,
+    and ``timeout_s`` bounds each collective. Ranks end without running what ``atexit`` holds.
 
     Args:
         fn: any function, also a lambda or one defined in a script or notebook.
         world_size: number of ranks, at least 1.
         args: given to ``fn`` on every rank, pickled.
-        backend: "gloo"; "nccl", one GPU per rank; "sim", a simulated cluster; "auto": nccl if
-            there are enough GPUs, else gloo.
+        backend: "gloo"; "nccl", one GPU per rank; "sim", a simulated cluster; "mpi", under
+            mpirun; "auto": mpi if mpirun started several ranks, nccl if there are enough GPUs, else
+            gloo.
         device: "cpu"; "cuda" (ranks share GPUs if there are fewer, gloo only); "auto": by backend.
-        timeout_s: of the whole call; None waits for ever.
-        memory_limit_bytes: that all ranks together may allocate; by default 90 % of what is free.
-        output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``.
+        timeout_s: for ``fn``, from the moment all ranks are up; None or inf waits for ever.
+        memory_limit_bytes: that all ranks together may allocate, the processes that they start
+            not counted; by default 90 % of what is free.
+        output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``; of ranks
+            that this call starts as processes, so not with "sim".
         cluster: with "sim", the cluster or the name of a preset; see ``simulate``.
 
     Returns:
@@ -74,17 +77,17 @@ def run(
     Cost: about 0.1 s for 4 gloo ranks once the fork server runs, 1 s before.
     """
     _check(fn, world_size, backend, device, timeout_s)
+    timeout_s = _finite(timeout_s)
     if cluster is not None and backend != "sim":
         raise SetupError(f"cluster={cluster!r} is for backend sim, not for backend {backend}")
     if backend == "sim":
-        return simulate(
-            fn,
-            world_size,
-            *args,
-            cluster=cluster,
-            timeout_s=timeout_s,
-            memory_limit_bytes=memory_limit_bytes,
-        ).results
+        _check_sim(device, output_dir)
+        simulation = SimulationSpec(world_size, cluster, None, wants_trace=False)
+        results = _simulated(fn, args, simulation, timeout_s, memory_limit_bytes)
+        return cast("list[T]", results)
+    if backend == "mpi" or (backend == "auto" and world.is_one_of_mpiruns()):
+        _check_mpi(device)
+        return run_under_mpirun(fn, world_size, args, timeout_s)
     if world.started_by_torchrun():
         chosen, devices = _choose(backend, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -93,10 +96,10 @@ def run(
         )
 
     chosen, devices = _choose(backend, device, world_size)
-    spec = _spec(fn, args, chosen, devices, timeout_s)
-    with _world_folder() as folder:
-        ranks, timed_out = _supervise(spec, folder, timeout_s, memory_limit_bytes, output_dir)
-    error = verdict.judge(ranks, timed_out=timed_out, timeout_s=timeout_s)
+    with _refusals():
+        spec = _spec(fn, args, chosen, devices, timeout_s)
+        with _world(spec, timeout_s, memory_limit_bytes, output_dir) as (ranks, _, hung_for_s):
+            error = verdict.judge(ranks, hung_for_s=hung_for_s)
     if error:
         raise error
     return [pickle.loads(rank.report.result) for rank in ranks if rank.report]
@@ -122,7 +125,7 @@ def simulate(
         args: given to ``fn`` on every rank, pickled.
         cluster: a cluster, the name of a preset, or None for a switch with a GPU per rank.
         options: how to simulate.
-        timeout_s: of real time; None waits for ever.
+        timeout_s: of real time; None or inf waits for ever.
         memory_limit_bytes: of real memory; by default 90 % of what is free.
 
     Raises:
@@ -130,13 +133,26 @@ def simulate(
         LaunchError: one of ``errors``; a deadlock is a RankHung, found at once.
     """
     _check(fn, num_ranks, "sim", "cpu", timeout_s)
-    simulated.check_cluster(cluster, num_ranks)
-    simulation = SimulationSpec(num_ranks, cluster, options)
-    spec = replace(_spec(fn, args, "sim", ("cpu",), timeout_s), simulation=simulation)
-    with _world_folder() as folder:
-        (process, *_), _ = _supervise(spec, folder, timeout_s, memory_limit_bytes, None)
-        outcome: Any = simulated.read_outcome(process, simulation, folder)
+    simulation = SimulationSpec(num_ranks, cluster, options, wants_trace=True)
+    outcome = _simulated(fn, args, simulation, _finite(timeout_s), memory_limit_bytes)
     return cast("Simulated[T]", outcome)
+
+
+def _simulated(
+    fn: object,
+    args: tuple[object, ...],
+    simulation: SimulationSpec,
+    timeout_s: float | None,
+    memory_limit_bytes: int | None,
+) -> object:
+    simulated.check(simulation)
+    with _refusals():
+        spec = replace(_spec(fn, args, "sim", ("cpu",), timeout_s), simulation=simulation)
+        with _world(spec, timeout_s, memory_limit_bytes, None) as ((process,), folder, _):
+            outcome = simulated.read_outcome(process, simulation, folder)
+    if isinstance(outcome, LaunchError):
+        raise outcome
+    return outcome
 
 
 def _spec(
@@ -151,24 +167,36 @@ def _spec(
         backend=backend,
         devices=devices,
         # The parent's clock strikes first: it can say more than "timed out waiting for recv".
-        collective_timeout_s=None if timeout_s is None else timeout_s + 60,
+        collective_timeout_s=FOR_EVER_S if timeout_s is None else timeout_s + 60,
         payload=_pickled(fn, args),
         environ=dict(os.environ),
+        argv=tuple(sys.argv),
         working_dir=os.getcwd(),
         sys_path=tuple(sys.path),
     )
 
 
-def _supervise(
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what the operating system refuses, files or processes, into the error of a set-up."""
+    try:
+        yield
+    except BrokenPipeError:  # whoever read our output has gone: that is no fault of the world
+        raise
+    except OSError as error:
+        raise SetupError(f"this machine refuses what a world needs: {error}") from error
+
+
+@contextmanager
+def _world(
     spec: Spec,
-    folder: WorldFolder,
     timeout_s: float | None,
     memory_limit_bytes: int | None,
-    output_dir: Path | None,
-) -> tuple[list[Rank], bool]:
-    """Start the ranks and watch them to the end; tell whether time was up."""
-    folder.write_spec(spec)
-    with _nursery() as home:
+    output_dir: Path | str | None,
+) -> Iterator[tuple[list[Rank], WorldFolder, float | None]]:
+    """Run a world to its end; yield its ranks, its folder and the time that was up, if it was."""
+    with nursery.borrowed() as home, home.world_folder() as folder:
+        folder.write_spec(spec)
         supervisor = Supervisor(
             home,
             folder,
@@ -178,7 +206,7 @@ def _supervise(
         )
         ranks = supervisor.run(spec.world_size)
         home.preload(_slow_imports(ranks))
-    return ranks, supervisor.timed_out
+        yield ranks, folder, supervisor.limit_s if supervisor.timed_out else None
 
 
 def _check(fn: object, world_size: int, backend: str, device: str, timeout_s: float | None) -> None:
@@ -195,10 +223,50 @@ def _check(fn: object, world_size: int, backend: str, device: str, timeout_s: fl
     for name, value, valid in (("backend", backend, BACKENDS), ("device", device, DEVICES)):
         if value not in valid:
             raise SetupError(f"{name} must be one of {', '.join(valid)}; got {value!r}")
-    if timeout_s is not None and not timeout_s > 0:
+    if timeout_s is not None and not _is_positive(timeout_s):
         raise SetupError(f"timeout_s must be positive or None, got {timeout_s!r}")
-    if dist.is_initialized() and not world.started_by_torchrun():
+    if world.is_one_of_mpiruns() and backend not in ("auto", "mpi"):
+        raise SetupError(
+            f"mpirun started this process and its like, and each would start {world_size} ranks of "
+            f"backend {backend}: use backend mpi, or leave mpirun out"
+        )
+    if backend == "sim" and world.launcher_of_several() == "torchrun":
+        raise SetupError(
+            "torchrun, or what sets its variables, started this process and its like, and each "
+            f"would simulate all {world_size} ranks: backend sim needs one process only, so leave "
+            "torchrun out"
+        )
+    if dist.is_initialized() and not _has_joined():
         raise SetupError("run was called inside a world: a rank cannot start another world")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, Real) and float(value) > 0
+
+
+def _finite(timeout_s: float | None) -> float | None:
+    """A limit that clocks can count to, or none."""
+    return None if timeout_s is None or timeout_s >= FOR_EVER_S else float(timeout_s)
+
+
+def _has_joined() -> bool:
+    """Tell whether the world around is one that other launchers started: ``run`` only joins it."""
+    return world.started_by_torchrun() or world.mpirun_size() is not None
+
+
+def _check_sim(device: str, output_dir: Path | str | None) -> None:
+    if device == "cuda":
+        raise SetupError("backend sim computes on the CPU, with simulated GPUs: use device cpu")
+    if output_dir is not None:
+        raise SetupError(
+            f"output_dir={str(output_dir)!r} is for real processes: all ranks of backend sim print "
+            "to the output of one"
+        )
+
+
+def _check_mpi(device: str) -> None:
+    if device == "cuda":
+        raise SetupError("backend mpi moves tensors on the CPU: use device cpu")
 
 
 def _choose(backend: str, device: str, num_ranks: int) -> tuple[str, tuple[str, ...]]:
@@ -220,43 +288,35 @@ def _choose(backend: str, device: str, num_ranks: int) -> tuple[str, tuple[str, 
 
 
 def _pickled(fn: object, args: tuple[object, ...]) -> bytes:
-    for name, value in [("the function", fn), *((f"argument {i}", a) for i, a in enumerate(args))]:
+    try:
+        return pickled((fn, args))
+    except Exception as error:
+        name, value = _unpicklable(fn, args)
+        raise SetupError(
+            f"{name}, {value!r}, cannot be sent to the ranks ({error}): build such objects "
+            "inside the function"
+        ) from error
+
+
+def _unpicklable(fn: object, args: tuple[object, ...]) -> tuple[str, object]:
+    for i, value in enumerate(args):
         try:
-            cloudpickle.dumps(value)
-        except Exception as error:
-            raise SetupError(
-                f"{name}, {value!r}, cannot be sent to the ranks ({error}): build such objects "
-                "inside the function"
-            ) from error
-    return bytes(cloudpickle.dumps((fn, args)))
+            pickled(value)
+        except Exception:
+            return f"argument {i}", value
+    return "the function", fn
 
 
 def _default_memory_limit() -> int:
     return int(MEMORY_SHARE * psutil.virtual_memory().available)
 
 
-def _made(output_dir: Path | None) -> Path | None:
-    if output_dir is not None:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    return output_dir
-
-
-@contextmanager
-def _world_folder() -> Iterator[WorldFolder]:
-    path = Path(tempfile.mkdtemp(prefix="distlab-"))
-    try:
-        yield WorldFolder(path)
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _nursery() -> Iterator[nursery.Nursery]:
-    home = nursery.acquire()
-    try:
-        yield home
-    finally:
-        nursery.release(home)
+def _made(output_dir: Path | str | None) -> Path | None:
+    if output_dir is None:
+        return None
+    path = Path(output_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _slow_imports(ranks: list[Rank]) -> list[str]:

@@ -30,14 +30,21 @@ class LaunchError(RuntimeError):
     Attributes:
         rank: the rank that is to blame, or None where no single one is.
         fates: what became of every rank; empty if none was started.
+        exception: the name of the type that ``fn`` raised on ``rank``, if it did.
     """
 
     def __init__(
-        self, message: str, *, rank: int | None = None, fates: Sequence[RankFate] = ()
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        fates: Sequence[RankFate] = (),
+        exception: str = "",
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.fates = tuple(fates)
+        self.exception = exception
 
 
 class SetupError(LaunchError):

@@ -8,7 +8,8 @@ A rank that is forked starts in some 20 ms; one that imports torch itself needs 
 core's time. The server has no threads and never touches a GPU, so forking it is safe. On macOS,
 where frameworks that torch loads do not survive a fork, it starts fresh interpreters instead.
 
-When the parent goes away, in whatever manner, the server kills all its descendants and ends.
+When the parent goes away, in whatever manner, the server kills all its descendants, removes the
+folder of its worlds and ends.
 """
 
 import contextlib
@@ -16,35 +17,51 @@ import gc
 import importlib
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 
 import psutil
+
+from distlab.launch import prctl
+from distlab.launch.protocol import DUMP_SIGNAL
 
 START, PRELOAD = b"s", b"p"
 RECORD = struct.Struct("=cqq")  # kind, pid, wait status
 READY, STARTED, EXITED = b"R", b"S", b"X"
-STARTS_BY_FORK = sys.platform != "darwin"
+METHOD = "spawn" if sys.platform == "darwin" else "fork"
+# Not `python -m`: that would run this module a second time, with a warning.
+COMMAND = "from distlab.launch.forkserver import main; main()"
+RANK_COMMAND = "from distlab.launch.worker import main_of_fresh_process; main_of_fresh_process()"
+
+Start = Callable[[socket.socket, int, int, int], int]
 
 
 def main() -> None:
-    """Serve the parent at the other end of the descriptor in ``argv[1]`` until it goes away."""
-    parent = socket.socket(fileno=int(sys.argv[1]))
-    if STARTS_BY_FORK:
+    """Serve the parent until it goes: ``argv`` holds its descriptor, the folder, fork or spawn."""
+    descriptor, folder, method = sys.argv[1:]
+    parent = socket.socket(fileno=int(descriptor))
+    start = _fork if method == "fork" else _spawn
+    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # a rank inherits this until it can answer
+    if method == "fork":
         _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
-    _adopt_orphans()
+    prctl.adopt_orphans()
     exits = _wake_on_exit()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        parent.sendall(RECORD.pack(READY, 0, 0))
-        while _serve_one(parent, exits):
-            pass
-    _kill_descendants()
+    try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            parent.sendall(RECORD.pack(READY, 0, 0))
+            while _serve_one(parent, exits, start):
+                pass
+    finally:
+        _kill_descendants()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _serve_one(parent: socket.socket, exits: int) -> bool:
+def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
     """Wait for a request or an exit and deal with it; False when the parent has gone."""
     watched: list[socket.socket | int] = [parent, exits]
     readable, _, _ = select.select(watched, [], [])
@@ -56,7 +73,9 @@ def _serve_one(parent: socket.socket, exits: int) -> bool:
         return True
     request, descriptors, _, _ = socket.recv_fds(parent, 1, 2)
     if request == START:
-        pid = _start_rank(parent, exits, *descriptors)
+        pid = start(parent, exits, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         parent.sendall(RECORD.pack(STARTED, pid, 0))
     elif request == PRELOAD:
         _preload(_read_line(parent).split())
@@ -80,15 +99,8 @@ def _preload(names: list[str]) -> None:
     gc.freeze()  # the ranks' collectors leave these objects alone, and their pages stay shared
 
 
-def _start_rank(parent: socket.socket, exits: int, control: int, output: int) -> int:
+def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:
     """Start a rank that talks through ``control`` and prints to ``output``; returns its pid."""
-    pid = _fork_rank(parent, exits, control, output) if STARTS_BY_FORK else _spawn(control, output)
-    os.close(control)
-    os.close(output)
-    return pid
-
-
-def _fork_rank(parent: socket.socket, exits: int, control: int, output: int) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -110,23 +122,15 @@ def _fork_rank(parent: socket.socket, exits: int, control: int, output: int) -> 
         os._exit(1)
 
 
-def _spawn(control: int, output: int) -> int:
+def _spawn(_parent: socket.socket, _exits: int, control: int, output: int) -> int:
+    """Start a rank in a fresh interpreter; returns its pid."""
     os.set_inheritable(control, True)
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "distlab.launch.worker", str(control)],
+        [sys.executable, "-c", RANK_COMMAND, str(control)],
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, output, 1), (os.POSIX_SPAWN_DUP2, output, 2)],
     )
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of what ranks leave behind (Linux), so that it can be found and ended."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def _wake_on_exit() -> int:
@@ -152,7 +156,3 @@ def _kill_descendants() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         _reap()
-
-
-if __name__ == "__main__":
-    main()

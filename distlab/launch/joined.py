@@ -1,4 +1,4 @@
-"""``run`` under torchrun: this process is a rank already and joins torchrun's world."""
+"""``run`` under torchrun and mpirun: this process is a rank already and joins their world."""
 
 import atexit
 from collections.abc import Callable
@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from distlab.launch import world
 from distlab.launch.errors import SetupError
+from distlab.words import counted
 
 T = TypeVar("T")
+MPI_FIX = "pip install -c constraints.txt -e '.[mpi]' installs mpi4py and MPICH"
 
 
 def run_joined(
@@ -33,8 +35,9 @@ def run_joined(
         world.init_process_group(backend, device, init_method="env://", timeout_s=timeout_s)
         atexit.register(_leave)
     if dist.get_world_size() != world_size:
+        started = counted(dist.get_world_size(), "rank")
         raise SetupError(
-            f"torchrun started {dist.get_world_size()} ranks and the script asks for {world_size}: "
+            f"torchrun started {started} and the script asks for {world_size}: "
             "make the two numbers equal"
         )
     with world.on_device(device):
@@ -42,6 +45,41 @@ def run_joined(
     results: list[T | None] = [None] * world_size
     dist.all_gather_object(results, mine)
     return results  # type: ignore[return-value]
+
+
+def run_under_mpirun(
+    fn: Callable[..., T], world_size: int, args: tuple[object, ...], timeout_s: float | None
+) -> list[T]:
+    """Call ``fn`` as this rank of mpirun's world; return the results of all ranks.
+
+    The world is joined by the first call. mpirun does not notice a rank that fails while others
+    wait for it, so what stops ``fn`` is printed and ends the whole job.
+
+    Raises:
+        SetupError: mpirun did not start this process, or started another number of ranks, or there
+            is no mpi4py that works.
+    """
+    num_started = world.mpirun_size()
+    if num_started is None:
+        raise SetupError(
+            "backend mpi needs ranks that mpirun started: put mpirun -np "
+            f"{world_size} in front of the same command"
+        )
+    if num_started != world_size:
+        raise SetupError(
+            f"mpirun started {counted(num_started, 'rank')} and the script asks for {world_size}: "
+            "make the two numbers equal"
+        )
+    try:
+        import mpi4py.MPI  # noqa: F401  (starts MPI, or tells why it cannot)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
+        raise SetupError(f"backend mpi does not work here ({error}): {MPI_FIX}") from error
+    from distlab.mpi import world as mpi
+
+    if not dist.is_initialized():
+        mpi.init_process_group(timeout_s)
+    with mpi.needed(), world.on_device(torch.device("cpu")):
+        return mpi.share(fn(*args))
 
 
 def _leave() -> None:

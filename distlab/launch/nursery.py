@@ -3,19 +3,24 @@
 import atexit
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
 from distlab.launch import forkserver
 from distlab.launch.errors import SetupError
+from distlab.launch.protocol import WorldFolder
 
 START_TIMEOUT_S = 120.0  # a cold disk may take long to read torch
+KILL_TIMEOUT_S = 5.0
 
 
 class Nursery:
@@ -27,32 +32,36 @@ class Nursery:
         Raises:
             SetupError: it did not start; the message holds what it printed.
         """
-        self._socket, theirs = socket.socketpair()
         self._owner_pid = os.getpid()
         self._buffer = b""
         self._exits: list[tuple[int, int]] = []
-        with tempfile.TemporaryFile() as errors:
+        self._folder = Path(tempfile.mkdtemp(prefix="distlab-"))  # of its worlds
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(START_TIMEOUT_S)
+        with theirs, self._log.open("wb") as log:
+            arguments = [str(theirs.fileno()), str(self._folder), forkserver.METHOD]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "distlab.launch.forkserver", str(theirs.fileno())],
+                [sys.executable, "-c", forkserver.COMMAND, *arguments],
                 pass_fds=[theirs.fileno()],
                 env=_server_environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,  # ctrl-C is for the parent, which ends the ranks itself
             )
-            theirs.close()
-            self._socket.settimeout(START_TIMEOUT_S)
-            try:
-                self._await(forkserver.READY)
-            except (OSError, SetupError) as error:
-                self.close()
-                errors.seek(0)
-                text = errors.read().decode(errors="replace").strip()
-                raise SetupError(f"the fork server did not start: {text or error}") from error
-            except BaseException:  # ctrl-C while torch is loading
-                self.close()
-                raise
+        try:
+            self._await(forkserver.READY)
+        except (OSError, SetupError) as error:
+            self.close()
+            raise SetupError(f"the fork server did not start: {error}") from error
+        except BaseException:  # ctrl-C while torch is loading
+            self.close()
+            raise
+
+    @property
+    def _log(self) -> Path:
+        """What the server printed."""
+        return self._folder / "server.log"
 
     def fileno(self) -> int:
         """Readable when ``exits`` has news."""
@@ -68,7 +77,6 @@ class Nursery:
             socket.send_fds(self._socket, [forkserver.START], [control.fileno(), output])
             return self._await(forkserver.STARTED)
         except OSError as error:
-            self.process.kill()  # release() then closes this nursery
             raise SetupError(f"the fork server did not start a rank: {error}") from error
 
     def exits(self) -> list[tuple[int, int]]:
@@ -90,17 +98,32 @@ class Nursery:
     def preload(self, names: list[str]) -> None:
         """Have modules imported ahead of the next world, without waiting for it."""
         if names:
-            self._socket.sendall(forkserver.PRELOAD + " ".join(names).encode() + b"\n")
+            with contextlib.suppress(OSError):  # a dead server is noticed by the next world
+                self._socket.sendall(forkserver.PRELOAD + " ".join(names).encode() + b"\n")
 
     def kill_leftovers(self) -> None:
         """Kill every process that the world's ranks started, also those that left their session."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            server = psutil.Process(self.process.pid)
-            while leftovers := server.children(recursive=True):
-                for process in leftovers:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-                time.sleep(0.002)  # the fork server reaps them
+        deadline = time.monotonic() + KILL_TIMEOUT_S  # the kernel may hold one in a disk access
+        while (leftovers := self._descendants()) and time.monotonic() < deadline:
+            for process in leftovers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.002)  # the fork server reaps them
+
+    def _descendants(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    @contextlib.contextmanager
+    def world_folder(self) -> Iterator[WorldFolder]:
+        """Make the folder of one world; should this process die, the server removes it."""
+        path = Path(tempfile.mkdtemp(dir=self._folder))
+        try:
+            yield WorldFolder(path)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
     def is_usable(self) -> bool:
         """Whether the server lives and belongs to this process, not to one it was forked from."""
@@ -111,10 +134,11 @@ class Nursery:
         self._socket.close()
         if self._owner_pid == os.getpid():
             try:
-                self.process.wait(timeout=5.0)
+                self.process.wait(timeout=KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)  # if the server was killed
 
     def _await(self, kind: bytes) -> int:
         """Wait for a record of ``kind``; exits that come before it are kept."""
@@ -130,8 +154,14 @@ class Nursery:
         if not data:
             raise SetupError(
                 "the fork server was killed, and its ranks with it; the next run starts a new one"
+                + self._last_words()
             )
         self._buffer += data
+
+    def _last_words(self) -> str:
+        self.process.wait(timeout=KILL_TIMEOUT_S)  # a traceback may still be on its way
+        text = self._log.read_text(errors="replace").strip()
+        return f". Its last words:\n{text}" if text else ""
 
     def _next_record(self) -> tuple[bytes, int, int] | None:
         size = forkserver.RECORD.size
@@ -150,30 +180,61 @@ def _server_environment() -> dict[str, str]:
 
 _idle: list[Nursery] = []
 _lock = threading.Lock()
+_starting: threading.Thread | None = None  # of ``start_ahead``
 
 
-def acquire() -> Nursery:
-    """Take an idle nursery, or start one; give it back with ``release``."""
+@contextlib.contextmanager
+def borrowed() -> Iterator[Nursery]:
+    """Take an idle nursery, or start one; it waits for the next world afterwards.
+
+    One whose world was cut off, by ctrl-C or an error, is closed instead: it may still have
+    something to say about that world.
+    """
+    nursery = _take()
+    try:
+        yield nursery
+    except BaseException:
+        nursery.close()
+        raise
+    with _lock:
+        _idle.append(nursery)
+
+
+def start_ahead() -> None:
+    """Start a fork server in the background, for a program that will need one.
+
+    Two processes import torch at the same time then, this one and the server.
+    """
+    global _starting
+    if _starting is None and not _idle:
+        _starting = threading.Thread(target=_start_idle, daemon=True)
+        _starting.start()
+
+
+def _start_idle() -> None:
+    with contextlib.suppress(SetupError, OSError):  # whoever needs one tries again, and reports
+        nursery = Nursery()
+        with _lock:
+            _idle.append(nursery)
+
+
+def _take() -> Nursery:
+    if _starting is not None:
+        _starting.join()
     with _lock:
         while _idle:
             nursery = _idle.pop()
             if nursery.is_usable():
                 return nursery
+            nursery.close()
     return Nursery()
-
-
-def release(nursery: Nursery) -> None:
-    """Keep a nursery for the next world; one that is broken is closed instead."""
-    if nursery.is_usable():
-        with _lock:
-            _idle.append(nursery)
-    else:
-        nursery.close()
 
 
 @atexit.register
 def close_idle() -> None:
     """End the fork servers that wait for a next world."""
+    if _starting is not None:
+        _starting.join()
     with _lock:
         while _idle:
             _idle.pop().close()

@@ -6,20 +6,31 @@ that stops in the middle of a message; the control socket carries single bytes t
     parent                     rank
     folder and number   ─────▶ reads spec.pickle
                         ◀───── STARTED   the process group is up
+    GO                  ─────▶ it is up on all ranks: call the function
                         ◀───── REPORTED  rank-3.report is written
     RELEASE             ─────▶ all ranks have reported: close the process group and exit
 """
 
 import enum
+import functools
+import io
+import operator
 import pickle
+import signal
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
 
 if TYPE_CHECKING:
     from distlab.sim import Cluster, Options
 
-STARTED, REPORTED, RELEASE = b"S", b"D", b"R"
+STARTED, GO, REPORTED, RELEASE = b"S", b"G", b"D", b"R"
+DUMP_SIGNAL = signal.SIGUSR1  # has a rank write the stacks of all its threads to its file
+CANNOT_REPORT = 117  # exit code of a rank whose report cannot be written
 
 
 class Outcome(str, enum.Enum):
@@ -32,6 +43,36 @@ class Outcome(str, enum.Enum):
     OUT_OF_MEMORY = "oom"
 
 
+def pickled(value: object) -> bytes:
+    """Pickle functions as they are, with what they need of the caller's script."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, and functions of the script with a ``functools.cache``: they arrive empty."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, functools._lru_cache_wrapper) and not _can_be_imported(obj):
+            return _with_cache, (obj.__wrapped__, obj.cache_parameters())
+        return super().reducer_override(obj)
+
+
+def _can_be_imported(function: Any) -> bool:
+    module = sys.modules.get(function.__module__)
+    if module is None or function.__module__ == "__main__":
+        return False
+    try:
+        return operator.attrgetter(function.__qualname__)(module) is function
+    except AttributeError:  # defined inside a function
+        return False
+
+
+def _with_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> object:
+    return functools.lru_cache(**parameters)(function)
+
+
 @dataclass(frozen=True)
 class SimulationSpec:
     """What the process of a simulated world is told besides."""
@@ -39,6 +80,7 @@ class SimulationSpec:
     num_ranks: int
     cluster: "Cluster | str | None"
     options: "Options | None"
+    wants_trace: bool  # megabytes; without, only the results come back
 
 
 @dataclass(frozen=True)
@@ -51,9 +93,23 @@ class Spec:
     collective_timeout_s: float | None  # None: the default of torch.distributed
     payload: bytes  # cloudpickle of (fn, args)
     environ: dict[str, str]
+    argv: tuple[str, ...]
     working_dir: str
     sys_path: tuple[str, ...]
     simulation: SimulationSpec | None = None  # then world_size is 1: the process of all ranks
+
+    def function_and_arguments(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Unpickle what is to be called.
+
+        What the caller's script defines at its top level is put in this process's ``__main__`` too,
+        where pickle looks it up when ranks send such objects to each other.
+        """
+        fn, args = pickle.loads(self.payload)
+        if getattr(fn, "__module__", None) == "__main__":
+            main_module = vars(sys.modules["__main__"])
+            for name, value in getattr(fn, "__globals__", {}).items():
+                main_module.setdefault(name, value)
+        return fn, args
 
 
 @dataclass(frozen=True)
@@ -63,6 +119,7 @@ class Report:
     outcome: Outcome
     at_ns: int  # time.monotonic_ns, one clock for all processes of a machine
     result: bytes = b""  # cloudpickle of what fn returned
+    exception: str = ""  # "ValueError"
     headline: str = ""  # "ValueError: boom"
     traceback: str = ""  # innermost frame last, launcher frames left out
     modules: tuple[str, ...] = ()  # slow imports it made, to be made ahead next time

@@ -6,12 +6,10 @@ the other worlds, and a simulation leaves nothing behind in the process that ask
 
 import mmap
 import pickle
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import cloudpickle
 import torch
 
 from distlab import sim
@@ -25,45 +23,53 @@ from distlab.launch.errors import (
     SetupError,
 )
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder
-from distlab.launch.supervisor import Rank
+from distlab.launch.rank import Rank
 
 T = TypeVar("T")
 WORD_BYTES = 8
+MAX_RANKS = 1024
 
 
-def check_cluster(cluster: sim.Cluster | str | None, num_ranks: int) -> None:
-    """Refuse a cluster that does not exist or has too few GPUs.
+def check(simulation: SimulationSpec) -> None:
+    """Refuse too many ranks, a cluster that does not exist or is too small, faults of no rank.
 
     Raises:
-        SetupError: with the names that exist.
+        SetupError: with what there is instead.
     """
+    if simulation.num_ranks > MAX_RANKS:
+        raise SetupError(
+            f"a simulated world has 1 to {MAX_RANKS} ranks, got {simulation.num_ranks}"
+        )
     try:
-        sim.choose_cluster(cluster, num_ranks)
+        sim.choose_cluster(simulation.cluster, simulation.num_ranks)
+        if simulation.options:
+            simulation.options.faults.check_ranks(simulation.num_ranks)
     except ValueError as error:
         raise SetupError(str(error)) from None
 
 
-def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolder) -> bytes:
-    """Run the simulation that ``spec`` describes; return it, or its error, pickled."""
-    fn, args = pickle.loads(spec.payload)
+def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolder) -> object:
+    """Run the simulation that ``spec`` describes; return it, its results alone, or its error."""
     running = _shared_words(folder.running, 1 + simulation.num_ranks)
-    outcome: object
     try:
-        outcome = sim.simulate(
-            partial(_on_cpu, fn),
+        simulated = sim.simulate(
+            partial(_on_cpu, spec),
             simulation.num_ranks,
-            *args,
             cluster=simulation.cluster,
             options=simulation.options,
             running=running,
         )
+        return simulated if simulation.wants_trace else simulated.results
     except sim.SimulationError as error:
-        outcome = error
-    return bytes(cloudpickle.dumps(outcome))
+        return error
 
 
-def _on_cpu(fn: Callable[..., T], *args: object) -> T:
-    """Call ``fn`` where ``context()`` knows the device: simulated GPUs compute on the CPU."""
+def _on_cpu(spec: Spec) -> object:
+    """Be one rank, where ``context()`` knows the device: simulated GPUs compute on the CPU.
+
+    Each rank unpickles for itself: arguments, and globals of the caller's script, are its own.
+    """
+    fn, args = spec.function_and_arguments()
     with world.on_device(torch.device("cpu")):
         return fn(*args)
 
@@ -76,30 +82,26 @@ def _shared_words(path: Path, count: int) -> memoryview:
 
 
 def read_outcome(process: Rank, simulation: SimulationSpec, folder: WorldFolder) -> object:
-    """Return what the simulation returned, or raise what ended it.
-
-    Raises:
-        LaunchError: a rank failed, the ranks deadlocked, or the process did not return.
-    """
+    """Return what the simulation sent, or the LaunchError that tells what ended it."""
     if process.has_returned and process.report:
         outcome = pickle.loads(process.report.result)
         if isinstance(outcome, sim.SimulationError):
-            raise _as_launch_error(outcome) from None
+            return _as_launch_error(outcome)
         return outcome
-    raise _lost_simulation(process, simulation, folder)
+    return _lost_simulation(process, simulation, folder)
 
 
 def _as_launch_error(error: sim.SimulationError) -> LaunchError:
     """The same error as in the other worlds."""
     rank = error.ranks[0] if len(error.ranks) == 1 else None
     kind: type[LaunchError] = RankFailed
+    exception = ""
     if isinstance(error, sim.Deadlock):
         kind = RankHung
     elif isinstance(error, sim.RankError):
-        kind = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited}.get(
-            error.exception, RankFailed
-        )
-    return kind(str(error), rank=rank)
+        exception = error.exception
+        kind = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited}.get(exception, RankFailed)
+    return kind(str(error), rank=rank, exception=exception)
 
 
 def _lost_simulation(process: Rank, simulation: SimulationSpec, folder: WorldFolder) -> LaunchError:

@@ -31,6 +31,7 @@ class Frame:
 
     @property
     def source(self) -> str:
+        linecache.checkcache(self.file)  # a learner edits it between two runs
         return linecache.getline(self.file, self.line).strip()
 
     @property
@@ -58,6 +59,8 @@ class Place:
 
 
 SUSPENDED = Place("", None, "suspended (by SIGSTOP or ctrl-Z)")
+STARTING = Place("", None, "still starting: it has not joined the process group")
+READY = Place("", None, "ready, and waiting for the others to start")
 
 
 def read_place(dump: str, ident: int | None = None) -> Place:

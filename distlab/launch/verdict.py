@@ -19,10 +19,11 @@ from distlab.launch.errors import (
     RankHung,
     RankOutOfMemory,
 )
-from distlab.launch.protocol import Outcome
-from distlab.launch.supervisor import Rank
+from distlab.launch.protocol import CANNOT_REPORT, Outcome
+from distlab.launch.rank import Rank
 
-OUTPUT_LINES = 20
+OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
+FATE_CHARACTERS = 120
 
 # What C++ prints before it aborts -> what it means here.
 _HINTS = (
@@ -34,15 +35,20 @@ _HINTS = (
 )
 
 
-def judge(ranks: Sequence[Rank], *, timed_out: bool, timeout_s: float | None) -> LaunchError | None:
-    """Return the one error of a world that has ended, or None if every rank returned."""
+def judge(ranks: Sequence[Rank], *, hung_for_s: float | None) -> LaunchError | None:
+    """Return the one error of a world that has ended, or None if every rank returned.
+
+    Args:
+        ranks: all of the world.
+        hung_for_s: the time that was up, or None if it was not.
+    """
     if all(rank.has_returned for rank in ranks):
         return None
     primary = [rank for rank in ranks if rank.has_failed and not _is_secondary(rank)]
     if primary:
         return _failure(min(primary, key=_failed_at_ns), ranks)
-    if timed_out:
-        return _hang(ranks, timeout_s)
+    if hung_for_s is not None:
+        return _hang(ranks, hung_for_s)
     return _lost_peer(ranks)
 
 
@@ -56,7 +62,8 @@ def _failure(rank: Rank, ranks: Sequence[Rank]) -> LaunchError:
     elif rank.place and rank.place.frame:
         parts.append(f"  {rank.place.frame}  {rank.place.frame.source}")
     parts += [*_hints(rank), *_output(rank), *_others(rank, ranks)]
-    return kind("\n\n".join(parts), rank=rank.number, fates=_fates(ranks))
+    exception = rank.report.exception if rank.report else ""
+    return kind("\n\n".join(parts), rank=rank.number, fates=_fates(ranks), exception=exception)
 
 
 def cause(rank: Rank) -> tuple[type[LaunchError], str]:
@@ -75,9 +82,11 @@ def cause(rank: Rank) -> tuple[type[LaunchError], str]:
 def _death(rank: Rank) -> tuple[type[LaunchError], str]:
     """A rank that died without a word."""
     code = os.waitstatus_to_exitcode(rank.exit_status or 0)
+    if code == CANNOT_REPORT:
+        return RankFailed, "could not report how it ended; why, is the last it printed"
     if code >= 0:
         return RankExited, f"ended by os._exit({code}) without a result"
-    name = signal.Signals(-code).name
+    name = _signal_name(-code)
     if name == "SIGKILL":
         return RankCrashed, (
             "was killed by SIGKILL (the kernel if the machine ran out of memory, else a person)"
@@ -85,12 +94,21 @@ def _death(rank: Rank) -> tuple[type[LaunchError], str]:
     return RankCrashed, f"was killed by {name}" + (f" {rank.place}" if rank.place else "")
 
 
-def _hang(ranks: Sequence[Rank], timeout_s: float | None) -> RankHung:
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # the real-time signals have no names
+        return f"signal {number}"
+
+
+def _hang(ranks: Sequence[Rank], limit_s: float) -> RankHung:
     running = {rank.number: rank.place for rank in ranks if rank.place}
-    busy = [number for number, place in running.items() if not place.operation]
+    busy = [
+        number for number, place in running.items() if not place.operation and place != stacks.READY
+    ]
     returned = [rank.number for rank in ranks if rank.has_returned]
     to_blame = busy if busy else returned
-    parts = [f"time is up after {timeout_s:g} s: {stacks.roll_call(running, len(ranks))}"]
+    parts = [f"time is up after {limit_s:g} s: {stacks.roll_call(running, len(ranks))}"]
     if returned:
         verb = "has" if len(returned) == 1 else "have"
         parts.append(f"{stacks.name_ranks(returned)} {verb} returned")
@@ -115,7 +133,8 @@ def _lost_peer(ranks: Sequence[Rank]) -> LaunchError:
     message = (
         f"{stacks.name_ranks(returned)} of {len(ranks)} {verb} returned while rank {lost.number} "
         "still waited for an answer. Every rank must make the same collective calls, and each "
-        "send needs its recv.\n\n"
+        "send needs its recv. Ranks that call the same collective with different sizes or dtypes "
+        'can look like this too: the same run with backend="sim" says exactly which.\n\n'
         f"Where rank {lost.number} waited:\n{traceback}"
     )
     blamed = returned[0] if len(returned) == 1 else None
@@ -136,9 +155,8 @@ def _hints(rank: Rank) -> list[str]:
 
 def _output(rank: Rank) -> list[str]:
     lines = rank.text().rstrip().splitlines()[-OUTPUT_LINES:]
-    if not lines:
-        return []
-    return [f"The last output of rank {rank.number}:\n" + "\n".join(f"  {line}" for line in lines)]
+    shown = [f"  {_clipped(line, OUTPUT_CHARACTERS)}" for line in lines]
+    return ["\n".join([f"The last output of rank {rank.number}:", *shown])] if shown else []
 
 
 def _others(rank: Rank, ranks: Sequence[Rank]) -> list[str]:
@@ -162,11 +180,10 @@ def _what(rank: Rank) -> str:
     if _is_secondary(rank):
         return "failed because of it"
     if rank.was_stopped and rank.place:
-        waited = "waiting" if rank.place.operation else "running"
-        return f"stopped while {waited} {rank.place}"
-    return _shortened(cause(rank)[1])
+        doing = "" if not rank.place.frame else "waiting " if rank.place.operation else "running "
+        return f"stopped while {doing}{rank.place}"
+    return _clipped(cause(rank)[1].splitlines()[0], FATE_CHARACTERS)
 
 
-def _shortened(text: str) -> str:
-    first = text.splitlines()[0]
-    return first if len(first) <= 120 else first[:119] + "…"
+def _clipped(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

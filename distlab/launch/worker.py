@@ -5,29 +5,26 @@ error are the parent's pipe; everything it has to say besides goes through ``pro
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import os
-import pickle
 import random
-import re
 import select
-import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import cloudpickle
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.launch import world
+from distlab.launch import accounts, prctl, world
 from distlab.launch.protocol import (
+    CANNOT_REPORT,
+    DUMP_SIGNAL,
+    GO,
     RELEASE,
     REPORTED,
     STARTED,
@@ -37,27 +34,20 @@ from distlab.launch.protocol import (
     WorldFolder,
 )
 
-DUMP_SIGNAL = signal.SIGUSR1  # the parent asks for the stacks of all threads
 # A rank that has returned stays connected for so long while others still work. Then it closes, and
 # whoever waits for it learns at once that it has gone.
 LINGER_S = 1.0
-# Imports that take about a second and that many functions need.
-SLOW_IMPORTS = (
-    *("torch._dynamo", "distlab.launch.simulated"),
-    *("sklearn.datasets", "pytest", "hypothesis", "matplotlib.pyplot"),
-)
 
-_LOST_PEER = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|Timed out waiting|"
-    r"ncclRemoteError|NCCL communicator was aborted|failed to (recv|send), got 0 bytes",
-    re.IGNORECASE,
-)
-_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
+
+def main_of_fresh_process() -> None:
+    """Be a rank that was not forked: torch and all had to be imported first."""
+    os.setsid()
+    main(socket.socket(fileno=int(sys.argv[1])))
 
 
 def main(control: socket.socket) -> None:
     """Be the rank that the other end of ``control`` names. Does not return."""
-    _die_with_parent()
+    prctl.die_with_parent()
     folder_name, rank_text = control.recv(4096).decode().split("\n")
     folder, rank = WorldFolder(Path(folder_name)), int(rank_text)
     stacks = folder.stacks(rank).open("w")
@@ -65,9 +55,7 @@ def main(control: socket.socket) -> None:
     spec = folder.read_spec()
     _take_environment(spec, rank)
     report = _run(spec, rank, folder, control)
-    folder.write_report(rank, report)
-    _flush_output()
-    control.sendall(REPORTED)
+    _send(report, rank, folder, control)
     if report.outcome is Outcome.OK:
         _linger(control)
     os._exit(0)  # not sys.exit: a thread that fn left running must not keep the rank alive
@@ -80,9 +68,8 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
         if spec.simulation:
             from distlab.launch import simulated  # with all of the simulator: only where needed
 
-            control.sendall(STARTED)
-            simulation = simulated.simulate_in_child(spec, spec.simulation, folder)
-            return _report(Outcome.OK, result=simulation)
+            _start_together(control)
+            return accounts.of_result(simulated.simulate_in_child(spec, spec.simulation, folder))
         with world.on_device(device):
             world.init_process_group(
                 spec.backend,
@@ -92,61 +79,29 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
                 world_size=spec.world_size,
                 timeout_s=spec.collective_timeout_s,
             )
-            control.sendall(STARTED)
-            fn, args = pickle.loads(spec.payload)
-            result = _pickled(fn(*args))
-        return _report(Outcome.OK, result=result)
-    except SystemExit as error:
-        return _report(Outcome.EXIT, error, headline=f"sys.exit({error.code!r})")
+            _start_together(control)
+            fn, args = spec.function_and_arguments()
+            return accounts.of_result(fn(*args))
     except BaseException as error:
-        return _report(_outcome_of(error), error)
+        return accounts.of_error(error, __file__)
 
 
-def _pickled(result: object) -> bytes:
+def _start_together(control: socket.socket) -> None:
+    """Wait until all ranks are up: a late one must find those that return at once still there."""
+    control.sendall(STARTED)
+    if control.recv(1) != GO:
+        os._exit(0)  # the parent has gone
+
+
+def _send(report: Report, rank: int, folder: WorldFolder, control: socket.socket) -> None:
     try:
-        return bytes(cloudpickle.dumps(result))
-    except Exception as error:
-        raise TypeError(
-            f"the result, a {type(result).__name__}, cannot be sent to the parent ({error}): "
-            "return tensors, numbers, strings or containers of them"
-        ) from None
-
-
-def _report(
-    outcome: Outcome, error: BaseException | None = None, *, result: bytes = b"", headline: str = ""
-) -> Report:
-    return Report(
-        outcome=outcome,
-        at_ns=time.monotonic_ns(),
-        result=result,
-        headline=headline or (_headline(error) if error else ""),
-        traceback=_traceback(error) if error else "",
-        modules=tuple(name for name in SLOW_IMPORTS if name in sys.modules),
-    )
-
-
-def _outcome_of(error: BaseException) -> Outcome:
-    text = str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(text):
-        return Outcome.OUT_OF_MEMORY
-    if isinstance(error, RuntimeError | ConnectionError) and _LOST_PEER.search(text):
-        return Outcome.SECONDARY
-    if getattr(error, "is_secondary", False):  # raised because another rank had failed
-        return Outcome.SECONDARY
-    return Outcome.EXCEPTION
-
-
-def _headline(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _traceback(error: BaseException) -> str:
-    if type(error).__module__.startswith("distlab."):
-        return ""  # made for people: the message says it all
-    frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
+        folder.write_report(rank, report)
+        _flush_output()
+        control.sendall(REPORTED)
+    except OSError:  # the disk is full, or fn has closed what it did not open
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+        os._exit(CANNOT_REPORT)
 
 
 def _linger(control: socket.socket) -> None:
@@ -160,8 +115,8 @@ def _linger(control: socket.socket) -> None:
 def _take_environment(spec: Spec, rank: int) -> None:
     """Take over the launching process's environment, folder and import path; one thread per rank.
 
-    The generators of numpy and ``random`` were copied by the fork; new seeds make them independent
-    of each other, as they are in processes that were started one by one.
+    The generators of torch, numpy and ``random`` were copied by the fork; new seeds make them
+    independent of each other, as they are in processes that were started one by one.
     """
     os.environ.clear()
     os.environ.update(spec.environ)
@@ -170,9 +125,11 @@ def _take_environment(spec: Spec, rank: int) -> None:
     world.use_loopback()
     os.chdir(spec.working_dir)
     sys.path[:] = spec.sys_path
+    sys.argv[:] = spec.argv
     torch.set_num_threads(1)
     random.seed()
     np.random.seed()
+    torch.seed()
     _reopen_output()
 
 
@@ -194,16 +151,3 @@ def _keep_stacks(stacks: IO[str]) -> None:
     print(f"main {threading.main_thread().ident:#x}", file=stacks, flush=True)
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this rank when the fork server ends. Elsewhere the fork server does it."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        libc: Any = ctypes.CDLL(None)
-        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    os.setsid()
-    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,5 +1,6 @@
 """launch.run when all goes well, and when it is asked for what cannot be."""
 
+import math
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +45,6 @@ def what_a_rank_sees() -> dict[str, object]:
         "folder": os.getcwd(),
         "variable": os.environ.get("DISTLAB_TEST_VARIABLE"),
         "ranks": [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")],
-        "random": (random.random(), float(np.random.rand())),
         "session": os.getsid(0) == os.getpid(),
     }
 
@@ -86,7 +87,6 @@ def test_a_rank_sees_the_callers_environment_and_its_own_place(
         assert view["folder"] == str(tmp_path)
         assert view["variable"] == "seen"
         assert view["session"]
-    assert seen[0]["random"] != seen[1]["random"], "ranks must not share the generators' state"
 
 
 def test_a_changed_module_is_seen_by_the_next_world(
@@ -145,17 +145,23 @@ def _leave_a_thread() -> int:
 
 
 def test_worlds_can_run_side_by_side() -> None:
-    results: dict[int, list[int]] = {}
+    def sums(offset: float) -> list[list[float]]:
+        worlds = [launch.run(ring_sum, 3, offset) for _ in range(4)]
+        return [[answer.values[0].item() for answer in world] for world in worlds]
 
-    def start(name: int) -> None:
-        results[name] = launch.run(lambda: dist.get_rank() + 10 * name, 2)
+    with ThreadPoolExecutor(2) as threads:
+        of_threads = list(threads.map(sums, (0.0, 100.0)))
+    assert of_threads == [[[3.0] * 3] * 4, [[303.0] * 3] * 4]
 
-    threads = [threading.Thread(target=start, args=(name,)) for name in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {1: [10, 11], 2: [20, 21]}
+
+def _draws() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_ranks_that_do_not_seed_draw_different_numbers(backend: str) -> None:
+    for drawn in zip(*launch.run(_draws, 4, backend=backend), strict=True):
+        assert len(set(drawn)) == 4
 
 
 def test_slow_imports_of_one_world_are_made_ahead_for_the_next() -> None:
@@ -196,9 +202,11 @@ def test_a_rank_cannot_start_a_world() -> None:
     [
         ({"world_size": 0}, "world_size must be a whole number from 1 on, got 0"),
         ({"world_size": 2.5}, "world_size must be a whole number"),
-        ({"backend": "ncll"}, "backend must be one of auto, gloo, nccl, sim; got 'ncll'"),
+        ({"backend": "ncll"}, "backend must be one of auto, gloo, nccl, sim, mpi; got 'ncll'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
         ({"timeout_s": 0}, "timeout_s must be positive or None, got 0"),
+        ({"timeout_s": math.nan}, "timeout_s must be positive or None, got nan"),
+        ({"timeout_s": "60"}, "timeout_s must be positive or None, got '60'"),
         ({"backend": "nccl"}, "needs a GPU per rank: 2 ranks, 0 GPUs"),
         ({"device": "cuda"}, "torch sees no GPU here"),
         ({"fn": "train"}, "run needs a function, got 'train'"),
@@ -211,6 +219,15 @@ def test_impossible_requests_get_one_line_that_says_what_is_possible(
     request: dict[str, object] = {"fn": rank_and_size, "world_size": 2, **arguments}
     with pytest.raises(launch.SetupError, match=message):
         launch.run(request.pop("fn"), request.pop("world_size"), **request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300, None])
+def test_without_an_end_to_waiting_a_world_waits_for_ever(
+    backend: str, timeout_s: float | None
+) -> None:
+    answers = launch.run(rank_and_size, 2, backend=backend, timeout_s=timeout_s)
+    assert answers == [(0, 2), (1, 2)]
 
 
 def test_windows_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:

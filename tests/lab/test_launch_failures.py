@@ -6,7 +6,9 @@
 import ctypes
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,9 +21,14 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
+from distlab.launch import forkserver
 
 TIMEOUT_S = 2.0
+ERROR_CHARACTERS = 120  # of each error in the table
+VERDICT_S = 20.0  # the table tells the time; this is only far below `for ever`
 MiB = 2**20
+ANY = -1
+ORPHAN = ["sleep", "3607.25"]
 
 
 def raises() -> None:
@@ -140,7 +147,7 @@ def reduces_different_shapes() -> None:
 
 
 def leaves_a_child_behind() -> None:
-    subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    subprocess.Popen(ORPHAN, start_new_session=True)
     if dist.get_rank() == 1:
         raise ValueError("and then failed")
     dist.barrier()
@@ -163,13 +170,70 @@ def kills_the_fork_server() -> None:
     dist.barrier()
 
 
+def wraps_what_the_peer_caused() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the first")
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise KeyError("step 7") from error
+
+
+def fails_to_download() -> None:
+    if dist.get_rank() == 1:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))  # nobody listens there
+            socket.create_connection(unused.getsockname())
+    dist.barrier()
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+def raises_what_cannot_be_shown() -> None:
+    if dist.get_rank() == 1:
+        raise Unspeakable
+    dist.barrier()
+
+
+def raises_megabytes() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("x" * 10 * MiB)
+    dist.barrier()
+
+
+def compiles_nonsense() -> None:
+    if dist.get_rank() == 1:
+        compile("def ring():\n    return +\n", "template_ring.py", "exec")
+    dist.barrier()
+
+
+def is_killed_by_a_nameless_signal() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), 40)
+    dist.barrier()
+
+
+def leaves_no_room_for_its_report() -> None:
+    if dist.get_rank() == 1:  # as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def prints_one_long_line() -> None:
+    print("z" * 8 * MiB)
+    raise ValueError("after a line of 8 MB")
+
+
 @dataclass(frozen=True)
 class Case:
     fn: Callable[[], object]
     error: type[launch.LaunchError]
-    rank: int | None  # that must be blamed; None: no single one
-    says: tuple[str, ...]  # phrases of the message, in this order
-    within_s: float = TIMEOUT_S + 3.0
+    rank: int | None  # that must be blamed; None: no single one; ANY: whoever was first
+    says: tuple[str, ...]  # phrases of the message
+    has_no_fates: bool = False
+    timeout_s: float = TIMEOUT_S
 
 
 CASES = [
@@ -196,16 +260,22 @@ CASES = [
         2,
         ("rank 2 of 4 raised ValueError: seen by 2", "raised ValueError: seen by 0"),
     ),
-    Case(not_implemented, launch.RankFailed, None, ("raised NotImplementedError: Task 1.5",)),
-    Case(imports_what_is_missing, launch.RankFailed, None, ("No module named 'no_such_module'",)),
+    Case(not_implemented, launch.RankFailed, ANY, ("raised NotImplementedError: Task 1.5",)),
+    Case(imports_what_is_missing, launch.RankFailed, ANY, ("No module named 'no_such_module'",)),
     Case(calls_sys_exit, launch.RankExited, 1, ("rank 1 of 4 left by sys.exit(0)",)),
     Case(calls_os_exit, launch.RankExited, 3, ("rank 3 of 4 ended by os._exit(0)",)),
-    Case(calls_os_exit_everywhere, launch.RankExited, None, ("ended by os._exit(0)",)),
+    Case(calls_os_exit_everywhere, launch.RankExited, ANY, ("ended by os._exit(0)",)),
     Case(
         returns_early,
         launch.RankExited,
         1,
-        ("rank 1 of 4 has returned while rank", "still waited", "in returns_early"),
+        (
+            "rank 1 of 4 has returned while rank",
+            "still waited",
+            "different sizes or dtypes",
+            'backend="sim"',
+            "in returns_early",
+        ),
     ),
     Case(
         segfaults,
@@ -226,6 +296,7 @@ CASES = [
         launch.RankOutOfMemory,
         1,
         ("rank 1 of 4 outgrew the memory limit", "in allocates_for_ever"),
+        timeout_s=20.0,  # on a busy machine the memory grows slowly
     ),
     Case(asks_for_too_much, launch.RankOutOfMemory, 1, ("rank 1 of 4 ran out of memory",)),
     Case(
@@ -255,18 +326,62 @@ CASES = [
     Case(
         reduces_different_shapes,
         launch.RankCrashed,
-        None,
+        ANY,
         ("was killed by SIGABRT in all_reduce at", "different shapes or dtypes"),
     ),
     Case(leaves_a_child_behind, launch.RankFailed, 1, ("and then failed",)),
-    Case(floods_its_output, launch.RankFailed, None, ("raised ValueError: after 2 MB",), 20.0),
+    Case(floods_its_output, launch.RankFailed, ANY, ("raised ValueError: after 2 MB",)),
     Case(
         returns_what_cannot_be_sent,
         launch.RankFailed,
-        None,
+        ANY,
         ("TypeError: the result, a generator, cannot be sent", "return tensors"),
     ),
-    Case(kills_the_fork_server, launch.SetupError, None, ("fork server", "was killed")),
+    Case(
+        kills_the_fork_server,
+        launch.SetupError,
+        None,
+        ("fork server", "was killed"),
+        has_no_fates=True,
+    ),
+    Case(
+        wraps_what_the_peer_caused,
+        launch.RankFailed,
+        1,
+        ("rank 1 of 4 raised ValueError: the first", "failed because of it"),
+    ),
+    Case(
+        fails_to_download,
+        launch.RankFailed,
+        1,
+        ("rank 1 of 4 raised ConnectionRefusedError", "in fails_to_download"),
+    ),
+    Case(
+        raises_what_cannot_be_shown,
+        launch.RankFailed,
+        1,
+        ("Unspeakable: <exception str() failed>", "raise Unspeakable"),
+    ),
+    Case(
+        raises_megabytes,
+        launch.RankFailed,
+        1,
+        ("rank 1 of 4 raised ValueError: xxx", "characters left out"),
+    ),
+    Case(
+        compiles_nonsense,
+        launch.RankFailed,
+        1,
+        ("rank 1 of 4 raised SyntaxError: invalid syntax (template_ring.py, line 2)",),
+    ),
+    Case(is_killed_by_a_nameless_signal, launch.RankCrashed, 1, ("was killed by signal 40",)),
+    Case(
+        leaves_no_room_for_its_report,
+        launch.RankFailed,
+        1,
+        ("rank 1 of 4 could not report how it ended", "File too large"),
+    ),
+    Case(prints_one_long_line, launch.RankFailed, ANY, ("after a line of 8 MB", "zzz…\n")),
 ]
 
 
@@ -285,17 +400,30 @@ def test_failure_is_one_clear_error_in_time_and_nothing_survives(
     launch.run(dist.get_rank, 4)  # so that the time is that of the verdict, not of importing torch
     start = time.monotonic()
     with pytest.raises(launch.LaunchError) as caught:
-        launch.run(case.fn, 4, timeout_s=TIMEOUT_S, memory_limit_bytes=600 * MiB)
+        launch.run(case.fn, 4, timeout_s=case.timeout_s, memory_limit_bytes=600 * MiB)
     seconds = time.monotonic() - start
+    capsys.readouterr()  # megabytes of the ranks, which pytest -s would print after the test
 
     message = str(caught.value)
-    table.append(f"{case.fn.__name__:<38} {seconds:>8.2f}  {message.splitlines()[0]}")
+    error = message.splitlines()[0][:ERROR_CHARACTERS]
+    table.append(f"{case.fn.__name__:<38} {seconds:>8.2f}  {error}")
     assert type(caught.value) is case.error, message
     assert [phrase for phrase in case.says if phrase not in message] == [], message
-    if case.rank is not None:
+    if case.rank != ANY:
         assert caught.value.rank == case.rank, message
-    assert seconds < case.within_s
+    assert [fate.rank for fate in caught.value.fates] == ([] if case.has_no_fates else [0, 1, 2, 3])
+    assert seconds < VERDICT_S + case.timeout_s
     assert processes_of_ranks() == []
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_the_type_of_what_was_raised_is_known(backend: str) -> None:
+    with pytest.raises(launch.RankFailed) as caught:
+        launch.run(not_implemented, 2, backend=backend)
+    assert caught.value.exception == "NotImplementedError"
+    with pytest.raises(launch.RankExited) as exited:
+        launch.run(calls_os_exit_everywhere, 2, backend=backend)
+    assert exited.value.exception == ""
 
 
 def test_a_world_after_a_failure_is_healthy() -> None:
@@ -340,8 +468,11 @@ def test_ctrl_c_ends_the_ranks_and_reaches_the_caller() -> None:
 
 
 def processes_of_ranks() -> list[psutil.Process]:
-    """What lives below this process besides idle fork servers."""
+    """What lives below this process besides idle fork servers, and what was left to init."""
     children = psutil.Process().children()
-    servers = [child for child in children if "distlab.launch.forkserver" in child.cmdline()]
+    servers = [child for child in children if forkserver.COMMAND in child.cmdline()]
     below = [process for server in servers for process in server.children(recursive=True)]
-    return below + [child for child in children if child not in servers]
+    orphans = [
+        process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ORPHAN
+    ]
+    return below + [child for child in children if child not in servers] + orphans

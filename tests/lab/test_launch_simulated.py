@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -12,10 +13,13 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
+from distlab.launch import simulated
+from distlab.launch.rank import Rank
 from distlab.sim import Cluster, Faults, Options
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
 
 TIMEOUT_S = 3.0
+VERDICT_S = 30.0  # far below "for ever"; tests are no stopwatch
 
 
 def who_am_i() -> tuple[int, int, launch.Context]:
@@ -96,11 +100,11 @@ def test_the_lessons_give_what_they_give_on_gloo(name: str) -> None:
 
 
 def test_simulate_gives_the_trace_too() -> None:
-    simulated = launch.simulate(total, 4, "recursive_doubling", cluster="dgx-h100")
-    assert simulated.results == [30.0] * 4
-    assert simulated.trace.messages == [2] * 4
-    assert simulated.trace.bytes_sent == [40.0] * 4
-    assert simulated.seconds > 0
+    outcome = launch.simulate(total, 4, "recursive_doubling", cluster="dgx-h100")
+    assert outcome.results == [30.0] * 4
+    assert outcome.trace.messages == [2] * 4
+    assert outcome.trace.bytes_sent == [40.0] * 4
+    assert outcome.seconds > 0
 
 
 ERRORS: dict[Callable[[], object], tuple[type[launch.LaunchError], int | None, str]] = {
@@ -126,7 +130,7 @@ def test_every_failure_is_the_same_clear_error_as_in_a_real_world(fn: Callable[[
     assert type(caught.value) is kind, caught.value
     assert phrase in str(caught.value)
     assert caught.value.rank == rank
-    assert time.monotonic() - start < TIMEOUT_S + 3
+    assert time.monotonic() - start < VERDICT_S
     servers = psutil.Process().children()
     assert [child for server in servers for child in server.children()] == []
 
@@ -163,3 +167,59 @@ def test_an_impossible_cluster_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(launch.SetupError, match=message):
         launch.run(who_am_i, 4, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"output_dir": "logs"}, "output_dir='logs' is for real processes"),
+        ({"device": "cuda"}, "backend sim computes on the CPU"),
+        ({"world_size": 1025}, "has 1 to 1024 ranks, got 1025"),
+    ],
+)
+def test_what_a_simulation_cannot_do_is_refused_before_it_starts(
+    arguments: dict[str, object], message: str
+) -> None:
+    request = {"world_size": 2, "backend": "sim", **arguments}
+    with pytest.raises(launch.SetupError, match=message):
+        launch.run(who_am_i, **request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(kill_ranks={3: 1.0}), Faults(slow_ranks={-1: 2.0}), Faults(delays_s={(0, 3): 1.0})],
+)
+def test_faults_of_ranks_that_do_not_exist_are_refused(faults: Faults) -> None:
+    with pytest.raises(launch.SetupError, match=r"there is no rank -?\d; ranks are 0 to 2"):
+        launch.simulate(who_am_i, 3, options=Options(faults=faults))
+
+
+def test_a_trace_that_nobody_asked_for_stays_in_the_process_of_the_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+    read = simulated.read_outcome
+
+    def noted(process: Rank, *rest: Any) -> object:
+        assert process.report
+        sizes.append(len(process.report.result))
+        return read(process, *rest)
+
+    monkeypatch.setattr(simulated, "read_outcome", noted)
+    launch.run(total, 16, "recursive_doubling", backend="sim")
+    launch.simulate(total, 16, "recursive_doubling")
+    assert sizes[0] < 1000 < sizes[1]
+
+
+def test_processes_of_torchrun_do_not_each_simulate_the_whole_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(launch.SetupError, match="each would simulate all 2 ranks"):
+        launch.run(dist.get_rank, 2, backend="sim")
+    with pytest.raises(launch.SetupError, match="leave torchrun out"):
+        launch.simulate(dist.get_rank, 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a batch system may start any process so
+    assert launch.run(dist.get_rank, 2, backend="sim") == [0, 1]

@@ -1,0 +1,70 @@
+"""What the launching process knows of one rank."""
+
+import contextlib
+import os
+import signal
+import socket
+from dataclasses import dataclass, field
+
+import psutil
+
+from distlab.launch import stacks
+from distlab.launch.protocol import Outcome, Report
+
+
+@dataclass
+class Rank:
+    """What the parent knows of one rank."""
+
+    number: int
+    pid: int
+    control: socket.socket
+    output: int
+    has_started: bool = False  # joined the process group
+    report: Report | None = None
+    exit_status: int | None = None  # as from os.waitpid
+    exited_at_ns: int = 0
+    place: stacks.Place | None = None  # where it was when it had to be stopped, or crashed
+    exceeded_memory: bool = False
+    was_stopped: bool = False  # by the parent, because the world had to end
+    tail: bytearray = field(default_factory=bytearray)
+    pending_line: bytes = b""
+    is_silent: bool = False  # nothing more can come from its output
+    baseline_bytes: int = 0  # what it had allocated before the function was called
+
+    @property
+    def has_returned(self) -> bool:
+        return self.report is not None and self.report.outcome is Outcome.OK
+
+    @property
+    def has_failed(self) -> bool:
+        has_ended = self.report is not None or self.exit_status is not None
+        return has_ended and not self.has_returned and not self.was_stopped
+
+    @property
+    def is_running(self) -> bool:
+        return self.report is None and self.exit_status is None
+
+    def text(self) -> str:
+        """The tail of what the rank printed, as a terminal would show it."""
+        text = bytes(self.tail).decode(errors="replace").replace("\r\n", "\n")
+        # A progress bar overwrites its line.
+        return "\n".join(line.rsplit("\r", 1)[-1] for line in text.split("\n"))
+
+    def own_bytes(self) -> int:
+        """The memory it has allocated, without the files that it maps: those the ranks share."""
+        with contextlib.suppress(psutil.Error):
+            memory = psutil.Process(self.pid).memory_info()
+            return int(memory.rss) - int(getattr(memory, "shared", 0))
+        return 0
+
+    def is_suspended(self) -> bool:
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
+
+    def kill(self) -> None:
+        """Kill the rank and all processes of its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)

@@ -1,0 +1,379 @@
+"""Starting and ending a world when the machine is slow, short of something, or interrupted."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch.distributed as dist
+
+from distlab import launch
+from distlab.launch import forkserver, nursery
+from distlab.launch.rank import Rank
+
+MiB = 2**20
+
+StartRank = Callable[[nursery.Nursery, Any, int], int]
+
+
+@pytest.fixture
+def on_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], None]], None]:
+    """Have something called with number and pid of each rank when its process has started."""
+
+    def arrange(react: Callable[[int, int], None]) -> None:
+        original: StartRank = nursery.Nursery.start_rank
+        pids: list[int] = []
+
+        def start_rank(home: nursery.Nursery, control: Any, output: int) -> int:
+            pids.append(original(home, control, output))
+            react(len(pids) - 1, pids[-1])
+            return pids[-1]
+
+        monkeypatch.setattr(nursery.Nursery, "start_rank", start_rank)
+
+    launch.run(dist.get_rank, 1)  # the fork server runs
+    return arrange
+
+
+@pytest.fixture
+def spawning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start ranks in fresh interpreters, as on macOS."""
+    nursery.close_idle()
+    monkeypatch.setattr(forkserver, "METHOD", "spawn")
+    yield
+    nursery.close_idle()
+
+
+def python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **variables},
+    )
+
+
+# A rank that is late, or gone, before the function is called
+
+
+def test_a_rank_that_starts_late_finds_the_others_still_there(
+    on_start: Callable[[Callable[[int, int], None]], None],
+) -> None:
+    def hold_back(number: int, pid: int) -> None:
+        if number == 2:  # for longer than a rank that has returned stays connected
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(1.5, os.kill, [pid, signal.SIGCONT]).start()
+
+    on_start(hold_back)
+    assert launch.run(dist.get_rank, 3, timeout_s=20) == [0, 1, 2]
+
+
+def test_time_is_counted_from_when_all_ranks_are_up(
+    on_start: Callable[[Callable[[int, int], None]], None],
+) -> None:
+    def hold_back(number: int, pid: int) -> None:
+        if number == 0:
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, [pid, signal.SIGCONT]).start()
+
+    on_start(hold_back)
+    assert launch.run(dist.get_rank, 2, timeout_s=0.9) == [0, 1]
+
+
+def test_a_rank_killed_while_others_are_started_is_the_one_to_blame(
+    on_start: Callable[[Callable[[int, int], None]], None],
+) -> None:
+    def kill_first(number: int, pid: int) -> None:
+        if number == 0:
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)  # its exit is known before the next rank is asked for
+
+    on_start(kill_first)
+    with pytest.raises(launch.RankCrashed, match="rank 0 of 2 was killed by SIGKILL") as caught:
+        launch.run(dist.get_rank, 2, timeout_s=20)
+    assert caught.value.fates[1].what.startswith("stopped while still starting")
+
+
+# Fresh interpreters
+
+
+def raises_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("boom")
+    dist.barrier()
+
+
+def sleeps_on_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(3600)
+    dist.barrier()
+
+
+def allocates() -> None:
+    hoard = []
+    while True:
+        hoard.append(np.ones(MiB))
+        time.sleep(0.002)
+
+
+@pytest.mark.usefixtures("spawning")
+def test_spawned_ranks_fail_as_clearly_as_forked_ones() -> None:
+    assert launch.run(dist.get_rank, 2) == [0, 1]
+    with pytest.raises(launch.RankFailed, match="rank 1 of 2 raised ValueError: boom"):
+        launch.run(raises_on_one, 2, timeout_s=20)
+    with pytest.raises(launch.RankHung, match=r"rank 0 waits in barrier at .*; rank 1 is at"):
+        launch.run(sleeps_on_one, 2, timeout_s=1)
+    with pytest.raises(launch.RankOutOfMemory, match=r"outgrew the memory limit at .*allocates"):
+        launch.run(allocates, 1, timeout_s=60, memory_limit_bytes=100 * MiB)
+
+
+# Memory that does not count
+
+
+def test_a_file_that_all_ranks_map_is_nobodys_memory(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", np.ones(60 * MiB, dtype=np.uint8))
+    path, limit = str(tmp_path / "images.npy"), 150 * MiB  # the four of them read 240 MiB
+    assert launch.run(_sum_of_mapped_file, 4, path, memory_limit_bytes=limit) == [60 * MiB] * 4
+
+
+def _sum_of_mapped_file(path: str) -> int:
+    total = int(np.load(path, mmap_mode="r").sum())
+    time.sleep(0.3)  # to be looked at
+    return total
+
+
+# Interruptions
+
+
+def test_a_world_after_ctrl_c_at_any_moment_is_healthy_and_nothing_leaks() -> None:
+    def strike(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    launch.run(dist.get_rank, 3)
+    previous = signal.signal(signal.SIGALRM, strike)
+    try:
+        for after_s in (0.002, 0.02, 0.04, 0.1):
+            _interrupted(after_s)
+            assert launch.run(dist.get_rank, 3, timeout_s=20) == [0, 1, 2]
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    _interrupted_worlds_leave_no_process()
+
+
+def _interrupted(after_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        launch.run(time.sleep, 3, 3600, timeout_s=20)
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _interrupted_worlds_leave_no_process() -> None:
+    servers = [home.process.pid for home in nursery._idle]
+    children = psutil.Process().children(recursive=True)
+    assert sorted(child.pid for child in children) == sorted(servers)
+
+
+def test_worlds_leave_no_descriptor_and_no_folder() -> None:
+    def failing() -> None:
+        raise ValueError("boom")
+
+    launch.run(dist.get_rank, 2)
+    before = (_descriptors(), _folders())
+    for _ in range(3):
+        launch.run(dist.get_rank, 3)
+        with pytest.raises(launch.RankFailed):
+            launch.run(failing, 3)
+    assert (_descriptors(), _folders()) == before
+
+
+def _descriptors() -> int:
+    return psutil.Process().num_fds()
+
+
+def _folders() -> list[Path]:
+    return [path for home in nursery._idle for path in home._folder.iterdir()]
+
+
+def test_the_folder_goes_when_the_launching_process_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, torch.distributed as dist\nfrom distlab import launch\n"
+        "launch.run(dist.get_rank, 2)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert python(script, TMPDIR=str(tmp_path)).returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while list(tmp_path.glob("distlab-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(tmp_path.glob("distlab-*")) == []
+
+
+# What the machine refuses
+
+
+def test_too_few_descriptors_is_a_set_up_error() -> None:
+    launch.run(dist.get_rank, 1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_descriptors() + 12, limits[1]))
+    try:
+        with pytest.raises(launch.SetupError, match=r"refuses what a world needs.*open files"):
+            launch.run(dist.get_rank, 32, timeout_s=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert launch.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_a_folder_that_was_deleted_is_a_set_up_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(launch.SetupError, match="No such file"):
+        launch.run(dist.get_rank, 1)
+
+
+def test_logs_can_go_to_a_folder_named_by_a_string_but_not_into_a_file(tmp_path: Path) -> None:
+    launch.run(print, 1, "hello", output_dir=str(tmp_path / "logs"))
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == "hello\n"
+    (tmp_path / "file").touch()
+    with pytest.raises(launch.SetupError, match="File exists"):
+        launch.run(print, 1, "hello", output_dir=tmp_path / "file")
+
+
+def test_a_terminal_that_knows_no_unicode_shows_what_it_can() -> None:
+    script = "from distlab import launch\nlaunch.run(print, 1, 'α = 3')"
+    done = python(script, PYTHONIOENCODING="latin-1")
+    assert done.stdout == "? = 3\n", done.stderr
+
+
+def test_a_closed_output_is_no_error() -> None:
+    script = (
+        "import sys\nfrom distlab import launch\nsys.stdout.close()\n"
+        "sys.stderr.write(str(launch.run(lambda: print('hello') or 7, 1)))"
+    )
+    assert python(script).stderr == "[7]"
+
+
+def test_warnings_that_are_errors_do_not_stop_a_world() -> None:
+    script = "from distlab import launch\nprint(launch.run(lambda: 7, 2))"
+    done = python(script, PYTHONWARNINGS="error::RuntimeWarning")
+    assert done.stdout == "[7, 7]\n", done.stderr
+
+
+# What ranks know of the script
+
+
+SCRIPT_WITH_A_CLASS = """
+import sys
+from dataclasses import dataclass
+import torch.distributed as dist
+from distlab import launch
+
+@dataclass
+class Note:
+    rank: int
+
+def exchange():
+    notes = [None, None]
+    dist.all_gather_object(notes, Note(dist.get_rank()))
+    return notes, sys.argv
+
+(notes, argv), _ = launch.run(exchange, 2)
+print(notes, isinstance(notes[1], Note), argv)
+"""
+
+
+def test_classes_of_the_script_travel_between_ranks_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT_WITH_A_CLASS)
+    done = subprocess.run(
+        [sys.executable, path, "--fast"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == f"[Note(rank=0), Note(rank=1)] True ['{path}', '--fast']\n", done.stderr
+
+
+SCRIPT_WITH_CACHES = """
+import functools
+
+import torch.distributed as dist
+from distlab import launch
+
+@functools.cache
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+@functools.lru_cache(maxsize=7, typed=True)
+def next_one(n):
+    "As documented."
+    return n + 1
+
+def fn():
+    made = next_one.cache_info().currsize
+    return fibonacci(20), next_one(dist.get_rank()), made, next_one.__doc__
+
+if __name__ == "__main__":
+    next_one(5)
+    print(launch.run(fn, 2))
+    print(launch.run(fibonacci, 2, 10, backend="sim"))
+"""
+
+
+def test_functions_with_a_cache_travel_and_arrive_with_an_empty_one(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT_WITH_CACHES)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+    ranks = [(6765, rank + 1, 0, "As documented.") for rank in range(2)]
+    assert done.stdout == f"{ranks}\n[55, 55]\n", done.stderr
+
+
+def test_arguments_are_pickled_once() -> None:
+    class Counted:
+        times = 0
+
+        def __reduce__(self) -> tuple[type[int], tuple[int]]:
+            Counted.times += 1
+            return int, (7,)
+
+    assert launch.run(lambda value: value, 1, Counted()) == [7]
+    assert Counted.times == 1
+
+
+# Output
+
+
+def rank_with(tail: bytes) -> Rank:
+    return Rank(0, 0, None, 0, tail=bytearray(tail))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (b"plain\n", "plain\n"),
+        (b"from a terminal\r\nnext\r\n", "from a terminal\nnext\n"),
+        (b"10 %\r50 %\r100 %\ndone", "100 %\ndone"),
+        (b"", ""),
+    ],
+)
+def test_text_is_what_a_terminal_would_show(printed: bytes, shown: str) -> None:
+    assert rank_with(printed).text() == shown
+
+
+def test_the_last_lines_of_a_rank_on_a_terminal_arrive() -> None:
+    script = (
+        "import sys\nsys.stdout.isatty = lambda: True\nfrom distlab import launch\n"
+        "launch.run(lambda: print('x' * 60_000 + ' end'), 1)"
+    )
+    assert python(script).stdout.count("x" * 60_000 + " end\n") == 1
