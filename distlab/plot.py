@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from distlab.words import counted
 from solutions.phase1_data_parallel.trainer import EpochResult
 
 STYLES = ("-", "--", ":", "-.")  # curves that coincide must both be seen
@@ -20,7 +21,7 @@ def training_curves(histories: Mapping[int, Sequence[EpochResult]], path: Path) 
     figure = Figure(figsize=(13, 4), layout="constrained")
     loss, accuracy, speed = figure.subplots(1, 3)
     for number, (workers, history) in enumerate(histories.items()):
-        label = f"{workers} worker{'s' if workers > 1 else ''}"
+        label = counted(workers, "worker")
         look = {"linestyle": STYLES[number % len(STYLES)], "linewidth": 3 - 1.5 * number}
         steps = [step for result in history for step in result.step_losses]
         epochs = [result.epoch for result in history]

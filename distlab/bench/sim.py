@@ -30,11 +30,12 @@ class Measured:
 def print_table() -> None:
     """Measure and print."""
     simulate(_nothing, 2)  # imports and first allocations are not the simulator's
-    table = Table("", "real s", "memory MB", "messages", "µs/message", "simulated s")
+    table = Table("", "real s", "MB", "messages", "µs each", "simulated s")
+    table.columns[0].no_wrap = True
     for measured in (
-        _measure(f"{MANY_RANKS} idle ranks", _nothing, MANY_RANKS),
-        _measure(f"ring all-reduce by isend and recv, {RING_RANKS} ranks", _ring, RING_RANKS),
-        _measure(f"built-in all-reduce, {MANY_RANKS} ranks", _built_in, MANY_RANKS),
+        _measure(f"{MANY_RANKS:,} idle ranks", _nothing, MANY_RANKS),
+        _measure(f"ring by hand, {RING_RANKS} ranks", _ring, RING_RANKS),
+        _measure(f"all_reduce, {MANY_RANKS:,} ranks", _built_in, MANY_RANKS),
     ):
         sent = sum(measured.simulated.trace.messages)
         table.add_row(
@@ -46,6 +47,7 @@ def print_table() -> None:
             f"{measured.simulated.seconds:.6f}",
         )
     Console().print(table)
+    print("Ring by hand: an all-reduce by isend and recv. all_reduce: the built-in one.")
     total = psutil.Process().memory_info().rss / 1e6
     print(f"The whole process, torch included, now holds {total:.0f} MB.")
 

@@ -14,7 +14,6 @@ from distlab.sim.errors import (
     BlockedCall,
     Deadlock,
     Mismatch,
-    NotSimulated,
     RankError,
     SimulationError,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "Event",
     "Faults",
     "Mismatch",
-    "NotSimulated",
     "Options",
     "RankError",
     "Simulated",

@@ -90,9 +90,13 @@ class Account:
         self.peak_bytes = -1
         self._note_peak()
 
-    def largest(self, count: int) -> list[Block]:
-        """Return the largest blocks, largest first."""
-        return sorted(self.blocks.values(), key=lambda block: -block.nbytes)[:count]
+    def largest(self, count: int) -> list[tuple[Block, int]]:
+        """Return the largest blocks, largest first, each with how many there are of its kind."""
+        kinds: dict[tuple[object, ...], list[Block]] = {}
+        for block in sorted(self.blocks.values(), key=lambda block: -block.nbytes):
+            kind = (block.nbytes, block.category, block.shape, block.dtype)
+            kinds.setdefault(kind, []).append(block)
+        return [(blocks[0], len(blocks)) for blocks in list(kinds.values())[:count]]
 
     def _note_peak(self) -> None:
         if self.live_bytes > self.peak_bytes:

@@ -1,117 +1,149 @@
-"""Say why nobody can go on: who waits for whom, the cycle in words, and what kind it is."""
+"""The report of a deadlock: what kind it is, who waits for whom, in which line, where to look.
 
-from collections.abc import Mapping, Sequence
+deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits for rank 0 to …
+  rank 0  send to rank 1, (4,) float32  ring.py:41 in exchange
+  rank 1  send to rank 0, (4,) float32  ring.py:41 in exchange
+All of them send first, and a send is done only when it is received. Let one side …
+"""
 
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from distlab.sim import hints
+from distlab.sim.causes import Cause, find_causes
 from distlab.sim.errors import BlockedCall, Deadlock
-from distlab.sim.mailbox import Message
-from distlab.sim.pending import Pending
+from distlab.sim.mailbox import ANY_SOURCE, Message
+from distlab.sim.meetings import Attendance
+from distlab.sim.pending import Pending, Site
+from distlab.sim.report import Row, place, shorten, table
+from distlab.sim.standstill import Standstill
 
-SHOWN = 12  # ranks listed one by one; beyond that, a count
+MAX_ROWS = 12
+MAX_CAUSES = 3
+MAX_IDLE = 6
 
 
-def explain(blocked: Mapping[int, Pending], ended: Sequence[int]) -> Deadlock:
+def explain(
+    blocked: Mapping[int, Pending],
+    ended: Iterable[int] = (),
+    killed: Iterable[int] = (),
+    unmatched: Iterable[Message] = (),
+    waits_at: Mapping[int, Site] | None = None,
+) -> Deadlock:
     """Make the error for a world in which no rank can go on.
 
-        deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0
-          rank 0  recv from rank 1, (4,) float32    ring.py:41 in exchange
-          rank 1  recv from rank 0, (4,) float32    ring.py:41 in exchange
-
     Args:
-        blocked: by rank, the operation that blocks it.
-        ended: ranks whose function has returned.
+        blocked: by rank, the operation in which it waits.
+        ended: ranks that have returned or were killed.
+        killed: those of them that a fault has killed.
+        unmatched: all sends and recvs that were posted and have not met.
+        waits_at: by rank, the line in which it waits; that in which it posted is known.
     """
-    waits_for = {rank: list(pending.waits_for()) for rank, pending in blocked.items()}
-    gone = sorted({peer for peers in waits_for.values() for peer in peers} & set(ended))
-    cycle = find_cycle(waits_for)
-    if gone:
-        kind, ranks, headline = _ended(waits_for, gone)
-    elif _is_missing_rank(blocked, cycle):
-        kind, ranks, headline = _missing(blocked, waits_for)
-    elif cycle:
-        kind, ranks = "cycle", cycle
-        pairs = zip(cycle, [*cycle[1:], cycle[0]], strict=True)
-        headline = ", ".join(f"rank {rank} waits for rank {peer}" for rank, peer in pairs)
-    else:
-        kind, ranks, headline = "cycle", sorted(blocked), "no rank can go on"
-    calls = [_call(rank, blocked[rank], waits_for[rank]) for rank in sorted(blocked)]
-    message = "\n".join([f"deadlock: {headline}", *_table(calls), *_advice(kind, calls)])
-    return Deadlock(message, ranks, kind, calls)
+    still = Standstill(blocked, ended, killed)
+    unmatched = sorted(unmatched, key=lambda message: message.rank)
+    causes = find_causes(still)
+    kind = causes[0].kind
+    ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
+    calls = [(_row(wait, (waits_at or {}).get(rank)), wait) for rank, wait in still.blocked.items()]
+    lines = [
+        *_headlines(causes),
+        *table(_fitting(calls, MAX_ROWS, ranks) + _ends(still)),
+        *_never_matched(unmatched, still.blocked),
+        *_advice(causes[0], still.blocked, unmatched),
+    ]
+    return Deadlock("\n".join(lines), sorted(ranks), kind, _blocked_calls(calls))
 
 
-def find_cycle(waits_for: Mapping[int, Sequence[int]]) -> list[int]:
-    """Find ranks of which each waits for the next and the last for the first; [] if none do."""
-    for start in sorted(waits_for):
-        path: list[int] = []
-        rank = start
-        while rank in waits_for and rank not in path:
-            path.append(rank)
-            rank = min((p for p in waits_for[rank] if p in waits_for), default=-1)
-        if rank in path:
-            return path[path.index(rank) :]
-    return []
-
-
-def _ended(waits_for: Mapping[int, Sequence[int]], gone: list[int]) -> tuple[str, list[int], str]:
-    victims = sorted(rank for rank, peers in waits_for.items() if set(peers) & set(gone))
-    return (
-        "peer ended",
-        gone,
-        f"{_ranks(victims)} {_verb(victims, 'wait')} for {_ranks(gone)}, "
-        f"whose function has already returned",
-    )
-
-
-def _is_missing_rank(blocked: Mapping[int, Pending], cycle: list[int]) -> bool:
-    """Whether a collective is short of ranks that are busy with something else."""
-    return any(not isinstance(pending, Message) for pending in blocked.values())
-
-
-def _missing(
-    blocked: Mapping[int, Pending], waits_for: Mapping[int, Sequence[int]]
-) -> tuple[str, list[int], str]:
-    collective = min(
-        (rank for rank, pending in blocked.items() if not isinstance(pending, Message)),
-        key=lambda rank: (len(waits_for[rank]), rank),
-    )
-    absent = sorted(waits_for[collective])
-    there = sorted(set(blocked[collective].group) - set(absent))
-    return (
-        "missing rank",
-        absent,
-        f"{_ranks(there)} {_verb(there, 'wait')} in {blocked[collective].name}, "
-        f"{_ranks(absent)} {_verb(absent, 'wait')} elsewhere",
-    )
-
-
-def _call(rank: int, pending: Pending, waits_for: Sequence[int]) -> BlockedCall:
-    return BlockedCall(rank, pending.name, tuple(waits_for), pending.where(), pending.text())
-
-
-def _table(calls: Sequence[BlockedCall]) -> list[str]:
-    width = max(len(call.text) for call in calls)
-    lines = [f"  rank {c.rank:<3} {c.text:<{width}}  {c.where}" for c in calls[:SHOWN]]
-    if len(calls) > SHOWN:
-        lines.append(f"  … and {len(calls) - SHOWN} more")
+def _headlines(causes: Sequence[Cause]) -> list[str]:
+    first, *others = [f"({cause.kind}): {cause.words}" for cause in causes]
+    lines = [f"deadlock {first}", *(f"and also {other}" for other in others[: MAX_CAUSES - 1])]
+    if len(causes) > MAX_CAUSES:
+        lines.append(f"… and {len(causes) - MAX_CAUSES} more causes")
     return lines
 
 
-def _advice(kind: str, calls: Sequence[BlockedCall]) -> list[str]:
-    if kind == "cycle" and all(call.operation == "send" for call in calls):
-        return [
-            "All of them send first, and a send is done only when it is received: let one side "
-            "receive first, or post with isend and irecv and wait afterwards."
-        ]
-    if kind == "missing rank":
-        return ["Every rank of a group must make the same collective calls in the same order."]
-    if kind == "peer ended":
-        return ["Does that rank leave a loop one round early, or skip a call?"]
-    return []
+def _advice(
+    cause: Cause, blocked: Mapping[int, Pending], unmatched: Sequence[Message]
+) -> list[str]:
+    """What nearly met says more than the kind: it comes first, and often alone."""
+    waiting = [wait for rank in cause.involved if isinstance(wait := blocked[rank], Message)]
+    pairs = list(hints.near_pairs(unmatched, waiting))
+    if hint := hints.between_the_same_ranks(pairs):
+        return [hint]
+    hint = hints.with_another_rank(pairs)
+    if hint and cause.kind == "send/recv cycle" and {wait.name for wait in waiting} == {"recv"}:
+        return [hint]  # they do not all receive first: they have sent
+    return [hint, cause.advice] if hint else [cause.advice]
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN])) + (" …" if len(ranks) > SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+Calls = Sequence[tuple[Row, Pending]]
 
 
-def _verb(ranks: Sequence[int], verb: str) -> str:
-    return f"{verb}s" if len(ranks) == 1 else verb
+def _blocked_calls(calls: Calls) -> list[BlockedCall]:
+    """Tell programs what the table tells people; who wait for the same share one tuple of it."""
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    blocked = []
+    for row, wait in calls:
+        peers = tuple(wait.waits_for())
+        peers = shared.setdefault(peers, peers)
+        blocked.append(BlockedCall(wait.rank, wait.name, peers, row.where, row.text))
+    return blocked
+
+
+# Rows
+
+
+def _row(wait: Pending, waits_at: Site | None = None) -> Row:
+    row = wait.row()
+    if waits_at is None or waits_at == wait.site:
+        return row
+    is_near = waits_at[::2] == wait.site[::2]  # same file and function
+    there = f"line {waits_at[1]}" if is_near else place(waits_at)
+    return row._replace(where=f"{row.where}, waits at {there}")
+
+
+def _fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[Row]:
+    """Merge rows until they fit; if they never do, keep those of the ranks to blame."""
+    rows = _merged(calls, [row.text for row, _ in calls])
+    if len(rows) > limit:
+        rows = _merged(calls, [_relative(*call) for call in calls])
+    if len(rows) > limit:
+        rows.sort(key=lambda row: to_blame.isdisjoint(row.ranks))
+    return shorten(rows, limit)
+
+
+def _merged(calls: Calls, texts: Iterable[str]) -> list[Row]:
+    """Make one row of those with the same text, line and collective."""
+    groups: dict[tuple[str, str, object], list[Row]] = {}
+    for (row, wait), text in zip(calls, texts, strict=True):
+        meeting = wait.meeting if isinstance(wait, Attendance) else None
+        groups.setdefault((text, row.where, meeting), []).append(row)
+    return [_one(rows, text) for (text, _, _), rows in groups.items()]
+
+
+def _one(rows: Sequence[Row], text: str) -> Row:
+    """Merge rows into one with this text; a rank of its own keeps its text."""
+    ranks = sorted({row.ranks[0] for row in rows})
+    text = text if len(ranks) > 1 else rows[0].text
+    if len(rows) > len(ranks):
+        text += f" ({len(rows)} times)"
+    return Row(tuple(ranks), text, rows[0].where)
+
+
+def _relative(row: Row, wait: Pending) -> str:
+    """Name the peer by its distance: ``send to rank + 1``."""
+    if not isinstance(wait, Message) or wait.peer == ANY_SOURCE:
+        return row.text
+    distance = f"{wait.peer - wait.rank:+}"
+    return row.text.replace(f"rank {wait.peer}", f"rank {distance[0]} {distance[1:]}", 1)
+
+
+def _ends(still: Standstill) -> list[Row]:
+    ends = ((still.ended - still.killed, "returned"), (still.killed, "killed by a fault"))
+    return [Row(tuple(sorted(ranks)), end, "") for ranks, end in ends if ranks]
+
+
+def _never_matched(unmatched: Iterable[Message], blocked: Mapping[int, Pending]) -> list[str]:
+    """List the messages in which nobody waits: one may be what a rank waits for."""
+    idle = [(_row(m), m) for m in unmatched if m is not blocked.get(m.rank)]
+    rows = _fitting(idle, MAX_IDLE)
+    return ["also posted, and never matched:", *table(rows)] if rows else []

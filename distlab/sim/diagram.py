@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from distlab.sim.simulation import Simulated
 from distlab.sim.summary import SECONDS, assumed, label, settings, totals, unit_of
 from distlab.sim.trace import Event, departure_s, lanes
+from distlab.words import counted
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
@@ -160,7 +161,8 @@ class _Lanes:
 
     def draw_deaths(self) -> None:
         """Mark when ranks were killed."""
-        killed = self.simulated.options.faults.kill_ranks
+        faults, trace = self.simulated.options.faults, self.simulated.trace
+        killed = {**faults.kill_ranks, **trace.killed_in_step_s}
         if killed:
             when = [at_s / self._unit_s for at_s in killed.values()]
             self._axes.scatter(
@@ -194,7 +196,10 @@ class _Lanes:
             fontsize=9,
         )
         rows = -(-len(entries) // LEGEND_COLUMNS)
-        heading = [f"{label(self.simulated)}: {self.num_ranks} ranks", *settings(self.simulated)]
+        heading = [
+            f"{label(self.simulated)}: {counted(self.num_ranks, 'rank')}",
+            *settings(self.simulated),
+        ]
         text = textwrap.fill(", ".join(heading), 150)
         self._axes.set_title(text, loc="left", fontsize=10, color="#555555", pad=8 + 16 * rows)
         self._print_assumptions()

@@ -3,12 +3,26 @@
 SimulationError
 ├── RankError     a rank's function raised; the first one ends the world
 ├── Mismatch      two ranks called the same collective, or send and recv, differently
-├── Deadlock      every rank that has not finished waits for another: found at once
-└── NotSimulated  the program used something the simulated world does not have
+└── Deadlock      every rank that has not finished waits for another: found at once
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+MismatchKind = Literal[
+    "operation mismatch",
+    "shape or dtype mismatch",
+    "buffer changed",  # before its operation was done; strict mode
+    "never met",  # posted, and nobody waited for it; strict mode
+]
+DeadlockKind = Literal[
+    "send/recv cycle",  # ranks wait for each other's messages in a circle
+    "missing rank",  # a rank waits for a message while others wait for it in a collective
+    "order mismatch",  # ranks wait in different collectives, each for the other
+    "key never set",  # of the store
+    "peer ended",  # a rank waits for one that has returned or was killed
+]
 
 
 class SimulationError(RuntimeError):
@@ -40,6 +54,18 @@ class RankError(SimulationError):
 class Mismatch(SimulationError):
     """Ranks disagree on an operation: its kind, its order, a shape, a dtype, a root."""
 
+    def __init__(
+        self,
+        message: str,
+        ranks: Sequence[int] = (),
+        kind: MismatchKind = "operation mismatch",
+    ) -> None:
+        super().__init__(message, ranks)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.ranks, self.kind))
+
 
 @dataclass(frozen=True)
 class BlockedCall:
@@ -49,22 +75,22 @@ class BlockedCall:
     operation: str  # "recv", "all_reduce"
     waits_for: tuple[int, ...]  # global ranks
     where: str  # "ring.py:41 in exchange"
-    text: str  # "recv from rank 2, (4,) float32, tag 0"
+    text: str  # "recv from rank 2, (4,) float32"
 
 
 class Deadlock(SimulationError):
     """No rank can ever go on.
 
     Attributes:
-        kind: "cycle", "missing rank", "order", "peer ended".
-        calls: the call in which each blocked rank waits.
+        kind: of the cause that the message names first.
+        calls: the call in which each blocked rank waits, in the order of the ranks.
     """
 
     def __init__(
         self,
         message: str,
         ranks: Sequence[int] = (),
-        kind: str = "",
+        kind: DeadlockKind = "send/recv cycle",
         calls: Sequence[BlockedCall] = (),
     ) -> None:
         super().__init__(message, ranks)
@@ -73,7 +99,3 @@ class Deadlock(SimulationError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (str(self), self.ranks, self.kind, self.calls))
-
-
-class NotSimulated(SimulationError):
-    """The program used a feature that the simulated world does not have."""

@@ -6,6 +6,8 @@ Faults(slow_ranks={3: 2.0}, kill_ranks={5: 0.010}, jitter_s=1e-6, seed=7)
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,18 +18,55 @@ class Faults:
         slow_ranks: rank -> factor by which its computation takes longer.
         slow_links: pattern of link names -> factor by which their bandwidth is smaller.
         kill_ranks: rank -> virtual second from which on it is dead, at its next call.
+        kill_at_steps: rank -> number of the optimizer step, from 1 on, that it does not survive.
         delays_s: (source, destination) -> seconds added to every message between them.
         jitter_s: before every communication call a rank loses up to so many seconds; every seed
             is another order of events, which is how schedules are fuzzed.
         seed: of the jitter.
+
+    Raises:
+        ValueError: a time below 0, a factor that is not above 0, or a step before the first.
     """
 
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
     slow_links: Mapping[str, float] = field(default_factory=dict)
     kill_ranks: Mapping[int, float] = field(default_factory=dict)
+    kill_at_steps: Mapping[int, int] = field(default_factory=dict)
     delays_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     jitter_s: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        slow: dict[Any, float] = {**self.slow_ranks, **self.slow_links}
+        for key, factor in slow.items():
+            if not 0 < factor < inf:
+                raise ValueError(f"the factor of {key!r} must be above 0, got {factor!r}")
+        for rank, step in self.kill_at_steps.items():
+            if step < 1:
+                raise ValueError(f"kill_at_steps: steps count from 1, rank {rank} has {step!r}")
+        late: dict[Any, float] = {**self.kill_ranks, **self.delays_s, "jitter_s": self.jitter_s}
+        for key, seconds in late.items():
+            if not 0 <= seconds < inf:
+                raise ValueError(f"the seconds of {key!r} must be from 0 on, got {seconds!r}")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse faults of ranks that do not exist.
+
+        Raises:
+            ValueError: with the ranks that do.
+        """
+        named = {
+            "slow_ranks": list(self.slow_ranks),
+            "kill_ranks": list(self.kill_ranks),
+            "kill_at_steps": list(self.kill_at_steps),
+            "delays_s": [rank for pair in self.delays_s for rank in pair],
+        }
+        for name, ranks in named.items():
+            for rank in ranks:
+                if rank not in range(num_ranks):
+                    raise ValueError(
+                        f"{name}: there is no rank {rank!r}; ranks are 0 to {num_ranks - 1}"
+                    )
 
     def delay_s(self, src: int, dst: int) -> float:
         """Return the seconds added to a message from ``src`` to ``dst``."""

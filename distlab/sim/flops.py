@@ -62,8 +62,10 @@ class Operation:
     name: str
     flops: Formula | None
     is_composite: bool  # made of others; comes whole only where autograd is off for good
+    is_view: bool  # of its first argument
     is_free: bool  # a view, metadata, an allocation or communication: no data moved by the device
     is_factory: bool
+    is_repeatable: bool  # the shapes of its results follow from its arguments; it only computes
     creates: bool  # may return a tensor with memory of its own
     may_alias: bool  # its schema may be silent about returning a view
     adopts: bool  # its result holds memory that no operation allocated, as in torch.tensor([1.0])
@@ -118,16 +120,20 @@ def describe(func: OpOverload[..., Any]) -> Operation:
     out_names = frozenset(argument.name for _, argument in writes if argument.kwarg_only)
     adopts = name == "lift_fresh" or "set_.source_Storage_" in str(func)
     returns_new = any(result.alias_info is None for result in schema.returns)
+    is_free = func.is_view or name in _UNTOUCHED or func.namespace in COMMUNICATION
+    resizes = bool(out_names) or name.startswith("resize")
     return Operation(
         name=name,
         flops=_formula(func),
         is_composite=_has_kernel(func.name(), "CompositeImplicitAutograd"),  # type: ignore[no-untyped-call]
-        is_free=func.is_view or name in _UNTOUCHED or func.namespace in COMMUNICATION,
+        is_view=func.is_view and func.namespace == "aten",
+        is_free=is_free,
         is_factory=name in _FACTORIES,
+        is_repeatable=func.namespace == "aten" and not (is_free or adopts or resizes),
         creates=(returns_new and name != "_unsafe_view") or adopts,
         may_alias=func.namespace != "aten",
         adopts=adopts,
-        resizes=bool(out_names) or name.startswith("resize"),
+        resizes=resizes,
         overwrites=name in _OVERWRITES,
         gathers=name in _GATHERS,
         written=tuple(position for position, argument in writes if not argument.kwarg_only),

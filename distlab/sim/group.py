@@ -1,42 +1,24 @@
-"""The process group of the simulated world: every ``torch.distributed`` call ends here.
-
-Each method says what must agree between the ranks, how many bytes the collective is about, and
-how the outputs follow from the inputs of all ranks. ``move`` functions see the calls in group
-order and add in that order, so results do not depend on who came first.
-
-torch 2.13 renamed ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall_base`` and their like;
-both names are defined.
-"""
+"""The process group of the simulated world: every ``torch.distributed`` call ends here."""
 
 # torch's stubs declare overloads for its C++ front; what c10d calls from Python is below.
 # mypy: disable-error-code="override,assignment"
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from distlab.sim import moves
-from distlab.sim.checks import (
-    check_contiguous,
-    check_one_per_rank,
-    check_reduction,
-    op_name,
-)
+from distlab.process_group.base import BaseGroup
+from distlab.process_group.call import Call
+from distlab.process_group.checks import check_contiguous
 from distlab.sim.mailbox import ANY_SOURCE, Message
-from distlab.sim.meetings import Call
 from distlab.sim.work import SimWork
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation
 
-Splits = Sequence[int] | None
 
-
-class SimGroup(dist.ProcessGroup):
+class SimGroup(BaseGroup):
     """One rank's view of a group of simulated ranks.
 
     Args:
@@ -44,43 +26,19 @@ class SimGroup(dist.ProcessGroup):
         ranks: global numbers, in group order.
         rank: this rank inside the group.
         key: tells groups apart; equal on all ranks that created the same one.
+        name: under which torch knows it.
     """
 
-    def __init__(self, world: "Simulation", ranks: tuple[int, ...], rank: int, key: object) -> None:
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+    world_name = "sim"
+
+    def __init__(
+        self, world: "Simulation", ranks: tuple[int, ...], rank: int, key: object, name: str
+    ) -> None:
+        super().__init__(rank, len(ranks), name)
         self._world = world
         self._ranks = ranks
-        self._me = rank
         self._key = key
         self._num_calls = 0
-        self._name = str(key)
-
-    # Who it is
-
-    def rank(self) -> int:
-        """Return this rank inside the group."""
-        return self._me
-
-    def size(self) -> int:
-        """Return how many ranks the group has."""
-        return len(self._ranks)
-
-    @property
-    def group_name(self) -> str:
-        """Return the name under which functional collectives look the group up."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """Return a description for torch's messages."""
-        return f"simulated group {self._name}"
-
-    def getBackendName(self) -> str:
-        """Return the name that ``dist.get_backend`` shows."""
-        return "sim"
-
-    def __repr__(self) -> str:
-        return f"SimGroup(rank {self._me} of {len(self._ranks)})"
 
     # Point to point
 
@@ -109,250 +67,8 @@ class SimGroup(dist.ProcessGroup):
         self._world.mailbox.recv(message, self._key)
         return SimWork(message, tensors)
 
-    # Collectives
-
-    def _meet(self, call: Call, results: Sequence[Tensor] | None = None) -> SimWork:
-        """Take part in the group's next collective; ``results``: the outputs, if not in parts."""
+    def _take_part(self, call: Call, results: Sequence[Tensor]) -> SimWork:
         self._world.act(call.name)
         number, self._num_calls = self._num_calls, self._num_calls + 1
         meeting = self._world.meeting(self._key, self._ranks, number)
-        return SimWork(meeting.arrive(call), call.outputs if results is None else results)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
-        """Copy the root's tensors to all."""
-        check_contiguous("broadcast", tensors, or_channels_last=True)
-        root = int(opts.rootRank) if opts else 0
-        return self._meet(
-            Call(
-                "broadcast",
-                {"root": root, **moves.alike(tensors)},
-                moves.nbytes(tensors),
-                tensors if self._me == root else (),
-                tensors,
-                partial(moves.broadcast, root),
-                root,
-            )
-        )
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
-        """Reduce over all ranks, in place."""
-        op = moves.op_of(opts)
-        check_reduction(op, tensors)
-        check_contiguous("all_reduce", tensors, or_channels_last=True)
-        return self._meet(
-            Call(
-                "all_reduce",
-                {"op": op_name(op), **moves.alike(tensors)},
-                moves.nbytes(tensors),
-                tensors,
-                tensors,
-                partial(moves.all_reduce, op),
-            )
-        )
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
-        """Reduce several tensors as one call."""
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> SimWork:
-        """Reduce to the root; the tensors of the others keep their values."""
-        op, root = moves.op_of(opts), int(opts.rootRank) if opts else 0
-        check_reduction(op, tensors)
-        check_contiguous("reduce", tensors, or_channels_last=True)
-        return self._meet(
-            Call(
-                "reduce",
-                {"op": op_name(op), "root": root, **moves.alike(tensors)},
-                moves.nbytes(tensors),
-                tensors,
-                tensors if self._me == root else (),
-                partial(moves.reduce, op, root),
-                root,
-            )
-        )
-
-    def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> SimWork:
-        """Give every rank everybody's tensor, each into its own."""
-        check_one_per_rank("all_gather", outputs[0], self.size(), inputs[0])
-        return self._all_gather(outputs[0], inputs)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimWork:
-        """Give every rank everybody's tensor, one behind the other."""
-        return self.all_gather_single_coalesced([output], [input])
-
-    def _all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> SimWork:
-        check_contiguous("all_gather", inputs)
-        return self._meet(
-            Call(
-                "all_gather",
-                moves.alike(inputs),
-                moves.nbytes(inputs) * self.size(),
-                inputs,
-                outputs,
-                moves.all_gather,
-            )
-        )
-
-    def allgather_coalesced(
-        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> SimWork:
-        """Gather several tensors; ``output_lists[rank][i]`` is tensor i of that rank."""
-        by_tensor = list(zip(*output_lists, strict=True))
-        for outputs, input in zip(by_tensor, inputs, strict=True):
-            check_one_per_rank("all_gather_coalesced", outputs, self.size(), input)
-        return self._all_gather([output for row in by_tensor for output in row], inputs)
-
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> SimWork:
-        """Gather several tensors as one call."""
-        pairs = zip(outputs, inputs, strict=True)
-        cut = [moves.equal_parts("all_gather", *pair, self.size()) for pair in pairs]
-        return self._all_gather([part for parts in cut for part in parts], inputs)
-
-    def gather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> SimWork:
-        """Give the root everybody's tensor."""
-        root = int(opts.rootRank) if opts else 0
-        check_contiguous("gather", inputs)
-        if self._me == root:
-            check_one_per_rank("gather", outputs[0], self.size(), inputs[0])
-        return self._meet(
-            Call(
-                "gather",
-                {"root": root, **moves.alike(inputs)},
-                moves.nbytes(inputs) * self.size(),
-                inputs,
-                outputs[0] if self._me == root else (),
-                partial(moves.gather, root),
-                root,
-            )
-        )
-
-    def scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> SimWork:
-        """Give every rank one of the root's tensors."""
-        root = int(opts.rootRank) if opts else 0
-        check_contiguous("scatter", [*outputs, *(inputs[0] if self._me == root else ())])
-        if self._me == root:
-            check_one_per_rank("scatter", inputs[0], self.size(), outputs[0])
-        return self._meet(
-            Call(
-                "scatter",
-                {"root": root, **moves.alike(outputs)},
-                moves.nbytes(outputs) * self.size(),
-                inputs[0] if self._me == root else (),
-                outputs,
-                partial(moves.scatter, root),
-                root,
-            )
-        )
-
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> SimWork:
-        """Reduce everybody's k-th tensor to rank k."""
-        check_one_per_rank("reduce_scatter", inputs[0], self.size(), outputs[0])
-        return self._reduce_scatter(outputs, inputs[0], moves.op_of(opts))
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimWork:
-        """Reduce everybody's k-th part to rank k."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> SimWork:
-        """Reduce-scatter several tensors as one call."""
-        pairs = zip(inputs, outputs, strict=True)
-        cut = [moves.equal_parts("reduce_scatter", *pair, self.size()) for pair in pairs]
-        parts = [part for parts in cut for part in parts]
-        return self._reduce_scatter(outputs, parts, moves.op_of(opts))
-
-    def _reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any
-    ) -> SimWork:
-        check_reduction(op, outputs)
-        check_contiguous("reduce_scatter", [*outputs, *inputs])
-        return self._meet(
-            Call(
-                "reduce_scatter",
-                {"op": op_name(op), **moves.alike(outputs)},
-                moves.nbytes(outputs) * self.size(),
-                inputs,
-                outputs,
-                partial(moves.reduce_scatter, op),
-            )
-        )
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimWork:
-        """Send the k-th input to rank k, receive into the k-th output from rank k."""
-        return self._all_to_all(outputs, inputs, outputs)
-
-    def _all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> SimWork:
-        check_contiguous("all_to_all", [*inputs, *outputs])
-        if not len(inputs) == len(outputs) == self.size():
-            raise ValueError(
-                f"all_to_all over {self.size()} ranks needs as many input and output tensors, got "
-                f"{len(inputs)} and {len(outputs)}"
-            )
-        return self._meet(
-            Call(
-                "all_to_all",
-                {"dtype": inputs[0].dtype if inputs else None},
-                moves.nbytes(inputs),
-                inputs,
-                outputs,
-                moves.all_to_all,
-            ),
-            results,
-        )
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Splits = None,
-        input_splits: Splits = None,
-        opts: Any = None,
-    ) -> SimWork:
-        """Do ``alltoall`` on the parts of two tensors, equal parts unless sizes are given."""
-        check_contiguous("all_to_all_single", [output, input])
-        return self._all_to_all(
-            moves.parts(output, output_splits, self.size()),
-            moves.parts(input, input_splits, self.size()),
-            [output],
-        )
-
-    def barrier(self, opts: Any = None) -> SimWork:
-        """Wait for all ranks."""
-        return self._meet(Call("barrier", {}, 0, (), (), moves.nothing))
-
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; if one never comes, the deadlock report names it."""
-        self.barrier().wait()
-
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
-    # What torch asks of a group besides
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Calls are single ones here; a coalesced block is the sequence of its calls."""
-
-    def _end_coalescing(self, device: torch.device) -> SimWork | None:
-        return None
-
-    def abort(self) -> None:
-        """Nothing to end: a simulated group holds no connection."""
-
-    def shutdown(self) -> None:
-        """Nothing to end: a simulated group holds no connection."""
+        return SimWork(meeting.arrive(call), results)

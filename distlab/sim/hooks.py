@@ -7,6 +7,7 @@ tracker of the thread that runs into them, and go when the last tracker leaves.
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch import Tensor, UntypedStorage
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -55,7 +56,7 @@ def start_serving(tracker: "MemoryTracker") -> None:
 
     Raises: RuntimeError: the thread has a tracker.
     """
-    if _tracker() is not None:
+    if this_tracker() is not None:
         raise RuntimeError("this thread's memory is tracked already: one tracker for each thread")
     _HOOKS.enter()
     _thread.tracker = tracker
@@ -67,7 +68,8 @@ def stop_serving() -> None:
     _HOOKS.leave()
 
 
-def _tracker() -> "MemoryTracker | None":
+def this_tracker() -> "MemoryTracker | None":
+    """Return the memory tracker of this thread; None without a device."""
     tracker: MemoryTracker | None = getattr(_thread, "tracker", None)
     return tracker
 
@@ -93,31 +95,43 @@ _HOOKS = SharedInstallation(_install_hooks)
 
 
 def _on_registration(module: object, name: str, parameter: Tensor | None) -> None:
-    if (tracker := _tracker()) and parameter is not None:
+    if (tracker := this_tracker()) and parameter is not None:
         tracker.meet(parameter)
 
 
 def on_gradient(parameter: Tensor) -> None:
     """Serve as post-accumulate hook of a parameter."""
-    if (tracker := _tracker()) and parameter.grad is not None:
+    if (tracker := this_tracker()) and parameter.grad is not None:
         tracker.reclassify(parameter.grad, "gradients")
 
 
 def _before_step(optimizer: Optimizer, *arguments: object) -> None:
-    if tracker := _tracker():
+    if tracker := this_tracker():
+        _thread.optimizer = ref(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 tracker.meet(parameter)
 
 
 def _after_step(optimizer: Optimizer, *arguments: object) -> None:
-    if tracker := _tracker():
-        for leaf in tree_leaves(list(optimizer.state.values())):
-            if isinstance(leaf, Tensor):
-                tracker.reclassify(leaf, "optimizer_state")
+    if tracker := this_tracker():
+        _classify_state(tracker, optimizer)
+
+
+def recognise_optimizer_state() -> None:
+    """Tell this thread's tracker what the optimizer that steps, or did last, has made so far."""
+    tracker, optimizer = this_tracker(), getattr(_thread, "optimizer", lambda: None)()
+    if tracker and optimizer is not None:
+        _classify_state(tracker, optimizer)
+
+
+def _classify_state(tracker: "MemoryTracker", optimizer: Optimizer) -> None:
+    for leaf in tree_leaves(list(optimizer.state.values())):
+        if isinstance(leaf, Tensor):
+            tracker.reclassify(leaf, "optimizer_state")
 
 
 def _resize(storage: UntypedStorage, nbytes: int) -> Any:
-    if tracker := _tracker():
+    if tracker := this_tracker():
         tracker.resize(storage, nbytes)
     return _plain_resize(storage, nbytes)

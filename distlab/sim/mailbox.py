@@ -7,14 +7,15 @@ eager (small, buffered)     send is done ───── α + nβ ─▶ arrived
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Iterator, Sequence
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from distlab.sim.errors import Mismatch
-from distlab.sim.pending import Pending, describe
+from distlab.process_group.call import describe
+from distlab.sim.pending import Pending
+from distlab.sim.report import mismatch, rank_names
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation
@@ -30,7 +31,7 @@ class Message(Pending):
     """
 
     __slots__ = (
-        *("arrived_s", "is_eager", "number", "partner"),
+        *("arrived_s", "is_eager", "kind", "number", "partner"),
         *("payload", "peer", "source", "tag", "tensor"),
     )
 
@@ -45,6 +46,7 @@ class Message(Pending):
         tag: int,
     ) -> None:
         super().__init__(world, name, group, tensor.numel() * tensor.itemsize)
+        self.kind = name
         self.tensor = tensor
         self.peer = peer
         self.number = -1
@@ -62,11 +64,13 @@ class Message(Pending):
         return (self.peer,)
 
     def text(self) -> str:
-        """Write ``recv from rank 2, (4,) float32``."""
+        """Write ``recv from rank 2, (4,) float32``; the tag and the group if not the usual ones."""
         toward = "to" if self.name == "send" else "from"
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         tag = f", tag {self.tag}" if self.tag else ""
-        return f"{self.name} {toward} {peer}, {describe(self.tensor)}{tag}"
+        is_usual = len(self.group) == self.world.num_ranks
+        group = "" if is_usual else f", on the group of {rank_names(self.group)}"
+        return f"{self.name} {toward} {peer}, {describe(self.tensor)}{tag}{group}"
 
 
 class Mailbox:
@@ -76,6 +80,7 @@ class Mailbox:
         self._world = world
         self._sends: dict[Address, deque[Message]] = defaultdict(deque)
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
+        self._has_any_source = False  # whether there ever was such a recv
         self._numbers = count()
 
     def send(self, send: Message, group: object) -> None:
@@ -88,13 +93,12 @@ class Mailbox:
         send.number = next(self._numbers)
         if send.is_eager or world.is_strict:
             send.payload = world.copied(send.tensor)
-        queues = (
-            self._recvs.get((group, send.rank, send.peer, send.tag)),
-            self._recvs.get((group, ANY_SOURCE, send.peer, send.tag)),
-        )
-        recv = _first(*queues)
+        address = (group, send.rank, send.peer, send.tag)
+        recv = _first(self._recvs.get(address))
+        if recv is None and self._has_any_source:
+            recv = _first(self._recvs.get((group, ANY_SOURCE, send.peer, send.tag)))
         if recv is None:
-            self._sends[(group, send.rank, send.peer, send.tag)].append(send)
+            self._sends[address].append(send)
         else:
             self._pair(send, recv, send)
         if send.is_eager or recv:
@@ -108,18 +112,24 @@ class Mailbox:
         Raises:
             Mismatch: the send that waits for it has another size or dtype.
         """
+        address = (group, recv.peer, recv.rank, recv.tag)
         if recv.peer == ANY_SOURCE:
+            self._has_any_source = True
             send = _first(self._earliest_to(group, recv.rank, recv.tag))
         else:
-            send = _first(self._sends.get((group, recv.peer, recv.rank, recv.tag)))
+            send = _first(self._sends.get(address))
         if send is None:
-            self._recvs[(group, recv.peer, recv.rank, recv.tag)].append(recv)
+            self._recvs[address].append(recv)
             return
         self._pair(send, recv, recv)
         if not send.is_eager:
             self._travel(send)
         elif send.arrived_s is not None:
             self._deliver(send, recv, recv.posted_s)
+
+    def unmatched(self) -> Iterator[Message]:
+        """Yield what was posted and has not met its other side."""
+        return chain.from_iterable((*self._sends.values(), *self._recvs.values()))
 
     def _earliest_to(self, group: object, dst: int, tag: int) -> deque[Message] | None:
         queues = [
@@ -133,11 +143,12 @@ class Mailbox:
         mine, theirs = send.tensor, recv.tensor
         if mine.numel() != theirs.numel() or mine.dtype != theirs.dtype:
             earlier = recv if later is send else send
-            raise Mismatch(
-                f"rank {later.rank} {later.text()} at {later.where()},\n"
-                f"but rank {earlier.rank} {earlier.text()} at {earlier.where()}: "
-                "a send and its recv need the same number of elements and the same dtype",
-                (later.rank, earlier.rank),
+            raise mismatch(
+                "shape or dtype mismatch",
+                f"rank {send.rank} sends {describe(mine)}, and rank {recv.rank} receives "
+                f"{describe(theirs)}",
+                [earlier.row(), later.row()],
+                "A send and its recv need the same number of elements and the same dtype.",
             )
         send.partner, recv.partner = recv, send
         recv.peer, recv.number = send.rank, send.number
@@ -145,7 +156,9 @@ class Mailbox:
     def _travel(self, send: Message) -> None:
         world = self._world
         world.trace.carried(send.rank, send.peer, send.num_bytes, 1)
-        start_s = world.scheduler.current.clock_s + world.faults.delay_s(send.rank, send.peer)
+        start_s = world.scheduler.current.clock_s
+        if world.faults.delays_s:
+            start_s += world.faults.delay_s(send.rank, send.peer)
         world.traffic.start(
             send.rank, send.peer, send.num_bytes, start_s, lambda at_s: self._arrive(send, at_s)
         )
@@ -168,8 +181,5 @@ class Mailbox:
             send.finish(at_s)
 
 
-def _first(*queues: deque[Message] | None) -> Message | None:
-    for queue in queues:
-        if queue:
-            return queue.popleft()
-    return None
+def _first(queue: deque[Message] | None) -> Message | None:
+    return queue.popleft() if queue else None

@@ -5,39 +5,20 @@ What must agree is compared as each rank arrives, so a mismatch is reported at t
 disagrees, before anybody waits for it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from distlab.process_group.call import Call, describe
+from distlab.process_group.moves import MOVES
 from distlab.sim.algorithms import Phase, plan
 from distlab.sim.errors import Mismatch
-from distlab.sim.pending import Pending, describe
+from distlab.sim.pending import Pending
+from distlab.sim.report import mismatch, rank_names
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation
-
-
-@dataclass(frozen=True)
-class Call:
-    """What one rank asks of a collective.
-
-    Attributes:
-        name: "all_reduce", as the cost model knows it.
-        must_agree: what has to be equal on all ranks, by the word a report uses for it.
-        num_bytes: the size that the cost model takes: of the whole buffer, as in the cost formulas.
-        inputs, outputs: this rank's tensors.
-        move: computes every rank's outputs from all ranks' calls, in group order.
-    """
-
-    name: str
-    must_agree: dict[str, object]
-    num_bytes: int
-    inputs: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    move: "Callable[[Sequence[Call]], None]"
-    root: int = 0  # rank inside the group
 
 
 class Attendance(Pending):
@@ -58,11 +39,15 @@ class Attendance(Pending):
         """Return the ranks of the group that have not arrived."""
         return [rank for rank in self.group if rank not in self.meeting.attendances]
 
+    def title(self) -> str:
+        """Write ``all_reduce (call 3 of ranks 0-7)``."""
+        return f"{self.name} (call {self.meeting.number + 1} of {rank_names(self.group)})"
+
     def text(self) -> str:
-        """Write ``all_reduce #3 of ranks 0-7, (4,) float32``."""
+        """Write ``all_reduce (call 3 of ranks 0-7), (4,) float32``."""
         tensors = [*self.call.inputs, *self.call.outputs]
         shapes = f", {describe(tensors[0])}" if tensors else ""
-        return f"{self.name} #{self.meeting.number} of {_span(self.group)}{shapes}"
+        return f"{self.title()}{shapes}"
 
 
 class Meeting:
@@ -126,7 +111,7 @@ class Meeting:
             for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
                 world.check_unchanged(member, tensor, kept)
         with world.unnoticed():
-            members[0].call.move([member.call for member in members])
+            MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors
         for member in members:
             member.finish(at_s)
@@ -135,17 +120,47 @@ class Meeting:
 def _compare(later: Attendance, first: Attendance) -> None:
     """Raise if two ranks' calls cannot be the same collective."""
     if later.name != first.name:
-        reason = "every rank of a group must make the same collective calls in the same order"
-    else:
-        differing = [
-            f"{word} {value} and {first.call.must_agree.get(word)}"
-            for word, value in later.call.must_agree.items()
-            if value != first.call.must_agree.get(word)
-        ]
-        if not differing:
-            return
-        reason = f"they differ in {', '.join(differing)}"
-    raise _mismatch(later, first, reason)
+        raise mismatch(
+            "operation mismatch",
+            f"{first.name} on rank {first.rank}, but {later.name} on rank {later.rank}",
+            [first.row(), later.row()],
+            "Every rank of a group must make the same collective calls in the same order.",
+        )
+    if later.call.must_agree != first.call.must_agree or _device(later) != _device(first):
+        raise _disagreement(later, first)
+
+
+def _device(attendance: Attendance) -> str:
+    """Write ``cpu``, or ``meta``: tensors without data meet only their like."""
+    call = attendance.call
+    return " and ".join(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
+
+
+def _must_agree(attendance: Attendance) -> dict[str, object]:
+    return {**attendance.call.must_agree, "device": _device(attendance)}
+
+
+def _disagreement(later: Attendance, first: Attendance) -> Mismatch:
+    """Say what of the same collective is not the same: op, root, size, dtype or device."""
+    others = _must_agree(first)
+    words = [word for word, value in _must_agree(later).items() if value != others.get(word)]
+    is_shape = {"size", "dtype", "device"}.issuperset(words)
+    return mismatch(
+        "shape or dtype mismatch" if is_shape else "operation mismatch",
+        f"{first.name} with {_details(first, words)} on rank {first.rank}, "
+        f"but with {_details(later, words)} on rank {later.rank}",
+        [first.row(), later.row()],
+        f"In one collective call all ranks must give the same {' and '.join(words)}.",
+    )
+
+
+def _details(attendance: Attendance, words: Iterable[str]) -> str:
+    """Write ``size 4 and dtype float32``; a root by its global number."""
+    values = _must_agree(attendance)
+    if "root" in values:
+        values["root"] = attendance.group[attendance.call.root]
+    texts = (f"{word} {str(values.get(word)).removeprefix('torch.')}" for word in words)
+    return " and ".join(texts)
 
 
 def _compare_parts(members: Sequence[Attendance]) -> None:
@@ -154,19 +169,11 @@ def _compare_parts(members: Sequence[Attendance]) -> None:
         for k, receiver in enumerate(members):
             sent, expected = sender.call.inputs[k].numel(), receiver.call.outputs[i].numel()
             if sent != expected:
-                reason = f"the one sends {sent} elements to the other, which expects {expected}"
-                raise _mismatch(sender, receiver, reason)
-
-
-def _mismatch(one: Attendance, other: Attendance, reason: str) -> Mismatch:
-    return Mismatch(
-        f"rank {one.rank} {one.text()} at {one.where()},\n"
-        f"but rank {other.rank} {other.text()} at {other.where()}: {reason}",
-        (one.rank, other.rank),
-    )
-
-
-def _span(group: tuple[int, ...]) -> str:
-    if len(group) > 2 and group == tuple(range(group[0], group[-1] + 1)):
-        return f"ranks {group[0]}-{group[-1]}"
-    return "ranks " + ", ".join(map(str, group))
+                raise mismatch(
+                    "shape or dtype mismatch",
+                    f"in all_to_all rank {sender.rank} sends {sent} elements to rank "
+                    f"{receiver.rank}, which expects {expected}",
+                    [sender.row(), receiver.row()],
+                    "The sender's input split for a rank is that rank's output split for the "
+                    "sender.",
+                )

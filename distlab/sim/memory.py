@@ -36,6 +36,7 @@ _REMEDIES = {
     "activations": "use smaller micro-batches, or checkpoint activations",
     "other": "free buffers and temporaries earlier",
 }
+_PLAIN = (Tensor, Parameter)
 
 
 class OutOfMemory(RuntimeError):
@@ -96,7 +97,8 @@ class MemoryTracker:
     def reclassify(self, tensor: Tensor, category: Category) -> None:
         """Say what a tensor is for, such as a hand-made momentum; it must be this rank's."""
         for storage in _storages(tensor):
-            if block := self._account.find(storage):
+            block = self._account.find(storage)
+            if block and block.category != category:
                 self._account.move(block, category)
 
     def _update(self) -> Account:
@@ -115,7 +117,7 @@ class MemoryTracker:
         Raises: OutOfMemory: its results do not fit; they stay out of the account.
         """
         self._account.forget_dead()
-        inputs = tensors_in(args)
+        inputs = tensors_in(args[:1] if op.is_view else args)
         is_differentiable = self._classify_inputs(inputs)
         if op.creates:
             if fresh := self._fresh(tensors_in(out), inputs if op.may_alias else ()):
@@ -193,6 +195,7 @@ class MemoryTracker:
     def _require(self, nbytes: int, op_name: str) -> None:
         capacity = self.capacity_bytes
         if capacity is not None and self._account.live_bytes + nbytes > capacity:
+            hooks.recognise_optimizer_state()  # that of a first step is not known yet
             raise OutOfMemory(_explain(self._update(), nbytes, capacity, op_name))
 
 
@@ -203,7 +206,7 @@ def _is_buffer(op: Operation, inputs: list[Tensor]) -> bool:
 
 def _storages(value: object) -> list[UntypedStorage]:
     """Return the storages of a tensor; a DTensor has that of its local part, a sparse one none."""
-    if is_traceable_wrapper_subclass(value):
+    if type(value) not in _PLAIN and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         return [storage for name in names for storage in _storages(getattr(value, name))]
     if isinstance(value, Tensor) and value.layout is torch.strided:
@@ -223,7 +226,8 @@ def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
             *(
                 f"  {block.category:16}{_size(block.nbytes):>12}  {tuple(block.shape)} "
                 + str(block.dtype).removeprefix("torch.")
-                for block in account.largest(5)
+                + (f", {count} of them" if count > 1 else "")
+                for block, count in account.largest(5)
             ),
             f"what may help: {_REMEDIES[held[0][0]]}",
         ]

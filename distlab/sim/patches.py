@@ -1,8 +1,8 @@
 """What is changed in torch and Python while a simulated world runs, and put back afterwards.
 
 torch keeps one table of process groups per process and offers no public way to have one per
-rank; these are the places it has for its own tests with threads. They are private, so every torch
-version is tested (pyproject.toml says which).
+rank; these are the places it has for its own tests with threads. They are private, so another
+torch version has to be tested first (constraints.txt says which one was).
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import random
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +22,13 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # in a rank, its defaults would become that rank's group
 
 from distlab.sim.errors import SimulationError
+from distlab.sim.meta_handle import MetaHandle
 from distlab.sim.state import (
     NUMPY_FUNCTIONS,
     PYTHON_FUNCTIONS,
     RankVariables,
     RankWorld,
+    set_warning_state,
     warning_state,
 )
 
@@ -60,8 +61,14 @@ def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
         _patch_clocks(undo, simulation)
         _patch_generators(undo, simulation)
         _patch_environment(undo, simulation)
-        undo.callback(vars(warnings).update, warning_state())
+        torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
+        undo.callback(delattr, torch, "meta")
+        undo.callback(set_warning_state, warning_state())
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        undo.callback(torch.use_deterministic_algorithms, is_deterministic)
+        undo.callback(setattr, sys, "stdout", sys.stdout)  # ranks that redirect it interleave
+        undo.callback(setattr, sys, "stderr", sys.stderr)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # else each rank's thread gets a pool of its own
         yield
@@ -136,6 +143,11 @@ def _patch_insides(undo: contextlib.ExitStack, simulation: "Simulation") -> None
         settings.update(backend_options=None, device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
+    def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
+        if not tensors[0].is_meta:  # DDP compares shapes as the numbers in a tensor
+            verify(group, tensors, *rest)
+
+    verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
     _replace(undo, c10d, "rendezvous", rendezvous)
     _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
     undo.callback(setattr, sys, "excepthook", sys.excepthook)
@@ -171,7 +183,7 @@ def _virtual(
     def clock() -> float:
         if not simulation.is_in_rank():
             return real()
-        now_s = simulation.scheduler.current.clock_s
+        now_s = simulation.read_clock()
         return round(now_s * per_second) if per_second else now_s
 
     return clock

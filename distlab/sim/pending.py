@@ -3,10 +3,13 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+from distlab import process_group
+from distlab.sim.report import Row, place
 
 if TYPE_CHECKING:
     from distlab.sim.scheduler import Rank
@@ -14,13 +17,16 @@ if TYPE_CHECKING:
 
 Site = tuple[str, int, str]  # file, line, function
 
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
+_SKIPPED = (
+    *(str(Path(file).parent) for file in (torch.__file__, process_group.__file__, __file__)),
+    "<frozen",
+)
 _is_skipped: dict[str, bool] = {}
 
 
-def call_site() -> Site:
-    """Find the innermost frame that is neither torch's nor the simulator's."""
-    frame = sys._getframe(4)  # above: this function, two constructors, the group's method
+def call_site(within: FrameType | None = None) -> Site:
+    """Find the innermost frame, from ``within`` on, that is neither torch's nor ours."""
+    frame = within or sys._getframe(4)  # above: this, two constructors, the group's method
     while True:
         file = frame.f_code.co_filename
         skip = _is_skipped.get(file)
@@ -29,11 +35,6 @@ def call_site() -> Site:
         if not skip or frame.f_back is None:
             return file, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
-
-
-def describe(tensor: Tensor) -> str:
-    """Write ``(4, 3) float32``."""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class Pending:
@@ -53,6 +54,9 @@ class Pending:
         *("done_s", "group", "is_done", "name", "num_bytes"),
         *("posted_s", "rank", "site", "waiter", "world"),
     )
+    kind = "collective"  # or "send", "recv", "store"
+    peer = -1  # global rank of the other side, of a message
+    number = -1  # of the message
 
     def __init__(
         self, world: "Simulation", name: str, group: tuple[int, ...], num_bytes: int
@@ -81,7 +85,8 @@ class Pending:
         """Block the running rank until it is done; its clock is then not before that."""
         rank = self.world.scheduler.current
         start_s = rank.clock_s
-        self.block()
+        if not self.is_done:
+            self.block()
         if self.done_s > rank.clock_s:
             rank.clock_s = self.done_s
         if rank.clock_s > start_s:
@@ -98,11 +103,18 @@ class Pending:
         """Global ranks that have yet to do their part."""
         raise NotImplementedError
 
+    def title(self) -> str:
+        """Write which call it is, for a sentence: ``recv``."""
+        return self.name
+
     def text(self) -> str:
-        """What was called, for a report: ``recv from rank 2, (4,) float32``."""
+        """Write what was called, for a report: ``recv from rank 2, (4,) float32``."""
         raise NotImplementedError
 
     def where(self) -> str:
         """Write ``ring.py:41 in exchange``."""
-        file, line, function = self.site
-        return f"{Path(file).name}:{line} in {function}"
+        return place(self.site)
+
+    def row(self) -> Row:
+        """Return its line of a report."""
+        return Row((self.rank,), self.text(), self.where())

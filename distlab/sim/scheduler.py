@@ -16,9 +16,10 @@ import heapq
 import threading
 from collections.abc import Callable
 from itertools import count
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 NEVER = float("inf")
+MAX_UNWOUND = 100
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for 1,024 ranks
 
 
@@ -48,6 +49,9 @@ class Rank:
         self.clock_s = 0.0
         self.has_ended = False
         self.is_killed = False
+        self.num_clock_reads = 0  # since its last communication call
+        self.num_unwound = 0  # how often it was told to end
+        self.is_parked = False
         self.waits_in: object = None  # the operation that blocks it
         self.baton = threading.Lock()
         self.baton.acquire()
@@ -87,8 +91,9 @@ class Scheduler:
         self.current = self.ranks[first]
         self.current.baton.release()
         self._all_ended.acquire()
-        for thread in threads:
-            thread.join()
+        for rank, thread in zip(self.ranks, threads, strict=True):
+            if not rank.is_parked:
+                thread.join()
         if self.failure:
             raise self.failure
 
@@ -125,17 +130,20 @@ class Scheduler:
     def act(self) -> None:
         """Wait until the running rank is the earliest of all, so that it may be noticed."""
         rank = self.current
-        while rank.clock_s > self.now_s:
+        while rank.clock_s > self.now_s and not rank.is_killed:
             if not self._someone_is_earlier(rank):
                 self.now_s = rank.clock_s
-                return
+                break
             heapq.heappush(self._ready, (rank.clock_s, rank.number))
             self._yield(rank)
-        self._check_alive(rank)
+        if self.is_stopping or rank.is_killed:
+            self._unwind()
 
     def block(self, operation: object) -> None:
         """Wait until ``ready`` is called for the running rank."""
         rank = self.current
+        if self.is_stopping or rank.is_killed:
+            self._unwind()
         rank.waits_in = operation
         self._yield(rank)
 
@@ -154,14 +162,18 @@ class Scheduler:
 
     def kill(self, rank: Rank) -> None:
         """Let a rank end where it stands, without a word to the others."""
-        rank.is_killed = True
-        self.ready(rank, self.now_s)
+        if not rank.has_ended:
+            rank.is_killed = True
+            self.ready(rank, self.now_s)
 
     def stop(self, failure: BaseException) -> None:
         """End the world: every other rank is unwound where it stands."""
         self.failure = self.failure or failure
         if not self.is_stopping:
             self.is_stopping = True
+            self.now_s = NEVER  # nobody has to wait any more
+            for rank in self.ranks:
+                rank.waits_in = None
             self._ready = [(0.0, rank.number) for rank in self.ranks if not rank.has_ended]
 
     # Handing over
@@ -177,19 +189,25 @@ class Scheduler:
         return timer_s if timer_s < source_s else source_s
 
     def _yield(self, rank: Rank) -> None:
-        if self.is_stopping:
-            raise Stopped
         next_rank = self._next()
         if next_rank is not None and next_rank is not rank:
             self._switch(rank, next_rank)
             rank.baton.acquire()
-        self._check_alive(rank)
+        if self.is_stopping or rank.is_killed:
+            self._unwind()
 
-    def _check_alive(self, rank: Rank) -> None:
-        if self.is_stopping:
-            raise Stopped
-        if rank.is_killed:
-            raise Killed
+    def _unwind(self) -> NoReturn:
+        self.current.num_unwound += 1
+        if self.current.num_unwound > MAX_UNWOUND:
+            self._park(self.current)
+        raise Stopped if self.is_stopping else Killed
+
+    def _park(self, rank: Rank) -> NoReturn:
+        """Let a rank that catches everything, and calls again and again, never run any more."""
+        rank.has_ended = rank.is_parked = True
+        self._hand_over(rank)
+        while True:
+            rank.baton.acquire()
 
     def _hand_over(self, rank: Rank) -> None:
         """Pass the baton on for good."""
@@ -220,13 +238,20 @@ class Scheduler:
                 self._stop_deadlock()
 
     def _run_events(self, now_s: float) -> None:
+        """Do what happens now; what it raises ends the world, and is not the waiting rank's."""
         self.now_s = now_s
-        while self._timers and self._timers[0][0] <= now_s:
-            heapq.heappop(self._timers)[2]()
-        if self.source and self.source.next_event_s() <= now_s:
-            self.source.run_events(now_s)
+        try:
+            while self._timers and self._timers[0][0] <= now_s:
+                heapq.heappop(self._timers)[2]()
+            if self.source and self.source.next_event_s() <= now_s:
+                self.source.run_events(now_s)
+        except BaseException as error:
+            self.stop(error)
 
     def _stop_deadlock(self) -> None:
         if self._on_deadlock is None:
             raise RuntimeError("the scheduler is not running")
-        self.stop(self._on_deadlock())
+        try:
+            self.stop(self._on_deadlock())
+        except Exception as error:  # else nobody would hand over the baton
+            self.stop(error)

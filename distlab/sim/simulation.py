@@ -2,36 +2,41 @@
 
 import contextlib
 import threading
-import traceback
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distlab.sim import deadlock, patches
+from distlab.sim import host, patches
+from distlab.sim.algorithms import ALGORITHMS
 from distlab.sim.cluster import Cluster
 from distlab.sim.device import Device
-from distlab.sim.errors import Mismatch, RankError, SimulationError
+from distlab.sim.ending import first_error, rank_error, standstill_error
+from distlab.sim.errors import SimulationError
 from distlab.sim.faults import Faults
 from distlab.sim.group import SimGroup
 from distlab.sim.mailbox import Mailbox
 from distlab.sim.meetings import Meeting
 from distlab.sim.pending import Pending
+from distlab.sim.report import mismatch, shorten, table
+from distlab.sim.roster import Roster
 from distlab.sim.scheduler import Rank, Scheduler
 from distlab.sim.state import RankState, RankWorld
 from distlab.sim.store import SimStore
 from distlab.sim.trace import Trace
 from distlab.sim.traffic import Traffic
+from distlab.sim.work import POLL_S
 
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
-_PACKAGE = str(Path(__file__).parent)
+MAX_LEFTOVERS = 12
+FREE_CLOCK_READS = 100  # between two communication calls
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,12 @@ class Options:
     capacity_bytes: int | None = None
     faults: Faults = field(default_factory=Faults)
 
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"there is no algorithm {self.algorithm!r}; valid: {', '.join(ALGORITHMS)}"
+            )
+
 
 @dataclass(frozen=True)
 class Simulated(Generic[T]):
@@ -67,6 +78,7 @@ class Simulated(Generic[T]):
     seconds: float  # of virtual time, until the last rank had ended
     cluster: Cluster
     options: Options
+    flops: list[int]  # by rank; 0 without a GPU
 
 
 class Simulation:
@@ -94,10 +106,13 @@ class Simulation:
         self.mailbox = Mailbox(self)
         self.store = SimStore(self)
         self._meetings: dict[tuple[object, int], Meeting] = {}
+        self._roster = Roster()
+        self._joins = [0] * num_ranks  # how often each rank has made its default group
         self._everyone = tuple(range(num_ranks))
         self._global_ranks = {rank: rank for rank in self._everyone}
         self._computed_until = [0.0] * num_ranks
-        self._jitter = [options.faults.jitter(rank) for rank in self._everyone]
+        has_jitter = options.faults.jitter_s > 0
+        self._jitter = [options.faults.jitter(r) for r in self._everyone] if has_jitter else []
         self._devices = self._make_devices(options)
 
     def run(self, fn: Callable[..., T], args: tuple[object, ...], *, joined: bool) -> Simulated[T]:
@@ -114,19 +129,62 @@ class Simulation:
 
         for rank, at_s in self.faults.kill_ranks.items():
             self.scheduler.at(at_s, partial(self.scheduler.kill, self.scheduler.ranks[rank]))
-        with patches.installed(self, self._tables):
+        with patches.installed(self, self._tables), host.prepared(), self._deadly_steps():
             self._states[0].bring_out(self._tables)
-            self.scheduler.run(body, self._explain_deadlock)
+            self.scheduler.run(body, self._standstill_error)
+        self._note_leftovers()
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
-        return Simulated(results, self.trace, end_s, self.cluster, self.options)
+        self.trace.network_s = max(end_s, self.scheduler.now_s)
+        flops = [device.flops for device in self._devices] or [0] * self.num_ranks
+        return Simulated(results, self.trace, end_s, self.cluster, self.options, flops)
+
+    @contextlib.contextmanager
+    def _deadly_steps(self) -> Iterator[None]:
+        """Let ranks die as they begin the optimizer step that the faults name."""
+        begun = [0] * self.num_ranks
+
+        def begin_step(*_: object) -> None:
+            if not self.is_in_rank():
+                return
+            rank = self.scheduler.current
+            begun[rank.number] += 1
+            if begun[rank.number] == self.faults.kill_at_steps.get(rank.number):
+                self.trace.killed_in_step_s[rank.number] = rank.clock_s
+                self.scheduler.kill(rank)
+                self.scheduler.act()
+
+        hook = register_optimizer_step_pre_hook(begin_step)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _note_leftovers(self) -> None:
+        """List what was posted and has met nobody: no rank waited for it, or it would hang.
+
+        Raises:
+            Mismatch: in strict mode, if there is any.
+        """
+        rows = [message.row() for message in self.mailbox.unmatched()]
+        for meeting in self._meetings.values():
+            rows += [attendance.row() for attendance in meeting.attendances.values()]
+        if rows and self.is_strict:
+            count = "an operation was" if len(rows) == 1 else f"{len(rows)} operations were"
+            raise mismatch(
+                "never met",
+                f"{count} posted, and met nobody until the end",
+                shorten(rows, MAX_LEFTOVERS),
+                "Every send needs its recv, every collective all ranks, every request its wait.",
+            )
+        self.trace.leftovers = table(shorten(rows, MAX_LEFTOVERS))
 
     def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
         try:
             return fn(*args)
-        except SimulationError:
-            raise
+        except SimulationError as error:
+            raise first_error(error, self.scheduler.ranks, self._threads()) from None
         except (Exception, SystemExit) as error:
-            raise _rank_error(rank.number, self.num_ranks, error) from error
+            raise rank_error(rank.number, self.num_ranks, error) from error
 
     def _make_devices(self, options: Options) -> list[Device]:
         """Give every rank a device, if computation and memory are to be accounted for."""
@@ -162,7 +220,8 @@ class Simulation:
     def join(self) -> None:
         """Make the default process group of the running rank."""
         number = self.scheduler.current.number
-        group = SimGroup(self, self._everyone, number, "0")
+        self._joins[number] += 1
+        group = SimGroup(self, self._everyone, number, (self._joins[number], "0"), "0")
         c10d._register_pg_in_world(
             group,
             backend_name=patches.BACKEND,
@@ -176,10 +235,15 @@ class Simulation:
         tables.update(default_pg=group, group_count=1)
 
     def group(self, ranks: tuple[int, ...], key: object) -> SimGroup:
-        """Make the running rank's view of a new group."""
-        members = ranks or self._everyone
-        me = members.index(self.scheduler.current.number)
-        return SimGroup(self, members, me, key)
+        """Make the running rank's view of a new group.
+
+        Raises:
+            Mismatch: another rank has made a group of other ranks under this key.
+        """
+        members, number = ranks or self._everyone, self.scheduler.current.number
+        place = (self._joins[number], key)  # groups of a world that was left are others
+        self._roster.enter(place, number, members)
+        return SimGroup(self, members, members.index(number), place, str(key))
 
     def meeting(self, key: object, ranks: tuple[int, ...], number: int) -> Meeting:
         """Return the meeting of a group's ``number``-th collective call."""
@@ -197,18 +261,34 @@ class Simulation:
 
     def is_in_rank(self) -> bool:
         """Whether the calling thread is the rank that runs."""
-        return threading.current_thread().name == f"rank {self.scheduler.current.number}"
+        return self._running[1 + self.scheduler.current.number] == threading.get_ident()
 
     # Time
 
     def act(self, name: str) -> None:
         """Before anything others can notice: let everyone who is earlier go first."""
         rank = self.scheduler.current
-        if self.faults.jitter_s:
+        rank.num_clock_reads = 0
+        if self._jitter:
             rank.clock_s += self._jitter[rank.number].random() * self.faults.jitter_s
         if rank.clock_s > self._computed_until[rank.number]:
             self._note_compute(rank, rank.clock_s)
         self.scheduler.act()
+
+    def read_clock(self) -> float:
+        """Return the running rank's time.
+
+        Reading it is free, unless a rank does nothing else: whoever waits for time to pass, as a
+        busy loop or asyncio does, must see it pass. Each hundred reads cost twice as much each as
+        the hundred before.
+        """
+        rank = self.scheduler.current
+        rank.num_clock_reads += 1
+        if rank.num_clock_reads > FREE_CLOCK_READS:
+            doublings = min(rank.num_clock_reads // FREE_CLOCK_READS - 1, 10)
+            rank.clock_s += POLL_S * 2**doublings
+            self.scheduler.act()
+        return rank.clock_s
 
     def compute(self, seconds: float, name: str) -> None:
         """Let the running rank's clock advance."""
@@ -247,39 +327,42 @@ class Simulation:
 
     def copy(self, output: Tensor, value: Tensor) -> None:
         """Write ``value`` to ``output``."""
-        with self.unnoticed():
-            if output.requires_grad or value.requires_grad:  # autograd must not see it
-                output, value = output.detach(), value.detach()
-            output.copy_(value if value.shape == output.shape else value.view(output.shape))
+        if self._devices:
+            with self.unnoticed():
+                _copy(output, value)
+        else:
+            _copy(output, value)
 
     def check_unchanged(self, pending: Pending, tensor: Tensor, before: Tensor) -> None:
         """Raise, in strict mode, if a buffer was written while its operation was under way."""
-        if not torch.equal(tensor.detach(), before):
-            raise Mismatch(
-                f"rank {pending.rank} changed the tensor of {pending.text()} at "
-                f"{pending.where()} before wait() had returned: the network may still read it",
-                (pending.rank,),
-            )
+        if tensor.is_meta or _same_bytes(tensor.detach(), before):
+            return
+        raise mismatch(
+            "buffer changed",
+            f"rank {pending.rank} changed the tensor of its {pending.name} before wait() had "
+            "returned",
+            [pending.row()],
+            "Until then the network may still read it.",
+        )
 
     # The end
 
-    def _explain_deadlock(self) -> SimulationError:
-        ranks = self.scheduler.ranks
-        blocked = {r.number: r.waits_in for r in ranks if isinstance(r.waits_in, Pending)}
-        return deadlock.explain(blocked, [r.number for r in ranks if r.has_ended])
+    def _standstill_error(self) -> SimulationError:
+        return standstill_error(self.scheduler.ranks, self._threads(), self.mailbox.unmatched())
+
+    def _threads(self) -> dict[int, int]:
+        return dict(enumerate(self._running[1:]))
 
 
-def _rank_error(rank: int, num_ranks: int, error: BaseException) -> RankError:
-    frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        frames = frames.tb_next
-    headline = "".join(traceback.format_exception_only(error)).strip()
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return RankError(
-        f"rank {rank} of {num_ranks} raised {headline}\n\n{text.rstrip()}",
-        (rank,),
-        type(error).__name__,
-    )
+def _same_bytes(x: Tensor, y: Tensor) -> bool:
+    """Compare bit by bit: a NaN that has not changed is equal to itself."""
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+def _copy(output: Tensor, value: Tensor) -> None:
+    if output.requires_grad or value.requires_grad:  # autograd must not see it
+        output, value = output.detach(), value.detach()
+    output.copy_(value if value.shape == output.shape else value.view(output.shape))
 
 
 def simulate(
@@ -311,6 +394,7 @@ def simulate(
     """
     options = options or Options()
     chosen = choose_cluster(cluster, num_ranks)
+    options.faults.check_ranks(num_ranks)
     for pattern, factor in options.faults.slow_links.items():
         chosen = chosen.slowed(pattern, factor)
     return Simulation(num_ranks, chosen, options, running).run(fn, args, joined=joined)
@@ -329,6 +413,7 @@ def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
         return Cluster.preset(cluster, nodes=-(-num_ranks // one.gpus_per_node))
     if cluster.num_gpus < num_ranks:
         raise ValueError(
-            f"{num_ranks} ranks need as many GPUs, and {cluster.name} has {cluster.num_gpus}"
+            f"{num_ranks} ranks need as many GPUs, and {cluster.name} has {cluster.num_gpus}: take "
+            "more nodes, or fewer ranks"
         )
     return cluster

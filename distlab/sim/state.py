@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
-WARNING_STATE = ("filters", "showwarning", "_showwarnmsg_impl")
+_warnings: Any = warnings  # whose inner names the stubs do not know
 
 
 class RankWorld:
@@ -42,9 +42,17 @@ def new_tables() -> dict[str, Any]:
     }
 
 
-def warning_state() -> dict[str, Any]:
+WarningState = tuple[Any, Any, Any]
+
+
+def warning_state() -> WarningState:
     """Return what ``warnings.catch_warnings`` changes."""
-    return {name: vars(warnings)[name] for name in WARNING_STATE}
+    return _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
+
+
+def set_warning_state(state: WarningState) -> None:
+    """Put back what ``warning_state`` has returned."""
+    _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = state
 
 
 class RankState:
@@ -64,7 +72,7 @@ class RankState:
             name.encode(): str(value).encode()
             for name, value in zip(VARIABLES, (rank, local, node, rank), strict=True)
         }
-        self.warnings = {**warning_state(), "filters": [*warnings.filters]}
+        self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -86,7 +94,7 @@ class RankState:
         """Make this rank's state the process's."""
         world.__dict__ = self.tables
         torch.default_generator.set_state(self.torch_rng)
-        vars(warnings).update(self.warnings)
+        set_warning_state(self.warnings)
 
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:
@@ -99,7 +107,7 @@ def _owner(function: object) -> object:
 
 
 PYTHON_FUNCTIONS = functions_of(random, random._inst)
-NUMPY_FUNCTIONS = functions_of(np.random, np.random.mtrand._rand)
+NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # a plain function
 
 
 class RankVariables(dict[bytes, bytes]):

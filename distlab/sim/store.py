@@ -17,6 +17,7 @@ class KeyWait(Pending):
     """A rank that waits for keys which nobody has set yet."""
 
     __slots__ = ("keys",)
+    kind = "store"
 
     def __init__(self, world: "Simulation", keys: Sequence[str]) -> None:
         super().__init__(world, "store.wait", tuple(range(world.num_ranks)), 0)
@@ -27,8 +28,8 @@ class KeyWait(Pending):
         return [rank for rank in self.group if rank != self.rank]
 
     def text(self) -> str:
-        """Write which keys it waits for."""
-        return f"store.wait for {', '.join(self.keys)}"
+        """Write ``store.wait for 'ready'``."""
+        return f"store.wait for {', '.join(map(repr, self.keys))}"
 
 
 class SimStore(Store):

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from distlab.sim.simulation import Simulated
+from distlab.words import counted
 
 LISTED = 16  # ranks that get a line each; of more, the spread and the slowest ones
 SLOWEST = 3
@@ -106,8 +107,11 @@ def settings(simulated: Simulated[Any]) -> list[str]:
         lines.append(f"built-in collectives: {options.algorithm}")
     if options.eager_bytes >= 0:
         lines.append(f"sends of up to {bytes_text(options.eager_bytes)} are buffered")
+    if options.capacity_bytes is not None:
+        lines.append(f"each GPU has {bytes_text(options.capacity_bytes)} of memory")
     lines += [f"rank {rank} computes {f:g} times slower" for rank, f in faults.slow_ranks.items()]
     lines += [f"rank {rank} dies at {seconds_text(s)}" for rank, s in faults.kill_ranks.items()]
+    lines += [f"rank {rank} dies in optimizer step {k}" for rank, k in faults.kill_at_steps.items()]
     lines += [
         f"messages from rank {src} to rank {dst} are {seconds_text(s)} late"
         for (src, dst), s in faults.delays_s.items()
@@ -173,7 +177,8 @@ def _size(simulated: Simulated[Any]) -> str:
     cluster = simulated.cluster
     gpu = f" ({cluster.gpu.name})" if cluster.gpu else ""
     return (
-        f"{len(simulated.results)} ranks on {cluster.nodes} x {cluster.gpus_per_node} GPUs{gpu}, "
+        f"{counted(len(simulated.results), 'rank')} on {cluster.nodes} x "
+        f"{cluster.gpus_per_node} GPUs{gpu}, "
         f"{cluster.topology}: {seconds_text(simulated.seconds)}"
     )
 
@@ -186,6 +191,8 @@ def _details(simulated: Simulated[Any]) -> list[str]:
     if named:
         lines.append(f"busiest links: {', '.join(named)} of their capacity")
     trace = simulated.trace
+    if trace.leftovers:
+        lines += ["posted, and never met by another rank:", *trace.leftovers]
     fullest = max(range(len(trace.peak_bytes)), key=trace.peak_bytes.__getitem__)
     if trace.peak_bytes[fullest]:
         held = sorted(trace.peak_by_category[fullest].items(), key=lambda item: -item[1])
@@ -197,7 +204,7 @@ def _details(simulated: Simulated[Any]) -> list[str]:
 def link_use(simulated: Simulated[Any]) -> Iterable[tuple[float, str]]:
     """Yield for every link which share of its capacity was used, and its name."""
     for link, num_bytes in zip(simulated.cluster.links, simulated.trace.bytes_by_link, strict=True):
-        capacity = link.bytes_per_s * simulated.seconds
+        capacity = link.bytes_per_s * simulated.trace.network_s
         yield (num_bytes / capacity if capacity else 0.0), link.name
 
 

@@ -2,10 +2,13 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from distlab.sim.pending import Pending, Site
+
+
+NOWHERE: "Site" = ("", 0, "")
 
 
 class Event(NamedTuple):
@@ -27,7 +30,7 @@ class Event(NamedTuple):
     end_s: float
     num_bytes: int = 0
     peer: int = -1
-    site: "Site" = ("", 0, "")
+    site: "Site" = NOWHERE
     message: int = -1
 
 
@@ -40,7 +43,10 @@ class Trace:
 
     def __init__(self, num_ranks: int, bytes_by_link: list[float]) -> None:
         self.bytes_by_link = bytes_by_link
-        self.events: list[Event] = []
+        self.leftovers: list[str] = []  # what was posted and has met nobody, a line each
+        self.killed_in_step_s: dict[int, float] = {}  # rank -> when
+        self.network_s = 0.0  # when the last bytes had arrived, or the last rank had ended
+        self._rows: list[tuple[Any, ...]] = []  # of Event's fields: plain tuples are made faster
         self.bytes_sent = [0.0] * num_ranks
         self.bytes_received = [0.0] * num_ranks
         self.messages = [0] * num_ranks
@@ -50,6 +56,11 @@ class Trace:
         self.peak_bytes = [0] * num_ranks
         self.peak_by_category: list[dict[str, int]] = [{} for _ in range(num_ranks)]
 
+    @property
+    def events(self) -> list[Event]:
+        """All events, in the order in which they ended."""
+        return list(map(Event._make, self._rows))
+
     def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
         """Count bytes and messages between two ranks, whoever asked for them."""
         self.bytes_sent[src] += num_bytes
@@ -58,39 +69,41 @@ class Trace:
 
     def finished(self, pending: "Pending") -> None:
         """Record an operation that is done."""
-        kind = pending.name if pending.name in ("send", "recv") else "collective"
+        kind = pending.kind
+        if kind == "store":  # what a rank waits for there is recorded by ``waited``
+            return
         if kind == "collective":
             self.collectives[pending.rank] += 1
-        self.events.append(
-            Event(
+        self._rows.append(
+            (
                 pending.rank,
                 kind,
                 pending.name,
                 pending.posted_s,
                 pending.done_s,
                 pending.num_bytes,
-                getattr(pending, "peer", -1),
+                pending.peer,
                 pending.site,
-                getattr(pending, "number", -1),
+                pending.number,
             )
         )
 
     def waited(self, pending: "Pending", start_s: float, end_s: float) -> None:
         """Record that a rank stood still for an operation."""
         self.exposed_s[pending.rank] += end_s - start_s
-        self.events.append(
-            Event(pending.rank, "wait", pending.name, start_s, end_s, site=pending.site)
-        )
+        row = (pending.rank, "wait", pending.name, start_s, end_s, 0, -1, pending.site, -1)
+        self._rows.append(row)
 
     def computed(self, rank: int, start_s: float, end_s: float) -> None:
         """Record computation between two communication calls."""
         self.compute_s[rank] += end_s - start_s
-        self.events.append(Event(rank, "compute", "", start_s, end_s))
+        self._rows.append((rank, "compute", "", start_s, end_s, 0, -1, NOWHERE, -1))
 
     def pairs(self) -> Iterator[tuple[Event, Event]]:
         """Yield every send with its recv, in the order in which the bytes arrived."""
-        sends = {event.message: event for event in self.events if event.kind == "send"}
-        for event in self.events:
+        events = self.events
+        sends = {event.message: event for event in events if event.kind == "send"}
+        for event in events:
             if event.kind == "recv":
                 yield sends[event.message], event
 

@@ -1,10 +1,15 @@
 """Transfers between ranks: latency first, then bytes that share the links of their route."""
 
+import heapq
 from collections.abc import Callable
+from itertools import count
 
 from distlab.sim.cluster import Cluster
 from distlab.sim.network import Flow, Network
 from distlab.sim.scheduler import Scheduler
+
+# When it may begin, its place among those of the same instant, links, bytes, whom to tell.
+Transfer = tuple[float, int, tuple[int, ...], float, Callable[[float], None]]
 
 
 class Traffic:
@@ -17,7 +22,8 @@ class Traffic:
         self.cluster = cluster
         self.network = Network([link.bytes_per_s for link in cluster.links])
         self._scheduler = scheduler
-        self.next_event_s = self.network.next_finish_s
+        self._waiting: list[Transfer] = []  # heap: their latency is not over
+        self._order = count()
         scheduler.source = self
 
     def start(
@@ -36,26 +42,22 @@ class Traffic:
         all their bytes after all their latencies.
         """
         route = self.cluster.route(src, dst)
-        begin_s = now_s + repeat * route.latency_s
-        total_bytes = repeat * num_bytes
-        if begin_s <= self._scheduler.now_s:
-            self._enter(route.links, total_bytes, self._scheduler.now_s, arrived)
-        else:
-            self._scheduler.at(
-                begin_s, lambda: self._enter(route.links, total_bytes, begin_s, arrived)
-            )
+        begin_s = max(now_s + repeat * route.latency_s, self._scheduler.now_s)
+        transfer = (begin_s, next(self._order), route.links, repeat * num_bytes, arrived)
+        heapq.heappush(self._waiting, transfer)
 
-    def _enter(
-        self,
-        links: tuple[int, ...],
-        num_bytes: float,
-        now_s: float,
-        arrived: Callable[[float], None],
-    ) -> None:
-        self.network.start(links, num_bytes, now_s).tag = arrived
+    def next_event_s(self) -> float:
+        """When the latency of the next transfer is over, or its bytes have arrived."""
+        end_s = self.network.next_finish_s()
+        if self._waiting and self._waiting[0][0] < end_s:
+            return self._waiting[0][0]
+        return end_s
 
     def run_events(self, now_s: float) -> None:
-        """Tell everyone whose bytes have arrived."""
+        """Let bytes on their way, and tell everyone whose bytes have arrived."""
+        while self._waiting and self._waiting[0][0] <= now_s:
+            _, _, links, num_bytes, arrived = heapq.heappop(self._waiting)
+            self.network.start(links, num_bytes, now_s).tag = arrived
         for flow in self.network.pop_finished(now_s):
             _arrived(flow)(now_s)
 

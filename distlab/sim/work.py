@@ -16,10 +16,12 @@ POLL_S = 1e-6  # what asking is_completed() costs; for nothing, a polling loop w
 class SimWork(dist.Work):
     """Waits in virtual time. ``tensors`` is what a future of it holds."""
 
+    __slots__ = ("pending", "tensors")
+
     def __init__(self, pending: Pending, tensors: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.pending = pending
-        self.tensors = list(tensors)
+        self.tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done. No timeout: a deadlock is found at once."""
@@ -47,7 +49,7 @@ class SimWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         """Return the tensors that were written."""
-        return self.tensors
+        return list(self.tensors)
 
     def source_rank(self) -> int:
         """Return the rank inside the group that a receive came from."""
@@ -73,5 +75,5 @@ class SimWork(dist.Work):
             rank.clock_s = posted_s
             Variable._execution_engine.queue_callback(self.pending.wait)
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self.tensors)
+        future.set_result(list(self.tensors))
         return future

@@ -1,15 +1,12 @@
 """What a program returns on the simulated cluster is what it returns on real processes."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain
 
 import programs
 import pytest
-import torch
 import trainings
-from torch import Tensor
+from same import assert_same
 
 from distlab import launch
 from distlab.sim import simulate
@@ -25,55 +22,6 @@ def on_gloo(program: programs.Program, world_size: int, *args: object) -> list[o
 def on_sim(program: programs.Program, world_size: int, *args: object) -> list[object]:
     with warnings.catch_warnings():  # the programs change the filters
         return simulate(program, world_size, *args).results
-
-
-def differences(
-    simulated: object, real: object, tolerance: float, place: str = ""
-) -> Iterator[str]:
-    """Say where two results differ; floats may by ``tolerance`` of the larger one."""
-    if type(simulated) is not type(real):
-        yield f"{place}: simulated {type(simulated)} {simulated}, real {type(real)} {real}"
-    elif isinstance(real, Tensor):
-        yield from _tensor_differences(simulated, real, tolerance, place)
-    elif isinstance(real, Mapping):
-        yield from differences(list(simulated), list(real), 0.0, f"{place} keys")
-        for key in real.keys() & simulated.keys():
-            yield from differences(simulated[key], real[key], tolerance, f"{place}[{key!r}]")
-    elif isinstance(real, Sequence) and not isinstance(real, str):
-        if len(simulated) != len(real):
-            yield f"{place}: simulated {len(simulated)} elements, real {len(real)}"
-        for k, pair in enumerate(zip(simulated, real, strict=False)):
-            yield from differences(*pair, tolerance, f"{place}[{k}]")
-    elif isinstance(real, float):
-        if abs(simulated - real) > tolerance * max(abs(simulated), abs(real)):
-            yield f"{place}: simulated {simulated!r}, real {real!r}"
-    elif simulated != real:
-        yield f"{place}: simulated {simulated!r}, real {real!r}"
-
-
-def _tensor_differences(
-    simulated: Tensor, real: Tensor, tolerance: float, place: str
-) -> Iterator[str]:
-    ours, theirs = [(t.dtype, tuple(t.shape), t.requires_grad) for t in (simulated, real)]
-    if ours != theirs:
-        yield f"{place}: simulated {ours}, real {theirs}"
-        return
-    if tolerance and real.is_floating_point():
-        same = torch.allclose(simulated, real, rtol=tolerance, atol=tolerance * 1e-2)
-    else:
-        same = torch.equal(simulated, real)
-    if not same:
-        yield f"{place}: simulated {simulated.tolist()}, real {real.tolist()}"
-
-
-def assert_same(simulated: Sequence[object], real: Sequence[object], tolerance: float) -> None:
-    found = list(
-        chain.from_iterable(
-            differences(*pair, tolerance, f"rank {rank}")
-            for rank, pair in enumerate(zip(simulated, real, strict=True))
-        )
-    )
-    assert not found, "\n".join(found[:20])
 
 
 # --- the functions of torch.distributed ----------------------------------------------------------

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -121,6 +122,15 @@ def test_what_runs_unnoticed_is_free() -> None:
         assert device.memory.live_bytes == 0
         x.sum()
     assert [name for _, name in clock.calls] == ["sum"]
+
+
+def test_tensors_that_only_stand_for_shapes_are_free() -> None:
+    """DTensor makes some for every operation that it meets for the first time."""
+    with running() as (device, clock), FakeTensorMode():
+        product = torch.ones(1000, 1000) @ torch.ones(1000, 10)
+        assert product.shape == (1000, 10)
+        assert device.memory.peak_bytes == device.flops == 0
+    assert clock.calls == []
 
 
 def test_the_clock_shows_when_each_operation_ends() -> None:

@@ -424,6 +424,31 @@ def test_after_running_out_of_memory_the_account_is_right(device: str) -> None:
         del y
 
 
+def test_what_an_optimizer_has_made_so_far_is_its_state_also_in_its_first_step() -> None:
+    with memory(capacity_bytes=3 * 40_000 + 8) as tracker:
+        layer = nn.Linear(100, 100, bias=False)
+        layer.weight.grad = torch.ones(100, 100)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        with pytest.raises(OutOfMemory) as caught:
+            optimizer.step()
+        assert (
+            held(tracker)["optimizer_state"] >= 40_000
+        )  # the first average; the second does not fit
+    lines = str(caught.value).splitlines()
+    assert "  optimizer_state    39.07 KiB    33%" in lines
+
+
+def test_equal_tensors_are_listed_once() -> None:
+    with memory(capacity_bytes=100):
+        kept = [torch.ones(5), torch.ones(5), torch.ones(6)]
+        with pytest.raises(OutOfMemory) as caught:
+            torch.ones(10)
+        del kept
+    assert [line.split("  ")[-1] for line in str(caught.value).splitlines()[7:-1]] == [
+        "(6,) float32", "(5,) float32, 2 of them"
+    ]  # fmt: skip
+
+
 def test_memory_can_run_out_in_the_backward_pass() -> None:
     with memory(capacity_bytes=2 * 40_000 - 1) as tracker:
         layer = nn.Linear(100, 100, bias=False)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.sim.scheduler import NEVER, Rank, Scheduler
+from distlab.sim.scheduler import NEVER, Killed, Rank, Scheduler
 
 TIMEOUT_S = 10.0
 Body = Callable[[Scheduler, Rank], object]
@@ -283,6 +283,72 @@ def test_who_is_unwound_may_not_act_again() -> None:
     assert acted == []
 
 
+def test_who_acts_while_it_is_unwound_does_not_hold_up_the_end() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            if rank.number == 3:
+                raise ValueError("boom")
+            scheduler.block("for ever")
+        finally:
+            rank.clock_s += 1.0
+            scheduler.act()
+
+    assert str(run(new_scheduler(4), body)) == "boom"
+
+
+def test_who_is_unwound_lets_nobody_go_on() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            if rank.number == 3:
+                raise ValueError("boom")
+            scheduler.block("for ever")
+        finally:
+            for other in scheduler.ranks:
+                scheduler.ready(other, 0.0)
+
+    assert str(run(new_scheduler(4), body)) == "boom"
+
+
+def fail() -> None:
+    raise ValueError("in an event")
+
+
+def test_an_error_in_an_event_is_not_that_of_the_rank_that_waits() -> None:
+    caught = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            scheduler.block("for ever")
+        except Exception:
+            caught.append(rank.number)
+
+    scheduler = new_scheduler(2)
+    scheduler.at(1.0, fail)
+    assert str(run(scheduler, body)) == "in an event"
+    assert caught == []
+
+
+def test_an_error_in_an_event_ends_the_world_also_when_all_ranks_have_ended() -> None:
+    scheduler = new_scheduler(2)
+    scheduler.at(1.0, fail)
+    assert str(run(scheduler, lambda _, __: None)) == "in an event"
+
+
+def test_an_error_in_the_report_of_a_deadlock_ends_the_world_too() -> None:
+    raised: list[BaseException] = []
+
+    def main() -> None:
+        with pytest.raises(ValueError, match="in an event") as caught:
+            scheduler.run(lambda _: scheduler.block("for ever"), fail)
+        raised.append(caught.value)
+
+    scheduler = new_scheduler(2)
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert len(raised) == 1, "the scheduler hangs"
+
+
 def test_a_killed_rank_ends_where_it_stands_and_the_others_go_on() -> None:
     log = []
 
@@ -321,6 +387,25 @@ def test_killing_who_has_ended_changes_nothing() -> None:
     scheduler = new_scheduler(2)
     scheduler.at(1.0, lambda: scheduler.kill(scheduler.ranks[0]))
     assert run(scheduler, lambda _, __: None) is None
+    assert not scheduler.ranks[0].is_killed
+
+
+def test_a_killed_rank_does_nothing_more_in_its_clean_up() -> None:
+    acted = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for attempt in (lambda: scheduler.block("for ever"), scheduler.act, scheduler.act):
+            try:
+                attempt()
+                acted.append(rank.number)
+            except Killed:
+                rank.clock_s += 1.0
+
+    scheduler = new_scheduler(1)
+    scheduler.at(1.0, lambda: scheduler.kill(scheduler.ranks[0]))
+    assert run(scheduler, body) is None
+    assert acted == []
+    assert scheduler.now_s == 1.0
 
 
 def test_many_ranks_come_and_go() -> None:

@@ -116,6 +116,24 @@ def test_the_process_is_afterwards_as_before(write, text: str) -> None:
 # How it ends
 
 
+def test_a_rank_out_of_memory_gets_one_report_and_the_lines_of_the_program(write) -> None:
+    script = write("""
+        layer = torch.nn.Linear(100, 100, bias=False)
+        layer.weight.grad = torch.ones(100, 100)
+        torch.optim.AdamW(layer.parameters()).step()
+        """)
+    options = Options(has_devices=True, capacity_bytes=150_000)
+    with pytest.raises(RankError) as failed:
+        run_script(script, (), 2, Cluster(1, 2), options)
+    assert failed.value.exception == "OutOfMemory"
+    lines = str(failed.value).splitlines()
+    assert lines[0].startswith("rank 0 of 2 raised OutOfMemory: out of memory in zeros_like: ")
+    assert str(failed.value).count("out of memory") == 1
+    files = [line for line in lines if line.startswith("  File")]
+    assert str(script) in files[0]
+    assert not any("distlab" in file for file in files)
+
+
 @pytest.mark.parametrize("end", ["exit()", "import sys; sys.exit(0)", "raise SystemExit"])
 def test_leaving_with_success_ends_a_rank_and_no_more(write, end: str, capsys) -> None:
     run(write(f"if dist.get_rank(): {end}\nprint('still here')"))
@@ -175,6 +193,35 @@ def test_the_command_prints_the_output_then_the_summary_and_writes_files(
         assert f"{tmp_path / name}: " in report
 
 
+def settings(*options: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Run a command; return what its summary lists as set."""
+    assert distlab("sim", "--ranks", 2, *options) == 0
+    _, _, listed = capsys.readouterr().out.partition("\nset:\n")
+    return [line.strip() for line in listed.partition("\n\n")[0].splitlines()]
+
+
+def test_jitter_is_lost_before_every_call_and_the_seed_chooses_it(write, capsys) -> None:
+    script = write("import time\ndist.barrier()\nprint(time.perf_counter(), end='')")
+    ends = set()
+    for seed in (1, 2, 1):
+        assert distlab("sim", "--ranks", 1, "--jitter_s", 1e-3, "--seed", seed, script) == 0
+        report = capsys.readouterr().out
+        assert "up to 1.00 ms lost before every call" in report
+        ends.add(report.partition("\n")[0])
+    assert len(ends) == 2
+
+
+def test_memory_is_that_of_the_preset_or_as_set(write, capsys) -> None:
+    script = write("x = torch.empty(2**28, device='meta')  # 1 GiB")
+    assert settings(script, capsys=capsys) == []
+    roomy = ["--memory-gib", 1.5]
+    assert settings(*roomy, script, capsys=capsys) == ["each GPU has 1.50 GiB of memory"]
+    for preset in ("dgx-h100", "laptop"):  # which has no GPU, but memory
+        options = ["--cluster", preset, "--ranks", 2, "--memory-gib", 0.5]
+        assert distlab("sim", *options, script) == 1
+        assert "raised OutOfMemory: out of memory in empty" in capsys.readouterr().err
+
+
 def test_a_trace_without_ending_is_a_folder_with_a_file_per_rank(write, tmp_path: Path) -> None:
     assert distlab("sim", "--ranks", 2, "--trace", tmp_path / "traces", write("")) == 0
     assert len(list((tmp_path / "traces").glob("rank*.json"))) == 2
@@ -200,13 +247,26 @@ def test_ranks_fill_the_nodes(write, options: list[object], size: str, capsys) -
     [
         (["--cluster", "dgx-h10"], "unknown preset 'dgx-h10'; valid: laptop, dgx-a100"),
         (["--cluster", "dgx-h10"], "Did you mean 'dgx-h100'?"),
-        (["--nodes", "1", "--ranks", "9"], "9 ranks need as many GPUs, and dgx-h100 has 8"),
+        (
+            ["--nodes", "1", "--ranks", "9"],
+            "9 ranks need as many GPUs, and dgx-h100 has 8: take more nodes, or fewer ranks",
+        ),
+        (["--ranks", "1025"], "--ranks 1025 is too many: up to 1,024 can be simulated"),
+        (["--nodes", "129"], "has 1,032 GPUs, and up to 1,024 ranks can be simulated"),
         (["--algorithm", "rng"], "'rng' is not one of 'auto', 'ring'"),
         (["--slow_rank", "3"], "--slow_rank 3: expected something like 3:2.0"),
+        (["--slow_link", "node0"], "--slow_link node0: expected something like 'node0.nic*:10'"),
+        (["--kill_rank", "1"], "--kill_rank 1: expected something like 5:0.01"),
+        (["--kill_at_step", "1:2.5"], "--kill_at_step 1:2.5: steps are whole numbers"),
+        (["--kill_at_step", "8:1"], "there is no rank 8: ranks are 0 to 7"),
         (["--slow_rank", "x:2"], "--slow_rank x:2: 'x' is no rank"),
         (["--kill_rank", "8:0.1"], "there is no rank 8: ranks are 0 to 7"),
         (["--slow_link", "nvlink*:2"], "no link matches 'nvlink*'"),
         (["--slow_link", "node0.*:0.5"], "expected 1 or more, got 0.5"),
+        (["--memory_gib", "0"], "--memory_gib 0 must be above 0"),
+        (["--memory_gib", "nan"], "--memory_gib nan must be above 0"),
+        (["--memory_gib", "1", "--no_devices"], "--memory_gib needs devices"),
+        (["--jitter_s", "-1"], "--jitter_s"),
         (["--plot", "x.jpg"], "--plot x.jpg must end in .png or .svg or .pdf"),
         (["--trace", "x.txt"], "--trace x.txt must end in .json or nothing (a folder)"),
         (["--links", "no/where/x.csv"], "there is no folder no/where"),
@@ -231,8 +291,12 @@ def test_a_script_that_is_not_there_is_named(capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "text", "report"),
     [
-        ([], "dist.send(torch.ones(4), 1 - dist.get_rank())", "deadlock: rank 0 waits for rank 1"),
-        ([], "dist.all_reduce(torch.ones(1 + dist.get_rank()))", "they differ in size 2 and 1"),
+        (
+            [],
+            "dist.send(torch.ones(4), 1 - dist.get_rank())",
+            "deadlock (send/recv cycle): rank 0 waits",
+        ),
+        ([], "dist.all_reduce(torch.ones(1 + dist.get_rank()))", "but with size 2 on rank 1"),
         ([], "1 / 0", "raised ZeroDivisionError"),
         (["--kill_rank", "1:0.001"], "import time\ntime.sleep(1)\ndist.barrier()", "deadlock"),
         (

@@ -1,7 +1,7 @@
 """What is refused at the call, in the rank that makes it, before anybody waits for it.
 
-What gloo or NCCL refuse, or do wrongly without a word, is refused here: a program that runs on the
-simulated cluster runs on real ones.
+What gloo or NCCL refuse, or do wrongly without a word, is refused here: a program that runs in one
+world runs in all.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from distlab.sim.errors import NotSimulated
 
 # What both gloo and NCCL can reduce; complex numbers come as pairs of real ones.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,12 +35,12 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
     """Refuse what no backend can reduce.
 
     Raises:
-        NotSimulated: a scaled sum, of NCCL only.
+        ValueError: a scaled sum, of NCCL only.
         TypeError: numbers of this dtype cannot be reduced in this way.
     """
     if op not in _REDUCIBLE:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
-        raise NotSimulated(f"reduction {op_name(op)} is not simulated: use one of {known}")
+        raise ValueError(f"reduction {op_name(op)} is of NCCL only: use one of {known}")
     for tensor in tensors:
         if tensor.dtype not in _REDUCIBLE[op]:
             raise TypeError(
@@ -59,12 +57,14 @@ def check_contiguous(
     element alone, like a sum, may go through images as they lie (``or_channels_last``).
 
     Raises:
-        NotSimulated: a sparse tensor.
+        TypeError: a sparse tensor.
         ValueError: a tensor is not contiguous.
     """
     for tensor in tensors:
         if tensor.layout is not torch.strided:
-            raise NotSimulated(f"{name} of a sparse tensor is not simulated: make it dense")
+            raise TypeError(
+                f"{name} needs a dense tensor, got a {tensor.layout} one: use .to_dense()"
+            )
         if not (tensor.is_contiguous() or (or_channels_last and _is_channels_last(tensor))):
             raise ValueError(
                 f"{name} needs contiguous tensors, got shape {tuple(tensor.shape)} with strides "

@@ -5,19 +5,16 @@ Sums are made in the order of the ranks, whoever came first, in the dtype of the
 
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.sim.checks import check_contiguous
-from distlab.sim.pending import describe
+from distlab.process_group.call import Call, describe
+from distlab.process_group.checks import check_contiguous
 
-if TYPE_CHECKING:
-    from distlab.sim.meetings import Call
-
-Calls = Sequence["Call"]
+Calls = Sequence[Call]
 
 _OPERATORS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -35,6 +32,13 @@ def op_of(opts: Any) -> Any:
     """Return the reduction that options ask for; a sum if there are none."""
     op = opts.reduceOp if opts else dist.ReduceOp.SUM
     return getattr(op, "op", op)  # a ReduceOp wraps its kind
+
+
+def as_reals(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Look at complex tensors as pairs of reals, where ``op`` works on each of the two alone."""
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        return list(tensors)
+    return [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -93,34 +97,36 @@ def _write(output: Tensor, value: Tensor) -> None:
     output.detach().copy_(value.detach().reshape(output.shape))
 
 
-def nothing(calls: Calls) -> None:
-    """Move nothing: a barrier."""
+def barrier(calls: Calls) -> None:
+    """Move nothing."""
 
 
-def broadcast(root: int, calls: Calls) -> None:
+def broadcast(calls: Calls) -> None:
     """Copy the root's tensors to all."""
+    source = calls[calls[0].root]
     for call in calls:
-        if call is not calls[root]:
-            for output, value in zip(call.outputs, calls[root].inputs, strict=True):
+        if call is not source:
+            for output, value in zip(call.outputs, source.inputs, strict=True):
                 _write(output, value)
 
 
-def all_reduce(op: Any, calls: Calls) -> None:
+def all_reduce(calls: Calls) -> None:
     """Write the reduction to every rank."""
     for tensors in zip(*(call.inputs for call in calls), strict=True):
-        total = _reduced(op, tensors)
+        total = _reduced(calls[0].op, tensors)
         for tensor in tensors:
             _write(tensor, total)
 
 
-def reduce(op: Any, root: int, calls: Calls) -> None:
+def reduce(calls: Calls) -> None:
     """Write the reduction to the root."""
-    for output, *tensors in zip(calls[root].outputs, *(call.inputs for call in calls), strict=True):
-        _write(output, _reduced(op, tensors))
+    outputs = calls[calls[0].root].outputs
+    for output, *tensors in zip(outputs, *(call.inputs for call in calls), strict=True):
+        _write(output, _reduced(calls[0].op, tensors))
 
 
 def all_gather(calls: Calls) -> None:
-    """Write everybody's tensors to every rank; outputs are tensor by tensor, rank by rank."""
+    """Write everybody's tensors to every rank."""
     by_tensor = zip(*(call.inputs for call in calls), strict=True)
     values = [value for tensors in by_tensor for value in tensors]
     for call in calls:  # an input may be its own place in the output: harmless
@@ -128,21 +134,22 @@ def all_gather(calls: Calls) -> None:
             _write(output, value)
 
 
-def gather(root: int, calls: Calls) -> None:
+def gather(calls: Calls) -> None:
     """Write everybody's tensor to the root."""
-    for output, call in zip(calls[root].outputs, calls, strict=True):
+    for output, call in zip(calls[calls[0].root].outputs, calls, strict=True):
         _write(output, call.inputs[0])
 
 
-def scatter(root: int, calls: Calls) -> None:
+def scatter(calls: Calls) -> None:
     """Write the root's k-th tensor to rank k."""
-    for call, value in zip(calls, calls[root].inputs, strict=True):
+    for call, value in zip(calls, calls[calls[0].root].inputs, strict=True):
         _write(call.outputs[0], value)
 
 
-def reduce_scatter(op: Any, calls: Calls) -> None:
-    """Write the reduction of everybody's k-th tensor to rank k; of several, inputs as above."""
-    totals = [_reduced(op, tensors) for tensors in zip(*(c.inputs for c in calls), strict=True)]
+def reduce_scatter(calls: Calls) -> None:
+    """Write the reduction of everybody's k-th tensor to rank k."""
+    by_part = zip(*(call.inputs for call in calls), strict=True)
+    totals = [_reduced(calls[0].op, tensors) for tensors in by_part]
     for k, call in enumerate(calls):
         for output, total in zip(call.outputs, totals[k :: len(calls)], strict=True):
             _write(output, total)
@@ -154,3 +161,12 @@ def all_to_all(calls: Calls) -> None:
     for k, call in enumerate(calls):
         for output, row in zip(call.outputs, values, strict=True):
             _write(output, row[k])
+
+
+MOVES: dict[str, Callable[[Calls], None]] = {
+    move.__name__: move
+    for move in (
+        *(broadcast, all_reduce, reduce, all_gather, gather),
+        *(scatter, reduce_scatter, all_to_all, barrier),
+    )
+}

@@ -1,0 +1,10 @@
+"""The part of a ``torch.distributed`` process group that the worlds written here have in common.
+
+    base    the many forms of a call become one ``Call``
+    call    what one rank asks of a collective
+    checks  what is refused at the call
+    moves   what collectives do to tensors, where one process sees the calls of all ranks
+    counts  calls and bytes
+
+It knows no world: ``sim`` and ``mpi`` build on it.
+"""

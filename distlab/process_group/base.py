@@ -1,0 +1,328 @@
+"""What every world's process group does alike: the many forms of a call become one ``Call``.
+
+Each method says what must agree between the ranks, how many bytes the collective is about, which
+tensors go in and where the results go. A world adds how ranks meet and how messages travel.
+
+torch 2.13 renamed ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall_base`` and their like;
+both names are defined.
+"""
+
+# torch's stubs declare overloads for its C++ front; what c10d calls from Python is below.
+# mypy: disable-error-code="override,assignment"
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.process_group import moves
+from distlab.process_group.call import Call
+from distlab.process_group.checks import (
+    check_contiguous,
+    check_one_per_rank,
+    check_reduction,
+    op_name,
+)
+from distlab.process_group.counts import Counts
+
+Splits = Sequence[int] | None
+
+
+class BaseGroup(dist.ProcessGroup):
+    """One rank's view of a group of ranks.
+
+    A world's own group defines ``send``, ``recv``, ``recv_anysource`` and ``_take_part``.
+
+    Args:
+        rank: this rank inside the group.
+        size: how many ranks the group has.
+        name: tells groups apart; equal on all ranks that created the same one.
+
+    Attributes:
+        counts: the collectives that this rank has called on this group.
+    """
+
+    world_name: ClassVar[str]
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._me = rank
+        self._num_ranks = size
+        self._name = name
+        self.counts = Counts()
+
+    # Who it is
+
+    def rank(self) -> int:
+        """Return this rank inside the group."""
+        return self._me
+
+    def size(self) -> int:
+        """Return how many ranks the group has."""
+        return self._num_ranks
+
+    @property
+    def group_name(self) -> str:
+        """Return the name under which functional collectives look the group up."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """Return a description for torch's messages."""
+        return f"{self.world_name} group {self._name}"
+
+    def getBackendName(self) -> str:
+        """Return the name that torch's messages show."""
+        return self.world_name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self._me} of {self._num_ranks})"
+
+    # Collectives
+
+    def _meet(self, call: Call, results: Sequence[Tensor] | None = None) -> dist.Work:
+        """Take part in the group's next collective; ``results``: the outputs, if not in parts."""
+        self.counts.add(call)
+        return self._take_part(call, call.outputs if results is None else results)
+
+    def _take_part(self, call: Call, results: Sequence[Tensor]) -> dist.Work:
+        """Start the group's next collective; a future of the work holds ``results``."""
+        raise NotImplementedError
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Copy the root's tensors to all."""
+        check_contiguous("broadcast", tensors, or_channels_last=True)
+        root = int(opts.rootRank) if opts else 0
+        return self._meet(
+            Call(
+                "broadcast",
+                {"root": root, **moves.alike(tensors)},
+                moves.nbytes(tensors),
+                tensors if self._me == root else (),
+                tensors,
+                root,
+            )
+        )
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce over all ranks, in place."""
+        op = moves.op_of(opts)
+        check_reduction(op, tensors)
+        check_contiguous("all_reduce", tensors, or_channels_last=True)
+        return self._meet(
+            Call(
+                "all_reduce",
+                {"op": op_name(op), **moves.alike(tensors)},
+                moves.nbytes(tensors),
+                tensors,
+                tensors,
+                op=op,
+            )
+        )
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce several tensors as one call."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """Reduce to the root; the tensors of the others keep their values."""
+        op, root = moves.op_of(opts), int(opts.rootRank) if opts else 0
+        tensors = moves.as_reals(op, tensors)
+        check_reduction(op, tensors)
+        check_contiguous("reduce", tensors, or_channels_last=True)
+        return self._meet(
+            Call(
+                "reduce",
+                {"op": op_name(op), "root": root, **moves.alike(tensors)},
+                moves.nbytes(tensors),
+                tensors,
+                tensors if self._me == root else (),
+                root,
+                op,
+            )
+        )
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Give every rank everybody's tensor, each into its own."""
+        check_one_per_rank("all_gather", outputs[0], self.size(), inputs[0])
+        return self._all_gather(outputs[0], inputs)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Give every rank everybody's tensor, one behind the other."""
+        return self.all_gather_single_coalesced([output], [input])
+
+    def _all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dist.Work:
+        check_contiguous("all_gather", inputs)
+        return self._meet(
+            Call(
+                "all_gather",
+                moves.alike(inputs),
+                moves.nbytes(inputs) * self.size(),
+                inputs,
+                outputs,
+            )
+        )
+
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Gather several tensors; ``output_lists[rank][i]`` is tensor i of that rank."""
+        by_tensor = list(zip(*output_lists, strict=True))
+        for outputs, input in zip(by_tensor, inputs, strict=True):
+            check_one_per_rank("all_gather_coalesced", outputs, self.size(), input)
+        return self._all_gather([output for row in by_tensor for output in row], inputs)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Gather several tensors as one call."""
+        pairs = zip(outputs, inputs, strict=True)
+        cut = [moves.equal_parts("all_gather", *pair, self.size()) for pair in pairs]
+        return self._all_gather([part for parts in cut for part in parts], inputs)
+
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Give the root everybody's tensor."""
+        root = int(opts.rootRank) if opts else 0
+        check_contiguous("gather", inputs)
+        if self._me == root:
+            check_one_per_rank("gather", outputs[0], self.size(), inputs[0])
+        return self._meet(
+            Call(
+                "gather",
+                {"root": root, **moves.alike(inputs)},
+                moves.nbytes(inputs) * self.size(),
+                inputs,
+                outputs[0] if self._me == root else (),
+                root,
+            )
+        )
+
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Give every rank one of the root's tensors."""
+        root = int(opts.rootRank) if opts else 0
+        check_contiguous("scatter", [*outputs, *(inputs[0] if self._me == root else ())])
+        if self._me == root:
+            check_one_per_rank("scatter", inputs[0], self.size(), outputs[0])
+        return self._meet(
+            Call(
+                "scatter",
+                {"root": root, **moves.alike(outputs)},
+                moves.nbytes(outputs) * self.size(),
+                inputs[0] if self._me == root else (),
+                outputs,
+                root,
+            )
+        )
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Reduce everybody's k-th tensor to rank k."""
+        check_one_per_rank("reduce_scatter", inputs[0], self.size(), outputs[0])
+        return self._reduce_scatter(outputs, inputs[0], moves.op_of(opts))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Reduce everybody's k-th part to rank k."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Reduce-scatter several tensors as one call."""
+        pairs = zip(inputs, outputs, strict=True)
+        cut = [moves.equal_parts("reduce_scatter", *pair, self.size()) for pair in pairs]
+        parts = [part for parts in cut for part in parts]
+        return self._reduce_scatter(outputs, parts, moves.op_of(opts))
+
+    def _reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any
+    ) -> dist.Work:
+        outputs, inputs = moves.as_reals(op, outputs), moves.as_reals(op, inputs)
+        check_reduction(op, outputs)
+        check_contiguous("reduce_scatter", [*outputs, *inputs])
+        return self._meet(
+            Call(
+                "reduce_scatter",
+                {"op": op_name(op), **moves.alike(outputs)},
+                moves.nbytes(outputs) * self.size(),
+                inputs,
+                outputs,
+                op=op,
+            )
+        )
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """Send the k-th input to rank k, receive into the k-th output from rank k."""
+        return self._all_to_all(outputs, inputs, outputs)
+
+    def _all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> dist.Work:
+        check_contiguous("all_to_all", [*inputs, *outputs])
+        if not len(inputs) == len(outputs) == self.size():
+            raise ValueError(
+                f"all_to_all over {self.size()} ranks needs as many input and output tensors, got "
+                f"{len(inputs)} and {len(outputs)}"
+            )
+        return self._meet(
+            Call(
+                "all_to_all",
+                {"dtype": inputs[0].dtype if inputs else None},
+                moves.nbytes(inputs),
+                inputs,
+                outputs,
+            ),
+            results,
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Splits = None,
+        input_splits: Splits = None,
+        opts: Any = None,
+    ) -> dist.Work:
+        """Do ``alltoall`` on the parts of two tensors, equal parts unless sizes are given."""
+        check_contiguous("all_to_all_single", [output, input])
+        return self._all_to_all(
+            moves.parts(output, output_splits, self.size()),
+            moves.parts(input, input_splits, self.size()),
+            [output],
+        )
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks."""
+        return self._meet(Call("barrier", {}, 0, (), ()))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks. (torch itself lets only gloo's groups do this.)"""
+        self.barrier().wait()
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # What torch asks of a group besides
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Calls are single ones here; a coalesced block is the sequence of its calls."""
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work | None:
+        return None
+
+    def abort(self) -> None:
+        """Nothing to end: a group holds no connection of its own."""
+
+    def shutdown(self) -> None:
+        """Nothing to end: a group holds no connection of its own."""

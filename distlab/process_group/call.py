@@ -1,0 +1,35 @@
+"""What one rank asks of a collective, in whatever form ``torch.distributed`` was called."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part in a collective.
+
+    Attributes:
+        name: "all_reduce", a key of ``moves.MOVES``.
+        must_agree: what has to be equal on all ranks, by the word a report uses for it.
+        num_bytes: of the whole buffer, as in the cost formulas.
+        inputs, outputs: this rank's tensors. Of several all-gathered or reduce-scattered at once,
+            the parts of the first for all ranks, then those of the second, …
+        root: rank inside the group.
+        op: the reduction, if it is one.
+    """
+
+    name: str
+    must_agree: dict[str, object]
+    num_bytes: int
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    root: int = 0
+    op: Any = None
+
+
+def describe(tensor: Tensor) -> str:
+    """Write ``(4, 3) float32``."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

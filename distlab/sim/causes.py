@@ -1,0 +1,159 @@
+"""The kinds of deadlock: which mistake it is, whom to blame, what to look for."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from distlab.sim.errors import DeadlockKind
+from distlab.sim.mailbox import Message
+from distlab.sim.meetings import Attendance
+from distlab.sim.pending import Pending
+from distlab.sim.report import rank_names, verb
+from distlab.sim.standstill import Standstill, find_cycle
+from distlab.sim.store import KeyWait
+
+
+class Cause(NamedTuple):
+    """One reason why ranks cannot go on.
+
+    Attributes:
+        ranks: to blame.
+        involved: the blocked ranks that it consists of.
+        words: who waits for whom.
+        advice: what to look for.
+    """
+
+    kind: DeadlockKind
+    ranks: list[int]
+    involved: list[int]
+    words: str
+    advice: str
+
+
+def find_causes(still: Standstill) -> list[Cause]:
+    """Find everything that has to be repaired before all ranks can go on."""
+    return [
+        *(_peer_ended(still, ranks) for ranks in still.deserted()),
+        *(_knot(still, ranks) for ranks in still.knots()),
+    ]
+
+
+def _knot(still: Standstill, ranks: list[int]) -> Cause:
+    waits = [still.blocked[rank] for rank in ranks]
+    if any(isinstance(wait, KeyWait) for wait in waits):
+        return _key_never_set(still, ranks)
+    if all(isinstance(wait, Message) for wait in waits):
+        return _send_recv_cycle(still, ranks)
+    if all(isinstance(wait, Attendance) for wait in waits):
+        return _order_mismatch(still, ranks)
+    return _missing_rank(still, ranks)
+
+
+def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
+    """Blame those that have ended."""
+    peers = still.waits_for[ranks[0]]
+    gone = [peer for peer in peers if peer in still.ended]
+    running = [peer for peer in peers if peer not in still.ended]
+    words = f"{still.sentence(ranks)}, but {still.fates(gone)}"
+    if running:
+        words += f" ({still.sentences(running)})"
+    if still.killed.isdisjoint(gone):
+        advice = _why_early(still.blocked[ranks[0]], ranks, gone)
+    else:
+        advice = (
+            "A killed rank never answers: the others need a heartbeat or a timeout to notice, and "
+            "a group without it to go on."
+        )
+    return Cause("peer ended", gone, ranks, words, advice)
+
+
+def _why_early(wait: Pending, ranks: Sequence[int], gone: Sequence[int]) -> str:
+    who = rank_names(gone)
+    if isinstance(wait, Attendance):
+        return (
+            f"Why did {who} return before call {wait.meeting.number + 1} of this group? Fewer "
+            "batches, an early return, or a call under an `if` on the rank?"
+        )
+    missing, surplus = ("send", "receive") if wait.name == "recv" else ("recv", "send")
+    return (
+        f"Is a {missing} missing on {who}, or is there an early return? "
+        f"Or {verb(ranks, 'do', 'does')} {rank_names(ranks)} {surplus} once too often?"
+    )
+
+
+def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
+    """Blame those that wait for the key: who should have set it is not known."""
+    waiting = [rank for rank in ranks if isinstance(still.blocked[rank], KeyWait)]
+    others = [rank for rank in ranks if rank not in waiting]
+    words = still.sentences([*waiting, *others])
+    advice = (
+        "Is the key spelled the same on both sides? Does the rank that should set it wait for "
+        "something else first?"
+    )
+    return Cause("key never set", waiting, ranks, words, advice)
+
+
+def _send_recv_cycle(still: Standstill, ranks: list[int]) -> Cause:
+    """Blame all of the cycle."""
+    cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
+    is_whole = len(cycle) == len(ranks)
+    words = still.circle([[rank] for rank in cycle]) if is_whole else still.sentences(ranks)
+    names = {still.blocked[rank].name for rank in ranks}
+    return Cause("send/recv cycle", ranks, ranks, words, _way_out(names, len(ranks)))
+
+
+def _way_out(names: set[str], length: int) -> str:
+    if length == 1:
+        return "A message to oneself needs both ends posted, irecv and isend, before the wait."
+    if names == {"send"}:
+        return (
+            "All of them send first, and a send is done only when it is received. Let one side "
+            "receive first, or let all use isend, then recv, then wait."
+        )
+    if names == {"recv"}:
+        return (
+            "All of them receive first, so nobody gets to send. Let one side send first, or let "
+            "all use isend, then recv, then wait."
+        )
+    return (
+        "Find an order in which one of them can go first, or post everything with isend and irecv "
+        "and wait afterwards."
+    )
+
+
+def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
+    """Blame all ranks that wait for each other."""
+    cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
+    words = still.circle([still.mates[rank] for rank in cycle])
+    advice = "Ranks that share several groups have to use them in the same order. "
+    if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
+        advice += "These groups have the same ranks, and yet they are two: check group=."
+    else:
+        advice += "Or is one of these calls on the wrong group?"
+    return Cause("order mismatch", ranks, ranks, words, advice)
+
+
+def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
+    """Blame those whom the collective with the fewest absent ranks waits for."""
+    present = min(
+        (rank for rank in ranks if isinstance(still.blocked[rank], Attendance)),
+        key=lambda rank: (len(still.waits_for[rank]), rank),
+    )
+    missing = _directly_missing(still, present)
+    words = f"{still.sentence(still.mates[present])}, but {still.sentences(missing)}"
+    advice = (
+        "Every rank of a group must make the same collective calls in the same order. "
+        f"{verb(missing, 'Do', 'Does')} {rank_names(missing)} skip this one, or come too late?"
+    )
+    return Cause("missing rank", missing, ranks, words, advice)
+
+
+def _directly_missing(still: Standstill, present: int) -> list[int]:
+    """Of the absent ranks take those that wait for one that is there, if any do."""
+    absent = still.waits_for[present]
+    there = set(still.blocked[present].group).difference(absent)
+    direct = [
+        rank
+        for rank in absent
+        if isinstance(still.blocked[rank], Message) and there.intersection(still.waits_for[rank])
+    ]
+    return direct or absent

@@ -1,0 +1,128 @@
+"""How a world ends that does not end well: the error of a rank, or a report of who waits for whom.
+
+What comes first counts. When a rank has raised, and the calls of its clean-up meet others that wait
+for what it would have done next, they deadlock or disagree; the cause is what it had raised.
+"""
+
+import ast
+import linecache
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from distlab.sim.deadlock import explain
+from distlab.sim.errors import RankError, SimulationError
+from distlab.sim.mailbox import Message
+from distlab.sim.memory import OutOfMemory
+from distlab.sim.pending import Pending, call_site
+from distlab.sim.scheduler import Rank
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def rank_error(rank: int, num_ranks: int, error: BaseException, afterwards: str = "") -> RankError:
+    """Make the error of a rank that has raised; its traceback begins in the program.
+
+    Args:
+        afterwards: what happened then, to be told below the traceback.
+    """
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        frames = frames.tb_next
+    headline = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    if isinstance(error, OutOfMemory):  # a report of its own: said once, and not found in a bug
+        headline, text = f"OutOfMemory: {error}", _stack_of_program(frames)
+    return RankError(
+        f"rank {rank} of {num_ranks} raised {headline}\n\n{text.rstrip()}{afterwards}",
+        (rank,),
+        type(error).__name__,
+    )
+
+
+def _stack_of_program(frames: TracebackType | None) -> str:
+    stack = [f for f in traceback.extract_tb(frames) if not f.filename.startswith(_PACKAGE)]
+    return "".join(["Traceback (most recent call last):\n", *traceback.format_list(stack)])
+
+
+def standstill_error(
+    ranks: Sequence[Rank], threads: Mapping[int, int], unmatched: Iterable[Message]
+) -> SimulationError:
+    """Make the error for a world in which no rank can go on.
+
+    Args:
+        ranks: all of the world.
+        threads: by rank, its thread.
+        unmatched: all sends and recvs that were posted and have not met.
+    """
+    blocked = {rank.number: rank.waits_in for rank in ranks if isinstance(rank.waits_in, Pending)}
+    frames = sys._current_frames()
+    report = explain(
+        blocked,
+        ended=[rank.number for rank in ranks if rank.has_ended],
+        killed=[rank.number for rank in ranks if rank.is_killed],
+        unmatched=unmatched,
+        waits_at={rank: call_site(frames[threads[rank]]) for rank in blocked},
+    )
+    return first_error(report, ranks, threads)
+
+
+def first_error(
+    report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int]
+) -> SimulationError:
+    """Return the exception that a rank was passing on when ``report`` was made, or ``report``."""
+    under_way = dict(_exceptions(report, ranks, threads))
+    for error in under_way.values():
+        if isinstance(error, SimulationError):
+            report = error
+            break
+    for rank, error in under_way.items():
+        if not isinstance(error, SimulationError) and _is_passed_on(error):
+            afterwards = f"\n\nWhile it cleaned up, the world ended:\n{report}"
+            return rank_error(rank, len(ranks), error, afterwards)
+    return report
+
+
+def _exceptions(
+    report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int]
+) -> Iterator[tuple[int, Exception]]:
+    """Yield the exceptions that ranks have raised and not done with; besides ``report``."""
+    by_thread: Mapping[int, Any] = sys._current_exceptions()
+    for rank in ranks:
+        error = None if rank.has_ended else by_thread.get(threads[rank.number])
+        if isinstance(error, tuple):  # Python 3.10 and 3.11: with its type and traceback
+            error = error[1]
+        error = report.__context__ if error is report else error
+        if isinstance(error, Exception):
+            yield rank.number, error
+
+
+def _is_passed_on(error: Exception) -> bool:
+    """Whether an exception goes on from where it has come to: a ``finally``, a ``with``.
+
+    An ``except`` that raises nothing has dealt with it: that is how fallbacks are written.
+    """
+    if error.__traceback__ is None:
+        return False
+    frame = error.__traceback__.tb_frame  # the outermost that it has come to
+    handlers = [
+        node
+        for node in _handlers(frame.f_code.co_filename)
+        if node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
+    ]
+    if not handlers:
+        return True
+    innermost = max(handlers, key=lambda node: node.lineno)
+    return any(isinstance(node, ast.Raise) for node in ast.walk(innermost))
+
+
+def _handlers(file: str) -> list[ast.ExceptHandler]:
+    """List the ``except`` clauses of a file; none if it is not there any more as it was."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]

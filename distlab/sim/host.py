@@ -1,0 +1,63 @@
+"""The real machine while a world is simulated: no preemption, and few garbage collections.
+
+A rank that hands over wakes the next thread and then blocks. If the thread that is woken ran at
+once, it would find the interpreter's lock still held, and sleep again: twice the work. And every
+operation makes objects, for which the collector would look through all of torch again and again.
+"""
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Iterator
+
+YOUNG_OBJECTS = 50_000  # between two collections; the default of 700 doubles the time per message
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """Arrange for both; restored afterwards."""
+    with _few_collections(), _no_preemption():
+        yield
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Leave out of collections what exists already, and collect rarely.
+
+    Who has frozen objects before is the owner of that: then nothing more is frozen.
+    """
+    thresholds, was_enabled, is_ours = gc.get_threshold(), gc.isenabled(), not gc.get_freeze_count()
+    if is_ours:
+        gc.freeze()
+    if thresholds[0]:  # 0 is off
+        gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if is_ours:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _no_preemption() -> Iterator[None]:
+    """Let this thread, and those it starts, go on when it wakes another (Linux only).
+
+    It is a matter of speed alone: a process whose scheduling was set otherwise keeps it.
+    """
+    is_ordinary = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
+    if is_ordinary:
+        _set_policy("SCHED_BATCH")
+    try:
+        yield
+    finally:
+        if is_ordinary:
+            _set_policy("SCHED_OTHER")
+
+
+def _set_policy(name: str) -> None:
+    with contextlib.suppress(OSError):  # a sandbox may refuse it
+        os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))

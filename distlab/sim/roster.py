@@ -1,0 +1,52 @@
+"""Which groups were made: ``new_group`` must be called by all ranks, for all groups, in one order.
+
+torch counts the groups on each rank and lets the number be the name. Ranks that call
+``new_group`` for different groups, or not at all, would talk past each other under one name: over
+gloo they hang, or meet the wrong ones.
+"""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from distlab.sim.pending import Site, call_site
+from distlab.sim.report import Row, mismatch, place, rank_names
+
+
+class Entry(NamedTuple):
+    """One rank's call of ``new_group``."""
+
+    rank: int
+    members: tuple[int, ...]
+    site: Site
+
+    def text(self) -> str:
+        """Write ``new_group of ranks 0-3``."""
+        return f"new_group of {rank_names(self.members)}"
+
+    def row(self) -> Row:
+        """Return its line of a report."""
+        return Row((self.rank,), self.text(), place(self.site))
+
+
+class Roster:
+    """Compares the members that each rank names for a group with those that the first one named."""
+
+    def __init__(self) -> None:
+        self._first: dict[Hashable, Entry] = {}
+
+    def enter(self, name: Hashable, rank: int, members: tuple[int, ...]) -> None:
+        """Note that a rank makes the group of this name.
+
+        Raises:
+            Mismatch: another rank has made one of other members under this name.
+        """
+        entry = Entry(rank, members, call_site())
+        first = self._first.setdefault(name, entry)
+        if first.members != members:
+            raise mismatch(
+                "operation mismatch",
+                f"{first.text()} on rank {first.rank}, but {entry.text()} on rank {rank}",
+                [first.row(), entry.row()],
+                "Every rank has to call new_group for every group in the same order, also for "
+                "groups in which it is not.",
+            )

@@ -1,0 +1,142 @@
+"""A world in which no rank can go on: who waits for whom, in numbers and in words.
+
+    rank 4 ──▶ rank 3 ──▶ rank 1 ⇄ rank 2        ranks 1 and 2 are a knot, 3 and 4 its victims
+    rank 5 ──▶ rank 0, which has returned        a second cause
+
+An arrow is "waits for". A knot is a set of ranks which wait for each other and for nobody else.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from distlab.sim.mailbox import ANY_SOURCE, Message
+from distlab.sim.pending import Pending
+from distlab.sim.report import join, rank_names, verb
+from distlab.sim.store import KeyWait
+
+MAX_CLAUSES = 3  # of a sentence; of more, the first two and how it ends
+
+Graph = Mapping[int, Sequence[int]]  # by blocked rank, the ranks it waits for
+
+
+def find_knots(waits_for: Graph) -> list[list[int]]:
+    """Find the sets of ranks that wait for each other, directly or not, and for nobody else."""
+    reach = {rank: sum(1 << peer for peer in peers) for rank, peers in waits_for.items()}
+    for via in reach:
+        for rank in reach:
+            if reach[rank] >> via & 1:
+                reach[rank] |= reach[via]
+    sets: dict[int, list[int]] = {}
+    for rank in sorted(reach):
+        if reach[rank] >> rank & 1:
+            sets.setdefault(reach[rank], []).append(rank)
+    return [ranks for bits, ranks in sets.items() if bits == sum(1 << rank for rank in ranks)]
+
+
+def find_cycle(waits_for: Graph) -> list[int]:
+    """Find ranks of which each waits for the next and the last for the first; [] if none do.
+
+    Of all cycles through the lowest rank that is on one, it is a shortest.
+    """
+    for start in sorted(waits_for):
+        paths, seen = [[start]], {start}
+        for path in paths:
+            for peer in sorted(waits_for[path[-1]]):
+                if peer == start:
+                    return path
+                if peer in waits_for and peer not in seen:
+                    seen.add(peer)
+                    paths.append([*path, peer])
+    return []
+
+
+class Standstill:
+    """Who waits for whom.
+
+    Args:
+        blocked: by rank, the operation in which it waits.
+        ended: ranks that have returned or were killed.
+        killed: those of them that a fault has killed.
+    """
+
+    def __init__(
+        self, blocked: Mapping[int, Pending], ended: Iterable[int] = (), killed: Iterable[int] = ()
+    ) -> None:
+        self.blocked = dict(sorted(blocked.items()))
+        self.killed = set(killed)
+        self.ended = set(ended)
+        self.waits_for = {rank: self._peers(wait) for rank, wait in self.blocked.items()}
+
+    def _peers(self, wait: Pending) -> list[int]:
+        """Whom a rank waits for: where any of several would do, those that have not ended."""
+        peers = list(wait.waits_for())
+        running = [peer for peer in peers if peer not in self.ended]
+        if isinstance(wait, KeyWait):
+            return running or [wait.rank]
+        if isinstance(wait, Message) and wait.peer == ANY_SOURCE:
+            return running or peers or [wait.rank]
+        return peers
+
+    def deserted(self) -> list[list[int]]:
+        """Find the ranks that wait for one that has ended; those with equal waits together."""
+        return self._alike(
+            rank for rank, peers in self.waits_for.items() if not self.ended.isdisjoint(peers)
+        )
+
+    def knots(self) -> list[list[int]]:
+        """Find the sets of ranks that wait for each other and for nobody else."""
+        return find_knots(self.waits_for)
+
+    @cached_property
+    def mates(self) -> dict[int, list[int]]:
+        """By rank, those that wait for the same, itself included."""
+        return {rank: group for group in self._alike(self.blocked) for rank in group}
+
+    # Words
+
+    def sentence(self, ranks: Sequence[int]) -> str:
+        """Say what ranks wait for that wait for the same: ``rank 0 waits for rank 1 to send``."""
+        return f"{rank_names(ranks)} {verb(ranks, 'wait')} {self._wait(ranks[0])}"
+
+    def sentences(self, ranks: Iterable[int]) -> str:
+        """Say what each rank waits for, in this order."""
+        groups = self._alike(ranks)
+        told = [self.sentence(group) for group in groups[:MAX_CLAUSES]]
+        if len(groups) <= MAX_CLAUSES:
+            return join(told)
+        return join([*told[:2], f"{sum(map(len, groups[2:]))} more ranks wait"])
+
+    def circle(self, groups: Sequence[Sequence[int]]) -> str:
+        """Say how ranks wait for the next ones and the last for the first; each group for one."""
+        if len(groups) <= MAX_CLAUSES:
+            return join([self.sentence(group) for group in groups])
+        return ", ".join([*map(self.sentence, groups[:2]), "…", self.sentence(groups[-1])])
+
+    def fates(self, ranks: Iterable[int]) -> str:
+        """Say how ranks have ended: ``rank 1 has returned``."""
+        killed = sorted(self.killed.intersection(ranks))
+        returned = sorted(set(ranks) - self.killed)
+        fates = []
+        if returned:
+            fates.append(f"{rank_names(returned)} {verb(returned, 'have', 'has')} returned")
+        if killed:
+            fates.append(f"{rank_names(killed)} {verb(killed, 'were', 'was')} killed by a fault")
+        return join(fates)
+
+    def _wait(self, rank: int) -> str:
+        wait = self.blocked[rank]
+        if isinstance(wait, Message):
+            peer = "any rank" if wait.peer == ANY_SOURCE else rank_names([wait.peer])
+            peer = "itself" if wait.peer == rank else peer
+            return f"for {peer} to {'send' if wait.name == 'recv' else 'receive'}"
+        if isinstance(wait, KeyWait):
+            keys = ", ".join(map(repr, wait.keys))
+            return f"for the {verb(wait.keys, 'keys', 'key')} {keys}, which no rank has set"
+        return f"in {wait.title()} for {rank_names(self.waits_for[rank])}"
+
+    def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
+        """Put ranks together that wait for the same."""
+        groups: dict[str, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(self._wait(rank), []).append(rank)
+        return list(groups.values())

@@ -1,0 +1,113 @@
+"""Pipelines of equal stages on an ideal cluster: only matrix products take time.
+
+Messages take none (latency 0, bandwidth without end), and neither does what is limited by memory,
+such as the loss of the last stage. So what a pipeline stands still is its schedule's doing alone.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from distlab.sim import Cluster, Simulated, simulate
+from distlab.sim.cluster import GPU
+
+# Stages are wide inside and narrow between, because torch keeps the inputs of all micro-batches for
+# the whole step, whatever the schedule: 2 numbers a row, beside the 576 of a stage inside.
+NARROW, WIDE, DEPTH, ROWS = 2, 64, 9, 8
+MICRO_BATCH_BYTES = 4 * ROWS * WIDE * DEPTH  # the activations that a stage keeps for backward
+
+ENDLESS = 1e30
+FLOPS_PER_S = 1e6
+IDEAL_GPU = GPU("ideal", ENDLESS, ENDLESS, {"float32": FLOPS_PER_S}, {"float32": FLOPS_PER_S})
+
+SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {  # and stages on each rank
+    "GPipe": (ScheduleGPipe, 1),
+    "1F1B": (Schedule1F1B, 1),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step of a pipeline.
+
+    Attributes:
+        idle_of_total: the share of all ranks' time in which they stood still.
+        in_flight: by rank, activations at the peak in units of one micro-batch of one stage.
+    """
+
+    idle_of_total: float
+    in_flight: list[float]
+
+    @property
+    def idle_of_ideal(self) -> float:
+        """What the ranks stood still for each second that they computed."""
+        return self.idle_of_total / (1 - self.idle_of_total)
+
+
+def stage() -> nn.Sequential:
+    inside = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEPTH - 1)]
+    first, last = nn.Linear(NARROW, WIDE, bias=False), nn.Linear(WIDE, NARROW, bias=False)
+    return nn.Sequential(first, *inside, last)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def two_steps(schedule: str, micro_batches: int) -> list[tuple[float, float]]:
+    """Run a pipeline over all ranks; when each step began and ended on this one.
+
+    The first step is longer: torch finds out the shapes of all messages in it.
+    """
+    make, stages_per_rank = SCHEDULES[schedule]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = size * stages_per_rank
+    mine = [PipelineStage(stage(), k, count, torch.device("cpu")) for k in range(rank, count, size)]
+    run = make(mine if stages_per_rank > 1 else mine[0], micro_batches, loss_fn=loss_of)
+    # The first stage's backward is as long as the others' only if its input needs a gradient.
+    x, target = (torch.ones(micro_batches * ROWS, NARROW).requires_grad_() for _ in range(2))
+    times = []
+    for _ in range(2):
+        dist.barrier()
+        start_s = time.perf_counter()
+        if rank == size - 1:
+            run.step(target=target.detach())
+        else:
+            run.step(*([x] if rank == 0 else []))
+        times.append((start_s, time.perf_counter()))
+        dist.barrier()
+    return times
+
+
+def measure(schedule: str, num_ranks: int, micro_batches: int) -> Measured:
+    """Simulate a pipeline and measure its second step."""
+    cluster = Cluster(
+        1, num_ranks, gpu=IDEAL_GPU, latency_s=0.0, nvlink_bytes_per_s=ENDLESS, name="ideal"
+    )
+    run = simulate(two_steps, num_ranks, schedule, micro_batches, cluster=cluster)
+    start_s = min(times[1][0] for times in run.results)
+    end_s = max(times[1][1] for times in run.results)
+    busy_s = computing_s(run, start_s, end_s)
+    activations = [peak["activations"] for peak in run.trace.peak_by_category]
+    return Measured(
+        1 - busy_s / (num_ranks * (end_s - start_s)),
+        [num_bytes / MICRO_BATCH_BYTES for num_bytes in activations],
+    )
+
+
+def computing_s(run: Simulated[Any], start_s: float, end_s: float) -> float:
+    """Seconds of computation of all ranks, between two moments."""
+    spans = [(event.start_s, event.end_s) for event in run.trace.events if event.kind == "compute"]
+    return sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in spans)

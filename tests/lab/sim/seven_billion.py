@@ -1,0 +1,138 @@
+"""One training step of a GPT with the width of a 7B model on simulated DGX H100, three ways.
+
+    all_reduce  a copy on each rank; every gradient is summed when all are there
+    DDP         the same, by DistributedDataParallel
+    FSDP2       parameters, gradients and optimizer state in shards, a block gathered at a time
+
+DDP makes its buckets after the first step, in which it has one for everything; so nothing overlaps
+in the step that is shown, on a real cluster neither.
+
+The copies are all bfloat16: 2 + 2 + 4 bytes for each parameter. FSDP2 keeps float32 and computes in
+bfloat16: 16 bytes, shared by all ranks.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from distlab.models.gpt import GPT, Block
+from distlab.sim import hooks, simulate
+
+WIDTH, HEADS, VOCABULARY, TOKENS = 4096, 32, 50_304, 2048  # tokens: one sequence on each rank
+LAYERS = 32
+CLUSTER = "dgx-h100"
+
+Bytes = dict[str, int]
+Result = tuple[int, float, Bytes]  # parameters, seconds of a step, what is held after it
+Built = TypeVar("Built", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step takes on the slowest rank."""
+
+    parameters: int
+    seconds: float
+    flops: int  # of one rank
+    held: Bytes  # after the step
+    peak_by_category: Bytes
+    peak_flops: float  # of the data sheet, a second
+
+    @property
+    def utilisation(self) -> float:
+        """MFU: the share of what the data sheet promises."""
+        return self.flops / self.seconds / self.peak_flops
+
+
+def gpt(layers: int) -> GPT:
+    return GPT(VOCABULARY, TOKENS, width=WIDTH, layers=layers, heads=HEADS)
+
+
+def on_meta(build: Callable[[], Built]) -> Built:
+    with torch.device("meta"):
+        return build()
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> Result:
+    """Train on one sequence, with ``then`` before the optimizer."""
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    dist.barrier()
+    start_s = time.perf_counter()
+    cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+    then()
+    optimizer.step()
+    tracker = hooks.this_tracker()
+    assert tracker is not None
+    return count(model), time.perf_counter() - start_s, tracker.live_by_category
+
+
+def with_all_reduce(layers: int) -> Result:
+    model = on_meta(lambda: gpt(layers)).bfloat16()
+
+    def average() -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    return learn(model, AdamW(model.parameters(), foreach=True), average)
+
+
+def with_ddp(layers: int) -> Result:
+    model = on_meta(lambda: gpt(layers)).bfloat16()
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return learn(parallel, AdamW(model.parameters(), foreach=True), lambda: None)
+
+
+def with_fsdp(layers: int) -> Result:
+    mesh = init_device_mesh("meta", (dist.get_world_size(),))
+    in_bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = on_meta(lambda: gpt(0))
+    for _ in range(layers):  # in shards before the next is made: no rank could hold them all
+        block = on_meta(lambda: Block(WIDTH, HEADS))
+        model.blocks.append(fully_shard(block, mesh=mesh, mp_policy=in_bfloat16))
+    fully_shard(model, mesh=mesh, mp_policy=in_bfloat16)
+    # For a list of n DTensors torch does work of n^2: 6 s for one group of all, 0.2 s for these.
+    own = [model.token_embedding, model.position_embedding, model.norm]
+    groups: list[Any] = [{"params": list(part.parameters())} for part in (*model.blocks, *own)]
+    return learn(model, AdamW(groups, foreach=True), lambda: None)
+
+
+WAYS = {"all_reduce": with_all_reduce, "DDP": with_ddp, "FSDP2": with_fsdp}
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def measure(way: str, num_ranks: int, layers: int = LAYERS) -> Step:
+    """Simulate one step."""
+    run = simulate(WAYS[way], num_ranks, layers, cluster=CLUSTER)
+    assert run.cluster.gpu is not None
+    slowest = max(range(num_ranks), key=lambda rank: run.results[rank][1])
+    parameters, seconds, held = run.results[slowest]
+    return Step(
+        parameters,
+        seconds,
+        run.flops[slowest],
+        held,
+        run.trace.peak_by_category[slowest],
+        run.cluster.gpu.peak_flops["bfloat16"],
+    )
+
+
+def expected_flops(parameters: int, layers: int) -> int:
+    """6 for each parameter and token, and attention: 12 L E for each pair of tokens, half causal.
+
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    return TOKENS * (6 * parameters + 12 * layers * WIDTH * TOKENS // 2)

@@ -1,0 +1,79 @@
+"""A program has the same history, to the last event, every time and in every process."""
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from everything import a_bit_of_everything
+from programs import me
+from torch.nn.parallel import DistributedDataParallel
+from trainings import layers, momentum, trained
+
+from distlab import launch
+from distlab.sim import Faults, Options, simulate
+
+really_sleep = time.sleep
+
+
+def noisy() -> list[object]:
+    """The same, with threads that are held up at random."""
+    noise = random.Random(time.time_ns() + me())
+    really_sleep(noise.random() * 2e-3)
+    results = a_bit_of_everything()
+    really_sleep(noise.random() * 2e-3)
+    return results
+
+
+def trains() -> object:
+    model = DistributedDataParallel(layers())
+    return trained(model, momentum(model))[0]
+
+
+@contextlib.contextmanager
+def switching_every(seconds: float) -> Iterator[None]:
+    """Let Python's threads take turns more often, or less."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("cluster", [None, "dgx-h100"])
+def test_history_and_results_are_the_same_every_time(cluster: str | None) -> None:
+    runs = [simulate(a_bit_of_everything, 6, cluster=cluster)]
+    for interval, program in ((1e-6, a_bit_of_everything), (1e-6, noisy), (0.5, noisy)):
+        with switching_every(interval):
+            runs.append(simulate(program, 6, cluster=cluster))
+    assert len({run.trace.digest() for run in runs}) == 1
+    assert all(run.results == runs[0].results for run in runs)
+    assert len({run.seconds for run in runs}) == 1
+
+
+def test_training_has_the_same_history_every_time() -> None:
+    runs = [simulate(trains, 4) for _ in range(3)]
+    assert len({run.trace.digest() for run in runs}) == 1
+
+
+def test_history_is_the_same_in_another_process() -> None:
+    here, there = simulate(a_bit_of_everything, 6), launch.simulate(a_bit_of_everything, 6)
+    assert here.trace.digest() == there.trace.digest()
+    assert here.results == there.results
+
+
+def test_digest_tells_histories_apart() -> None:
+    digests = {
+        simulate(a_bit_of_everything, 6, options=options).trace.digest()
+        for options in (
+            Options(),
+            Options(eager_bytes=10_000),
+            Options(faults=Faults(delays_s={(0, 1): 1e-6})),
+            Options(faults=Faults(jitter_s=1e-6, seed=1)),
+            Options(faults=Faults(jitter_s=1e-6, seed=2)),
+        )
+    }
+    assert len(digests) == 5

@@ -1,0 +1,156 @@
+"""What is a rank's own: random numbers, environment, warnings. Other threads have none of it."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import warnings
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from programs import me, neighbours, size
+
+from distlab.sim import Faults, Options, simulate
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), np.random.rand()
+
+
+def test_ranks_that_do_not_seed_draw_different_numbers_the_same_ones_every_time() -> None:
+    first = simulate(draws, 4).results
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    assert simulate(draws, 4).results == first
+    assert [len(set(column)) for column in zip(*first, strict=True)] == [4, 4, 4]
+    assert simulate(draws, 4, options=Options(seed=1)).results != first
+
+
+def seeds_on_some_ranks(*seeding: int) -> list[tuple[float, float, float]]:
+    numbers = []
+    for _ in range(3):
+        if me() in seeding:
+            torch.manual_seed(5)
+            random.seed(5)
+            np.random.seed(5)
+        dist.barrier()
+        numbers.append(draws())
+        dist.barrier()
+    return numbers
+
+
+def test_seeding_one_rank_does_not_disturb_another() -> None:
+    nobody, one, all_of_them = (
+        simulate(seeds_on_some_ranks, 3, *seeding).results for seeding in ((), (1,), (0, 1, 2))
+    )
+    assert [one[0], one[2]] == [nobody[0], nobody[2]]
+    assert one[1] == all_of_them[1] != nobody[1]
+    assert all_of_them[0] == all_of_them[1] == all_of_them[2]
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    assert one[1] == [draws()] * 3  # as in a process of its own
+
+
+def drops_out() -> list[list[float]]:
+    torch.manual_seed(me())
+    masks = []
+    for _ in range(4):
+        masks.append(torch.nn.functional.dropout(torch.ones(8)).tolist())
+        x = torch.ones(me() + 1)
+        dist.send(x, neighbours()[0]) if me() == 0 else dist.recv(torch.ones(me()), me() - 1)
+        dist.send(x, neighbours()[0]) if me() else dist.recv(torch.ones(size()), size() - 1)
+    return masks
+
+
+def test_dropout_does_not_depend_on_the_order_in_which_ranks_run() -> None:
+    first = simulate(drops_out, 3).results
+    for seed in range(3):
+        options = Options(faults=Faults(jitter_s=1e-3, seed=seed))
+        assert simulate(drops_out, 3, options=options).results == first
+
+
+def other_threads_draw() -> tuple[float, float]:
+    drawn: list[float] = []
+    thread = threading.Thread(target=lambda: drawn.append(random.random()))
+    thread.start()
+    thread.join()
+    return random.random(), drawn[0]
+
+
+def test_a_thread_that_is_no_rank_draws_from_the_process() -> None:
+    random.seed(3)
+    expected = [random.random(), random.random()]
+    random.seed(3)
+    assert sorted(drawn for _, drawn in simulate(other_threads_draw, 2).results) == sorted(expected)
+    assert [mine for mine, _ in simulate(other_threads_draw, 2).results] == [
+        mine for mine, _ in simulate(draws_once, 2).results
+    ]
+
+
+def draws_once() -> tuple[float, float]:
+    return random.random(), 0.0
+
+
+def reads_environment() -> dict[str, str]:
+    dist.barrier()
+    return {
+        name: os.environ[name] for name in sorted(os.environ) if name.endswith(("RANK", "SIZE"))
+    }
+
+
+def test_environment_is_that_of_torchrun() -> None:
+    results = simulate(reads_environment, 12, cluster="dgx-h100").results
+    for rank, variables in enumerate(results):
+        expected = {
+            "RANK": rank,
+            "LOCAL_RANK": rank % 8,
+            "GROUP_RANK": rank // 8,
+            "ROLE_RANK": rank,
+            "WORLD_SIZE": 12,
+            "LOCAL_WORLD_SIZE": 8,
+        }
+        assert {name: int(variables[name]) for name in expected} == expected
+
+
+def writes_environment() -> list[object]:
+    os.environ["MINE"] = str(me())
+    os.environ["MASTER_PORT"] = "29500"
+    dist.barrier()
+    return [
+        os.environ["MINE"],
+        os.getenv("MINE"),
+        dict(os.environ)["MINE"],
+        "MINE" in os.environ,
+        len(os.environ) == len(list(os.environ)),
+        os.environ.setdefault("MINE", "x"),
+        os.environ.pop("MINE"),
+        "MINE" in os.environ,
+        os.environ.get("MINE", "none"),
+        os.environ["MASTER_PORT"],
+    ]
+
+
+def test_a_variable_that_a_rank_sets_is_its_own_and_gone_afterwards() -> None:
+    for rank, result in enumerate(simulate(writes_environment, 3).results):
+        own = str(rank)
+        assert result == [own, own, own, True, True, own, own, False, "none", "29500"]
+    command = [sys.executable, "-c", "import os; print(os.getenv('MASTER_PORT'))"]
+    inherited = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert inherited.strip() == str(os.environ.get("MASTER_PORT"))
+
+
+def warns() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            warnings.warn(f"rank {me()}", stacklevel=1)
+            dist.barrier()
+    return [str(warning.message) for warning in caught]
+
+
+def test_warnings_that_a_rank_catches_are_its_own() -> None:
+    assert simulate(warns, 3).results == [[f"rank {rank}"] * 3 for rank in range(3)]

@@ -1,0 +1,96 @@
+"""Which tensors travel: what gloo or NCCL cannot do is refused, and no tensor needs data."""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from programs import me, neighbours, size
+
+from distlab.sim import simulate
+
+STRIDED = torch.arange(12.0).view(3, 4).t()  # 4 x 3
+
+
+def refusals() -> dict[str, str]:
+    op, x = dist.ReduceOp, torch.ones(3, 4)
+    rows = [torch.ones(4, 3) for _ in range(size())]
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce strided": lambda: dist.all_reduce(STRIDED.clone().t()[::2]),
+        "broadcast strided": lambda: dist.broadcast(torch.ones(4, 4)[:, 1], 0),
+        "reduce strided": lambda: dist.reduce(torch.ones(4, 4)[:, 1], 0),
+        "all_gather strided": lambda: dist.all_gather(rows, STRIDED),
+        "reduce_scatter strided": lambda: dist.reduce_scatter(rows[0], [STRIDED] * size()),
+        "send strided": lambda: dist.send(STRIDED, neighbours()[0]),
+        "mean of integers": lambda: dist.all_reduce(x.int(), op.AVG),
+        "and of floats": lambda: dist.all_reduce(x, op.BAND),
+        "sum of int16": lambda: dist.all_reduce(x.short()),
+        "scaled sum": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0)),
+        "sparse": lambda: dist.all_reduce(x.to_sparse()),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return found
+
+
+def test_what_gloo_or_nccl_cannot_do_is_refused_at_the_call() -> None:
+    for found in simulate(refusals, 3).results:
+        assert len(found) == 11, found
+        for name, text in found.items():
+            if name.endswith("strided"):
+                assert text.startswith("ValueError"), (name, text)
+                assert "contiguous" in text, (name, text)
+        assert found["mean of integers"].startswith("TypeError: gloo and NCCL have no AVG of")
+        assert found["scaled sum"].startswith("ValueError: reduction PREMUL_SUM")
+        assert found["sparse"].startswith("TypeError: all_reduce needs a dense")
+
+
+def communicates(device: str) -> list[tuple[int, ...]]:
+    new = partial(torch.ones, device=device)
+    x, everybodys = new(1000, 1000), [new(1000, 1000) for _ in range(size())]
+    right, left = neighbours()
+    dist.broadcast(x, 0)
+    dist.all_reduce(x)
+    dist.reduce(x, 0)
+    dist.all_gather(everybodys, x)
+    dist.gather(x, everybodys if me() == 0 else None, 0)
+    dist.scatter(x, everybodys if me() == 0 else None, 0)
+    dist.reduce_scatter(x, everybodys)
+    dist.all_to_all(everybodys, [new(1000, 1000) for _ in range(size())])
+    dist.all_to_all_single(new(1000 * size()), new(1000 * size()))
+    work = dist.isend(x, right)
+    dist.recv(new(1000, 1000), left)
+    work.wait()
+    return [tuple(x.shape), *(tuple(y.shape) for y in everybodys)]
+
+
+def test_tensors_without_data_take_the_time_and_bytes_of_real_ones() -> None:
+    shapes, numbers = simulate(communicates, 4, "meta"), simulate(communicates, 4, "cpu")
+    assert shapes.results == numbers.results == [[(1000, 1000)] * 5] * 4
+    assert shapes.trace.bytes_sent == numbers.trace.bytes_sent
+    assert shapes.seconds == numbers.seconds > 0
+    assert math.isfinite(shapes.seconds)
+
+
+def gathers_large_and_small() -> list[float]:
+    large, small = torch.full((100_000,), 1.0 + me()), torch.full((1,), 1.0 + me())
+    outputs = [torch.zeros(100_000 * size()), torch.zeros(size())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with c10d._coalescing_manager(async_ops=True) as both:
+            dist.all_gather_into_tensor(outputs[0], large)
+            dist.all_gather_into_tensor(outputs[1], small)
+    both.wait()
+    return [output.sum().item() for output in outputs]
+
+
+def test_large_and_small_tensors_of_one_call_are_done_together() -> None:
+    assert simulate(gathers_large_and_small, 2).results == [[300_000.0, 3.0]] * 2

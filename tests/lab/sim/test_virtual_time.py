@@ -1,0 +1,131 @@
+"""Clocks and sleep are virtual in a rank; who asks again and again lets virtual time pass."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from programs import me
+
+from distlab.sim import simulate
+
+real_clock = time.perf_counter
+
+
+def reads_clocks() -> list[float]:
+    time.sleep(3600.0 * (1 + me()))
+    return [
+        time.perf_counter(),
+        time.monotonic(),
+        time.time(),
+        time.perf_counter_ns() / 1e9,
+        time.monotonic_ns() / 1e9,
+        time.time_ns() / 1e9,
+    ]
+
+
+def test_clocks_and_sleep_are_virtual_in_a_rank() -> None:
+    start = real_clock()
+    simulated = simulate(reads_clocks, 3)
+    assert real_clock() - start < 60
+    assert simulated.results == [[3600.0] * 6, [7200.0] * 6, [10800.0] * 6]
+    assert simulated.seconds == 10800.0
+
+
+def sleeps_badly() -> list[str]:
+    refused = []
+    for seconds in (-1.0, "soon"):
+        try:
+            time.sleep(seconds)  # type: ignore[arg-type]
+        except (ValueError, TypeError) as error:
+            refused.append(type(error).__name__)
+    return refused
+
+
+def test_nobody_sleeps_back_in_time() -> None:
+    assert simulate(sleeps_badly, 1).results == [["ValueError", "TypeError"]]
+
+
+def reads_clocks_in_a_thread() -> float:
+    read: list[float] = []
+    thread = threading.Thread(target=lambda: read.append(time.perf_counter()))
+    thread.start()
+    thread.join()
+    return read[0]
+
+
+def test_clocks_are_real_in_a_thread_that_is_no_rank() -> None:
+    before = real_clock()
+    [read] = simulate(reads_clocks_in_a_thread, 1).results
+    assert before <= read <= real_clock()
+
+
+def polls_a_request() -> float:
+    if me() == 0:
+        x = torch.zeros(1)
+        work = dist.irecv(x, 1)
+        while not work.is_completed():
+            pass
+    else:
+        time.sleep(0.001)
+        dist.send(torch.ones(1), 0)
+    return time.perf_counter()
+
+
+def polls_the_store() -> float:
+    store = c10d._get_default_store()
+    if me() == 0:
+        while not store.check(["there"]):
+            pass
+    else:
+        time.sleep(0.001)
+        store.set("there", "")
+    return time.perf_counter()
+
+
+def sleeps_until_something_is_there() -> float:
+    if me() == 0:
+        while not hasattr(os, "_there"):
+            time.sleep(1e-5)
+    else:
+        time.sleep(0.001)
+        os._there = True  # type: ignore[attr-defined]  # as a file would be
+    return time.perf_counter()
+
+
+@pytest.mark.parametrize(
+    "program", [polls_a_request, polls_the_store, sleeps_until_something_is_there]
+)
+def test_who_asks_again_and_again_lets_the_others_get_on(program: Callable[[], float]) -> None:
+    try:
+        waiting, _ = simulate(program, 2).results
+    finally:
+        vars(os).pop("_there", None)
+    assert 0.001 <= waiting < 0.0012
+
+
+def uses_the_store() -> list[object]:
+    store = c10d.PrefixStore("mine", c10d._get_default_store())
+    count = store.add("count", me() + 1)
+    dist.barrier()
+    won = store.compare_set("winner", "", str(me()))
+    if me() == 0:
+        time.sleep(1.0)
+        store.set("late", "text")
+    store.wait(["late"])
+    results = [count, store.get("count"), won, store.get("late"), time.perf_counter() >= 1.0]
+    dist.barrier()
+    deleted = store.delete_key("late") if me() == 0 else None
+    dist.barrier()
+    return [*results, deleted, store.check(["late"]), store.num_keys()]
+
+
+def test_the_store_counts_waits_and_tells_who_came_first() -> None:
+    assert simulate(uses_the_store, 3).results == [
+        [count, b"6", b"0", b"text", True, deleted, False, 2]
+        for count, deleted in ((1, True), (3, None), (6, None))
+    ]

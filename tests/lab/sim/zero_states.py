@@ -1,0 +1,147 @@
+"""ZeRO by hand: model states that are copied, or shared out in one of three stages.
+
+    stage 0  every rank holds everything
+    stage 1  optimizer state in shards                             P_os
+    stage 2  and gradients                                         P_os+g
+    stage 3  and parameters, gathered for each use                 P_os+g+p
+
+The model is three square matrices, 7.5 billion parameters in bfloat16, on meta. Its gradients are
+in bfloat16, too; the optimizer keeps parameters and two averages in float32: 2 + 2 + 12 bytes.
+
+Source: Rajbhandari et al. 2020 (ZeRO), section 5.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import linear, pad
+
+from distlab.sim import hooks
+
+LAYERS, WIDTH = 3, 50_000
+PARAMETERS = LAYERS * WIDTH**2
+
+Bytes = dict[str, int]
+
+
+class MixedPrecisionAdam(torch.optim.Optimizer):
+    """Adam on float32 copies of the parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float = 1e-4) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter from its gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._update(parameter, group["lr"])
+
+    def _update(self, parameter: Tensor, lr: float) -> None:
+        state, grad = self.state[parameter], parameter.grad.float()
+        if not state:
+            state["master"] = parameter.float()
+            state["average"], state["square"] = torch.zeros_like(grad), torch.zeros_like(grad)
+        state["average"].lerp_(grad, 0.1)
+        state["square"].lerp_(grad.square_(), 0.05)
+        torch.sqrt(state["square"], out=grad)
+        state["master"].addcdiv_(state["average"], grad.add_(1e-8), value=-lr)
+        parameter.copy_(state["master"])
+
+
+class ShardedLinear(Function):
+    """A linear layer of whose weight each rank has a shard; whole it lives for one product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: Tensor) -> Tensor:
+        ctx.save_for_backward(x, shard)
+        return linear(x, matrix(gathered(shard)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, shard = ctx.saved_tensors
+        grad_x = grad @ matrix(gathered(shard))
+        return grad_x, scattered((grad.t() @ x).view(-1))
+
+
+def matrix(flat: Tensor) -> Tensor:
+    """The weight in a flat tensor, without the padding at its end."""
+    return (flat if flat.numel() == WIDTH**2 else flat[: WIDTH**2]).view(WIDTH, WIDTH)
+
+
+def gathered(shard: Tensor) -> Tensor:
+    """The shards of all ranks."""
+    whole = shard.new_empty(dist.get_world_size() * shard.numel())
+    dist.all_gather_into_tensor(whole, shard.detach())
+    return whole
+
+
+def scattered(grad: Tensor) -> Tensor:
+    """This rank's shard of the sum over all ranks."""
+    shard = grad.new_empty(shard_size())
+    missing = shard.numel() * dist.get_world_size() - grad.numel()
+    dist.reduce_scatter_tensor(shard, pad(grad, (0, missing)) if missing else grad)
+    return shard
+
+
+def shard_size() -> int:
+    """Elements of a layer on each rank; they are padded to be as many everywhere."""
+    return -(-(WIDTH**2) // dist.get_world_size())
+
+
+def my_shard(whole: Tensor) -> Tensor:
+    """A view of this rank's part."""
+    return whole.detach().view(-1, shard_size())[dist.get_rank()]
+
+
+def reduce_gradient(stage: int, shard: nn.Parameter, whole: Tensor) -> None:
+    """Sum a gradient over all ranks as soon as it is there; from stage 2 on keep a shard of it."""
+    if stage == 2:
+        shard.grad, whole.grad = scattered(whole.grad), None
+        return
+    dist.all_reduce(whole.grad)
+    if stage == 1:
+        shard.grad = my_shard(whole.grad)
+
+
+def model_states(stage: int) -> tuple[Bytes, Bytes]:
+    """Train for two steps; what this rank holds after them, and held at the worst moment.
+
+    The second is the worse one: optimizer state is there while gradients come into being.
+    """
+    size = shard_size() * (1 if stage == 3 else dist.get_world_size())
+    with torch.device("meta"):
+        layers = [nn.Parameter(torch.empty(size, dtype=torch.bfloat16)) for _ in range(LAYERS)]
+        owned = [nn.Parameter(my_shard(p)) for p in layers] if stage in (1, 2) else layers
+        optimizer = MixedPrecisionAdam(owned)
+        if stage < 3:
+            for whole, shard in zip(layers, owned, strict=True):
+                whole.register_post_accumulate_grad_hook(partial(reduce_gradient, stage, shard))
+        for _ in range(2):
+            for parameter in (*layers, *owned):
+                parameter.grad = None
+            train_step(stage, layers, owned, optimizer)
+    tracker = hooks.this_tracker()
+    assert tracker is not None
+    return tracker.live_by_category, tracker.peak_by_category
+
+
+def train_step(
+    stage: int,
+    layers: list[nn.Parameter],
+    owned: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Train on one token, whose activations are nothing beside the model."""
+    x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    for layer in layers:
+        x = ShardedLinear.apply(x, layer) if stage == 3 else linear(x, matrix(layer))
+    x.sum().backward()
+    optimizer.step()
+    if stage in (1, 2):
+        for whole, shard in zip(layers, owned, strict=True):
+            dist.all_gather_into_tensor(whole.detach(), shard.detach())
