@@ -1,0 +1,176 @@
+"""Broken programs: a collective is short of a rank, or groups are used in different orders."""
+
+import torch
+import torch.distributed as dist
+from catalogue import ENDED, MISSING, ORDER, data, deadlock, me, size
+from torch import nn
+
+
+@deadlock(
+    4,
+    MISSING,
+    (0,),
+    "ranks 1-3 wait in all_reduce (call 1 of ranks 0-3) for rank 0, but rank 0 waits for rank 3 "
+    "to send",
+    "Does rank 0 skip this one, or come too late?",
+)
+def waits_for_a_report_first() -> None:
+    """Rank 0 wants a message that rank 3 sends only after the all_reduce."""
+    if me() == 0:
+        dist.recv(data(), 3)
+    dist.all_reduce(data())
+    if me() == 3:
+        dist.send(data(), 0)
+
+
+@deadlock(4, MISSING, (1, 2, 3), "rank 0 waits in all_gather (call 1 of ranks 0-3) for ranks 1-3")
+def evaluates_on_rank_0() -> None:
+    """Rank 0 gathers the predictions in an evaluation that the others do not enter."""
+    score = torch.zeros(1)
+    if me() == 0:
+        dist.all_gather([torch.zeros(1) for _ in range(size())], score)
+        for rank in range(1, size()):
+            dist.send(score, rank)
+    else:
+        dist.recv(score, 0)
+
+
+@deadlock(
+    2,
+    MISSING,
+    (1,),
+    "rank 0 waits in all_reduce (call 2 of ranks 0 and 1) for rank 1, but rank 1 waits for rank 0 "
+    "to receive",
+    if_buffered=ENDED,
+)
+def unused_parameter_on_one_rank() -> None:
+    """Hooks reduce each gradient as it is ready; one rank's loss leaves a parameter out."""
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    for parameter in (first, second):
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+    loss = first.sum() + (second.sum() if me() == 0 else 0)
+    loss.backward()
+    if me() == 1:
+        dist.send(loss.detach(), 0)
+    else:
+        dist.recv(loss.detach(), 1)
+
+
+@deadlock(3, MISSING, (0,), "rank 0 waits for any rank to send", "ranks 1 and 2 wait in barrier")
+def server_without_an_end() -> None:
+    """The parameter server listens for ever; the workers meet in a barrier and expect it there."""
+    if me() == 0:
+        while True:
+            dist.recv(data())
+    dist.send(data(), 0)
+    dist.barrier()
+
+
+@deadlock(4, MISSING, (1, 3), "ranks 0 and 2 wait in barrier", "rank 1 waits for rank 0 to send")
+def barrier_of_the_leaders() -> None:
+    """The leaders of two nodes meet in a barrier of all ranks instead of one of the leaders."""
+    leader = me() // 2 * 2
+    if me() == leader:
+        dist.barrier()
+        dist.send(data(), leader + 1)
+    else:
+        dist.recv(data(), leader)
+        dist.barrier()
+
+
+@deadlock(4, MISSING, (0,), "ranks 1-3 wait in broadcast", "rank 0 waits for rank 1 to send")
+def root_wants_an_answer_first() -> None:
+    """The root waits for an acknowledgement before it broadcasts what is to be acknowledged."""
+    if me() == 0:
+        dist.recv(data(), 1)
+    dist.broadcast(data(), 0)
+    if me() == 1:
+        dist.send(data(), 0)
+
+
+@deadlock(
+    3, MISSING, (2,), "barrier (call 1 of ranks 0-2) for rank 2", "rank 2 waits for rank 0 to send"
+)
+def monitored_barrier_without_one() -> None:
+    """A monitored barrier has no way out either: the report names the rank that is not there."""
+    if me() == 2:
+        dist.recv(data(), 0)
+    dist.monitored_barrier()
+
+
+@deadlock(
+    3,
+    MISSING,
+    (2,),
+    "rank 0 waits in barrier (call 1 of ranks 0-2) for ranks 1 and 2, but rank 2 waits for rank 0",
+)
+def absent_for_the_absent() -> None:
+    """Rank 2 is missing, since it waits for rank 0; rank 1 is so, since it waits for rank 2."""
+    if me() > 0:
+        dist.recv(data(), (me() + 1) % size())
+        dist.send(data(), (me() - 1) % size())
+    dist.barrier()
+
+
+@deadlock(
+    3,
+    ORDER,
+    (0, 1),
+    "rank 0 waits in all_reduce (call 1 of ranks 0 and 1) for rank 1, and ranks 1 and 2 wait in "
+    "all_reduce (call 1 of ranks 0-2) for rank 0",
+    "use them in the same order",
+)
+def crossed_groups() -> None:
+    """The pair first and then all, or all first and then the pair: every rank as it likes."""
+    pair = dist.new_group([0, 1])
+    if me() == 0:
+        dist.all_reduce(data(), group=pair)
+    dist.all_reduce(data())
+    if me() == 1:
+        dist.all_reduce(data(), group=pair)
+
+
+@deadlock(
+    4,
+    ORDER,
+    (0, 1, 2, 3),
+    "ranks 0 and 1 barrier (call 1 of ranks 0-3)",
+    "These groups have the same ranks, and yet they are two",
+)
+def two_groups_of_the_same_ranks() -> None:
+    """Two groups of all ranks, for gradients and for metrics, in crossed order."""
+    groups = [dist.new_group(range(4)), dist.new_group(range(4))]
+    for group in groups if me() < 2 else reversed(groups):
+        dist.barrier(group)
+
+
+@deadlock(
+    4,
+    ORDER,
+    (0, 1, 2, 3),
+    "rank 0 waits in all_reduce (call 1 of ranks 0 and 2) for rank 2",
+    "rank 1 waits in all_reduce (call 1 of ranks 0 and 1) for rank 0",
+)
+def tensor_then_data_parallel() -> None:
+    """On a 2×2 mesh two ranks reduce along the columns first, and two along the rows."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    both = [rows[me() // 2], columns[me() % 2]]
+    for group in both if me() in (1, 2) else reversed(both):
+        dist.all_reduce(data(), group=group)
+
+
+@deadlock(3, ORDER, (0, 1, 2), "call 1 of ranks 1 and 2", "call 1 of ranks 0 and 2")
+def circle_of_groups() -> None:
+    """Three pairs, and everybody begins with the pair to the right."""
+    pairs = [dist.new_group([rank, (rank + 1) % 3]) for rank in range(3)]
+    dist.barrier(pairs[me()])
+    dist.barrier(pairs[me() - 1])
+
+
+@deadlock(4, ORDER, (0, 1), "Or is one of these calls on the wrong group?")
+def group_forgotten_on_one_rank() -> None:
+    """One rank forgets group= and waits for the whole world."""
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][me() // 2]
+    dist.all_reduce(data(), group=None if me() == 1 else half)
+    dist.all_reduce(data())

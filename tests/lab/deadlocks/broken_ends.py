@@ -1,0 +1,258 @@
+"""Broken programs: a peer has returned, was killed, has raised, or never sets a key."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from catalogue import ENDED, KEY, PASSES, data, deadlock, me, rank_error, size
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.sim import Faults
+
+
+@deadlock(
+    4,
+    ENDED,
+    (1, 2, 3),
+    "rank 0 waits in barrier (call 1 of ranks 0-3) for ranks 1-3, but ranks 1-3 have returned",
+    "ranks 1-3 returned",
+    "a call under an `if` on the rank?",
+)
+def barrier_under_an_if() -> None:
+    """Only rank 0 saves the checkpoint, and only rank 0 meets the barrier behind it."""
+    if me() == 0:
+        dist.barrier()
+
+
+@deadlock(
+    3,
+    ENDED,
+    (1,),
+    "ranks 0 and 2 wait in all_reduce (call 4 of ranks 0-2) for rank 1, but rank 1 has returned",
+    "Why did rank 1 return before call 4 of this group? Fewer batches",
+)
+def uneven_batches() -> None:
+    """One rank has a batch fewer."""
+    for _ in range(3 if me() == 1 else 4):
+        dist.all_reduce(data())
+
+
+@deadlock(2, ENDED, (1,), "for rank 1, but rank 1 has returned")
+def uneven_batches_in_ddp() -> None:
+    """The same in DistributedDataParallel, whose hooks call the collectives."""
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    for _ in range(2 - me()):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@deadlock(3, ENDED, (2,), "ranks 0 and 1 wait in all_reduce (call 1 of ranks 0-2) for rank 2")
+def leaves_when_its_loss_is_bad() -> None:
+    """A rank returns for a reason that only it knows."""
+    loss = torch.tensor(float("nan") if me() == 2 else 1.0)
+    if loss.isnan():
+        return
+    dist.all_reduce(loss)
+
+
+@deadlock(
+    3,
+    ENDED,
+    (2,),
+    "rank 1 waits for rank 2 to send, but rank 2 has returned",
+    "rank 0 recv from rank 1",
+    "Is a send missing on rank 2, or is there an early return? Or does rank 1 receive once too "
+    "often?",
+)
+def forgets_the_last_backward() -> None:
+    """The last stage of a pipeline returns without a gradient for its last micro-batch."""
+    micro_batches, x = 2, data()
+    for _ in range(micro_batches):
+        if me() > 0:
+            dist.recv(x, me() - 1)
+        if me() < size() - 1:
+            dist.send(x, me() + 1)
+    for _ in range(micro_batches - (me() == size() - 1)):
+        if me() < size() - 1:
+            dist.recv(x, me() + 1)
+        if me() > 0:
+            dist.send(x, me() - 1)
+
+
+@deadlock(
+    4,
+    ENDED,
+    (1, 2, 3),
+    "rank 0 waits for any rank to send, but ranks 1-3 have returned",
+    "does rank 0 receive once too often?",
+)
+def one_recv_too_many() -> None:
+    """The root of a gather counts itself among those that send."""
+    if me() == 0:
+        for _ in range(size()):
+            dist.recv(data())
+    else:
+        dist.send(data(), 0)
+
+
+@deadlock(
+    2,
+    ENDED,
+    (1,),
+    "rank 0 waits for rank 1 to receive, but rank 1 has returned",
+    "Is a recv missing on rank 1",
+    "Or does rank 0 send once too often?",
+    if_buffered=PASSES,
+)
+def send_that_nobody_receives() -> None:
+    """A send has no recv; nobody would know, had its rank not waited."""
+    if me() == 0:
+        dist.isend(data(), 1).wait()
+
+
+@deadlock(
+    3,
+    ENDED,
+    (2,),
+    "rank 1 waits for rank 2 to send, but rank 2 has returned",
+    "Rank 0 sends to rank 1, but rank 1 receives from rank 2: is one of the peers wrong?",
+)
+def wrong_peer() -> None:
+    """Rank 0 sends to rank 1, which receives from rank 2."""
+    if me() == 0:
+        dist.send(data(), 1)
+    elif me() == 1:
+        dist.recv(data(), 2)
+
+
+@deadlock(
+    4,
+    ENDED,
+    (3,),
+    "rank 2 waits for rank 3 to send",
+    "rank 0 recv from rank 1",
+    "rank 3 returned",
+)
+def chain_of_victims() -> None:
+    """Everybody waits for the next; the last one has returned."""
+    if me() < size() - 1:
+        dist.recv(data(), me() + 1)
+
+
+@deadlock(
+    4,
+    ENDED,
+    (2,),
+    "ranks 0, 1 and 3 wait in all_reduce (call 3 of ranks 0-3) for rank 2, but rank 2 was killed",
+    "rank 2 killed by a fault",
+    "A killed rank never answers",
+    faults=Faults(kill_ranks={2: 0.25}),
+)
+def loses_a_rank() -> None:
+    """A fault kills a rank while it computes its third step."""
+    for _ in range(4):
+        time.sleep(0.1)
+        dist.all_reduce(data())
+
+
+@deadlock(
+    2,
+    ENDED,
+    (1,),
+    "but rank 1 has returned",
+    "Why did rank 1 return before call 1",
+    faults=Faults(kill_ranks={1: 1.0}),
+)
+def returns_before_its_death() -> None:
+    """A rank has returned when the fault comes that would have killed it."""
+    if me() == 0:
+        time.sleep(2)
+        dist.barrier()
+
+
+@deadlock(
+    4,
+    ENDED,
+    (2, 3),
+    "rank 0 waits in barrier (call 1 of ranks 0-3) for ranks 1-3, but ranks 2 and 3 have returned "
+    "(rank 1 waits for rank 0 to send)",
+)
+def some_left_and_some_wait() -> None:
+    """A barrier lacks two ranks that have returned and one that waits elsewhere."""
+    if me() == 0:
+        dist.barrier()
+    elif me() == 1:
+        dist.recv(data(), 0)
+
+
+@deadlock(
+    4,
+    ENDED,
+    (3,),
+    "rank 2 waits for rank 3 to send, but rank 3 has returned",
+    "and also (send/recv cycle): rank 0 waits for rank 1 to send",
+)
+def two_mistakes() -> None:
+    """A cycle, and, independently of it, an early return."""
+    if me() < 2:
+        dist.recv(data(), 1 - me())
+    elif me() == 2:
+        dist.recv(data(), 3)
+
+
+@deadlock(
+    3,
+    ENDED,
+    (1,),
+    "rank 0 waits for rank 1 to send, but rank 1 has returned",
+    or_else=PASSES,
+)
+def any_source_takes_the_wrong_one() -> None:
+    """A race. Any source may take the message of rank 1, for which the next recv then waits."""
+    if me() == 0:
+        dist.recv(data())
+        dist.recv(data(), 1)
+    else:
+        dist.isend(data(), 0)
+
+
+@deadlock(
+    3,
+    KEY,
+    (1, 2),
+    "ranks 1 and 2 wait for the key 'ready', which no rank has set",
+    "Is the key spelled the same on both sides?",
+)
+def misspelt_key() -> None:
+    """Rank 0 sets another key than the one the others wait for, and goes on."""
+    store = _get_default_store()
+    if me() == 0:
+        store.set("raedy", "1")
+    else:
+        store.wait(["ready"])
+
+
+@deadlock(2, KEY, (1,), "and rank 0 waits in barrier (call 1 of ranks 0 and 1) for rank 1")
+def key_behind_a_barrier() -> None:
+    """Rank 0 would set the key after a barrier that rank 1 never reaches."""
+    store = _get_default_store()
+    if me() == 1:
+        store.get("ready")
+    dist.barrier()
+    if me() == 0:
+        store.set("ready", "1")
+
+
+@rank_error(3, "ZeroDivisionError", (1,), "rank 1 of 3 raised ZeroDivisionError", "in raises")
+def raises() -> None:
+    """The others wait in a barrier for a rank that has failed: its error is the one to see."""
+    if me() == 1:
+        1 / 0  # noqa: B018
+    dist.barrier()
+
+
+@rank_error(2, "ValueError", (), "Invalid destination rank")
+def blocking_send_to_itself() -> None:
+    """torch refuses a blocking send to oneself."""
+    dist.send(data(), me())

@@ -1,0 +1,214 @@
+"""Broken programs: sends and receives that wait for each other in a circle."""
+
+import torch.distributed as dist
+from catalogue import CYCLE, ENDED, PASSES, data, deadlock, me, size
+
+
+@deadlock(
+    2,
+    CYCLE,
+    (0, 1),
+    "rank 0 waits for rank 1 to receive, and rank 1 waits for rank 0 to receive",
+    "send to rank 1, (4,) float32",
+    "broken_messages.py:",
+    "in head_to_head_sends",
+    "All of them send first",
+    if_buffered=PASSES,
+)
+def head_to_head_sends() -> None:
+    """Both send before they receive: works as long as sends are buffered."""
+    dist.send(data(), 1 - me())
+    dist.recv(data(), 1 - me())
+
+
+@deadlock(
+    2,
+    CYCLE,
+    (0, 1),
+    "rank 0 waits for rank 1 to send, and rank 1 waits for rank 0 to send",
+    "All of them receive first",
+)
+def head_to_head_recvs() -> None:
+    """Both receive before they send."""
+    dist.recv(data(), 1 - me())
+    dist.send(data(), 1 - me())
+
+
+@deadlock(
+    4,
+    CYCLE,
+    (0, 1, 2, 3),
+    "rank 1 waits for rank 2 to receive, …, rank 3 waits for rank 0 to receive",
+    if_buffered=PASSES,
+)
+def ring_of_sends() -> None:
+    """Everybody sends to the right before receiving from the left."""
+    dist.send(data(), (me() + 1) % size())
+    dist.recv(data(), (me() - 1) % size())
+
+
+@deadlock(5, CYCLE, (0, 1, 2, 3, 4), "rank 0 waits for rank 4 to send", ", …, ")
+def ring_of_recvs() -> None:
+    """Everybody receives from the left before sending to the right."""
+    dist.recv(data(), (me() - 1) % size())
+    dist.send(data(), (me() + 1) % size())
+
+
+@deadlock(
+    3,
+    CYCLE,
+    (0, 1, 2),
+    "send to rank 1, (4,) float32",
+    "waits at line",
+    if_buffered=PASSES,
+)
+def waits_before_it_receives() -> None:
+    """isend and an immediate wait are a send."""
+    work = dist.isend(data(), (me() + 1) % size())
+    work.wait()
+    dist.recv(data(), (me() - 1) % size())
+
+
+@deadlock(
+    4,
+    CYCLE,
+    (0, 1, 2, 3),
+    "also posted, and never matched:",
+    "Rank 0 receives from rank 3, but rank 3 sends to rank 2: is one of the peers wrong?",
+)
+def one_neighbour_for_both() -> None:
+    """The ring takes the left neighbour for the right one, too."""
+    left = right = (me() - 1) % size()
+    work = dist.isend(data(), right)
+    dist.recv(data(), left)
+    work.wait()
+
+
+@deadlock(
+    2,
+    CYCLE,
+    (0, 1),
+    "send to rank 1, (4,) float32, tag 1",
+    "Rank 0 sends to rank 1 with tag 1, but rank 1 receives with tag 2: give both the same tag.",
+    if_buffered=ENDED,
+)
+def two_tags() -> None:
+    """The tag of the recv is not that of the send."""
+    if me() == 0:
+        dist.send(data(), 1, tag=1)
+    else:
+        dist.recv(data(), 0, tag=2)
+
+
+@deadlock(
+    3,
+    CYCLE,
+    (0, 1),
+    "recv from rank 0, (4,) float32, on the group of ranks 0 and 1",
+    "Rank 0 sends to rank 1 on the group of ranks 0-2, but rank 1 receives on the group of ranks "
+    "0 and 1: give both the same group.",
+    if_buffered=ENDED,
+)
+def two_groups_for_one_message() -> None:
+    """The recv names a group, the send forgets it."""
+    pair = dist.new_group([0, 1])
+    if me() == 0:
+        dist.send(data(), 1)
+    elif me() == 1:
+        dist.recv(data(), 0, group=pair)
+
+
+@deadlock(
+    3,
+    CYCLE,
+    (1,),
+    "rank 1 waits for itself to receive",
+    "A message to oneself needs both ends",
+    if_buffered=PASSES,
+)
+def waits_for_itself() -> None:
+    """A rank sends to itself and waits before it has posted the receive."""
+    if me() == 1:
+        dist.isend(data(), 1).wait()
+        dist.irecv(data(), 1).wait()
+
+
+@deadlock(
+    3,
+    CYCLE,
+    (0, 1, 2),
+    "rank 0 waits for rank 1 to receive, rank 1 waits for rank 2 to send, and rank 2 waits for "
+    "rank 0 to send",
+    "Find an order in which one of them can go first",
+    if_buffered=PASSES,
+)
+def no_one_can_go_first() -> None:
+    """Every send has its recv, in an order that nobody can begin."""
+    if me() == 0:
+        dist.send(data(), 1)
+        dist.send(data(), 2)
+    elif me() == 1:
+        dist.recv(data(), 2)
+        dist.recv(data(), 0)
+    else:
+        dist.recv(data(), 0)
+        dist.send(data(), 1)
+
+
+@deadlock(3, CYCLE, (0, 1, 2), "ranks 0-2 wait for any rank to send", "recv from any rank")
+def everybody_listens() -> None:
+    """All receive from any source, so nobody sends."""
+    dist.recv(data())
+    dist.send(data(), (me() + 1) % size())
+
+
+@deadlock(
+    2,
+    CYCLE,
+    (0, 1),
+    "in one_f_one_b",
+    if_buffered=PASSES,
+)
+def one_f_one_b() -> None:
+    """A pipeline sends an activation forward while the next stage sends a gradient back."""
+    activation, gradient = data(), data()
+    if me() == 0:
+        dist.send(activation, 1)
+        dist.send(activation, 1)
+        dist.recv(gradient, 1)
+        dist.recv(gradient, 1)
+    else:
+        for _ in range(2):
+            dist.recv(activation, 0)
+            dist.send(gradient, 0)
+
+
+@deadlock(
+    4,
+    CYCLE,
+    (0, 1, 2, 3),
+    "rank 0 waits for rank 1 to receive, and rank 1 waits for rank 0 to receive",
+    "and also (send/recv cycle): rank 2 waits for rank 3 to receive",
+    if_buffered=PASSES,
+)
+def two_pairs() -> None:
+    """Partners send to each other: two cycles, one mistake."""
+    dist.send(data(), me() ^ 1)
+    dist.recv(data(), me() ^ 1)
+
+
+@deadlock(
+    5,
+    CYCLE,
+    (0, 1),
+    "rank 2 recv from rank 1",
+    "ranks 3 and 4 barrier (call 1 of ranks 0-4)",
+)
+def victims_of_a_cycle() -> None:
+    """Two ranks wait for each other; the others, in a recv and in a barrier, only for them."""
+    if me() < 2:
+        dist.recv(data(), 1 - me())
+        dist.send(data(), 1 - me())
+    elif me() == 2:
+        dist.recv(data(), 1)
+    dist.barrier()

@@ -1,0 +1,170 @@
+"""What the programs of the bank are entered in, and what they share.
+
+Broken programs cannot end well: each makes one mistake, and the table says what its report must
+say. Read them as a catalogue of the ways in which programs hang; over gloo, in real processes, they
+fail as well, mostly by hanging.
+
+Correct ones look as if they might hang, and do not: the table says what every rank returns, whether
+sends are buffered or not, in whatever order the ranks get their turns. Real processes over gloo
+return the same, except for four programs, which say so: gloo itself cannot do what they do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.sim import Deadlock, Faults, Mismatch, RankError, SimulationError
+
+Program = Callable[[], object]
+
+CYCLE = "send/recv cycle"
+MISSING = "missing rank"
+ORDER = "order mismatch"
+KEY = "key never set"
+ENDED = "peer ended"
+OPERATION = "operation mismatch"
+SHAPE = "shape or dtype mismatch"
+PASSES = "passes"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What has to be reported.
+
+    Attributes:
+        num_ranks: in which the mistake shows.
+        error: its class.
+        kind: of the error; of a RankError the name of the exception.
+        ranks: to blame; of a Mismatch and a race, some that are among those to blame.
+        says: phrases of the message.
+        if_buffered: the kind if sends are buffered, where it is another one.
+        or_else: the other kind of a program whose end depends on who comes first.
+        faults: what happens to it on purpose.
+    """
+
+    program: Program
+    num_ranks: int
+    error: type[SimulationError]
+    kind: str
+    ranks: tuple[int, ...]
+    says: tuple[str, ...]
+    if_buffered: str
+    or_else: str
+    faults: Faults = field(default_factory=Faults)
+
+    @property
+    def name(self) -> str:
+        return self.program.__name__
+
+    def kinds(self, *, is_buffered: bool) -> set[str]:
+        """The kinds that are right."""
+        return {self.if_buffered if is_buffered else self.kind, self.or_else} - {""}
+
+
+BROKEN: list[Broken] = []
+
+
+def _entry(error: type[SimulationError]) -> Callable[..., Callable[[Program], Program]]:
+    """Make the decorator that enters programs whose error is this one."""
+
+    def decorator(
+        num_ranks: int,
+        kind: str,
+        ranks: tuple[int, ...],
+        *says: str,
+        if_buffered: str = "",
+        or_else: str = "",
+        faults: Faults | None = None,
+    ) -> Callable[[Program], Program]:
+        def enter(program: Program) -> Program:
+            BROKEN.append(
+                Broken(
+                    program,
+                    num_ranks,
+                    error,
+                    kind,
+                    ranks,
+                    says,
+                    if_buffered or kind,
+                    or_else,
+                    faults or Faults(),
+                )
+            )
+            return program
+
+        return enter
+
+    return decorator
+
+
+deadlock = _entry(Deadlock)
+mismatch = _entry(Mismatch)
+rank_error = _entry(RankError)
+
+
+@dataclass(frozen=True)
+class Correct:
+    """A program and what it returns, by rank."""
+
+    program: Program
+    results: list[object]
+    faults: Faults = field(default_factory=Faults)
+
+    @property
+    def name(self) -> str:
+        return self.program.__name__
+
+
+CORRECT: list[Correct] = []
+
+
+def returns(
+    results: Sequence[object], faults: Faults | None = None
+) -> Callable[[Program], Program]:
+    """Enter a program in the table; there are as many ranks as results."""
+
+    def enter(program: Program) -> Program:
+        CORRECT.append(Correct(program, list(results), faults or Faults()))
+        return program
+
+    return enter
+
+
+# What programs use
+
+
+def me() -> int:
+    return dist.get_rank()
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def data(count: int = 4) -> Tensor:
+    return torch.full((count,), float(me()))
+
+
+def value(number: float) -> Tensor:
+    return torch.tensor([float(number)])
+
+
+def empty() -> Tensor:
+    return torch.zeros(1)
+
+
+def received(src: int | None = None, tag: int = 0) -> float:
+    """Receive one number."""
+    x = empty()
+    dist.recv(x, src, tag=tag)
+    return x.item()
+
+
+def reduced(number: float, group: dist.ProcessGroup | None = None) -> float:
+    """Return the sum of one number of each rank."""
+    x = value(number)
+    dist.all_reduce(x, group=group)
+    return x.item()

@@ -1,0 +1,128 @@
+"""The bank: broken programs are reported for what they are, correct ones never.
+
+Every program runs as it stands, in 20 other orders of events, and with its sends buffered.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import get_args
+
+# Each enters its programs in the catalogue.
+import broken_calls  # noqa: F401
+import broken_collectives  # noqa: F401
+import broken_ends  # noqa: F401
+import broken_messages  # noqa: F401
+import correct_collectives  # noqa: F401
+import correct_messages  # noqa: F401
+import correct_patterns  # noqa: F401
+import pytest
+from catalogue import BROKEN, CORRECT, PASSES, Broken, Correct
+
+from distlab.sim import Deadlock, Faults, Mismatch, Options, RankError, SimulationError, simulate
+from distlab.sim.errors import DeadlockKind
+
+ORDERS = range(1, 21)
+FEW_ORDERS = range(4)  # where sends are buffered; 0: as the program stands
+JITTER_S = 1e-5
+NEVER, EMPTY, ALWAYS = -1, 0, 1 << 20  # the sizes up to which sends are buffered
+
+each_broken = pytest.mark.parametrize("broken", BROKEN, ids=lambda entry: entry.name)
+each_correct = pytest.mark.parametrize("correct", CORRECT, ids=lambda entry: entry.name)
+
+
+def options(faults: Faults, eager_bytes: int, order: int) -> Options:
+    """Delay every call at random, except in order 0."""
+    shaken = replace(faults, jitter_s=JITTER_S if order else 0.0, seed=order)
+    return Options(eager_bytes=eager_bytes, faults=shaken)
+
+
+def run_broken(broken: Broken, eager_bytes: int, order: int = 0) -> SimulationError | None:
+    try:
+        simulate(
+            broken.program, broken.num_ranks, options=options(broken.faults, eager_bytes, order)
+        )
+    except SimulationError as error:
+        return error
+    return None
+
+
+def kind_of(error: SimulationError | None) -> str:
+    if isinstance(error, Deadlock | Mismatch):
+        return error.kind
+    return error.exception if isinstance(error, RankError) else PASSES
+
+
+def check_verdict(broken: Broken, eager_bytes: int, order: int = 0) -> None:
+    """Check class, kind and ranks, which must not depend on who comes first."""
+    error = run_broken(broken, eager_bytes, order)
+    kind = kind_of(error)
+    assert kind in broken.kinds(is_buffered=eager_bytes == ALWAYS), (order, error)
+    if error is not None:
+        assert isinstance(error, broken.error), (order, error)
+    if isinstance(error, Deadlock) and kind == broken.kind:
+        assert error.ranks == broken.ranks, (order, error)
+    elif error is not None and kind == broken.kind:
+        assert set(error.ranks) >= set(broken.ranks), (order, error)
+
+
+def check_results(correct: Correct, eager_bytes: int, order: int = 0) -> None:
+    simulated = simulate(
+        correct.program,
+        len(correct.results),
+        options=options(correct.faults, eager_bytes, order),
+    )
+    assert simulated.results == correct.results, order
+
+
+@each_broken
+def test_a_broken_program_is_reported_in_the_right_words(broken: Broken) -> None:
+    check_verdict(broken, NEVER)
+    message = str(run_broken(broken, NEVER))
+    text = " ".join(message.split())  # columns are padded
+    assert [phrase for phrase in broken.says if phrase not in text] == [], message
+
+
+@each_broken
+def test_the_verdict_does_not_depend_on_the_order_of_events(broken: Broken) -> None:
+    for order in ORDERS:
+        check_verdict(broken, NEVER, order)
+
+
+@each_broken
+def test_the_verdict_is_right_when_sends_are_buffered(broken: Broken) -> None:
+    for eager_bytes, order in product((EMPTY, ALWAYS), FEW_ORDERS):
+        check_verdict(broken, eager_bytes, order)
+
+
+@each_correct
+def test_a_correct_program_is_never_reported(correct: Correct) -> None:
+    for order in (0, *ORDERS):
+        check_results(correct, NEVER, order)
+
+
+@each_correct
+def test_a_correct_program_is_so_when_sends_are_buffered(correct: Correct) -> None:
+    for eager_bytes, order in product((EMPTY, ALWAYS), FEW_ORDERS):
+        check_results(correct, eager_bytes, order)
+
+
+def test_the_bank_is_large_and_holds_every_kind() -> None:
+    kinds = Counter(broken.kind for broken in BROKEN)
+    assert len(BROKEN) >= 30
+    assert len(CORRECT) >= 30
+    assert [kind for kind in get_args(DeadlockKind) if kinds[kind] < 2] == []
+    assert len({broken.name for broken in BROKEN}) == len(BROKEN)
+    assert len({correct.name for correct in CORRECT}) == len(CORRECT)
+
+
+def test_every_program_says_what_it_is_about() -> None:
+    assert [e.name for e in [*BROKEN, *CORRECT] if not e.program.__doc__] == []
+
+
+def test_a_race_has_both_ends() -> None:
+    races = [broken for broken in BROKEN if broken.or_else]
+    assert races
+    for race in races:
+        ends = {kind_of(run_broken(race, NEVER, order)) for order in ORDERS}
+        assert ends == race.kinds(is_buffered=False)
