@@ -1,0 +1,121 @@
+"""Tensors as MPI sees them: bytes in a row, or numbers that it can add."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+Memory = list[Any]  # a buffer and its MPI type, as mpi4py takes them
+
+_TYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.uint8: MPI.UINT8_T,
+    torch.int8: MPI.INT8_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+}
+# What MPI cannot add in every version; halves are summed as whole ones and rounded once.
+_SUBSTITUTES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.uint8,
+}
+_OPERATORS: dict[Any, MPI.Op] = {
+    dist.ReduceOp.SUM: MPI.SUM,
+    dist.ReduceOp.AVG: MPI.SUM,  # divided afterwards
+    dist.ReduceOp.PRODUCT: MPI.PROD,
+    dist.ReduceOp.MIN: MPI.MIN,
+    dist.ReduceOp.MAX: MPI.MAX,
+    dist.ReduceOp.BAND: MPI.BAND,
+    dist.ReduceOp.BOR: MPI.BOR,
+    dist.ReduceOp.BXOR: MPI.BXOR,
+}
+# Of booleans, which are bytes to MPI: true + true is true, not 2.
+_OF_TRUTHS = {**_OPERATORS, dist.ReduceOp.SUM: MPI.MAX, dist.ReduceOp.PRODUCT: MPI.MIN}
+
+
+def _floats_op(ufunc: Callable[..., Any], dtype: type) -> MPI.Op:
+    """Make an operator of floats with which all ranks get the same: NaN wins.
+
+    MPI's own leave it to the order in which the ranks' numbers meet, which differs between ranks.
+    """
+
+    def fold(left: Any, into: Any, _: MPI.Datatype) -> None:
+        rights: Any = np.frombuffer(into, dtype)
+        ufunc(np.frombuffer(left, dtype), rights, out=rights)
+
+    return MPI.Op.Create(fold, commute=False)  # in the order of the ranks, on every rank
+
+
+_OF_FLOATS = {
+    torch.float32: {
+        **_OPERATORS,
+        dist.ReduceOp.MIN: _floats_op(np.minimum, np.float32),
+        dist.ReduceOp.MAX: _floats_op(np.maximum, np.float32),
+    },
+    torch.float64: {
+        **_OPERATORS,
+        dist.ReduceOp.MIN: _floats_op(np.minimum, np.float64),
+        dist.ReduceOp.MAX: _floats_op(np.maximum, np.float64),
+    },
+}
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """View a tensor's elements as they lie in memory, apart from autograd.
+
+    Raises:
+        ValueError: it is not in the CPU's memory.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"MPI moves tensors on the CPU and got one on {tensor.device}: use .cpu(), and copy "
+            "back what it received"
+        )
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def raw(tensor: Tensor) -> Memory:
+    """Give MPI a tensor's memory as bytes."""
+    return [flat(tensor).view(torch.uint8).numpy(), MPI.BYTE]
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy the elements of several tensors into a row."""
+    return torch.cat([flat(tensor) for tensor in tensors])
+
+
+def write(outputs: Sequence[Tensor], row: Tensor) -> None:
+    """Copy the elements of a row to several tensors, one after the other."""
+    parts = torch.split(row, [output.numel() for output in outputs])
+    for output, part in zip(outputs, parts, strict=True):
+        flat(output).copy_(part)
+
+
+class Operand:
+    """A copy of some tensors' elements that MPI can reduce, and the way back.
+
+    Sums are made in the order of MPI's algorithm: the same in every run and on all ranks, but not
+    always that of gloo, so the last bits of three or more floats may differ.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], op: Any) -> None:
+        self._is_mean = op == dist.ReduceOp.AVG
+        row = joined(tensors)
+        self.values = row.to(_SUBSTITUTES.get(row.dtype, row.dtype))
+        self.type = _TYPES[self.values.dtype]
+        operators = _OF_FLOATS.get(self.values.dtype, _OPERATORS)
+        self.op = (_OF_TRUTHS if row.dtype == torch.bool else operators)[op]
+
+    def memory(self) -> Memory:
+        """Give MPI the copy as numbers."""
+        return [self.values.numpy(), self.type]
+
+    def result(self, num_ranks: int) -> Tensor:
+        """Return the reduction, once MPI has put it in place of the copy."""
+        return self.values / num_ranks if self._is_mean else self.values

@@ -1,0 +1,172 @@
+"""What one rank knows of the others, how it waits for them, and how it leaves them.
+
+MPI says nothing of a rank that has ended, and its own waiting keeps a core busy. So a rank says
+goodbye before it ends, and who waits asks MPI again and again, with a short nap in between, and
+listens for goodbyes meanwhile.
+
+MPI moves data only while some call of it runs: all operations go on whenever this rank waits for
+any of them, none while it computes.
+"""
+
+import os
+import time
+from collections import Counter, deque
+from functools import cache
+from typing import Protocol
+
+from mpi4py import MPI
+
+# With a core for each rank the answer mostly comes within these; without, naps let others run.
+TESTS_BEFORE_NAP = 100
+NAP_S = 50e-6
+LONG_NAP_S = 1e-3  # for who has waited for a second already
+# What a rank had sent before it left is on its way for so long at most, while this one asks for it.
+GRACE_S = 1.0
+MANY_UNFINISHED = 64
+
+_GOODBYE, _RETURNED, _ROLL_CALL = 1, 2, 3  # tags
+_NOTHING = [bytearray(), MPI.BYTE]
+
+
+class Operation(Protocol):
+    """What a rank can wait for."""
+
+    def is_completed(self) -> bool:
+        """Let it go on; tell whether it is done or has failed."""
+        ...
+
+    def is_success(self) -> bool:
+        """Let it go on; tell whether it is done and has not failed."""
+        ...
+
+    def take_turn(self) -> bool:
+        """Go on to the data, if all ranks have called it; tell whether they have."""
+        ...
+
+    def give_up(self, gone: set[int], waited_s: float) -> None:
+        """Raise if the ranks that are gone, or the time, make waiting vain."""
+        ...
+
+
+class Runtime:
+    """This process among those that mpirun started. Making one is a collective call.
+
+    Attributes:
+        comm: of all ranks, for making groups.
+        local_rank, local_size: among the ranks of this machine.
+    """
+
+    def __init__(self) -> None:
+        self.comm = MPI.COMM_WORLD.Dup()
+        self._news = MPI.COMM_WORLD.Dup()
+        on_this_machine = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = on_this_machine.rank, on_this_machine.size
+        on_this_machine.Free()
+        self._left: set[int] = set()
+        self._returns: Counter[int] = Counter()  # of functions, by rank
+        self._num_runs = 0  # in which all ranks have returned
+        self._unfinished: set[Operation] = set()
+        self.queues: list[deque[Operation]] = []  # one per group: what awaits its turn
+
+    def keep(self, operation: Operation) -> None:
+        """Hold an operation, whose memory MPI uses, until it is done, whoever else forgets it.
+
+        MPI goes on with one that has failed for us: its memory is held for ever.
+        """
+        if len(self._unfinished) >= MANY_UNFINISHED:
+            self._unfinished = {other for other in self._unfinished if not other.is_success()}
+        self._unfinished.add(operation)
+
+    def take_turns(self) -> None:
+        """Let each group's collectives go on to the data, in the order of the calls, as MPI needs.
+
+        One rank that computes so holds up what others wait for, as long as it asks for nothing.
+        """
+        for queue in self.queues:
+            while queue and queue[0].take_turn():
+                queue.popleft()
+
+    def wait(self, operation: Operation) -> None:
+        """Block until it is done.
+
+        Raises:
+            MpiError: it can never be done.
+        """
+        for _ in range(TESTS_BEFORE_NAP):
+            self.take_turns()
+            if operation.is_completed():
+                break
+            os.sched_yield()
+        else:
+            self._wait_long(operation)
+        if operation.is_success():
+            self._unfinished.discard(operation)
+
+    def _wait_long(self, operation: Operation) -> None:
+        start_s = noticed_s = time.monotonic()
+        while not operation.is_completed():
+            waited_s = time.monotonic() - start_s
+            time.sleep(NAP_S if waited_s < 1 else LONG_NAP_S)
+            self.take_turns()
+            if self._hear_news():
+                noticed_s = time.monotonic()
+            is_grace = time.monotonic() - noticed_s < GRACE_S
+            operation.give_up(set() if is_grace else self._gone(), waited_s)
+
+    def _gone(self) -> set[int]:
+        """Ranks that have ended, or have returned from the function that this one is still in."""
+        returned = {rank for rank, count in self._returns.items() if count > self._num_runs}
+        return self._left | returned
+
+    def _hear_news(self) -> bool:
+        """Note who has returned or left; tell whether there was any news."""
+        is_news, status = False, MPI.Status()
+        for tag in (_RETURNED, _GOODBYE):
+            while self._news.Iprobe(MPI.ANY_SOURCE, tag, status):
+                is_news, rank = True, status.Get_source()
+                self._news.Recv(_NOTHING, rank, tag)
+                if tag == _GOODBYE:
+                    self._left.add(rank)
+                else:
+                    self._returns[rank] += 1
+        return is_news
+
+    def announce_return(self) -> None:
+        """Tell the others that this rank's function has returned and makes no calls any more."""
+        self._tell_all(_RETURNED)
+
+    def note_all_returned(self) -> None:
+        """Begin to think of all ranks as present again."""
+        self._num_runs += 1
+
+    def _tell_all(self, tag: int) -> list[MPI.Request]:
+        others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+        return [self._news.Isend(_NOTHING, rank, tag) for rank in others]
+
+    def call_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
+        """Start to tell the first of ``ranks`` that this one is here, or to hear it of the rest."""
+        first, *others = ranks
+        if self.comm.rank == first:
+            return [self._news.Irecv(_NOTHING, rank, _ROLL_CALL) for rank in others]
+        return [self._news.Isend(_NOTHING, first, _ROLL_CALL)]
+
+    def answer_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
+        """Start to let the others know that all are here."""
+        first, *others = ranks
+        if self.comm.rank == first:
+            return [self._news.Isend(_NOTHING, rank, _ROLL_CALL) for rank in others]
+        return [self._news.Irecv(_NOTHING, first, _ROLL_CALL)]
+
+    def leave(self) -> None:
+        """Say goodbye, and stay until all have: ending MPI alone would block the others."""
+        farewell = [*self._tell_all(_GOODBYE), self._news.Ibarrier()]
+        while not MPI.Request.Testall(farewell):
+            time.sleep(LONG_NAP_S)
+            self.take_turns()
+            self._hear_news()
+
+
+@cache
+def runtime() -> Runtime:
+    """Return this process's place among the ranks; the first call must be made by all of them."""
+    return Runtime()

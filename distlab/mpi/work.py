@@ -1,0 +1,157 @@
+"""The ``Work`` that an MPI operation returns."""
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from distlab.mpi.errors import Mismatch, MpiError, RankLeft, TimeIsUp
+from distlab.mpi.runtime import Operation, Runtime
+
+Steps = Generator[list[MPI.Request], list[MPI.Status], None]
+SAME_SIZE = "but a send and its recv need the same number of elements and the same dtype"
+
+
+class MpiWork(dist.Work):
+    """One operation under way.
+
+    Args:
+        runtime: of this process.
+        steps: posts, yields the requests to wait for, is given their statuses when complete.
+        text: what was called, for errors: "all_reduce #3 (op SUM, size 4, dtype float32)".
+        peers: global ranks without which it cannot be done.
+        timeout: how long to wait for it.
+        tensors: what a future of it holds.
+        any_peer: one of ``peers`` is enough.
+        queue: of a collective's group: only its first goes on after the first ``yield``.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        steps: Steps,
+        text: str,
+        peers: Sequence[int],
+        timeout: timedelta,
+        tensors: Sequence[Tensor] = (),
+        *,
+        any_peer: bool = False,
+        queue: deque[Operation] | None = None,
+    ) -> None:
+        super().__init__()
+        self._runtime, self._steps, self._text = runtime, steps, text
+        self._peers, self._any_peer, self._timeout = set(peers), any_peer, timeout
+        self._tensors = list(tensors)
+        self._is_done = False
+        self._error: Exception | None = None
+        self.source = -1  # rank inside the group that a receive came from
+        self._statuses: list[MPI.Status] = []
+        self._requests = next(steps)
+        self._has_turn = queue is None
+        if queue is not None:
+            queue.append(self)
+        runtime.keep(self)
+
+    def is_completed(self) -> bool:
+        """Tell whether it is done; asking lets it go on. One that has failed counts as done."""
+        if not self._has_turn:
+            self._runtime.take_turns()
+        if self._has_turn and not self._is_done:
+            self._go_on()
+        return self._is_done
+
+    def take_turn(self) -> bool:
+        """At the head of the queue: go on, if the ranks have agreed; tell whether they have."""
+        self._go_on()
+        return self._has_turn
+
+    def _go_on(self) -> None:
+        try:
+            while MPI.Request.Testall(self._requests, self._statuses):
+                self._has_turn, statuses, self._statuses = True, self._statuses, []
+                self._requests = self._steps.send(statuses)
+        except StopIteration:
+            self._is_done = True
+        except (MPI.Exception, MpiError) as error:
+            self._has_turn = self._is_done = True
+            self._error = self._told(error)
+
+    def _told(self, error: Exception) -> MpiError:
+        if isinstance(error, MpiError):
+            return type(error)(f"{self._where()}: {error}")
+        codes = [status.Get_error() for status in self._statuses]
+        if MPI.ERR_TRUNCATE in map(MPI.Get_error_class, codes):
+            return Mismatch(f"{self._where()}: got a longer message, {SAME_SIZE}")
+        return MpiError(f"{self._where()}: {error}")
+
+    def _where(self) -> str:
+        comm = self._runtime.comm
+        return f"rank {comm.rank} of {comm.size} in {self._text}"
+
+    def give_up(self, gone: set[int], waited_s: float) -> None:
+        """Raise if who is gone is needed, or if time is up."""
+        missing = self._peers & gone
+        if missing and (missing == self._peers or not self._any_peer):
+            raise RankLeft(
+                f"{self._where()}: {_names(missing)} returned or ended without taking part: it "
+                f"needs {_names(self._peers)}"
+            )
+        if waited_s > self._timeout.total_seconds():
+            raise TimeIsUp(
+                f"{self._where()}: not done after {self._timeout.total_seconds():g} s; it needs "
+                f"{_names(self._peers)}, and somebody has not come"
+            )
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is done.
+
+        Raises:
+            MpiError: ranks disagree, one has left, or time is up.
+        """
+        if timeout:
+            self._timeout = timeout
+        self._runtime.wait(self)
+        if self._error:
+            raise self._error
+        return True
+
+    def is_success(self) -> bool:
+        """Tell whether it is done and did not fail."""
+        return self.is_completed() and not self._error
+
+    def synchronize(self) -> None:
+        """Block until it is done."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Block until it is done: a CPU has no streams."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that were written."""
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the rank inside the group that a receive came from."""
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a completed future, having blocked until the data is there.
+
+        Who waits for a future (the reducer of DistributedDataParallel) asks nothing of MPI, and
+        without being asked MPI moves nothing. ``wait`` needs no future and lets backward overlap.
+        """
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+def _names(ranks: set[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,188 @@
+"""What mpirun starts in the tests: ``mpi_ranks.py WORLD_SIZE OUTPUT``.
+
+Rank 0 writes the results of all ranks to OUTPUT.
+"""
+
+import gc
+import os
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import programs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab import launch, training
+from distlab.process_group.base import BaseGroup
+
+GLOO_ONLY = {"monitored_barrier"}  # so torch says
+TRAINED_ON = 4
+
+
+def course_training(world_size: int, gradients: str, backend: str = "gloo") -> training.TrainConfig:
+    return training.make_config(
+        dataset="digits",
+        model="cnn",
+        epochs=1,
+        num_workers=world_size,
+        gradients=gradients,
+        backend=backend,
+    )
+
+
+def all_of_it() -> dict[str, object]:
+    """Run every program that ends well, one after the other in one world."""
+    warnings.simplefilter("ignore")
+    calls = {
+        name: programs.without_leftovers(program)
+        for name, program in programs.CALLS.items()
+        if name not in GLOO_ONLY
+    }
+    return {
+        "calls": calls,
+        "trainings": trainings_of_torch() if dist.get_world_size() == TRAINED_ON else None,
+        "counts": counts_of_a_known_program(),
+        "forgotten": sends_that_nobody_waits_for(),
+        "overlap": waiting_for_one_lets_all_go_on(),
+        "half sums": sum_of_halves(),
+        "not numbers": extremes_with_nan(),
+        "refusals": what_is_refused(),
+        "disagreements": what_ranks_disagree_on(),
+        "environment": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
+        "losses": {
+            gradients: training.train_on_rank(
+                course_training(dist.get_world_size(), gradients, "mpi")
+            )[0].step_losses
+            for gradients in ("per_parameter", "flat")
+        },
+    }
+
+
+def trainings_of_torch() -> dict[str, object]:
+    import trainings  # seconds, for FSDP and pipelines
+
+    return trainings.all_trainings()
+
+
+def counts_of_a_known_program() -> tuple[dict[str, int], dict[str, int]]:
+    group = dist.new_group()
+    assert isinstance(group, BaseGroup)
+    for size in (10, 100):
+        dist.all_reduce(torch.zeros(size), group=group)
+    dist.broadcast(torch.zeros(3, dtype=torch.float64), 0, group)
+    dist.all_gather_into_tensor(torch.zeros(2 * dist.get_world_size()), torch.zeros(2), group)
+    return dict(group.counts.calls), dict(group.counts.num_bytes)
+
+
+def sends_that_nobody_waits_for() -> list[float]:
+    """MPI reads a tensor that the program has forgotten long ago."""
+    right, left = programs.neighbours()
+    for k in range(100):
+        dist.isend(torch.full((20_000,), float(k)), right)
+    gc.collect()
+    torch.full((2_000_000,), -1.0)  # what was freed is overwritten
+    arrived = [torch.zeros(20_000) for _ in range(100)]
+    for x in arrived:
+        dist.recv(x, left)
+    return [x.mean().item() for x in arrived]
+
+
+def waiting_for_one_lets_all_go_on() -> list[bool]:
+    tensors = [torch.ones(1000) for _ in range(5)]
+    works = [dist.all_reduce(x, async_op=True) for x in tensors]
+    works[-1].wait()
+    dist.barrier()
+    deadline = time.monotonic() + 10
+    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return [work.is_completed() and work.is_success() for work in works]
+
+
+def sum_of_halves() -> list[Tensor]:
+    """Sums that halves cannot hold on the way: added as whole ones, they are rounded once."""
+    x = torch.full((2,), 1 + dist.get_rank() * 2**-8)
+    sums = [x.to(dtype) for dtype in (torch.float16, torch.bfloat16)]
+    for tensor in sums:
+        dist.all_reduce(tensor)
+    return sums
+
+
+def extremes_with_nan() -> list[Tensor]:
+    """The least and the largest of all ranks', k-th of which rank k does not know."""
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    results = []
+    for dtype in dtypes:
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            x = torch.full((5,), 1.0 + dist.get_rank(), dtype=dtype)
+            x[dist.get_rank()] = torch.nan
+            dist.all_reduce(x, op)
+            results.append(x)
+    return results
+
+
+def what_is_refused() -> list[str]:
+    x = torch.zeros(2, 2)
+    return [
+        programs.refusal(call)
+        for call in (
+            lambda: dist.all_reduce(x.to("meta")),
+            lambda: dist.all_reduce(x.to_sparse()),
+            lambda: dist.all_gather([x[:, 0]] * dist.get_world_size(), x[:, 0]),
+            lambda: dist.all_reduce(x.int(), dist.ReduceOp.AVG),
+            lambda: dist.all_reduce(x.short()),
+        )
+    ]
+
+
+def what_ranks_disagree_on() -> dict[str, str]:
+    """Between ranks 0 and 1, each in a group that is of no use afterwards."""
+    attempts: dict[str, Callable[[dist.ProcessGroup, int], object]] = {
+        "size": lambda group, rank: dist.all_reduce(torch.zeros(4 + rank), group=group),
+        "dtype": lambda group, rank: dist.all_reduce(torch.zeros(4).to(KINDS[rank]), group=group),
+        "longer": lambda group, rank: message(3, 2, group, rank),
+        "shorter": lambda group, rank: message(3, 4, group, rank),
+        "parts": lambda group, rank: dist.all_to_all_single(
+            torch.zeros(4), torch.zeros(4), [2, 2], [2 - rank, 2 + rank], group
+        ),
+        "time": lambda group, rank: None if rank else late(group),
+    }
+    said = {}
+    for name, attempt in attempts.items():
+        group = dist.new_group([0, 1])
+        if dist.get_rank() < 2:
+            said[name] = programs.refusal(lambda: attempt(group, dist.get_rank()))  # noqa: B023
+        dist.barrier()
+    return said
+
+
+KINDS = (torch.float32, torch.int32)
+
+
+def message(sent: int, expected: int, group: dist.ProcessGroup, rank: int) -> None:
+    if rank == 0:
+        dist.send(torch.zeros(sent), 1, group)
+    else:
+        dist.recv(torch.zeros(expected), 0, group)
+
+
+def late(group: dist.ProcessGroup) -> None:
+    work = dist.irecv(torch.zeros(1), 1, group)
+    assert work is not None
+    work.wait(timedelta(seconds=0.2))
+
+
+def main(world_size: int, output: Path) -> None:
+    results = launch.run(all_of_it, world_size)  # "auto" finds mpi
+    again = launch.run(dist.get_rank, world_size, backend="mpi")
+    if dist.get_rank() == 0:
+        output.write_bytes(pickle.dumps((results, again)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,329 @@
+"""The world mpi: what mpirun starts gives what gloo gives, counts, and never hangs."""
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mpi_failures
+import mpi_ranks
+import programs
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import trainings
+from same import assert_same
+
+from distlab import launch, training
+from distlab.doctor import find_mpirun
+
+WORLD_SIZES = (2, 3, 4)
+LOSS_TOLERANCES = {2: 0.0, 3: 1e-5, 4: 1e-5}  # two numbers have one order; float32, 22 steps
+HERE = Path(__file__).parent
+
+needs_mpi = pytest.mark.skipif(
+    not (find_mpirun() and importlib.util.find_spec("mpi4py")),
+    reason="no mpi4py and mpirun here: pip has no mpich for this platform",
+)
+
+
+def mpirun(world_size: int, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python under mpirun; afterwards no process of it is left."""
+    marker = f"{os.getpid()}-{world_size}-{hash(command)}"
+    done = subprocess.run(
+        [find_mpirun() or "", "-np", str(world_size), sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+            "DISTLAB_TEST_MARKER": marker,
+        },
+    )
+    assert not left_behind(marker)
+    return done
+
+
+def left_behind(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("DISTLAB_TEST_MARKER") == marker:
+                found.append(process)
+        except psutil.Error:
+            continue  # it ended, or is not ours
+    return psutil.wait_procs(found, timeout=2)[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mpi")
+
+
+@cache
+def on_mpi(world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """What every rank returned of ``all_of_it``; one mpirun."""
+    output, printed = folder / f"results-{world_size}", folder / f"printed-{world_size}"
+    done = mpirun(world_size, str(HERE / "mpi_ranks.py"), str(world_size), str(output))
+    assert done.returncode == 0, done.stderr
+    printed.write_text(done.stdout)
+    results, again = pickle.loads(output.read_bytes())
+    assert again == list(range(world_size)), "a second run joins the same world"
+    return results
+
+
+def part(name: str, world_size: int, folder: Path) -> list[Any]:
+    return [results[name] for results in on_mpi(world_size, folder)]
+
+
+@cache
+def on_gloo(program: Any, *args: object, world_size: int) -> list[Any]:
+    return launch.run(program, world_size, *args, backend="gloo", timeout_s=100)
+
+
+# --- as on gloo ----------------------------------------------------------------------------------
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", sorted(programs.CALLS.keys() - mpi_ranks.GLOO_ONLY))
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_call_gives_what_it_gives_on_gloo(world_size: int, name: str, folder: Path) -> None:
+    ours = [calls[name] for calls in part("calls", world_size, folder)]
+    gloos = [calls[name] for calls in on_gloo(programs.all_calls, world_size=world_size)]
+    assert_same(ours, gloos, tolerance=0.0)
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", trainings.TRAININGS)
+def test_training_gives_what_it_gives_on_gloo(name: str, folder: Path) -> None:
+    world_size = mpi_ranks.TRAINED_ON
+    ours = [trained[name] for trained in part("trainings", world_size, folder)]
+    gloos = [t[name] for t in on_gloo(trainings.all_trainings, world_size=world_size)]
+    assert_same(ours, gloos, tolerance=1e-12)  # MPI adds four numbers in another order
+
+
+@needs_mpi
+@pytest.mark.parametrize("gradients", ["per_parameter", "flat"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_course_s_trainer_loses_what_it_loses_on_gloo(
+    world_size: int, gradients: str, folder: Path
+) -> None:
+    config = mpi_ranks.course_training(world_size, gradients)
+    [gloos, *_] = on_gloo(training.train_on_rank, config, world_size=world_size)
+    for losses in part("losses", world_size, folder):
+        tolerance = LOSS_TOLERANCES[world_size]
+        assert losses[gradients] == pytest.approx(gloos[0].step_losses, rel=tolerance, abs=0.0)
+
+
+# --- its own -------------------------------------------------------------------------------------
+
+
+@needs_mpi
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_group_counts_calls_and_bytes(world_size: int, folder: Path) -> None:
+    for calls, num_bytes in part("counts", world_size, folder):
+        assert calls == {"all_reduce": 2, "broadcast": 1, "all_gather": 1}
+        assert num_bytes == {"all_reduce": 440, "broadcast": 24, "all_gather": 8 * world_size}
+
+
+@needs_mpi
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_sends_that_nobody_waits_for_arrive_whole(world_size: int, folder: Path) -> None:
+    assert part("forgotten", world_size, folder) == [[float(k) for k in range(100)]] * world_size
+
+
+@needs_mpi
+def test_operations_under_way_go_on_while_another_is_waited_for(folder: Path) -> None:
+    assert part("overlap", 4, folder) == [[True] * 5] * 4
+
+
+@needs_mpi
+def test_halves_are_rounded_once(folder: Path) -> None:
+    exact = sum(1 + rank * 2**-8 for rank in range(4))
+    for sums in part("half sums", 4, folder):
+        for total in sums:
+            inputs = torch.tensor([1 + rank * 2**-8 for rank in range(4)]).to(total.dtype)
+            assert torch.equal(total, inputs.float().sum().to(total.dtype).expand(2))
+        assert sums[0][0].item() == exact
+
+
+@needs_mpi
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_what_is_not_a_number_wins_on_all_ranks(world_size: int, folder: Path) -> None:
+    for results in part("not numbers", world_size, folder):
+        for k, x in enumerate(results):
+            assert x.isnan().tolist() == [i < world_size for i in range(5)]
+            assert x[4] == (world_size if k % 2 else 1)
+
+
+@needs_mpi
+def test_what_cannot_be_moved_is_refused_at_the_call(folder: Path) -> None:
+    for refusals in part("refusals", 2, folder):
+        assert [text.split(":")[0] for text in refusals] == [
+            *("ValueError", "TypeError", "ValueError"),
+            *("TypeError", "TypeError"),
+        ]
+        assert "MPI moves tensors on the CPU and got one on meta" in refusals[0]
+
+
+@needs_mpi
+def test_ranks_find_their_place_in_the_environment(folder: Path) -> None:
+    assert part("environment", 3, folder) == [[str(rank), "3", str(rank)] for rank in range(3)]
+
+
+@needs_mpi
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_training_prints_calls_and_bytes_of_both_ways_to_average(
+    world_size: int, folder: Path
+) -> None:
+    on_mpi(world_size, folder)
+    printed = (folder / f"printed-{world_size}").read_text()
+    steps, parameters = 1437 // (-(-64 // world_size) * world_size), 8
+    for calls in (steps * (1 + parameters) + 1, steps * (1 + 1) + 1):
+        line = f"rank 0/{world_size}  collectives per epoch: {calls} all_reduce calls, {{}} MB\n"
+        assert line.format("5.81" if steps == 22 else "5.54") in printed
+
+
+@needs_mpi
+def test_the_train_command_trains_under_mpirun() -> None:
+    options = ["--backend", "mpi", "--epochs", "1", "--gradients", "flat"]
+    done = mpirun(2, "-m", "distlab", "train", *options)
+    assert done.returncode == 0, done.stderr
+    _, epoch, counts, last = done.stdout.splitlines()
+    assert epoch.startswith("rank 0/2  epoch 1  loss 1.80")
+    assert counts == "rank 0/2  collectives per epoch: 45 all_reduce calls, 5.81 MB"
+    assert last.startswith("test accuracy "), "one process reports"
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+SAID: dict[str, Sequence[str]] = {
+    "by_raising": ["[rank1]: ValueError: bad luck", "raise ValueError("],
+    "by_exiting": ["[rank1]: sys.exit(3) before its function returned"],
+    "by_returning_early": [
+        "RankLeft: rank 0 of 2 in recv from rank 1, (1,) float32, tag 0: rank 1 returned or ended"
+    ],
+    "by_not_making_a_group": [
+        "RankLeft: rank 0 of 2 in the making of a group of ranks 0, 1: rank 1 returned or ended"
+    ],
+    "by_calling_something_else": [
+        "called ",
+        "all_reduce #0 (op SUM, size 4, dtype float32)",
+        "broadcast #0 (root 0, size 4, dtype float32)",
+    ],
+    "after_the_run_by_ending": ["RankLeft: rank 0 of 2 in barrier #0: rank 1 returned or ended"],
+}
+
+
+@cache
+def failures() -> dict[str, subprocess.CompletedProcess[str]]:
+    """All that ends a job, two at a time: much of it is waiting."""
+    program = str(HERE / "mpi_failures.py")
+    with ThreadPoolExecutor(2) as pool:
+        runs = {name: pool.submit(mpirun, 2, program, name) for name in mpi_failures.FAILURES}
+        return {name: run.result() for name, run in runs.items()}
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", mpi_failures.FAILURES)
+def test_a_rank_that_fails_ends_the_job_and_says_why(name: str) -> None:
+    done = failures()[name]
+    assert done.returncode == (3 if name == "by_exiting" else 1), done.stderr
+    for text in SAID[name]:
+        assert text in done.stderr
+
+
+DISAGREEMENTS = {
+    "size": [
+        "Mismatch: rank 0 of 2 in all_reduce #0 (op SUM, size 4, dtype float32): rank 1 called "
+        "all_reduce #0 (op SUM, size 5, dtype float32): every rank of a group must make the same",
+        "Mismatch: rank 1 of 2 in all_reduce #0 (op SUM, size 5, dtype float32): rank 0 called "
+        "all_reduce #0 (op SUM, size 4, dtype float32): every rank of a group must make the same",
+    ],
+    "dtype": ["rank 1 called all_reduce #0 (op SUM, size 4, dtype int32)", "dtype float32)"],
+    "longer": [
+        "nothing was raised",
+        "Mismatch: rank 1 of 2 in recv from rank 0, (2,) float32, tag 0: got a longer message",
+    ],
+    "shorter": [
+        "nothing was raised",
+        "Mismatch: rank 1 of 2 in recv from rank 0, (4,) float32, tag 0: expected 16 bytes, and "
+        "rank 0 sent 12",
+    ],
+    "parts": ["expects 2 elements from rank 1, which sends 1", "got a longer message"],
+    "time": [
+        "TimeIsUp: rank 0 of 2 in recv from rank 1, (1,) float32, tag 0: not done after 0.2 s; it "
+        "needs rank 1",
+        "nothing was raised",
+    ],
+}
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_both_sides_of_a_disagreement_are_named(name: str, folder: Path) -> None:
+    said = part("disagreements", 2, folder)
+    for rank, text in enumerate(DISAGREEMENTS[name]):
+        assert text in said[rank][name]
+
+
+def test_outside_mpirun_the_error_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PMI_RANK", raising=False)
+    with pytest.raises(launch.SetupError, match=r"put mpirun -np 4 in front of the same command$"):
+        launch.run(dist.get_rank, 4, backend="mpi")
+
+
+def test_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(launch.SetupError, match="mpirun started 2 ranks and the script asks for 3"):
+        launch.run(dist.get_rank, 3)
+
+
+def test_worlds_that_start_their_own_ranks_are_refused_under_mpirun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(launch.SetupError, match="each would start 2 ranks of backend gloo"):
+        launch.run(dist.get_rank, 2, backend="gloo")
+    with pytest.raises(launch.SetupError, match="moves tensors on the CPU"):
+        launch.run(dist.get_rank, 2, backend="mpi", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")],
+)
+def test_the_number_of_workers_comes_from_mpirun(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(rank, "0")
+    monkeypatch.setenv(size, "3")
+    settings: dict[str, Any] = {"dataset": "digits", "model": "cnn", "epochs": 1}
+    config = training.make_config(**settings)
+    assert (config.num_workers, config.batch_size) == (3, 66)
+    with pytest.raises(training.ConfigError, match="mpirun started 3 workers"):
+        training.make_config(**settings, num_workers=4)
+    monkeypatch.setenv(size, "1")  # a batch system may start any process so
+    assert training.make_config(**settings).num_workers == training.DEFAULT_WORKERS
+    assert training.make_config(**settings, backend="mpi").num_workers == 1
+
+
+def test_backend_mpi_without_a_library_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(launch.SetupError, match=r"pip install .*\.\[mpi\]"):
+        launch.run(dist.get_rank, 1, backend="mpi")
