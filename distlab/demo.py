@@ -2,6 +2,7 @@
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from distlab import plot, training
+from distlab.training import ConfigError
+from distlab.words import counted
 from solutions.phase1_data_parallel.trainer import EpochResult
 
 WORKERS = (1, 4)
@@ -22,21 +25,39 @@ What to open next
   .venv/bin/distlab doctor                        what else this machine can run"""
 
 
-def run_demo(picture: Path) -> None:
-    """Train with each number of workers, print both histories beside each other, draw them."""
+def run_demo(folder: Path) -> None:
+    """Train with each number of workers, print both histories beside each other, draw them.
+
+    Args:
+        folder: where ``demo.png`` goes; made if it is missing.
+
+    Raises:
+        ConfigError: nothing can be written there, or mpirun or torchrun started this process and
+            others; before the training starts.
+    """
+    training.check_is_alone("distlab demo")
+    _check_writable(folder)
     console = Console()
     start = time.perf_counter()
     histories = {workers: _train(console, workers) for workers in WORKERS}
     console.print(_table(histories))
     for sentence in _findings(histories):
         print(sentence)
-    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture = folder / "demo.png"
     plot.training_curves(histories, picture)
     print(f"{picture} shows the curves. {time.perf_counter() - start:.0f} s in all.\n\n{NEXT}")
 
 
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be written to: {error.strerror}") from None
+
+
 def _train(console: Console, workers: int) -> list[EpochResult]:
-    console.rule(f"{workers} worker{'s' if workers > 1 else ''}")
+    console.rule(counted(workers, "worker"))
     config = training.make_config(
         dataset="digits",
         model="cnn",

@@ -2,24 +2,31 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from distlab import data, launch
 from distlab.data.download import data_root
+from distlab.launch.joined import MPI_FIX
 from distlab.torchvision_repair import import_torchvision
+from distlab.training import check_is_alone
 
 OK, ABSENT, BROKEN = "ok", "no", "broken"
-TESTED_TORCH = ("2.11", "2.12", "2.13")
+TESTED_TORCH = ("2.13",)
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,21 @@ class Finding:
 
 
 def print_report() -> bool:
-    """Print all findings; return whether nothing is broken."""
+    """Print all findings; return whether nothing is broken.
+
+    Raises:
+        ConfigError: mpirun or torchrun started this process and others: worlds then behave as they
+            should there, and the advice would be wrong.
+    """
+    check_is_alone("distlab doctor")
     findings = [_guarded(check) for check in CHECKS]
-    table = Table("", "what", "found", "what to do", title="distlab doctor", title_justify="left")
+    table = Table(title="distlab doctor", title_justify="left")
+    for heading in ("", "what", "found", "what to do"):
+        table.add_column(heading, overflow="fold")  # a long path is broken, not cut
     marks = {OK: "[green]ok[/]", ABSENT: "[yellow]no[/]", BROKEN: "[red]broken[/]"}
     for finding in findings:
-        table.add_row(marks[finding.status], finding.subject, finding.detail, finding.fix)
+        texts = (escape(text) for text in (finding.subject, finding.detail, finding.fix))
+        table.add_row(marks[finding.status], *texts)
     Console().print(table)
     return all(finding.status != BROKEN for finding in findings)
 
@@ -125,6 +141,47 @@ def check_world_nccl() -> Finding:
     return Finding("world nccl", OK, f"{count} processes added their ones: {sums[0]:.0f}")
 
 
+def check_world_mpi() -> Finding:
+    """Let mpirun start two ranks that add their numbers."""
+    command = find_mpirun()
+    if command is None or not importlib.util.find_spec("mpi4py"):
+        return Finding("world mpi", ABSENT, "needs mpirun and mpi4py", MPI_FIX)
+    program = "from distlab import doctor; doctor.add_ones_under_mpirun()"
+    done = subprocess.run(
+        [command, "-np", "2", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode or "the sum is 2" not in done.stdout:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        detail = f"{command}: {said[-1] if said else f'exit code {done.returncode}'}"
+        return Finding("world mpi", BROKEN, detail, f"mpirun and mpi4py must match: {MPI_FIX}")
+    return Finding("world mpi", OK, f"2 processes added their ones: 2 ({command})")
+
+
+def check_world_sim() -> Finding:
+    """Simulate eight GPUs that add their numbers."""
+    try:
+        sums = launch.run(_sum_of_ones, 8, backend="sim", cluster="dgx-h100", timeout_s=60)
+    except launch.LaunchError as error:
+        fix = "please report this, with the whole output of distlab train --backend sim"
+        return Finding("world sim", BROKEN, str(error).splitlines()[0], fix)
+    return Finding("world sim", OK, f"8 simulated GPUs added their ones: {sums[0]:.0f}")
+
+
+def find_mpirun() -> str | None:
+    """Return the mpirun of this Python's environment, or else the one on the path."""
+    own = Path(sys.executable).with_name("mpirun")
+    return str(own) if own.exists() else shutil.which("mpirun")
+
+
+def add_ones_under_mpirun() -> None:
+    """Be one of the ranks of ``check_world_mpi``."""
+    sums = launch.run(_sum_of_ones, 2, backend="mpi", timeout_s=30)
+    print(f"the sum is {sums[0]:.0f}", flush=True)
+
+
 def _sum_of_ones() -> float:
     ones = torch.ones(1, device=launch.context().device)
     dist.all_reduce(ones)
@@ -150,5 +207,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_gpus,
     check_world_gloo,
     check_world_nccl,
+    check_world_mpi,
+    check_world_sim,
     check_data,
 )

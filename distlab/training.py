@@ -2,16 +2,27 @@
 
 import math
 import os
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab import data, launch, models
-from distlab.launch.world import started_by_torchrun
+from distlab.launch.world import (
+    is_one_of_mpiruns,
+    launcher_of_several,
+    mpirun_size,
+    started_by_torchrun,
+)
+from distlab.process_group.base import BaseGroup
+from distlab.process_group.counts import Counts
+from distlab.words import counted
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
-from solutions.phase1_data_parallel.trainer import EpochResult, Trainer
+from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS, EpochResult, Trainer
 
 DEFAULT_WORKERS = 4
 DEFAULT_BATCH_SIZE = 64
@@ -31,7 +42,8 @@ class TrainConfig:
     epochs: int
     batch_size: int  # of all ranks together
     lr: float
-    all_reduce: str  # key of ALL_REDUCES
+    all_reduce: str = "native"  # key of ALL_REDUCES
+    gradients: str = "per_parameter"  # key of AVERAGE_GRADIENTS
     backend: str = "auto"
     cluster: str | None = None  # preset, for backend sim
     device: str = "auto"
@@ -62,72 +74,96 @@ RECIPES = {
 }
 
 
+# Every pixel is a token for gpt: a step on 16 of the usual images of 3 x 32 x 32 takes ten seconds,
+# on 16 of these less than a tenth of one.
+SYNTHETIC_FOR_GPT = {"image_shape": (1, 8, 8), "train_size": 512, "test_size": 128}
+
+
 def make_config(
     *,
     dataset: str,
     model: str,
     num_workers: int | None = None,
-    epochs: int,
     batch_size: int | None = None,
     lr: float | None = None,
-    all_reduce: str = "native",
     backend: str = "auto",
-    cluster: str | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    data_root: Path | None = None,
+    **others: Any,
 ) -> TrainConfig:
     """Fill in the options left open: workers, batch size that they can share, learning rate.
 
+    Args:
+        others: further fields of ``TrainConfig``, taken as they are.
+
     Raises:
-        ConfigError: the batch cannot be shared equally, or torchrun started another number.
+        ConfigError: the batch cannot be shared equally, the learning rate is no positive number, or
+            torchrun or mpirun started another number of workers.
     """
-    workers = _workers(num_workers)
-    if batch_size is None:
-        batch_size = -(-DEFAULT_BATCH_SIZE // workers) * workers
-    if batch_size % workers:
-        below = batch_size // workers * workers
-        nearest = f"{below} or {below + workers}" if below else str(workers)
-        raise ConfigError(
-            f"--batch_size {batch_size} cannot be shared equally by {workers} workers: "
-            f"use {nearest}"
-        )
+    workers = _workers(num_workers, backend)
     return TrainConfig(
         dataset=dataset,
         model=model,
         num_workers=workers,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=RECIPES[model].lr if lr is None else lr,
-        all_reduce=all_reduce,
         backend=backend,
-        cluster=cluster,
-        device=device,
-        seed=seed,
-        data_root=data_root,
+        batch_size=_batch_size(batch_size, workers),
+        lr=_learning_rate(lr, RECIPES[model].lr),
+        **others,
     )
 
 
-def _workers(asked: int | None) -> int:
-    if not started_by_torchrun():
-        return asked or DEFAULT_WORKERS
-    world_size = int(os.environ["WORLD_SIZE"])
-    if asked not in (None, world_size):
+def _batch_size(asked: int | None, workers: int) -> int:
+    if asked is None:
+        return -(-DEFAULT_BATCH_SIZE // workers) * workers
+    if asked % workers:
+        below = asked // workers * workers
+        nearest = f"{below} or {below + workers}" if below else str(workers)
         raise ConfigError(
-            f"torchrun started {world_size} workers and --num_workers asks for {asked}: "
-            "leave --num_workers out under torchrun"
+            f"--batch_size {asked} cannot be shared equally by {workers} workers: use {nearest}"
         )
-    return world_size
+    return asked
+
+
+def _learning_rate(asked: float | None, default: float) -> float:
+    lr = default if asked is None else asked
+    if not 0 < lr < math.inf:  # nan is not either
+        raise ConfigError(
+            f"--lr {lr} is no learning rate: it must be above 0 and finite, say {default}"
+        )
+    return lr
+
+
+def _workers(asked: int | None, backend: str) -> int:
+    launcher, started = "mpirun", mpirun_size() if backend == "mpi" else None
+    if is_one_of_mpiruns():
+        started = mpirun_size()
+    elif started_by_torchrun():
+        launcher, started = "torchrun", int(os.environ["WORLD_SIZE"])
+    if started and asked not in (None, started):
+        raise ConfigError(
+            f"{launcher} started {counted(started, 'worker')} and --num_workers asks for {asked}: "
+            f"leave --num_workers out under {launcher}"
+        )
+    return started or asked or DEFAULT_WORKERS
+
+
+def check_is_alone(command: str) -> None:
+    """Refuse what starts its own workers where mpirun or torchrun has started some already.
+
+    Raises:
+        ConfigError: this process is one of several.
+    """
+    if launcher := launcher_of_several():
+        raise ConfigError(f"{command} starts its own workers: run it alone, without {launcher}")
 
 
 def train(config: TrainConfig) -> list[EpochResult]:
     """Train on ``config.num_workers`` ranks; return rank 0's history.
 
     Raises:
+        ConfigError: the batch is larger than the data set.
         LaunchError: a rank failed.
     """
-    histories = launch.run(
-        train_on_rank,
+    answer, *_ = launch.run(
+        _history_or_refusal,
         config.num_workers,
         config,
         backend=config.backend,
@@ -135,14 +171,24 @@ def train(config: TrainConfig) -> list[EpochResult]:
         device=config.device,
         timeout_s=None,
     )
-    return histories[0]
+    if isinstance(answer, ConfigError):
+        raise answer
+    return answer
+
+
+def _history_or_refusal(config: TrainConfig) -> list[EpochResult] | ConfigError:
+    """Options that do not fit the data are every rank's answer, not the failure of one."""
+    try:
+        return train_on_rank(config)
+    except ConfigError as refusal:
+        return refusal
 
 
 def train_on_rank(config: TrainConfig) -> list[EpochResult]:
     """Be one worker: load the data, build the model, fit."""
     here = launch.context()
-    images = data.load(config.dataset, root=config.data_root)
-    splits = data.tokens(images) if config.model == "gpt" else images
+    splits = _load(config)
+    check_batch_size(config, len(splits.train))
     torch.manual_seed(config.seed)
     model = models.build(
         config.model, image_shape=splits.image_shape, num_classes=splits.num_classes
@@ -152,15 +198,58 @@ def train_on_rank(config: TrainConfig) -> list[EpochResult]:
     model.register_forward_pre_hook(lambda _, inputs: _cast(inputs, dtype))
     optimizer = RECIPES[config.model].build(model, config.lr)
     trainer = Trainer(
-        model, optimizer, all_reduce=ALL_REDUCES[config.all_reduce], device=here.device
+        model,
+        optimizer,
+        all_reduce=ALL_REDUCES[config.all_reduce],
+        average=AVERAGE_GRADIENTS[config.gradients],
+        device=here.device,
     )
-    trainer.log.info(_headline(config, here.device, len(splits.train), model))
-    return trainer.fit(
+    trainer.log.info(_headline(config, here.device, splits, model))
+    earlier = _counts()
+    history = trainer.fit(
         splits.train,
         splits.test,
         epochs=config.epochs,
         global_batch_size=config.batch_size,
         seed=config.seed,
+    )
+    if (counts := _counts()) and earlier:
+        trainer.log.info(_traffic(counts - earlier, config.epochs))
+    return history
+
+
+def _counts() -> Counts | None:
+    """The collectives called until now; None on gloo and NCCL, which do not count."""
+    world = dist.group.WORLD
+    return copy(world.counts) if isinstance(world, BaseGroup) else None
+
+
+def _traffic(counts: Counts, epochs: int) -> str:
+    """Write ``collectives per epoch: 177 all_reduce calls, 4.89 MB``; every epoch is alike."""
+    totals = (
+        f"{calls / epochs:,.0f} {name} calls, {counts.num_bytes[name] / epochs / 1e6:,.2f} MB"
+        for name, calls in counts.calls.items()
+    )
+    return f"collectives per epoch: {'; '.join(totals) or 'none'}"
+
+
+def _load(config: TrainConfig) -> data.Splits | data.TokenSplits:
+    """Load the images, for gpt as sequences."""
+    if config.model != "gpt":
+        return data.load(config.dataset, root=config.data_root)
+    options = SYNTHETIC_FOR_GPT if config.dataset == "synthetic" else {}
+    return data.tokens(data.load(config.dataset, root=config.data_root, **options))
+
+
+def check_batch_size(config: TrainConfig, num_images: int) -> None:
+    """Refuse a batch that the training set cannot fill even once."""
+    if config.batch_size <= num_images:
+        return
+    workers = config.num_workers
+    largest = num_images // workers * workers
+    raise ConfigError(
+        f"--batch_size {config.batch_size} is more than the {num_images} training images of "
+        f"{config.dataset}: use at most {largest or f'{num_images} workers'}"
     )
 
 
@@ -169,24 +258,39 @@ def _cast(inputs: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
 
-def _headline(config: TrainConfig, device: torch.device, num_images: int, model: nn.Module) -> str:
+def _headline(
+    config: TrainConfig,
+    device: torch.device,
+    splits: data.Splits | data.TokenSplits,
+    model: nn.Module,
+) -> str:
+    images = f"{len(splits.train):,} images"
+    if isinstance(splits, data.TokenSplits):
+        images += f" of {splits.sequence_length:,} tokens"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     share = config.batch_size // config.num_workers
-    where = f"simulated {config.cluster or 'switch'}" if config.backend == "sim" else device.type
+    where = _simulated(config.cluster) if config.backend == "sim" else device.type
     return (
-        f"{config.model} ({parameters:,} parameters) on {config.dataset} ({num_images:,} images), "
-        f"{where}, batch {config.batch_size} = {config.num_workers} x {share}, "
+        f"{config.model} ({parameters:,} parameters) on {config.dataset} ({images}), {where}, "
+        f"batch {config.batch_size} = {config.num_workers} x {share}, "
         f"{config.all_reduce} all-reduce"
     )
+
+
+def _simulated(cluster: str | None) -> str:
+    """Name the cluster, and say which clock the speeds that follow are read from."""
+    name = f"cluster {cluster}" if cluster else "cluster: one switch with a GPU per worker"
+    return f"simulated {name}, times are virtual, not measured"
 
 
 def report(config: TrainConfig, history: list[EpochResult]) -> None:
     """Print one closing line, from one process only."""
     if int(os.environ.get("RANK", "0")) == 0:
-        if math.isnan(history[-1].train_loss):
-            print("the loss is no longer a number: try a smaller --lr")
+        if not math.isfinite(history[-1].train_loss):
+            print("the loss is no longer a finite number: try a smaller --lr")
         best = max(history, key=lambda result: result.test_accuracy)
+        epochs = counted(config.epochs, "epoch")
         print(
-            f"test accuracy {history[-1].test_accuracy:.1%} after {config.epochs} epochs "
+            f"test accuracy {history[-1].test_accuracy:.1%} after {epochs} "
             f"(best {best.test_accuracy:.1%} in epoch {best.epoch})"
         )

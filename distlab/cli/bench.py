@@ -21,6 +21,17 @@ def launch(
     measurement.print_table(ranks, repeats)
 
 
+@app.command("all_reduce")
+def all_reduce(
+    ranks: int = typer.Option(4, "--ranks", min=2),
+    repeats: int = typer.Option(9, "--repeats", min=1, help="Timed runs; the median counts."),
+) -> None:
+    """Time the all-reduces of Phase 1 by size, and fit α and β of one message."""
+    from distlab.bench import all_reduce as measurement
+
+    measurement.print_table(ranks, repeats)
+
+
 @app.command("sim")
 def sim() -> None:
     """Real time and memory of simulated rings, collectives and idle ranks."""

@@ -7,9 +7,7 @@ import typer
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where the picture goes.")] = Path(
-        "out/demo.png"
-    ),
+    out: Annotated[Path, typer.Option("--out", help="Folder for the picture.")] = Path("out"),
 ) -> None:
     """Train a CNN on real images with 1 and with 4 workers, and compare. Under a minute."""
     from distlab import demo as comparison

@@ -21,6 +21,14 @@ Algorithm = Literal[
     "direct",
 ]
 PICTURES = (".png", ".svg", ".pdf")
+GIB = 2**30
+MAX_RANKS = 1024
+EXAMPLES = {
+    "--slow_rank": "3:2.0",
+    "--slow_link": "'node0.nic*:10'",
+    "--kill_rank": "5:0.01",
+    "--kill_at_step": "5:3",
+}
 
 
 def sim(
@@ -86,7 +94,21 @@ def sim(
         list[str] | None,
         typer.Option("--kill_rank", metavar="RANK:SECONDS", help="Of virtual time: 5:0.01"),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of random and numpy on the ranks.")] = 0,
+    kill_at_step: Annotated[
+        list[str] | None,
+        typer.Option("--kill_at_step", metavar="RANK:STEP", help="Of its optimizer: 5:3"),
+    ] = None,
+    memory_gib: Annotated[
+        float | None,
+        typer.Option("--memory_gib", help="Of each GPU.  [default: as the preset says]"),
+    ] = None,
+    jitter_s: Annotated[
+        float,
+        typer.Option("--jitter_s", min=0, help="Before every call a rank loses up to so much."),
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Of random and numpy on the ranks, and of the jitter.")
+    ] = 0,
     no_devices: Annotated[
         bool, typer.Option("--no_devices", help="Computation is free, memory is not counted.")
     ] = False,
@@ -98,22 +120,32 @@ def sim(
     with _usage_errors(context):
         _check_outputs({"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt})
         slow, killed = _of_ranks("--slow_rank", slow_rank), _of_ranks("--kill_rank", kill_rank)
+        steps = _steps("--kill_at_step", kill_at_step)
         slow_links = [_parted("--slow_link", text) for text in slow_link or ()]
         world, num_ranks = _world(cluster, nodes, ranks, slow_links)
-        _check_ranks(num_ranks, [*slow, *killed])
+        _check_ranks(num_ranks, [*slow, *killed, *steps])
+        capacity_bytes = _capacity(memory_gib, no_devices)
 
     from distlab.sim import Faults, Options
     from distlab.sim.script import run_script
     from distlab.sim.summary import summary
 
-    options = Options(
-        algorithm=algorithm,
-        eager_bytes=eager_bytes,
-        is_strict=strict,
-        seed=seed,
-        has_devices=False if no_devices else None,
-        faults=Faults(slow_ranks=slow, kill_ranks=killed, seed=seed),
-    )
+    with _usage_errors(context):
+        options = Options(
+            algorithm=algorithm,
+            eager_bytes=eager_bytes,
+            is_strict=strict,
+            seed=seed,
+            has_devices=False if no_devices else True if capacity_bytes else None,
+            capacity_bytes=capacity_bytes,
+            faults=Faults(
+                slow_ranks=slow,
+                kill_ranks=killed,
+                kill_at_steps=steps,
+                jitter_s=jitter_s,
+                seed=seed,
+            ),
+        )
     simulated = run_script(script, arguments or (), num_ranks, world, options)
     typer.echo(f"\n{summary(simulated)}\n")
     title = " ".join([script.name, *(arguments or ())])
@@ -152,6 +184,15 @@ def _of_ranks(option: str, texts: Sequence[str] | None) -> dict[int, float]:
     return values
 
 
+def _steps(option: str, texts: Sequence[str] | None) -> dict[int, int]:
+    """Read ["5:3"] as {5: 3}."""
+    values = _of_ranks(option, texts)
+    for rank, step in values.items():
+        if not step.is_integer():
+            raise ValueError(f"{option} {rank}:{step:g}: steps are whole numbers, from 1 on")
+    return {rank: int(step) for rank, step in values.items()}
+
+
 def _parted(option: str, text: str) -> tuple[str, float]:
     """Read "node0.*:10" as ("node0.*", 10.0)."""
     name, _, number = text.rpartition(":")
@@ -160,8 +201,20 @@ def _parted(option: str, text: str) -> tuple[str, float]:
     except ValueError:
         value = math.nan
     if not name or not 0 < value < math.inf:
-        raise ValueError(f"{option} {text}: expected something like 3:2.0, a number above 0")
+        like = EXAMPLES[option]
+        raise ValueError(f"{option} {text}: expected something like {like}, a number above 0")
     return name, value
+
+
+def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
+    """Return the bytes of each GPU, if they were given."""
+    if memory_gib is None:
+        return None
+    if no_devices:
+        raise ValueError("--memory_gib needs devices: leave out --no_devices")
+    if not 0 < memory_gib < math.inf:
+        raise ValueError(f"--memory_gib {memory_gib:g} must be above 0")
+    return math.ceil(memory_gib * GIB)
 
 
 def _world(
@@ -170,9 +223,16 @@ def _world(
     """Return the cluster and how many ranks run on it: one per GPU, if not said otherwise."""
     from distlab.sim import Cluster, choose_cluster
 
+    if ranks and ranks > MAX_RANKS:
+        raise ValueError(f"--ranks {ranks} is too many: up to {MAX_RANKS:,} can be simulated")
     one = Cluster.preset(preset, nodes or 1)
     cluster = one if nodes or not ranks else choose_cluster(preset, ranks)
     num_ranks = ranks or cluster.num_gpus
+    if num_ranks > MAX_RANKS:
+        raise ValueError(
+            f"{cluster.name} has {num_ranks:,} GPUs, and up to {MAX_RANKS:,} ranks can be "
+            "simulated: take fewer nodes, or --ranks"
+        )
     choose_cluster(cluster, num_ranks)  # refuses too many
     for pattern, factor in slow_links:
         cluster = cluster.slowed(pattern, factor)

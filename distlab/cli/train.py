@@ -8,16 +8,21 @@ import typer
 Dataset = Literal["digits", "mnist", "cifar10", "synthetic", "imagefolder"]
 Model = Literal["cnn", "resnet18", "vit", "gpt"]
 AllReduce = Literal["native", "naive", "recursive_doubling"]
-Backend = Literal["auto", "gloo", "nccl", "sim"]
+Gradients = Literal["per_parameter", "flat"]
+Backend = Literal["auto", "gloo", "nccl", "sim", "mpi"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
 def train(
     dataset: Annotated[Dataset, typer.Option("--dataset", help="What to train on.")] = "digits",
-    model: Annotated[Model, typer.Option("--model", help="gpt predicts pixel by pixel.")] = "cnn",
+    model: Annotated[
+        Model, typer.Option("--model", help="gpt predicts pixel by pixel: small images only.")
+    ] = "cnn",
     num_workers: Annotated[
         int | None,
-        typer.Option("--num_workers", min=1, help="Ranks. [default: 4; under torchrun all of its]"),
+        typer.Option(
+            "--num_workers", min=1, help="Ranks. [default: 4; under torchrun or mpirun all of its]"
+        ),
     ] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,
     batch_size: Annotated[
@@ -27,13 +32,20 @@ def train(
         ),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option("--lr", min=0.0, help="[default: depends on the model]")
+        float | None, typer.Option("--lr", help="Above 0. [default: depends on the model]")
     ] = None,
     all_reduce: Annotated[
         AllReduce, typer.Option("--all_reduce", help="How gradients are summed.")
     ] = "native",
+    gradients: Annotated[
+        Gradients,
+        typer.Option("--gradients", help="flat: all in one all-reduce instead of one each."),
+    ] = "per_parameter",
     backend: Annotated[
-        Backend, typer.Option("--backend", help="sim: a simulated cluster, in virtual time.")
+        Backend,
+        typer.Option(
+            "--backend", help="sim: a simulated cluster, in virtual time; mpi: under mpirun."
+        ),
     ] = "auto",
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="With --backend sim: a preset, say dgx-h100.")
@@ -56,6 +68,7 @@ def train(
         batch_size=batch_size,
         lr=lr,
         all_reduce=all_reduce,
+        gradients=gradients,
         backend=backend,
         cluster=cluster,
         device=device,

@@ -157,7 +157,7 @@ class AllReduceTimes:
 
     sizes_bytes: tuple[int, ...]
     seconds: dict[str, tuple[float, ...]]  # strategy -> seconds by size; "exchange": one message
-    alpha_s: float  # latency: seconds per message
+    alpha_s: float  # latency: seconds per message; 0 where noise hides it
     bandwidth_bytes_per_s: float  # 1/β
 
     def __str__(self) -> str:
@@ -166,11 +166,18 @@ class AllReduceTimes:
         for row, size in enumerate(self.sizes_bytes):
             cells = (f"{self.seconds[name][row] * 1e6:>19.1f} µs" for name in columns)
             lines.append(f"{size:>10}" + "".join(cells))
+        return "\n".join([*lines, self.fit])
+
+    @property
+    def fit(self) -> str:
+        """The line of α and 1/β."""
+        latency = f"α = {self.alpha_s * 1e6:.1f} µs"
+        if not self.alpha_s:
+            latency = "α not measurable: small messages took no longer than their bytes"
         speed = f"1/β = {self.bandwidth_bytes_per_s / 1e9:.3f} GB/s"
         if self.bandwidth_bytes_per_s > 1e15:
             speed = "1/β not measurable: larger messages took no longer"
-        lines.append(f"one message: α = {self.alpha_s * 1e6:.1f} µs, {speed}")
-        return "\n".join(lines)
+        return f"one message: {latency}, {speed}"
 
 
 def measure_all_reduce(
@@ -225,20 +232,31 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
     Absolute errors would see the largest message only; small ones carry α.
         [0, 1000, 2000] bytes in [5, 6, 7] µs  ->  α = 5 µs, β = 1 ns/byte
 
+    Where noise asks for a negative α or β, it is 0 and the other one alone is fitted: the best of
+    all lines without negative coefficients.
+
     Returns:
-        α in seconds per message, β in seconds per byte (at least the smallest positive number,
-        should the larger messages have been the faster ones).
+        α in seconds per message, 0 or more; β in seconds per byte, at least the smallest positive
+        number.
     """
     weights = [1 / t**2 for t in seconds]
     mean_n, mean_t = _mean(sizes_bytes, weights), _mean(seconds, weights)
     offsets = [n - mean_n for n in sizes_bytes]
-    covariance = _mean([n * (t - mean_t) for n, t in zip(offsets, seconds, strict=True)], weights)
-    beta = covariance / _mean([n * n for n in offsets], weights)
-    return mean_t - beta * mean_n, max(beta, sys.float_info.min)
+    beta = _dot(offsets, seconds, weights) / _dot(offsets, offsets, weights)
+    alpha = mean_t - beta * mean_n
+    if beta <= 0:
+        return mean_t, sys.float_info.min
+    if alpha < 0:
+        return 0.0, _dot(sizes_bytes, seconds, weights) / _dot(sizes_bytes, sizes_bytes, weights)
+    return alpha, beta
+
+
+def _dot(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(x * y * w for x, y, w in zip(a, b, weights, strict=True))
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+    return _dot(values, [1.0] * len(values), weights) / math.fsum(weights)
 
 
 def _exchange_in_ring(x: Tensor, group: Group) -> None:

@@ -1,6 +1,8 @@
 """Which rank sees which sample: shards of an epoch, loaders over them, batches from one rank."""
 
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -109,6 +111,35 @@ class ShardLoader(DataLoader[Sample]):
         stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
         self.generator.manual_seed(int(stream.generate_state(1)[0]))
 
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own iterator
+        batches = super().__iter__()
+        if self.num_workers:
+            yield from batches  # torch has seeded every worker process from ``generator``
+            return
+        for _ in range(len(self)):
+            with _seeded_from(self.generator):
+                batch = next(batches)
+            yield batch
+
+
+@contextmanager
+def _seeded_from(generator: torch.Generator) -> Iterator[None]:
+    """Seed what augmentation draws from, and put it back, so that the training draws on as before.
+
+    Not ``torch.manual_seed``: it would seed the GPUs too, and dropout would repeat itself.
+    """
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed = int(torch.randint(2**32, (), generator=generator))
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
 
 def build_loader(
     dataset: Dataset[Sample],
@@ -129,8 +160,8 @@ def build_loader(
     Args:
         dataset: map-style, equal on all ranks; yields (image, label).
         global_batch_size: samples of all ranks in one step; a multiple of N.
-        seed: seed of the run. Augmentation drawn from torch, numpy or ``random`` in worker
-            processes differs by rank and epoch and repeats when the run is repeated.
+        seed: seed of the run. Augmentation drawn from torch, numpy or ``random`` differs by rank
+            and epoch, repeats when the run is repeated, and takes no numbers from the training.
         shuffle: new order in every epoch.
         num_loader_workers: processes that load; 0 loads in this process.
         group: the ranks that share the data; all by default.
@@ -145,9 +176,23 @@ def build_loader(
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     num_samples = len(dataset)  # type: ignore[arg-type]
-    batch_size, rest = divmod(global_batch_size, world_size)
-    if rest or not batch_size:
-        below, above = batch_size * world_size, (batch_size + 1) * world_size
+    loader = ShardLoader(
+        dataset,
+        batch_size=_equal_share(global_batch_size, world_size, num_samples),
+        sampler=ShardSampler(num_samples, rank, world_size, seed=seed, shuffle=shuffle),
+        drop_last=True,
+        num_workers=num_loader_workers,
+        generator=torch.Generator(),  # of augmentation
+    )
+    loader.set_epoch(0)
+    return loader
+
+
+def _equal_share(global_batch_size: int, world_size: int, num_samples: int) -> int:
+    """Samples of each rank in one step."""
+    share, rest = divmod(global_batch_size, world_size)
+    if rest or not share:
+        below, above = share * world_size, (share + 1) * world_size
         nearest = f"{below} or {above}" if below else str(above)
         raise ValueError(
             f"a global batch of {global_batch_size} cannot be shared equally by {world_size} "
@@ -158,16 +203,7 @@ def build_loader(
             f"a global batch of {global_batch_size} needs more than the {num_samples} samples "
             "there are: every epoch would be empty"
         )
-    loader = ShardLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=ShardSampler(num_samples, rank, world_size, seed=seed, shuffle=shuffle),
-        drop_last=True,
-        num_workers=num_loader_workers,
-        generator=torch.Generator(),  # seeds torch, numpy and random of every worker process
-    )
-    loader.set_epoch(0)
-    return loader
+    return share
 
 
 def scatter_batch(
@@ -205,23 +241,28 @@ def scatter_batch(
         raise ValueError(f"scatter_batch from rank {src}: {shapes}")
 
     if batch is not None and rank == src:
-        parts = [tensor.tensor_split(world_size) for tensor in batch]
-        sends = [
-            dist.isend(part[to].contiguous(), group=group, group_dst=to)
-            for to in range(world_size)
-            for part in parts
-            if to != src and part[to].numel()
-        ]
-        for send in sends:  # until then the network may still read the rows
-            if send is not None:  # isend gives None outside the group only
-                send.wait()
-        return parts[0][src], parts[1][src]
-
-    mine = [_empty_part(shape, dtype, rank, world_size, device) for shape, dtype in shapes]
-    for part in mine:
+        return _send_parts(batch, src, group)
+    images, labels = (_empty_part(s, dtype, rank, world_size, device) for s, dtype in shapes)
+    for part in (images, labels):
         if part.numel():
             dist.recv(part, group=group, group_src=src)
-    return mine[0], mine[1]
+    return images, labels
+
+
+def _send_parts(batch: Batch, src: int, group: dist.ProcessGroup | None) -> Batch:
+    """Send every other rank its rows of images and labels; return those of ``src``."""
+    world_size = dist.get_world_size(group)
+    images, labels = (tensor.tensor_split(world_size) for tensor in batch)
+    sends = [
+        dist.isend(part.contiguous(), group=group, group_dst=to)
+        for to in range(world_size)
+        for part in (images[to], labels[to])
+        if to != src and part.numel()
+    ]
+    for send in sends:  # until then the network may still read the rows
+        if send is not None:  # isend gives None outside the group only
+            send.wait()
+    return images[src], labels[src]
 
 
 def _describe(batch: Batch | None) -> Shapes | str:

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -60,14 +61,53 @@ def average_gradients(
     Cost: one all-reduce per trainable parameter; a parameter shared by two layers counts once.
     """
     world_size = dist.get_world_size(group)
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            continue
+    for gradient in _gradients(module):
+        total = gradient.contiguous()
+        all_reduce(total, group)
+        gradient.copy_(total / world_size)
+
+
+def average_gradients_flat(
+    module: nn.Module, all_reduce: AllReduce = native_all_reduce, group: Group = None
+) -> None:
+    """Replace every gradient by its mean over all ranks, in one message instead of many.
+
+    All gradients are copied into one flat bucket, one behind the other, and back:
+        w (2, 2) | b (2,)  ->  [w00 w01 w10 w11 b0 b1]  ->  all-reduce  ->  w | b
+
+    Args:
+        module: as for ``average_gradients``; all gradients of one dtype and on one device.
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Cost: one all-reduce of as many bytes: α is paid once, not per parameter. Memory for a second
+        copy of the gradients, and nothing is sent before backward has ended.
+    """
+    gradients = _gradients(module)
+    if not gradients:
+        return
+    bucket = torch.cat([gradient.flatten() for gradient in gradients])
+    all_reduce(bucket, group)
+    bucket /= dist.get_world_size(group)
+    means = torch.split(bucket, [gradient.numel() for gradient in gradients])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view(gradient.shape))
+
+
+def _gradients(module: nn.Module) -> list[Tensor]:
+    """Those of all trainable parameters; zeros where this rank has none."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trainable:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad.contiguous()
-        all_reduce(gradient, group)
-        parameter.grad.copy_(gradient / world_size)
+    return [parameter.grad for parameter in trainable if parameter.grad is not None]
+
+
+AverageGradients = Callable[[nn.Module, AllReduce, Group], None]
+AVERAGE_GRADIENTS: dict[str, AverageGradients] = {
+    "per_parameter": average_gradients,
+    "flat": average_gradients_flat,
+}
 
 
 def train_step(
@@ -76,6 +116,7 @@ def train_step(
     batch: Batch,
     *,
     all_reduce: AllReduce = native_all_reduce,
+    average: AverageGradients = average_gradients,
     group: Group = None,
 ) -> float:
     """Do one optimizer step on the batches of all ranks, as one process on all of them would.
@@ -90,6 +131,7 @@ def train_step(
         optimizer: of ``model``'s parameters, equal settings on all ranks.
         batch: this rank's inputs, and targets (…) int64; batches may differ in size, also be empty.
         all_reduce: sums a tensor over the group, in place.
+        average: of the gradients: one all-reduce per parameter, or one flat bucket.
         group: the ranks that train together; all by default.
 
     Returns:
@@ -98,7 +140,7 @@ def train_step(
     Raises:
         ValueError: on every rank, if no rank has any target.
 
-    Cost: one all-reduce of two numbers and one per trainable parameter.
+    Cost: one all-reduce of two numbers, and those of ``average``.
     """
     inputs, targets = batch
     optimizer.zero_grad()
@@ -111,7 +153,7 @@ def train_step(
         raise ValueError("train_step: the batches of all ranks are empty")
 
     (loss_sum * (dist.get_world_size(group) / num_targets)).backward()
-    average_gradients(model, all_reduce, group)
+    average(model, all_reduce, group)
     optimizer.step()
     return float(total_loss / num_targets)
 
@@ -169,20 +211,29 @@ def evaluate(
     if not num_samples:
         raise ValueError("evaluate: the data set is empty")
     mine = Subset(dataset, range(rank, num_samples, world_size))
-    modes = {module: module.training for module in model.modules()}  # some may be frozen
-    model.eval()
 
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, targets
-    for inputs, targets in _batches_on(DataLoader(mine, batch_size=batch_size), device):
-        logits = model(inputs)
-        correct = (logits.argmax(dim=-1) == targets).sum()
-        totals += torch.stack([_loss_sum(logits, targets).double(), correct, _count(targets)])
+    with _evaluation_mode(model):
+        for inputs, targets in _batches_on(DataLoader(mine, batch_size=batch_size), device):
+            logits = model(inputs)
+            correct = (logits.argmax(dim=-1) == targets).sum()
+            totals += torch.stack([_loss_sum(logits, targets).double(), correct, _count(targets)])
 
-    for module, mode in modes.items():
-        module.training = mode
     dist.all_reduce(totals, group=group)
     loss, num_correct, num_targets = totals.tolist()
     return Evaluation(loss / num_targets, num_correct / num_targets, int(num_targets))
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation, then every module back to what it was: some may be frozen."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
@@ -201,10 +252,13 @@ class RankLog:
     def info(self, message: str) -> None:
         """Print what is the same on all ranks: from rank 0 only."""
         if self.rank == 0:
-            self.warning(message)
+            self._print(message)
 
     def warning(self, message: str) -> None:
         """Print what concerns this rank, whichever it is."""
+        self._print(message)
+
+    def _print(self, message: str) -> None:
         # One write with its newline: ranks that share a pipe would mix halves of lines.
         print(f"{self.prefix}  {message}\n", end="", flush=True)
 
@@ -243,6 +297,7 @@ class Trainer:
         model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
         optimizer: of the model's parameters.
         all_reduce: sums a gradient over the group, in place; any of the lesson's.
+        average: of the gradients, one of AVERAGE_GRADIENTS.
         device: of this rank.
         group: the ranks that train together; all by default.
     """
@@ -253,10 +308,12 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         *,
         all_reduce: AllReduce = native_all_reduce,
+        average: AverageGradients = average_gradients,
         device: torch.device | str = "cpu",
         group: Group = None,
     ) -> None:
-        self.model, self.optimizer, self.all_reduce = model, optimizer, all_reduce
+        self.model, self.optimizer = model, optimizer
+        self.all_reduce, self.average = all_reduce, average
         self.device, self.group = device, group
         self.log = RankLog(group)
 
@@ -311,7 +368,12 @@ class Trainer:
 
     def _step(self, batch: Batch) -> float:
         return train_step(
-            self.model, self.optimizer, batch, all_reduce=self.all_reduce, group=self.group
+            self.model,
+            self.optimizer,
+            batch,
+            all_reduce=self.all_reduce,
+            average=self.average,
+            group=self.group,
         )
 
     def _finish_epoch(

@@ -1,18 +1,23 @@
 """The `distlab` command: what it prints, and the one line that bad options get."""
 
+import math
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import get_args
 
+import psutil
 import pytest
 
 from distlab import data, demo, doctor, models, plot, training
+from distlab.bench import all_reduce
 from distlab.cli import main, train
 from distlab.data import DataError
 from distlab.launch import api
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
-from solutions.phase1_data_parallel.trainer import EpochResult
+from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS, EpochResult
 
 
 def distlab(*arguments: str) -> int:
@@ -32,8 +37,16 @@ def distlab(*arguments: str) -> int:
         ),
         (["train", "--dataset", "x"], "'digits', 'mnist', 'cifar10', 'synthetic'"),
         (["train", "--all_reduce", "x"], "'native', 'naive', 'recursive_doubling'"),
-        (["train", "--modell", "cnn"], "Valid: --dataset, --model, --num_workers, --epochs"),
-        (["trian"], "Valid: bench, demo, doctor, sim, train"),
+        (
+            ["train", "--modell", "cnn"],
+            "Valid options: --dataset, --model, --num_workers, --epochs",
+        ),
+        (
+            ["trian"],
+            "Valid commands: bench, check, demo, diff, doctor, grade, hint, reset, sim, status, ",
+        ),
+        (["--versoin"], "Valid options: --version"),
+        (["doctor", "--x"], "distlab doctor: No such option: --x.\n"),
         (["train", "--num_workers", "0"], "'--num_workers'"),
         (["train", "--epochs", "many"], "'--epochs'"),
     ],
@@ -48,13 +61,47 @@ def test_bad_options_get_one_line_that_names_the_valid_ones(
     assert line in printed.err
 
 
-def test_options_that_do_not_fit_together_name_ones_that_do(
-    capsys: pytest.CaptureFixture[str],
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert distlab("--version") == 0
+    assert re.fullmatch(r"distlab \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            "--num_workers 3 --batch_size 64",
+            "--batch_size 64 cannot be shared equally by 3 workers: use 63 or 66",
+        ),
+        (
+            "--num_workers 2 --batch_size 5000",
+            "--batch_size 5000 is more than the 1437 training images of digits: use at most 1436",
+        ),
+        (
+            "--num_workers 2 --batch_size 1438 --backend sim",
+            "--batch_size 1438 is more than the 1437 training images of digits: use at most 1436",
+        ),
+        ("--lr inf", "--lr inf is no learning rate: it must be above 0 and finite, say 0.05"),
+        (
+            "--lr nan --model gpt",
+            "--lr nan is no learning rate: it must be above 0 and finite, say 0.003",
+        ),
+        ("--lr 0", "--lr 0.0 is no learning rate: it must be above 0 and finite, say 0.05"),
+        ("--lr -1", "--lr -1.0 is no learning rate: it must be above 0 and finite, say 0.05"),
+        ("--cluster dgx-h100", "cluster='dgx-h100' is for backend sim, not for backend auto"),
+    ],
+)
+def test_options_that_cannot_work_get_one_line_with_ones_that_do(
+    options: str, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert distlab("train", "--num_workers", "3", "--batch_size", "64") == 1
-    assert capsys.readouterr().err == (
-        "--batch_size 64 cannot be shared equally by 3 workers: use 63 or 66\n"
-    )
+    assert distlab("train", *options.split()) == 2
+    assert capfd.readouterr() == ("", f"{line}\n")
+
+
+def test_more_workers_than_images_are_refused_with_the_number_of_images() -> None:
+    config = training.make_config(dataset="digits", model="cnn", epochs=1, num_workers=2000)
+    with pytest.raises(training.ConfigError, match="use at most 1437 workers"):
+        training.check_batch_size(config, num_images=1437)
 
 
 def test_errors_of_a_rank_made_for_people_come_without_traceback(
@@ -72,6 +119,7 @@ def test_the_commands_offer_what_the_libraries_have() -> None:
     assert set(get_args(train.Dataset)) == set(data.DATASETS)
     assert set(get_args(train.Model)) == set(models.MODELS) == set(training.RECIPES)
     assert set(get_args(train.AllReduce)) == set(ALL_REDUCES)
+    assert set(get_args(train.Gradients)) == set(AVERAGE_GRADIENTS)
     assert set(get_args(train.Backend)) == set(api.BACKENDS)
     assert set(get_args(train.Device)) == set(api.DEVICES)
 
@@ -92,6 +140,49 @@ def test_train_learns_with_every_model(model: str, capfd: pytest.CaptureFixture[
     assert last.startswith("test accuracy ")
     accuracy = float(last.removeprefix("test accuracy ").split("%")[0])
     assert accuracy > 25  # of 10 digits, or of 17 grey values
+
+
+def test_gpt_trains_on_synthetic_images_of_few_tokens(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--dataset", "synthetic", "--model", "gpt", "--num_workers", "2", "--epochs", "1"]
+    assert distlab("train", *options) == 0
+    headline, epoch, _ = capfd.readouterr().out.splitlines()
+    assert "on synthetic (512 images of 63 tokens), cpu, batch 64 = 2 x 32, " in headline
+    assert float(epoch.split("  test loss ")[1].split()[0]) < math.log(17), "worse than a guess"
+
+
+def first_loss(*options: str, capfd: pytest.CaptureFixture[str]) -> str:
+    assert distlab("train", "--num_workers", "1", "--epochs", "1", *options) == 0
+    return capfd.readouterr().out.split("  loss ")[1].split()[0]
+
+
+def test_learning_rate_and_seed_decide_the_training(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = ([], ["--seed", "0"], ["--lr", "0.05"], ["--seed", "1"], ["--lr", "0.01"])
+    default, seed_0, lr_005, *others = (first_loss(*options, capfd=capfd) for options in settings)
+    assert default == seed_0 == lr_005
+    assert len({default, *others}) == 3
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_said(loss: float, capsys: pytest.CaptureFixture[str]) -> None:
+    config = training.make_config(dataset="digits", model="cnn", epochs=1)
+    training.report(config, [EpochResult(1, (2.0, loss), loss, 0.1, 100.0)])
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "the loss is no longer a finite number: try a smaller --lr"
+    assert last.startswith("test accuracy 10.0%")
+
+
+def test_ctrl_c_ends_the_training_with_one_line() -> None:
+    command = [sys.executable, "-m", "distlab", "train", "--num_workers", "2", "--epochs", "1000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline()[:8] for _ in range(2)] == ["rank 0/2"] * 2  # it trains
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        _, message = process.communicate(timeout=30)
+    assert (process.returncode, message) == (130, "interrupted\n")
+    assert psutil.wait_procs(family, timeout=5)[1] == []
 
 
 def test_train_joins_the_world_of_torchrun() -> None:
@@ -123,6 +214,23 @@ def test_training_on_the_simulated_cluster_learns_exactly_the_same() -> None:
     assert [epoch.step_losses for (epoch,) in simulated] == [real.step_losses] * 2
 
 
+@pytest.mark.parametrize(
+    ("cluster", "name"),
+    [
+        ([], "simulated cluster: one switch with a GPU per worker"),
+        (["--cluster", "dgx-h100"], "simulated cluster dgx-h100"),
+    ],
+)
+def test_the_first_line_says_that_simulated_times_are_virtual(
+    cluster: list[str], name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--backend", "sim", *cluster, "--num_workers", "2", "--epochs", "1"]
+    assert distlab("train", *options) == 0
+    first, *_, last = capfd.readouterr().out.splitlines()
+    assert f", {name}, times are virtual, not measured, batch 64" in first
+    assert " after 1 epoch (best" in last
+
+
 def test_unset_batch_size_is_64_rounded_up_to_fit() -> None:
     sizes = {
         workers: training.make_config(
@@ -150,10 +258,29 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_all_reduce_prints_times_by_size_and_strategy_and_the_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_reduce, "SIZES_BYTES", (4, 65536))
+    assert distlab("bench", "all-reduce", "--ranks", "2", "--repeats", "2") == 0
+    table = capsys.readouterr().out
+    title, _, heading, *_ = table.splitlines()
+    assert title.strip() == "2 gloo ranks: µs (times native), median of 2"
+    names = [name.replace("_", " ") for name in ("bytes", "exchange", *ALL_REDUCES)]
+    assert [cell.strip() for cell in heading.strip("┃").split("┃")] == names
+    for size in ("4", "65,536"):
+        times = r"│ +[\d,]+ \(\d+\.\d\) "
+        assert re.search(rf"│ +{size} {times}│ +[\d,]+ \(1\.0\) {times}{times}│", table)
+    *_, meaning, fit = table.splitlines()
+    assert meaning.startswith("exchange: no all-reduce, ")
+    assert fit.startswith("one message: α ")
+
+
 def test_the_doctor_runs_what_it_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert distlab("doctor") == 0
     report = capsys.readouterr().out
-    for subject in ("torch", "torchvision", "world gloo", "data"):
+    assert "8 simulated GPUs" in report
+    for subject in ("torch", "torchvision", "world gloo", "world mpi", "world sim", "data"):
         assert subject in report
 
 
@@ -166,3 +293,45 @@ def test_the_doctor_says_what_to_do_about_what_is_broken(
     monkeypatch.setattr(doctor, "CHECKS", (broken,))
     assert distlab("doctor") == 1
     assert "DataError: the disk is gone" in capsys.readouterr().out
+
+
+def test_the_doctor_reports_a_gloo_that_cannot_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_world_gloo,))
+    assert distlab("doctor") == 1
+    report = capsys.readouterr().out
+    assert "broken" in report
+    assert "nowhere0" in report
+    assert "GLOO_SOCKET_IFNAME" in report, "what to do"
+
+
+def test_the_doctor_folds_long_paths_and_cuts_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "/" + "/".join(f"folder{number}" for number in range(20))
+    found = doctor.Finding("python", doctor.OK, path)
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: found,))
+    assert distlab("doctor") == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert "".join(row[3].strip() for row in rows) == path
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor"])
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_what_starts_its_own_workers_is_run_alone(
+    command: str,
+    launcher: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = {
+        "mpirun": ("PMI_RANK", "PMI_SIZE"),
+        "torchrun": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    }
+    for name in variables[launcher]:
+        monkeypatch.setenv(name, "2")
+    assert distlab(command) == 2
+    line = f"distlab {command} starts its own workers: run it alone, without {launcher}\n"
+    assert capsys.readouterr() == ("", line)

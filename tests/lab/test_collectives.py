@@ -7,6 +7,7 @@ from functools import cache
 from math import floor, log2
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from ranks import (
     refusal,
     sent,
 )
+from scipy.optimize import nnls
 from torch import Tensor
 
 from solutions.phase1_data_parallel import collectives
@@ -310,7 +312,31 @@ def test_fit_keeps_the_latency_when_the_largest_message_is_off_the_line() -> Non
 
 
 def test_fit_gives_a_positive_beta_when_larger_messages_were_faster() -> None:
-    assert 0 < fit_alpha_beta([4, 4096], [3e-5, 2e-5])[1] < 1e-300
+    alpha, beta = fit_alpha_beta([4, 4096], [3e-5, 2e-5])
+    assert 0 < beta < 1e-300
+    assert 2e-5 < alpha < 3e-5
+
+
+def test_fit_gives_no_negative_alpha_when_small_messages_were_faster_than_their_bytes() -> None:
+    assert fit_alpha_beta([1000, 2000], [1e-6, 3e-6]) == pytest.approx((0.0, 15 / 13 * 1e-9))
+
+
+times_ = st.floats(1e-6, 1e-2)
+
+
+@given(st.dictionaries(st.integers(0, 2**20), times_, min_size=2, max_size=8))
+def test_fit_is_the_best_of_all_lines_without_a_negative_coefficient(
+    measured: dict[int, float],
+) -> None:
+    sizes, seconds = list(measured), list(measured.values())
+    alpha, beta = fit_alpha_beta(sizes, seconds)
+    assert alpha >= 0
+    assert beta > 0
+    relative = np.array([[1 / t, n / t] for n, t in measured.items()])
+    scale = np.linalg.norm(relative, axis=0)
+    _, least = nnls(relative / scale, np.ones(len(measured)))
+    residual = float(np.linalg.norm(relative @ [alpha, beta] - 1))
+    assert residual == pytest.approx(least, abs=1e-6)
 
 
 def test_fit_is_the_same_bit_for_bit_whenever_it_is_computed() -> None:
@@ -389,7 +415,19 @@ def test_table_has_a_row_for_each_size_and_a_column_for_each_strategy() -> None:
         ["65536", "20.0", "µs", "1250.0", "µs"],
     ]
     assert last == "one message: α = 15.0 µs, 1/β = 2.500 GB/s"
+    assert last == times.fit
     assert len({len(line) for line in (head, *rows)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("alpha_s", "bandwidth", "says"),
+    [
+        (0.0, 2.5e9, "α not measurable: small messages took no longer than their bytes, 1/β = 2."),
+        (1e-5, 1e300, "α = 10.0 µs, 1/β not measurable: larger messages took no longer"),
+    ],
+)
+def test_what_the_noise_hides_is_said(alpha_s: float, bandwidth: float, says: str) -> None:
+    assert says in AllReduceTimes((4, 8), {"exchange": (1e-5, 1e-5)}, alpha_s, bandwidth).fit
 
 
 def refusals(sizes_bytes: list[int], repeats: int, name: str) -> str:

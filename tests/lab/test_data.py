@@ -276,7 +276,13 @@ def test_offline_the_error_says_what_to_put_where(
     with pytest.raises(DataError) as raised:
         load(name, root=tmp_path)
     message = str(raised.value)
-    for part in (files, f"into {tmp_path / folder}", "Connection refused", "--dataset digits"):
+    for part in (
+        files,
+        f"into {tmp_path / folder}",
+        "Connection refused",
+        "--data_root",
+        "--dataset digits",
+    ):
         assert part in message
     assert raised.value.__suppress_context__, "torchvision's traceback would follow"
 
@@ -334,7 +340,9 @@ def test_augmentation_crops_at_random_in_training_only(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_named_with_the_layout(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path}/train does not exist.*train/<class>"):
+    with pytest.raises(
+        DataError, match=f"{tmp_path}/train does not exist.*train/<class>.*--data_root"
+    ):
         load("imagefolder", root=tmp_path)
     write_images(tmp_path, "train", "ab")
     with pytest.raises(DataError, match=f"{tmp_path}/val does not exist"):

@@ -1,6 +1,7 @@
 """Shards of an epoch, loaders over them, and batches that one rank hands out."""
 
 import random
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain, zip_longest
 from typing import Any
@@ -194,19 +195,23 @@ def test_loader_shares_among_the_ranks_of_its_group_only() -> None:
 
 def loads_noise(seed: int, num_loader_workers: int) -> list[list[list[float]]]:
     """Noise of three epochs, the third of which is the first again; (samples, 3 generators)."""
-    random.seed(dist.get_rank() + 100)  # what the training itself draws must not matter
-    torch.manual_seed(dist.get_rank() + 100)
-    loader = build_loader(Noisy(8), 8, seed=seed, num_loader_workers=num_loader_workers)
+    loader = build_loader(Noisy(16), 8, seed=seed, num_loader_workers=num_loader_workers)
     history = []
     for epoch in (0, 1, 0):
         loader.set_epoch(epoch)
-        history.append(list(chain(*(images.tolist() for images, _ in loader))))
-        torch.rand(3)
+        history.append(list(chain(*(images.tolist() for images, _ in draws_besides(loader)))))
     return history
 
 
-@pytest.mark.parametrize("num_loader_workers", [1, 2])
-def test_noise_of_loader_processes_differs_by_rank_and_epoch_and_repeats(
+def draws_besides(loader: Iterable[Batch]) -> Iterator[Batch]:
+    """What the training itself draws must not matter; in a new world it draws something else."""
+    for batch in loader:
+        torch.rand(3), np.random.rand(), random.random()
+        yield batch
+
+
+@pytest.mark.parametrize("num_loader_workers", [0, 1, 2])
+def test_noise_of_loaders_differs_by_rank_epoch_and_batch_and_repeats(
     num_loader_workers: int,
 ) -> None:
     first, again, reseeded = (
@@ -221,8 +226,44 @@ def test_noise_of_loader_processes_differs_by_rank_and_epoch_and_repeats(
         ]
         assert drawn[0] == drawn[2]  # epoch 0 again
         numbers = drawn[0] + drawn[1] + drawn[3] + drawn[4]  # 2 seeds, 2 epochs, all ranks
-        assert len(numbers) == 4 * 8
+        assert len(numbers) == 4 * 16
         assert len(set(numbers)) == len(numbers)
+
+
+def test_noise_is_the_same_on_the_simulated_cluster() -> None:
+    assert on_ranks(loads_noise, 2, 3, 0, backend="sim") == on_ranks(loads_noise, 2, 3, 0)
+
+
+def draws_of_training(loads: bool) -> list[float]:
+    """Numbers that the training draws between its batches."""
+    torch.manual_seed(7), np.random.seed(7), random.seed(7)
+    loader = build_loader(Noisy(16), 8)
+    drawn = []
+    for _ in loader if loads else range(2):
+        drawn += [float(torch.rand(())), np.random.rand(), random.random()]
+    return drawn
+
+
+def test_loading_in_this_process_draws_nothing_from_the_generators_of_the_training() -> None:
+    assert on_ranks(draws_of_training, 2, True) == on_ranks(draws_of_training, 2, False)
+
+
+class Broken(Noisy):
+    def __getitem__(self, index: int) -> Sample:
+        super().__getitem__(index)
+        raise ValueError(f"sample {index} cannot be read")
+
+
+def draws_after_a_broken_sample() -> tuple[str, list[float]]:
+    torch.manual_seed(7), np.random.seed(7), random.seed(7)
+    text = refusal(lambda: list(build_loader(Broken(4), 4, shuffle=False)))
+    return text, [float(torch.rand(())), np.random.rand(), random.random()]
+
+
+def test_a_sample_that_cannot_be_read_leaves_the_generators_as_they_were() -> None:
+    (text, drawn), *_ = on_ranks(draws_after_a_broken_sample, 2)
+    assert text == "sample 0 cannot be read"
+    assert drawn == on_ranks(draws_of_training, 1, False)[0][:3]
 
 
 def errors_of_build_loader(num_samples: int, global_batch_size: int) -> str:

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES, Group
 from solutions.phase1_data_parallel.data_loader import Batch, Sample, shard_indices
 from solutions.phase1_data_parallel.trainer import (
+    AVERAGE_GRADIENTS,
     EpochResult,
     Evaluation,
     RankLog,
     Trainer,
-    average_gradients,
     broadcast_parameters,
     evaluate,
     train_step,
@@ -144,23 +144,26 @@ def counting(name: str) -> tuple[Callable[[Tensor, Group], None], list[int]]:
     return all_reduce, calls
 
 
-def averages(group: Group = None) -> dict[str, tuple[State, list[int], bool]]:
-    """Gradients, calls and whether in place, by strategy."""
+Averages = dict[tuple[str, str], tuple[State, list[int], bool]]
+
+
+def averages(group: Group = None) -> Averages:
+    """Gradients, calls and whether in place, by all-reduce and way to average."""
     results = {}
-    for name in ALL_REDUCES:
+    for name, way in product(ALL_REDUCES, AVERAGE_GRADIENTS):
         model, (all_reduce, calls) = Weights(), counting(name)
         weights = dict(model.named_parameters())
         for parameter, gradient in gradients_of(dist.get_rank(group)).items():
             weights[parameter].grad = gradient
         before = gradients(weights)
-        average_gradients(model, all_reduce, group)
+        AVERAGE_GRADIENTS[way](model, all_reduce, group)
         after = gradients(weights)
         in_place = all(after[name] is old for name, old in before.items())
-        results[name] = after, calls, in_place
+        results[name, way] = after, calls, in_place
     return results
 
 
-def check_averages(by_rank: list[dict[str, tuple[State, list[int], bool]]]) -> None:
+def check_averages(by_rank: list[Averages]) -> None:
     world_size = len(by_rank)
     of_ranks = [gradients_of(rank) for rank in range(world_size)]
     expected = {
@@ -168,14 +171,15 @@ def check_averages(by_rank: list[dict[str, tuple[State, list[int], bool]]]) -> N
         for name, weight in Weights().named_parameters()
     }
     for rank, by_name in enumerate(by_rank):
-        for averaged, calls, in_place in by_name.values():
+        for (_, way), (averaged, calls, in_place) in by_name.items():
             assert in_place
             assert_close(averaged, {**expected, "frozen": of_ranks[rank]["frozen"]}, 1e-6)
-            assert sorted(calls) == sorted([7, 1, 2 * 3 * 4 * 5, 4, 6])
+            sizes = sorted([7, 1, 2 * 3 * 4 * 5, 4, 6])
+            assert sorted(calls) == (sizes if way == "per_parameter" else [sum(sizes)])
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_gradients_become_means_each_by_one_all_reduce_and_frozen_ones_stay(
+def test_gradients_become_means_by_one_all_reduce_each_or_in_all_and_frozen_ones_stay(
     world_size: int,
 ) -> None:
     check_averages(on_ranks(averages, world_size))
@@ -388,6 +392,23 @@ def test_evaluation_leaves_every_module_in_the_mode_it_was_in(
     training: bool, norm_training: bool
 ) -> None:
     assert on_ranks(keeps_modes, 2, training, norm_training) == [True, True]
+
+
+class Breaks(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise ValueError(f"no room for {len(inputs)} samples")
+
+
+def keeps_modes_when_it_fails() -> tuple[str, list[bool]]:
+    model = nn.Sequential(nn.BatchNorm1d(6).eval(), Breaks())
+    model.double()
+    text = refusal(lambda: evaluate(model, Watched(images(5, 0)), batch_size=2))
+    return text, [module.training for module in model.modules()]
+
+
+def test_evaluation_that_fails_leaves_every_module_in_the_mode_it_was_in() -> None:
+    answer = ("no room for 2 samples", [True, False, True])
+    assert on_ranks(keeps_modes_when_it_fails, 2) == [answer] * 2
 
 
 def evaluates_nothing() -> str:

@@ -1,0 +1,45 @@
+"""The all-reduces of Phase 1 beside the library's own, and α and β of their messages."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from distlab import launch
+from solutions.phase1_data_parallel.collectives import (
+    ALL_REDUCES,
+    AllReduceTimes,
+    measure_all_reduce,
+)
+
+EXCHANGE = "exchange: no all-reduce, but one message sent while another one arrives"
+SIZES_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+
+
+def print_table(ranks: int, repeats: int) -> None:
+    """Measure and print; cells in microseconds, and as multiples of the native all-reduce."""
+    times, *_ = launch.run(_measure_on_rank, ranks, SIZES_BYTES, repeats, backend="gloo")
+    console = Console()
+    console.print(_table(times, f"{ranks} gloo ranks: µs (times native), median of {repeats}"))
+    console.print(EXCHANGE)
+    console.print(times.fit)
+
+
+def _measure_on_rank(sizes_bytes: Sequence[int], repeats: int) -> AllReduceTimes:
+    return measure_all_reduce(ALL_REDUCES, sizes_bytes, repeats=repeats)
+
+
+def _table(times: AllReduceTimes, title: str) -> Table:
+    table = Table(title=title)
+    for name in ("bytes", *times.seconds):
+        table.add_column(name.replace("_", " "), justify="right")  # a space lets long names wrap
+    table.columns[0].no_wrap = True
+    for row, size in enumerate(times.sizes_bytes):
+        native = times.seconds["native"][row]
+        cells = (_cell(column[row], native) for column in times.seconds.values())
+        table.add_row(f"{size:,}", *cells)
+    return table
+
+
+def _cell(seconds: float, native: float) -> str:
+    return f"{seconds * 1e6:,.0f} ({seconds / native:.1f})"

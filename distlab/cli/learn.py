@@ -1,0 +1,169 @@
+"""`distlab status`, `check`, `grade`, `hint`, `diff`, `reset`: what a learner types."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal
+
+import typer
+
+from distlab.course import Task
+from distlab.learner import compare, folder, grading, hints, source, state, status
+
+Backend = Literal["auto", "sim", "gloo", "nccl"]
+SomeTask = Annotated[
+    str | None,
+    typer.Argument(metavar="[TASK]", show_default=False, help="1.5 or broadcast; else the next."),
+]
+OneTask = Annotated[
+    str, typer.Argument(metavar="TASK", show_default=False, help="As 1.5 or broadcast.")
+]
+COLOURS = {"✔": typer.colors.GREEN, "✘": typer.colors.RED}
+DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.colors.CYAN}
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines; verdicts and differences in their colours, on a terminal."""
+    for line in lines:
+        colour = COLOURS.get(line.lstrip()[:1]) or DIFF_COLOURS.get(line[:1])
+        typer.echo(typer.style(line, fg=colour) if colour else line)
+
+
+def summary() -> None:
+    """Print progress per phase and what comes next."""
+    here = folder.find()
+    source.keep_templates(here)
+    say(status.summary(here, state.load(here)))
+    say(["", "All commands: distlab --help"])
+
+
+def show_status() -> None:
+    """Show what has passed, what comes next, and the command to run."""
+    here = folder.find()
+    source.keep_templates(here)
+    say(status.overview(here, state.load(here)))
+
+
+def choose(here: folder.CourseFolder, name: str | None) -> Task:
+    """Return the task that was named, else the next one, else the last."""
+    if name is not None:
+        return here.task(name)
+    return state.load(here).next_task(here) or here.course.tasks[-1]
+
+
+def check(task: SomeTask = None) -> None:
+    """Grade one task, and say what to do next."""
+    here = folder.find()
+    listed = choose(here, task)
+    arguments = grading.for_task(here, listed)
+    with waiting(f"grading {listed.id} {listed.function} …"):
+        graded = grading.grade(here, arguments)
+    progress = grading.remember(here, graded)
+    if listed.id in graded.tasks:
+        say([status.verdict(listed, graded.tasks[listed.id])])
+    if graded.code != grading.FULL_MARKS:
+        say(status.explanation(listed, graded))
+    say(status.go_on(here, listed, graded, progress))
+    raise typer.Exit(graded.code)
+
+
+def grade(
+    phase: Annotated[int | None, typer.Option("--phase", help="[default: all]")] = None,
+    impl: Annotated[
+        str, typer.Option("--impl", metavar="template|solution|DIR", help="What to grade.")
+    ] = "template",
+    backend: Annotated[
+        Backend, typer.Option("--backend", help="auto: simulated, and real where a test says so.")
+    ] = "auto",
+    report: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--report", metavar="FORMAT=PATH", help=f"{', '.join(grading.REPORTS)}; repeatable."
+        ),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All messages whole.")] = False,
+) -> None:
+    """Grade everything: exit code 0 full marks, 1 not, 2 usage, 3 grader failed, 4 nothing ran."""
+    here = folder.find()
+    phases = here.course.phases if phase is None else (here.course.phase(phase),)
+    arguments = grading.suites(here, phases)
+    arguments += ["--impl", grading.find_impl(impl), "--backend", backend]
+    for option in report or ():
+        arguments += ["--report", grading.find_report(option)]
+    graded = grading.grade(here, arguments + ["-v"] * verbose, grading.shown_in(here))
+    if impl == "template":
+        grading.remember(here, graded)
+    raise typer.Exit(graded.code)
+
+
+def hint(
+    task: OneTask,
+    level: Annotated[
+        int | None, typer.Option("--level", help="1: a question, 2: the idea, 3: names.")
+    ] = None,
+) -> None:
+    """Show one more hint each time."""
+    here = folder.find()
+    listed = here.task(task)
+    taken = hints.take(here, listed, state.load(here), level)
+    typer.secho(f"{listed.heading}\n{taken.title}\n", bold=True)
+    _print_markdown(taken.text)
+    typer.echo(f"\n{hints.footer(taken, listed)}")
+
+
+def diff(
+    task: OneTask,
+    spoil: Annotated[bool, typer.Option("--spoil", help="Also before it has passed.")] = False,
+) -> None:
+    """Compare your code with the solution, once it has passed."""
+    here = folder.find()
+    listed = here.task(task)
+    if not spoil and not state.load(here).has_passed(listed):
+        raise folder.LearnerError(
+            f"{listed.id} has not passed yet: distlab check {listed.id}, or --spoil shows it anyway"
+        )
+    found = compare.diff(here, listed)
+    say(found.splitlines() or [f"{listed.function} is the same as the solution's."])
+
+
+def reset(
+    task: OneTask,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Put the function of one task back to its template; the old file is kept."""
+    here = folder.find()
+    listed = here.task(task)
+    if not yes and not sys.stdin.isatty():
+        raise folder.LearnerError(f"nobody to ask here: distlab reset {listed.id} --yes does it")
+    names = " and ".join(source.untouched(here, listed))
+    if not yes and not typer.confirm(f"Put {names} in {listed.template} back to the template?"):
+        typer.echo("Nothing was changed.")
+        raise typer.Exit(1)
+    old = source.reset(here, listed)
+    progress = state.load(here)
+    progress.records.pop(listed.id, None)
+    progress.save()
+    typer.echo(f"{names}: as at the start. Your old file: {old.relative_to(here.root)}")
+
+
+def _print_markdown(text: str) -> None:
+    """Print it formatted on a terminal, as it is elsewhere."""
+    if not sys.stdout.isatty():
+        typer.echo(text)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show on a terminal that something is going on."""
+    if not sys.stdout.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console().status(what):
+        yield

@@ -1,0 +1,61 @@
+"""The demo: what it prints, what it writes, and that it looks before it trains."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from distlab import demo, training
+from distlab.cli import main
+
+
+def test_demo_trains_twice_compares_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "EPOCHS", 1)
+    folder = tmp_path / "new" / "folder"
+    demo.run_demo(folder)
+    printed = capfd.readouterr().out
+    for line in (
+        "─ 1 worker ─",
+        "─ 4 workers ─",
+        "batch 64 = 1 x 64, recursive_doubling all-reduce",
+        "batch 64 = 4 x 16, recursive_doubling all-reduce",
+        "1 worker | 4 workers",
+        "What to open next",
+    ):
+        assert line in printed
+    difference = re.search(
+        r"Same training: over 22 steps .* further apart than (\S+)\.$", printed, re.M
+    )
+    assert difference
+    assert float(difference[1]) < 1e-3
+    accuracies = re.search(r"Same result: test accuracy (\S+)% and (\S+)%\.", printed)
+    assert accuracies
+    assert [float(accuracy) > 50 for accuracy in accuracies.groups()] == [True, True]
+    assert re.search(r"Speed: 4 workers trained \d+\.\d times as many images per second", printed)
+    assert f"{folder / 'demo.png'} shows the curves." in printed
+    assert [path.name for path in folder.iterdir()] == ["demo.png"]
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_demo_points_to_exists() -> None:
+    root = Path(demo.__file__).parents[1]
+    files = re.findall(r"solutions/\S+", demo.NEXT)
+    assert files
+    assert [file for file in files if not (root / file).is_file()] == []
+
+
+def test_a_folder_that_cannot_be_written_to_stops_the_demo_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(training, "train")  # would be an AttributeError
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit) as left:
+            main(["demo", "--out", str(out)])
+        assert left.value.code == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith(f"--out {out} cannot be written to: ")
+        assert printed.err.count("\n") == 1
