@@ -21,6 +21,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "Could not create $(VENV). On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --only-binary mpi4py,mpich \
+	  --editable '.[mpi]' || \
+	  echo "No mpi4py or mpich for this platform: everything works but --backend mpi."
 	@touch $@
 
 demo: $(READY)
@@ -36,6 +39,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 test: $(READY)
+	$(BIN)/python -m pytest tests/test_phase1.py --impl solution
+	$(BIN)/python -m pytest -p nbmake --nbmake phase1_data_parallel/explore.ipynb
 	$(BIN)/python -m pytest
 
 clean:

@@ -1,0 +1,271 @@
+"""The course: its phases, lessons and tasks, as course.toml lists them.
+
+course = load(Path("."))
+task = course.task("1.5")
+task.function, task.template          # "broadcast", phase1_data_parallel/template_collectives.py
+task.guide                            # "guidelines.md#15-broadcast-along-a-tree"
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE = "course.toml"
+HINTS = (1, 2, 3)  # a question; the idea; names and number of lines
+DIFFICULTIES = range(1, 6)
+OUTCOMES = ("failed", "todo", "hang", "crash", "oom", "import error", "grader error")
+
+
+Entry = TypeVar("Entry")
+
+
+class CourseError(ValueError):
+    """course.toml cannot be used, or something is asked for that it does not list."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One function that a learner writes."""
+
+    id: str  # "1.5": of phase 1 the fifth
+    function: str  # as in the lesson's file; a method as "Trainer.fit"
+    title: str
+    points: int
+    minutes: int
+    difficulty: int  # 1 to 5
+    lesson: str  # name of the file without ``template_`` and ``.py``
+    folder: str  # of the phase
+    hint_for: Mapping[str, int] = field(default_factory=dict, hash=False)  # outcome: hint
+
+    @property
+    def template(self) -> Path:
+        """The learner's file, from the root of the course."""
+        return Path(self.folder, f"template_{self.lesson}.py")
+
+    @property
+    def solution(self) -> Path:
+        """The solution's file, from the root of the course."""
+        return Path("solutions", self.folder, f"{self.lesson}.py")
+
+    @property
+    def heading(self) -> str:
+        """Title of the task's section in guidelines.md."""
+        return f"{self.id} {self.title}"
+
+    @property
+    def guide(self) -> str:
+        """Where the task is explained, as a link within the phase's folder."""
+        return f"guidelines.md#{anchor(self.heading)}"
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One file, and the tasks in it."""
+
+    name: str
+    title: str
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One folder of lessons."""
+
+    number: int
+    title: str
+    folder: str
+    lessons: tuple[Lesson, ...]
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Of all lessons, in order."""
+        return tuple(task for lesson in self.lessons for task in lesson.tasks)
+
+    @property
+    def points(self) -> int:
+        """Of all tasks together."""
+        return sum(task.points for task in self.tasks)
+
+
+@dataclass(frozen=True)
+class Course:
+    """All phases, in order. What is asked for and not there is a CourseError naming the nearest."""
+
+    title: str
+    phases: tuple[Phase, ...]
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Of all phases, in order."""
+        return tuple(task for phase in self.phases for task in phase.tasks)
+
+    def task(self, id: str) -> Task:
+        """Look a task up by its id, "1.5"."""
+        return _look_up("task", id, {task.id: task for task in self.tasks})
+
+    def task_of(self, function: str) -> Task:
+        """Look a task up by its function, "broadcast"."""
+        return _look_up("function", function, {task.function: task for task in self.tasks})
+
+    def phase(self, number: int) -> Phase:
+        """Look a phase up by its number."""
+        by_number = {str(phase.number): phase for phase in self.phases}
+        return _look_up("phase", str(number), by_number)
+
+    def lesson(self, name: str) -> Lesson:
+        """Look a lesson up by its name, "collectives"."""
+        lessons = [lesson for phase in self.phases for lesson in phase.lessons]
+        return _look_up("lesson", name, {lesson.name: lesson for lesson in lessons})
+
+
+def load(root: Path) -> Course:
+    """Read course.toml of the course whose folder is ``root``.
+
+    Raises:
+        CourseError: it is not there, is no TOML, or says something that cannot be; one line.
+    """
+    path = root / FILE
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise CourseError(f"{path}: not found. Is {root.resolve()} the course's folder?") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CourseError(f"{path}: {error}") from None
+    try:
+        return _course(table)
+    except CourseError as error:
+        raise CourseError(f"{path}: {error}") from None
+
+
+def anchor(heading: str) -> str:
+    """Return what a link to a heading of a Markdown file ends in, as GitHub makes it.
+
+    >>> anchor("1.6 All-reduce, the naive way")
+    '16-all-reduce-the-naive-way'
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+# From tables to dataclasses
+
+
+def _course(table: dict[str, Any]) -> Course:
+    _check_keys("course", table, ["title", "phase"])
+    course = Course(_text("course", table, "title"), tuple(map(_phase, _tables(table, "phase"))))
+    _check_unique("phase", [str(phase.number) for phase in course.phases])
+    _check_unique("lesson", [lesson.name for phase in course.phases for lesson in phase.lessons])
+    _check_unique("task", [task.id for task in course.tasks])
+    _check_unique("function", [task.function for task in course.tasks])
+    return course
+
+
+def _phase(table: dict[str, Any]) -> Phase:
+    where = f"phase {table.get('number', '?')}"
+    _check_keys(where, table, ["number", "title", "folder", "lesson"])
+    number, folder = _count(where, table, "number"), _text(where, table, "folder")
+    lessons = tuple(_lesson(number, folder, lesson) for lesson in _tables(table, "lesson"))
+    phase = Phase(number, _text(where, table, "title"), folder, lessons)
+    for place, task in enumerate(phase.tasks, start=1):
+        if task.id != f"{number}.{place}":
+            raise CourseError(f"task {task.id} stands where {number}.{place} should")
+    return phase
+
+
+def _lesson(phase: int, folder: str, table: dict[str, Any]) -> Lesson:
+    where = f"phase {phase}, lesson {table.get('name', '?')}"
+    _check_keys(where, table, ["name", "title", "task"])
+    name = _text(where, table, "name")
+    tasks = tuple(_task(folder, name, task) for task in _tables(table, "task"))
+    return Lesson(name, _text(where, table, "title"), tasks)
+
+
+def _task(folder: str, lesson: str, table: dict[str, Any]) -> Task:
+    where = f"task {table.get('id', '?')}"
+    given = {entry.name: entry for entry in fields(Task) if entry.name not in ("lesson", "folder")}
+    needed = [name for name, entry in given.items() if entry.default_factory is MISSING]
+    _check_keys(where, table, needed, optional=["hint_for"])
+    return Task(
+        id=_text(where, table, "id"),
+        function=_text(where, table, "function"),
+        title=_text(where, table, "title"),
+        points=_count(where, table, "points"),
+        minutes=_count(where, table, "minutes"),
+        difficulty=_choice(where, table, "difficulty", DIFFICULTIES),
+        lesson=lesson,
+        folder=folder,
+        hint_for=_hint_for(where, table.get("hint_for", {})),
+    )
+
+
+def _hint_for(where: str, table: Any) -> dict[str, int]:
+    if not isinstance(table, dict):
+        raise CourseError(f"{where}: hint_for must be like {{ hang = 2 }}, not {table!r}")
+    _check_keys(f"{where}, hint_for", table, needed=[], optional=OUTCOMES)
+    return {outcome: _choice(f"{where}, hint_for", table, outcome, HINTS) for outcome in table}
+
+
+def _check_keys(
+    where: str, table: Mapping[str, Any], needed: Sequence[str], optional: Sequence[str] = ()
+) -> None:
+    for key in table:
+        if key not in (*needed, *optional):
+            raise CourseError(f"{where}: unknown key {key!r}{_nearest(key, [*needed, *optional])}")
+    for key in needed:
+        if key not in table:
+            raise CourseError(f"{where}: {key} is missing")
+
+
+def _check_unique(kind: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise CourseError(f"{kind} {name} is listed twice")
+
+
+def _tables(table: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    entries = table[key]
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise CourseError(f"{key} must be a list of tables, [[{key}]]")
+    return entries
+
+
+def _text(where: str, table: Mapping[str, Any], key: str) -> str:
+    value = table[key]
+    if not isinstance(value, str) or not value:
+        raise CourseError(f"{where}: {key} must be text, not {value!r}")
+    return value
+
+
+def _count(where: str, table: Mapping[str, Any], key: str) -> int:
+    value = table[key]
+    if type(value) is not int or value < 1:
+        raise CourseError(f"{where}: {key} must be a whole number from 1 on, not {value!r}")
+    return value
+
+
+def _choice(where: str, table: Mapping[str, Any], key: str, valid: Sequence[int]) -> int:
+    value = _count(where, table, key)
+    if value not in valid:
+        raise CourseError(f"{where}: {key} must be {valid[0]} to {valid[-1]}, not {value}")
+    return value
+
+
+def _look_up(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
+    if name not in entries:
+        raise CourseError(f"there is no {kind} {name!r}{_nearest(name, entries)}")
+    return entries[name]
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    """Name the most similar of the valid names, or all of them if none is similar."""
+    valid = list(valid)
+    nearest = difflib.get_close_matches(name, valid, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else f"; there are: {', '.join(valid)}"

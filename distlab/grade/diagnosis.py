@@ -1,0 +1,32 @@
+"""Why a real world hung or crashed: the same body in the simulated one, where reports are exact.
+
+The score does not change: what counts is what happened on the real processes.
+"""
+
+from collections.abc import Callable
+
+from distlab.launch import LaunchError
+
+
+def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
+    """Add to the message of ``error`` what the simulated world says about the same program."""
+    if _is_an_endless_loop(error):
+        return
+    try:
+        simulate()
+    except LaunchError as found:
+        explanation = f"The same program in the simulated world: {found}"
+    else:
+        explanation = (
+            "The same program ends well in the simulated world: look for what differs on real "
+            "processes, such as time, the file system, or state shared by the ranks of one process."
+        )
+    error.args = (f"{error}\n\n{explanation}", *error.args[1:])
+
+
+def _is_an_endless_loop(error: LaunchError) -> bool:
+    """Whether its line is known and the simulated world would only hang there as long again."""
+    return any(
+        fate.rank == error.rank and fate.what.startswith("stopped while running")
+        for fate in error.fates
+    )

@@ -1,0 +1,238 @@
+"""The pytest plugin: options, worlds, verdicts, the table. It fails closed.
+
+A task scores only if every test that the suite holds for it has run, has started a world, and has
+passed. Whatever else happens, in the submission or in the grader itself, scores nothing.
+
+PYTEST_DONT_REWRITE: a suite that is run as a script has imported this before pytest could.
+"""
+
+import platform
+import re
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distlab import course
+from distlab.grade import reports, submission, table
+from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
+from distlab.grade.results import GradeResult, TaskResult, TestResult
+from distlab.grade.running import Grade
+from distlab.grade.tasks import is_real_too, task_of
+
+TIMEOUT_S = 5.0  # of one world; the solutions need 4 s at most on 2 busy cores
+BACKENDS = ("auto", "sim", "gloo", "nccl")
+LETTERS = {
+    Outcome.TODO: ("todo", "t", "TODO"),
+    Outcome.FAILED: ("wrong", "F", "WRONG"),
+    Outcome.HANG: ("hang", "H", "HANG"),
+    Outcome.CRASH: ("crash", "C", "CRASH"),
+    Outcome.OOM: ("oom", "M", "OOM"),
+    Outcome.IMPORT_ERROR: ("import error", "I", "IMPORT ERROR"),
+    Outcome.GRADER_ERROR: ("grader error", "E", "GRADER ERROR"),
+}
+_VERDICT = pytest.StashKey[Verdict]()
+_GRADE = pytest.StashKey[Grade]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("grading")
+    group.addoption(
+        "--impl",
+        default="template",
+        metavar="template|solution|DIR",
+        help="what to grade: the templates, the solutions, or a folder laid out like the phases",
+    )
+    group.addoption(
+        "--backend",
+        default="auto",
+        choices=BACKENDS,
+        help="auto: simulated, and real processes where a test says so",
+    )
+    group.addoption("--world-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
+    group.addoption(
+        "--report",
+        action="append",
+        default=[],
+        metavar="FORMAT=PATH",
+        help=f"write a report: {', '.join(reports.FORMATS)}; may be given several times",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "task(id, real=False): the task of course.toml it grades")
+    config.pluginmanager.register(Grader(config), "distlab-grader")
+
+
+class Grader:
+    """One run of pytest: which tests belong to which task, and what became of them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.started = time.monotonic()
+        self.results: dict[str, TaskResult] = {}
+        self.only = self._task_filter()
+        self.course_root = Path(config.rootpath)
+        self.reports = reports.parse(config.getoption("report"))
+        try:
+            self.submission = submission.find(config.getoption("impl"), self.course_root)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+
+    def _task_filter(self) -> str | None:
+        """``-k 1.1`` is that task alone, and not 1.10 as well."""
+        keyword = self.config.getoption("keyword")
+        if not re.fullmatch(r"\d+\.\d+", keyword):
+            return None
+        self.config.option.keyword = ""
+        return str(keyword)
+
+    # Collection
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give a test its worlds."""
+        mark = metafunc.definition.get_closest_marker("task")
+        if mark and "grade" in metafunc.fixturenames:
+            metafunc.parametrize("grade", self._worlds(mark), indirect=True)
+
+    def _worlds(self, mark: pytest.Mark) -> list[str]:
+        backend = str(self.config.getoption("backend"))
+        if backend == "sim" or not is_real_too(mark):
+            return ["sim"]
+        return ["sim", "gloo"] if backend == "auto" else [backend]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Count what each task has, before anything is deselected; keep the task asked for."""
+        tasks = {task_of(item) for item in items} - {None}
+        self._expect(items, sorted({str(task).partition(".")[0] for task in tasks}))
+        if self.only is not None:
+            kept = [item for item in items if task_of(item) == self.only]
+            dropped = [item for item in items if task_of(item) != self.only]
+            self.config.hook.pytest_deselected(items=dropped)
+            items[:] = kept
+
+    def _expect(self, items: list[pytest.Item], phases: list[str]) -> None:
+        if not phases:
+            return
+        listed = course.load(self.course_root)
+        for task in listed.tasks:
+            if task.id.partition(".")[0] in phases and self.only in (None, task.id):
+                file = self.submission.file(task.folder, task.lesson)
+                digest = self.submission.sha256(task.folder, task.lesson)
+                result = self.results[task.id] = TaskResult(task, str(file), digest)
+                result.is_part = self._names_single_tests()
+        for item in items:
+            task_id = task_of(item)
+            if task_id is not None and self.only in (None, task_id):
+                listed.task(task_id)  # a marker that course.toml does not know is an error
+                self.results[task_id].expected += 1
+
+    def _names_single_tests(self) -> bool:
+        """Whether pytest was asked for tests by name: the rest of a task is not collected then."""
+        return any("::" in argument for argument in self.config.args)
+
+    # Running
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        """Start no world after world to hear again that the task is still to be written."""
+        result = self.results.get(task_of(item) or "")
+        if result is not None and result.is_todo:
+            raise AlreadyKnown(result.verdict)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Turn what happened into a verdict; only the call counts, unless set-up fails."""
+        report = yield
+        task_id = task_of(item)
+        if task_id is not None and task_id in self.results and _is_last_word(report):
+            verdict = self._verdict(item, call)
+            report.user_properties.append(("outcome", verdict.outcome.value))
+            if verdict.outcome is not Outcome.PASSED:
+                report.outcome = "failed"
+                report.longrepr = verdict.message
+            world = item.stash[_GRADE].world if _GRADE in item.stash else ""
+            result = TestResult(item.name, world, verdict, report.duration)
+            self.results[task_id].tests.append(result)
+        return report
+
+    def _verdict(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Verdict:
+        if call.excinfo is not None:
+            return verdict_on(call.excinfo.value)
+        if _GRADE not in item.stash or not item.stash[_GRADE].runs:
+            return Verdict(Outcome.GRADER_ERROR, "the test has not run the submission")
+        return Verdict(Outcome.PASSED)
+
+    def pytest_report_teststatus(
+        self, report: pytest.TestReport | pytest.CollectReport
+    ) -> tuple[str, str, str] | None:
+        """Give each outcome its letter and its count in the last line."""
+        if not isinstance(report, pytest.TestReport):
+            return None
+        name = dict(report.user_properties).get("outcome")
+        if name is None or not _is_last_word(report) or name == Outcome.PASSED.value:
+            return None
+        return LETTERS[Outcome(name)]
+
+    # The end
+
+    def result(self) -> GradeResult:
+        """Return the model that table and reports are made from."""
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        seconds = time.monotonic() - self.started
+        return GradeResult(
+            str(self.submission.root), list(self.results.values()), seconds, versions
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print messages and table."""
+        if not self.results:
+            return
+        verbose = self.config.get_verbosity() > 0
+        result = self.result()
+        terminalreporter.section("what to do")
+        for line in table.failures(result, verbose=verbose):
+            terminalreporter.line(line)
+        terminalreporter.section("tasks")
+        for line in table.rows(result):
+            terminalreporter.line(line)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the reports; a run without full marks is no success."""
+        if not self.results or self.config.option.collectonly:
+            return
+        result = self.result()
+        reports.write(result, self.reports)
+        if exitstatus == pytest.ExitCode.OK and not result.has_full_marks:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _is_last_word(report: pytest.TestReport) -> bool:
+    """Whether a phase of a test decides: the call, or a set-up that failed."""
+    return report.when == "call" or (report.when == "setup" and report.failed)
+
+
+@pytest.fixture
+def grade(request: pytest.FixtureRequest) -> Grade:
+    """What a test runs the submission with."""
+    grader = request.config.pluginmanager.get_plugin("distlab-grader")
+    mark = request.node.get_closest_marker("task")
+    if mark is None or not isinstance(grader, Grader):
+        raise pytest.UsageError(f"{request.node.name} uses grade: mark it with @task(…)")
+    listed = grader.results[str(mark.args[0])].task
+    timeout_s = float(request.config.getoption("world_timeout"))
+    run = Grade(grader.submission, listed, request.param, timeout_s)
+    request.node.stash[_GRADE] = run
+    return run
+
+
+def main(suite: str) -> int:
+    """Grade from ``python tests/test_phase1.py``."""
+    return int(pytest.main([suite, *sys.argv[1:]]))

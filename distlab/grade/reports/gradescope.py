@@ -1,0 +1,55 @@
+"""Gradescope's ``results.json``: a visible test per task.
+
+If the grader itself failed, students see that, and the score of the task is 0; what failed is in
+a test that only instructors see.
+"""
+
+import json
+from typing import Any
+
+from distlab.grade import table
+from distlab.grade.outcomes import Outcome
+from distlab.grade.results import GradeResult, TaskResult
+
+
+def text(result: GradeResult) -> str:
+    """Return the report."""
+    tests = [_test(task) for task in result.tasks]
+    tests += [_hidden(task) for task in result.tasks if task.outcome is Outcome.GRADER_ERROR]
+    report = {
+        "score": result.points,
+        "execution_time": round(result.seconds),
+        "output": f"{result.points} of {result.max_points} points",
+        "stdout_visibility": "hidden",
+        "tests": tests,
+    }
+    return json.dumps(report, indent=2) + "\n"
+
+
+def _test(result: TaskResult) -> dict[str, Any]:
+    has_passed = result.points == result.task.points
+    return {
+        "number": result.task.id,
+        "name": f"{result.task.id} {result.task.function}",
+        "score": result.points,
+        "max_score": result.task.points,
+        "status": "passed" if has_passed else "failed",
+        "output": "" if has_passed else _output(result),
+        "visibility": "visible",
+    }
+
+
+def _output(result: TaskResult) -> str:
+    if result.outcome is Outcome.GRADER_ERROR:
+        return "The grader failed on this task: tell your instructor."
+    return table.message(result) if result.outcome is not Outcome.PASSED else "not all tests ran"
+
+
+def _hidden(result: TaskResult) -> dict[str, Any]:
+    verdict = result.verdict
+    return {
+        "name": f"{result.task.id} grader error",
+        "status": "failed",
+        "output": f"{verdict.message}\n{verdict.details}",
+        "visibility": "hidden",
+    }

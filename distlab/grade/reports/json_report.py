@@ -1,0 +1,51 @@
+"""Everything that is known, for other programs."""
+
+import json
+from typing import Any
+
+from distlab.grade import table
+from distlab.grade.outcomes import Outcome
+from distlab.grade.results import GradeResult, TaskResult, TestResult
+
+SCHEMA = "distlab/grade/1"
+
+
+def text(result: GradeResult) -> str:
+    """Return the report."""
+    report = {
+        "schema": SCHEMA,
+        "submission": result.submission,
+        "points": result.points,
+        "max_points": result.max_points,
+        "seconds": round(result.seconds, 3),
+        "versions": result.versions,
+        "tasks": [_task(task) for task in result.tasks],
+    }
+    return json.dumps(report, indent=2) + "\n"
+
+
+def _task(result: TaskResult) -> dict[str, Any]:
+    return {
+        "id": result.task.id,
+        "function": result.task.function,
+        "outcome": result.outcome.value,
+        "message": "" if result.outcome is Outcome.PASSED else table.message(result),
+        "points": result.points,
+        "max_points": result.task.points,
+        "seconds": round(result.seconds, 3),
+        "file": result.file,
+        "sha256": result.sha256,
+        "tests_expected": result.expected,
+        "tests": [_test(test) for test in result.tests],
+    }
+
+
+def _test(result: TestResult) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "world": result.world,
+        "outcome": result.verdict.outcome.value,
+        "message": result.verdict.message,
+        "details": result.verdict.details,
+        "seconds": round(result.seconds, 3),
+    }

@@ -1,0 +1,59 @@
+"""JUnit XML, which every CI system reads: a test suite per task."""
+
+import xml.etree.ElementTree as ET
+
+from distlab.grade.outcomes import Outcome
+from distlab.grade.results import GradeResult, TaskResult, TestResult
+
+# A submission that fails is a failure; what ends without a verdict on it is an error.
+_ELEMENTS = {
+    Outcome.TODO: "skipped",
+    Outcome.FAILED: "failure",
+    Outcome.HANG: "failure",
+    Outcome.CRASH: "failure",
+    Outcome.OOM: "failure",
+    Outcome.IMPORT_ERROR: "error",
+    Outcome.GRADER_ERROR: "error",
+}
+
+
+def text(result: GradeResult) -> str:
+    """Return the report."""
+    suites = ET.Element("testsuites", name="distlab", time=f"{result.seconds:.3f}")
+    for task in result.tasks:
+        suites.append(_suite(task))
+    ET.indent(suites)
+    return ET.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _suite(result: TaskResult) -> ET.Element:
+    kinds = [_ELEMENTS.get(test.verdict.outcome) for test in result.tests]
+    suite = ET.Element(
+        "testsuite",
+        name=f"{result.task.id} {result.task.function}",
+        tests=str(len(result.tests)),
+        failures=str(kinds.count("failure")),
+        errors=str(kinds.count("error")),
+        skipped=str(kinds.count("skipped")),
+        time=f"{result.seconds:.3f}",
+    )
+    suite.extend(_case(result, test) for test in result.tests)
+    return suite
+
+
+def _case(task: TaskResult, test: TestResult) -> ET.Element:
+    case = ET.Element(
+        "testcase", classname=f"task {task.task.id}", name=test.name, time=f"{test.seconds:.3f}"
+    )
+    kind = _ELEMENTS.get(test.verdict.outcome)
+    if kind:
+        element = ET.SubElement(case, kind, message=_printable(test.verdict.message))
+        element.text = _printable(test.verdict.details)
+    return case
+
+
+def _printable(text: str) -> str:
+    """Leave out what XML cannot hold: a learner's output may be anything."""
+    return "".join(
+        c for c in text if c in "\t\n" or " " <= c < "\ud800" or "\ue000" <= c <= "\ufffd"
+    )

@@ -1,0 +1,47 @@
+"""One of 8 ranks hangs: the verdict names it and its line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab import course
+from distlab.grade.outcomes import Outcome, verdict_on
+from distlab.grade.running import Grade
+from distlab.grade.submission import Submission
+from distlab.launch import RankHung
+
+TIMEOUT_S = 2.0
+ROOT = Path(__file__).parents[3]
+LESSON = """
+import torch.distributed as dist
+
+def exchange(outgoing, dst, incoming, src, group=None):
+    if dist.get_rank() == 5:
+        {hang}
+"""
+HANGS = {"endless loop": "while True: pass", "recv": "dist.recv(incoming, src)"}
+
+
+def exchange_once(lesson: Any) -> None:
+    lesson.exchange(torch.ones(1), 0, torch.ones(1), 4)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
+def test_a_hang_of_rank_5_alone_names_it_and_its_line(
+    tmp_path: Path, world: str, hang: str
+) -> None:
+    phase = tmp_path / "phase1_data_parallel"
+    phase.mkdir()
+    (phase / "collectives.py").write_text(LESSON.format(hang=hang))
+    grade = Grade(Submission(tmp_path), course.load(ROOT).task("1.4"), world, TIMEOUT_S)
+    with pytest.raises(RankHung) as raised:
+        grade.run(exchange_once, 8)
+    verdict = verdict_on(raised.value)
+    assert verdict.outcome is Outcome.HANG
+    assert "rank 5" in verdict.message
+    assert "collectives.py:6 in exchange" in verdict.message + verdict.details

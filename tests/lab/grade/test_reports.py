@@ -1,0 +1,158 @@
+"""Reports of small results, exactly; and of output that no format can hold."""
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distlab import course
+from distlab.grade import reports, table
+from distlab.grade.outcomes import Outcome, Verdict
+from distlab.grade.results import GradeResult, TaskResult, TestResult
+
+TASKS = course.load(Path(__file__).parents[3])
+UNPRINTABLE = "\x00\x1b[31m ``` </failure> ]]> \ud800 \ufffe"
+GRADESCOPE_TOP = {"score", "execution_time", "output", "stdout_visibility", "tests"}
+GRADESCOPE_TEST = {"name", "number", "score", "max_score", "status", "output", "visibility"}
+
+
+def a_task(task_id: str, verdict: Verdict) -> TaskResult:
+    task = replace(TASKS.task(task_id), points=4)
+    tests = [TestResult("test_it[sim]", "sim", verdict, 0.25)]
+    return TaskResult(task, f"{task_id}.py", "ab12", expected=1, tests=tests)
+
+
+def a_result(verdict: Verdict) -> GradeResult:
+    """1.4 has passed, 1.5 has the verdict."""
+    tasks = [a_task("1.4", Verdict(Outcome.PASSED)), a_task("1.5", verdict)]
+    return GradeResult("here", tasks, 1.5, {"python": "3.11"})
+
+
+HANG = Verdict(Outcome.HANG, "rank 1 waits", "  a.py:3  dist.recv(x)")
+HANGS = "Task 1.5: rank 1 waits. Who waits for whom: distlab trace 1.5; guidelines.md 1.5"
+
+
+def written(kind: str, verdict: Verdict) -> Any:
+    text = reports.FORMATS[kind](a_result(verdict))
+    text.encode()  # what a file can hold
+    return json.loads(text) if kind in ("json", "gradescope") else text
+
+
+def test_json_holds_everything() -> None:
+    found = written("json", HANG)
+    assert {key: found[key] for key in found if key != "tasks"} == {
+        "schema": "distlab/grade/1",
+        "submission": "here",
+        "points": 4,
+        "max_points": 8,
+        "seconds": 1.5,
+        "versions": {"python": "3.11"},
+    }
+    assert found["tasks"][0]["message"] == ""
+    assert found["tasks"][1] == {
+        "id": "1.5",
+        "function": "broadcast",
+        "outcome": "hang",
+        "message": HANGS,
+        "points": 0,
+        "max_points": 4,
+        "seconds": 0.25,
+        "file": "1.5.py",
+        "sha256": "ab12",
+        "tests_expected": 1,
+        "tests": [
+            {
+                "name": "test_it[sim]",
+                "world": "sim",
+                "outcome": "hang",
+                "message": "rank 1 waits",
+                "details": "  a.py:3  dist.recv(x)",
+                "seconds": 0.25,
+            }
+        ],
+    }
+
+
+def test_gradescope_has_the_fields_that_its_documentation_names() -> None:
+    found = written("gradescope", HANG)
+    assert set(found) == GRADESCOPE_TOP
+    assert (found["score"], found["execution_time"]) == (4, 2)
+    assert all(set(test) == GRADESCOPE_TEST for test in found["tests"])
+    assert [test["status"] for test in found["tests"]] == ["passed", "failed"]
+    assert found["tests"][1]["output"] == HANGS
+
+
+def test_gradescope_shows_a_grader_error_to_instructors_alone() -> None:
+    found = written("gradescope", Verdict(Outcome.GRADER_ERROR, "KeyError: 3", "Traceback"))
+    _, shown, hidden = found["tests"]
+    assert "tell your instructor" in shown["output"]
+    assert (shown["score"], shown["visibility"]) == (0, "visible")
+    assert (hidden["visibility"], "KeyError: 3" in hidden["output"]) == ("hidden", True)
+    assert "KeyError" not in shown["output"]
+
+
+def test_markdown_is_a_table_and_messages() -> None:
+    assert written("markdown", HANG) == (
+        "## 4 of 8 points\n\n"
+        "| task | function | outcome | points | seconds |\n"
+        "|---|---|---|---:|---:|\n"
+        "| 1.4 | `exchange` | passed | 4/4 | 0.2 |\n"
+        "| 1.5 | `broadcast` | hang | 0/4 | 0.2 |\n"
+        f"\n**1.5 broadcast**\n\n```\n{HANGS}\n```\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "element", "count"),
+    [
+        (Outcome.FAILED, "failure", "failures"),
+        (Outcome.HANG, "failure", "failures"),
+        (Outcome.IMPORT_ERROR, "error", "errors"),
+        (Outcome.GRADER_ERROR, "error", "errors"),
+        (Outcome.TODO, "skipped", "skipped"),
+    ],
+)
+def test_junit_counts_by_kind(outcome: Outcome, element: str, count: str) -> None:
+    passed, other = ET.fromstring(written("junit", Verdict(outcome, "why", "more")))
+    assert (passed.get("name"), passed.get("tests"), passed.get(count)) == (
+        "1.4 exchange",
+        "1",
+        "0",
+    )
+    found = other.find(f"testcase/{element}")
+    assert found is not None
+    assert (other.get(count), found.get("message"), found.text) == ("1", "why", "more")
+
+
+@pytest.mark.parametrize("kind", reports.FORMATS)
+def test_what_a_learner_prints_breaks_no_report(kind: str, tmp_path: Path) -> None:
+    result = a_result(Verdict(Outcome.CRASH, UNPRINTABLE, UNPRINTABLE))
+    reports.write(result, [(kind, tmp_path / "report")])
+    text = (tmp_path / "report").read_text(encoding="utf-8")
+    if kind == "junit":
+        ET.fromstring(text)
+    elif kind == "markdown":
+        assert text.count("```") == 2
+    else:
+        json.loads(text)
+
+
+def test_every_report_is_written_two_of_a_format_too(tmp_path: Path) -> None:
+    paths = [tmp_path / "deep" / name for name in ("a.json", "b.json")]
+    reports.write(a_result(HANG), reports.parse([f"json={path}" for path in paths]))
+    assert paths[0].read_text() == paths[1].read_text() != ""
+
+
+@pytest.mark.parametrize("option", ["html=x", "json", "json="])
+def test_a_report_without_format_or_path_is_refused(option: str) -> None:
+    with pytest.raises(pytest.UsageError, match="FORMAT=PATH"):
+        reports.parse([option])
+
+
+@pytest.mark.parametrize("end", [".", "?", "!"])
+def test_a_headline_keeps_the_end_it_has(end: str) -> None:
+    message = table.message(a_task("1.5", Verdict(Outcome.FAILED, f"Why{end}")))
+    assert message == f"Task 1.5: Why{end} guidelines.md 1.5"
