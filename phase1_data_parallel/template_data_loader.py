@@ -1,0 +1,241 @@
+"""Which rank sees which sample: shards of an epoch, loaders over them, batches from one rank.
+
+Tasks 1.1 to 1.3. The docstring says what a function promises, its TODO what you need for it,
+guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.1``.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+Sample = tuple[Tensor, Tensor | int]  # what a data set yields: image, label
+Batch = tuple[Tensor, Tensor]  # what a loader yields: images (B, …), labels (B, …)
+Shapes = list[tuple[torch.Size, torch.dtype]]
+
+
+def shard_indices(
+    num_samples: int,
+    rank: int,
+    world_size: int,
+    *,
+    epoch: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+) -> list[int]:
+    """List the samples that ``rank`` sees in ``epoch``; all ranks get equally many.
+
+    Ranks take turns in the epoch's order, so that step k of all ranks together is one slice of it.
+    7 samples, 3 ranks, not shuffled:
+        order      0 1 2 3 4 5 6           drop_last=True
+        padded     0 1 2 3 4 5 6 0 1       0 1 2 3 4 5
+        rank 0     0     3     6           0     3
+        rank 1       1     4     0           1     4
+        rank 2         2     5     1           2     5
+
+    Args:
+        num_samples: size of the data set, at least 1.
+        rank: this rank, 0 … world_size - 1.
+        world_size: number of shards.
+        epoch: with ``seed`` it fixes the order. Equal on all ranks, else shards overlap.
+        seed: seed of the run, equal on all ranks.
+        shuffle: permute the samples first; False keeps the order of the data set.
+        drop_last: cut the tail that does not fill all ranks, instead of wrapping round.
+
+    Returns:
+        ⌈num_samples / world_size⌉ indices, or ⌊…⌋ with ``drop_last``.
+
+    Raises:
+        ValueError: ``rank`` is outside the world, or there is no sample.
+
+    Cost: no communication; O(num_samples) on every rank.
+    """
+    # TODO 1.1: return the samples of this rank, as the table above shows them.
+    #   The order is a function of seed and epoch, of nothing else: every rank computes the same one
+    #   without a message. Refuse what cannot be (see Raises) before anything else.
+    #   Tools: a numpy generator of your own, slices. Not the global generators of torch or numpy.
+    #   Worked: 10 samples, 4 ranks, not shuffled: rank 3 gets [3, 7, 1], with drop_last [3, 7].
+    #   About 10 lines.
+    raise NotImplementedError("Task 1.1: shard_indices, see guidelines.md#11-shard-the-data-set")
+
+
+class ShardSampler(Sampler[int]):
+    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order.
+
+    Shards are cut, not padded: a sample that comes twice would count twice in the gradient, and
+    padding could fill a global batch that one process would have left out.
+    """
+
+    def __init__(
+        self, num_samples: int, rank: int, world_size: int, *, seed: int, shuffle: bool
+    ) -> None:
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.seed, self.shuffle, self.epoch = seed, shuffle, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of ``epoch`` from the next iteration on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(
+            shard_indices(
+                self.num_samples,
+                self.rank,
+                self.world_size,
+                epoch=self.epoch,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                drop_last=True,
+            )
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples // self.world_size
+
+
+class ShardLoader(DataLoader[Sample]):
+    """A DataLoader over one rank's shard, with ``set_epoch``."""
+
+    sampler: ShardSampler
+    generator: torch.Generator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order and the augmentation of ``epoch``; call it on every rank, same number."""
+        self.sampler.set_epoch(epoch)
+        stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
+        self.generator.manual_seed(int(stream.generate_state(1)[0]))
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own iterator
+        batches = super().__iter__()
+        if self.num_workers:
+            yield from batches  # torch has seeded every worker process from ``generator``
+            return
+        for _ in range(len(self)):
+            with _seeded_from(self.generator):
+                batch = next(batches)
+            yield batch
+
+
+@contextmanager
+def _seeded_from(generator: torch.Generator) -> Iterator[None]:
+    """Seed what augmentation draws from, and put it back, so that the training draws on as before.
+
+    Not ``torch.manual_seed``: it would seed the GPUs too, and dropout would repeat itself.
+    """
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed = int(torch.randint(2**32, (), generator=generator))
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def build_loader(
+    dataset: Dataset[Sample],
+    global_batch_size: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    num_loader_workers: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> ShardLoader:
+    """Build a DataLoader over this rank's shard that yields 1/N of the global batch.
+
+    The N batches of a step are together the global batch that one process would have drawn, so
+    the number of workers does not change the training. global_batch_size 64:
+        1 rank: 64 a step        4 ranks: 16 each        3 ranks: ValueError (use 63 or 66)
+    The last, incomplete global batch of an epoch is left out (the next epoch's order differs).
+
+    Args:
+        dataset: map-style, equal on all ranks; yields (image, label).
+        global_batch_size: samples of all ranks in one step; a multiple of N.
+        seed: seed of the run. Augmentation drawn from torch, numpy or ``random`` differs by rank
+            and epoch, repeats when the run is repeated, and takes no numbers from the training.
+        shuffle: new order in every epoch.
+        num_loader_workers: processes that load; 0 loads in this process.
+        group: the ranks that share the data; all by default.
+
+    Returns:
+        The loader. Call ``set_epoch(epoch)`` before each epoch, or every epoch is the same.
+
+    Raises:
+        ValueError: the global batch is not a multiple of N, or larger than the data set.
+
+    Cost: no communication.
+    """
+    # TODO 1.2: return a ShardLoader that yields this rank's share of every global batch.
+    #   ShardSampler and ShardLoader are given. Yours: how large a share is, what becomes of an
+    #   incomplete batch, which global batches are refused, and that it is ready for epoch 0.
+    #   Tools: dist.get_rank, dist.get_world_size, ShardSampler, ShardLoader, torch.Generator.
+    #   Worked: 1,437 samples, global batch 64, 4 ranks: 22 batches of 16 on every rank.
+    #   About 20 lines, half of them for the errors.
+    raise NotImplementedError(
+        "Task 1.2: build_loader, see guidelines.md#12-load-a-share-of-every-batch"
+    )
+
+
+def scatter_batch(
+    batch: Batch | None,
+    src: int = 0,
+    *,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> Batch:
+    """Give every rank its part of a global batch that only ``src`` holds.
+
+    10 samples, 4 ranks: rows 0-2, 3-5, 6-7, 8-9. With fewer samples than ranks the last ranks get
+    tensors of zero rows.
+
+    Args:
+        batch: on ``src`` images (B, …) and labels (B, …), any dtypes; None elsewhere.
+        src: the rank inside ``group`` that holds the batch.
+        device: where the parts of the other ranks are allocated; the device of ``batch``.
+        group: the ranks that share the batch; all by default.
+
+    Returns:
+        This rank's rows of images and labels; on ``src`` views of ``batch``.
+
+    Raises:
+        ValueError: on every rank, if ``src`` has no batch, or images and labels differ in length.
+
+    Cost: on ``src`` 2(N-1) messages and (N-1)/N of the batch's bytes, and one broadcast of the
+        shapes (a few hundred bytes).
+    """
+    # TODO 1.3: src sends every other rank its rows, all return their own.
+    #   A rank cannot receive a tensor whose shape it does not know, nor may it wait for one that
+    #   will not come: src first tells everybody the shapes, or what is wrong. _describe (given)
+    #   makes either of them, _empty_part (given) the room for what arrives.
+    #   Tools: dist.broadcast_object_list, Tensor.tensor_split, dist.isend, dist.recv, each with
+    #   group_src= or group_dst=, which count inside the group. Zero rows need no message.
+    #   Worked: 10 rows, 4 ranks, src 0: rank 2 receives rows 6 and 7; src sends 6 messages.
+    #   About 25 lines.
+    raise NotImplementedError("Task 1.3: scatter_batch, see guidelines.md#13-scatter-a-batch")
+
+
+def _describe(batch: Batch | None) -> Shapes | str:
+    """Shape and dtype of images and labels, or what is wrong with them."""
+    if batch is None:
+        return "it passed None; the source rank must pass (images, labels)"
+    rows = [tensor.shape[:1] for tensor in batch]  # of a single number: none
+    if rows[0] != rows[1] or not rows[0]:
+        return f"it passed images {tuple(batch[0].shape)} and labels {tuple(batch[1].shape)}"
+    return [(tensor.shape, tensor.dtype) for tensor in batch]
+
+
+def _empty_part(
+    shape: torch.Size, dtype: torch.dtype, rank: int, world_size: int, device: torch.device | str
+) -> Tensor:
+    """Room for the rows that ``tensor_split`` gives this rank."""
+    rows = shape[0] // world_size + (rank < shape[0] % world_size)
+    return torch.empty((rows, *shape[1:]), dtype=dtype, device=device)

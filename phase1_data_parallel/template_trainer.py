@@ -1,0 +1,334 @@
+"""Data-parallel training: equal parameters, averaged gradients, one step, exact evaluation.
+
+Tasks 1.9 to 1.13. The docstring says what a function promises, its TODO what you need for it,
+guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.9``.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from phase1_data_parallel.template_collectives import (
+    AllReduce,
+    Group,
+    broadcast,
+    native_all_reduce,
+)
+from phase1_data_parallel.template_data_loader import Batch, Sample, ShardLoader, build_loader
+
+
+def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
+    """Make parameters and buffers of all ranks equal to those of rank ``src``, in place.
+
+    Buffers count too: BatchNorm's running mean is part of the model and no gradient ever
+    repairs it.
+
+    Args:
+        module: same architecture on all ranks; overwritten except on ``src``.
+        src: rank inside ``group`` whose values everybody gets.
+        group: the ranks that train together; all by default.
+
+    Cost: one broadcast per parameter and buffer: ⌈log2 N⌉ rounds each.
+    """
+    # TODO 1.9: all ranks hold src's values in the same tensor objects as before.
+    #   Tools: module.parameters, module.buffers, your broadcast. It wants contiguous memory, which
+    #   not every parameter has; and autograd must not see the write.
+    #   Worked: Linear(2, 2) and BatchNorm1d(2): 4 parameters and 3 buffers, 7 broadcasts.
+    #   About 5 lines.
+    raise NotImplementedError(
+        "Task 1.9: broadcast_parameters, see guidelines.md#19-start-from-equal-parameters"
+    )
+
+
+def average_gradients(
+    module: nn.Module, all_reduce: AllReduce = native_all_reduce, group: Group = None
+) -> None:
+    """Replace every gradient by its mean over all ranks, in place.
+
+    2 ranks, one weight: gradients 1.0 and 3.0 are 2.0 and 2.0 afterwards (not 4.0).
+
+    Args:
+        module: after backward. A trainable parameter that got no gradient on this rank counts as
+            zero: other ranks may have one, and every rank must make the same calls. (One that no
+            rank uses then has a gradient of zero instead of none, and weight decay moves it.)
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Cost: one all-reduce per trainable parameter; a parameter shared by two layers counts once.
+    """
+    # TODO 1.10: every trainable parameter's gradient is the mean over all ranks.
+    #   All ranks make the same calls in the same order, whatever gradients they have.
+    #   Tools: module.parameters, requires_grad, grad, the argument all_reduce. It sums, and wants
+    #   contiguous memory, which not every gradient has.
+    #   Worked: gradients 1.0 and none on 2 ranks: 0.5 on both. A frozen parameter: not touched.
+    #   About 8 lines.
+    raise NotImplementedError(
+        "Task 1.10: average_gradients, see guidelines.md#110-average-the-gradients"
+    )
+
+
+def average_gradients_flat(
+    module: nn.Module, all_reduce: AllReduce = native_all_reduce, group: Group = None
+) -> None:
+    """Replace every gradient by its mean over all ranks, in one message instead of many.
+
+    All gradients are copied into one flat bucket, one behind the other, and back:
+        w (2, 2) | b (2,)  ->  [w00 w01 w10 w11 b0 b1]  ->  all-reduce  ->  w | b
+
+    Args:
+        module: as for ``average_gradients``; all gradients of one dtype and on one device.
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Cost: one all-reduce of as many bytes: α is paid once, not per parameter. Memory for a second
+        copy of the gradients, and nothing is sent before backward has ended.
+    """
+    # TODO 1.10: as above, with one call of all_reduce; none if nothing is trainable.
+    #   Tools: torch.cat, flatten, torch.split, view, and what you share with average_gradients.
+    #   Worked: gradients of 6 and 2 numbers on 4 ranks: one all-reduce of 8 numbers on each.
+    #   About 10 lines.
+    raise NotImplementedError(
+        "Task 1.10: average_gradients_flat, see guidelines.md#110-average-the-gradients"
+    )
+
+
+AverageGradients = Callable[[nn.Module, AllReduce, Group], None]
+AVERAGE_GRADIENTS: dict[str, AverageGradients] = {
+    "per_parameter": average_gradients,
+    "flat": average_gradients_flat,
+}
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    all_reduce: AllReduce = native_all_reduce,
+    average: AverageGradients = average_gradients,
+    group: Group = None,
+) -> float:
+    """Do one optimizer step on the batches of all ranks, as one process on all of them would.
+
+    One process minimises (sum of all losses) / B with B targets in all. A rank with b targets that
+    averages its own b would weigh each of them 1/(N·b), wrong as soon as the shards differ:
+        rank 0 has 3 samples, rank 1 has 1:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
+    So each rank sums, scales by N/B, and the mean over N ranks leaves 1/B.
+
+    Args:
+        model: equal on all ranks; maps inputs to logits (…, classes).
+        optimizer: of ``model``'s parameters, equal settings on all ranks.
+        batch: this rank's inputs, and targets (…) int64; batches may differ in size, also be empty.
+        all_reduce: sums a tensor over the group, in place.
+        average: of the gradients: one all-reduce per parameter, or one flat bucket.
+        group: the ranks that train together; all by default.
+
+    Returns:
+        The mean loss over the targets of all ranks, before the step; equal on all ranks.
+
+    Raises:
+        ValueError: on every rank, if no rank has any target.
+
+    Cost: one all-reduce of two numbers, and those of ``average``.
+    """
+    # TODO 1.11: do one step as one process would on all batches; return its loss.
+    #   Tools: _loss_sum and _count (given), the arguments all_reduce and average, backward.
+    #   Worked: losses 1, 2, 3 on rank 0 and 6 on rank 1: return 3.0 on both (not 4.0, the mean of
+    #   the means 2 and 6), and each of the four samples weighs 1/4 in the gradient.
+    #   About 12 lines.
+    raise NotImplementedError("Task 1.11: train_step, see guidelines.md#111-one-training-step")
+
+
+def _count(targets: Tensor) -> Tensor:
+    """How many there are, in float64: bfloat16 would make 302 of 301."""
+    return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
+
+
+def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the cross entropies; targets may be one per image (B) or one per position (B, T)."""
+    return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss and accuracy over a whole data set; equal on all ranks, for any number of them."""
+
+    loss: float  # mean cross entropy per target
+    accuracy: float  # 0 … 1
+    num_targets: int
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset[Sample],
+    *,
+    batch_size: int = 256,
+    device: torch.device | str = "cpu",
+    group: Group = None,
+) -> Evaluation:
+    """Compute loss and accuracy over ``dataset``, every sample counted once.
+
+    Rank r takes samples r, r+N, r+2N, … without padding, and ranks add up sums, not means.
+    10 samples, 4 ranks: 3, 3, 2, 2. Samplers made for training pad to 12 and count two twice.
+
+    Args:
+        model: equal on all ranks; in evaluation mode during the call, each module as before after.
+        dataset: the whole data set, equal on all ranks, at least one sample.
+        batch_size: samples per forward pass of one rank; does not change the result.
+        device: where the model is.
+        group: the ranks that share the work; all by default.
+
+    Returns:
+        The same numbers on all ranks as one process would get, up to rounding of the sums.
+
+    Raises:
+        ValueError: the data set is empty.
+
+    Cost: one all-reduce of three numbers.
+    """
+    # TODO 1.12: return loss and accuracy as one process would compute them.
+    #   Tools: Subset, DataLoader, _batches_on, _evaluation_mode, _loss_sum and _count (given),
+    #   dist.all_reduce.
+    #   Worked: 10 samples, 4 ranks, 7 answers right: accuracy 0.7 and 10 targets on every rank.
+    #   About 15 lines.
+    raise NotImplementedError("Task 1.12: evaluate, see guidelines.md#112-evaluate-exactly")
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation, then every module back to what it was: some may be frozen."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
+    for inputs, targets in loader:
+        yield inputs.to(device), targets.to(device)
+
+
+class RankLog:
+    """Prints lines that begin with ``rank k/N``, and one progress bar for all ranks."""
+
+    def __init__(self, group: Group = None) -> None:
+        self.rank = dist.get_rank(group)
+        self.prefix = f"rank {self.rank}/{dist.get_world_size(group)}"
+        self.shows_bar = self.rank == 0 and sys.stderr.isatty()
+
+    def info(self, message: str) -> None:
+        """Print what is the same on all ranks: from rank 0 only."""
+        if self.rank == 0:
+            self._print(message)
+
+    def warning(self, message: str) -> None:
+        """Print what concerns this rank, whichever it is."""
+        self._print(message)
+
+    def _print(self, message: str) -> None:
+        # One write with its newline: ranks that share a pipe would mix halves of lines.
+        print(f"{self.prefix}  {message}\n", end="", flush=True)
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        """Redraw ``epoch 2 [####····] 11/22`` on rank 0, in a terminal only; erase it when full."""
+        if not self.shows_bar:
+            return
+        bar = ("#" * (20 * done // total)).ljust(20, "·")
+        line = f"\r{self.prefix}  {label} [{bar}] {done}/{total}"
+        print("\r\x1b[K" if done == total else line, end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One epoch of ``Trainer.fit``; losses and accuracy are over all ranks."""
+
+    epoch: int
+    step_losses: tuple[float, ...]
+    test_loss: float
+    test_accuracy: float  # 0 … 1
+    images_per_s: float  # trained, by all ranks together
+
+    @property
+    def train_loss(self) -> float:
+        """Mean of the step losses."""
+        return sum(self.step_losses) / len(self.step_losses)
+
+
+class Trainer:
+    """Trains one model on N ranks as if one process had done it.
+
+    (BatchNorm excepted: each rank normalises by its own shard. Rank 0's running statistics are
+    given to all before an evaluation.)
+
+    Args:
+        model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
+        optimizer: of the model's parameters.
+        all_reduce: sums a gradient over the group, in place; any of the lesson's.
+        average: of the gradients, one of AVERAGE_GRADIENTS.
+        device: of this rank.
+        group: the ranks that train together; all by default.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        all_reduce: AllReduce = native_all_reduce,
+        average: AverageGradients = average_gradients,
+        device: torch.device | str = "cpu",
+        group: Group = None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.all_reduce, self.average = all_reduce, average
+        self.device, self.group = device, group
+        self.log = RankLog(group)
+
+    def fit(
+        self,
+        train_data: Dataset[Sample],
+        test_data: Dataset[Sample],
+        *,
+        epochs: int,
+        global_batch_size: int,
+        seed: int = 0,
+    ) -> list[EpochResult]:
+        """Train for ``epochs``, evaluate after each, and return the history (on every rank).
+
+        Rank 0 logs a line per epoch:
+            rank 0/4  epoch 1  loss 1.8002  test loss 0.6068  accuracy 80.0%  2,057 images/s
+
+        Args:
+            train_data: whole training set, equal on all ranks.
+            test_data: whole test set, equal on all ranks.
+            epochs: passes over the training set; its last incomplete global batch is left out.
+            global_batch_size: samples of all ranks in one step; a multiple of N.
+            seed: fixes the order of the samples, whatever N.
+
+        Raises:
+            ValueError: from ``build_loader``, if the global batch cannot be shared equally.
+
+        Cost: the broadcast of the model once; per step that of ``train_step``; per epoch one
+            broadcast per buffer and the evaluation's all-reduce.
+        """
+        # TODO 1.13: train, evaluate after every epoch, return the same history on every rank.
+        #   Tools: build_loader, broadcast_parameters, broadcast, train_step, evaluate: all yours;
+        #   _batches_on, self.log and EpochResult (given), time.perf_counter. Each step uses
+        #   self.all_reduce and self.average.
+        #   Worked: 1,437 images, global batch 64: 22 losses in each EpochResult, also on 4 ranks.
+        #   About 35 lines; write helper methods.
+        raise NotImplementedError(
+            "Task 1.13: Trainer.fit, see guidelines.md#113-the-whole-training"
+        )

@@ -1,0 +1,189 @@
+"""guidelines.md has a complete section for every task, and what it quotes is what comes out."""
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from distlab.course import Phase, Task, load
+from distlab.sim import Cluster, Options, Simulated
+from distlab.sim.errors import SimulationError
+from distlab.sim.script import run_script
+from distlab.sim.summary import seconds_text, totals
+
+ROOT = Path(__file__).parents[2]
+COURSE = load(ROOT)
+PROGRAM = Path("scripts/phase1.py")
+MAX_FIGURE_BYTES = 100_000
+TIMEOUT_S = 120
+
+each_task = pytest.mark.parametrize("task", COURSE.tasks, ids=lambda task: task.id)
+each_phase = pytest.mark.parametrize("phase", COURSE.phases, ids=lambda phase: phase.folder)
+
+
+@cache
+def text_of(folder: str) -> str:
+    return (ROOT / folder / "guidelines.md").read_text(encoding="utf-8")
+
+
+@cache
+def sections(folder: str) -> dict[str, str]:
+    """Text by heading, of the headings ##."""
+    outside_code = re.split(r"^## (.+)$", text_of(folder), flags=re.MULTILINE)
+    return dict(zip(outside_code[1::2], outside_code[2::2], strict=True))
+
+
+def section(task: Task) -> str:
+    return sections(task.folder)[task.heading]
+
+
+# --- the sections --------------------------------------------------------------------------------
+
+
+@each_phase
+def test_tasks_are_explained_in_order_between_an_introduction_and_an_ending(phase: Phase) -> None:
+    headings = list(sections(phase.folder))
+    numbered = [heading for heading in headings if re.match(r"\d", heading)]
+    assert numbered == [task.heading for task in phase.tasks]
+    assert headings[: -len(numbered) - 1] == ["The words", "How to work"]
+    assert headings[-1] == "What you have built"
+
+
+@each_task
+def test_section_begins_with_what_the_course_says_of_the_task(task: Task) -> None:
+    stars = "★" * task.difficulty + "☆" * (5 - task.difficulty)
+    first = " ".join(section(task).strip().split("\n\n")[0].split())
+    expected = (
+        f"Difficulty {stars} · {task.minutes} minutes · {task.points} points · `{task.function}`"
+    )
+    assert first.startswith(expected)
+    assert first.endswith(f"in `{task.template.name}`")
+
+
+@each_task
+def test_section_is_complete_and_of_readable_length(task: Task) -> None:
+    text = section(task)
+    places = [
+        text.find(part)
+        for part in (
+            "**Cost.**",
+            "**Pitfalls.**",
+            f"**It must pass.**\n\n```console\n$ pytest tests/test_phase1.py -k {task.id}\n```",
+            "<summary>Hint 1: a question</summary>",
+            "<summary>Hint 2: the idea</summary>",
+            "<summary>Hint 3: names</summary>",
+            "**Further reading.**",
+        )
+    ]
+    before_cost = text.split("**Cost.**")[0]
+    assert "```" in before_cost or "![" in before_cost, "no figure"
+    assert -1 not in places
+    assert places == sorted(places)
+    assert 40 <= len(text.splitlines()) <= 90
+
+
+@each_task
+def test_task_has_three_hints_and_the_last_tells_the_number_of_lines(task: Task) -> None:
+    hints = re.findall(r"<details>.*?</summary>\n\n(.+?)\n\n</details>", section(task), re.DOTALL)
+    assert len(hints) == 3 == section(task).count("<details>") == section(task).count("</details>")
+    question, _, names = hints
+    assert "?" in question
+    assert re.search(r"\d lines", names)
+    assert "`" in names
+
+
+@each_task
+def test_section_has_a_formula_worked_out(task: Task) -> None:
+    cost = section(task).split("**Cost.**")[1].split("**Pitfalls.**")[0]
+    assert re.search(r"\d[\d.,]* (µs|ms|MB|kB|images)", cost)
+
+
+@each_phase
+def test_figures_are_small_and_each_is_shown_and_there(phase: Phase) -> None:
+    shown = re.findall(r"!\[[^\]]+\]\((figures/[^)]+)\)", text_of(phase.folder))
+    figures = {f"figures/{path.name}": path for path in (ROOT / phase.folder).glob("figures/*")}
+    assert sorted(shown) == sorted(figures)
+    for path in figures.values():
+        assert path.stat().st_size < MAX_FIGURE_BYTES, path
+
+
+@each_phase
+def test_files_that_are_named_exist(phase: Phase) -> None:
+    named = re.findall(r"`((?:solutions|scripts)/[\w/.]+)`", text_of(phase.folder))
+    assert named
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+# --- what is quoted ------------------------------------------------------------------------------
+
+
+def simulated(subject: str, cluster: str, ranks: int) -> Simulated[None]:
+    nodes = ranks if cluster.startswith("ethernet") else 1
+    world = Cluster.preset(cluster, nodes)
+    return run_script(ROOT / PROGRAM, [subject], ranks, world, Options())
+
+
+@pytest.mark.parametrize(
+    ("id", "subject", "cluster", "ranks", "quoted"),
+    [
+        ("1.3", "scatter_batch", "laptop", 4, "305 µs"),
+        ("1.4", "exchange", "laptop", 4, "159 µs"),
+        ("1.5", "broadcast", "laptop", 8, "478 µs"),
+        ("1.6", "all_reduce_naive", "laptop", 8, "1.59 ms"),
+        ("1.7", "all_reduce_recursive_doubling", "laptop", 8, "478 µs"),
+        ("1.7", "all_reduce_recursive_doubling", "laptop", 6, "638 µs"),
+        ("1.11", "train_step", "dgx-h100", 4, "510 µs"),
+        ("1.11", "train_step", "ethernet-10g", 4, "22.3 ms"),
+    ],
+)
+def test_seconds_under_a_picture_are_those_of_the_simulator(
+    id: str, subject: str, cluster: str, ranks: int, quoted: str
+) -> None:
+    run = simulated(subject, cluster, ranks)
+    assert seconds_text(run.seconds) == quoted
+    text = section(COURSE.task(id))
+    assert quoted in text
+    if cluster == "dgx-h100":
+        assert f"{seconds_text(totals(run)[0].exposed_s)} are messages" in text
+
+
+def test_deadlock_that_is_quoted_is_the_one_that_comes() -> None:
+    with pytest.raises(SimulationError) as error:
+        simulated("both_send_first", "laptop", 4)
+    report = "\n".join(str(error.value).splitlines()[:6])
+    assert f"```\n{report}\n```" in section(COURSE.task("1.4"))
+
+
+def test_table_that_is_quoted_is_the_one_that_is_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    simulated("measure", "laptop", 8)
+    assert f"```\n{capfd.readouterr().out.strip(chr(10))}\n```" in section(COURSE.task("1.8"))
+
+
+def test_program_at_the_end_trains(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", text_of("phase1_data_parallel"), re.DOTALL)
+    quick = {
+        "phase1_data_parallel.template_trainer": "solutions.phase1_data_parallel.trainer",
+        "epochs=10": "epochs=1",
+        'launch.run(train, 4, backend="gloo")': 'launch.run(train, 2, backend="sim")',
+    }
+    for old, new in quick.items():
+        assert old in program
+        program = program.replace(old, new)
+    (tmp_path / "mine.py").write_text(program, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "mine.py")],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    *_, accuracies = done.stdout.splitlines()
+    assert re.fullmatch(r"\[(0\.\d+)(, \1)\]", accuracies), accuracies

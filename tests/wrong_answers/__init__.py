@@ -1,0 +1,1 @@
+"""Known-wrong and unusual but right answers, which grade the grader."""

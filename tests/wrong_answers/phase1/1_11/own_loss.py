@@ -1,0 +1,33 @@
+"""Returns the loss of its own batch.
+
+rejected by: test_steps_are_those_of_one_process
+phrase: mean over all targets of all ranks
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from solutions.phase1_data_parallel.collectives import AllReduce, Group, native_all_reduce
+from solutions.phase1_data_parallel.data_loader import Batch
+from solutions.phase1_data_parallel.trainer import AverageGradients, _loss_sum, average_gradients
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    all_reduce: AllReduce = native_all_reduce,
+    average: AverageGradients = average_gradients,
+    group: Group = None,
+) -> float:
+    inputs, targets = batch
+    optimizer.zero_grad()
+    loss_sum = _loss_sum(model(inputs), targets)
+    count = torch.tensor(float(targets.numel()), dtype=torch.float64)
+    all_reduce(count, group)
+    (loss_sum * (dist.get_world_size(group) / count)).backward()
+    average(model, all_reduce, group)
+    optimizer.step()
+    return float(loss_sum.detach()) / max(1, targets.numel())

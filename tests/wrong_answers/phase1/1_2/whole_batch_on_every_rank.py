@@ -1,0 +1,33 @@
+"""Each rank loads the batch size that was asked for: N times the global batch.
+
+rejected by: test_batches_of_a_step_are_one_global_batch
+phrase: Each rank loads 1/N
+"""
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from solutions.phase1_data_parallel.data_loader import Sample, ShardLoader, ShardSampler
+
+
+def build_loader(
+    dataset: Dataset[Sample],
+    global_batch_size: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    num_loader_workers: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> ShardLoader:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    loader = ShardLoader(
+        dataset,
+        batch_size=global_batch_size,
+        sampler=ShardSampler(len(dataset), rank, world_size, seed=seed, shuffle=shuffle),
+        drop_last=True,
+        num_workers=num_loader_workers,
+        generator=torch.Generator(),
+    )
+    loader.set_epoch(0)
+    return loader

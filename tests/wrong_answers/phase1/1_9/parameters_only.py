@@ -1,0 +1,16 @@
+"""Buffers are forgotten: BatchNorm's statistics stay those of each rank.
+
+rejected by: test_all_ranks_have_the_model_of_src
+phrase: norm.running_mean
+"""
+
+from torch import nn
+
+from solutions.phase1_data_parallel.collectives import Group, broadcast
+
+
+def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
+    for tensor in module.parameters():
+        values = tensor.detach().contiguous()
+        broadcast(values, src, group)
+        tensor.detach().copy_(values)
