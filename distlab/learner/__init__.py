@@ -1,0 +1,9 @@
+"""What a learner's commands do: progress, checks, hints, diffs, resets, traces, watching.
+
+course.toml, templates ──▶ folder, source          what there is
+tests/test_phase1.py   ──▶ grading, warm           what it is worth, judged in another process
+.distlab/              ──▶ state                   what was done; by task, never trusted
+
+The commands of ``distlab.cli`` are thin: they print what the functions here return. Nothing here
+imports torch, except ``trace`` and ``programs``.
+"""

@@ -1,0 +1,71 @@
+"""The course's folder that a command works in, and the task that an argument names."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from distlab import course
+from distlab.course import Course, Phase, Task
+
+PRIVATE = ".distlab"  # of the learner's commands; git ignores it
+
+
+class LearnerError(Exception):
+    """What was asked for cannot be done; one line that says what can."""
+
+
+@dataclass(frozen=True)
+class CourseFolder:
+    """A folder with a course.toml, and what that lists."""
+
+    root: Path
+    course: Course
+
+    @property
+    def private(self) -> Path:
+        """Where the commands keep what they remember."""
+        return self.root / PRIVATE
+
+    def suite(self, phase: Phase) -> Path:
+        """Return the grading suite of a phase, from the root."""
+        return Path("tests", f"test_phase{phase.number}.py")
+
+    def phase_of(self, task: Task) -> Phase:
+        """Return the phase that a task belongs to."""
+        return next(phase for phase in self.course.phases if task in phase.tasks)
+
+    def guide(self, task: Task) -> Path:
+        """Return the guidelines of the task's phase."""
+        return self.root / task.folder / "guidelines.md"
+
+    def task(self, name: str) -> Task:
+        """Look a task up by its id or its function.
+
+        Raises:
+            LearnerError: there is none; names the nearest.
+        """
+        for task in self.course.tasks:
+            if name in (task.id, task.function):
+                return task
+        raise LearnerError(f"there is no task {name!r}{self._nearest(name)}")
+
+    def _nearest(self, name: str) -> str:
+        valid = [word for task in self.course.tasks for word in (task.id, task.function)]
+        nearest = difflib.get_close_matches(name, valid, n=3)
+        if nearest:
+            return f"; did you mean {' or '.join(nearest)}?"
+        return f"; there are: {', '.join(task.id for task in self.course.tasks)}"
+
+
+def find(start: Path | None = None) -> CourseFolder:
+    """Return the course's folder: ``start``, by default the working folder, or one above it.
+
+    Raises:
+        LearnerError: there is none.
+        CourseError: its course.toml cannot be used.
+    """
+    start = (start or Path.cwd()).resolve()
+    for root in (start, *start.parents):
+        if (root / course.FILE).is_file():
+            return CourseFolder(root, course.load(root))
+    raise LearnerError(f"{start} is not in the course's folder: no {course.FILE} here or above")

@@ -1,0 +1,71 @@
+"""The three hints of a task, from its phase's guidelines.md."""
+
+import re
+from dataclasses import dataclass
+
+from distlab.course import HINTS, Task
+from distlab.learner.folder import CourseFolder, LearnerError
+from distlab.learner.source import read
+from distlab.learner.state import Progress
+
+_HINT = re.compile(r"<details><summary>(.+?)</summary>\n(.*?)</details>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """One hint: "Hint 2: the idea", and its text in Markdown."""
+
+    level: int
+    title: str
+    text: str
+    is_repeated: bool = False  # all have been shown before
+
+
+def hints(folder: CourseFolder, task: Task) -> list[Hint]:
+    """Return all hints of a task.
+
+    Raises:
+        LearnerError: guidelines.md does not hold them.
+    """
+    guide = folder.guide(task)
+    found = [match.groups() for match in _HINT.finditer(_section(read(guide), task.heading))]
+    if len(found) != len(HINTS):
+        raise LearnerError(f"{guide} has no section '## {task.heading}' with {len(HINTS)} hints")
+    return [Hint(level, *text) for level, text in zip(HINTS, _stripped(found), strict=True)]
+
+
+def _section(guide: str, heading: str) -> str:
+    _, _, behind = guide.partition(f"\n## {heading}\n")
+    return behind.partition("\n## ")[0]
+
+
+def _stripped(found: list[tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(title.strip(), text.strip()) for title, text in found]
+
+
+def next_level(task: Task, progress: Progress) -> int:
+    """Return the level after the last one shown; first the one that answers the last outcome."""
+    shown = progress.hints.get(task.id)
+    if shown is None:
+        return task.hint_for.get(progress.outcome(task), HINTS[0])
+    return min(shown + 1, HINTS[-1])
+
+
+def take(folder: CourseFolder, task: Task, progress: Progress, level: int | None = None) -> Hint:
+    """Return the next hint, or the one of ``level``, and remember that it was shown."""
+    if level is not None and level not in HINTS:
+        raise LearnerError(f"--level {level}: a task has hints {HINTS[0]} to {HINTS[-1]}")
+    has_all = level is None and progress.hints.get(task.id) == HINTS[-1]
+    hint = hints(folder, task)[(level or next_level(task, progress)) - HINTS[0]]
+    progress.hints[task.id] = max(hint.level, progress.hints.get(task.id, 0))
+    progress.save()
+    return Hint(hint.level, hint.title, hint.text, is_repeated=has_all)
+
+
+def footer(hint: Hint, task: Task) -> str:
+    """Tell how to go on after a hint."""
+    if hint.is_repeated:
+        return f"That was the last hint. Read on in {task.folder}/{task.guide}"
+    if hint.level == HINTS[-1]:
+        return f"No more hints. Read on in {task.folder}/{task.guide}"
+    return f"The next one: distlab hint {task.id}"

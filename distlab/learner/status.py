@@ -1,0 +1,103 @@
+"""What the commands say about where a learner stands."""
+
+from collections.abc import Iterator
+
+from distlab.course import Phase, Task
+from distlab.learner import source
+from distlab.learner.folder import CourseFolder
+from distlab.learner.grading import GRADER_ERROR, NOTHING_RAN, Grading, TaskGrade
+from distlab.learner.state import PASSED, Progress
+
+BAR_WIDTH = 24
+TODO = "todo"
+
+
+def summary(folder: CourseFolder, progress: Progress) -> Iterator[str]:
+    """Yield the course, a line per phase, and what comes next."""
+    yield folder.course.title
+    yield ""
+    for phase in folder.course.phases:
+        yield phase_line(phase, progress)
+    yield ""
+    yield from whats_next(folder, progress)
+
+
+def overview(folder: CourseFolder, progress: Progress) -> Iterator[str]:
+    """Yield a line per phase and per task, and what comes next."""
+    for phase in folder.course.phases:
+        yield phase_line(phase, progress)
+        yield from (task_line(folder, task, progress) for task in phase.tasks)
+        yield ""
+    yield from whats_next(folder, progress)
+
+
+def phase_line(phase: Phase, progress: Progress) -> str:
+    """Write how much of a phase has passed."""
+    passed = [task for task in phase.tasks if progress.has_passed(task)]
+    points = sum(task.points for task in passed)
+    full = BAR_WIDTH * len(passed) // len(phase.tasks)
+    bar = "█" * full + "░" * (BAR_WIDTH - full)
+    counts = f"{len(passed)}/{len(phase.tasks)} tasks  {points}/{phase.points} points"
+    return f"Phase {phase.number}  {phase.title}  {bar}  {counts}"
+
+
+def task_line(folder: CourseFolder, task: Task, progress: Progress) -> str:
+    """Write what is known of a task."""
+    outcome = progress.outcome(task)
+    sign = {PASSED: "✔", "": "·", TODO: "·"}.get(outcome, "✘")
+    record = progress.records.get(task.id)
+    is_edited = record and record.digest and record.digest != source.digest(folder, task)
+    words = f"{outcome}, edited since" if is_edited else outcome
+    return f"  {sign} {task.id:<5} {task.function:<32} {words}".rstrip()
+
+
+def whats_next(
+    folder: CourseFolder, progress: Progress, after: Task | None = None
+) -> Iterator[str]:
+    """Yield the next task and the command to run, or what is left when all have passed."""
+    task = progress.next_task(folder, after)
+    if task is None:
+        yield "All tasks have passed.  Run: distlab grade"
+        return
+    yield f"Next: {task.heading} ({task.minutes} minutes)"
+    yield f"      write {task.function} in {task.template}"
+    yield f"      read  {task.folder}/{task.guide}"
+    watch = "distlab watch" if task == progress.next_task(folder) else f"distlab watch {task.id}"
+    yield f"Run:  distlab check {task.id}   or: {watch}"
+
+
+# After a grading
+
+
+def verdict(task: Task, grade: TaskGrade) -> str:
+    """Write the outcome of a task in a line."""
+    if grade.outcome == TODO:
+        return f"· {task.id} {task.function}: not written yet"
+    sign = "✔" if grade.outcome == PASSED else "✘"
+    score = f"{grade.points}/{grade.max_points} points, {grade.seconds:.1f} s"
+    return f"{sign} {task.id} {task.function}: {grade.outcome} ({score})"
+
+
+def explanation(task: Task, grading: Grading) -> Iterator[str]:
+    """Yield what a learner needs to know about a task that has not passed."""
+    grade = grading.tasks.get(task.id)
+    if grading.code == NOTHING_RAN:
+        yield f"Nothing ran: the suite holds no test of {task.id}."
+    elif grade is None:
+        yield "The grader failed; this is not your fault, and nothing was scored."
+        yield from grading.output.strip().splitlines()[-20:]
+    elif grade.outcome == TODO:
+        yield f"Write {task.function} in {task.template}."
+        yield f"Read  {task.folder}/{task.guide}"
+    else:
+        yield from grading.advice.splitlines()
+
+
+def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress) -> Iterator[str]:
+    """Yield what to do after a grading of one task."""
+    grade = grading.tasks.get(task.id)
+    if grade and grade.outcome == PASSED:
+        yield f"Your code beside the solution: distlab diff {task.id}"
+        yield from whats_next(folder, progress, task)
+    elif grade and grade.outcome != GRADER_ERROR:
+        yield f"Stuck? distlab hint {task.id}   Again: distlab check {task.id}"

@@ -1,0 +1,78 @@
+"""A learner's function in the simulated world, on a small standard program, as a picture."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distlab import launch
+from distlab.course import Task
+from distlab.grade import submission
+from distlab.grade.running import on_rank
+from distlab.launch import LaunchError
+from distlab.learner.folder import CourseFolder, LearnerError
+from distlab.learner.programs import PROGRAMS, Program
+from distlab.sim import Simulated, diagram
+from distlab.sim.summary import summary
+
+CLUSTER, MAX_RANKS = "laptop", 8
+TIMEOUT_S = 30.0
+OUT = "out"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a run gave: a picture, or the report of what ended it."""
+
+    text: str
+    picture: Path | None = None
+
+
+def trace(folder: CourseFolder, task: Task, impl: str, ranks: int | None) -> Traced:
+    """Run the task's program and draw who did what when.
+
+    Args:
+        folder: the course's.
+        task: one that sends messages.
+        impl: "template", "solution" or a folder.
+        ranks: 2 to 8; the program's own number by default.
+
+    Raises:
+        LearnerError: there is no program for this task, or not for so many ranks.
+    """
+    program = _program(folder, task)
+    count = program.ranks if ranks is None else ranks
+    if not 2 <= count <= MAX_RANKS:
+        raise LearnerError(f"--ranks {count}: the simulated {CLUSTER} has 2 to {MAX_RANKS}")
+    handed_in = submission.find(impl, folder.root)
+    try:
+        simulated: Simulated[None] = launch.simulate(
+            *(on_rank, count, handed_in, task, program.body, ()),
+            cluster=CLUSTER,
+            timeout_s=TIMEOUT_S,
+        )
+    except LaunchError as error:
+        return Traced(_report(error))
+    title = f"Task {task.id}: {program.title.format(n=count)}"
+    return Traced(summary(simulated), _draw(simulated, title, folder.root / OUT, task))
+
+
+def _program(folder: CourseFolder, task: Task) -> Program:
+    if task.function in PROGRAMS:
+        return PROGRAMS[task.function]
+    ids = [task.id for task in folder.course.tasks if task.function in PROGRAMS]
+    raise LearnerError(f"there is nothing to draw for {task.id}; there is for {', '.join(ids)}")
+
+
+def _draw(simulated: Simulated[None], title: str, parent: Path, task: Task) -> Path:
+    parent.mkdir(exist_ok=True)
+    path = parent / f"trace-{task.id}.png"
+    diagram.space_time(simulated, title).savefig(path)
+    return path
+
+
+def _report(error: LaunchError) -> str:
+    """Say what ended the run; for what is not written yet, in a line."""
+    text = str(error)
+    if error.exception in ("NotImplementedError", "LessonError"):
+        headline = text.partition("\n")[0]
+        return headline.partition(f"{error.exception}: ")[2] or headline
+    return text

@@ -1,0 +1,100 @@
+"""A process that stays: torch and the grader are loaded once, then every grading is a call.
+
+    watch ──one line of JSON: arguments of pytest──▶ server
+          ◀─one line of JSON: exit code, output──
+
+The learner's code still runs in fresh ranks, which the server's fork server starts.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+from distlab.learner.folder import CourseFolder
+from distlab.learner.grading import GRADER_FAILED, environment
+
+COMMAND = "from distlab.learner.warm import serve; serve()"
+CLOSE_TIMEOUT_S = 5.0
+
+
+class WarmGrader:
+    """Calls pytest in a process that stays; starts another one if it has died."""
+
+    def __init__(self, folder: CourseFolder) -> None:
+        """Start the process; it loads torch while the caller goes on."""
+        self._folder = folder
+        self._server = self._start()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-c", COMMAND],
+            cwd=self._folder.root,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # ctrl-C is for the parent, which ends this one
+        )
+
+    def __call__(self, arguments: list[str]) -> tuple[int, str]:
+        """Run pytest; return its exit code and its output."""
+        if self._server.poll() is not None:
+            self._server = self._start()
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        try:
+            self._server.stdin.write(json.dumps(arguments) + "\n")
+            self._server.stdin.flush()
+            line = self._server.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            return GRADER_FAILED, "the grader's process ended; the next save starts another one"
+        code, output = json.loads(line)
+        return code, output
+
+    def close(self) -> None:
+        """End the process, whatever it is doing; its ranks end with it."""
+        self._server.terminate()
+        try:
+            self._server.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+        for pipe in (self._server.stdin, self._server.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def serve() -> None:
+    """Be the process: answer requests until the other end closes."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    _load()
+    for request in requests:
+        output = io.StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            code = _pytest(json.loads(request))
+        print(json.dumps([code, output.getvalue()]), file=answers, flush=True)
+
+
+def _load() -> None:
+    """Load now what the first grading needs: the fork server and torch, side by side."""
+    from distlab.launch import nursery
+
+    nursery.start_ahead()
+    import torch  # noqa: F401
+
+
+def _pytest(arguments: list[str]) -> int:
+    import pytest
+
+    try:
+        return int(pytest.main(arguments))
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else GRADER_FAILED
