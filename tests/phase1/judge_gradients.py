@@ -1,0 +1,175 @@
+"""Judges tasks 1.9 to 1.11: models, gradients and steps that are those of one process."""
+
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, check, task
+from phase1 import trainer as t
+from phase1.groups import OUTER_WORLD_SIZE, inside_group
+from phase1.judging import (
+    is_close,
+    of_members,
+    short,
+)
+
+# 1.9 broadcast_parameters
+
+
+@task("1.9", real=True)
+@pytest.mark.parametrize(("n", "src"), [(1, 0), (3, 0), (4, 2)])
+def test_all_ranks_have_the_model_of_src(grade: Grade, n: int, src: int) -> None:
+    _check_models(grade.run(t.broadcast_odd, n, src).results, src)
+
+
+def _check_models(by_rank: list[Any], src: int) -> None:
+    expected = t.odd_state(None, src + 1)
+    for rank, model in enumerate(by_rank):
+        here = f"rank {rank} of {len(by_rank)}"
+        check(
+            model["same objects"],
+            f"{here}: there are new tensors in place of the old ones, which the optimizer holds. "
+            "Write into the tensors that are there.",
+        )
+        wrong = [name for name, got in model["state"].items() if got != expected.get(name)]
+        check(
+            not wrong,
+            f"{here}: after a broadcast from rank {src}, {', '.join(wrong)} should be those of "
+            f"rank {src}. Parameters, frozen ones too, and buffers: all are part of the model.",
+        )
+        check(model["trainable"].count(False) == 1, f"{here}: requires_grad was changed.")
+
+
+@task("1.9")
+def test_each_tensor_travels_once(grade: Grade) -> None:
+    run = grade.run(t.broadcast_odd, 4, 0)
+    sent, needed = int(sum(run.bytes_sent)), 3 * t.size_of_odd()
+    check(
+        sent <= 1.05 * needed,
+        f"4 ranks need {needed} bytes, each tensor once to each of 3 ranks; {sent} were sent. "
+        "A weight that two layers share counts once.",
+    )
+
+
+@task("1.9")
+def test_models_inside_a_group(grade: Grade) -> None:
+    run = grade.run(inside_group, OUTER_WORLD_SIZE, t.broadcast_odd, 1)
+    _check_models(of_members(run), 1)
+
+
+# 1.10 average_gradients, average_gradients_flat
+
+
+@task("1.10", real=True)
+@pytest.mark.parametrize("function", ["average_gradients", "average_gradients_flat"])
+def test_gradients_become_their_mean(grade: Grade, function: str) -> None:
+    for n in (1, 2, 5) if grade.is_simulated else (3,):
+        _check_means(grade.run(t.average_odd, n, function).results, function)
+
+
+def _check_means(by_rank: list[Any], function: str) -> None:
+    n = len(by_rank)
+    gradients = [t.gradients_of(rank) for rank in range(n)]
+    for rank, result in enumerate(by_rank):
+        # That which not all ranks have comes last: there, a sum can be a rank's own.
+        for name, got in sorted(result["means"].items(), key=lambda item: item[0] == "sometimes"):
+            parts = [g[name].flatten().tolist() for g in gradients if g[name] is not None]
+            mean = [sum(column) / n for column in zip(*parts, strict=True)] or None
+            check(
+                is_close(mean, got),
+                f"{function}, rank {rank} of {n}: the gradient of {name} should be {short(mean)}, "
+                f"it is {short(got)}. {_why_no_mean(n, mean, got, gradients[rank][name])}",
+            )
+
+
+def _why_no_mean(n: int, mean: Any, got: Any, own: Any) -> str:
+    if got is None:
+        return "A rank that has no gradient takes part with zeros."
+    if own is not None and is_close(own.flatten().tolist(), got):
+        return "That is this rank's own, as it was before."
+    total = [n * number for number in mean or []]
+    return "That is the sum: divide by N." if is_close(total, got) else ""
+
+
+@task("1.10")
+def test_the_number_of_all_reduces(grade: Grade) -> None:
+    sizes = sorted(p.numel() for p in t.Odd(0).parameters() if p.requires_grad)
+    for function, expected in (
+        ("average_gradients", sizes),
+        ("average_gradients_flat", [sum(sizes)]),
+    ):
+        for rank, result in enumerate(grade.run(t.average_odd, 3, function).results):
+            calls = sorted(result["calls"])
+            check(
+                calls == expected,
+                f"{function}, rank {rank}: the all-reduce it was given should be called with "
+                f"{expected} elements, it was with {calls}. Trainable parameters only, shared "
+                "ones once; flat means one bucket.",
+            )
+
+
+@task("1.10")
+def test_gradients_inside_a_group(grade: Grade) -> None:
+    for function in ("average_gradients", "average_gradients_flat"):
+        run = grade.run(inside_group, OUTER_WORLD_SIZE, t.average_odd, function)
+        _check_means(of_members(run), function)
+
+
+# 1.11 train_step
+
+
+@task("1.11", real=True)
+@pytest.mark.parametrize("sizes", [[4], [3, 1], [5, 0, 2], [4, 4, 4, 4]], ids=str)
+def test_steps_are_those_of_one_process(grade: Grade, sizes: list[int]) -> None:
+    _check_steps(grade.run(t.train_steps, len(sizes), sizes, 3).results, sizes)
+
+
+def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
+    alone = t.steps_alone(sizes, 3, length)
+    for rank, result in enumerate(by_rank):
+        here = f"batches of {sizes}, rank {rank}"
+        check(
+            is_close(alone["losses"][:1], result["losses"][:1]),
+            f"{here}: the first loss of one process on all of them is {alone['losses'][0]:.6f}, "
+            f"train_step returned {result['losses'][0]:.6f}. It is the mean over all targets of "
+            "all ranks, before the step.",
+        )
+        check(
+            is_close(alone["state"], result["state"]) and is_close(alone, result),
+            f"{here}: after 3 steps the weights differ from those of one process, losses are "
+            f"{short(result['losses'])} and should be {short(alone['losses'])}. Does each target "
+            "weigh 1/B in the gradient, and is the last step's gradient gone?",
+        )
+
+
+@task("1.11")
+def test_sequences_count_every_position(grade: Grade) -> None:
+    sizes = [2, 3]
+    _check_steps(grade.run(t.train_steps, 2, sizes, 3, 4).results, sizes, 4)
+
+
+@task("1.11")
+def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
+    for rank, used in enumerate(grade.run(t.step_with_arguments, 2).results):
+        check(
+            used["average"] == [True],
+            f"rank {rank}: average should be called once, with the all-reduce given; it was "
+            f"called {len(used['average'])} times.",
+        )
+        check(
+            used["all_reduce"] == 1,
+            f"rank {rank}: loss and number of targets should go through the all-reduce given in "
+            f"one call; it was called {used['all_reduce']} times.",
+        )
+
+
+@task("1.11")
+def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> None:
+    for rank, text in enumerate(grade.run(t.step_without_data, 3).results):
+        check(text, f"no rank has a target: rank {rank} should raise a ValueError, it does not.")
+
+
+@task("1.11")
+def test_steps_inside_a_group(grade: Grade) -> None:
+    run = grade.run(inside_group, OUTER_WORLD_SIZE, t.train_steps, [3, 1, 2], 3, 0)
+    _check_steps(of_members(run), [3, 1, 2])
