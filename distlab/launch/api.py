@@ -19,7 +19,7 @@ from distlab.launch.errors import LaunchError, SetupError
 from distlab.launch.joined import run_joined, run_under_mpirun
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder, pickled
 from distlab.launch.rank import Rank
-from distlab.launch.supervisor import Supervisor
+from distlab.launch.supervisor import Limits, Supervisor
 
 BACKENDS = ("auto", "gloo", "nccl", "sim", "mpi")
 DEVICES = ("auto", "cpu", "cuda")
@@ -39,6 +39,8 @@ def run(
     backend: str = "auto",
     device: str = "auto",
     timeout_s: float | None = 300.0,
+    cpu_limit_s: float | None = None,
+    idle_limit_s: float | None = None,
     memory_limit_bytes: int | None = None,
     output_dir: Path | str | None = None,
     cluster: "Cluster | str | None" = None,
@@ -61,6 +63,10 @@ def run(
             gloo.
         device: "cpu"; "cuda" (ranks share GPUs if there are fewer, gloo only); "auto": by backend.
         timeout_s: for ``fn``, from the moment all ranks are up; None or inf waits for ever.
+        cpu_limit_s: that each rank may compute. It finds an endless loop before ``timeout_s`` does,
+            which also counts what a busy machine takes; by default there is none.
+        idle_limit_s: that may pass with no rank computing, not even its share of a collective. It
+            finds ranks that wait for each other before ``timeout_s`` does; by default, none.
         memory_limit_bytes: that all ranks together may allocate, the processes that they start
             not counted; by default 90 % of what is free.
         output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``; of ranks
@@ -77,29 +83,29 @@ def run(
     Cost: about 0.1 s for 4 gloo ranks once the fork server runs, 1 s before.
     """
     _check(fn, world_size, backend, device, timeout_s)
-    timeout_s = _finite(timeout_s)
+    limits = _limits(timeout_s, cpu_limit_s, idle_limit_s, memory_limit_bytes)
     if cluster is not None and backend != "sim":
         raise SetupError(f"cluster={cluster!r} is for backend sim, not for backend {backend}")
     if backend == "sim":
         _check_sim(device, output_dir)
         simulation = SimulationSpec(world_size, cluster, None, wants_trace=False)
-        results = _simulated(fn, args, simulation, timeout_s, memory_limit_bytes)
+        results = _simulated(fn, args, simulation, limits)
         return cast("list[T]", results)
     if backend == "mpi" or (backend == "auto" and world.is_one_of_mpiruns()):
         _check_mpi(device)
-        return run_under_mpirun(fn, world_size, args, timeout_s)
+        return run_under_mpirun(fn, world_size, args, limits.timeout_s)
     if world.started_by_torchrun():
         chosen, devices = _choose(backend, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         return run_joined(
-            fn, world_size, args, chosen, torch.device(devices[local_rank]), timeout_s
+            fn, world_size, args, chosen, torch.device(devices[local_rank]), limits.timeout_s
         )
 
     chosen, devices = _choose(backend, device, world_size)
     with _refusals():
-        spec = _spec(fn, args, chosen, devices, timeout_s)
-        with _world(spec, timeout_s, memory_limit_bytes, output_dir) as (ranks, _, hung_for_s):
-            error = verdict.judge(ranks, hung_for_s=hung_for_s)
+        spec = _spec(fn, args, chosen, devices, limits.timeout_s)
+        with _world(spec, limits, output_dir) as (ranks, _, exceeded_time):
+            error = verdict.judge(ranks, exceeded_time=exceeded_time)
     if error:
         raise error
     return [pickle.loads(rank.report.result) for rank in ranks if rank.report]
@@ -112,6 +118,8 @@ def simulate(
     cluster: "Cluster | str | None" = None,
     options: "Options | None" = None,
     timeout_s: float | None = 300.0,
+    cpu_limit_s: float | None = None,
+    idle_limit_s: float | None = None,
     memory_limit_bytes: int | None = None,
 ) -> "Simulated[T]":
     """Run ``fn(*args)`` on a simulated cluster, in a supervised process; return results and trace.
@@ -126,6 +134,8 @@ def simulate(
         cluster: a cluster, the name of a preset, or None for a switch with a GPU per rank.
         options: how to simulate.
         timeout_s: of real time; None or inf waits for ever.
+        cpu_limit_s: that all ranks together may compute, of real time.
+        idle_limit_s: that may pass without any computing, of real time.
         memory_limit_bytes: of real memory; by default 90 % of what is free.
 
     Raises:
@@ -134,7 +144,8 @@ def simulate(
     """
     _check(fn, num_ranks, "sim", "cpu", timeout_s)
     simulation = SimulationSpec(num_ranks, cluster, options, wants_trace=True)
-    outcome = _simulated(fn, args, simulation, _finite(timeout_s), memory_limit_bytes)
+    limits = _limits(timeout_s, cpu_limit_s, idle_limit_s, memory_limit_bytes)
+    outcome = _simulated(fn, args, simulation, limits)
     return cast("Simulated[T]", outcome)
 
 
@@ -142,13 +153,12 @@ def _simulated(
     fn: object,
     args: tuple[object, ...],
     simulation: SimulationSpec,
-    timeout_s: float | None,
-    memory_limit_bytes: int | None,
+    limits: Limits,
 ) -> object:
     simulated.check(simulation)
     with _refusals():
-        spec = replace(_spec(fn, args, "sim", ("cpu",), timeout_s), simulation=simulation)
-        with _world(spec, timeout_s, memory_limit_bytes, None) as ((process,), folder, _):
+        spec = replace(_spec(fn, args, "sim", ("cpu",), limits.timeout_s), simulation=simulation)
+        with _world(spec, limits, None) as ((process,), folder, _):
             outcome = simulated.read_outcome(process, simulation, folder)
     if isinstance(outcome, LaunchError):
         raise outcome
@@ -190,23 +200,16 @@ def _refusals() -> Iterator[None]:
 @contextmanager
 def _world(
     spec: Spec,
-    timeout_s: float | None,
-    memory_limit_bytes: int | None,
+    limits: Limits,
     output_dir: Path | str | None,
-) -> Iterator[tuple[list[Rank], WorldFolder, float | None]]:
-    """Run a world to its end; yield its ranks, its folder and the time that was up, if it was."""
+) -> Iterator[tuple[list[Rank], WorldFolder, str]]:
+    """Run a world to its end; yield its ranks, its folder and the time limit that it exceeded."""
     with nursery.borrowed() as home, home.world_folder() as folder:
         folder.write_spec(spec)
-        supervisor = Supervisor(
-            home,
-            folder,
-            timeout_s=timeout_s,
-            memory_limit_bytes=memory_limit_bytes or _default_memory_limit(),
-            output_dir=_made(output_dir),
-        )
+        supervisor = Supervisor(home, folder, limits, _made(output_dir))
         ranks = supervisor.run(spec.world_size)
         home.preload(_slow_imports(ranks))
-        yield ranks, folder, supervisor.limit_s if supervisor.timed_out else None
+        yield ranks, folder, supervisor.exceeded_time
 
 
 def _check(fn: object, world_size: int, backend: str, device: str, timeout_s: float | None) -> None:
@@ -307,8 +310,17 @@ def _unpicklable(fn: object, args: tuple[object, ...]) -> tuple[str, object]:
     return "the function", fn
 
 
-def _default_memory_limit() -> int:
-    return int(MEMORY_SHARE * psutil.virtual_memory().available)
+def _limits(
+    timeout_s: float | None,
+    cpu_s: float | None,
+    idle_s: float | None,
+    memory_bytes: int | None,
+) -> Limits:
+    for name, value in (("cpu_limit_s", cpu_s), ("idle_limit_s", idle_s)):
+        if value is not None and not _is_positive(value):
+            raise SetupError(f"{name} must be positive or None, got {value!r}")
+    free_bytes = int(MEMORY_SHARE * psutil.virtual_memory().available)
+    return Limits(_finite(timeout_s), cpu_s, idle_s, memory_bytes or free_bytes)
 
 
 def _made(output_dir: Path | str | None) -> Path | None:

@@ -200,20 +200,22 @@ def borrowed() -> Iterator[Nursery]:
         _idle.append(nursery)
 
 
-def start_ahead() -> None:
+def start_ahead(*modules: str) -> None:
     """Start a fork server in the background, for a program that will need one.
 
-    Two processes import torch at the same time then, this one and the server.
+    Two processes import torch at the same time then, this one and the server, which goes on with
+    ``modules``: the first world has them as well.
     """
     global _starting
     if _starting is None and not _idle:
-        _starting = threading.Thread(target=_start_idle, daemon=True)
+        _starting = threading.Thread(target=_start_idle, args=modules, daemon=True)
         _starting.start()
 
 
-def _start_idle() -> None:
+def _start_idle(*modules: str) -> None:
     with contextlib.suppress(SetupError, OSError):  # whoever needs one tries again, and reports
         nursery = Nursery()
+        nursery.preload(list(modules))
         with _lock:
             _idle.append(nursery)
 

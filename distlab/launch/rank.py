@@ -31,6 +31,7 @@ class Rank:
     pending_line: bytes = b""
     is_silent: bool = False  # nothing more can come from its output
     baseline_bytes: int = 0  # what it had allocated before the function was called
+    baseline_cpu_s: float = 0.0  # what it had computed before the function was called
 
     @property
     def has_returned(self) -> bool:
@@ -58,11 +59,23 @@ class Rank:
             return int(memory.rss) - int(getattr(memory, "shared", 0))
         return 0
 
+    def cpu_s(self) -> float:
+        """The processor time it has used, in all its threads."""
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
+
     def is_suspended(self) -> bool:
-        try:
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
-        except psutil.Error:
-            return False
+        return self._status() == psutil.STATUS_STOPPED
+
+    def waits_for_a_disk(self) -> bool:
+        return self._status() == psutil.STATUS_DISK_SLEEP
+
+    def _status(self) -> str:
+        with contextlib.suppress(psutil.Error):
+            return str(psutil.Process(self.pid).status())
+        return ""
 
     def kill(self) -> None:
         """Kill the rank and all processes of its session."""

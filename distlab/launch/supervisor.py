@@ -11,6 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +37,16 @@ TAIL_BYTES = 64 * 1024
 LINE_BYTES = 64 * 1024  # what is longer is shown in pieces
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a world may use, from the moment all its ranks are up."""
+
+    timeout_s: float | None
+    cpu_s: float | None  # of processor time, each rank
+    idle_s: float | None  # on end, in which no rank computes
+    memory_bytes: int  # all ranks together
+
+
 class Supervisor:
     """Starts the ranks of one world and watches them until none is left."""
 
@@ -43,20 +54,19 @@ class Supervisor:
         self,
         nursery: Nursery,
         folder: WorldFolder,
-        *,
-        timeout_s: float | None,
-        memory_limit_bytes: int,
+        limits: Limits,
         output_dir: Path | None,
     ) -> None:
-        self.nursery, self.folder = nursery, folder
-        self.timeout_s, self.memory_limit_bytes = timeout_s, memory_limit_bytes
+        self.nursery, self.folder, self.limits = nursery, folder, limits
         self.output_dir = output_dir
         self.ranks: list[Rank] = []
-        self.timed_out = False
+        self.exceeded_time = ""  # the limit that ended the world, "5 s", if one did
         self.limit_s: float | None = START_TIMEOUT_S  # from the last start of the clock on
         self._clock_started = time.monotonic()
         self._has_gone = False  # all ranks were told to call the function
-        self._next_memory_check = 0.0
+        self._next_look = 0.0
+        self._last_used_s: list[float] = []  # of processor time, by rank, at the last look
+        self._idle_since = 0.0
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
 
@@ -107,25 +117,22 @@ class Supervisor:
                 failed_at = now
             if failed_at is not None and now - failed_at > GRACE_S:
                 return self._locate_running()
-            if self._is_time_up(now):
-                self.timed_out = True
-                return self._locate_running()
-            if now >= self._next_memory_check:
-                self._next_memory_check = now + TICK_S
+            if now >= self._next_look:
+                self._next_look = now + TICK_S
                 self._check_memory()
+                self._check_time(now)
+            if self.exceeded_time:
+                return self._locate_running()
         if all(rank.has_returned for rank in self.ranks):
             self._release()
         return None
 
-    def _is_time_up(self, now: float) -> bool:
-        return self.limit_s is not None and now - self._clock_started > self.limit_s
-
     def _go(self) -> None:
         """Have all ranks call the function; their time starts now."""
         self._has_gone = True
-        self._clock_started, self.limit_s = time.monotonic(), self.timeout_s
+        self._clock_started, self.limit_s = time.monotonic(), self.limits.timeout_s
         for rank in self.ranks:
-            rank.baseline_bytes = rank.own_bytes()
+            rank.baseline_bytes, rank.baseline_cpu_s = rank.own_bytes(), rank.cpu_s()
             with contextlib.suppress(OSError):
                 rank.control.sendall(GO)
 
@@ -183,7 +190,25 @@ class Supervisor:
             output.show(rank.pending_line)
             rank.pending_line = b""
 
-    # Memory
+    # Time and memory
+
+    def _check_time(self, now: float) -> None:
+        if self.limit_s is not None and now - self._clock_started > self.limit_s:
+            self.exceeded_time = f"{self.limit_s:g} s"
+        if self._has_gone and not self.exceeded_time:
+            self._check_computing(now)
+
+    def _check_computing(self, now: float) -> None:
+        """Tell an endless loop from a busy machine, and a wait for ever from a long computation."""
+        running = [rank for rank in self.ranks if rank.is_running]
+        used_s = [rank.cpu_s() - rank.baseline_cpu_s for rank in running]
+        cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
+        if used_s != self._last_used_s or any(rank.waits_for_a_disk() for rank in running):
+            self._last_used_s, self._idle_since = used_s, now
+        if cpu_s is not None and max(used_s, default=0.0) > cpu_s:
+            self.exceeded_time = f"{cpu_s:g} s of computing"
+        elif idle_s is not None and now - self._idle_since > idle_s:
+            self.exceeded_time = f"{idle_s:g} s in which no rank computed"
 
     def _check_memory(self) -> None:
         """Stop the largest rank if all together have grown beyond the limit."""
@@ -191,7 +216,7 @@ class Supervisor:
             return
         running = [rank for rank in self.ranks if rank.is_running]
         used = {rank.number: rank.own_bytes() - rank.baseline_bytes for rank in running}
-        if sum(used.values()) > self.memory_limit_bytes:
+        if sum(used.values()) > self.limits.memory_bytes:
             largest = self.ranks[max(used, key=lambda number: used[number])]
             largest.exceeded_memory = True
             self._locate([largest])

@@ -35,20 +35,20 @@ _HINTS = (
 )
 
 
-def judge(ranks: Sequence[Rank], *, hung_for_s: float | None) -> LaunchError | None:
+def judge(ranks: Sequence[Rank], *, exceeded_time: str) -> LaunchError | None:
     """Return the one error of a world that has ended, or None if every rank returned.
 
     Args:
         ranks: all of the world.
-        hung_for_s: the time that was up, or None if it was not.
+        exceeded_time: the limit that ended the world, "5 s"; "" if none did.
     """
     if all(rank.has_returned for rank in ranks):
         return None
     primary = [rank for rank in ranks if rank.has_failed and not _is_secondary(rank)]
     if primary:
         return _failure(min(primary, key=_failed_at_ns), ranks)
-    if hung_for_s is not None:
-        return _hang(ranks, hung_for_s)
+    if exceeded_time:
+        return _hang(ranks, exceeded_time)
     return _lost_peer(ranks)
 
 
@@ -101,14 +101,14 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _hang(ranks: Sequence[Rank], limit_s: float) -> RankHung:
+def _hang(ranks: Sequence[Rank], exceeded_time: str) -> RankHung:
     running = {rank.number: rank.place for rank in ranks if rank.place}
     busy = [
         number for number, place in running.items() if not place.operation and place != stacks.READY
     ]
     returned = [rank.number for rank in ranks if rank.has_returned]
     to_blame = busy if busy else returned
-    parts = [f"time is up after {limit_s:g} s: {stacks.roll_call(running, len(ranks))}"]
+    parts = [f"time is up after {exceeded_time}: {stacks.roll_call(running, len(ranks))}"]
     if returned:
         verb = "has" if len(returned) == 1 else "have"
         parts.append(f"{stacks.name_ranks(returned)} {verb} returned")

@@ -206,6 +206,8 @@ def test_a_rank_cannot_start_a_world() -> None:
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
         ({"timeout_s": 0}, "timeout_s must be positive or None, got 0"),
         ({"timeout_s": math.nan}, "timeout_s must be positive or None, got nan"),
+        ({"cpu_limit_s": 0}, "cpu_limit_s must be positive or None, got 0"),
+        ({"idle_limit_s": -1.0}, "idle_limit_s must be positive or None, got -1.0"),
         ({"timeout_s": "60"}, "timeout_s must be positive or None, got '60'"),
         ({"backend": "nccl"}, "needs a GPU per rank: 2 ranks, 0 GPUs"),
         ({"device": "cuda"}, "torch sees no GPU here"),

@@ -426,6 +426,44 @@ def test_the_type_of_what_was_raised_is_known(backend: str) -> None:
     assert exited.value.exception == ""
 
 
+def test_an_endless_loop_is_told_by_what_it_computes() -> None:
+    with pytest.raises(launch.RankHung, match=r"time is up after 0\.5 s of computing") as caught:
+        launch.run(loops_for_ever, 4, timeout_s=60, cpu_limit_s=0.5)
+    assert caught.value.rank == 1
+    assert "in loops_for_ever" in str(caught.value)
+
+
+def waits_for_ever_for_each_other() -> None:
+    dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size())
+
+
+def test_ranks_that_wait_for_each_other_are_told_by_computing_nothing() -> None:
+    with pytest.raises(
+        launch.RankHung, match=r"time is up after 0\.5 s in which no rank computed"
+    ) as caught:
+        launch.run(waits_for_ever_for_each_other, 4, timeout_s=60, idle_limit_s=0.5)
+    assert "4 of 4 wait in recv" in str(caught.value)
+
+
+def computes_for_1_s() -> bool:
+    start = time.monotonic()
+    while time.monotonic() - start < 1:
+        pass
+    return True
+
+
+def sleeps_for_1_s() -> bool:
+    time.sleep(1)
+    return True
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_who_computes_is_not_idle_and_who_sleeps_does_not_compute(backend: str) -> None:
+    limits: dict[str, float] = {"timeout_s": 60, "idle_limit_s": 0.5}
+    assert launch.run(computes_for_1_s, 2, backend=backend, **limits) == [True, True]
+    assert launch.run(sleeps_for_1_s, 2, backend=backend, timeout_s=60, cpu_limit_s=0.5)
+
+
 def test_a_world_after_a_failure_is_healthy() -> None:
     with pytest.raises(launch.RankCrashed):
         launch.run(is_killed, 4, timeout_s=TIMEOUT_S)
