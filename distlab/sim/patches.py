@@ -65,13 +65,18 @@ def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
         undo.callback(delattr, torch, "meta")
         undo.callback(set_warning_state, warning_state())
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        undo.callback(torch.use_deterministic_algorithms, is_deterministic)
+        undo.callback(_set_deterministic, torch.are_deterministic_algorithms_enabled())
         undo.callback(setattr, sys, "stdout", sys.stdout)  # ranks that redirect it interleave
         undo.callback(setattr, sys, "stderr", sys.stderr)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # else each rank's thread gets a pool of its own
         yield
+
+
+def _set_deterministic(wanted: bool) -> None:
+    """Only where a rank has changed it: torch loads its compiler for that, most of a second."""
+    if torch.are_deterministic_algorithms_enabled() != wanted:
+        torch.use_deterministic_algorithms(wanted)
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -> Any:

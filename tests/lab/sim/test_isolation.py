@@ -154,3 +154,17 @@ def warns() -> list[str]:
 
 def test_warnings_that_a_rank_catches_are_its_own() -> None:
     assert simulate(warns, 3).results == [[f"rank {rank}"] * 3 for rank in range(3)]
+
+
+def test_determinism_that_a_rank_asks_for_ends_with_the_simulation() -> None:
+    simulate(lambda: torch.use_deterministic_algorithms(True), 2)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_simulation_does_not_load_the_compiler_of_torch() -> None:
+    """It takes most of a second, of which the first verdict of a grading would consist."""
+    script = (
+        "import sys\nfrom distlab.sim import simulate\nsimulate(lambda: None, 2)\n"
+        "sys.exit('torch._dynamo' in sys.modules or 'torch._inductor' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
