@@ -12,6 +12,8 @@ from distlab.launch import LaunchError, RankFailed
 from distlab.sim import Cluster, Options, Trace
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
+COMPUTING_SHARE = 0.4  # of the time limit: of a busy machine, a world has only a part
+IDLE_SHARE = 0.4  # of the time limit: where no rank computes, all wait for each other
 Body = Callable[..., Any]
 
 
@@ -61,7 +63,13 @@ class Grade:
     def __init__(self, submission: Submission, task: Task, world: str, timeout_s: float) -> None:
         self.world = world
         self.runs = 0
-        self._submission, self._task, self._timeout_s = submission, task, timeout_s
+        self._submission, self._task = submission, task
+        self._limits: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "cpu_limit_s": COMPUTING_SHARE * timeout_s,
+            "idle_limit_s": IDLE_SHARE * timeout_s,
+            "memory_limit_bytes": MEMORY_LIMIT_BYTES,
+        }
 
     @property
     def is_simulated(self) -> bool:
@@ -112,8 +120,7 @@ class Grade:
             *(on_rank, world_size, self._submission, self._task, body, args),
             cluster=cluster,
             options=options,
-            timeout_s=self._timeout_s,
-            memory_limit_bytes=MEMORY_LIMIT_BYTES,
+            **self._limits,
         )
 
     def _on_processes(self, body: Body, world_size: int, args: tuple[object, ...]) -> list[Any]:
@@ -121,8 +128,7 @@ class Grade:
             return launch.run(
                 *(on_rank, world_size, self._submission, self._task, body, args),
                 backend=self.world,
-                timeout_s=self._timeout_s,
-                memory_limit_bytes=MEMORY_LIMIT_BYTES,
+                **self._limits,
             )
         except LaunchError as error:
             if isinstance(error, RankFailed):

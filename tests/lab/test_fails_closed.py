@@ -47,7 +47,7 @@ def graded(submission: Path, task: str) -> dict[str, Any]:
     """Grade one task as a learner does; return its part of the report, and the exit code."""
     report = submission / "report.json"
     command = [sys.executable, "-m", "pytest", "tests/test_phase1.py", "-q", "-k", task]
-    command += ["--impl", str(submission), "--backend", "sim", "--world-timeout", "1.5"]
+    command += ["--impl", str(submission), "--backend", "sim", "--world-timeout", "2.5"]
     command += ["--report", f"json={report}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SUITE_S)
     (found,) = json.loads(report.read_text())["tasks"]
@@ -123,7 +123,7 @@ def test_the_other_tasks_are_still_graded(tmp_path: Path) -> None:
 READS_THE_TESTS = """
 def exchange(outgoing, dst, incoming, src, group=None):
     import pathlib
-    assert "test_a_ring_exchanges" in pathlib.Path("tests/test_phase1.py").read_text()
+    assert "test_a_ring_exchanges" in pathlib.Path("tests/phase1/judge_collectives.py").read_text()
     incoming.fill_(float(src))
 """
 LEAVES_BY_EXIT = """
@@ -172,7 +172,7 @@ def test_six_bad_functions_of_one_submission_have_six_verdicts(tmp_path: Path) -
     tests = [f"tests/test_phase1.py::{test}" for test, _, _ in SIX_AT_ONCE.values()]
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "pytest", *tests, "-q", "--impl", str(submission)]
-    command += ["--world-timeout", "4", "--report", f"json={report}"]
+    command += ["--report", f"json={report}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SUITE_S)
     found = {task["id"]: task for task in json.loads(report.read_text())["tasks"]}
     for task, (test, outcome, says) in SIX_AT_ONCE.items():

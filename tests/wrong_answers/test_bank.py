@@ -29,7 +29,7 @@ from distlab.grade.submission import Submission
 
 ROOT = Path(__file__).parents[2]
 BANK = Path(__file__).parent
-TIMEOUT_S = 4.0
+TIMEOUT_S = 5.0
 COURSE = load(ROOT)
 
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from distlab import course
 from distlab.grade.outcomes import Outcome, verdict_on
+from distlab.grade.plugin import TIMEOUT_S
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import RankHung
 
-TIMEOUT_S = 2.0
 ROOT = Path(__file__).parents[3]
 LESSON = """
 import torch.distributed as dist
