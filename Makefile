@@ -41,7 +41,7 @@ format: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest tests/test_phase1.py --impl solution
 	$(BIN)/python -m pytest -p nbmake --nbmake phase1_data_parallel/explore.ipynb
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -391,15 +391,19 @@ def test_nothing_is_missing_and_nothing_stray_lies_in_a_phase(phase: Phase) -> N
 # --- the grading ---------------------------------------------------------------------------------
 
 NUM_WRONG, NUM_UNUSUAL = 3, 1  # submissions that each task has at least in the bank
-SUITES = {phase: ROOT / f"tests/test_phase{phase.number}.py" for phase in COURSE.phases}
+SUITES = {phase: ROOT / f"tests/phase{phase.number}" for phase in COURSE.phases}
 BANKS = {phase: ROOT / f"tests/wrong_answers/phase{phase.number}" for phase in COURSE.phases}
 
 
 @pytest.mark.skipif(not all(map(Path.exists, SUITES.values())), reason="no grading suite yet")
 @pytest.mark.parametrize("phase", COURSE.phases, ids=lambda phase: phase.folder)
 def test_every_task_is_graded_and_nothing_that_is_no_task(phase: Phase) -> None:
-    marked = re.findall(r"\btask\(\"([\d.]+)\"", SUITES[phase].read_text(encoding="utf-8"))
+    judges = {file.stem: file.read_text(encoding="utf-8") for file in SUITES[phase].glob("judge_*")}
+    marked = re.findall(r"\btask\(\"([\d.]+)\"", "".join(judges.values()))
     assert set(marked) == {task.id for task in phase.tasks}
+    suite = (ROOT / f"tests/test_phase{phase.number}.py").read_text(encoding="utf-8")
+    collected = re.findall(rf"^from phase{phase.number}\.(\w+) import \*$", suite, re.MULTILINE)
+    assert sorted(collected) == sorted(judges)
 
 
 @pytest.mark.skipif(not all(map(Path.exists, BANKS.values())), reason="no bank of answers yet")

@@ -61,7 +61,7 @@ def left_behind(marker: str) -> list[psutil.Process]:
                 found.append(process)
         except psutil.Error:
             continue  # it ended, or is not ours
-    return psutil.wait_procs(found, timeout=2)[1]
+    return psutil.wait_procs(found, timeout=10)[1]
 
 
 @pytest.fixture(scope="module")
