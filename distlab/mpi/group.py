@@ -16,7 +16,7 @@ from distlab.mpi.runtime import Operation, Runtime
 from distlab.mpi.work import SAME_SIZE, MpiWork, Steps
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.call import Call, describe
-from distlab.process_group.checks import check_contiguous
+from distlab.process_group.checks import check_contiguous, check_peer
 
 HEADER_BYTES = 128  # what every rank tells the others of its call: a digest, then text
 DIGEST_BYTES = 8
@@ -67,6 +67,7 @@ class MpiGroup(BaseGroup):
         """Post a send to a rank of the group."""
         [tensor] = tensors
         check_contiguous("send", tensors)
+        check_peer("send", dst, len(self._ranks))
 
         def steps() -> Steps:
             yield [self._comm.Isend(raw(tensor), dst, tag)]
@@ -77,6 +78,7 @@ class MpiGroup(BaseGroup):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> MpiWork:
         """Post a recv from a rank of the group."""
+        check_peer("recv", src, len(self._ranks))
         return self._post_recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:

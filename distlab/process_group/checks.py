@@ -48,6 +48,19 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
             )
 
 
+def check_peer(name: str, peer: int, group_size: int) -> None:
+    """Refuse a rank that the group does not have; gloo waits for it until time is up.
+
+    Raises:
+        ValueError: ``peer``, which counts inside the group, is not one of its ranks.
+    """
+    if not 0 <= peer < group_size:
+        raise ValueError(
+            f"{name}: the group has no rank {peer}, its ranks are 0 to {group_size - 1}; a "
+            "ring goes on with (rank + 1) % world_size"
+        )
+
+
 def check_contiguous(
     name: str, tensors: Sequence[Tensor], *, or_channels_last: bool = False
 ) -> None:

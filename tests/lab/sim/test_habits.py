@@ -213,6 +213,21 @@ def test_a_machine_that_refuses_another_scheduling_is_only_slower(
     assert simulate(me, 2).results == [0, 1]
 
 
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_a_rank_that_the_group_does_not_have_is_refused(offset: int) -> None:
+    """A ring without ``% world_size``: gloo waits there until time is up."""
+
+    def sends() -> None:
+        dist.isend(torch.zeros(1), group_dst=me() + offset)
+
+    def receives() -> None:
+        dist.recv(torch.zeros(1), group_src=me() + offset)
+
+    for program, name in ((sends, "send"), (receives, "recv")):
+        with pytest.raises(launch.RankFailed, match=f"{name}: the group has no rank (-1|3)"):
+            launch.run(program, 3, backend="sim")
+
+
 # Ranks of a script are as separate as processes, where that is possible
 
 
