@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from distlab import launch
 from distlab.course import Task
 from distlab.grade import diagnosis
@@ -12,8 +14,9 @@ from distlab.launch import LaunchError, RankFailed
 from distlab.sim import Cluster, Options, Trace
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
-COMPUTING_SHARE = 0.4  # of the time limit: of a busy machine, a world has only a part
-IDLE_SHARE = 0.4  # of the time limit: where no rank computes, all wait for each other
+# Of the time limit, which a busy machine must not exceed:
+COMPUTING_SHARE = 0.2  # the solutions compute a twentieth of it
+IDLE_SHARE = 0.2  # where no rank computes for so long, all wait for each other
 Body = Callable[..., Any]
 
 
@@ -69,6 +72,7 @@ class Grade:
             "cpu_limit_s": COMPUTING_SHARE * timeout_s,
             "idle_limit_s": IDLE_SHARE * timeout_s,
             "memory_limit_bytes": MEMORY_LIMIT_BYTES,
+            "plain_results": True,
         }
 
     @property
@@ -97,12 +101,16 @@ class Grade:
             LaunchError: the submission failed, crashed, did not end, or wants to be written.
         """
         self.runs += 1
-        if not self.is_simulated:
+        if not self.is_simulated and self._has_processes_for(world_size):
             return Run(self._on_processes(body, world_size, args))
         simulated = self._simulate(body, world_size, args, cluster, options)
         if len(simulated.results) != world_size:
             raise RuntimeError(f"{len(simulated.results)} results of {world_size} ranks")
         return Run(simulated.results, simulated.trace, simulated.seconds)
+
+    def _has_processes_for(self, world_size: int) -> bool:
+        """NCCL needs a GPU for each rank; what needs more stays in the simulated world."""
+        return self.world != "nccl" or world_size <= torch.cuda.device_count()
 
     def call(self, body: Body, *args: object) -> Any:
         """Call ``body(lesson, *args)`` once, for what needs no other rank."""

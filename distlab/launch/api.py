@@ -14,8 +14,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from distlab.launch import nursery, simulated, verdict, world
-from distlab.launch.errors import LaunchError, SetupError
+from distlab.launch import nursery, plain, simulated, verdict, world
+from distlab.launch.errors import LaunchError, RankFailed, SetupError
 from distlab.launch.joined import run_joined, run_under_mpirun
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder, pickled
 from distlab.launch.rank import Rank
@@ -42,6 +42,7 @@ def run(
     cpu_limit_s: float | None = None,
     idle_limit_s: float | None = None,
     memory_limit_bytes: int | None = None,
+    plain_results: bool = False,
     output_dir: Path | str | None = None,
     cluster: "Cluster | str | None" = None,
 ) -> list[T]:
@@ -69,6 +70,8 @@ def run(
             finds ranks that wait for each other before ``timeout_s`` does; by default, none.
         memory_limit_bytes: that all ranks together may allocate, the processes that they start
             not counted; by default 90 % of what is free.
+        plain_results: accept plain data alone, numbers, strings and containers of them: results of
+            somebody else's code are then no code that runs here.
         output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``; of ranks
             that this call starts as processes, so not with "sim".
         cluster: with "sim", the cluster or the name of a preset; see ``simulate``.
@@ -89,7 +92,7 @@ def run(
     if backend == "sim":
         _check_sim(device, output_dir)
         simulation = SimulationSpec(world_size, cluster, None, wants_trace=False)
-        results = _simulated(fn, args, simulation, limits)
+        results = _simulated(fn, args, simulation, limits, plain_results)
         return cast("list[T]", results)
     if backend == "mpi" or (backend == "auto" and world.is_one_of_mpiruns()):
         _check_mpi(device)
@@ -108,7 +111,18 @@ def run(
             error = verdict.judge(ranks, exceeded_time=exceeded_time)
     if error:
         raise error
-    return [pickle.loads(rank.report.result) for rank in ranks if rank.report]
+    return cast("list[T]", [_result(rank, len(ranks), plain_results) for rank in ranks])
+
+
+def _result(rank: Rank, world_size: int, plain_results: bool) -> object:
+    sent = rank.report.result if rank.report else b""
+    if not plain_results:
+        return pickle.loads(sent)
+    try:
+        return plain.loads(sent)
+    except plain.NotPlainError as error:
+        who = f"rank {rank.number} of {world_size}"
+        raise RankFailed(f"{who} returned {error}, {plain.WANTED}", rank=rank.number) from None
 
 
 def simulate(
@@ -121,6 +135,7 @@ def simulate(
     cpu_limit_s: float | None = None,
     idle_limit_s: float | None = None,
     memory_limit_bytes: int | None = None,
+    plain_results: bool = False,
 ) -> "Simulated[T]":
     """Run ``fn(*args)`` on a simulated cluster, in a supervised process; return results and trace.
 
@@ -137,6 +152,7 @@ def simulate(
         cpu_limit_s: that all ranks together may compute, of real time.
         idle_limit_s: that may pass without any computing, of real time.
         memory_limit_bytes: of real memory; by default 90 % of what is free.
+        plain_results: as for ``run``.
 
     Raises:
         SetupError: bad arguments.
@@ -145,7 +161,7 @@ def simulate(
     _check(fn, num_ranks, "sim", "cpu", timeout_s)
     simulation = SimulationSpec(num_ranks, cluster, options, wants_trace=True)
     limits = _limits(timeout_s, cpu_limit_s, idle_limit_s, memory_limit_bytes)
-    outcome = _simulated(fn, args, simulation, limits)
+    outcome = _simulated(fn, args, simulation, limits, plain_results)
     return cast("Simulated[T]", outcome)
 
 
@@ -154,12 +170,15 @@ def _simulated(
     args: tuple[object, ...],
     simulation: SimulationSpec,
     limits: Limits,
+    plain_results: bool,
 ) -> object:
     simulated.check(simulation)
     with _refusals():
         spec = replace(_spec(fn, args, "sim", ("cpu",), limits.timeout_s), simulation=simulation)
         with _world(spec, limits, None) as ((process,), folder, _):
-            outcome = simulated.read_outcome(process, simulation, folder)
+            outcome = simulated.read_outcome(
+                process, simulation, folder, plain_results=plain_results
+            )
     if isinstance(outcome, LaunchError):
         raise outcome
     return outcome

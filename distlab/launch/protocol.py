@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from distlab.launch import plain
+
 if TYPE_CHECKING:
     from distlab.sim import Cluster, Options
 
@@ -151,8 +153,15 @@ class WorldFolder:
         self._report(rank).write_bytes(pickle.dumps(report))
 
     def read_report(self, rank: int) -> Report:
-        report: Report = pickle.loads(self._report(rank).read_bytes())
-        return report
+        """Read what a rank's process has written, whatever its function has done to it.
+
+        Raises:
+            NotPlainError: that is no report.
+        """
+        written = plain.loads(self._report(rank).read_bytes(), (Report, Outcome).__contains__)
+        if not isinstance(written, Report):
+            raise plain.NotPlainError(f"a {type(written).__name__}")
+        return written
 
     def stacks(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.stacks"

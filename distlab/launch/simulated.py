@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from distlab import sim
-from distlab.launch import stacks, verdict, world
+from distlab.launch import plain, stacks, verdict, world
 from distlab.launch.errors import (
     LaunchError,
     RankExited,
@@ -81,14 +81,24 @@ def _shared_words(path: Path, count: int) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
 
-def read_outcome(process: Rank, simulation: SimulationSpec, folder: WorldFolder) -> object:
+def read_outcome(
+    process: Rank, simulation: SimulationSpec, folder: WorldFolder, *, plain_results: bool
+) -> object:
     """Return what the simulation sent, or the LaunchError that tells what ended it."""
     if process.has_returned and process.report:
-        outcome = pickle.loads(process.report.result)
+        sent = process.report.result
+        try:
+            outcome = plain.loads(sent, _is_of_sim) if plain_results else pickle.loads(sent)
+        except plain.NotPlainError as error:
+            return RankFailed(f"a simulated rank returned {error}, {plain.WANTED}")
         if isinstance(outcome, sim.SimulationError):
             return _as_launch_error(outcome)
         return outcome
     return _lost_simulation(process, simulation, folder)
+
+
+def _is_of_sim(found: type) -> bool:
+    return found.__module__.startswith("distlab.sim.")
 
 
 def _as_launch_error(error: sim.SimulationError) -> LaunchError:

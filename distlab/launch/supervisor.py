@@ -18,12 +18,15 @@ from typing import IO
 from distlab.launch import output, stacks
 from distlab.launch.errors import SetupError
 from distlab.launch.nursery import Nursery
+from distlab.launch.plain import NotPlainError
 from distlab.launch.protocol import (
     DUMP_SIGNAL,
     GO,
     RELEASE,
     REPORTED,
     STARTED,
+    Outcome,
+    Report,
     WorldFolder,
 )
 from distlab.launch.rank import Rank
@@ -158,9 +161,16 @@ class Supervisor:
             if all(other.has_started for other in self.ranks):
                 self._go()
         if REPORTED in words:
-            rank.report = self.folder.read_report(rank.number)
+            rank.report = self._read_report(rank)
         if not words:  # the rank's end is closed; its exit comes through the fork server
             self._selector.unregister(rank.control)
+
+    def _read_report(self, rank: Rank) -> Report:
+        try:
+            return self.folder.read_report(rank.number)
+        except (OSError, NotPlainError) as error:  # fn has meddled with it
+            what = f"an error that its process did not report, but {error}"
+            return Report(Outcome.EXCEPTION, time.monotonic_ns(), headline=what)
 
     def _note_exits(self) -> None:
         by_pid = {rank.pid: rank for rank in self.ranks}
