@@ -19,7 +19,8 @@ def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
     else:
         explanation = (
             "The same program ends well in the simulated world: look for what differs on real "
-            "processes, such as time, the file system, or state shared by the ranks of one process."
+            "processes, such as a send that is still under way when the function returns, time, "
+            "the file system, or state shared by the ranks of one process."
         )
     error.args = (f"{error}\n\n{explanation}", *error.args[1:])
 

@@ -1,6 +1,7 @@
 """What can come of a test of a submission, and how an error becomes one of these."""
 
 import enum
+import re
 from dataclasses import dataclass
 
 from distlab.grade.checks import Wrong
@@ -24,6 +25,7 @@ class Outcome(str, enum.Enum):
     CRASH = "crash"
     OOM = "oom"
     IMPORT_ERROR = "import error"
+    NOT_RUN = "not run"
     GRADER_ERROR = "grader error"
 
     @property
@@ -38,12 +40,14 @@ class Verdict:
 
     Attributes:
         message: what the learner reads first: expected, got, rank, likely cause.
-        details: traceback, output of ranks, roll call; may be empty.
+        details: traceback, roll call; may be empty.
+        output: the last lines that the ranks printed.
     """
 
     outcome: Outcome
     message: str = ""
     details: str = ""
+    output: str = ""
 
 
 class LessonError(Exception):
@@ -64,7 +68,18 @@ _BY_ERROR = (
     (RankCrashed, Outcome.CRASH),
     (RankExited, Outcome.CRASH),
 )
-_BY_EXCEPTION = {"NotImplementedError": Outcome.TODO, LessonError.__name__: Outcome.IMPORT_ERROR}
+# By the name of what a rank raised. What torch or the learner calls not implemented is no TODO.
+_BY_EXCEPTION = {
+    "NotImplementedError": (
+        Outcome.TODO,
+        re.compile(r"NotImplementedError: (Task \d+\.\d+: .*guidelines\.md#.*)"),
+    ),
+    LessonError.__name__: (Outcome.IMPORT_ERROR, re.compile(rf"{LessonError.__name__}: (.*)")),
+}
+_GRADERS_FRAMES = re.compile(
+    r'^ *File "[^"]*/(?:distlab|tests/phase\d+)/[^"]*", line .*\n(?:(?! *File |\S).*\n)*',
+    re.MULTILINE,
+)
 
 
 def verdict_on(error: BaseException) -> Verdict:
@@ -74,22 +89,28 @@ def verdict_on(error: BaseException) -> Verdict:
     if isinstance(error, Wrong):
         return Verdict(Outcome.FAILED, str(error))
     if isinstance(error, LaunchError):
-        headline, _, details = str(error).partition("\n")
-        return Verdict(_outcome_of(error), _readable(error, headline), details.strip("\n"))
+        return _verdict_on_world(error)
     return Verdict(Outcome.GRADER_ERROR, f"the grader failed: {type(error).__name__}: {error}")
 
 
+def _verdict_on_world(error: LaunchError) -> Verdict:
+    headline, _, details = str(error).partition("\n")
+    details = without_graders_frames(details).strip("\n")
+    outcome, pattern = _BY_EXCEPTION.get(error.exception, (None, None))
+    found = pattern and pattern.search(headline)
+    if outcome and found:  # who raised it, and through what, is left out: every rank has
+        return Verdict(outcome, found[1], details.partition("Traceback (most recent")[0].rstrip())
+    return Verdict(_outcome_of(error), headline, details)
+
+
+def without_graders_frames(details: str) -> str:
+    """Leave out of tracebacks what is not the learner's, unless nothing else is there."""
+    kept = _GRADERS_FRAMES.sub("", details)
+    return kept if re.search(r'^ *File "', kept, re.MULTILINE) else details
+
+
 def _outcome_of(error: LaunchError) -> Outcome:
-    if error.exception in _BY_EXCEPTION:
-        return _BY_EXCEPTION[error.exception]
     for kind, outcome in _BY_ERROR:
         if isinstance(error, kind):
             return outcome
     return Outcome.FAILED if isinstance(error, RankFailed) else Outcome.GRADER_ERROR
-
-
-def _readable(error: LaunchError, headline: str) -> str:
-    """Leave out who raised it where it is every rank's: an import, a TODO."""
-    if error.exception in _BY_EXCEPTION:
-        return headline.partition(f"{error.exception}: ")[2] or headline
-    return headline

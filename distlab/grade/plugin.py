@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.running import Grade
 from distlab.grade.tasks import is_real_too, task_of
 
-TIMEOUT_S = 5.0  # of one world; the solutions need 4 s at most on 2 busy cores
+TIMEOUT_S = 10.0  # of one world, by the clock; hangs are found in 2 s by what ranks compute
 BACKENDS = ("auto", "sim", "gloo", "nccl")
 LETTERS = {
     Outcome.TODO: ("todo", "t", "TODO"),
@@ -64,6 +65,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "task(id, real=False): the task of course.toml it grades")
+    if config.getoption("backend") == "nccl" and not torch.cuda.device_count():
+        raise pytest.UsageError("--backend nccl: torch sees no GPU here; see distlab doctor")
+    suites = [argument for argument in config.args if "test_phase" in argument]
+    if suites and getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError(f"{suites[0]}: the grader runs its tests one by one: leave -n out")
     config.pluginmanager.register(Grader(config), "distlab-grader")
 
 
@@ -82,13 +88,13 @@ class Grader:
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
 
-    def _task_filter(self) -> str | None:
-        """``-k 1.1`` is that task alone, and not 1.10 as well."""
+    def _task_filter(self) -> frozenset[str]:
+        """``-k 1.1`` is that task alone, and not 1.10 as well; ``-k "1.1 or 1.4"`` is two."""
         keyword = self.config.getoption("keyword")
-        if not re.fullmatch(r"\d+\.\d+", keyword):
-            return None
+        if not re.fullmatch(r"\s*\d+\.\d+(\s+or\s+\d+\.\d+)*\s*", keyword):
+            return frozenset()
         self.config.option.keyword = ""
-        return str(keyword)
+        return frozenset(re.findall(r"\d+\.\d+", keyword))
 
     # Collection
 
@@ -109,9 +115,9 @@ class Grader:
         """Count what each task has, before anything is deselected; keep the task asked for."""
         tasks = {task_of(item) for item in items} - {None}
         self._expect(items, sorted({str(task).partition(".")[0] for task in tasks}))
-        if self.only is not None:
-            kept = [item for item in items if task_of(item) == self.only]
-            dropped = [item for item in items if task_of(item) != self.only]
+        if self.only:
+            kept = [item for item in items if task_of(item) in self.only]
+            dropped = [item for item in items if task_of(item) not in self.only]
             self.config.hook.pytest_deselected(items=dropped)
             items[:] = kept
 
@@ -120,16 +126,26 @@ class Grader:
             return
         listed = course.load(self.course_root)
         for task in listed.tasks:
-            if task.id.partition(".")[0] in phases and self.only in (None, task.id):
+            if task.id.partition(".")[0] in phases and self._is_asked_for(task.id):
                 file = self.submission.file(task.folder, task.lesson)
                 digest = self.submission.sha256(task.folder, task.lesson)
                 result = self.results[task.id] = TaskResult(task, str(file), digest)
                 result.is_part = self._names_single_tests()
         for item in items:
             task_id = task_of(item)
-            if task_id is not None and self.only in (None, task_id):
+            if task_id is not None and self._is_asked_for(task_id):
                 listed.task(task_id)  # a marker that course.toml does not know is an error
                 self.results[task_id].expected += 1
+
+    def _is_asked_for(self, task_id: str) -> bool:
+        return not self.only or task_id in self.only
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Forget the tasks that a selection of tests leaves out."""
+        selected = {task_of(item) for item in session.items}
+        for task_id, result in list(self.results.items()):
+            if task_id not in selected and (result.expected or result.is_part):
+                del self.results[task_id]
 
     def _names_single_tests(self) -> bool:
         """Whether pytest was asked for tests by name: the rest of a task is not collected then."""
@@ -139,9 +155,9 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Start no world after world to hear again that the task is still to be written."""
+        """Start no world after world to hear the same again."""
         result = self.results.get(task_of(item) or "")
-        if result is not None and result.is_todo:
+        if result is not None and result.is_known:
             raise AlreadyKnown(result.verdict)
 
     @pytest.hookimpl(wrapper=True)
@@ -152,7 +168,7 @@ class Grader:
         report = yield
         task_id = task_of(item)
         if task_id is not None and task_id in self.results and _is_last_word(report):
-            verdict = self._verdict(item, call)
+            verdict = replace(self._verdict(item, call), output=report.capstdout)
             report.user_properties.append(("outcome", verdict.outcome.value))
             if verdict.outcome is not Outcome.PASSED:
                 report.outcome = "failed"
@@ -184,20 +200,28 @@ class Grader:
 
     def result(self) -> GradeResult:
         """Return the model that table and reports are made from."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        seconds = time.monotonic() - self.started
+        tasks = list(self.results.values())
+        digests: dict[str, str] = {}
+        for phase in sorted({result.task.folder for result in tasks}):
+            digests |= self.submission.digests(phase)
         return GradeResult(
-            str(self.submission.root), list(self.results.values()), seconds, versions
+            str(self.submission.root),
+            tasks,
+            time.monotonic() - self.started,
+            {"python": platform.python_version(), "torch": torch.__version__},
+            digests,
         )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print messages and table."""
-        if not self.results:
+        if not self.results or self.config.option.collectonly:
             return
         verbose = self.config.get_verbosity() > 0
         result = self.result()
-        terminalreporter.section("what to do")
-        for line in table.failures(result, verbose=verbose):
+        advice = list(table.failures(result, verbose=verbose))
+        if advice:
+            terminalreporter.section("what to do")
+        for line in advice:
             terminalreporter.line(line)
         terminalreporter.section("tasks")
         for line in table.rows(result):
@@ -209,9 +233,20 @@ class Grader:
         if not self.results or self.config.option.collectonly:
             return
         result = self.result()
-        reports.write(result, self.reports)
-        if exitstatus == pytest.ExitCode.OK and not result.has_full_marks:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            session.exitstatus = _exit_code(result)
+        try:
+            reports.write(result, self.reports)
+        except OSError as error:
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+            print(f"a report cannot be written: {error}", file=sys.stderr)
+
+
+def _exit_code(result: GradeResult) -> pytest.ExitCode:
+    if any(task.outcome is Outcome.GRADER_ERROR for task in result.tasks):
+        return pytest.ExitCode.INTERNAL_ERROR
+    has_full_marks = result.has_full_marks
+    return pytest.ExitCode.OK if has_full_marks else pytest.ExitCode.TESTS_FAILED
 
 
 def _is_last_word(report: pytest.TestReport) -> bool:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from distlab.course import Task
 from distlab.grade.outcomes import Outcome, Verdict
 
+MAX_HANGS = 2  # of one task: each takes seconds
+
 
 @dataclass(frozen=True)
 class TestResult:
@@ -38,10 +40,12 @@ class TaskResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of its tests'; without a test, the grader's own failure."""
-        if not self.tests:
-            return Verdict(Outcome.GRADER_ERROR, "the suite holds no test of it, or none was run.")
-        return self.worst.verdict
+        """The worst of its tests'; if the suite holds none, the grader's own failure."""
+        if self.tests:
+            return self.worst.verdict
+        if self.expected:
+            return Verdict(Outcome.NOT_RUN, "none of its tests was run: pytest ended before.")
+        return Verdict(Outcome.GRADER_ERROR, "the suite holds no test of it.")
 
     @property
     def outcome(self) -> Outcome:
@@ -50,8 +54,15 @@ class TaskResult:
 
     @property
     def worst(self) -> TestResult:
-        """The first of its worst tests; there must be one."""
-        return max(self.tests, key=lambda test: test.verdict.outcome.severity)
+        """The first of its worst tests; there must be one.
+
+        What is wrong in the simulated world is told from there, where reports are exact: on real
+        processes the same mistake may be a crash, or a hang.
+        """
+        exact = [test for test in self.tests if test.world == "sim"]
+        decisive = [test for test in exact if test.verdict.outcome is not Outcome.PASSED]
+        broken = [test for test in self.tests if test.verdict.outcome is Outcome.GRADER_ERROR]
+        return max(broken or decisive or self.tests, key=lambda t: t.verdict.outcome.severity)
 
     @property
     def is_complete(self) -> bool:
@@ -59,9 +70,15 @@ class TaskResult:
         return 0 < self.expected == len(self.tests) and not self.is_part
 
     @property
+    def is_known(self) -> bool:
+        """Whether further tests of it can tell nothing new: a TODO, or one hang after the other."""
+        hangs = sum(test.verdict.outcome is Outcome.HANG for test in self.tests)
+        return self.is_todo or hangs >= MAX_HANGS
+
+    @property
     def is_todo(self) -> bool:
-        """Whether a test has found that the task's own function is still to be written."""
-        missing = f"Task {self.task.id}: {self.task.function},"
+        """Whether a test has found that a function of the task itself is still to be written."""
+        missing = f"Task {self.task.id}: "
         return bool(self.tests) and (
             self.outcome is Outcome.TODO and self.verdict.message.startswith(missing)
         )
@@ -86,6 +103,7 @@ class GradeResult:
     tasks: Sequence[TaskResult]  # that were asked for
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # what could be imported, by SHA-256
 
     @property
     def points(self) -> int:

@@ -7,90 +7,142 @@ ROOT/phase1_data_parallel/collectives.py               the solution's, and a han
 import hashlib
 import importlib
 import importlib.abc
+import importlib.util
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from distlab import course
 from distlab.grade.outcomes import LessonError
 
 SOLUTIONS = "solutions"
+PREFIX = "template_"
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A folder laid out like the course's phases."""
+    """A folder laid out like the course's phases.
+
+    Attributes:
+        is_solution: it is the course's own ``solutions/``, which may import itself.
+    """
 
     root: Path
+    is_solution: bool = False
 
     def file(self, phase: str, lesson: str) -> Path:
         """Return the file of a lesson; the template's, where neither is there."""
-        folder = self.root / phase
-        template, plain = folder / f"template_{lesson}.py", folder / f"{lesson}.py"
+        template, plain = self._files(phase, lesson)
         return plain if plain.is_file() and not template.is_file() else template
+
+    def _files(self, phase: str, lesson: str) -> tuple[Path, Path]:
+        folder = self.root / phase
+        return folder / f"{PREFIX}{lesson}.py", folder / f"{lesson}.py"
 
     def sha256(self, phase: str, lesson: str) -> str:
         """Return the digest of a lesson's file, "" if it is missing."""
         file = self.file(phase, lesson)
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+        return _sha256(file) if file.is_file() else ""
 
-    @property
-    def is_solution(self) -> bool:
-        """Whether this is the course's own ``solutions/``."""
-        return self.root.name == SOLUTIONS and (self.root / "__init__.py").is_file()
+    def digests(self, phase: str) -> dict[str, str]:
+        """Return the digest of every file of a phase that a lesson can import, by its path."""
+        files = sorted((self.root / phase).rglob("*.py"))
+        return {file.relative_to(self.root).as_posix(): _sha256(file) for file in files}
 
     def load(self, phase: str, lesson: str) -> ModuleType:
         """Import a lesson, inside a rank.
 
         Raises:
-            LessonError: it is missing, does not parse, fails or exits when imported, or imports the
-                solutions.
+            LessonError: it is missing or there twice, does not parse, fails or exits when imported,
+                or imports the solutions.
         """
         file = self.file(phase, lesson)
         if not file.is_file():
             raise LessonError(f"{file} is missing")
-        self._prepare()
+        if all(path.is_file() for path in self._files(phase, lesson)):
+            raise LessonError(
+                f"{phase} holds {PREFIX}{lesson}.py and {lesson}.py: keep one of them"
+            )
+        if not any(isinstance(finder, _Lessons) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Lessons(self))
         try:
             return importlib.import_module(f"{phase}.{file.stem}")
         except SyntaxError as error:
-            raise LessonError(f"{error.filename}, line {error.lineno}: {error.msg}") from None
+            text = f"{(error.text or '').rstrip()}\n{' ' * ((error.offset or 1) - 1)}^"
+            where = f"{error.filename}, line {error.lineno}"
+            raise LessonError(f"{where}: {error.msg}\n{text}") from None
         except SystemExit as error:
             raise LessonError(f"{file.name} calls sys.exit({error.code!r}) when imported") from None
         except Exception as error:
-            raise LessonError(
-                f"{file.name} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
+            text = f"{type(error).__name__}: {error}"
+            frame = self._last_frame(error)
+            if frame is None:
+                raise LessonError(f"{file.name} cannot be imported: {text}") from error
+            where = f"{frame.filename}, line {frame.lineno}"
+            raise LessonError(f"{where}: {text}\n    {frame.line}") from error
 
-    def _prepare(self) -> None:
-        """Make this folder the first where modules are looked for, once per process."""
-        if sys.path[0] == str(self.root):
-            return
-        sys.path.insert(0, str(self.root))
-        if not self.is_solution:
-            sys.meta_path.insert(0, _NoSolutions())
+    def _last_frame(self, error: Exception) -> traceback.FrameSummary | None:
+        """Return the last line of the submission that led to an error."""
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        return next((f for f in frames if Path(f.filename).is_relative_to(self.root)), None)
 
 
-class _NoSolutions(importlib.abc.MetaPathFinder):
-    """Refuses the solutions to a submission."""
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+class _Lessons(importlib.abc.MetaPathFinder):
+    """Finds the phases in the submission alone, its files under both names; no solutions.
+
+    Without it, a file that a hand-in lacks would come from the course's own folder.
+    """
+
+    def __init__(self, submission: Submission) -> None:
+        self._submission = submission
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name.partition(".")[0] == SOLUTIONS:
+        package, _, module = name.partition(".")
+        if package == SOLUTIONS and not self._submission.is_solution:
             raise ImportError(f"a submission must not import {name}")
-        return None
+        if not package.startswith("phase") or not (self._submission.root / package).is_dir():
+            return None
+        return self._find(name, package, module)
+
+    def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
+        """Never None: whoever is asked next would look elsewhere."""
+        folder = self._submission.root.joinpath(*name.split("."))
+        if folder.is_dir():
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [str(folder)]
+            return spec
+        other = self._submission.file(phase, module.removeprefix(PREFIX))
+        for file in (folder.with_suffix(".py"), other):
+            found = importlib.util.spec_from_file_location(name, file)
+            if found and file.is_file():
+                return found
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def find(choice: str, course_root: Path) -> Submission:
     """Return the submission that ``--impl`` names: "template", "solution" or a folder.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is no such folder, or none of the course's phases in it.
     """
-    named = {"template": course_root, "solution": course_root / SOLUTIONS}
-    root = named.get(choice, Path(choice)).resolve()
+    solutions = course_root / SOLUTIONS
+    root = {"template": course_root, "solution": solutions}.get(choice, Path(choice)).resolve()
     if not root.is_dir():
         raise ValueError(f"--impl {choice}: no such folder; use template, solution or a folder")
-    return Submission(root)
+    phases = [phase.folder for phase in course.load(course_root).phases]
+    if not any((root / phase).is_dir() for phase in phases):
+        raise ValueError(
+            f"--impl {choice}: holds none of {', '.join(phases)}; put the files of a hand-in into "
+            f"{Path(choice) / phases[0]}"
+        )
+    return Submission(root, is_solution=root == solutions.resolve())

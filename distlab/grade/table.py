@@ -1,19 +1,34 @@
 """What the terminal shows after the tests: messages that teach, then a table of tasks."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
 
 WIDTH = 100
+DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
+OUTPUT_CHARACTERS = 200  # of a line
+INCOMPLETE = "not all tests of the task were run: no points"
 
 
 def message(result: TaskResult) -> str:
-    """Write ``Task 1.5: …. guidelines.md 1.5``, on one line as far as the grader has written it."""
+    """Write ``Task 1.5: …. guidelines.md 1.5``, on one line as far as the grader has written it.
+
+    "" for a task that has all its points.
+    """
     task, verdict = result.task, result.verdict
+    if verdict.outcome is Outcome.PASSED:
+        return "" if result.is_complete else f"Task {task.id}: {INCOMPLETE}."
     if verdict.outcome is Outcome.TODO:
-        return verdict.message
-    return f"Task {task.id}: {_sentence(verdict.message)} {next_step(result)}"
+        return _todo(result)
+    return f"Task {task.id}: {_sentence(verdict.message)} {next_step(result)}".rstrip()
+
+
+def _todo(result: TaskResult) -> str:
+    """Say what is to be written: this task, or an earlier one that it needs."""
+    text = result.verdict.message
+    return text if result.is_todo else f"Task {result.task.id} needs another one first. {text}"
 
 
 def _sentence(text: str) -> str:
@@ -24,20 +39,32 @@ def _sentence(text: str) -> str:
 
 def next_step(result: TaskResult) -> str:
     """Tell what to read, or to do, about an outcome."""
-    task = result.task
-    section = f"guidelines.md {task.id}"
+    section = f"guidelines.md {result.task.id}"
     return {
-        Outcome.HANG: f"Who waits for whom: distlab trace {task.id}; {section}",
-        Outcome.CRASH: f"Does it leave, or crash, on one rank only? {section}",
+        Outcome.HANG: f"{_about_a_hang(result)} {section}",
+        Outcome.CRASH: f"{_about_a_crash(result)} {section}",
         Outcome.OOM: f"What grows without end? {section}",
         Outcome.IMPORT_ERROR: "Nothing of this file can be graded before it is mended.",
+        Outcome.NOT_RUN: "",
         Outcome.GRADER_ERROR: "This is the grader's fault, not yours: it scores nothing for it.",
     }.get(result.outcome, section)
 
 
+def _about_a_hang(result: TaskResult) -> str:
+    if "wait" in result.verdict.message:
+        return "Who waits for whom, and who should have sent?"
+    return "Does this ever end?"
+
+
+def _about_a_crash(result: TaskResult) -> str:
+    if "returned while" in result.verdict.message:
+        return "Does every rank take part, and wait for all that it has started?"
+    return "Which line ends the process?"
+
+
 def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
-    """Yield what to print about tasks that failed: the first whole, further ones in one line."""
-    wrong = [t for t in result.tasks if t.outcome not in (Outcome.PASSED, Outcome.TODO)]
+    """Yield what to do: the first failure whole, further ones in a line; then what to write."""
+    wrong = [t for t in result.tasks if message(t) and t.outcome is not Outcome.TODO]
     for place, task in enumerate(wrong):
         if place == 0 or verbose:
             yield from _whole(task, verbose=verbose)
@@ -46,6 +73,21 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
             yield first if len(first) <= WIDTH and not more else f"{first[: WIDTH - 2]} …"
     if len(wrong) > 1 and not verbose:
         yield f"({len(wrong) - 1} more in one line each: -v shows all)"
+    yield from _next_to_write(result)
+
+
+def _next_to_write(result: GradeResult) -> Iterator[str]:
+    todo = [task for task in result.tasks if task.outcome is Outcome.TODO]
+    if todo:
+        more = f" ({len(todo) - 1} more after it)" if len(todo) > 1 else ""
+        yield f"To write next{more}: {_short(todo[0].file)}"
+        yield f"  {message(todo[0])}"
+
+
+def _short(file: str) -> str:
+    """The path from here, where it lies below."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _whole(task: TaskResult, *, verbose: bool) -> Iterator[str]:
@@ -54,12 +96,22 @@ def _whole(task: TaskResult, *, verbose: bool) -> Iterator[str]:
         return
     verdict = task.verdict
     details = verdict.details.splitlines()
-    shown = details if verbose else details[:25]
-    yield from (f"  {line}" for line in shown)
+    shown = details if verbose else details[-DETAILS:]
     if len(details) > len(shown):
-        yield f"  … {len(details) - len(shown)} more lines: -v"
-    yield f"  in {task.worst.name} [{task.worst.world}]"
+        yield f"  … {len(details) - len(shown)} lines before: -v"
+    yield from (f"  {line}" for line in shown)
+    if verdict.output:
+        yield "  printed:"
+        yield from (f"    {line}" for line in tail(verdict.output).splitlines())
+    yield f"  in {task.worst.name}"
     yield ""
+
+
+def tail(output: str) -> str:
+    """Return the last lines of what ranks printed, each up to its 200th character."""
+    lines = output.rstrip().splitlines()
+    last = [line[:OUTPUT_CHARACTERS] for line in lines[-OUTPUT:]]
+    return "\n".join(["…", *last] if len(lines) > OUTPUT else last)
 
 
 def rows(result: GradeResult) -> Iterator[str]:
@@ -71,6 +123,6 @@ def rows(result: GradeResult) -> Iterator[str]:
         name += "" if task.is_complete or not task.tests else " *"
         yield f"{task.task.id:<6}{task.task.function:<32}{name:<15}{points:>8}{task.seconds:>9.1f}"
     if any(task.tests and not task.is_complete for task in result.tasks):
-        yield "* not all tests of the task were run: no points"
+        yield f"* {INCOMPLETE}"
     total = f"{result.points}/{result.max_points}"
     yield f"{'':<6}{'':<32}{'total':<15}{total:>8}{result.seconds:>9.1f}"

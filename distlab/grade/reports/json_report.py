@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 from distlab.grade import table
-from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 
 SCHEMA = "distlab/grade/1"
@@ -19,6 +18,7 @@ def text(result: GradeResult) -> str:
         "max_points": result.max_points,
         "seconds": round(result.seconds, 3),
         "versions": result.versions,
+        "files": result.files,
         "tasks": [_task(task) for task in result.tasks],
     }
     return json.dumps(report, indent=2) + "\n"
@@ -29,7 +29,7 @@ def _task(result: TaskResult) -> dict[str, Any]:
         "id": result.task.id,
         "function": result.task.function,
         "outcome": result.outcome.value,
-        "message": "" if result.outcome is Outcome.PASSED else table.message(result),
+        "message": table.message(result),
         "points": result.points,
         "max_points": result.task.points,
         "seconds": round(result.seconds, 3),
@@ -47,5 +47,6 @@ def _test(result: TestResult) -> dict[str, Any]:
         "outcome": result.verdict.outcome.value,
         "message": result.verdict.message,
         "details": result.verdict.details,
+        "output": table.tail(result.verdict.output),
         "seconds": round(result.seconds, 3),
     }

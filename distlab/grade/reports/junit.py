@@ -2,7 +2,8 @@
 
 import xml.etree.ElementTree as ET
 
-from distlab.grade.outcomes import Outcome
+from distlab.grade import table
+from distlab.grade.outcomes import Outcome, Verdict
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 
 # A submission that fails is a failure; what ends without a verdict on it is an error.
@@ -13,6 +14,7 @@ _ELEMENTS = {
     Outcome.CRASH: "failure",
     Outcome.OOM: "failure",
     Outcome.IMPORT_ERROR: "error",
+    Outcome.NOT_RUN: "error",
     Outcome.GRADER_ERROR: "error",
 }
 
@@ -27,18 +29,27 @@ def text(result: GradeResult) -> str:
 
 
 def _suite(result: TaskResult) -> ET.Element:
-    kinds = [_ELEMENTS.get(test.verdict.outcome) for test in result.tests]
+    tests = [*result.tests, *_missing(result)]
+    kinds = [_ELEMENTS.get(test.verdict.outcome) for test in tests]
     suite = ET.Element(
         "testsuite",
         name=f"{result.task.id} {result.task.function}",
-        tests=str(len(result.tests)),
+        tests=str(len(tests)),
         failures=str(kinds.count("failure")),
         errors=str(kinds.count("error")),
         skipped=str(kinds.count("skipped")),
         time=f"{result.seconds:.3f}",
     )
-    suite.extend(_case(result, test) for test in result.tests)
+    suite.extend(_case(result, test) for test in tests)
     return suite
+
+
+def _missing(result: TaskResult) -> list[TestResult]:
+    """A case for tests that were not run: without it, a task that scores nothing would be green."""
+    if result.is_complete:
+        return []
+    verdict = result.verdict if not result.tests else Verdict(Outcome.NOT_RUN, table.INCOMPLETE)
+    return [TestResult("all tests of the task", "", verdict, 0.0)]
 
 
 def _case(task: TaskResult, test: TestResult) -> ET.Element:

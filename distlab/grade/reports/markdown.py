@@ -14,7 +14,7 @@ def text(result: GradeResult) -> str:
         "|---|---|---|---:|---:|",
         *map(_row, result.tasks),
     ]
-    wrong = [t for t in result.tasks if t.outcome not in (Outcome.PASSED, Outcome.TODO)]
+    wrong = [t for t in result.tasks if table.message(t) and t.outcome is not Outcome.TODO]
     for task in wrong:
         lines += ["", f"**{task.task.id} {task.task.function}**", "", "```", _message(task), "```"]
     return "\n".join(lines) + "\n"

@@ -1,28 +1,108 @@
-"""A suite that cannot be collected is no verdict on the submission: no success, no points."""
+"""What pytest is asked for, what it then says, and with which code it ends."""
 
+import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).parents[3]
+SUITE = "tests/test_phase1.py"
+MY_SUITE = """
+from distlab.grade import check, task
+
+def nothing(lesson):
+    return 1
+
+@task("1.4")
+def test_that_breaks(grade):
+    {body}
+
+@task("1.5")
+def test_that_passes(grade):
+    grade.call(nothing)
+"""
+
+
+def pytest_run(*arguments: object, suite: object = SUITE) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", str(suite), "-q", "-c", str(ROOT / "pyproject.toml")]
+    command += ["--impl", "solution", "--backend", "sim", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def my_suite(folder: Path, body: str) -> Path:
+    path = folder / "test_mine.py"
+    path.write_text(MY_SUITE.format(body=body))
+    return path
 
 
 def test_a_collection_error_is_neither_success_nor_a_zero(tmp_path: Path) -> None:
     suite, report = tmp_path / "test_broken.py", tmp_path / "report.json"
     suite.write_text("import no_such_module\n")
-    command = [sys.executable, "-m", "pytest", str(suite), "-q", "--impl", "solution"]
-    command += ["-c", str(ROOT / "pyproject.toml"), "--report", f"json={report}"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    report.write_text('{"score": 100}')  # of an earlier run
+    ended = pytest_run("--report", f"gradescope={report}", suite=suite)
     assert ended.returncode == 2, ended.stdout
     assert "no_such_module" in ended.stdout
     assert not report.exists(), "a report would be read as a verdict"
 
 
-def test_one_test_asked_for_by_name_does_not_earn_the_points_of_its_task() -> None:
-    test = "tests/test_phase1.py::test_a_ring_exchanges_without_deadlock"
-    command = [sys.executable, "-m", "pytest", test, "-q", "--impl", "solution"]
-    ended = subprocess.run(
-        [*command, "--backend", "sim"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+def test_one_test_asked_for_by_name_does_not_earn_the_points_of_its_task(tmp_path: Path) -> None:
+    test, junit = f"{SUITE}::test_exchange_inside_a_group", tmp_path / "junit.xml"
+    ended = pytest_run("--report", f"junit={junit}", suite=test)
     assert ended.returncode == 1, ended.stdout
     assert "not all tests of the task were run: no points" in ended.stdout
+    assert "1.5" not in ended.stdout, "only what was asked for is in the table"
+    (task,) = ET.parse(junit).getroot()
+    assert (task.get("name"), task.get("errors")) == ("1.4 exchange", "1"), "CI must not be green"
+
+
+def test_tasks_are_picked_by_their_ids() -> None:
+    ended = pytest_run("-k", "1.1 or 1.4", "--collect-only")
+    assert ended.returncode == 0, ended.stdout
+    assert "test_ranks_take_turns" in ended.stdout
+    assert "test_exchange_inside_a_group" in ended.stdout
+    assert "broadcast" not in ended.stdout
+    assert "total" not in ended.stdout
+
+
+def test_an_error_of_the_grader_ends_with_its_own_code(tmp_path: Path) -> None:
+    suite, report = my_suite(tmp_path, "raise KeyError('mine')"), tmp_path / "report.json"
+    ended = pytest_run("--report", f"json={report}", suite=suite)
+    assert ended.returncode == 3, ended.stdout
+    found = {task["id"]: task["outcome"] for task in json.loads(report.read_text())["tasks"]}
+    assert (found["1.4"], found["1.5"]) == ("grader error", "passed")
+
+
+def test_tests_that_pytest_left_out_are_not_run(tmp_path: Path) -> None:
+    suite, report = my_suite(tmp_path, "check(False, 'wrong')"), tmp_path / "report.json"
+    ended = pytest_run("-x", "-k", "1.4 or 1.5", "--report", f"json={report}", suite=suite)
+    assert ended.returncode == 1, ended.stdout
+    found = {task["id"]: task["outcome"] for task in json.loads(report.read_text())["tasks"]}
+    assert found == {"1.4": "failed", "1.5": "not run"}
+
+
+@pytest.mark.parametrize("path", [".", "no/such/file/../", "/dev/null/report.json"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(path: str) -> None:
+    ended = pytest_run("--report", f"json={path}", "-k", "1.1")
+    assert ended.returncode == 4, ended.stdout
+    assert f"--report json={path}: cannot be written" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+def test_nccl_without_gpus_is_refused_before_anything_runs() -> None:
+    ended = pytest_run("--backend", "nccl", "-k", "1.1")
+    assert (ended.returncode, "torch sees no GPU here" in ended.stderr) == (4, True)
+
+
+def test_a_report_may_go_to_a_device() -> None:
+    ended = pytest_run("--report", "markdown=/dev/stderr", "-k", "1.1")
+    assert (ended.returncode, "## 5 of 5 points" in ended.stderr) == (0, True)
+
+
+def test_tests_of_one_task_are_not_spread_over_workers() -> None:
+    ended = pytest_run("-n", "2", "-k", "1.1")
+    assert (ended.returncode, "leave -n out" in ended.stderr) == (4, True)

@@ -28,11 +28,11 @@ def a_task(task_id: str, verdict: Verdict) -> TaskResult:
 def a_result(verdict: Verdict) -> GradeResult:
     """1.4 has passed, 1.5 has the verdict."""
     tasks = [a_task("1.4", Verdict(Outcome.PASSED)), a_task("1.5", verdict)]
-    return GradeResult("here", tasks, 1.5, {"python": "3.11"})
+    return GradeResult("here", tasks, 1.5, {"python": "3.11"}, {"phase1/a.py": "ab12"})
 
 
-HANG = Verdict(Outcome.HANG, "rank 1 waits", "  a.py:3  dist.recv(x)")
-HANGS = "Task 1.5: rank 1 waits. Who waits for whom: distlab trace 1.5; guidelines.md 1.5"
+HANG = Verdict(Outcome.HANG, "rank 1 waits", "  a.py:3  dist.recv(x)", "hello\n")
+HANGS = "Task 1.5: rank 1 waits. Who waits for whom, and who should have sent? guidelines.md 1.5"
 
 
 def written(kind: str, verdict: Verdict) -> Any:
@@ -50,6 +50,7 @@ def test_json_holds_everything() -> None:
         "max_points": 8,
         "seconds": 1.5,
         "versions": {"python": "3.11"},
+        "files": {"phase1/a.py": "ab12"},
     }
     assert found["tasks"][0]["message"] == ""
     assert found["tasks"][1] == {
@@ -70,6 +71,7 @@ def test_json_holds_everything() -> None:
                 "outcome": "hang",
                 "message": "rank 1 waits",
                 "details": "  a.py:3  dist.recv(x)",
+                "output": "hello",
                 "seconds": 0.25,
             }
         ],

@@ -1,0 +1,114 @@
+"""From what ends a test to a verdict, and from verdicts to a task's outcome."""
+
+from pathlib import Path
+
+import pytest
+
+from distlab import course
+from distlab.grade import table
+from distlab.grade.checks import Wrong
+from distlab.grade.outcomes import Outcome, Verdict, verdict_on
+from distlab.grade.results import TaskResult, TestResult
+from distlab.launch import RankFailed, RankHung
+
+TASK = course.load(Path(__file__).parents[3]).task("1.5")
+TODO = "Task 1.5: broadcast, see guidelines.md#15-broadcast-along-a-tree"
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/home/me/course/distlab/grade/running.py", line 136, in on_rank
+    return body(submission.load(task.folder, task.lesson), *args)
+           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/home/me/course/tests/phase1/collectives.py", line 80, in broadcast_from
+    lesson.broadcast(x, src, group)
+  File "/home/me/course/phase1_data_parallel/template_collectives.py", line 70, in broadcast
+    x[1000]
+IndexError: index 1000 is out of bounds"""
+
+
+def raised(name: str, text: str, details: str = "") -> RankFailed:
+    message = f"rank 0 of 2 raised {name}: {text}\n\n{details}"
+    return RankFailed(message, rank=0, exception=name)
+
+
+def a_task(*tests: tuple[str, Verdict], expected: int | None = None) -> TaskResult:
+    results = [TestResult(f"test[{world}]", world, verdict, 0.1) for world, verdict in tests]
+    return TaskResult(
+        TASK, "a.py", "ab", len(tests) if expected is None else expected, False, results
+    )
+
+
+PASSED = Verdict(Outcome.PASSED)
+HANG = Verdict(Outcome.HANG, "4 of 4 wait in recv")
+
+
+def test_only_the_error_of_a_template_is_a_todo() -> None:
+    assert verdict_on(raised("NotImplementedError", TODO)) == Verdict(Outcome.TODO, TODO)
+    other = verdict_on(raised("NotImplementedError", "Module is missing forward"))
+    assert other.outcome is Outcome.FAILED
+    assert "rank 0 of 2 raised NotImplementedError: Module is missing" in other.message
+
+
+def test_a_traceback_shows_the_learners_lines() -> None:
+    details = verdict_on(raised("IndexError", "index", TRACEBACK)).details
+    assert "in broadcast\n    x[1000]\nIndexError" in details
+    assert "running.py" not in details
+    assert "^^^" not in details
+    assert "tests/phase1" not in details
+
+
+def test_a_traceback_that_never_reached_the_learner_is_left_as_it_is() -> None:
+    graders = TRACEBACK.partition('  File "/home/me/course/phase1')[0]
+    assert verdict_on(raised("TypeError", "no", graders)).details == graders.strip("\n")
+
+
+def test_what_is_wrong_in_the_simulated_world_is_told_before_a_crash_on_processes() -> None:
+    wrong = verdict_on(Wrong("rank 1 sent 7000 elements"))
+    crash = Verdict(Outcome.CRASH, "rank 1 of 2 has returned while rank 0 still waited")
+    task = a_task(("gloo", crash), ("sim", PASSED), ("sim", wrong))
+    assert (task.outcome, task.points) == (Outcome.FAILED, 0)
+    assert a_task(("gloo", crash), ("sim", PASSED)).outcome is Outcome.CRASH
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+def test_the_graders_own_error_is_never_hidden(world: str) -> None:
+    error = Verdict(Outcome.GRADER_ERROR, "KeyError: 3")
+    task = a_task(("sim", Verdict(Outcome.OOM, "grew")), (world, error))
+    assert task.outcome is Outcome.GRADER_ERROR
+
+
+def test_after_two_hangs_the_rest_is_known() -> None:
+    assert not a_task(("sim", HANG), ("sim", PASSED)).is_known
+    assert a_task(("sim", HANG), ("sim", PASSED), ("gloo", HANG)).is_known
+
+
+def test_a_task_of_which_nothing_was_run_scores_nothing_and_is_not_the_graders_fault() -> None:
+    task = a_task(expected=3)
+    assert (task.outcome, task.points) == (Outcome.NOT_RUN, 0)
+    assert table.message(task) == "Task 1.5: none of its tests was run: pytest ended before."
+    assert a_task(expected=0).outcome is Outcome.GRADER_ERROR
+
+
+def test_a_task_that_waits_for_another_one_says_for_which() -> None:
+    missing = "Task 1.4: exchange, see guidelines.md#14-exchange"
+    needs = a_task(("sim", Verdict(Outcome.TODO, missing)))
+    assert table.message(needs) == f"Task 1.5 needs another one first. {missing}"
+    assert not needs.is_known, "a test that does without may tell more"
+    own = a_task(("sim", Verdict(Outcome.TODO, TODO)))
+    assert (table.message(own), own.is_known) == (TODO, True)
+
+
+def test_only_the_last_lines_of_what_ranks_print_are_shown() -> None:
+    assert table.tail("one\ntwo\n") == "one\ntwo"
+    shown = table.tail("".join(f"{n} " + 1000 * "flood " + "\n" for n in range(100))).splitlines()
+    assert [line.split(" ")[0] for line in shown] == ["…", *map(str, range(90, 100))]
+    assert max(map(len, shown)) == table.OUTPUT_CHARACTERS
+
+
+def test_a_hang_is_explained_by_what_kind_it_is() -> None:
+    assert "Who waits for whom" in table.next_step(a_task(("gloo", HANG)))
+    loop = Verdict(Outcome.HANG, "time is up after 2 s of computing: rank 5 is at a.py:6")
+    assert "Does this ever end?" in table.next_step(a_task(("gloo", loop)))
+
+
+def test_time_that_is_up_is_a_hang() -> None:
+    assert verdict_on(RankHung("time is up after 2 s", rank=1)).outcome is Outcome.HANG
