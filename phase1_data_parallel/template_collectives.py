@@ -6,6 +6,7 @@ Tasks 1.4 to 1.8. The docstring says what a function promises, its TODO what you
 guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.4``.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
