@@ -50,6 +50,7 @@ class Rank:
         self.has_ended = False
         self.is_killed = False
         self.num_clock_reads = 0  # since its last communication call
+        self.last_reading_s = -1.0  # of its clock
         self.num_unwound = 0  # how often it was told to end
         self.is_parked = False
         self.waits_in: object = None  # the operation that blocks it

@@ -36,6 +36,7 @@ from distlab.sim.work import POLL_S
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
 MAX_LEFTOVERS = 12
+CLOCK_TICK_S = 1e-9  # that of time.perf_counter_ns
 FREE_CLOCK_READS = 100  # between two communication calls
 
 
@@ -280,7 +281,7 @@ class Simulation:
 
         Reading it is free, unless a rank does nothing else: whoever waits for time to pass, as a
         busy loop or asyncio does, must see it pass. Each hundred reads cost twice as much each as
-        the hundred before.
+        the hundred before. No two readings are the same: whoever divides by their difference can.
         """
         rank = self.scheduler.current
         rank.num_clock_reads += 1
@@ -288,7 +289,8 @@ class Simulation:
             doublings = min(rank.num_clock_reads // FREE_CLOCK_READS - 1, 10)
             rank.clock_s += POLL_S * 2**doublings
             self.scheduler.act()
-        return rank.clock_s
+        rank.last_reading_s = max(rank.clock_s, rank.last_reading_s + CLOCK_TICK_S)
+        return rank.last_reading_s
 
     def compute(self, seconds: float, name: str) -> None:
         """Let the running rank's clock advance."""

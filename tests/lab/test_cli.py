@@ -221,10 +221,11 @@ def test_training_on_the_simulated_cluster_learns_exactly_the_same() -> None:
         (["--cluster", "dgx-h100"], "simulated cluster dgx-h100"),
     ],
 )
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_the_first_line_says_that_simulated_times_are_virtual(
-    cluster: list[str], name: str, capfd: pytest.CaptureFixture[str]
+    cluster: list[str], name: str, workers: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--backend", "sim", *cluster, "--num_workers", "2", "--epochs", "1"]
+    options = ["--backend", "sim", *cluster, "--num_workers", workers, "--epochs", "1"]
     assert distlab("train", *options) == 0
     first, *_, last = capfd.readouterr().out.splitlines()
     assert f", {name}, times are virtual, not measured, batch 64" in first

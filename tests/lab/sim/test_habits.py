@@ -55,10 +55,17 @@ def _one_polls_while_two_talk() -> float:
 
 
 def test_reading_a_clock_now_and_then_costs_nothing() -> None:
-    def times() -> float:
-        return sum(time.perf_counter() for _ in range(50))
+    simulated = simulate(lambda: [time.perf_counter() for _ in range(50)], 2)
+    assert simulated.seconds == 0.0
+    assert simulated.results == [pytest.approx([1e-9 * read for read in range(50)])] * 2
 
-    assert simulate(times, 2).results == [0.0, 0.0]
+
+def test_whoever_divides_by_the_time_of_something_that_took_none_can() -> None:
+    def rate() -> float:
+        start = time.perf_counter()
+        return 1 / (time.perf_counter() - start)
+
+    assert simulate(rate, 1).results == [pytest.approx(1e9)]
 
 
 # Catching everything
