@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,8 @@ else:
 FILE = "course.toml"
 HINTS = (1, 2, 3)  # a question; the idea; names and number of lines
 DIFFICULTIES = range(1, 6)
-OUTCOMES = ("failed", "todo", "hang", "crash", "oom", "import error", "grader error")
+PASSED, TODO, GRADER_ERROR = "passed", "todo", "grader error"  # outcomes that mean something here
+OUTCOMES = ("failed", TODO, "hang", "crash", "oom", "import error", GRADER_ERROR)  # but passed
 
 
 Entry = TypeVar("Entry")
@@ -45,6 +46,12 @@ class Task:
     lesson: str  # name of the file without ``template_`` and ``.py``
     folder: str  # of the phase
     hint_for: Mapping[str, int] = field(default_factory=dict, hash=False)  # outcome: hint
+    also: tuple[str, ...] = ()  # further functions of the file that are written and graded with it
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """All that a learner writes for it; first the one it is named after."""
+        return (self.function, *self.also)
 
     @property
     def template(self) -> Path:
@@ -112,19 +119,10 @@ class Course:
         """Look a task up by its id, "1.5"."""
         return _look_up("task", id, {task.id: task for task in self.tasks})
 
-    def task_of(self, function: str) -> Task:
-        """Look a task up by its function, "broadcast"."""
-        return _look_up("function", function, {task.function: task for task in self.tasks})
-
     def phase(self, number: int) -> Phase:
         """Look a phase up by its number."""
         by_number = {str(phase.number): phase for phase in self.phases}
         return _look_up("phase", str(number), by_number)
-
-    def lesson(self, name: str) -> Lesson:
-        """Look a lesson up by its name, "collectives"."""
-        lessons = [lesson for phase in self.phases for lesson in phase.lessons]
-        return _look_up("lesson", name, {lesson.name: lesson for lesson in lessons})
 
 
 def load(root: Path) -> Course:
@@ -164,7 +162,7 @@ def _course(table: dict[str, Any]) -> Course:
     _check_unique("phase", [str(phase.number) for phase in course.phases])
     _check_unique("lesson", [lesson.name for phase in course.phases for lesson in phase.lessons])
     _check_unique("task", [task.id for task in course.tasks])
-    _check_unique("function", [task.function for task in course.tasks])
+    _check_unique("function", [name for task in course.tasks for name in task.functions])
     return course
 
 
@@ -190,9 +188,9 @@ def _lesson(phase: int, folder: str, table: dict[str, Any]) -> Lesson:
 
 def _task(folder: str, lesson: str, table: dict[str, Any]) -> Task:
     where = f"task {table.get('id', '?')}"
-    given = {entry.name: entry for entry in fields(Task) if entry.name not in ("lesson", "folder")}
-    needed = [name for name, entry in given.items() if entry.default_factory is MISSING]
-    _check_keys(where, table, needed, optional=["hint_for"])
+    optional = ["hint_for", "also"]
+    given = [entry.name for entry in fields(Task) if entry.name not in ("lesson", "folder")]
+    _check_keys(where, table, [name for name in given if name not in optional], optional)
     return Task(
         id=_text(where, table, "id"),
         function=_text(where, table, "function"),
@@ -203,7 +201,14 @@ def _task(folder: str, lesson: str, table: dict[str, Any]) -> Task:
         lesson=lesson,
         folder=folder,
         hint_for=_hint_for(where, table.get("hint_for", {})),
+        also=_also(where, table.get("also", [])),
     )
+
+
+def _also(where: str, names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise CourseError(f'{where}: also must be like ["helper"], not {names!r}')
+    return tuple(names)
 
 
 def _hint_for(where: str, table: Any) -> dict[str, int]:

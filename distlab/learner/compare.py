@@ -22,9 +22,7 @@ def diff(folder: CourseFolder, task: Task) -> str:
         raise LearnerError(f"{task.solution} has no {task.function} to compare with")
     if not own:
         raise LearnerError(f"{task.template} is missing or does not parse: distlab check {task.id}")
-    return "".join(
-        _one(name, own.get(name, ""), solved.get(name, "")) for name in source.names(folder, task)
-    )
+    return "".join(_one(name, own.get(name, ""), solved.get(name, "")) for name in task.functions)
 
 
 def _one(name: str, own: str, solved: str) -> str:

@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distlab.course import Phase, Task
+from distlab.course import GRADER_ERROR, PASSED, Phase, Task
 from distlab.learner import source, state
 from distlab.learner.folder import CourseFolder, LearnerError
 
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 REPORTS = ("json", "junit", "gradescope", "markdown")
-BACKENDS = ("auto", "sim", "gloo", "nccl")
-GRADER_ERROR = "grader error"
 
 Run = Callable[[list[str]], "tuple[int, str]"]  # arguments of pytest -> its exit code and output
 
@@ -210,5 +208,5 @@ def remember(folder: CourseFolder, grading: Grading) -> state.Progress:
 
 def _outcome(task: TaskGrade) -> str:
     """Passed is what scores; tests that passed but were not all run do not."""
-    has_scored = task.outcome == state.PASSED and task.points == task.max_points
-    return task.outcome if has_scored or task.outcome != state.PASSED else GRADER_ERROR
+    has_scored = task.outcome != PASSED or task.points == task.max_points
+    return task.outcome if has_scored else GRADER_ERROR

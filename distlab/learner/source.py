@@ -1,12 +1,12 @@
 """The functions of a task in a file: where they are, whether they are written, how to replace them.
 
-A task is the function that course.toml names, and any other whose template raises the same task's
-NotImplementedError, as ``fit_alpha_beta`` does for 1.8.
+A task is the functions that course.toml names for it: 1.8 has ``fit_alpha_beta`` too.
 """
 
 import ast
 import contextlib
 import hashlib
+import io
 import re
 import subprocess
 import time
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distlab.course import Task
+from distlab.learner import files
 from distlab.learner.folder import CourseFolder, LearnerError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -26,8 +27,13 @@ def functions(text: str) -> dict[str, str]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return {}
-    lines = text.splitlines(keepends=True)
+    lines = _lines(text)
     return {name: "".join(lines[_span(node)]) for name, node in _defined(tree)}
+
+
+def _lines(text: str) -> list[str]:
+    """Split where Python's parser does, which counts no form feed as a line; keep the ends."""
+    return list(io.StringIO(text, newline=""))
 
 
 def _defined(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
@@ -49,17 +55,10 @@ def to_write(task: Task, template: str) -> dict[str, str]:
     return {name: source for name, source in functions(template).items() if mark.search(source)}
 
 
-def names(folder: CourseFolder, task: Task) -> list[str]:
-    """Return the names of the task's functions; that of course.toml if no template is kept."""
-    try:
-        return list(untouched(folder, task))
-    except LearnerError:
-        return [task.function]
-
-
 def digest(folder: CourseFolder, task: Task) -> str:
-    """Return a digest of the task's function in the learner's file, "" if it is not there."""
-    source = functions(read(folder.root / task.template)).get(task.function, "")
+    """Return a digest of the task's functions in the learner's file, "" if none is there."""
+    found = functions(read(folder.root / task.template))
+    source = "".join(found.get(name, "") for name in task.functions)
     return hashlib.sha256(source.encode()).hexdigest()[:16] if source else ""
 
 
@@ -131,17 +130,27 @@ def _git(root: Path, *arguments: str) -> str:
 def reset(folder: CourseFolder, task: Task) -> Path:
     """Put the task's functions back to their template; return the copy of the old file.
 
+    All the rest stays as it is, byte for byte.
+
     Raises:
         LearnerError: there is no template, or the learner's file does not hold the functions.
     """
     path = folder.root / task.template
-    text, templates = read(path), untouched(folder, task)
+    before, templates = _bytes(path), untouched(folder, task)
+    text = before.decode("utf-8", errors="surrogateescape")
     for name, template in templates.items():
         text = _replaced(text, name, template, task)
     old = _next_copy(folder.private / "reset" / task.id, path.name)
-    old.write_bytes(path.read_bytes())
-    path.write_text(text, encoding="utf-8")
+    old.write_bytes(before)
+    files.write(path, text.encode("utf-8", errors="surrogateescape"))
     return old
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _next_copy(parent: Path, name: str) -> Path:
@@ -153,15 +162,17 @@ def _next_copy(parent: Path, name: str) -> Path:
 
 
 def _replaced(text: str, name: str, new: str, task: Task) -> str:
-    """Return ``text`` with another source of the function ``name``."""
-    lines = text.splitlines(keepends=True)
+    """Return ``text`` with another source of the function ``name``, in the text's line ends."""
+    lines = _lines(text)
     span = _place(text, lines, name)
     if span is None:
         raise LearnerError(
             f"{task.template} has no {name} to reset; git checkout -- {task.template} brings "
             "the whole file back"
         )
-    lines[span] = [new if new.endswith("\n") else f"{new}\n"]
+    first = lines[span][0]
+    end = first[len(first.rstrip("\r\n")) :] or "\n"
+    lines[span] = [line.rstrip("\r\n") + end for line in _lines(new)]
     return "".join(lines)
 
 

@@ -5,17 +5,16 @@ It only says where to go on. It is never trusted: whoever wants a score runs ``d
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.course import HINTS, OUTCOMES, Task
+from distlab.course import HINTS, OUTCOMES, PASSED, Task
+from distlab.learner import files
 from distlab.learner.folder import CourseFolder
 
 FILE = "progress.json"
-PASSED = "passed"
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,7 @@ class Progress:
         self.path.parent.mkdir(exist_ok=True)
         records = {task_id: asdict(record) for task_id, record in self.records.items()}
         text = json.dumps({"tasks": records, "hints": self.hints}, indent=2) + "\n"
-        new = self.path.with_suffix(f".{os.getpid()}")
-        new.write_text(text, encoding="utf-8")
-        new.replace(self.path)
+        files.write(self.path, text.encode())
 
 
 def load(folder: CourseFolder) -> Progress:

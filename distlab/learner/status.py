@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from distlab.course import Phase, Task
+from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
-from distlab.learner.grading import GRADER_ERROR, NOTHING_RAN, Grading, TaskGrade
-from distlab.learner.state import PASSED, Progress
+from distlab.learner.grading import NOTHING_RAN, Grading, TaskGrade
+from distlab.learner.state import Progress
 
 BAR_WIDTH = 24
-TODO = "todo"
 
 
 def summary(folder: CourseFolder, progress: Progress) -> Iterator[str]:

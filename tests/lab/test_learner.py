@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import Queue
+from typing import get_args
 
 import psutil
 import pytest
 
-from distlab.cli import main
+from distlab import course
+from distlab.cli import learn, main
 from distlab.grade import plugin, reports
+from distlab.grade.outcomes import Outcome
 from distlab.learner import folder as folders
 from distlab.learner import grading, hints, source, state, status, watch
 from distlab.learner.folder import CourseFolder
@@ -110,6 +113,22 @@ def test_status_knows_what_was_edited_since(
     assert ["✔", "1.4", "exchange", "passed, edited since"] in lines
     assert ["✘", "1.5", "broadcast", "hang"] in lines
     assert ["·", "1.6", "all_reduce_naive"] in lines
+
+
+@pytest.mark.parametrize(
+    ("id", "helper"), [("1.8", "fit_alpha_beta"), ("1.10", "average_gradients_flat")]
+)
+def test_whatever_a_task_is_graded_by_counts_as_edited(
+    here: CourseFolder, id: str, helper: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = here.task(id)
+    state.remember(here, {id: state.Record("passed", source.digest(here, task))})
+    path = here.root / task.template
+    text = path.read_text()
+    path.write_text(text.replace(f'"Task {id}: {helper}, ', f'"Task {id}: my {helper}, '))
+    assert distlab("status") == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if f" {id} " in line)
+    assert line.endswith("passed, edited since")
 
 
 def test_it_works_below_the_course_s_folder_and_says_where_it_does_not(
@@ -270,6 +289,38 @@ def test_reset_puts_one_function_back_and_keeps_the_old_text(
     assert state.load(kept).outcome(kept.task("1.4")) == ""
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+def test_reset_leaves_all_else_byte_for_byte(kept: CourseFolder, end: bytes) -> None:
+    strange = b"\x0c# a page of its own \xe2\x80\xa8 and \xff\n"
+    after = (strange + (ROOT / FILE).read_bytes()).replace(b"\n", end)
+    write_exchange(kept, WRONG)
+    before = (strange + (kept.root / FILE).read_bytes()).replace(b"\n", end)
+    (kept.root / FILE).write_bytes(before)
+    (kept.root / FILE).chmod(0o640)
+    assert distlab("reset", "1.4", "--yes") == 0
+    assert (kept.root / FILE).read_bytes() == after
+    assert (kept.root / FILE).stat().st_mode & 0o777 == 0o640
+    (old,) = (kept.private / "reset" / "1.4").iterdir()
+    assert old.read_bytes() == before
+
+
+def test_a_reset_that_cannot_write_leaves_the_file_whole(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.keep_templates(here)
+    write_exchange(here, WRONG)
+    before = (here.root / FILE).read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        source.reset(here, here.task("1.4"))
+    assert (here.root / FILE).read_bytes() == before
+    assert [path.name for path in (here.root / FILE).parent.glob(".*")] == []
+
+
 def test_reset_says_when_it_cannot(here: CourseFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert distlab("reset", "1.4", "--yes") == 2
     assert "neither git nor .distlab/templates has" in capsys.readouterr().err
@@ -299,7 +350,11 @@ def test_reset_asks_first(
 
 def test_the_options_are_those_of_the_grader() -> None:
     assert tuple(reports.FORMATS) == grading.REPORTS
-    assert plugin.BACKENDS == grading.BACKENDS
+    assert get_args(learn.Backend) == plugin.BACKENDS
+
+
+def test_the_outcomes_are_those_of_the_grader() -> None:
+    assert {outcome.value for outcome in Outcome} == {course.PASSED, *course.OUTCOMES}
 
 
 def saying(code: int, *tasks: tuple[str, str, int], text: str = "") -> grading.Run:
