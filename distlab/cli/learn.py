@@ -18,6 +18,15 @@ SomeTask = Annotated[
 OneTask = Annotated[
     str, typer.Argument(metavar="TASK", show_default=False, help="As 1.5 or broadcast.")
 ]
+WorldTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--world-timeout",
+        metavar="SECONDS",
+        help="Time of one world; more on a slow or busy machine.  [default: 5]",
+        show_default=False,
+    ),
+]
 COLOURS = {"✔": typer.colors.GREEN, "✘": typer.colors.RED}
 DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.colors.CYAN}
 
@@ -51,18 +60,18 @@ def choose(here: folder.CourseFolder, name: str | None) -> Task:
     return state.load(here).next_task(here) or here.course.tasks[-1]
 
 
-def check(task: SomeTask = None) -> None:
+def check(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
     """Grade one task, and say what to do next."""
     here = folder.find()
     listed = choose(here, task)
-    arguments = grading.for_task(here, listed)
+    arguments = [*grading.for_task(here, listed), *grading.world_timeout(world_timeout)]
     with waiting(f"grading {listed.id} {listed.function} …"):
         graded = grading.grade(here, arguments)
     progress = grading.remember(here, graded)
     if listed.id in graded.tasks:
         say([status.verdict(listed, graded.tasks[listed.id])])
     if graded.code != grading.FULL_MARKS:
-        say(status.explanation(listed, graded))
+        say(status.explanation(here, listed, graded))
     say(status.go_on(here, listed, graded, progress))
     raise typer.Exit(graded.code)
 
@@ -81,12 +90,13 @@ def grade(
             "--report", metavar="FORMAT=PATH", help=f"{', '.join(grading.REPORTS)}; repeatable."
         ),
     ] = None,
+    world_timeout: WorldTimeout = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All messages whole.")] = False,
 ) -> None:
     """Grade everything: exit code 0 full marks, 1 not, 2 usage, 3 grader failed, 4 nothing ran."""
     here = folder.find()
     phases = here.course.phases if phase is None else (here.course.phase(phase),)
-    arguments = grading.suites(here, phases)
+    arguments = grading.suites(here, phases) + grading.world_timeout(world_timeout)
     arguments += ["--impl", grading.find_impl(impl), "--backend", backend]
     for option in report or ():
         arguments += ["--report", grading.find_report(option)]

@@ -6,7 +6,7 @@ import typer
 
 from distlab.cli.learn import OneTask, waiting
 from distlab.launch import nursery
-from distlab.learner import folder, grading
+from distlab.learner import folder, grading, programs
 
 
 def trace(
@@ -21,6 +21,7 @@ def trace(
     """Run your function on simulated ranks; draw its messages, or report the deadlock."""
     here = folder.find()
     listed, choice = here.task(task), grading.find_impl(impl)
+    programs.find(listed.id)  # before anything is loaded
     with waiting(f"running {listed.function} …"):
         nursery.start_ahead()
         from distlab.learner import trace as tracing

@@ -6,27 +6,33 @@ from queue import Queue
 
 import typer
 
-from distlab.cli.learn import SomeTask, check, choose, say
-from distlab.learner import folder
+from distlab.cli.learn import SomeTask, WorldTimeout, check, choose, say
+from distlab.learner import children, folder, grading
 
 CLEAR = "\x1b[2J\x1b[3J\x1b[H"
 
 
-def watch(task: SomeTask = None) -> None:
+def watch(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
     """Grade the current task on every save; without a terminal, once."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        check(task)
+        check(task, world_timeout)
         return
     from distlab.learner import watch as watching
     from distlab.learner.warm import WarmGrader
 
     here = folder.find()
     first = choose(here, task)
+    options = grading.world_timeout(world_timeout)
     events: watching.Events = Queue()
     grader = WarmGrader(here)
     try:
-        with watching.saves_into(events, here), watching.keys_into(events):
-            watching.Watch(here, first, grader, say, _say_on_empty_screen).run(events)
+        with (
+            children.ended_with_us(),
+            watching.saves_into(events, here),
+            watching.keys_into(events),
+        ):
+            session = watching.Watch(here, first, grader, say, _say_on_empty_screen, options)
+            session.run(events)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
     finally:

@@ -5,5 +5,5 @@ tests/test_phase1.py   ──▶ grading, warm           what it is worth, judge
 .distlab/              ──▶ state                   what was done; by task, never trusted
 
 The commands of ``distlab.cli`` are thin: they print what the functions here return. Nothing here
-imports torch, except ``trace`` and ``programs``.
+imports torch, except ``trace`` and ``bodies``.
 """

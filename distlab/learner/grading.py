@@ -4,22 +4,22 @@ The score is what the report of this very run says. Exit codes are those of ``di
 """
 
 import json
+import math
 import os
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from distlab.course import GRADER_ERROR, PASSED, Phase, Task
-from distlab.learner import source, state
+from distlab.learner import children, source, state
 from distlab.learner.folder import CourseFolder, LearnerError
 
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
+PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
 REPORTS = ("json", "junit", "gradescope", "markdown")
 
 Run = Callable[[list[str]], "tuple[int, str]"]  # arguments of pytest -> its exit code and output
@@ -34,6 +34,7 @@ class TaskGrade:
     points: int
     max_points: int
     seconds: float
+    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,45 @@ def find_impl(choice: str) -> str:
 
 
 def find_report(option: str) -> str:
-    """Return ``FORMAT=PATH`` with a path that holds in any folder.
+    """Return ``FORMAT=PATH`` with a path that holds in any folder; makes the folder of the file.
 
     Raises:
-        LearnerError: there is no such format, or no path.
+        LearnerError: there is no such format, or the path cannot be written.
     """
     name, _, path = option.partition("=")
     if name not in REPORTS or not path:
         raise LearnerError(f"--report {option}: write FORMAT=PATH with one of {', '.join(REPORTS)}")
-    return f"{name}={Path(path).resolve()}"
+    reason = _why_not_written(Path(path))
+    if reason:
+        raise LearnerError(f"--report {option}: {reason}")
+    return f"{name}={os.path.abspath(path)}"  # /dev/stdout must not become what it is here
+
+
+def _why_not_written(path: Path) -> str:
+    """Try what can be tried without touching the file, "" if nothing speaks against it."""
+    if path.is_dir():
+        return f"{path} is a folder; name a file"
+    try:
+        if path.exists():
+            return "" if os.access(path, os.W_OK) else f"{path} cannot be written"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return ""
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}"
+
+
+def world_timeout(seconds: float | None) -> list[str]:
+    """Return pytest's arguments for the time of one world, none for its own default.
+
+    Raises:
+        LearnerError: that is no time.
+    """
+    if seconds is None:
+        return []
+    if not 0 < seconds < math.inf:
+        raise LearnerError(f"--world-timeout {seconds:g}: a number of seconds above 0")
+    return ["--world-timeout", str(seconds)]
 
 
 def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
@@ -98,47 +129,39 @@ def for_task(folder: CourseFolder, task: Task) -> list[str]:
 
 def grade(folder: CourseFolder, arguments: Sequence[str], run: Run | None = None) -> Grading:
     """Run the grader, by default in a fresh process whose output is kept for the reader."""
-    with _json_report(arguments) as (all_arguments, report):
-        code, output = (run or captured_in(folder))(all_arguments)
+    with tempfile.TemporaryDirectory(prefix="distlab-") as parent:
+        report = Path(parent, "report.json")  # never an old one, or one that others write
+        asked = [*arguments, "--report", f"json={report}"]
+        code, output = (run or captured_in(folder))(asked)
         grading = _grading(code, report, output)
     return replace(grading, advice=_advice(output), output=output)
 
 
 def captured_in(folder: CourseFolder) -> Run:
     """Return what runs pytest in a fresh process and keeps its output."""
-
-    def run(arguments: list[str]) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *arguments],
-            **_surroundings(folder),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        return done.returncode, done.stdout
-
-    return run
+    return partial(_run, folder, is_shown=False)
 
 
 def shown_in(folder: CourseFolder) -> Run:
     """Return what runs pytest in a fresh process that prints as it goes."""
-
-    def run(arguments: list[str]) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pytest", *arguments]
-        return subprocess.run(command, **_surroundings(folder)).returncode, ""
-
-    return run
+    return partial(_run, folder, is_shown=True)
 
 
-def _surroundings(folder: CourseFolder) -> dict[str, Any]:
-    """Say where pytest runs; ctrl-C is for this process, which then ends that one."""
-    return {
-        "cwd": folder.root,
-        "env": environment(),
-        "stdin": subprocess.DEVNULL,
-        "start_new_session": True,
-    }
+def _run(folder: CourseFolder, arguments: list[str], *, is_shown: bool) -> tuple[int, str]:
+    """Run pytest until it ends, or this process is told to; ctrl-C is for this one alone."""
+    with children.ended_with_us():
+        done = subprocess.run(
+            children.command(PYTEST, *arguments),
+            stdout=None if is_shown else subprocess.PIPE,
+            stderr=None if is_shown else subprocess.STDOUT,
+            cwd=folder.root,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+    return done.returncode, done.stdout or ""
 
 
 def environment() -> dict[str, str]:
@@ -150,20 +173,6 @@ def environment() -> dict[str, str]:
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return {**os.environ, **own}
-
-
-@contextmanager
-def _json_report(arguments: Sequence[str]) -> Iterator[tuple[list[str], Path]]:
-    """Ask for a JSON report, or take the one that the arguments ask for."""
-    asked = [argument for argument in arguments if argument.startswith("json=")]
-    if asked:
-        report = Path(asked[-1].removeprefix("json="))
-        report.unlink(missing_ok=True)  # an old one must not be taken for this run's
-        yield list(arguments), report
-        return
-    with tempfile.TemporaryDirectory(prefix="distlab-") as parent:
-        report = Path(parent, "report.json")
-        yield [*arguments, "--report", f"json={report}"], report
 
 
 def _grading(code: int, report: Path, output: str) -> Grading:
@@ -183,7 +192,7 @@ def _grading(code: int, report: Path, output: str) -> Grading:
 def _read(report: Path) -> dict[str, TaskGrade]:
     try:
         entries = json.loads(report.read_text(encoding="utf-8"))["tasks"]
-        keys = TaskGrade.__dataclass_fields__
+        keys = [field.name for field in fields(TaskGrade)]
         return {entry["id"]: TaskGrade(*(entry[key] for key in keys)) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

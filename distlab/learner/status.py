@@ -1,14 +1,16 @@
 """What the commands say about where a learner stands."""
 
+import re
 from collections.abc import Iterator
 
 from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
-from distlab.learner.grading import NOTHING_RAN, Grading, TaskGrade
+from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
 from distlab.learner.state import Progress
 
 BAR_WIDTH = 24
+LAST_LINES = 20  # of the output of a grader that failed
 
 
 def summary(folder: CourseFolder, progress: Progress) -> Iterator[str]:
@@ -71,25 +73,52 @@ def whats_next(
 def verdict(task: Task, grade: TaskGrade) -> str:
     """Write the outcome of a task in a line."""
     if grade.outcome == TODO:
-        return f"· {task.id} {task.function}: not written yet"
+        return f"· {task.id} {task.function}: {_what_is_missing(task, grade)}"
     sign = "✔" if grade.outcome == PASSED else "✘"
     score = f"{grade.points}/{grade.max_points} points, {grade.seconds:.1f} s"
     return f"{sign} {task.id} {task.function}: {grade.outcome} ({score})"
 
 
-def explanation(task: Task, grading: Grading) -> Iterator[str]:
+def _what_is_missing(task: Task, grade: TaskGrade) -> str:
+    missing, function = to_write(task, grade)
+    if missing != task.id:
+        return f"needs {missing} {function}, which is still to be written"
+    return "not written yet" if function == task.function else f"{function} is not written yet"
+
+
+def to_write(task: Task, grade: TaskGrade) -> tuple[str, str]:
+    """Return the task and the function that a TODO names: an earlier task's may be missing."""
+    found = re.search(r"\bTask (\d+\.\d+): ([\w.]+)", grade.message)
+    return (found[1], found[2]) if found and grade.outcome == TODO else (task.id, task.function)
+
+
+def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[str]:
     """Yield what a learner needs to know about a task that has not passed."""
     grade = grading.tasks.get(task.id)
-    if grading.code == NOTHING_RAN:
-        yield f"Nothing ran: the suite holds no test of {task.id}."
-    elif grade is None:
-        yield "The grader failed; this is not your fault, and nothing was scored."
-        yield from grading.output.strip().splitlines()[-20:]
+    if grade is None:
+        yield from failure(grading)
     elif grade.outcome == TODO:
-        yield f"Write {task.function} in {task.template}."
-        yield f"Read  {task.folder}/{task.guide}"
+        yield from _how_to_write(folder, task, grade)
     else:
         yield from grading.advice.splitlines()
+
+
+def _how_to_write(folder: CourseFolder, task: Task, grade: TaskGrade) -> Iterator[str]:
+    id, function = to_write(task, grade)
+    missing = next((other for other in folder.course.tasks if other.id == id), task)
+    yield f"Write {function} in {missing.template}."
+    yield f"Read  {missing.folder}/{missing.guide}"
+    if missing != task:
+        yield f"Run:  distlab check {id}   or: distlab watch {id}"
+
+
+def failure(grading: Grading) -> Iterator[str]:
+    """Yield what went wrong in a run that the grader itself did not bring to its end."""
+    if grading.code == NOTHING_RAN:
+        yield "Nothing ran: the suite holds no test of what was asked for."
+    elif grading.code not in (FULL_MARKS, NOT_FULL):
+        yield "The grader failed; this is not your fault, and nothing was scored for it."
+        yield from (grading.advice or grading.output).strip().splitlines()[-LAST_LINES:]
 
 
 def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress) -> Iterator[str]:
@@ -98,5 +127,5 @@ def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress
     if grade and grade.outcome == PASSED:
         yield f"Your code beside the solution: distlab diff {task.id}"
         yield from whats_next(folder, progress, task)
-    elif grade and grade.outcome != GRADER_ERROR:
+    elif grade and grade.outcome != GRADER_ERROR and to_write(task, grade)[0] == task.id:
         yield f"Stuck? distlab hint {task.id}   Again: distlab check {task.id}"

@@ -8,8 +8,9 @@ from distlab.course import Task
 from distlab.grade import submission
 from distlab.grade.running import on_rank
 from distlab.launch import LaunchError
+from distlab.learner import programs
+from distlab.learner.bodies import BODIES
 from distlab.learner.folder import CourseFolder, LearnerError
-from distlab.learner.programs import PROGRAMS, Program
 from distlab.sim import Simulated, diagram
 from distlab.sim.summary import summary
 
@@ -38,14 +39,14 @@ def trace(folder: CourseFolder, task: Task, impl: str, ranks: int | None) -> Tra
     Raises:
         LearnerError: there is no program for this task, or not for so many ranks.
     """
-    program = _program(folder, task)
+    program = programs.find(task.id)
     count = program.ranks if ranks is None else ranks
     if not 2 <= count <= MAX_RANKS:
         raise LearnerError(f"--ranks {count}: the simulated {CLUSTER} has 2 to {MAX_RANKS}")
     handed_in = submission.find(impl, folder.root)
     try:
         simulated: Simulated[None] = launch.simulate(
-            *(on_rank, count, handed_in, task, program.body, ()),
+            *(on_rank, count, handed_in, task, BODIES[task.id], ()),
             cluster=CLUSTER,
             timeout_s=TIMEOUT_S,
         )
@@ -53,13 +54,6 @@ def trace(folder: CourseFolder, task: Task, impl: str, ranks: int | None) -> Tra
         return Traced(_report(error))
     title = f"Task {task.id}: {program.title.format(n=count)}"
     return Traced(summary(simulated), _draw(simulated, title, folder.root / OUT, task))
-
-
-def _program(folder: CourseFolder, task: Task) -> Program:
-    if task.function in PROGRAMS:
-        return PROGRAMS[task.function]
-    ids = [task.id for task in folder.course.tasks if task.function in PROGRAMS]
-    raise LearnerError(f"there is nothing to draw for {task.id}; there is for {', '.join(ids)}")
 
 
 def _draw(simulated: Simulated[None], title: str, parent: Path, task: Task) -> Path:

@@ -10,13 +10,12 @@ import io
 import json
 import os
 import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 
+from distlab.learner import children
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import GRADER_FAILED, environment
 
-COMMAND = "from distlab.learner.warm import serve; serve()"
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -30,7 +29,7 @@ class WarmGrader:
 
     def _start(self) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, "-c", COMMAND],
+            children.command("from distlab.learner.warm import serve; serve()"),
             cwd=self._folder.root,
             env=environment(),
             stdin=subprocess.PIPE,

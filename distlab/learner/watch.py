@@ -10,7 +10,7 @@ dropped, as they were meant for what was on the screen before.
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, Queue
 
@@ -29,7 +29,13 @@ class Watch:
     """One session: the current task, and what each key does."""
 
     def __init__(
-        self, folder: CourseFolder, task: Task, run: grading.Run, say: Print, clear: Print
+        self,
+        folder: CourseFolder,
+        task: Task,
+        run: grading.Run,
+        say: Print,
+        clear: Print,
+        options: Sequence[str] = (),
     ) -> None:
         """Prepare a session.
 
@@ -39,8 +45,10 @@ class Watch:
             run: calls pytest.
             say: prints lines.
             clear: prints lines on an empty screen.
+            options: of pytest, for every grading.
         """
         self.task = task
+        self._options = options
         self._folder, self._run, self._say, self._clear = folder, run, say, clear
         self._keys = {"n": self._next, "h": self._hint, "d": self._diff, "c": self._check_all}
 
@@ -67,8 +75,7 @@ class Watch:
         """Grade the current task and say what came out; whether it passed."""
         try:
             self._clear([f"grading {self.task.id} {self.task.function} …"])
-            arguments = grading.for_task(self._folder, self.task)
-            graded = grading.grade(self._folder, arguments, self._run)
+            graded = self._grade(grading.for_task(self._folder, self.task))
         except (LearnerError, CourseError) as error:
             self._say([str(error)])
             return False
@@ -83,7 +90,7 @@ class Watch:
         if graded.code == grading.FULL_MARKS:
             yield from self._progress()
         else:
-            yield from status.explanation(self.task, graded)
+            yield from status.explanation(self._folder, self.task, graded)
         yield from ("", self._menu())
 
     def _progress(self) -> Iterator[str]:
@@ -127,10 +134,13 @@ class Watch:
     def _check_all(self) -> None:
         self._clear(["grading all tasks …"])
         with self._refusals():
-            arguments = grading.suites(self._folder, self._folder.course.phases)
-            graded = grading.grade(self._folder, arguments, self._run)
+            graded = self._grade(grading.suites(self._folder, self._folder.course.phases))
             progress = grading.remember(self._folder, graded)
-            self._clear([*status.overview(self._folder, progress), "", self._menu()])
+            overview = status.overview(self._folder, progress)
+            self._clear([*overview, *status.failure(graded), "", self._menu()])
+
+    def _grade(self, arguments: list[str]) -> grading.Grading:
+        return grading.grade(self._folder, [*arguments, *self._options], self._run)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -160,6 +170,7 @@ def saves_into(events: Events, folder: CourseFolder) -> Iterator[None]:
     stop = threading.Event()
 
     def follow() -> None:
+        """Be the thread."""
         for _ in watch(
             *filter(lambda path: path.is_dir(), folders),
             watch_filter=PythonFilter(),

@@ -2,12 +2,13 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from queue import Queue
 from typing import get_args
@@ -19,12 +20,13 @@ from distlab import course
 from distlab.cli import learn, main
 from distlab.grade import plugin, reports
 from distlab.grade.outcomes import Outcome
+from distlab.learner import bodies, grading, hints, programs, source, state, status, watch
 from distlab.learner import folder as folders
-from distlab.learner import grading, hints, source, state, status, watch
 from distlab.learner.folder import CourseFolder
 from distlab.learner.warm import WarmGrader
 
 ROOT = Path(__file__).parents[2]
+COURSE = course.load(ROOT)
 FILE = Path("phase1_data_parallel/template_collectives.py")
 SUITE = """
 import torch
@@ -186,7 +188,11 @@ def test_a_state_that_makes_no_sense_is_forgotten(here: CourseFolder, text: str)
         ("grade --impl nowhere", "--impl nowhere: no such folder; use template, solution or a "),
         ("grade --report xml=a", "with one of json, junit, gradescope, markdown"),
         ("grade --backend x", "'auto', 'sim', 'gloo', 'nccl'"),
-        ("trace 1.1", "there is nothing to draw for 1.1; there is for 1.3, 1.4, 1.5, 1.6, 1.7"),
+        ("trace 1.13", "picture would explain; distlab trace draws 1.3, 1.4, 1.5, 1.6, 1.7, 1.9"),
+        ("grade --world-timeout 0", "--world-timeout 0: a number of seconds above 0"),
+        ("check 1.4 --world-timeout -1", "--world-timeout -1: a number of seconds above 0"),
+        ("check 1.4 --world-timeout nan", "--world-timeout nan: a number of seconds above 0"),
+        ("watch 1.4 --world-timeout inf", "--world-timeout inf: a number of seconds above 0"),
         ("trace 1.4 --ranks 9", "--ranks 9: the simulated laptop has 2 to 8"),
     ],
 )
@@ -357,15 +363,21 @@ def test_the_outcomes_are_those_of_the_grader() -> None:
     assert {outcome.value for outcome in Outcome} == {course.PASSED, *course.OUTCOMES}
 
 
-def saying(code: int, *tasks: tuple[str, str, int], text: str = "") -> grading.Run:
+def report_asked_for(arguments: Sequence[str]) -> Path:
+    return Path(arguments[-1].removeprefix("json="))
+
+
+def saying(
+    code: int, *tasks: tuple[str, str, int], text: str = "", message: str = ""
+) -> grading.Run:
     """What runs no pytest, and reports (id, outcome, points of 5)."""
     keys = ("id", "outcome", "points")
     entries = [{**dict(zip(keys, task, strict=True)), "max_points": 5} for task in tasks]
-    entries = [{**entry, "seconds": 0.1} for entry in entries]
+    entries = [{**entry, "seconds": 0.1, "message": message} for entry in entries]
 
     def run(arguments: list[str]) -> tuple[int, str]:
         if tasks:
-            path = Path(arguments[-1].removeprefix("json="))
+            path = report_asked_for(arguments)
             path.write_text(json.dumps({"tasks": entries}))
         return code, text
 
@@ -390,13 +402,29 @@ def saying(code: int, *tasks: tuple[str, str, int], text: str = "") -> grading.R
 def test_only_a_complete_report_of_full_marks_is_a_success(
     here: CourseFolder, run: grading.Run, code: int
 ) -> None:
-    assert grading.grade(here, ["--report", f"json={here.root / 'a.json'}"], run).code == code
+    assert grading.grade(here, [], run).code == code
 
 
-def test_a_report_from_before_is_not_this_run_s(here: CourseFolder) -> None:
-    arguments = ["--report", f"json={here.root / 'a.json'}"]
-    assert grading.grade(here, arguments, saying(0, ("1.4", "passed", 5))).code == 0
-    assert grading.grade(here, arguments, saying(0)).code == grading.GRADER_FAILED
+def test_a_report_of_the_learner_s_is_neither_read_nor_removed(here: CourseFolder) -> None:
+    report = here.root / "a.json"
+    asked = ["--report", f"json={report}"]
+    saying(0, ("1.4", "passed", 5))(asked)
+    before = report.read_bytes()
+    assert grading.grade(here, asked, saying(0)).code == grading.GRADER_FAILED
+    assert report.read_bytes() == before
+
+
+def test_a_report_may_go_to_a_device_but_not_to_a_folder(
+    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert grading.find_report("json=/dev/stdout") == "json=/dev/stdout"
+    assert grading.find_report("json=new/a.json") == f"json={here.root / 'new/a.json'}"
+    assert list((here.root / "new").iterdir()) == []
+    for path, reason in (("solutions", "is a folder"), ("course.toml/a", "cannot be written")):
+        assert distlab("grade", "--report", f"json={path}") == 2
+        printed = capfd.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        assert reason in printed.err
 
 
 @pytest.mark.slow
@@ -443,6 +471,91 @@ def test_trace_draws_what_the_function_sends(
     assert (here.root / "out/trace-1.6.png").read_bytes().startswith(b"\x89PNG")
     assert distlab("trace", "1.6") == 1
     assert capfd.readouterr().out.startswith("Task 1.6: all_reduce_naive, see guidelines.md#16-")
+
+
+def test_whether_a_task_can_be_drawn_is_told_without_torch() -> None:
+    code = (
+        "import sys\nfrom distlab.learner.programs import has_program\n"
+        "print(has_program('1.4'), has_program('1.13'), 'torch' in sys.modules)"
+    )
+    environment = grading.environment()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.stdout.decode() == "True False False\n"
+    assert programs.PROGRAMS.keys() == bodies.BODIES.keys() <= {task.id for task in COURSE.tasks}
+
+
+BROADCAST_MISSING = "Task 1.5: broadcast, see guidelines.md#15-broadcast-along-a-tree"
+
+
+def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = saying(1, ("1.6", "todo", 0), message=BROADCAST_MISSING)
+    monkeypatch.setattr(grading, "captured_in", lambda _: run)
+    assert distlab("check", "1.6") == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "· 1.6 all_reduce_naive: needs 1.5 broadcast, which is still to be written",
+        "Write broadcast in phase1_data_parallel/template_collectives.py.",
+        "Read  phase1_data_parallel/guidelines.md#15-broadcast-along-a-tree",
+        "Run:  distlab check 1.5   or: distlab watch 1.5",
+    ]
+
+
+def test_a_second_function_that_is_missing_is_named(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = saying(1, ("1.8", "todo", 0), message="Task 1.8: fit_alpha_beta, see guidelines.md#18-m")
+    monkeypatch.setattr(grading, "captured_in", lambda _: run)
+    assert distlab("check", "1.8") == 1
+    printed = capsys.readouterr().out
+    assert "· 1.8 measure_all_reduce: fit_alpha_beta is not written yet\n" in printed
+    assert "Write fit_alpha_beta in " in printed
+    assert "Stuck? distlab hint 1.8" in printed
+
+
+@pytest.mark.parametrize("command", ["check 1.4", "grade", "watch 1.4"])
+def test_the_time_of_a_world_is_the_grader_s_option(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    asked: list[str] = []
+
+    def run(arguments: list[str]) -> tuple[int, str]:
+        asked.extend(arguments)
+        return 5, ""
+
+    for name in ("captured_in", "shown_in"):
+        monkeypatch.setattr(grading, name, lambda _: run)
+    assert distlab(*command.split(), "--world-timeout", "7.5") == grading.NOTHING_RAN
+    assert asked[asked.index("--world-timeout") + 1] == "7.5"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["check 1.4", "grade"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_grading_that_was_ended(
+    here: CourseFolder, command: str, number: signal.Signals
+) -> None:
+    if number == signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("only Linux's kernel ends children")
+    started = here.root / "started"
+    write_exchange(here, f"    open({str(started)!r}, 'w').close()\n    while True: pass\n")
+    arguments = [sys.executable, "-m", "distlab", *command.split(), "--world-timeout", "60"]
+    with subprocess.Popen(arguments, env=grading.environment(), stdout=subprocess.DEVNULL) as done:
+        try:
+            wait_until(started.exists)
+            family = psutil.Process(done.pid).children(recursive=True)
+            assert len(family) >= 3, "pytest, its fork server, a rank"
+        finally:
+            done.send_signal(number)  # else nothing ends it
+        assert done.wait(timeout=20) == (143 if number == signal.SIGTERM else -number)
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 # --- watch ---------------------------------------------------------------------------------------
@@ -505,6 +618,18 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
     assert "+++ solution: exchange" in lines
 
 
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        (saying(3, text="INTERNALERROR> no disk"), "INTERNALERROR> no disk"),
+        (saying(5), "Nothing ran: the suite holds no test of what was asked for."),
+    ],
+)
+def test_c_says_why_the_grader_failed(here: CourseFolder, run: grading.Run, says: str) -> None:
+    _, lines = session(here, run, "c")
+    assert says in lines[lines.index("grading all tasks …") :]
+
+
 def test_a_save_during_a_grading_is_graded_and_other_keys_are_dropped(here: CourseFolder) -> None:
     events: Queue[str] = Queue()
     gradings = 0
@@ -561,19 +686,23 @@ def test_watch_on_a_terminal_is_left_by_ctrl_c(here: CourseFolder) -> None:
         start_new_session=True,
     ) as process:
         os.close(theirs)
-        screen = read_until(ours, "grades on every save")
-        assert "✘ 1.4 exchange: failed" in screen
-        os.write(ours, b"h")
-        assert "Hint 1: a question" in read_until(ours, "the next hint")
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
-        assert psutil.wait_procs(family, timeout=10)[1] == []
+        try:
+            screen = read_until(ours, "grades on every save")
+            assert "✘ 1.4 exchange: failed" in screen
+            os.write(ours, b"h")
+            assert "Hint 1: a question" in read_until(ours, "the next hint")
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=20) == 0
+            assert psutil.wait_procs(family, timeout=10)[1] == []
+        finally:
+            process.kill()  # else a test that fails waits for it
     os.close(ours)
 
 
 def read_until(descriptor: int, text: str) -> str:
-    screen = b""
+    screen, deadline = b"", time.monotonic() + 60
     while text.encode() not in screen:
+        assert select.select([descriptor], [], [], deadline - time.monotonic())[0], screen
         screen += os.read(descriptor, 4096)
     return screen.decode(errors="replace")

@@ -1,0 +1,49 @@
+"""Processes that the commands start, and that must not outlive them.
+
+On Linux the kernel ends a child whose parent has gone, in whatever manner. Elsewhere, where it
+cannot, the parent takes its children along when it is told to end or loses its terminal. What they
+started in turn, the fork server and its ranks, notices that they have gone.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from distlab.launch import prctl
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def command(code: str, *arguments: str) -> list[str]:
+    """Return the command of a child that runs ``code``; ``sys.argv[1:]`` is the rest."""
+    first = f"from {__name__} import stay_with; stay_with({os.getpid()})"
+    return [sys.executable, "-c", f"{first}; {code}", *arguments]
+
+
+def stay_with(parent: int) -> None:
+    """End when the parent does; the first act of a child."""
+    prctl.die_with_parent()
+    if os.getppid() != parent:  # it has gone already
+        sys.exit(1)
+
+
+@contextmanager
+def ended_with_us() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind this process as ctrl-C does, so that it ends its children."""
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for number in SIGNALS:
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup's choice stays
+                before[number] = signal.signal(number, _leave)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
