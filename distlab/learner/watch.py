@@ -49,27 +49,20 @@ class Watch:
         """
         self.task = task
         self._options = options
+        self._events: Events = Queue()
+        self._urgent: list[str] = []  # came during a grading; the last one first
         self._folder, self._run, self._say, self._clear = folder, run, say, clear
         self._keys = {"n": self._next, "h": self._hint, "d": self._diff, "c": self._check_all}
 
     def run(self, events: Events) -> None:
         """Check the task, then do as told until told to quit."""
+        self._events = events
         self.check()
-        event = SAVED
-        while (event := self._after(event, events)) != QUIT:
+        while (event := self._urgent.pop() if self._urgent else events.get()) != QUIT:
             if event == SAVED:
                 self.check()
             elif event in self._keys:
                 self._keys[event]()
-
-    def _after(self, last: str, events: Events) -> str:
-        """Return the next event; after a grading, what came meanwhile counts less."""
-        if last in (SAVED, "n", "c"):
-            waiting = set(_drained(events))
-            for urgent in (QUIT, SAVED):
-                if urgent in waiting:
-                    return urgent
-        return events.get()
 
     def check(self) -> bool:
         """Grade the current task and say what came out; whether it passed."""
@@ -140,7 +133,11 @@ class Watch:
             self._clear([*overview, *status.failure(graded), "", self._menu()])
 
     def _grade(self, arguments: list[str]) -> grading.Grading:
-        return grading.grade(self._folder, [*arguments, *self._options], self._run)
+        """Grade, and sort what came meanwhile: before a verdict is shown, for keys answer that."""
+        graded = grading.grade(self._folder, [*arguments, *self._options], self._run)
+        waiting = set(_drained(self._events))
+        self._urgent = [event for event in (SAVED, QUIT) if event in waiting]
+        return graded
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -630,6 +630,21 @@ def test_c_says_why_the_grader_failed(here: CourseFolder, run: grading.Run, says
     assert says in lines[lines.index("grading all tasks …") :]
 
 
+def test_a_key_that_answers_a_verdict_is_not_dropped(here: CourseFolder) -> None:
+    events: Queue[str] = Queue()
+    lines: list[str] = []
+
+    def clear(shown: Iterable[str]) -> None:
+        lines.extend(shown)
+        if "grades on every save" in lines[-1]:
+            for key in ("h", "q"):
+                events.put(key)
+
+    run = saying(1, ("1.4", "failed", 0))
+    watch.Watch(here, here.task("1.4"), run, lines.extend, clear).run(events)
+    assert any(line.startswith("Hint") for line in lines)
+
+
 def test_a_save_during_a_grading_is_graded_and_other_keys_are_dropped(here: CourseFolder) -> None:
     events: Queue[str] = Queue()
     gradings = 0
