@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Empty, Queue
 
 from distlab.course import HINTS, CourseError, Task
@@ -19,7 +20,7 @@ from distlab.learner import compare, grading, hints, state, status
 from distlab.learner.folder import CourseFolder, LearnerError
 
 SAVED, QUIT = "saved", "q"
-QUIET_MS, LONGEST_MS = 50, 200  # a save may be several writes: wait for silence, but not for long
+QUIET_MS, LONGEST_MS = 20, 200  # a save may be several writes: wait for silence, but not for long
 LEAVE_MS = 200  # how often the watcher looks whether it should stop
 Events = Queue[str]
 Print = Callable[[Iterable[str]], None]
@@ -161,30 +162,31 @@ def _drained(events: Events) -> Iterator[str]:
 @contextmanager
 def saves_into(events: Events, folder: CourseFolder) -> Iterator[None]:
     """Put ``SAVED`` into the queue whenever a Python file of a phase changes."""
-    from watchfiles import PythonFilter, watch
-
     folders = [folder.root / phase.folder for phase in folder.course.phases]
     stop = threading.Event()
 
-    def follow() -> None:
-        """Be the thread."""
-        for _ in watch(
-            *filter(lambda path: path.is_dir(), folders),
-            watch_filter=PythonFilter(),
-            step=QUIET_MS,
-            debounce=LONGEST_MS,
-            rust_timeout=LEAVE_MS,
-            stop_event=stop,
-        ):
-            events.put(SAVED)
-
-    thread = threading.Thread(target=follow, daemon=True)
+    present = [path for path in folders if path.is_dir()]
+    thread = threading.Thread(target=_follow_saves, args=(events, present, stop), daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join(timeout=1)
+
+
+def _follow_saves(events: Events, folders: Sequence[Path], stop: threading.Event) -> None:
+    from watchfiles import PythonFilter, watch
+
+    for _ in watch(
+        *folders,
+        watch_filter=PythonFilter(),
+        step=QUIET_MS,
+        debounce=LONGEST_MS,
+        rust_timeout=LEAVE_MS,
+        stop_event=stop,
+    ):
+        events.put(SAVED)
 
 
 @contextmanager
