@@ -44,7 +44,6 @@ def find(task_id: str) -> Program:
     """
     if not has_program(task_id):
         raise LearnerError(
-            f"{task_id} sends nothing that a picture would explain; "
-            f"distlab trace draws {', '.join(PROGRAMS)}"
+            f"there is no picture of {task_id}; distlab trace draws {', '.join(PROGRAMS)}"
         )
     return PROGRAMS[task_id]

@@ -188,7 +188,10 @@ def test_a_state_that_makes_no_sense_is_forgotten(here: CourseFolder, text: str)
         ("grade --impl nowhere", "--impl nowhere: no such folder; use template, solution or a "),
         ("grade --report xml=a", "with one of json, junit, gradescope, markdown"),
         ("grade --backend x", "'auto', 'sim', 'gloo', 'nccl'"),
-        ("trace 1.13", "picture would explain; distlab trace draws 1.3, 1.4, 1.5, 1.6, 1.7, 1.9"),
+        (
+            "trace 1.13",
+            "there is no picture of 1.13; distlab trace draws 1.3, 1.4, 1.5, 1.6, 1.7, 1.9",
+        ),
         ("grade --world-timeout 0", "--world-timeout 0: a number of seconds above 0"),
         ("check 1.4 --world-timeout -1", "--world-timeout -1: a number of seconds above 0"),
         ("check 1.4 --world-timeout nan", "--world-timeout nan: a number of seconds above 0"),
@@ -630,6 +633,27 @@ def test_c_says_why_the_grader_failed(here: CourseFolder, run: grading.Run, says
     assert says in lines[lines.index("grading all tasks …") :]
 
 
+def test_the_time_of_a_world_holds_for_every_grading_of_a_session(here: CourseFolder) -> None:
+    asked: list[list[str]] = []
+
+    def run(arguments: list[str]) -> tuple[int, str]:
+        asked.append(arguments)
+        return saying(1, ("1.4", "failed", 0))(arguments)
+
+    events: Queue[str] = Queue()
+    shown: list[str] = []
+
+    def clear(lines: Iterable[str]) -> None:
+        shown.extend(lines)
+        if "grades on every save" in shown[-1]:
+            events.put("c" if len(asked) == 1 else "q")
+
+    options = grading.world_timeout(7.5)
+    watch.Watch(here, here.task("1.4"), run, shown.extend, clear, options).run(events)
+    assert len(asked) == 2
+    assert all(run[run.index("--world-timeout") + 1] == "7.5" for run in asked)
+
+
 def test_a_key_that_answers_a_verdict_is_not_dropped(here: CourseFolder) -> None:
     events: Queue[str] = Queue()
     lines: list[str] = []
@@ -686,7 +710,12 @@ def test_a_save_gets_its_verdict_from_the_warm_process(here: CourseFolder) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="terminals of its own")
-def test_watch_on_a_terminal_is_left_by_ctrl_c(here: CourseFolder) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_watch_on_a_terminal_leaves_nothing_behind(
+    here: CourseFolder, number: signal.Signals, code: int
+) -> None:
     import pty
 
     write_exchange(here, WRONG)
@@ -707,8 +736,8 @@ def test_watch_on_a_terminal_is_left_by_ctrl_c(here: CourseFolder) -> None:
             os.write(ours, b"h")
             assert "Hint 1: a question" in read_until(ours, "the next hint")
             family = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=20) == 0
+            process.send_signal(number)
+            assert process.wait(timeout=20) == code
             assert psutil.wait_procs(family, timeout=10)[1] == []
         finally:
             process.kill()  # else a test that fails waits for it
