@@ -14,9 +14,29 @@ The body runs in the ranks and returns values; what is asserted about them runs 
 where the learner's code is never imported.
 """
 
-from distlab.grade.checks import Wrong, check
-from distlab.grade.outcomes import Outcome
-from distlab.grade.running import Grade, Run
-from distlab.grade.tasks import task
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distlab.grade.checks import Wrong, check
+    from distlab.grade.outcomes import Outcome
+    from distlab.grade.running import Grade, Run
+    from distlab.grade.tasks import task
+
+_HOME_OF = {
+    "Wrong": "checks",
+    "check": "checks",
+    "Outcome": "outcomes",
+    "Grade": "running",
+    "Run": "running",
+    "task": "tasks",
+}
 
 __all__ = ["Grade", "Outcome", "Run", "Wrong", "check", "task"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load torch only when something is asked for that needs it: ``ahead`` must come before."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

@@ -52,7 +52,7 @@ def next_step(result: TaskResult) -> str:
 
 def _about_a_hang(result: TaskResult) -> str:
     if "wait" in result.verdict.message:
-        return "Who waits for whom, and who should have sent?"
+        return "Who should have sent, or received, first?"
     return "Does this ever end?"
 
 

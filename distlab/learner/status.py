@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterator
 
-from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
+from distlab.course import GRADER_ERROR, HANG, PASSED, TODO, Phase, Task
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
+from distlab.learner.programs import has_program
 from distlab.learner.state import Progress
 
 BAR_WIDTH = 24
@@ -128,4 +129,6 @@ def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress
         yield f"Your code beside the solution: distlab diff {task.id}"
         yield from whats_next(folder, progress, task)
     elif grade and grade.outcome != GRADER_ERROR and to_write(task, grade)[0] == task.id:
+        if grade.outcome == HANG and has_program(task.id):
+            yield f"See who waits for whom: distlab trace {task.id}"
         yield f"Stuck? distlab hint {task.id}   Again: distlab check {task.id}"

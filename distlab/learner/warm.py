@@ -7,6 +7,7 @@ The learner's code still runs in fresh ranks, which the server's fork server sta
 """
 
 import gc
+import importlib
 import io
 import json
 import os
@@ -87,11 +88,8 @@ def serve() -> None:
 
 def _load() -> None:
     """Load now what the first grading needs: the fork server and torch, side by side."""
-    from distlab.launch import nursery
-
-    nursery.start_ahead("distlab.launch.simulated", "distlab.grade.running")  # as grade.ahead does
-    import torch  # noqa: F401
-
+    importlib.import_module("distlab.grade.ahead")
+    importlib.import_module("torch")
     _freeze()
 
 

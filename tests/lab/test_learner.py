@@ -437,7 +437,8 @@ def test_the_first_hour(here: CourseFolder, capfd: pytest.CaptureFixture[str]) -
     printed = capfd.readouterr().out
     assert printed.startswith("✘ 1.4 exchange: hang (0/5 points, ")
     assert "Task 1.4: deadlock" in printed
-    assert " to receive. Who waits for whom: distlab trace 1.4" in printed
+    assert " to receive. Who should have sent, or received, first?" in printed
+    assert "See who waits for whom: distlab trace 1.4" in printed
     assert "template_collectives.py:" in printed
     assert "Stuck? distlab hint 1.4" in printed
     assert distlab("trace", "1.4") == 1

@@ -32,7 +32,7 @@ def a_result(verdict: Verdict) -> GradeResult:
 
 
 HANG = Verdict(Outcome.HANG, "rank 1 waits", "  a.py:3  dist.recv(x)", "hello\n")
-HANGS = "Task 1.5: rank 1 waits. Who waits for whom, and who should have sent? guidelines.md 1.5"
+HANGS = "Task 1.5: rank 1 waits. Who should have sent, or received, first? guidelines.md 1.5"
 
 
 def written(kind: str, verdict: Verdict) -> Any:
