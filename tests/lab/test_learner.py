@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -428,6 +429,21 @@ def test_a_report_may_go_to_a_device_but_not_to_a_folder(
         printed = capfd.readouterr()
         assert (printed.out, printed.err.count("\n")) == ("", 1)
         assert reason in printed.err
+
+
+@pytest.mark.slow
+def test_what_pytest_says_of_the_templates_counts_in_status_too(
+    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_exchange(here, RIGHT)
+    for extra in ([], ["--impl", "solution", "-k", "1.5"], ["-k", "1.4", "--collect-only"]):
+        command = [sys.executable, "-m", "pytest", "tests/test_phase1.py", "-q", *extra]
+        subprocess.run(command, cwd=here.root, capture_output=True, timeout=60)
+    assert distlab("status") == 0
+    printed = capfd.readouterr().out
+    assert re.search(r"✔ 1.4 +exchange", printed), printed
+    assert "edited since" not in printed
+    assert not re.search(r"✔ 1.5", printed)
 
 
 @pytest.mark.slow
