@@ -8,6 +8,7 @@ asserted in tests/phase1/judge_*.py, task by task; pytest collects it from here.
 import sys
 
 from phase1.judge_data_loader import *
+from phase1.judge_scatter import *
 from phase1.judge_collectives import *
 from phase1.judge_measurement import *
 from phase1.judge_gradients import *

@@ -7,20 +7,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phase1.calls import numbers, returned
+
 NUM_ELEMENTS = 1000
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7, 2), (101,))
 DTYPES = ("float32", "float64", "int64", "uint8", "bfloat16")
 KINDS = [*((shape, "float32") for shape in SHAPES), *(((7, 2), dtype) for dtype in DTYPES)]
+NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to, times a scale
+    "float64": (2**49, 2**50, 2.0**-50),
+    "float32": (2**20, 2**21, 2.0**-21),
+    "bfloat16": (2**4, 2**5, 2.0**-5),
+    "int64": (2**58, 2**59, 1),
+    "uint8": (16, 32, 1),
+}
 SIZES_BYTES = (4_000, 40_000, 400_000, 4_000_000)
 
 
 def tensors_of(rank: int) -> list[Tensor]:
-    """Small whole numbers, so that sums are exact in every dtype; the first float is a fraction."""
+    """Numbers that need the whole width of their dtype, and sum exactly in any order on 8 ranks."""
     made = []
     for shape, dtype in KINDS:
         generator = torch.Generator().manual_seed(100 * rank + len(made))
-        numbers = torch.randint(0, 9, shape, generator=generator)
-        made.append(numbers.to(getattr(torch, dtype)))
+        low, high, scale = NUMBERS[dtype]
+        odd = 2 * torch.randint(low // 2, high // 2, shape, generator=generator) + 1
+        made.append(odd.to(getattr(torch, dtype)) * scale)
     return made
 
 
@@ -31,13 +41,13 @@ def plain(tensors: list[Tensor]) -> list[Any]:
 # 1.4
 
 
-def exchange_round_the_ring(lesson: Any, step: int, group: Any = None) -> list[float]:
-    """Send rank + 1 numbers to the right by ``step`` places."""
+def exchange_round_the_ring(lesson: Any, step: int, group: Any = None) -> dict[str, list[float]]:
+    """Send rank + 1 numbers to the right by ``step`` places; return what both tensors hold."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     src = (rank - step) % size
     outgoing, incoming = torch.full((rank + 1,), float(rank)), torch.full((src + 1,), -1.0)
     lesson.exchange(outgoing, (rank + step) % size, incoming, src, group)
-    return incoming.tolist()
+    return {"incoming": incoming.tolist(), "outgoing": outgoing.tolist()}
 
 
 def exchange_much(lesson: Any) -> float:
@@ -114,6 +124,7 @@ def measure(lesson: Any, sizes: tuple[int, ...], group: Any = None) -> dict[str,
 
 
 def as_dict(times: Any) -> dict[str, Any]:
+    returned("measure_all_reduce", times)
     return {
         "sizes": [int(size) for size in times.sizes_bytes],
         "seconds": {str(k): [float(t) for t in v] for k, v in times.seconds.items()},
@@ -124,7 +135,7 @@ def as_dict(times: Any) -> dict[str, Any]:
 
 def measure_sleepers(lesson: Any) -> dict[str, Any]:
     """Time strategies that take as long as their name says, in virtual seconds."""
-    calls = [0]
+    calls, turns = [0], [0]
 
     def last_rank_2s(x: Tensor, group: Any) -> None:
         time.sleep(2.0 if dist.get_rank(group) == dist.get_world_size(group) - 1 else 0.0)
@@ -132,6 +143,10 @@ def measure_sleepers(lesson: Any) -> dict[str, Any]:
     def median_3s(x: Tensor, group: Any) -> None:
         calls[0] += 1  # the first run of a cell is not timed
         time.sleep((50.0, 3.0, 30.0, 30.0, 1.0, 1.0)[(calls[0] - 1) % 6])
+
+    def turns_2s(x: Tensor, group: Any) -> None:
+        turns[0] += 1
+        time.sleep(2.0 if turns[0] % dist.get_world_size(group) == dist.get_rank(group) else 0.0)
 
     def chain_2s(x: Tensor, group: Any) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -141,7 +156,8 @@ def measure_sleepers(lesson: Any) -> dict[str, Any]:
             time.sleep(1.0)
             dist.send(x, group=group, group_dst=rank + 1)
 
-    strategies = {"last_rank_2s": last_rank_2s, "median_3s": median_3s, "chain_2s": chain_2s}
+    run = (last_rank_2s, median_3s, turns_2s, chain_2s)
+    strategies = {strategy.__name__: strategy for strategy in run}
     return as_dict(lesson.measure_all_reduce(strategies, (4, 4000), repeats=5))
 
 
@@ -167,4 +183,6 @@ def _accepts(lesson: Any, strategies: Any, sizes: Any, repeats: int) -> bool:
 
 
 def fit(lesson: Any, points: list[tuple[list[int], list[float]]]) -> list[list[float]]:
-    return [[float(number) for number in lesson.fit_alpha_beta(*point)] for point in points]
+    """α and β of every point list."""
+    found = (lesson.fit_alpha_beta(*point) for point in points)
+    return [numbers("fit_alpha_beta", line, ("α", "β")) for line in found]

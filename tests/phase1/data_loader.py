@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from phase1.groups import error_of
+from phase1.calls import error_of, returned
 
 # 1.1
 
@@ -22,7 +22,7 @@ def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[li
         for rank in range(num_ranks):
             torch.rand(rank + 1), np.random.rand(rank + 1), random.random()
             shard = lesson.shard_indices(num_samples, rank, num_ranks, **options)
-            by_rank.append([int(index) for index in shard])
+            by_rank.append([int(index) for index in returned("shard_indices", shard)])
         found.append(by_rank)
     return found
 
@@ -31,13 +31,26 @@ def shards_refused(lesson: Any, cases: list[tuple[int, int, int]]) -> list[str]:
     return [error_of(lambda case=case: lesson.shard_indices(*case)) for case in cases]  # type: ignore[misc]
 
 
+class Generators:
+    """The global generators, as they are when this is made."""
+
+    def __init__(self) -> None:
+        self.states = {
+            "random": random.getstate(),
+            "numpy": np.random.get_state()[1].tobytes(),  # type: ignore[index,union-attr]
+            "torch": torch.get_rng_state().numpy().tobytes(),
+        }
+
+    def moved(self) -> set[str]:
+        """Name those that have been moved, or seeded, since."""
+        return {name for name, state in Generators().states.items() if state != self.states[name]}
+
+
 def generators_moved(lesson: Any) -> list[str]:
     """Name the global generators that a call has moved or seeded."""
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index,union-attr]
+    before = Generators()
     lesson.shard_indices(10, 0, 2, epoch=3, seed=5)
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index,union-attr]
-    names = ("random", "numpy", "torch")
-    return [name for name, a, b in zip(names, before, after, strict=True) if a != b]
+    return sorted(before.moved())
 
 
 # 1.2
@@ -67,19 +80,22 @@ def load_epochs(
 ) -> list[dict[str, Any]]:
     """What the rank loads in each epoch: indices by step, and what augmentation drew."""
     torch.manual_seed(dist.get_rank())
-    data = Numbered(num_samples)
+    data, before = Numbered(num_samples), Generators()
     loader = lesson.build_loader(data, global_batch_size, group=group, **options)
-    return [_epoch(loader, epoch) for epoch in epochs]
+    returned("build_loader", loader)
+    return [_epoch(loader, epoch, before) for epoch in epochs]
 
 
-def _epoch(loader: Any, epoch: int) -> dict[str, Any]:
+def _epoch(loader: Any, epoch: int, before: Generators) -> dict[str, Any]:
     if epoch >= 0:
         loader.set_epoch(epoch)
+    moved = before.moved()
     steps, noise = [], []
     for images, labels in loader:
+        moved |= before.moved()  # as the training would see them
         steps.append([int(label) for label in labels])
         noise += [float(number) for number in images[:, 1]]
-    return {"steps": steps, "noise": noise, "len": len(loader)}
+    return {"steps": steps, "noise": noise, "len": len(loader), "moved": sorted(moved)}
 
 
 def loader_settings(lesson: Any) -> int:
@@ -97,25 +113,31 @@ def loads_refused(lesson: Any, cases: list[tuple[int, int]]) -> list[str]:
 
 
 def scatter(
-    lesson: Any, rows: int, src: int, label_dtype: str = "int64", group: Any = None
+    lesson: Any, rows: int, src: int, kinds: dict[str, Any], group: Any = None
 ) -> dict[str, Any]:
-    """The rank's rows of a batch whose row k holds k and 10 k."""
+    """The rank's rows of a batch whose row k holds k, and 10 k in its labels."""
     has_it = dist.get_rank(group) == src
-    batch = _batch(rows, label_dtype) if has_it else None
-    images, labels = lesson.scatter_batch(batch, src, group=group)
+    batch = _batch(rows, **kinds) if has_it else None
+    images, labels = returned("scatter_batch", lesson.scatter_batch(batch, src, group=group))
     return {
-        "shape": list(images.shape),
+        "shapes": [list(images.shape), list(labels.shape)],
         "dtypes": [str(images.dtype), str(labels.dtype)],
         "images": images.double().flatten(1).mean(dim=1).tolist(),
-        "labels": labels.tolist(),
+        "labels": labels.double()[:, None].flatten(1).mean(dim=1).tolist(),
     }
 
 
-def _batch(rows: int, label_dtype: str) -> tuple[Tensor, Tensor]:
+def _batch(
+    rows: int,
+    image_dtype: str = "float32",
+    label_dtype: str = "int64",
+    label_shape: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(rows)
-    images = numbers[:, None, None].expand(rows, 2, 250).to(torch.float32)
+    images = numbers[:, None, None].expand(rows, 2, 250).to(getattr(torch, image_dtype))
     transposed = images.transpose(1, 2).contiguous().transpose(1, 2)  # rows not contiguous
-    return transposed, (10 * numbers).to(getattr(torch, label_dtype))
+    labels = (10 * numbers).view(-1, *(1 for _ in label_shape)).expand(rows, *label_shape)
+    return transposed, labels.to(getattr(torch, label_dtype)).contiguous()
 
 
 def scatter_what_is_wrong(lesson: Any, what: str) -> str:

@@ -29,13 +29,18 @@ def test_a_ring_exchanges_without_deadlock(grade: Grade, n: int) -> None:
 
 def _check_exchanged(by_rank: list[Any], step: int) -> None:
     n = len(by_rank)
-    for rank, incoming in enumerate(by_rank):
-        src = (rank - step) % n
+    for rank, held in enumerate(by_rank):
+        src, sent = (rank - step) % n, [float(rank)] * (rank + 1)
         check(
-            incoming == [float(src)] * (src + 1),
+            held["incoming"] == [float(src)] * (src + 1),
             f"rank {rank} of {n} receives from rank {src}: incoming should be "
-            f"{[float(src)] * (src + 1)}, it is {incoming}. Is dst whom you send to, src whom you "
-            "receive from, and is the receive waited for?",
+            f"{[float(src)] * (src + 1)}, it is {held['incoming']}. Is dst whom you send to, src "
+            "whom you receive from, and is the receive waited for?",
+        )
+        check(
+            held["outgoing"] == sent,
+            f"rank {rank} of {n} sent {sent}, and afterwards its outgoing is {held['outgoing']}. "
+            "It belongs to the caller, who may need it again: only incoming is written.",
         )
 
 
@@ -95,6 +100,12 @@ def test_broadcast_takes_logarithmically_many_rounds(grade: Grade, n: int) -> No
         f"{n} ranks need {n - 1} messages, one for each that lacks the data; "
         f"yours sends {run.messages} by rank.",
     )
+    sent = int(sum(run.bytes_sent))
+    check(
+        sent == (n - 1) * BYTES,
+        f"{n} ranks need {(n - 1) * BYTES} bytes in all, {BYTES} in each message; yours sends "
+        f"{sent}. Send x as it is, in its own dtype.",
+    )
 
 
 def _check_holds_src(run: Run, src: int) -> None:
@@ -122,7 +133,8 @@ def _check_broadcast(by_rank: list[Any]) -> None:
                 check(
                     got == wanted,
                     f"rank {rank} of {n}, src {src}, {kind[1]} of shape {kind[0]}: should be "
-                    f"{short(wanted)}, is {short(got)}. Write into x itself, in its own dtype.",
+                    f"{short(wanted)}, is {short(got)}. Write into x itself, and keep its "
+                    "dtype on the way: a cast loses digits.",
                 )
 
 
@@ -147,6 +159,13 @@ def test_naive_sum_passes_through_rank_0(grade: Grade, n: int) -> None:
         received == expected and sum(run.messages) == 2 * (n - 1),
         f"{n} ranks: rank 0 should receive {n - 1} tensors and every other rank 1, the sum; "
         f"received are {received}, sent {run.messages}.",
+    )
+    most, rounds = ceil(log2(n)), rounds_of(run, BYTES)
+    check(
+        run.messages[0] <= most and rounds <= n - 1 + most + 0.01,
+        f"{n} ranks: rank 0 should take {n - 1} rounds to add up and {most} to give the sum to all "
+        f"by your broadcast; yours takes {rounds} rounds, and rank 0 sends {run.messages[0]} "
+        f"messages where {most} would do. Ranks that have the sum pass it on.",
     )
 
 
@@ -183,7 +202,8 @@ def _check_sums(by_rank: list[Any]) -> None:
             check(
                 got == wanted,
                 f"rank {rank} of {len(by_rank)}, {kind[1]} of shape {kind[0]}: the sum should be "
-                f"{short(wanted)}, it is {short(got)}. Is x itself the sum on return?",
+                f"{short(wanted)}, it is {short(got)}. Is x itself the sum on return? And a cast on "
+                "the way loses digits: send x's own dtype.",
             )
 
 
@@ -194,6 +214,10 @@ def test_naive_gives_all_ranks_the_same_bits(grade: Grade) -> None:
 
 def _check_same_bits(by_rank: list[Any]) -> None:
     for rank, got in enumerate(by_rank):
+        check(
+            len(got) == c.NUM_ELEMENTS,
+            f"rank {rank} of {len(by_rank)}: x had {c.NUM_ELEMENTS} elements, it has {len(got)}.",
+        )
         where = [i for i, (a, b) in enumerate(zip(by_rank[0], got, strict=True)) if a != b]
         check(
             not where,

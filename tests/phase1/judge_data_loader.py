@@ -1,4 +1,4 @@
-"""Judges tasks 1.1 to 1.3: what is asserted about what tests/phase1/data_loader.py returns."""
+"""Judges tasks 1.1 and 1.2: what is asserted about what tests/phase1/data_loader.py returns."""
 
 from math import ceil
 from typing import Any
@@ -66,12 +66,29 @@ def test_ranks_take_turns(grade: Grade) -> None:
         f"7 samples on 3 ranks, not shuffled, should be {expected}; they are {short(plain)}. "
         "Ranks take turns like players who are dealt cards, and the order is wrapped round.",
     )
-    alone, shared = grade.call(d.shards, [(12, 1, {"seed": 4}), (12, 4, {"seed": 4})])
+    (cut,) = grade.call(d.shards, [(7, 3, {"shuffle": False, "drop_last": True})])
+    expected = [[0, 3], [1, 4], [2, 5]]
+    check(
+        cut == expected,
+        f"7 samples on 3 ranks with drop_last, not shuffled, should be {expected}; they are "
+        f"{short(cut)}. Ranks take turns here too.",
+    )
+
+
+@task("1.1")
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_shards_together_are_the_order_of_one_process(grade: Grade, drop_last: bool) -> None:
+    options = {"seed": 4, "drop_last": drop_last}
+    samples = 14 if drop_last else 12
+    (alone,), shared = grade.call(d.shards, [(samples, 1, options), (samples, 4, options)])
+    lengths = [len(shard) for shard in shared]
+    check(lengths == [3] * 4, f"{samples} samples on 4 ranks: shards should hold 3, not {lengths}.")
     turns = [index for step in zip(*shared, strict=True) for index in step]
     check(
-        turns == alone[0],
-        f"the shards of 4 ranks, read step by step, should be the order of one process, "
-        f"{alone[0]}; they are {turns}. Does the order depend on the number of ranks?",
+        turns == alone[:12],
+        f"the shards of 4 ranks with drop_last={drop_last}, read step by step, should be the order "
+        f"of one process, {alone[:12]}; they are {turns}. Do ranks take turns, not blocks, and "
+        "does the order depend on the number of ranks?",
     )
 
 
@@ -122,15 +139,7 @@ def test_batches_of_a_step_are_one_global_batch(grade: Grade, n: int) -> None:
 
 
 def _check_loaded(by_rank: list[Any], samples: int, batch: int) -> None:
-    n = len(by_rank)
-    for rank, epochs in enumerate(by_rank):
-        sizes = [len(step) for step in epochs[0]["steps"]]
-        check(
-            sizes == [batch // n] * (samples // batch),
-            f"rank {rank} of {n}: a global batch of {batch} from {samples} samples is "
-            f"{samples // batch} steps of {batch // n}; it loads {short(sizes)}. "
-            "Each rank loads 1/N, and the incomplete last batch is left out.",
-        )
+    _check_steps(by_rank, samples, batch)
     orders = []
     for epoch in range(len(by_rank[0])):
         drawn = [sorted(i for step in r[epoch]["steps"] for i in step) for r in by_rank]
@@ -144,17 +153,35 @@ def _check_loaded(by_rank: list[Any], samples: int, batch: int) -> None:
     check(orders[0] != orders[1], "epochs 0 and 1 have the same order. It needs set_epoch.")
 
 
+def _check_steps(by_rank: list[Any], samples: int, batch: int) -> None:
+    n = len(by_rank)
+    for rank, epochs in enumerate(by_rank):
+        for number, epoch in enumerate(epochs):
+            sizes = [len(step) for step in epoch["steps"]]
+            check(
+                sizes == [batch // n] * (samples // batch),
+                f"rank {rank} of {n}: a global batch of {batch} from {samples} samples is "
+                f"{samples // batch} steps of {batch // n}; iteration {number} loads "
+                f"{short(sizes)}. Each rank loads 1/N, and the incomplete last batch is left out.",
+            )
+            check(
+                epoch["len"] == len(sizes),
+                f"rank {rank} of {n}: len(loader) is {epoch['len']}, the loader yields "
+                f"{len(sizes)} batches. Whoever draws a progress bar or a schedule relies on it.",
+            )
+
+
 @task("1.2")
 def test_the_number_of_ranks_does_not_change_the_global_batches(grade: Grade) -> None:
-    options = {"seed": 3}
-    alone = grade.run(d.load_epochs, 1, 50, 12, [2], options).results[0][0]["steps"]
-    steps = [r[0]["steps"] for r in grade.run(d.load_epochs, 4, 50, 12, [2], options).results]
-    together = [
-        sorted(index for part in parts for index in part) for parts in zip(*steps, strict=True)
-    ]
+    alone, shared = (grade.run(d.load_epochs, n, 50, 12, [2], {"seed": 3}).results for n in (1, 4))
+    _check_steps(alone, 50, 12)
+    _check_steps(shared, 50, 12)
+    steps = alone[0][0]["steps"]
+    parts = zip(*(epochs[0]["steps"] for epochs in shared), strict=True)
+    together = [sorted(index for part in step for index in part) for step in parts]
     check(
-        together == [sorted(step) for step in alone],
-        f"step 0 of one process holds {sorted(alone[0])}, of 4 ranks together {together[0]}. "
+        together == [sorted(step) for step in steps],
+        f"step 0 of one process holds {sorted(steps[0])}, of 4 ranks together {together[0]}. "
         "The number of workers must not change the training.",
     )
 
@@ -171,8 +198,28 @@ def test_seed_and_shuffle_are_used(grade: Grade) -> None:
         loaded[2] == expected,
         f"rank 0 of 2 with shuffle=False should load {expected}; it loads {short(loaded[2])}.",
     )
+
+
+@task("1.2", real=True)
+def test_processes_load_the_same(grade: Grade) -> None:
     workers = grade.call(d.loader_settings)
     check(workers == 2, f"num_loader_workers=2 should give 2 loader processes, not {workers}.")
+    args = (d.load_epochs, 2, 24, 6, [0, 1, 0])
+    here = grade.run(*args, {"seed": 1}).results
+    there = grade.run(*args, {"seed": 1, "num_loader_workers": 2}).results
+    for rank, (wanted, got) in enumerate(zip(here, there, strict=True)):
+        check(
+            [epoch["steps"] for epoch in got] == [epoch["steps"] for epoch in wanted],
+            f"rank {rank} of 2: with 2 loader processes it should load what it loads without, "
+            f"{short(wanted[0]['steps'])}; it loads {short(got[0]['steps'])}.",
+        )
+        first, second, again = (epoch["noise"] for epoch in got)
+        check(
+            first == again != second,
+            f"rank {rank} of 2: with 2 loader processes, augmentation should differ by epoch, and "
+            "repeat where an epoch is repeated. Give the DataLoader the generator that set_epoch "
+            "seeds: its processes are seeded from it.",
+        )
 
 
 @task("1.2")
@@ -194,6 +241,19 @@ def test_augmentation_differs_by_rank_and_epoch_and_can_be_repeated(grade: Grade
 
 
 @task("1.2")
+def test_loading_takes_no_numbers_from_the_training(grade: Grade) -> None:
+    run = grade.run(d.load_epochs, 2, 24, 6, [0, 1], {"seed": 1})
+    for rank, epochs in enumerate(run.results):
+        moved = sorted({name for epoch in epochs for name in epoch["moved"]})
+        check(
+            not moved,
+            f"rank {rank} of 2: building, set_epoch or loading moved or seeded the global "
+            f"generator of {' and '.join(moved)}, from which dropout draws. Augmentation takes no "
+            "numbers from the training: put the generators back after each batch.",
+        )
+
+
+@task("1.2")
 def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade) -> None:
     cases = [(100, 64, ("63", "66")), (100, 2, ("3",)), (5, 6, ("5",))]
     run = grade.run(d.loads_refused, 3, [(n, batch) for n, batch, _ in cases])
@@ -211,76 +271,3 @@ def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade) -> None:
 def test_the_loader_asks_its_group(grade: Grade) -> None:
     args = (d.load_epochs, 50, 12, [0, 1], {"seed": 3})
     _check_loaded(of_members(grade.run(inside_group, OUTER_WORLD_SIZE, *args)), 50, 12)
-
-
-# 1.3 scatter_batch
-
-
-@task("1.3", real=True)
-@pytest.mark.parametrize(("n", "rows", "src"), [(4, 10, 0), (3, 7, 2), (5, 3, 1), (1, 4, 0)])
-def test_every_rank_gets_its_rows(grade: Grade, n: int, rows: int, src: int) -> None:
-    _check_scattered(grade.run(d.scatter, n, rows, src).results, rows)
-
-
-def _check_scattered(by_rank: list[Any], rows: int) -> None:
-    n, start = len(by_rank), 0
-    for rank, part in enumerate(by_rank):
-        mine = list(range(start, start + rows // n + (rank < rows % n)))
-        start += len(mine)
-        check(
-            part["images"] == mine and part["labels"] == [10 * row for row in mine],
-            f"rank {rank} of {n} should get rows {mine} of {rows}; it has images "
-            f"{part['images']} and labels {part['labels']}. 10 rows on 4 ranks are 3, 3, 2, 2.",
-        )
-        check(
-            part["shape"] == [len(mine), 2, 250] and part["dtypes"][0] == "torch.float32",
-            f"rank {rank} of {n}: its images should be float32 of {[len(mine), 2, 250]}; they are "
-            f"{part['dtypes'][0]} of {part['shape']}. Only the header can tell it.",
-        )
-
-
-@task("1.3")
-@pytest.mark.parametrize("dtype", ["uint8", "float64"])
-def test_labels_keep_their_dtype(grade: Grade, dtype: str) -> None:
-    for rank, part in enumerate(grade.run(d.scatter, 3, 6, 0, dtype).results):
-        check(
-            part["dtypes"][1] == f"torch.{dtype}",
-            f"rank {rank}: labels are {dtype} on the source and {part['dtypes'][1]} here. "
-            "Send dtypes in the header too.",
-        )
-
-
-@task("1.3")
-def test_only_the_rows_travel(grade: Grade) -> None:
-    n, rows = 4, 128
-    run = grade.run(d.scatter, n, rows, 0)
-    row_bytes = 500 * 4 + 8
-    expected = row_bytes * rows * (n - 1) // n
-    sent = [int(number) for number in run.bytes_sent]
-    check(
-        expected <= sent[0] <= expected + 8_000,
-        f"the source should send {expected} bytes and a small header, it sends {sent[0]}. "
-        "Every row goes to one rank only.",
-    )
-    check(
-        max(sent[1:]) <= 8_000,
-        f"only the source has rows to send; the ranks send {sent} bytes. Broadcasting the whole "
-        "batch does that.",
-    )
-
-
-@task("1.3")
-@pytest.mark.parametrize("what", ["nothing", "6 images and 5 labels"])
-def test_every_rank_hears_of_a_wrong_batch(grade: Grade, what: str) -> None:
-    for rank, text in enumerate(grade.run(d.scatter_what_is_wrong, 3, what).results):
-        check(
-            text,
-            f"the source has {what}: every rank should raise a ValueError, rank {rank} "
-            "raises none. Send the bad news as the header.",
-        )
-
-
-@task("1.3")
-def test_scattering_inside_a_group(grade: Grade) -> None:
-    run = grade.run(inside_group, OUTER_WORLD_SIZE, d.scatter, 8, 1, "int64")
-    _check_scattered(of_members(run), 8)

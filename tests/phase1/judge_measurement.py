@@ -64,6 +64,11 @@ def test_the_slowest_rank_counts_in_the_median_run(grade: Grade) -> None:
         for name, seconds, cause in (
             ("last_rank_2s", 2.0, "Only rank 2 sleeps: the slowest rank counts."),
             ("median_3s", 3.0, "Take the median of the timed runs; the first is not timed."),
+            (
+                *("turns_2s", 2.0),
+                "Another rank sleeps in each run: take the slowest rank of every run first, and "
+                "then the median of the runs.",
+            ),
             ("chain_2s", 2.0, "All ranks must start each run together."),
         ):
             got = table["seconds"].get(name, [])
