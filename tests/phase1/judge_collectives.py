@@ -202,7 +202,7 @@ def _check_sums(by_rank: list[Any]) -> None:
             check(
                 got == wanted,
                 f"rank {rank} of {len(by_rank)}, {kind[1]} of shape {kind[0]}: the sum should be "
-                f"{short(wanted)}, it is {short(got)}. Is x itself the sum on return? And a cast on "
+                f"{short(wanted)}, it is {short(got)}. Is x itself the sum on return? A cast on "
                 "the way loses digits: send x's own dtype.",
             )
 

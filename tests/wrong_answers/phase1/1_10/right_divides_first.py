@@ -1,4 +1,4 @@
-"""Each rank divides before it adds; new gradients in place of the old ones, from the last back.
+"""Each rank divides before it adds, from the last parameter back.
 
 right
 """
@@ -15,7 +15,8 @@ def average_gradients(
 ) -> None:
     share = 1 / dist.get_world_size(group)
     for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
-        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        part = (mine.detach() * share).contiguous()
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        part = (parameter.grad * share).contiguous()
         all_reduce(part, group)
-        parameter.grad = part
+        parameter.grad.copy_(part)

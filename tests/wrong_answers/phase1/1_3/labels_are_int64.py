@@ -1,6 +1,6 @@
 """The dtype of the labels is assumed, not told.
 
-rejected by: test_labels_keep_their_dtype
+rejected by: test_any_dtypes_and_shapes_arrive
 phrase: uint8
 """
 
