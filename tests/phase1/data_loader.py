@@ -98,8 +98,11 @@ def _epoch(loader: Any, epoch: int, before: Generators) -> dict[str, Any]:
     return {"steps": steps, "noise": noise, "len": len(loader), "moved": sorted(moved)}
 
 
-def loader_settings(lesson: Any) -> int:
-    return int(lesson.build_loader(Numbered(8), 4, num_loader_workers=2).num_workers)
+def load_by_processes(lesson: Any, *args: Any) -> dict[str, Any]:
+    """What two loader processes of each rank load, and how many the loader says there are."""
+    loader = lesson.build_loader(Numbered(8), 4, num_loader_workers=2)
+    workers = returned("build_loader", loader).num_workers
+    return {"workers": workers, "epochs": load_epochs(lesson, *args, {"num_loader_workers": 2})}
 
 
 def loads_refused(lesson: Any, cases: list[tuple[int, int]]) -> list[str]:

@@ -201,19 +201,16 @@ def test_seed_and_shuffle_are_used(grade: Grade) -> None:
 
 
 @task("1.2", real=True)
-def test_processes_load_the_same(grade: Grade) -> None:
-    workers = grade.call(d.loader_settings)
-    check(workers == 2, f"num_loader_workers=2 should give 2 loader processes, not {workers}.")
-    args = (d.load_epochs, 2, 24, 6, [0, 1, 0])
-    here = grade.run(*args, {"seed": 1}).results
-    there = grade.run(*args, {"seed": 1, "num_loader_workers": 2}).results
-    for rank, (wanted, got) in enumerate(zip(here, there, strict=True)):
+def test_loader_processes_are_seeded_too(grade: Grade) -> None:
+    results = grade.run(d.load_by_processes, 2, 24, 6, [0, 1, 0]).results
+    for rank, workers in enumerate(result["workers"] for result in results):
         check(
-            [epoch["steps"] for epoch in got] == [epoch["steps"] for epoch in wanted],
-            f"rank {rank} of 2: with 2 loader processes it should load what it loads without, "
-            f"{short(wanted[0]['steps'])}; it loads {short(got[0]['steps'])}.",
+            workers == 2,
+            f"rank {rank} of 2: num_loader_workers=2 should give 2 processes, not {workers}.",
         )
-        first, second, again = (epoch["noise"] for epoch in got)
+    _check_loaded([result["epochs"] for result in results], 24, 6)
+    for rank, result in enumerate(results):
+        first, second, again = (epoch["noise"] for epoch in result["epochs"])
         check(
             first == again != second,
             f"rank {rank} of 2: with 2 loader processes, augmentation should differ by epoch, and "

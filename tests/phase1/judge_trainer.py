@@ -103,7 +103,7 @@ def test_evaluation_inside_a_group(grade: Grade) -> None:
 
 # 1.13 Trainer.fit
 
-EPOCHS = 3
+EPOCHS = 2
 
 
 @task("1.13", real=True)
@@ -124,8 +124,8 @@ def _check_fitted(by_rank: list[Any]) -> None:
     for rank, result in enumerate(by_rank):
         check(
             len(result["history"]) == EPOCHS
-            and [entry["epoch"] for entry in result["history"]] == [1, 2, 3],
-            f"rank {rank} of {n}: the history should have epochs 1, 2, 3; it is "
+            and [entry["epoch"] for entry in result["history"]] == [1, 2],
+            f"rank {rank} of {n}: the history should have epochs 1 and 2; it is "
             f"{short(result['history'])}.",
         )
         for wanted, got in zip(alone["history"], result["history"], strict=True):

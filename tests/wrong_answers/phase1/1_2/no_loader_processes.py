@@ -1,6 +1,6 @@
 """Works only where it loads in its own process.
 
-rejected by: test_processes_load_the_same
+rejected by: test_loader_processes_are_seeded_too
 phrase: num_workers was never tried
 """
 
