@@ -258,7 +258,7 @@ class EpochResult:
     step_losses: tuple[float, ...]
     test_loss: float
     test_accuracy: float  # 0 … 1
-    images_per_s: float  # trained, by all ranks together
+    images_per_s: float  # by all ranks together, per second of training without the evaluation
 
     @property
     def train_loss(self) -> float:

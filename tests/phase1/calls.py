@@ -38,3 +38,15 @@ def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:
     if len(found) != len(names):
         raise TypeError(f"{expected}; it returned {found!r:.70}")
     return found
+
+
+def pair(function: str, value: Any, names: str) -> tuple[Any, Any]:
+    """Return the two things that the learner's ``function`` has returned.
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    found = returned(function, value)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise TypeError(f"{function} should return {names}; it returned {found!r:.70}")
+    return found[0], found[1]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from phase1.calls import error_of, returned
+from phase1.calls import error_of, pair, returned
 
 # 1.1
 
@@ -121,7 +121,8 @@ def scatter(
     """The rank's rows of a batch whose row k holds k, and 10 k in its labels."""
     has_it = dist.get_rank(group) == src
     batch = _batch(rows, **kinds) if has_it else None
-    images, labels = returned("scatter_batch", lesson.scatter_batch(batch, src, group=group))
+    part = lesson.scatter_batch(batch, src, group=group)
+    images, labels = pair("scatter_batch", part, "images and labels")
     return {
         "shapes": [list(images.shape), list(labels.shape)],
         "dtypes": [str(images.dtype), str(labels.dtype)],
