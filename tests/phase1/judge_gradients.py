@@ -158,7 +158,7 @@ def test_steps_are_those_of_one_process(grade: Grade, sizes: list[int]) -> None:
 
 
 def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
-    alone = reference.steps_alone(sizes, 3, length)
+    alone = reference.steps_alone(tuple(sizes), 3, length)
     for rank, result in enumerate(by_rank):
         here = f"batches of {sizes}, rank {rank}"
         check(

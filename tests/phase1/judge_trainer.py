@@ -115,7 +115,7 @@ def test_training_is_that_of_one_process(grade: Grade, n: int) -> None:
 def _check_fitted(by_rank: list[Any]) -> None:
     n = len(by_rank)
     orders = _global_batches(by_rank)
-    alone = reference.fit_alone(orders, EPOCHS)
+    alone = reference.fit_alone(tuple(map(tuple, orders)), EPOCHS)
     epochs = [orders[e * STEPS : (e + 1) * STEPS] for e in range(EPOCHS)]
     check(
         epochs[0] != epochs[1],
@@ -220,10 +220,14 @@ def _check_speeds(by_rank: list[Any]) -> None:
         check(
             len(speeds) == EPOCHS
             and all(abs(a / b - 1) <= 0.1 for a, b in zip(speeds, expected, strict=True)),
-            f"rank {rank}: {images} images in {short(seconds)} s of training are "
-            f"{short(expected)} images/s; the history has {short(speeds)}. Count the images of all "
-            "ranks, once, over the seconds of training, without those of the evaluation.",
+            f"rank {rank}: {images} images in {_rounded(seconds)} s of training are "
+            f"{_rounded(expected)} images/s; the history has {_rounded(speeds)}. Count the images "
+            "of all ranks, once, over the seconds of training, without those of the evaluation.",
         )
+
+
+def _rounded(numbers: list[float]) -> str:
+    return " and ".join(f"{number:,.4g}" for number in numbers)
 
 
 def _check_nothing_else_is_sent(run: Run) -> None:

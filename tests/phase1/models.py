@@ -1,6 +1,7 @@
 """Models, batches and data sets that bodies, judges and references have in common."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ def classifier(seed: int) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def batch_of(sizes: list[int], rank: int, step: int, length: int = 0) -> tuple[Tensor, Tensor]:
+def batch_of(sizes: Sequence[int], rank: int, step: int, length: int = 0) -> tuple[Tensor, Tensor]:
     """The rank's inputs and targets; ``length`` targets each for sequences."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     shape = (sizes[rank], length) if length else (sizes[rank],)

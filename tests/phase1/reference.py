@@ -3,6 +3,7 @@
 A body lies open to the submission that it calls, and must not be able to give these in its place.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from phase1.models import (
 )
 
 
+@cache
 def odd_state(seed: int) -> dict[str, list[float]]:
     return state_of(Odd(seed))
 
 
-def steps_alone(sizes: list[int], num_steps: int, length: int = 0) -> dict[str, Any]:
+@cache
+def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict[str, Any]:
     """What one process does with the batches of all ranks put together."""
     model = classifier(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -46,6 +49,7 @@ def _step_alone(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tenso
     return float(loss.detach())
 
 
+@cache
 def evaluate_alone(size: int, length: int = 0) -> list[float]:
     data, model = Watched(size, length=length), classifier(7)
     with torch.no_grad():
@@ -56,7 +60,8 @@ def evaluate_alone(size: int, length: int = 0) -> list[float]:
     return [loss, float(accuracy), len(targets)]
 
 
-def fit_alone(orders: list[list[int]], epochs: int) -> dict[str, Any]:
+@cache
+def fit_alone(orders: tuple[tuple[int, ...], ...], epochs: int) -> dict[str, Any]:
     """One process from rank 0's weights, on the global batches in the order they were fetched."""
     model = network(3, normalised=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -64,7 +69,8 @@ def fit_alone(orders: list[list[int]], epochs: int) -> dict[str, Any]:
     for epoch in range(epochs):
         steps = orders[epoch * STEPS : (epoch + 1) * STEPS]
         losses = [
-            _step_alone(model, optimizer, data.inputs[step], data.targets[step]) for step in steps
+            _step_alone(model, optimizer, data.inputs[step], data.targets[step])
+            for step in map(list, steps)
         ]
         history.append({"epoch": epoch + 1, "step_losses": losses, "test": _test(model)})
     return {"history": history, "state": state_of(model)}

@@ -78,7 +78,6 @@ class _ByRank(io.TextIOBase):
 
 def fit(lesson: Any, epochs: int, *, normalised: bool = False, group: Any = None) -> dict[str, Any]:
     """Train from weights that differ by rank, in evaluation mode at first."""
-    sys.stdout = _ByRank()
     model = network(dist.get_rank(group) + 3, normalised=normalised).eval()
     train, all_reduce = Watched(NUM_SAMPLES), Counted()
     history = _history(lesson, model, train, epochs, all_reduce=all_reduce, group=group)
@@ -96,6 +95,7 @@ def fit(lesson: Any, epochs: int, *, normalised: bool = False, group: Any = None
 def _history(
     lesson: Any, model: nn.Module, train: Watched, epochs: int, seed: int = 5, **given: Any
 ) -> list[Any]:
+    sys.stdout = _ByRank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     test = Watched(NUM_TEST, seed=1)
     found = lesson.Trainer(model, optimizer, **given).fit(
