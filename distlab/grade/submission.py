@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -110,6 +111,8 @@ class _Lessons(importlib.abc.MetaPathFinder):
         package, _, module = name.partition(".")
         if package == SOLUTIONS and not self._submission.is_solution:
             raise ImportError(f"a submission must not import {name}")
+        if re.match(r"phase\d+\.(judge|reference)", name):
+            raise ImportError(f"a submission must not import {name}, which judges it")
         if not package.startswith("phase") or not (self._submission.root / package).is_dir():
             return None
         return self._find(name, package, module)

@@ -78,6 +78,13 @@ def test_a_folder_that_is_called_solutions_is_not_the_solutions(tmp_path: Path) 
     assert submission.find("solution", ROOT).is_solution
 
 
+@pytest.mark.parametrize("module", ["reference", "judge_trainer"])
+def test_what_judges_a_submission_is_not_for_it(tmp_path: Path, module: str) -> None:
+    verdict = verdict_of(hand_in(tmp_path, collectives=f"import phase1.{module}\n"), "1.4")
+    assert verdict.outcome is Outcome.IMPORT_ERROR
+    assert f"must not import phase1.{module}" in verdict.message
+
+
 def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
     verdict = verdict_of(hand_in(tmp_path, collectives="x = 1\ndef broken(:\n"), "1.4")
     assert "collectives.py, line 2: invalid syntax" in verdict.message
