@@ -102,6 +102,8 @@ def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[
         yield from _how_to_write(folder, task, grade)
     else:
         yield from grading.advice.splitlines()
+        if grade.outcome == HANG and has_program(task.id):
+            yield f"See who waits for whom: distlab trace {task.id}"
 
 
 def _how_to_write(folder: CourseFolder, task: Task, grade: TaskGrade) -> Iterator[str]:
@@ -129,6 +131,4 @@ def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress
         yield f"Your code beside the solution: distlab diff {task.id}"
         yield from whats_next(folder, progress, task)
     elif grade and grade.outcome != GRADER_ERROR and to_write(task, grade)[0] == task.id:
-        if grade.outcome == HANG and has_program(task.id):
-            yield f"See who waits for whom: distlab trace {task.id}"
         yield f"Stuck? distlab hint {task.id}   Again: distlab check {task.id}"
