@@ -200,10 +200,10 @@ def test_a_trace_that_nobody_asked_for_stays_in_the_process_of_the_simulation(
     sizes = []
     read = simulated.read_outcome
 
-    def noted(process: Rank, *rest: Any) -> object:
+    def noted(process: Rank, *rest: Any, **options: Any) -> object:
         assert process.report
         sizes.append(len(process.report.result))
-        return read(process, *rest)
+        return read(process, *rest, **options)
 
     monkeypatch.setattr(simulated, "read_outcome", noted)
     launch.run(total, 16, "recursive_doubling", backend="sim")
