@@ -38,8 +38,17 @@ def of_result(result: object) -> Report:
     Raises:
         TypeError: it cannot be pickled.
     """
+    return _report(Outcome.OK, result=pickled_result(result))
+
+
+def pickled_result(result: object) -> bytes:
+    """Pickle what the function returned.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
     try:
-        return _report(Outcome.OK, result=bytes(cloudpickle.dumps(result)))
+        return bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise TypeError(
             f"the result, a {type(result).__name__}, cannot be sent to the parent ({error}): "

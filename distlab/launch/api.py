@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.launch import nursery, plain, simulated, verdict, world
+from distlab.launch.accounts import SLOW_IMPORTS
 from distlab.launch.errors import LaunchError, RankFailed, SetupError
 from distlab.launch.joined import run_joined, run_under_mpirun
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder, pickled
@@ -175,9 +176,13 @@ def _simulated(
     simulated.check(simulation)
     with _refusals():
         spec = replace(_spec(fn, args, "sim", ("cpu",), limits.timeout_s), simulation=simulation)
-        with _world(spec, limits, None) as ((process,), folder, _):
+        with _world(spec, limits, None) as ((process,), folder, exceeded_time):
             outcome = simulated.read_outcome(
-                process, simulation, folder, plain_results=plain_results
+                process,
+                simulation,
+                folder,
+                exceeded_time=exceeded_time,
+                plain_results=plain_results,
             )
     if isinstance(outcome, LaunchError):
         raise outcome
@@ -351,4 +356,6 @@ def _made(output_dir: Path | str | None) -> Path | None:
 
 
 def _slow_imports(ranks: list[Rank]) -> list[str]:
-    return sorted({name for rank in ranks if rank.report for name in rank.report.modules})
+    """What ranks say that they have imported, of what is known to be slow and harmless."""
+    loaded = {name for rank in ranks if rank.report for name in rank.report.modules}
+    return sorted(loaded.intersection(SLOW_IMPORTS))

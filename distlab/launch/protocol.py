@@ -15,11 +15,13 @@ import enum
 import functools
 import io
 import operator
+import os
 import pickle
 import signal
+import stat
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +129,21 @@ class Report:
     modules: tuple[str, ...] = ()  # slow imports it made, to be made ahead next time
 
 
+_TYPES: dict[str, type] = {"outcome": Outcome, "at_ns": int, "result": bytes, "modules": tuple}
+_TYPES |= dict.fromkeys(("exception", "headline", "traceback"), str)
+MAX_REPORT_BYTES = 2**32
+
+
+def _content(path: Path) -> bytes:
+    """Read a file that a rank may have replaced: a pipe or a device would never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_REPORT_BYTES:
+            raise OSError(f"{path.name} is no file that a rank writes")
+        return file.read()
+
+
 @dataclass(frozen=True)
 class WorldFolder:
     """The files of one world."""
@@ -150,18 +167,27 @@ class WorldFolder:
         return spec
 
     def write_report(self, rank: int, report: Report) -> None:
-        self._report(rank).write_bytes(pickle.dumps(report))
+        values = {**vars(report), "outcome": report.outcome.value}
+        self._report(rank).write_bytes(pickle.dumps(values))
 
     def read_report(self, rank: int) -> Report:
         """Read what a rank's process has written, whatever its function has done to it.
 
         Raises:
+            OSError: there is no such file, or it is none that can simply be read.
             NotPlainError: that is no report.
         """
-        written = plain.loads(self._report(rank).read_bytes(), (Report, Outcome).__contains__)
-        if not isinstance(written, Report):
-            raise plain.NotPlainError(f"a {type(written).__name__}")
-        return written
+        values = plain.loads(_content(self._report(rank)))
+        try:
+            report = Report(**values)  # type: ignore[arg-type]
+            report = replace(report, outcome=Outcome(report.outcome))
+        except (TypeError, ValueError) as error:
+            raise plain.NotPlainError(f"no report ({error})") from None
+        for field in fields(Report):
+            value = getattr(report, field.name)
+            if type(value) is not _TYPES[field.name]:
+                raise plain.NotPlainError(f"a report whose {field.name} is {value!r:.40}")
+        return report
 
     def stacks(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.stacks"

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -67,17 +68,32 @@ class Rank:
         return 0.0
 
     def is_suspended(self) -> bool:
-        return self._status() == psutil.STATUS_STOPPED
-
-    def waits_for_a_disk(self) -> bool:
-        return self._status() == psutil.STATUS_DISK_SLEEP
-
-    def _status(self) -> str:
         with contextlib.suppress(psutil.Error):
-            return str(psutil.Process(self.pid).status())
-        return ""
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        return False
+
+    def is_ready(self) -> bool:
+        """Whether a thread of it waits for a processor or a disk alone, or nobody can tell."""
+        states = _states_of_threads(self.pid)
+        return not states or not states.isdisjoint("RD")
+
+    def has_children(self) -> bool:
+        """Whether it waits for processes that it has started, perhaps."""
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self.pid).children())
+        return False
 
     def kill(self) -> None:
         """Kill the rank and all processes of its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def _states_of_threads(pid: int) -> set[str]:
+    """Return the letters that Linux gives: R for running or ready, D for a disk, S for asleep."""
+    states = set()
+    with contextlib.suppress(OSError):
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # of a thread that has just ended
+                states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states

@@ -5,7 +5,6 @@ the other worlds, and a simulation leaves nothing behind in the process that ask
 """
 
 import mmap
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,13 +12,11 @@ from typing import TypeVar
 import torch
 
 from distlab import sim
-from distlab.launch import plain, stacks, verdict, world
+from distlab.launch import plain, sent, stacks, verdict, world
 from distlab.launch.errors import (
     LaunchError,
-    RankExited,
     RankFailed,
     RankHung,
-    RankOutOfMemory,
     SetupError,
 )
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder
@@ -48,8 +45,14 @@ def check(simulation: SimulationSpec) -> None:
         raise SetupError(str(error)) from None
 
 
-def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolder) -> object:
-    """Run the simulation that ``spec`` describes; return it, its results alone, or its error."""
+def simulate_in_child(
+    spec: Spec, simulation: SimulationSpec, folder: WorldFolder
+) -> dict[str, object]:
+    """Run the simulation that ``spec`` describes; return what ``sent`` makes of it.
+
+    Raises:
+        TypeError: a result cannot be pickled.
+    """
     running = _shared_words(folder.running, 1 + simulation.num_ranks)
     try:
         simulated = sim.simulate(
@@ -59,9 +62,9 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
             options=simulation.options,
             running=running,
         )
-        return simulated if simulation.wants_trace else simulated.results
     except sim.SimulationError as error:
-        return error
+        return sent.of_error(error)
+    return sent.of_simulation(simulated, wants_trace=simulation.wants_trace)
 
 
 def _on_cpu(spec: Spec) -> object:
@@ -82,39 +85,33 @@ def _shared_words(path: Path, count: int) -> memoryview:
 
 
 def read_outcome(
-    process: Rank, simulation: SimulationSpec, folder: WorldFolder, *, plain_results: bool
+    process: Rank,
+    simulation: SimulationSpec,
+    folder: WorldFolder,
+    *,
+    exceeded_time: str,
+    plain_results: bool,
 ) -> object:
-    """Return what the simulation sent, or the LaunchError that tells what ended it."""
+    """Return what the simulation sent, or the LaunchError that tells what ended it.
+
+    Args:
+        process: of the simulation.
+        simulation: what was asked for.
+        folder: of its world.
+        exceeded_time: the limit that ended it, "5 s"; "" if none did.
+        plain_results: accept no others.
+    """
     if process.has_returned and process.report:
-        sent = process.report.result
         try:
-            outcome = plain.loads(sent, _is_of_sim) if plain_results else pickle.loads(sent)
+            return sent.read(process.report.result, simulation, plain_results=plain_results)
         except plain.NotPlainError as error:
             return RankFailed(f"a simulated rank returned {error}, {plain.WANTED}")
-        if isinstance(outcome, sim.SimulationError):
-            return _as_launch_error(outcome)
-        return outcome
-    return _lost_simulation(process, simulation, folder)
+    return _lost_simulation(process, simulation, folder, exceeded_time)
 
 
-def _is_of_sim(found: type) -> bool:
-    return found.__module__.startswith("distlab.sim.")
-
-
-def _as_launch_error(error: sim.SimulationError) -> LaunchError:
-    """The same error as in the other worlds."""
-    rank = error.ranks[0] if len(error.ranks) == 1 else None
-    kind: type[LaunchError] = RankFailed
-    exception = ""
-    if isinstance(error, sim.Deadlock):
-        kind = RankHung
-    elif isinstance(error, sim.RankError):
-        exception = error.exception
-        kind = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited}.get(exception, RankFailed)
-    return kind(str(error), rank=rank, exception=exception)
-
-
-def _lost_simulation(process: Rank, simulation: SimulationSpec, folder: WorldFolder) -> LaunchError:
+def _lost_simulation(
+    process: Rank, simulation: SimulationSpec, folder: WorldFolder, exceeded_time: str
+) -> LaunchError:
     """The error of a simulation that crashed, left or did not end: say which rank was running."""
     words = memoryview(folder.running.read_bytes()).cast("q") if folder.running.exists() else None
     number = words[0] if words else 0
@@ -123,7 +120,7 @@ def _lost_simulation(process: Rank, simulation: SimulationSpec, folder: WorldFol
     who = f"simulated rank {number} of {simulation.num_ranks}"
     if process.was_stopped and not process.exceeded_memory:
         source = f"\n  {place.frame}  {place.frame.source}" if place.frame else ""
-        return RankHung(f"time is up: {who} is {place}{source}", rank=number)
+        return RankHung(f"time is up after {exceeded_time}: {who} is {place}{source}", rank=number)
     if process.report:
         return RankFailed(f"{process.report.headline}\n\n{process.report.traceback}".rstrip())
     process.place = None  # of the main thread, which only waits for the ranks

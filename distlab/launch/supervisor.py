@@ -156,7 +156,7 @@ class Supervisor:
             words = rank.control.recv(16)
         except ConnectionResetError:
             words = b""
-        if STARTED in words:
+        if STARTED in words and not self._has_gone:
             rank.has_started = True
             if all(other.has_started for other in self.ranks):
                 self._go()
@@ -205,7 +205,7 @@ class Supervisor:
     def _check_time(self, now: float) -> None:
         if self.limit_s is not None and now - self._clock_started > self.limit_s:
             self.exceeded_time = f"{self.limit_s:g} s"
-        if self._has_gone and not self.exceeded_time:
+        elif self._has_gone and (self.limits.cpu_s or self.limits.idle_s):
             self._check_computing(now)
 
     def _check_computing(self, now: float) -> None:
@@ -213,12 +213,15 @@ class Supervisor:
         running = [rank for rank in self.ranks if rank.is_running]
         used_s = [rank.cpu_s() - rank.baseline_cpu_s for rank in running]
         cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
-        if used_s != self._last_used_s or any(rank.waits_for_a_disk() for rank in running):
+        if used_s != self._last_used_s or any(rank.is_ready() for rank in running):
             self._last_used_s, self._idle_since = used_s, now
         if cpu_s is not None and max(used_s, default=0.0) > cpu_s:
             self.exceeded_time = f"{cpu_s:g} s of computing"
         elif idle_s is not None and now - self._idle_since > idle_s:
-            self.exceeded_time = f"{idle_s:g} s in which no rank computed"
+            if any(rank.has_children() for rank in running):
+                self._idle_since = now
+            else:
+                self.exceeded_time = f"{idle_s:g} s in which no rank computed"
 
     def _check_memory(self) -> None:
         """Stop the largest rank if all together have grown beyond the limit."""

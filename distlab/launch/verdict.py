@@ -115,7 +115,7 @@ def _hang(ranks: Sequence[Rank], exceeded_time: str) -> RankHung:
     if not to_blame:
         parts.append(
             "All of them wait for each other: compare the calls above, rank by rank. "
-            "If they only need longer, raise timeout_s."
+            "If they only need longer, raise the limit."
         )
     blamed = to_blame[0] if len(to_blame) == 1 else None
     parts += _output(ranks[blamed]) if blamed is not None else []

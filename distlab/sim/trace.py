@@ -56,6 +56,24 @@ class Trace:
         self.peak_bytes = [0] * num_ranks
         self.peak_by_category: list[dict[str, int]] = [{} for _ in range(num_ranks)]
 
+    def state(self) -> dict[str, Any]:
+        """Return all that was collected as plain data, to be sent to another process."""
+        return dict(vars(self))
+
+    @classmethod
+    def of_state(cls, state: object) -> "Trace":
+        """Return the trace that another process has sent.
+
+        Raises:
+            ValueError: it is no ``state``.
+        """
+        trace = cls(1, [])
+        wanted = {name: type(value) for name, value in vars(trace).items()}
+        if not isinstance(state, dict) or {k: type(v) for k, v in state.items()} != wanted:
+            raise ValueError("what was sent is no trace")
+        vars(trace).update(state)
+        return trace
+
     @property
     def events(self) -> list[Event]:
         """All events, in the order in which they ended."""

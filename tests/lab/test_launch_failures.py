@@ -457,6 +457,35 @@ def sleeps_for_1_s() -> bool:
     return True
 
 
+def waits_for_a_child() -> bool:
+    return subprocess.run(["sleep", "1"]).returncode == 0
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_who_waits_for_a_process_of_its_own_is_not_idle(backend: str) -> None:
+    limits: dict[str, float] = {"timeout_s": 60, "idle_limit_s": 0.4}
+    assert launch.run(waits_for_a_child, 2, backend=backend, **limits) == [True, True]
+
+
+def says_again_that_it_has_started() -> None:
+    control = int(next(iter(_sockets())))
+    while True:
+        os.write(control, b"S")
+        time.sleep(0.1)
+
+
+def _sockets() -> list[str]:
+    """Descriptors of this rank's sockets, the one to its supervisor first."""
+    links = {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]}
+    return sorted((fd for fd, target in links.items() if target.startswith("socket:")), key=int)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_rank_cannot_put_its_clock_back() -> None:
+    with pytest.raises(launch.RankHung):
+        launch.run(says_again_that_it_has_started, 1, backend="gloo", timeout_s=TIMEOUT_S)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_who_computes_is_not_idle_and_who_sleeps_does_not_compute(backend: str) -> None:
     limits: dict[str, float] = {"timeout_s": 60, "idle_limit_s": 0.5}

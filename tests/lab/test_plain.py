@@ -1,14 +1,19 @@
 """Plain data comes out of a pickle, code does not."""
 
+import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+import torch.distributed as dist
 
-from distlab import launch
-from distlab.launch import plain, protocol
-from distlab.launch.protocol import Outcome, Report
+from distlab import launch, sim
+from distlab.launch import plain
+from distlab.launch import sent as sent_module
+from distlab.launch.protocol import Outcome, Report, SimulationSpec, WorldFolder
+from distlab.sim import Cluster
 
 PLAIN = [1, 2.5, "a", None, True, b"x", (1, [2.0]), {"k": {3, 4}}, 2**70, float("inf")]
 
@@ -43,19 +48,89 @@ def test_what_is_no_pickle_is_refused() -> None:
             plain.loads(data)
 
 
-def test_classes_that_are_named_come_too_and_functions_beside_them_do_not() -> None:
-    report = Report(Outcome.OK, 1)
-    assert plain.loads(pickle.dumps(report), (Report, Outcome).__contains__) == report
-    with pytest.raises(plain.NotPlainError, match=r"distlab\.launch\.protocol\.pickled"):
-        plain.loads(pickle.dumps(protocol.pickled), lambda _: True)
+FORGED = (
+    # the class on the stack, changed by BUILD; then a list of one instance of it
+    b"cdistlab.sim.phases\nPhase\n(N}S'__eq__'\ncdistlab.sim.errors\nSimulationError\nstb0]"
+    b"(cdistlab.sim.phases\nPhase\noa."
+)
+
+
+def test_classes_of_distlab_are_refused_too() -> None:
+    for data in (FORGED, pickle.dumps(Cluster(1, 2)), pickle.dumps(Report(Outcome.OK, 1))):
+        with pytest.raises(plain.NotPlainError, match="distlab"):
+            plain.loads(data)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"outcome": "ok"},
+        {"outcome": "ok", "at_ns": "x"},
+        {"outcome": "perfect", "at_ns": 1},
+        {"outcome": "ok", "at_ns": 1, "modules": None},
+        {"outcome": "ok", "at_ns": 1, "more": 1},
+        [],
+        None,
+    ],
+)
+def test_what_is_no_report_is_none(tmp_path: Path, forged: object) -> None:
+    folder = WorldFolder(tmp_path)
+    (tmp_path / "rank-0.report").write_bytes(pickle.dumps(forged))
+    with pytest.raises(plain.NotPlainError, match="report"):
+        folder.read_report(0)
+
+
+def test_a_report_that_would_never_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-0.report")
+    (tmp_path / "rank-1.report").symlink_to("/dev/zero")
+    for rank in (0, 1, 2):
+        with pytest.raises(OSError, match=r"rank-\d"):
+            WorldFolder(tmp_path).read_report(rank)
+
+
+def test_a_report_arrives_as_it_was_written(tmp_path: Path) -> None:
+    report = Report(Outcome.EXCEPTION, 7, b"x", "ValueError", "ValueError: no", "…", ("pytest",))
+    WorldFolder(tmp_path).write_report(3, report)
+    assert WorldFolder(tmp_path).read_report(3) == report
+
+
+def test_a_simulation_that_is_asked_for_arrives_whole() -> None:
+    for plain_results in (False, True):
+        simulated = launch.simulate(
+            sends_its_rank, 3, cluster="laptop", plain_results=plain_results
+        )
+        here = sim.simulate(sends_its_rank, 3, cluster="laptop")
+        assert simulated.trace.digest() == here.trace.digest()
+        assert simulated.trace.state().keys() == here.trace.state().keys()
+        assert (simulated.cluster.name, simulated.options) == (here.cluster.name, here.options)
+        assert (simulated.results, simulated.flops) == (here.results, here.flops)
+
+
+def sends_its_rank() -> list[int]:
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, dist.get_rank())
+    return ranks
+
+
+@pytest.mark.parametrize("sent", [None, [], {}, "error", {"error": "exec", "message": ""}])
+def test_what_is_no_simulation_is_refused(sent: object) -> None:
+    spec = SimulationSpec(2, None, None, wants_trace=True)
+    with pytest.raises(plain.NotPlainError, match="no simulation"):
+        sent_module.read(pickle.dumps(sent), spec, plain_results=True)
 
 
 def returns_a_list_that_equals_everything() -> object:
     return Same([1])
 
 
+def returns_a_cluster() -> object:
+    return Cluster(1, 2)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_a_world_returns_plain_results_where_it_is_asked_to(backend: str) -> None:
     with pytest.raises(launch.RankFailed, match=r"returned .*Same, which is no plain data"):
         launch.run(returns_a_list_that_equals_everything, 2, backend=backend, plain_results=True)
+    with pytest.raises(launch.RankFailed, match=r"returned distlab.*Cluster, which is no plain"):
+        launch.run(returns_a_cluster, 2, backend=backend, plain_results=True)
     assert launch.run(returns_a_list_that_equals_everything, 2, backend=backend) == [Same(), Same()]
