@@ -3,7 +3,9 @@
 import enum
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
+import distlab
 from distlab.grade.checks import Wrong
 from distlab.launch import (
     LaunchError,
@@ -76,8 +78,10 @@ _BY_EXCEPTION = {
     ),
     LessonError.__name__: (Outcome.IMPORT_ERROR, re.compile(rf"{LessonError.__name__}: (.*)")),
 }
+_PACKAGE = Path(distlab.__file__).parent
 _GRADERS_FRAMES = re.compile(
-    r'^ *File "[^"]*/(?:distlab|tests/phase\d+)/[^"]*", line .*\n(?:(?! *File |\S).*\n)*',
+    rf'^ *File "(?:{re.escape(str(_PACKAGE))}|{re.escape(str(_PACKAGE.parent))}/tests/phase\d+)/'
+    r'[^"]*", line .*\n(?:(?! *File |\S).*\n)*',
     re.MULTILINE,
 )
 

@@ -26,6 +26,7 @@ from distlab.grade.tasks import is_real_too, task_of
 
 TIMEOUT_S = 10.0  # of one world, by the clock; hangs are found in 2 s by what ranks compute
 BACKENDS = ("auto", "sim", "gloo", "nccl")
+ONE_BY_ONE = "the grader runs its tests one by one: leave -n out"
 LETTERS = {
     Outcome.TODO: ("todo", "t", "TODO"),
     Outcome.FAILED: ("wrong", "F", "WRONG"),
@@ -69,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--backend nccl: torch sees no GPU here; see distlab doctor")
     suites = [argument for argument in config.args if "test_phase" in argument]
     if suites and getattr(config.option, "numprocesses", None):
-        raise pytest.UsageError(f"{suites[0]}: the grader runs its tests one by one: leave -n out")
+        raise pytest.UsageError(f"{suites[0]}: {ONE_BY_ONE}")
     config.pluginmanager.register(Grader(config), "distlab-grader")
 
 
@@ -124,6 +125,8 @@ class Grader:
     def _expect(self, items: list[pytest.Item], phases: list[str]) -> None:
         if not phases:
             return
+        if hasattr(self.config, "workerinput"):  # a worker of pytest-xdist
+            raise pytest.UsageError(ONE_BY_ONE)
         listed = course.load(self.course_root)
         for task in listed.tasks:
             if task.id.partition(".")[0] in phases and self._is_asked_for(task.id):
@@ -148,8 +151,9 @@ class Grader:
                 del self.results[task_id]
 
     def _names_single_tests(self) -> bool:
-        """Whether pytest was asked for tests by name: the rest of a task is not collected then."""
-        return any("::" in argument for argument in self.config.args)
+        """Whether pytest collects some tests only, by name or as those that failed last time."""
+        is_last_failed = bool(self.config.getoption("lf", False))
+        return is_last_failed or any("::" in argument for argument in self.config.args)
 
     # Running
 

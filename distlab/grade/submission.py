@@ -50,9 +50,9 @@ class Submission:
         return _sha256(file) if file.is_file() else ""
 
     def digests(self, phase: str) -> dict[str, str]:
-        """Return the digest of every file of a phase that a lesson can import, by its path."""
+        """Return the digest of every Python file of a phase, by its path from the root."""
         files = sorted((self.root / phase).rglob("*.py"))
-        return {file.relative_to(self.root).as_posix(): _sha256(file) for file in files}
+        return {f.relative_to(self.root).as_posix(): _sha256(f) for f in files if f.is_file()}
 
     def load(self, phase: str, lesson: str) -> ModuleType:
         """Import a lesson, inside a rank.
@@ -87,13 +87,21 @@ class Submission:
             raise LessonError(f"{where}: {text}\n    {frame.line}") from error
 
     def _last_frame(self, error: Exception) -> traceback.FrameSummary | None:
-        """Return the last line of the submission that led to an error."""
+        """Return the last line of the submission's phases that led to an error."""
         frames = reversed(traceback.extract_tb(error.__traceback__))
-        return next((f for f in frames if Path(f.filename).is_relative_to(self.root)), None)
+        return next((frame for frame in frames if self._holds(Path(frame.filename))), None)
+
+    def _holds(self, file: Path) -> bool:
+        below = file.relative_to(self.root).parts if file.is_relative_to(self.root) else ()
+        return bool(below) and below[0].startswith("phase")
 
 
 def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    """Return "" for a file that cannot be read: whoever imports it gets to know why."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 class _Lessons(importlib.abc.MetaPathFinder):
@@ -111,7 +119,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
         package, _, module = name.partition(".")
         if package == SOLUTIONS and not self._submission.is_solution:
             raise ImportError(f"a submission must not import {name}")
-        if re.match(r"phase\d+\.(judge|reference)", name):
+        if re.search(r"(^|\.)phase\d+\.(judge|reference)", name):
             raise ImportError(f"a submission must not import {name}, which judges it")
         if not package.startswith("phase") or not (self._submission.root / package).is_dir():
             return None

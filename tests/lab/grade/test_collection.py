@@ -1,6 +1,7 @@
 """What pytest is asked for, what it then says, and with which code it ends."""
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -27,10 +28,13 @@ def test_that_passes(grade):
 """
 
 
-def pytest_run(*arguments: object, suite: object = SUITE) -> subprocess.CompletedProcess[str]:
+def pytest_run(
+    *arguments: object, suite: object = SUITE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", str(suite), "-q", "-c", str(ROOT / "pyproject.toml")]
     command += ["--impl", "solution", "--backend", "sim", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
 
 
 def my_suite(folder: Path, body: str) -> Path:
@@ -57,6 +61,18 @@ def test_one_test_asked_for_by_name_does_not_earn_the_points_of_its_task(tmp_pat
     assert "1.5" not in ended.stdout, "only what was asked for is in the table"
     (task,) = ET.parse(junit).getroot()
     assert (task.get("name"), task.get("errors")) == ("1.4 exchange", "1"), "CI must not be green"
+
+
+def test_the_tests_that_failed_last_are_not_the_whole_task(tmp_path: Path) -> None:
+    body = "grade.call(nothing)\n    check(not __import__('os').environ.get('BREAK'), 'wrong')"
+    my_suite(tmp_path, body)
+    second = "\n@task('1.4')\ndef test_more(grade):\n    grade.call(nothing)\n"
+    (tmp_path / "test_mine.py").write_text((tmp_path / "test_mine.py").read_text() + second)
+    cache = ("-o", f"cache_dir={tmp_path / 'cache'}", "-k", "1.4")
+    assert pytest_run(*cache, suite=tmp_path, BREAK="yes").returncode == 1
+    ended = pytest_run(*cache, "--lf", suite=tmp_path)
+    assert "0/5" in ended.stdout, ended.stdout
+    assert ended.returncode == 1
 
 
 def test_tasks_are_picked_by_their_ids() -> None:
@@ -103,6 +119,8 @@ def test_a_report_may_go_to_a_device() -> None:
     assert (ended.returncode, "## 5 of 5 points" in ended.stderr) == (0, True)
 
 
-def test_tests_of_one_task_are_not_spread_over_workers() -> None:
+def test_tests_of_one_task_are_not_spread_over_workers(tmp_path: Path) -> None:
     ended = pytest_run("-n", "2", "-k", "1.1")
     assert (ended.returncode, "leave -n out" in ended.stderr) == (4, True)
+    ended = pytest_run("-n", "2", "-k", "1.4", suite=my_suite(tmp_path, "grade.call(nothing)"))
+    assert ended.returncode not in (0, 1), "a worker judges a part: that must not pass for all"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import distlab
 from distlab import course
 from distlab.grade import table
 from distlab.grade.checks import Wrong
@@ -13,14 +14,15 @@ from distlab.launch import RankFailed, RankHung
 
 TASK = course.load(Path(__file__).parents[3]).task("1.5")
 TODO = "Task 1.5: broadcast, see guidelines.md#15-broadcast-along-a-tree"
-TRACEBACK = """\
+ROOT = Path(distlab.__file__).parents[1]
+TRACEBACK = f"""\
 Traceback (most recent call last):
-  File "/home/me/course/distlab/grade/running.py", line 136, in on_rank
+  File "{ROOT}/distlab/grade/running.py", line 136, in on_rank
     return body(submission.load(task.folder, task.lesson), *args)
            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-  File "/home/me/course/tests/phase1/collectives.py", line 80, in broadcast_from
+  File "{ROOT}/tests/phase1/collectives.py", line 80, in broadcast_from
     lesson.broadcast(x, src, group)
-  File "/home/me/course/phase1_data_parallel/template_collectives.py", line 70, in broadcast
+  File "/home/me/distlab/phase1_data_parallel/template_collectives.py", line 70, in broadcast
     x[1000]
 IndexError: index 1000 is out of bounds"""
 
@@ -57,7 +59,7 @@ def test_a_traceback_shows_the_learners_lines() -> None:
 
 
 def test_a_traceback_that_never_reached_the_learner_is_left_as_it_is() -> None:
-    graders = TRACEBACK.partition('  File "/home/me/course/phase1')[0]
+    graders = TRACEBACK.partition('  File "/home/me/distlab/phase1')[0]
     assert verdict_on(raised("TypeError", "no", graders)).details == graders.strip("\n")
 
 

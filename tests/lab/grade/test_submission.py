@@ -1,5 +1,6 @@
 """Where a rank finds the learner's files, and where it does not look for them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,20 @@ def test_a_folder_that_is_called_solutions_is_not_the_solutions(tmp_path: Path) 
     assert submission.find("solution", ROOT).is_solution
 
 
-@pytest.mark.parametrize("module", ["reference", "judge_trainer"])
+@pytest.mark.parametrize("module", ["phase1.reference", "tests.phase1.judge_trainer"])
 def test_what_judges_a_submission_is_not_for_it(tmp_path: Path, module: str) -> None:
-    verdict = verdict_of(hand_in(tmp_path, collectives=f"import phase1.{module}\n"), "1.4")
+    verdict = verdict_of(hand_in(tmp_path, collectives=f"import {module}\n"), "1.4")
     assert verdict.outcome is Outcome.IMPORT_ERROR
-    assert f"must not import phase1.{module}" in verdict.message
+    assert f"must not import {module}" in verdict.message
+
+
+def test_an_error_names_the_learners_line_where_the_course_itself_is_the_submission(
+    tmp_path: Path,
+) -> None:
+    mine = f"import solutions.{PHASE}.collectives\n"
+    shutil.copytree(ROOT / "distlab", tmp_path / "distlab")
+    verdict = verdict_of(hand_in(tmp_path, template_collectives=mine), "1.4")
+    assert verdict.message.startswith(f"{tmp_path / PHASE}/template_collectives.py, line 1: ")
 
 
 def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
@@ -98,7 +108,10 @@ def test_files_that_lie_flat_are_refused_before_anything_is_graded(tmp_path: Pat
 
 
 def test_every_file_that_could_be_imported_has_its_digest(tmp_path: Path) -> None:
-    digests = hand_in(tmp_path, collectives="", helper="x = 1\n").digests(PHASE)
+    handed_in = hand_in(tmp_path, collectives="", helper="x = 1\n")
+    (tmp_path / PHASE / ".#collectives.py").symlink_to("me@here.1234")  # an editor's lock
+    (tmp_path / PHASE / "folder.py").mkdir()
+    digests = handed_in.digests(PHASE)
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of nothing
     assert digests.pop(f"{PHASE}/collectives.py") == empty
     assert list(digests) == [f"{PHASE}/helper.py"]
