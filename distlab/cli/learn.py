@@ -23,7 +23,7 @@ WorldTimeout = Annotated[
     typer.Option(
         "--world-timeout",
         metavar="SECONDS",
-        help="Time of one world; more on a slow or busy machine.  [default: 5]",
+        help="Time of one world; more on a very slow machine.  [default: 10]",
         show_default=False,
     ),
 ]

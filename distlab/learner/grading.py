@@ -9,8 +9,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from distlab.learner.folder import CourseFolder, LearnerError
 
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
+REMEMBERING = "distlab.learner.remembering"  # what pytest would do without these commands
 REPORTS = ("json", "junit", "gradescope", "markdown")
 
 Run = Callable[[list[str]], "tuple[int, str]"]  # arguments of pytest -> its exit code and output
@@ -46,12 +47,14 @@ class Grading:
         tasks: by id; none if the grader failed.
         advice: the grader's messages for the learner; may be empty.
         output: all that pytest printed.
+        digests: of the learner's functions when it began, by task.
     """
 
     code: int
     tasks: dict[str, TaskGrade]
     advice: str = ""
     output: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_impl(choice: str) -> str:
@@ -84,9 +87,9 @@ def find_report(option: str) -> str:
 
 def _why_not_written(path: Path) -> str:
     """Try what can be tried without touching the file, "" if nothing speaks against it."""
-    if path.is_dir():
-        return f"{path} is a folder; name a file"
     try:
+        if path.is_dir():
+            return f"{path} is a folder; name a file"
         if path.exists():
             return "" if os.access(path, os.W_OK) else f"{path} cannot be written"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,10 +134,11 @@ def grade(folder: CourseFolder, arguments: Sequence[str], run: Run | None = None
     """Run the grader, by default in a fresh process whose output is kept for the reader."""
     with tempfile.TemporaryDirectory(prefix="distlab-") as parent:
         report = Path(parent, "report.json")  # never an old one, or one that others write
-        asked = [*arguments, "--report", f"json={report}"]
+        asked = [*arguments, "-p", f"no:{REMEMBERING}", "--report", f"json={report}"]
+        digests = {task.id: source.digest(folder, task) for task in folder.course.tasks}
         code, output = (run or captured_in(folder))(asked)
         grading = _grading(code, report, output)
-    return replace(grading, advice=_advice(output), output=output)
+    return replace(grading, advice=_advice(output), output=output, digests=digests)
 
 
 def captured_in(folder: CourseFolder) -> Run:
@@ -208,7 +212,7 @@ def remember(folder: CourseFolder, grading: Grading) -> state.Progress:
     """Keep the outcomes of a grading of the learner's own files."""
     source.keep_templates(folder)
     records = {
-        task.id: state.Record(_outcome(grading.tasks[task.id]), source.digest(folder, task))
+        task.id: state.Record(_outcome(grading.tasks[task.id]), grading.digests.get(task.id, ""))
         for task in folder.course.tasks
         if task.id in grading.tasks
     }

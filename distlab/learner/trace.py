@@ -37,18 +37,23 @@ def trace(folder: CourseFolder, task: Task, impl: str, ranks: int | None) -> Tra
         ranks: 2 to 8; the program's own number by default.
 
     Raises:
-        LearnerError: there is no program for this task, or not for so many ranks.
+        LearnerError: there is no program for this task, or not for so many ranks; no phase in the
+            folder.
     """
     program = programs.find(task.id)
     count = program.ranks if ranks is None else ranks
     if not 2 <= count <= MAX_RANKS:
         raise LearnerError(f"--ranks {count}: the simulated {CLUSTER} has 2 to {MAX_RANKS}")
-    handed_in = submission.find(impl, folder.root)
+    try:
+        handed_in = submission.find(impl, folder.root)
+    except ValueError as error:
+        raise LearnerError(str(error)) from None
     try:
         simulated: Simulated[None] = launch.simulate(
             *(on_rank, count, handed_in, task, BODIES[task.id], ()),
             cluster=CLUSTER,
             timeout_s=TIMEOUT_S,
+            plain_results=True,
         )
     except LaunchError as error:
         return Traced(_report(error))

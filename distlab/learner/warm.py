@@ -52,7 +52,7 @@ class WarmGrader:
             line = self._server.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:
+        if not line.endswith("\n"):  # nothing, or what it had written when it was killed
             return GRADER_FAILED, "the grader's process ended; the next save starts another one"
         code, output = json.loads(line)
         return code, output
