@@ -2,7 +2,7 @@
 
 rejected by: test_a_batch_that_cannot_be_shared_stops_the_training
 outcome: hang
-phrase: time is up
+phrase: time is up after 2 s of computing: simulated rank
 """
 
 from torch.utils.data import Dataset
