@@ -31,13 +31,16 @@ Ranks = Annotated[int, typer.Option("--ranks", help="how many simulated GPUs")]
 
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table; numbers to the right."""
+    """Print a table, numbers to the right; as wide as it is, not cut where nobody sees a window."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = console.measure(table, options=console.options.update(width=1000)).maximum
+    console.print(table)
 
 
 def gigabytes(num_bytes: float) -> str:
