@@ -68,7 +68,6 @@ class Supervisor:
         self._clock_started = time.monotonic()
         self._has_gone = False  # all ranks were told to call the function
         self._next_look = 0.0
-        self._last_used_s: list[float] = []  # of processor time, by rank, at the last look
         self._idle_since = 0.0
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
@@ -134,6 +133,7 @@ class Supervisor:
         """Have all ranks call the function; their time starts now."""
         self._has_gone = True
         self._clock_started, self.limit_s = time.monotonic(), self.limits.timeout_s
+        self._start_to_wait(self._clock_started)
         for rank in self.ranks:
             rank.baseline_bytes, rank.baseline_cpu_s = rank.own_bytes(), rank.cpu_s()
             with contextlib.suppress(OSError):
@@ -211,17 +211,20 @@ class Supervisor:
     def _check_computing(self, now: float) -> None:
         """Tell an endless loop from a busy machine, and a wait for ever from a long computation."""
         running = [rank for rank in self.ranks if rank.is_running]
-        used_s = [rank.cpu_s() - rank.baseline_cpu_s for rank in running]
         cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
-        if used_s != self._last_used_s or any(rank.is_ready() for rank in running):
-            self._last_used_s, self._idle_since = used_s, now
-        if cpu_s is not None and max(used_s, default=0.0) > cpu_s:
+        if cpu_s is not None and any(r.cpu_s() - r.baseline_cpu_s > cpu_s for r in running):
             self.exceeded_time = f"{cpu_s:g} s of computing"
-        elif idle_s is not None and now - self._idle_since > idle_s:
-            if any(rank.has_children() for rank in running):
-                self._idle_since = now
-            else:
+        elif idle_s is not None:
+            idle = [rank for rank in running if rank.is_idle()]
+            if len(idle) < len(running):
+                self._start_to_wait(now)
+            if now - self._idle_since > idle_s and not any(r.has_children() for r in running):
                 self.exceeded_time = f"{idle_s:g} s in which no rank computed"
+
+    def _start_to_wait(self, now: float) -> None:
+        self._idle_since = now
+        for rank in self.ranks:
+            rank.idle_cpu_s = rank.cpu_s()
 
     def _check_memory(self) -> None:
         """Stop the largest rank if all together have grown beyond the limit."""
