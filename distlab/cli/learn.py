@@ -107,14 +107,14 @@ def grade(
 
 
 def hint(
-    task: OneTask,
+    task: SomeTask = None,
     level: Annotated[
         int | None, typer.Option("--level", help="1: a question, 2: the idea, 3: names.")
     ] = None,
 ) -> None:
-    """Show one more hint each time."""
+    """Show one more hint each time, of the next task by default."""
     here = folder.find()
-    listed = here.task(task)
+    listed = choose(here, task)
     taken = hints.take(here, listed, state.load(here), level)
     typer.secho(f"{listed.heading}\n{taken.title}\n", bold=True)
     _print_markdown(taken.text)

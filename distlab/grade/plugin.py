@@ -41,6 +41,7 @@ _GRADE = pytest.StashKey[Grade]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Say whose functions are graded, in which worlds, for how long, and what is written of it."""
     group = parser.getgroup("grading")
     group.addoption(
         "--impl",
@@ -65,6 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register the grader of this run.
+
+    Raises:
+        UsageError: there is no GPU for nccl, or tests would be spread over processes.
+    """
     config.addinivalue_line("markers", "task(id, real=False): the task of course.toml it grades")
     if config.getoption("backend") == "nccl" and not torch.cuda.device_count():
         raise pytest.UsageError("--backend nccl: torch sees no GPU here; see distlab doctor")

@@ -116,6 +116,11 @@ class _Lessons(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Find what a submission holds; None for what is neither of its phases nor refused.
+
+        Raises:
+            ImportError: a solution, or what judges it; of the phases, a module that it lacks.
+        """
         package, _, module = name.partition(".")
         if package == SOLUTIONS and not self._submission.is_solution:
             raise ImportError(f"a submission must not import {name}")

@@ -212,6 +212,14 @@ def test_what_cannot_be_done_is_said_in_one_line(
 # --- hints, diff, reset --------------------------------------------------------------------------
 
 
+def test_a_hint_is_of_the_next_task_by_default(
+    here: CourseFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.remember(here, {"1.1": state.Record("passed")})
+    assert distlab("hint") == 0
+    assert capsys.readouterr().out.startswith("1.2 ")
+
+
 def test_each_hint_says_more_and_the_last_says_so(
     here: CourseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
