@@ -100,7 +100,7 @@ def test_tests_that_pytest_left_out_are_not_run(tmp_path: Path) -> None:
     assert found == {"1.4": "failed", "1.5": "not run"}
 
 
-@pytest.mark.parametrize("path", [".", "no/such/file/../", "/dev/null/report.json"])
+@pytest.mark.parametrize("path", [".", "/dev/null/report.json"])
 def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(path: str) -> None:
     ended = pytest_run("--report", f"json={path}", "-k", "1.1")
     assert ended.returncode == 4, ended.stdout
