@@ -84,10 +84,10 @@ class Rank:
         computing. Where the system does not tell what threads wait for, nothing is idle.
         """
         states = _states_of_threads(self.pid)
-        is_ready = not states or not states.isdisjoint("RD")
+        is_ready = not states.isdisjoint("RD")
         self.looks_ready = self.looks_ready + 1 if is_ready else 0
         has_computed = self.cpu_s() - self.idle_cpu_s > POLLING_S
-        return self.looks_ready < READY_LOOKS and not has_computed
+        return bool(states) and self.looks_ready < READY_LOOKS and not has_computed
 
     def has_children(self) -> bool:
         """Whether it waits for processes that it has started, perhaps."""
