@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from distlab.course import GRADER_ERROR, HANG, PASSED, TODO, Phase, Task
+from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
@@ -102,7 +102,7 @@ def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[
         yield from _how_to_write(folder, task, grade)
     else:
         yield from grading.advice.splitlines()
-        if grade.outcome == HANG and has_program(task.id):
+        if "deadlock" in grade.message and has_program(task.id):  # an endless loop has no picture
             yield f"See who waits for whom: distlab trace {task.id}"
 
 

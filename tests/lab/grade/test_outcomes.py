@@ -108,7 +108,10 @@ def test_only_the_last_lines_of_what_ranks_print_are_shown() -> None:
 
 def test_a_hang_is_explained_by_what_kind_it_is() -> None:
     assert "Who should have sent" in table.next_step(a_task(("gloo", HANG)))
-    loop = Verdict(Outcome.HANG, "time is up after 2 s of computing: rank 5 is at a.py:6")
+    told = (
+        "time is up after 2 s of computing: 7 of 8 wait in barrier at a.py:9; rank 5 is at a.py:6"
+    )
+    loop = Verdict(Outcome.HANG, told)
     assert "Does this ever end?" in table.next_step(a_task(("gloo", loop)))
 
 
