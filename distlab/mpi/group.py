@@ -67,7 +67,7 @@ class MpiGroup(BaseGroup):
         """Post a send to a rank of the group."""
         [tensor] = tensors
         check_contiguous("send", tensors)
-        check_peer("send", dst, len(self._ranks))
+        check_peer("send", dst, len(self._ranks), self._me)
 
         def steps() -> Steps:
             yield [self._comm.Isend(raw(tensor), dst, tag)]
@@ -78,7 +78,7 @@ class MpiGroup(BaseGroup):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> MpiWork:
         """Post a recv from a rank of the group."""
-        check_peer("recv", src, len(self._ranks))
+        check_peer("recv", src, len(self._ranks), self._me)
         return self._post_recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,13 @@ class Call:
     op: Any = None
 
 
-def describe(tensor: Tensor) -> str:
+class Form(NamedTuple):
+    """What a report says of a tensor, without the tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def describe(tensor: Tensor | Form) -> str:
     """Write ``(4, 3) float32``."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

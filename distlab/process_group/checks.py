@@ -48,16 +48,18 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
             )
 
 
-def check_peer(name: str, peer: int, group_size: int) -> None:
+def check_peer(name: str, peer: int, group_size: int, me: int) -> None:
     """Refuse a rank that the group does not have; gloo waits for it until time is up.
 
-    Raises:
-        ValueError: ``peer``, which counts inside the group, is not one of its ranks.
+    Args: me: the rank that asks, counted inside the group as ``peer`` is.
+    Raises: ValueError: ``peer`` is not one of the group's ranks.
     """
     if not 0 <= peer < group_size:
+        # Only a neighbour's number is one step outside: other slips have nothing to do with a ring.
+        step = {me + 1: "rank + 1", me - 1: "rank - 1"}.get(peer)
+        advice = f"; the neighbour in a ring is ({step}) % {group_size}" if step else ""
         raise ValueError(
-            f"{name}: the group has no rank {peer}, its ranks are 0 to {group_size - 1}; a "
-            "ring goes on with (rank + 1) % world_size"
+            f"{name}: the group has no rank {peer}, its ranks are 0 to {group_size - 1}{advice}"
         )
 
 

@@ -18,6 +18,7 @@ from distlab.sim.errors import (
     SimulationError,
 )
 from distlab.sim.faults import Faults
+from distlab.sim.handles import unwaited
 from distlab.sim.simulation import Options, Simulated, choose_cluster, simulate
 from distlab.sim.trace import Event, Trace
 
@@ -37,4 +38,5 @@ __all__ = [
     "Trace",
     "choose_cluster",
     "simulate",
+    "unwaited",
 ]

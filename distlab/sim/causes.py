@@ -1,9 +1,11 @@
 """The kinds of deadlock: which mistake it is, whom to blame, what to look for."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from distlab.sim import ways_out
 from distlab.sim.errors import DeadlockKind
+from distlab.sim.group_hints import wrong_group
 from distlab.sim.mailbox import Message
 from distlab.sim.meetings import Attendance
 from distlab.sim.pending import Pending
@@ -29,26 +31,34 @@ class Cause(NamedTuple):
     advice: str
 
 
-def find_causes(still: Standstill) -> list[Cause]:
-    """Find everything that has to be repaired before all ranks can go on."""
+Groups = Collection[Sequence[int]]
+
+
+def find_causes(still: Standstill, groups: Groups = ()) -> list[Cause]:
+    """Find everything that has to be fixed before all ranks can go on.
+
+    Args:
+        still: who waits for whom.
+        groups: the members of all groups that the program has made.
+    """
     return [
-        *(_peer_ended(still, ranks) for ranks in still.deserted()),
-        *(_knot(still, ranks) for ranks in still.knots()),
+        *(_peer_ended(still, ranks, groups) for ranks in still.deserted()),
+        *(_knot(still, ranks, groups) for ranks in still.knots()),
     ]
 
 
-def _knot(still: Standstill, ranks: list[int]) -> Cause:
+def _knot(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     waits = [still.blocked[rank] for rank in ranks]
     if any(isinstance(wait, KeyWait) for wait in waits):
         return _key_never_set(still, ranks)
     if all(isinstance(wait, Message) for wait in waits):
         return _send_recv_cycle(still, ranks)
     if all(isinstance(wait, Attendance) for wait in waits):
-        return _order_mismatch(still, ranks)
-    return _missing_rank(still, ranks)
+        return _order_mismatch(still, ranks, groups)
+    return _missing_rank(still, ranks, groups)
 
 
-def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
+def _peer_ended(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     """Blame those that have ended."""
     peers = still.waits_for[ranks[0]]
     gone = [peer for peer in peers if peer in still.ended]
@@ -57,7 +67,9 @@ def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
     if running:
         words += f" ({still.sentences(running)})"
     if still.killed.isdisjoint(gone):
+        hint = wrong_group(still, ranks, groups)
         advice = _why_early(still.blocked[ranks[0]], ranks, gone)
+        advice = f"{hint} If not: {_lower(advice)}" if hint else advice
     else:
         advice = (
             "A killed rank never answers: the others need a heartbeat or a timeout to notice, and "
@@ -97,30 +109,10 @@ def _send_recv_cycle(still: Standstill, ranks: list[int]) -> Cause:
     cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
     is_whole = len(cycle) == len(ranks)
     words = still.circle([[rank] for rank in cycle]) if is_whole else still.sentences(ranks)
-    names = {still.blocked[rank].name for rank in ranks}
-    return Cause("send/recv cycle", ranks, ranks, words, _way_out(names, len(ranks)))
+    return Cause("send/recv cycle", ranks, ranks, words, ways_out.of_cycle(still, ranks))
 
 
-def _way_out(names: set[str], length: int) -> str:
-    if length == 1:
-        return "A message to oneself needs both ends posted, irecv and isend, before the wait."
-    if names == {"send"}:
-        return (
-            "All of them send first, and a send is done only when it is received. Let one side "
-            "receive first, or let all use isend, then recv, then wait."
-        )
-    if names == {"recv"}:
-        return (
-            "All of them receive first, so nobody gets to send. Let one side send first, or let "
-            "all use isend, then recv, then wait."
-        )
-    return (
-        "Find an order in which one of them can go first, or post everything with isend and irecv "
-        "and wait afterwards."
-    )
-
-
-def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
+def _order_mismatch(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     """Blame all ranks that wait for each other."""
     cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
     words = still.circle([still.mates[rank] for rank in cycle])
@@ -128,11 +120,14 @@ def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
     if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
         advice += "These groups have the same ranks, and yet they are two: check group=."
     else:
-        advice += "Or is one of these calls on the wrong group?"
+        hint = wrong_group(still, still.mates[cycle[0]], groups)
+        advice += (
+            f"Or else: {_lower(hint)}" if hint else "Or is one of these calls on the wrong group?"
+        )
     return Cause("order mismatch", ranks, ranks, words, advice)
 
 
-def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
+def _missing_rank(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     """Blame those whom the collective with the fewest absent ranks waits for."""
     present = min(
         (rank for rank in ranks if isinstance(still.blocked[rank], Attendance)),
@@ -140,11 +135,21 @@ def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
     )
     missing = _directly_missing(still, present)
     words = f"{still.sentence(still.mates[present])}, but {still.sentences(missing)}"
-    advice = (
-        "Every rank of a group must make the same collective calls in the same order. "
-        f"{verb(missing, 'Do', 'Does')} {rank_names(missing)} skip this one, or come too late?"
+    advice = _joined(
+        wrong_group(still, still.mates[present], groups),
+        ways_out.of_absence(still, missing, present)
+        or "Every rank of a group must make the same collective calls in the same order.",
+        f"Or {verb(missing, 'do', 'does')} {rank_names(missing)} skip a call?",
     )
     return Cause("missing rank", missing, ranks, words, advice)
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _joined(*sentences: str) -> str:
+    return " ".join(filter(None, sentences))
 
 
 def _directly_missing(still: Standstill, present: int) -> list[int]:

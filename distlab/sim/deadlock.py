@@ -3,17 +3,20 @@
 deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits for rank 0 to …
   rank 0  send to rank 1, (4,) float32  ring.py:41 in exchange
   rank 1  send to rank 0, (4,) float32  ring.py:41 in exchange
-All of them send first, and a send is done only when it is received. Let one side …
+Both wait in a send, which is done only when it is received. Let one of the two …
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import NamedTuple
 
-from distlab.sim import hints
+from distlab.sim import hints, order
 from distlab.sim.causes import Cause, find_causes
 from distlab.sim.errors import BlockedCall, Deadlock
-from distlab.sim.mailbox import ANY_SOURCE, Message
+from distlab.sim.mailbox import Message
 from distlab.sim.meetings import Attendance
-from distlab.sim.pending import Pending, Site
+from distlab.sim.pending import ANY_SOURCE, Pending
+from distlab.sim.places import Site
 from distlab.sim.report import Row, place, shorten, table
 from distlab.sim.standstill import Standstill
 
@@ -22,12 +25,28 @@ MAX_CAUSES = 3
 MAX_IDLE = 6
 
 
+class History(NamedTuple):
+    """What ranks did before they came to a standstill.
+
+    Attributes:
+        calls: by rank, how many calls of torch.distributed it made, and the last one.
+        arrived: by source and destination, how many messages have arrived.
+        groups: the members of all groups that were made.
+    """
+
+    calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
+    arrived: Mapping[tuple[int, int], int] = MappingProxyType({})
+    groups: Collection[Sequence[int]] = ()
+
+
 def explain(
     blocked: Mapping[int, Pending],
     ended: Iterable[int] = (),
     killed: Iterable[int] = (),
     unmatched: Iterable[Message] = (),
+    queued: Iterable[Message] = (),
     waits_at: Mapping[int, Site] | None = None,
+    history: History | None = None,
 ) -> Deadlock:
     """Make the error for a world in which no rank can go on.
 
@@ -36,19 +55,24 @@ def explain(
         ended: ranks that have returned or were killed.
         killed: those of them that a fault has killed.
         unmatched: all sends and recvs that were posted and have not met.
+        queued: those that were posted and have not started, behind others of their rank.
         waits_at: by rank, the line in which it waits; that in which it posted is known.
+        history: what the ranks did before.
     """
-    still = Standstill(blocked, ended, killed)
+    history = history or History()
+    still = Standstill(blocked, ended, killed, history.arrived)
     unmatched = sorted(unmatched, key=lambda message: message.rank)
-    causes = find_causes(still)
+    queued = sorted(queued, key=lambda message: message.rank)
+    causes = find_causes(still, history.groups)
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
     calls = [(_row(wait, (waits_at or {}).get(rank)), wait) for rank, wait in still.blocked.items()]
     lines = [
         *_headlines(causes),
-        *table(_fitting(calls, MAX_ROWS, ranks) + _ends(still)),
-        *_never_matched(unmatched, still.blocked),
-        *_advice(causes[0], still.blocked, unmatched),
+        *table(_fitting(calls, MAX_ROWS, ranks) + _ends(still, history.calls)),
+        *_also_posted(unmatched, still.blocked, "never matched"),
+        *_also_posted(queued, still.blocked, "not started"),
+        *_advice(causes[0], still.blocked, unmatched, queued),
     ]
     return Deadlock("\n".join(lines), sorted(ranks), kind, _blocked_calls(calls))
 
@@ -62,17 +86,27 @@ def _headlines(causes: Sequence[Cause]) -> list[str]:
 
 
 def _advice(
-    cause: Cause, blocked: Mapping[int, Pending], unmatched: Sequence[Message]
+    cause: Cause,
+    blocked: Mapping[int, Pending],
+    unmatched: Sequence[Message],
+    queued: Sequence[Message],
 ) -> list[str]:
     """What nearly met says more than the kind: it comes first, and often alone."""
+    if hint := order.kept_apart(queued, unmatched, blocked, cause.involved):
+        return [hint]
     waiting = [wait for rank in cause.involved if isinstance(wait := blocked[rank], Message)]
     pairs = list(hints.near_pairs(unmatched, waiting))
-    if hint := hints.between_the_same_ranks(pairs):
+    if hint := hints.between_the_same_ranks(pairs) or hints.counted_inside_the_group(pairs):
         return [hint]
     hint = hints.with_another_rank(pairs)
-    if hint and cause.kind == "send/recv cycle" and {wait.name for wait in waiting} == {"recv"}:
-        return [hint]  # they do not all receive first: they have sent
+    if hint and cause.kind == "send/recv cycle" and _have_posted_the_other_side(waiting, unmatched):
+        return [hint]  # what all of them still have to post is not the point
     return [hint, cause.advice] if hint else [cause.advice]
+
+
+def _have_posted_the_other_side(waiting: Sequence[Message], unmatched: Sequence[Message]) -> bool:
+    ranks, names = {wait.rank for wait in waiting}, {wait.name for wait in waiting}
+    return any(message.rank in ranks and message.name not in names for message in unmatched)
 
 
 Calls = Sequence[tuple[Row, Pending]]
@@ -137,13 +171,32 @@ def _relative(row: Row, wait: Pending) -> str:
     return row.text.replace(f"rank {wait.peer}", f"rank {distance[0]} {distance[1:]}", 1)
 
 
-def _ends(still: Standstill) -> list[Row]:
-    ends = ((still.ended - still.killed, "returned"), (still.killed, "killed by a fault"))
-    return [Row(tuple(sorted(ranks)), end, "") for ranks, end in ends if ranks]
+def _ends(still: Standstill, calls: Mapping[int, tuple[int, Pending]]) -> list[Row]:
+    """Say how ranks have ended; of those that returned, how far they had come."""
+    returned = still.ended - still.killed
+    quiet = tuple(sorted(returned.difference(calls)))
+    others = [(_last(*calls[rank]), calls[rank][1]) for rank in sorted(returned & set(calls))]
+    killed = tuple(sorted(still.killed))
+    return [
+        *(
+            [Row(quiet, "returned without communicating" if calls else "returned", "")]
+            if quiet
+            else []
+        ),
+        *_fitting(others, MAX_IDLE),
+        *([Row(killed, "killed by a fault", "")] if killed else []),
+    ]
 
 
-def _never_matched(unmatched: Iterable[Message], blocked: Mapping[int, Pending]) -> list[str]:
+def _last(num_calls: int, last: Pending) -> Row:
+    count = "1 call" if num_calls == 1 else f"{num_calls} calls, the last"
+    return last.row()._replace(text=f"returned after {count}: {last.text()}")
+
+
+def _also_posted(
+    messages: Iterable[Message], blocked: Mapping[int, Pending], fate: str
+) -> list[str]:
     """List the messages in which nobody waits: one may be what a rank waits for."""
-    idle = [(_row(m), m) for m in unmatched if m is not blocked.get(m.rank)]
+    idle = [(_row(m), m) for m in messages if m is not blocked.get(m.rank)]
     rows = _fitting(idle, MAX_IDLE)
-    return ["also posted, and never matched:", *table(rows)] if rows else []
+    return [f"also posted, and {fate}:", *table(rows)] if rows else []

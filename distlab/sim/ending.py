@@ -8,34 +8,36 @@ import ast
 import linecache
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from distlab.sim.deadlock import explain
+from distlab import words
+from distlab.sim.deadlock import History, explain
 from distlab.sim.errors import RankError, SimulationError
-from distlab.sim.mailbox import Message
+from distlab.sim.mailbox import Mailbox
 from distlab.sim.memory import OutOfMemory
-from distlab.sim.pending import Pending, call_site
+from distlab.sim.pending import Pending
+from distlab.sim.places import PROGRAM, SIMULATOR, Places
 from distlab.sim.scheduler import Rank
 
-_PACKAGE = str(Path(__file__).parent)
 
-
-def rank_error(rank: int, num_ranks: int, error: BaseException, afterwards: str = "") -> RankError:
-    """Make the error of a rank that has raised; its traceback begins in the program.
+def rank_error(
+    rank: int, num_ranks: int, error: BaseException, places: Places, afterwards: str = ""
+) -> RankError:
+    """Make the error of a rank that has raised; its traceback is of the program's lines.
 
     Args:
+        places: tell the program's lines.
         afterwards: what happened then, to be told below the traceback.
     """
-    frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        frames = frames.tb_next
-    headline = "".join(traceback.format_exception_only(error)).strip()
-    text = "".join(traceback.format_exception(type(error), error, frames))
+    shown = traceback.TracebackException.from_exception(error)
+    words.keep_frames(shown, partial(_of_program, places=places))
+    headline = words.headline(error)
+    text = "".join(shown.format())
     if isinstance(error, OutOfMemory):  # a report of its own: said once, and not found in a bug
-        headline, text = f"OutOfMemory: {error}", _stack_of_program(frames)
+        headline = f"OutOfMemory: {error}"
+        text = "".join(["Traceback (most recent call last):\n", *shown.stack.format()])
     return RankError(
         f"rank {rank} of {num_ranks} raised {headline}\n\n{text.rstrip()}{afterwards}",
         (rank,),
@@ -43,20 +45,30 @@ def rank_error(rank: int, num_ranks: int, error: BaseException, afterwards: str 
     )
 
 
-def _stack_of_program(frames: TracebackType | None) -> str:
-    stack = [f for f in traceback.extract_tb(frames) if not f.filename.startswith(_PACKAGE)]
-    return "".join(["Traceback (most recent call last):\n", *traceback.format_list(stack)])
+def _of_program(files: Collection[str], places: Places) -> Collection[str]:
+    """Choose the program's files; if none is, those that are not the simulator's."""
+    kinds = {file: places.kind(file) for file in files}
+    has_program = PROGRAM in kinds.values()
+    return [
+        f for f, kind in kinds.items() if (kind == PROGRAM if has_program else kind != SIMULATOR)
+    ]
 
 
 def standstill_error(
-    ranks: Sequence[Rank], threads: Mapping[int, int], unmatched: Iterable[Message]
+    ranks: Sequence[Rank],
+    threads: Mapping[int, int],
+    places: Places,
+    mailbox: Mailbox,
+    history: History,
 ) -> SimulationError:
     """Make the error for a world in which no rank can go on.
 
     Args:
         ranks: all of the world.
         threads: by rank, its thread.
-        unmatched: all sends and recvs that were posted and have not met.
+        places: tell the program's lines.
+        history: what they did before.
+        mailbox: has all sends and recvs that were posted and have not met.
     """
     blocked = {rank.number: rank.waits_in for rank in ranks if isinstance(rank.waits_in, Pending)}
     frames = sys._current_frames()
@@ -64,14 +76,16 @@ def standstill_error(
         blocked,
         ended=[rank.number for rank in ranks if rank.has_ended],
         killed=[rank.number for rank in ranks if rank.is_killed],
-        unmatched=unmatched,
-        waits_at={rank: call_site(frames[threads[rank]]) for rank in blocked},
+        unmatched=mailbox.unmatched(),
+        queued=mailbox.waiting(),
+        history=history,
+        waits_at={rank: places.call_site(frames[threads[rank]])[0] for rank in blocked},
     )
-    return first_error(report, ranks, threads)
+    return first_error(report, ranks, threads, places)
 
 
 def first_error(
-    report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int]
+    report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int], places: Places
 ) -> SimulationError:
     """Return the exception that a rank was passing on when ``report`` was made, or ``report``."""
     under_way = dict(_exceptions(report, ranks, threads))
@@ -82,7 +96,7 @@ def first_error(
     for rank, error in under_way.items():
         if not isinstance(error, SimulationError) and _is_passed_on(error):
             afterwards = f"\n\nWhile it cleaned up, the world ended:\n{report}"
-            return rank_error(rank, len(ranks), error, afterwards)
+            return rank_error(rank, len(ranks), error, places, afterwards)
     return report
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.call import Call
 from distlab.process_group.checks import check_contiguous, check_peer
-from distlab.sim.mailbox import ANY_SOURCE, Message
+from distlab.sim.mailbox import Message
+from distlab.sim.pending import ANY_SOURCE
 from distlab.sim.work import SimWork
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class SimGroup(BaseGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> SimWork:
         """Post a send to a rank of the group."""
         check_contiguous("send", tensors)
-        check_peer("send", dst, len(self._ranks))
+        check_peer("send", dst, len(self._ranks), self._me)
         self._world.act("send")
         message = Message(
             self._world, "send", self._ranks, tensors[0], self._ranks[dst], self._me, tag
@@ -55,7 +56,7 @@ class SimGroup(BaseGroup):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> SimWork:
         """Post a recv from a rank of the group."""
-        check_peer("recv", src, len(self._ranks))
+        check_peer("recv", src, len(self._ranks), self._me)
         return self._post_recv(tensors, self._ranks[src], src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimWork:

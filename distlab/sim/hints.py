@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from distlab.sim.mailbox import ANY_SOURCE, Message
+from distlab.sim.mailbox import Message
+from distlab.sim.pending import ANY_SOURCE
 from distlab.sim.report import rank_names
 
 Pair = tuple[Message, Message]  # a send and a recv
@@ -63,3 +64,37 @@ def with_another_rank(pairs: Sequence[Pair]) -> str:
             one, other = ends if send.peer == recv.rank else ends[::-1]
             return f"{one.capitalize()}, but {other}: is one of the peers wrong?"
     return ""
+
+
+def counted_inside_the_group(pairs: Sequence[Pair]) -> str:
+    """Say whose peer is the right one if its number is that inside the group; "" if nobody's.
+
+    Rank 1 sends to rank 2, and rank 3 waits for rank 1 to send. Inside the group of ranks 1-3, …
+    """
+    for send, recv in pairs:
+        is_usual = len(send.group) == send.world.num_ranks
+        if not is_usual and send.group == recv.group and ANY_SOURCE not in (send.peer, recv.peer):
+            if recv.peer == send.rank and _is_number_of(send.peer, recv):
+                return (
+                    f"Rank {send.rank} sends to rank {send.peer}, and rank {recv.rank} waits for "
+                    f"rank {send.rank} to send. {_number(recv, send.peer, 'dst')}"
+                )
+            if send.peer == recv.rank and _is_number_of(recv.peer, send):
+                return (
+                    f"Rank {recv.rank} receives from rank {recv.peer}, and rank {send.rank} waits "
+                    f"for rank {recv.rank} to receive. {_number(send, recv.peer, 'src')}"
+                )
+    return ""
+
+
+def _is_number_of(number: int, message: Message) -> bool:
+    """Whether a message's rank has this number inside its group, and another one outside."""
+    group = message.group
+    return number != message.rank and number < len(group) and group[number] == message.rank
+
+
+def _number(message: Message, number: int, end: str) -> str:
+    return (
+        f"Inside the group of {rank_names(message.group)}, rank {message.rank} is number {number}, "
+        f"but {end}= counts all ranks: is group_{end}={number} meant?"
+    )

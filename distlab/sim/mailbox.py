@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from distlab.process_group.call import describe
-from distlab.sim.pending import Pending
+from distlab.process_group.call import Form, describe
+from distlab.sim.lanes import Lanes, Turn
+from distlab.sim.pending import ANY_SOURCE, Pending
 from distlab.sim.report import mismatch, rank_names
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation
 
-ANY_SOURCE = -1
+PREPOSITIONS = {"send": "to", "recv": "from"}
 Address = tuple[object, int, int, int]  # group, source, destination, tag
 
 
@@ -31,8 +32,8 @@ class Message(Pending):
     """
 
     __slots__ = (
-        *("arrived_s", "is_eager", "kind", "number", "partner"),
-        *("payload", "peer", "source", "tag", "tensor"),
+        *("arrived_s", "form", "is_eager", "key", "kind", "number", "partner"),
+        *("payload", "peer", "source", "tag", "tensor", "turn"),
     )
 
     def __init__(
@@ -47,7 +48,8 @@ class Message(Pending):
     ) -> None:
         super().__init__(world, name, group, tensor.numel() * tensor.itemsize)
         self.kind = name
-        self.tensor = tensor
+        self.tensor = tensor  # until it has arrived
+        self.form = tensor.shape, tensor.dtype  # a plain tuple: made for every message
         self.peer = peer
         self.number = -1
         self.tag = tag
@@ -55,67 +57,102 @@ class Message(Pending):
         self.is_eager = name == "send" and self.num_bytes <= world.eager_bytes
         self.arrived_s: float | None = None
         self.partner: Message | None = None
+        self.key: object = None  # of the group, for those that have the same ranks
+        self.turn: Turn | None = None  # in its lane, where there are any, until it is done
         self.source = source  # rank inside the group that it comes from
 
     def waits_for(self) -> Sequence[int]:
-        """Return the peer, or every rank that could send."""
+        """Return the peer, or every rank that could send; behind others, those of the others."""
+        if ahead := self.ahead():
+            return sorted({peer for message in ahead for peer in message.waits_for()})
         if self.peer == ANY_SOURCE:
             return [rank for rank in self.group if rank != self.rank]
         return (self.peer,)
 
+    def ahead(self) -> "list[Message]":
+        """Return what has to be done before this may start."""
+        return self.turn.ahead() if self.turn else []
+
+    def toward(self) -> str:
+        """Write ``to rank 2``, ``from itself`` or ``from any rank``."""
+        peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
+        return f"{PREPOSITIONS[self.name]} {'itself' if self.peer == self.rank else peer}"
+
     def text(self) -> str:
         """Write ``recv from rank 2, (4,) float32``; the tag and the group if not the usual ones."""
-        toward = "to" if self.name == "send" else "from"
+        toward = PREPOSITIONS[self.name]
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         tag = f", tag {self.tag}" if self.tag else ""
         is_usual = len(self.group) == self.world.num_ranks
         group = "" if is_usual else f", on the group of {rank_names(self.group)}"
-        return f"{self.name} {toward} {peer}, {describe(self.tensor)}{tag}{group}"
+        return f"{self.name} {toward} {peer}, {describe(Form(*self.form))}{tag}{group}"
 
 
 class Mailbox:
-    """Holds what was posted on one side only, first in first out per address."""
+    """Holds what was posted on one side only, first in first out per address.
+
+    Attributes:
+        lanes: hold what may not start yet; None: everything starts when it is posted.
+    """
 
     def __init__(self, world: "Simulation") -> None:
         self._world = world
+        self.lanes = Lanes(self._start) if world.options.p2p_order == "pair" else None
         self._sends: dict[Address, deque[Message]] = defaultdict(deque)
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
         self._has_any_source = False  # whether there ever was such a recv
         self._numbers = count()
 
-    def send(self, send: Message, group: object) -> None:
-        """Post a send.
+    def send(self, send: Message, key: object) -> None:
+        """Post a send on the group of this key.
 
         Raises:
             Mismatch: the recv that waits for it has another size or dtype.
         """
         world = self._world
-        send.number = next(self._numbers)
+        send.key, send.number = key, next(self._numbers)
         if send.is_eager or world.is_strict:
             send.payload = world.copied(send.tensor)
-        address = (group, send.rank, send.peer, send.tag)
+        if self.lanes is None or self.lanes.enter(send):
+            self._start_send(send)
+
+    def _start_send(self, send: Message) -> None:
+        address = (send.key, send.rank, send.peer, send.tag)
         recv = _first(self._recvs.get(address))
         if recv is None and self._has_any_source:
-            recv = _first(self._recvs.get((group, ANY_SOURCE, send.peer, send.tag)))
+            recv = _first(self._recvs.get((send.key, ANY_SOURCE, send.peer, send.tag)))
         if recv is None:
             self._sends[address].append(send)
         else:
             self._pair(send, recv, send)
         if send.is_eager or recv:
-            self._travel(send)
+            self._travel(send, send.posted_s)
         if send.is_eager:
             send.finish(send.posted_s)
+            if self.lanes is not None:
+                self.lanes.done(send, send.posted_s)
 
-    def recv(self, recv: Message, group: object) -> None:
-        """Post a recv.
+    def recv(self, recv: Message, key: object) -> None:
+        """Post a recv on the group of this key.
 
         Raises:
             Mismatch: the send that waits for it has another size or dtype.
         """
-        address = (group, recv.peer, recv.rank, recv.tag)
+        recv.key = key
+        if self.lanes is None or self.lanes.enter(recv):
+            self._start_recv(recv)
+
+    def _start(self, message: Message) -> None:
+        if message.name == "send":
+            self._start_send(message)
+        else:
+            self._start_recv(message)
+
+    def _start_recv(self, recv: Message) -> None:
+        address = (recv.key, recv.peer, recv.rank, recv.tag)
         if recv.peer == ANY_SOURCE:
             self._has_any_source = True
-            send = _first(self._earliest_to(group, recv.rank, recv.tag))
+            send = _first(self._earliest_to(recv.key, recv.rank, recv.tag))
         else:
             send = _first(self._sends.get(address))
         if send is None:
@@ -123,13 +160,17 @@ class Mailbox:
             return
         self._pair(send, recv, recv)
         if not send.is_eager:
-            self._travel(send)
+            self._travel(send, recv.posted_s)
         elif send.arrived_s is not None:
             self._deliver(send, recv, recv.posted_s)
 
     def unmatched(self) -> Iterator[Message]:
-        """Yield what was posted and has not met its other side."""
+        """Yield what was posted, has started, and has not met its other side."""
         return chain.from_iterable((*self._sends.values(), *self._recvs.values()))
+
+    def waiting(self) -> Iterator[Message]:
+        """Yield what was posted and has not started."""
+        return iter(()) if self.lanes is None else self.lanes.waiting()
 
     def _earliest_to(self, group: object, dst: int, tag: int) -> deque[Message] | None:
         queues = [
@@ -148,15 +189,15 @@ class Mailbox:
                 f"rank {send.rank} sends {describe(mine)}, and rank {recv.rank} receives "
                 f"{describe(theirs)}",
                 [earlier.row(), later.row()],
-                "A send and its recv need the same number of elements and the same dtype.",
+                "A send and its recv need the same number of elements and the same dtype. Messages "
+                "from one rank to another meet in the order of the calls.",
             )
         send.partner, recv.partner = recv, send
         recv.peer, recv.number = send.rank, send.number
 
-    def _travel(self, send: Message) -> None:
+    def _travel(self, send: Message, start_s: float) -> None:
         world = self._world
         world.trace.carried(send.rank, send.peer, send.num_bytes, 1)
-        start_s = world.scheduler.current.clock_s
         if world.faults.delays_s:
             start_s += world.faults.delay_s(send.rank, send.peer)
         world.traffic.start(
@@ -176,9 +217,14 @@ class Mailbox:
         world.copy(recv.tensor, payload)
         recv.source = send.source
         send.partner = recv.partner = None  # a circle would hold the tensors
+        send.payload = None
+        del send.tensor, recv.tensor  # nor does a handle that nobody waits for hold them
         recv.finish(at_s)
         if not send.is_eager:
             send.finish(at_s)
+        if self.lanes is not None:
+            self.lanes.done(recv, at_s)
+            self.lanes.done(send, at_s)
 
 
 def _first(queue: deque[Message] | None) -> Message | None:

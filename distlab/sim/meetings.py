@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from distlab.process_group.call import Call, describe
+from distlab.process_group.call import Call, Form, describe
 from distlab.process_group.moves import MOVES
 from distlab.sim.algorithms import Phase, plan
 from distlab.sim.errors import Mismatch
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 class Attendance(Pending):
     """One rank's part in a meeting."""
 
-    __slots__ = ("call", "kept", "meeting")
+    __slots__ = ("call", "form", "kept", "meeting")
 
     def __init__(
         self, world: "Simulation", group: tuple[int, ...], call: Call, meeting: "Meeting"
     ) -> None:
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in call.inputs)
         super().__init__(world, call.name, group, num_bytes)
-        self.call = call
+        self.call = call  # until it is done
+        tensors = [*call.inputs, *call.outputs][:1]
+        self.form = Form(tensors[0].shape, tensors[0].dtype) if tensors else None
         self.meeting = meeting
         self.kept: list[Tensor] = []  # strict mode: the inputs as they were when posted
 
@@ -45,8 +47,7 @@ class Attendance(Pending):
 
     def text(self) -> str:
         """Write ``all_reduce (call 3 of ranks 0-7), (4,) float32``."""
-        tensors = [*self.call.inputs, *self.call.outputs]
-        shapes = f", {describe(tensors[0])}" if tensors else ""
+        shapes = f", {describe(self.form)}" if self.form else ""
         return f"{self.title()}{shapes}"
 
 
@@ -114,6 +115,8 @@ class Meeting:
             MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors
         for member in members:
+            del member.call  # a handle that nobody waits for holds no tensors
+            member.kept.clear()
             member.finish(at_s)
 
 

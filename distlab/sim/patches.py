@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # in a rank, its defaults would become that rank's group
 
+from distlab.sim import refusals
 from distlab.sim.errors import SimulationError
 from distlab.sim.meta_handle import MetaHandle
 from distlab.sim.state import (
@@ -58,6 +59,7 @@ def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
         undo.callback(isolate._set_thread_isolation_mode, False)
         _register_backend(simulation)
         _patch_groups(undo, simulation)
+        refusals.install(functools.partial(_replace, undo), simulation)
         _patch_clocks(undo, simulation)
         _patch_generators(undo, simulation)
         _patch_environment(undo, simulation)
@@ -96,6 +98,13 @@ def _register_backend(simulation: "Simulation") -> None:
 
 
 _current: dict[str, Any] = {}  # the backend is registered once per process, simulations come and go
+
+
+def running_simulation() -> "Simulation | None":
+    """Return the simulation of which the calling thread is the running rank."""
+    simulation: Simulation | None = _current.get("simulation")
+    is_here = simulation is not None and _home.locked() and simulation.is_in_rank()
+    return simulation if is_here else None
 
 
 def _create_group(options: Any, _: object) -> dist.ProcessGroup:
@@ -152,6 +161,14 @@ def _patch_insides(undo: contextlib.ExitStack, simulation: "Simulation") -> None
         if not tensors[0].is_meta:  # DDP compares shapes as the numbers in a tensor
             verify(group, tensors, *rest)
 
+    def check_batch(p2p_ops: list[dist.P2POp]) -> None:
+        check(p2p_ops)
+        lanes = simulation.mailbox.lanes
+        if lanes is not None:
+            lanes.begin_batch(simulation.scheduler.current.number, len(p2p_ops))
+
+    # The first call of batch_isend_irecv, by whatever name a program has imported that.
+    check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
     _replace(undo, c10d, "rendezvous", rendezvous)
     _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)

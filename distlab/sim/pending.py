@@ -2,39 +2,15 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
-import torch
-
-from distlab import process_group
 from distlab.sim.report import Row, place
 
 if TYPE_CHECKING:
     from distlab.sim.scheduler import Rank
     from distlab.sim.simulation import Simulation
 
-Site = tuple[str, int, str]  # file, line, function
-
-_SKIPPED = (
-    *(str(Path(file).parent) for file in (torch.__file__, process_group.__file__, __file__)),
-    "<frozen",
-)
-_is_skipped: dict[str, bool] = {}
-
-
-def call_site(within: FrameType | None = None) -> Site:
-    """Find the innermost frame, from ``within`` on, that is neither torch's nor ours."""
-    frame = within or sys._getframe(4)  # above: this, two constructors, the group's method
-    while True:
-        file = frame.f_code.co_filename
-        skip = _is_skipped.get(file)
-        if skip is None:
-            skip = _is_skipped[file] = file.startswith(_SKIPPED)
-        if not skip or frame.f_back is None:
-            return file, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
+ANY_SOURCE = -1  # the peer of a recv from whoever sends first
 
 
 class Pending:
@@ -48,10 +24,11 @@ class Pending:
         posted_s: virtual time of the call.
         done_s: virtual time of the end, once ``is_done``.
         site: file, line and function of the call.
+        is_by_torch: torch made the call in its own right, and keeps the handle.
     """
 
     __slots__ = (
-        *("done_s", "group", "is_done", "name", "num_bytes"),
+        *("done_s", "group", "is_by_torch", "is_done", "name", "num_bytes"),
         *("posted_s", "rank", "site", "waiter", "world"),
     )
     kind = "collective"  # or "send", "recv", "store"
@@ -70,7 +47,8 @@ class Pending:
         self.posted_s = rank.clock_s
         self.done_s = 0.0
         self.is_done = False
-        self.site = call_site()
+        # Above: two constructors, the group's method.
+        self.site, self.is_by_torch = world.places.call_site(sys._getframe(3))
         self.waiter: Rank | None = None
 
     def finish(self, at_s: float) -> None:

@@ -36,6 +36,8 @@ def _rank_names(ordered: tuple[int, ...]) -> str:
 def place(site: tuple[str, int, str]) -> str:
     """Write ``ring.py:41 in exchange``."""
     file, line, function = site
+    if not file:
+        return f"in given code ({function})"
     return f"{Path(file).name}:{line} in {function}"
 
 

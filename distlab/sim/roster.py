@@ -8,7 +8,7 @@ gloo they hang, or meet the wrong ones.
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from distlab.sim.pending import Site, call_site
+from distlab.sim.places import Site
 from distlab.sim.report import Row, mismatch, place, rank_names
 
 
@@ -34,13 +34,17 @@ class Roster:
     def __init__(self) -> None:
         self._first: dict[Hashable, Entry] = {}
 
-    def enter(self, name: Hashable, rank: int, members: tuple[int, ...]) -> None:
+    def groups(self) -> set[tuple[int, ...]]:
+        """Return the members of all groups that were made."""
+        return {entry.members for entry in self._first.values()}
+
+    def enter(self, name: Hashable, rank: int, members: tuple[int, ...], site: Site) -> None:
         """Note that a rank makes the group of this name.
 
         Raises:
             Mismatch: another rank has made one of other members under this name.
         """
-        entry = Entry(rank, members, call_site())
+        entry = Entry(rank, members, site)
         first = self._first.setdefault(name, entry)
         if first.members != members:
             raise mismatch(

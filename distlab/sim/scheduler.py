@@ -49,6 +49,8 @@ class Rank:
         self.clock_s = 0.0
         self.has_ended = False
         self.is_killed = False
+        self.num_calls = 0  # of torch.distributed
+        self.last_call: object = None  # the operation
         self.num_clock_reads = 0  # since its last communication call
         self.last_reading_s = -1.0  # of its clock
         self.num_unwound = 0  # how often it was told to end

@@ -1,6 +1,7 @@
 """One simulated world: cluster, ranks, messages, clock. ``simulate`` runs a function in it."""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
@@ -16,14 +17,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distlab.sim import host, patches
 from distlab.sim.algorithms import ALGORITHMS
 from distlab.sim.cluster import Cluster
+from distlab.sim.deadlock import History
 from distlab.sim.device import Device
 from distlab.sim.ending import first_error, rank_error, standstill_error
-from distlab.sim.errors import SimulationError
+from distlab.sim.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.faults import Faults
 from distlab.sim.group import SimGroup
+from distlab.sim.handles import Handles
+from distlab.sim.lanes import ORDERS
 from distlab.sim.mailbox import Mailbox
 from distlab.sim.meetings import Meeting
 from distlab.sim.pending import Pending
+from distlab.sim.places import Places
+from distlab.sim.refusals import Refusals
 from distlab.sim.report import mismatch, shorten, table
 from distlab.sim.roster import Roster
 from distlab.sim.scheduler import Rank, Scheduler
@@ -48,25 +54,35 @@ class Options:
         algorithm: of the built-in collectives, one of ALGORITHMS.
         eager_bytes: sends up to this size are buffered; -1: every send waits for its recv, as on
             NCCL.
+        p2p_order: "free": point-to-point operations start when they are posted; "pair": as on
+            NCCL, one after the other where they are of the same two ranks and not batched.
         is_strict: report a buffer that was changed before its operation was done.
         seed: of the ranks' own generators of ``random`` and numpy.
         has_devices: account for computation and memory; None: if the cluster's GPU is described.
         capacity_bytes: memory of each GPU; None: as its description says.
         faults: what goes wrong on purpose.
+        given: folders, or files, of code that is the caller's: reports and tracebacks name the
+            innermost line of the program that is in none of them.
     """
 
     algorithm: str = "auto"
     eager_bytes: int = -1
+    p2p_order: str = "free"
     is_strict: bool = False
     seed: int = 0
     has_devices: bool | None = None
     capacity_bytes: int | None = None
     faults: Faults = field(default_factory=Faults)
+    given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(
                 f"there is no algorithm {self.algorithm!r}; valid: {', '.join(ALGORITHMS)}"
+            )
+        if self.p2p_order not in ORDERS:
+            raise ValueError(
+                f"there is no p2p_order {self.p2p_order!r}; valid: {', '.join(ORDERS)}"
             )
 
 
@@ -101,10 +117,13 @@ class Simulation:
         self._states = [
             RankState(rank, cluster.gpus_per_node, options.seed) for rank in range(num_ranks)
         ]
+        self.places = Places(options.given)
         self.scheduler = Scheduler(num_ranks, self._switch)
         self.traffic = Traffic(cluster, self.scheduler)
         self.trace = Trace(num_ranks, self.traffic.network.bytes_by_link)
         self.mailbox = Mailbox(self)
+        self.handles = Handles()
+        self.refusals = Refusals()
         self.store = SimStore(self)
         self._meetings: dict[tuple[object, int], Meeting] = {}
         self._roster = Roster()
@@ -134,6 +153,7 @@ class Simulation:
             self._states[0].bring_out(self._tables)
             self.scheduler.run(body, self._standstill_error)
         self._note_leftovers()
+        self._note_unwaited()
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
         self.trace.network_s = max(end_s, self.scheduler.now_s)
         flops = [device.flops for device in self._devices] or [0] * self.num_ranks
@@ -166,7 +186,8 @@ class Simulation:
         Raises:
             Mismatch: in strict mode, if there is any.
         """
-        rows = [message.row() for message in self.mailbox.unmatched()]
+        messages = (*self.mailbox.unmatched(), *self.mailbox.waiting())
+        rows = [message.row() for message in messages]
         for meeting in self._meetings.values():
             rows += [attendance.row() for attendance in meeting.attendances.values()]
         if rows and self.is_strict:
@@ -179,13 +200,20 @@ class Simulation:
             )
         self.trace.leftovers = table(shorten(rows, MAX_LEFTOVERS))
 
+    def _note_unwaited(self) -> None:
+        """List the handles that nobody waited for; a killed rank had no time to."""
+        rows = self.handles.rows(r.number for r in self.scheduler.ranks if not r.is_killed)
+        self.trace.unwaited = table(shorten(rows, MAX_LEFTOVERS))
+
     def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
         try:
             return fn(*args)
         except SimulationError as error:
-            raise first_error(error, self.scheduler.ranks, self._threads()) from None
+            raise self._noted(
+                first_error(error, self.scheduler.ranks, self._threads(), self.places)
+            ) from None
         except (Exception, SystemExit) as error:
-            raise rank_error(rank.number, self.num_ranks, error) from error
+            raise rank_error(rank.number, self.num_ranks, error, self.places) from error
 
     def _make_devices(self, options: Options) -> list[Device]:
         """Give every rank a device, if computation and memory are to be accounted for."""
@@ -243,7 +271,8 @@ class Simulation:
         """
         members, number = ranks or self._everyone, self.scheduler.current.number
         place = (self._joins[number], key)  # groups of a world that was left are others
-        self._roster.enter(place, number, members)
+        site, _ = self.places.call_site(sys._getframe(1))
+        self._roster.enter(place, number, members, site)
         return SimGroup(self, members, members.index(number), place, str(key))
 
     def meeting(self, key: object, ranks: tuple[int, ...], number: int) -> Meeting:
@@ -350,7 +379,29 @@ class Simulation:
     # The end
 
     def _standstill_error(self) -> SimulationError:
-        return standstill_error(self.scheduler.ranks, self._threads(), self.mailbox.unmatched())
+        ranks = self.scheduler.ranks
+        threads, history = self._threads(), self._history()
+        return self._noted(standstill_error(ranks, threads, self.places, self.mailbox, history))
+
+    def _history(self) -> History:
+        return History(
+            {
+                rank.number: (rank.num_calls, rank.last_call)
+                for rank in self.scheduler.ranks
+                if isinstance(rank.last_call, Pending)
+            },
+            self.trace.arrived(),
+            self._roster.groups(),
+        )
+
+    def _noted(self, error: SimulationError) -> SimulationError:
+        """Add what those to blame, if they have returned, were refused and did not wait for."""
+        if isinstance(error, Deadlock | Mismatch):
+            ranks = self.scheduler.ranks
+            gone = [r for r in error.ranks if ranks[r].has_ended and not ranks[r].is_killed]
+            notes = (*self.refusals.notes(gone), *self.handles.notes(gone))
+            error.args = ("\n".join([str(error), *notes]),)
+        return error
 
     def _threads(self) -> dict[int, int]:
         return dict(enumerate(self._running[1:]))
@@ -358,7 +409,14 @@ class Simulation:
 
 def _same_bytes(x: Tensor, y: Tensor) -> bool:
     """Compare bit by bit: a NaN that has not changed is equal to itself."""
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    return torch.equal(_bytes(x), _bytes(y))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    flat = x.detach().contiguous().view(-1)  # without dims there is none to view as bytes
+    if flat.numel() == 1:  # its stride may be any
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _copy(output: Tensor, value: Tensor) -> None:

@@ -9,8 +9,9 @@ An arrow is "waits for". A knot is a set of ranks which wait for each other and 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
-from distlab.sim.mailbox import ANY_SOURCE, Message
-from distlab.sim.pending import Pending
+from distlab.sim import order
+from distlab.sim.mailbox import Message
+from distlab.sim.pending import ANY_SOURCE, Pending
 from distlab.sim.report import join, rank_names, verb
 from distlab.sim.store import KeyWait
 
@@ -57,11 +58,17 @@ class Standstill:
         blocked: by rank, the operation in which it waits.
         ended: ranks that have returned or were killed.
         killed: those of them that a fault has killed.
+        arrived: by source and destination, how many messages have arrived.
     """
 
     def __init__(
-        self, blocked: Mapping[int, Pending], ended: Iterable[int] = (), killed: Iterable[int] = ()
+        self,
+        blocked: Mapping[int, Pending],
+        ended: Iterable[int] = (),
+        killed: Iterable[int] = (),
+        arrived: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
+        self.arrived = arrived or {}
         self.blocked = dict(sorted(blocked.items()))
         self.killed = set(killed)
         self.ended = set(ended)
@@ -126,6 +133,8 @@ class Standstill:
     def _wait(self, rank: int) -> str:
         wait = self.blocked[rank]
         if isinstance(wait, Message):
+            if ahead := wait.ahead():
+                return f"in {wait.name} behind its {order.named(ahead)}"
             peer = "any rank" if wait.peer == ANY_SOURCE else rank_names([wait.peer])
             peer = "itself" if wait.peer == rank else peer
             return f"for {peer} to {'send' if wait.name == 'recv' else 'receive'}"

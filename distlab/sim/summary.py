@@ -193,6 +193,8 @@ def _details(simulated: Simulated[Any]) -> list[str]:
     trace = simulated.trace
     if trace.leftovers:
         lines += ["posted, and never met by another rank:", *trace.leftovers]
+    if trace.unwaited:
+        lines += ["never waited for, so the tensor was never safe to use:", *trace.unwaited]
     fullest = max(range(len(trace.peak_bytes)), key=trace.peak_bytes.__getitem__)
     if trace.peak_bytes[fullest]:
         held = sorted(trace.peak_by_category[fullest].items(), key=lambda item: -item[1])

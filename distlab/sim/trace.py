@@ -1,11 +1,13 @@
 """What happened in a simulated world: events with times, and totals per rank and link."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from distlab.sim.pending import Pending, Site
+    from distlab.sim.pending import Pending
+    from distlab.sim.places import Site
 
 
 NOWHERE: "Site" = ("", 0, "")
@@ -44,6 +46,7 @@ class Trace:
     def __init__(self, num_ranks: int, bytes_by_link: list[float]) -> None:
         self.bytes_by_link = bytes_by_link
         self.leftovers: list[str] = []  # what was posted and has met nobody, a line each
+        self.unwaited: list[str] = []  # handles that nobody waited for, a line each, by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> when
         self.network_s = 0.0  # when the last bytes had arrived, or the last rank had ended
         self._rows: list[tuple[Any, ...]] = []  # of Event's fields: plain tuples are made faster
@@ -124,6 +127,10 @@ class Trace:
         for event in events:
             if event.kind == "recv":
                 yield sends[event.message], event
+
+    def arrived(self) -> dict[tuple[int, int], int]:
+        """Count the messages that have arrived, by source and destination."""
+        return Counter((event.peer, event.rank) for event in self.events if event.kind == "recv")
 
     def digest(self) -> str:
         """Return a hash of all events: equal for equal histories."""

@@ -22,10 +22,17 @@ class SimWork(dist.Work):
         super().__init__()
         self.pending = pending
         self.tensors = tensors
+        world = pending.world
+        world.handles.open[pending] = None
+        rank = world.scheduler.current
+        rank.num_calls += 1
+        rank.last_call = pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done. No timeout: a deadlock is found at once."""
-        self.pending.wait()
+        pending = self.pending
+        pending.world.handles.open.pop(pending, None)
+        pending.wait()
         return True
 
     def is_completed(self) -> bool:
@@ -33,7 +40,10 @@ class SimWork(dist.Work):
         scheduler = self.pending.world.scheduler
         scheduler.current.clock_s += POLL_S
         scheduler.act()
-        return self.pending.is_done and self.pending.done_s <= scheduler.current.clock_s
+        is_completed = self.pending.is_done and self.pending.done_s <= scheduler.current.clock_s
+        if is_completed:
+            self.pending.world.handles.open.pop(self.pending, None)
+        return is_completed
 
     def is_success(self) -> bool:
         """Tell whether it is done; a failed operation raises in its rank instead."""
@@ -41,11 +51,11 @@ class SimWork(dist.Work):
 
     def synchronize(self) -> None:
         """Block until the operation is done."""
-        self.pending.wait()
+        self.wait()
 
     def block_current_stream(self) -> None:
         """Block until the operation is done: a rank is its own stream."""
-        self.pending.wait()
+        self.wait()
 
     def result(self) -> list[Tensor]:
         """Return the tensors that were written."""
@@ -66,6 +76,7 @@ class SimWork(dist.Work):
         Async operations that ranks post in different orders therefore deadlock here; NCCL forbids
         them too.
         """
+        self.pending.world.handles.open.pop(self.pending, None)
         rank = self.pending.world.scheduler.current
         if torch._C._current_graph_task_id() == -1:  # not in backward
             self.pending.wait()

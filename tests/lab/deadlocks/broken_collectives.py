@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from catalogue import ENDED, MISSING, ORDER, data, deadlock, me, size
+from catalogue import ENDED, MISSING, ORDER, PASSES, data, deadlock, me, size
 from torch import nn
 
 
@@ -12,7 +12,9 @@ from torch import nn
     (0,),
     "ranks 1-3 wait in all_reduce (call 1 of ranks 0-3) for rank 0, but rank 0 waits for rank 3 "
     "to send",
-    "Does rank 0 skip this one, or come too late?",
+    "Rank 0 cannot go on until rank 3 sends, and rank 3 waits for rank 0 in this all_reduce. "
+    "Let rank 3 send before the all_reduce, or let rank 0 receive after it. Or does rank 0 "
+    "skip a call?",
 )
 def waits_for_a_report_first() -> None:
     """Rank 0 wants a message that rank 3 sends only after the all_reduce."""
@@ -56,7 +58,14 @@ def unused_parameter_on_one_rank() -> None:
         dist.recv(loss.detach(), 1)
 
 
-@deadlock(3, MISSING, (0,), "rank 0 waits for any rank to send", "ranks 1 and 2 wait in barrier")
+@deadlock(
+    3,
+    MISSING,
+    (0,),
+    "rank 0 waits for any rank to send",
+    "Rank 0 cannot go on until some rank sends, and ranks 1 and 2 wait for rank 0 in this barrier: "
+    "does rank 0 receive once too often?",
+)
 def server_without_an_end() -> None:
     """The parameter server listens for ever; the workers meet in a barrier and expect it there."""
     if me() == 0:
@@ -168,9 +177,61 @@ def circle_of_groups() -> None:
     dist.barrier(pairs[me() - 1])
 
 
-@deadlock(4, ORDER, (0, 1), "Or is one of these calls on the wrong group?")
+@deadlock(
+    4,
+    ORDER,
+    (0, 1),
+    "Or else: rank 1 calls all_reduce on ranks 0-3, and rank 0 on ranks 0 and 1: is group= missing "
+    "on rank 1?",
+)
 def group_forgotten_on_one_rank() -> None:
     """One rank forgets group= and waits for the whole world."""
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][me() // 2]
     dist.all_reduce(data(), group=None if me() == 1 else half)
     dist.all_reduce(data())
+
+
+@deadlock(
+    4,
+    ENDED,
+    (2, 3),
+    "Rank 1 calls all_reduce on ranks 0-3, and rank 0 on ranks 0 and 1: is group= missing on rank "
+    "1?",
+)
+def group_forgotten_and_others_are_done() -> None:
+    """The same, and the ranks that are not in the group have returned."""
+    pair = dist.new_group([0, 1])
+    if me() < 2:
+        dist.all_reduce(data(), group=None if me() == 1 else pair)
+
+
+@deadlock(
+    4,
+    ENDED,
+    (2, 3),
+    "There is a group of ranks 0 and 1, which would not wait for ranks 2 and 3: is group= missing "
+    "in this all_reduce?",
+    "ranks 2 and 3 returned without communicating",
+)
+def group_forgotten_by_all() -> None:
+    """A pair reduces, and both forget the group that they have made for it."""
+    dist.new_group([0, 1])
+    if me() < 2:
+        dist.all_reduce(data())
+
+
+@deadlock(
+    2,
+    MISSING,
+    (0,),
+    "Rank 0 cannot go on until rank 1 receives, and rank 1 waits for rank 0 in this barrier. Let "
+    "rank 1 receive before the barrier, or let rank 0 send after it.",
+    if_buffered=PASSES,
+)
+def barrier_before_the_recv() -> None:
+    """Rank 0 sends and meets the barrier; rank 1 meets the barrier and receives."""
+    if me() == 0:
+        dist.send(data(), 1)
+    dist.barrier()
+    if me() == 1:
+        dist.recv(data(), 0)

@@ -17,7 +17,7 @@ from distlab.sim import Faults
     ENDED,
     (1, 2, 3),
     "rank 0 waits in barrier (call 1 of ranks 0-3) for ranks 1-3, but ranks 1-3 have returned",
-    "ranks 1-3 returned",
+    "ranks 1-3 returned without communicating",
     "a call under an `if` on the rank?",
 )
 def barrier_under_an_if() -> None:
@@ -32,6 +32,8 @@ def barrier_under_an_if() -> None:
     (1,),
     "ranks 0 and 2 wait in all_reduce (call 4 of ranks 0-2) for rank 1, but rank 1 has returned",
     "Why did rank 1 return before call 4 of this group? Fewer batches",
+    "rank 1 returned after 3 calls, the last: all_reduce (call 3 of ranks 0-2), (4,) float32 "
+    "broken_ends.py:",
 )
 def uneven_batches() -> None:
     """One rank has a batch fewer."""
@@ -242,6 +244,50 @@ def key_behind_a_barrier() -> None:
     dist.barrier()
     if me() == 0:
         store.set("ready", "1")
+
+
+@deadlock(
+    3,
+    ENDED,
+    (0,),
+    "ranks 1 and 2 wait in broadcast (call 1 of ranks 0-2) for rank 0, but rank 0 has returned",
+    "Before rank 0 returned, broadcast raised ValueError: broadcast needs contiguous tensors",
+    "The exception was caught: the other ranks know nothing of it.",
+)
+def source_alone_is_refused() -> None:
+    """torch refuses the source's tensor; it catches that and returns, and the others wait."""
+    x = torch.zeros(4, 4)
+    try:
+        dist.broadcast(x.t()[:2] if me() == 0 else x[:2], 0)
+    except ValueError:
+        return
+
+
+@rank_error(
+    4,
+    "ValueError",
+    (2,),
+    "rank 0 is not in the group of ranks 2 and 3. src=, dst= and peer= count all ranks",
+    "give group_src=",
+)
+def root_counted_inside_the_group() -> None:
+    """src= counts all ranks, also where a group is given."""
+    group = dist.new_group([2, 3])
+    if me() >= 2:
+        dist.broadcast(data(), src=0, group=group)
+
+
+@rank_error(
+    3,
+    "ValueError",
+    (),
+    "the group has no rank -1, its ranks are 0 to 2; the neighbour in a ring is",
+)
+def ring_without_modulo() -> None:
+    """The first rank has no left neighbour, and the last one no right one."""
+    work = dist.isend(data(), me() + 1)
+    dist.recv(data(), me() - 1)
+    work.wait()
 
 
 @rank_error(3, "ZeroDivisionError", (1,), "rank 1 of 3 raised ZeroDivisionError", "in raises")

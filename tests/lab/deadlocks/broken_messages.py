@@ -12,7 +12,8 @@ from catalogue import CYCLE, ENDED, PASSES, data, deadlock, me, size
     "send to rank 1, (4,) float32",
     "broken_messages.py:",
     "in head_to_head_sends",
-    "All of them send first",
+    "Both wait in a send, which is done only when it is received. Let one of the two receive "
+    "before it sends, or give the send and the recv of each rank to batch_isend_irecv.",
     if_buffered=PASSES,
 )
 def head_to_head_sends() -> None:
@@ -26,7 +27,7 @@ def head_to_head_sends() -> None:
     CYCLE,
     (0, 1),
     "rank 0 waits for rank 1 to send, and rank 1 waits for rank 0 to send",
-    "All of them receive first",
+    "Both wait to receive, and neither has a send under way.",
 )
 def head_to_head_recvs() -> None:
     """Both receive before they send."""
@@ -39,6 +40,8 @@ def head_to_head_recvs() -> None:
     CYCLE,
     (0, 1, 2, 3),
     "rank 1 waits for rank 2 to receive, …, rank 3 waits for rank 0 to receive",
+    "none gets as far as a recv. On every rank, start the send with isend, receive, and only then "
+    "wait for the send, or give both to batch_isend_irecv.",
     if_buffered=PASSES,
 )
 def ring_of_sends() -> None:
@@ -47,7 +50,15 @@ def ring_of_sends() -> None:
     dist.recv(data(), (me() - 1) % size())
 
 
-@deadlock(5, CYCLE, (0, 1, 2, 3, 4), "rank 0 waits for rank 4 to send", ", …, ")
+@deadlock(
+    5,
+    CYCLE,
+    (0, 1, 2, 3, 4),
+    "rank 0 waits for rank 4 to send",
+    ", …, ",
+    "All of them wait to receive, and none has a send under way. If each has a send further down",
+    "If not, a send is missing.",
+)
 def ring_of_recvs() -> None:
     """Everybody receives from the left before sending to the right."""
     dist.recv(data(), (me() - 1) % size())
@@ -212,3 +223,70 @@ def victims_of_a_cycle() -> None:
     elif me() == 2:
         dist.recv(data(), 1)
     dist.barrier()
+
+
+@deadlock(
+    2,
+    CYCLE,
+    (0, 1),
+    "Before, 1 message went from rank 0 to rank 1, and none back: is a recv missing on rank 1?",
+    if_buffered=PASSES,
+)
+def header_and_payload() -> None:
+    """Rank 0 sends a size and the data; rank 1 receives only one of them before it answers."""
+    if me() == 0:
+        dist.send(data(), 1)
+        dist.send(data(), 1)
+        dist.recv(data(), 1)
+    else:
+        dist.recv(data(), 0)
+        dist.send(data(), 0)
+
+
+@deadlock(
+    2,
+    CYCLE,
+    (0, 1),
+    "Before, 1 message went from rank 0 to rank 1, and none back: is a send missing on rank 1?",
+)
+def answer_is_missing() -> None:
+    """Rank 0 wants an answer; rank 1 waits for a second question."""
+    if me() == 0:
+        dist.send(data(), 1)
+        dist.recv(data(), 1)
+    else:
+        dist.recv(data(), 0)
+        dist.recv(data(), 0)
+
+
+@deadlock(
+    4,
+    CYCLE,
+    (0, 1, 2, 3),
+    "but rank 1 receives from rank 2: is one of the peers wrong?",
+)
+def batch_with_one_neighbour_for_both() -> None:
+    """Everything is batched, and everybody names the right neighbour twice."""
+    right = (me() + 1) % size()
+    ops = [dist.P2POp(dist.isend, data(), right), dist.P2POp(dist.irecv, data(), right)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+@deadlock(
+    4,
+    ENDED,
+    (2,),
+    "Rank 1 sends to rank 2, and rank 3 waits for rank 1 to send. Inside the group of ranks 1-3, "
+    "rank 3 is number 2, but dst= counts all ranks: is group_dst=2 meant?",
+    if_buffered=CYCLE,
+)
+def number_inside_the_group() -> None:
+    """Who asks counts inside the group, and says dst= instead of group_dst=."""
+    group = dist.new_group([1, 2, 3])
+    if me() == 1:
+        dist.send(data(), dst=2, group=group)
+        dist.recv(data(), src=3, group=group)
+    elif me() == 3:
+        dist.recv(data(), group_src=0, group=group)
+        dist.send(data(), group_dst=0, group=group)

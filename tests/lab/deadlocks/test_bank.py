@@ -126,3 +126,14 @@ def test_a_race_has_both_ends() -> None:
     for race in races:
         ends = {kind_of(run_broken(race, NEVER, order)) for order in ORDERS}
         assert ends == race.kinds(is_buffered=False)
+
+
+def test_only_programs_that_forget_a_handle_are_said_to() -> None:
+    forgetful = {
+        correct.name
+        for correct in CORRECT
+        if simulate(
+            correct.program, len(correct.results), options=Options(faults=correct.faults)
+        ).trace.unwaited
+    }
+    assert forgetful == {"never_waits_for_its_isend", "message_for_nobody"}

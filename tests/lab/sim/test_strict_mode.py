@@ -79,3 +79,18 @@ def test_strict_mode_reports_a_buffer_that_was_changed_too_early(call: str) -> N
     assert caught.value.ranks == (0,)
     simulate(changes_what_is_under_way, 3, call, "in time", options=strict)
     simulate(changes_what_is_under_way, 3, call, "too early")  # unnoticed unless strict
+
+
+def exchanges_single_numbers() -> list[float]:
+    found = []
+    for x in (torch.tensor(float(me())), torch.full((1, 3), float(me()))[:, 1]):
+        y = torch.full_like(x, -1.0)
+        for work in [dist.isend(x, 1 - me()), dist.irecv(y, 1 - me())]:
+            work.wait()
+        found.append(y.item())
+    return found
+
+
+def test_a_single_number_of_any_shape_and_stride_is_compared_too() -> None:
+    results = simulate(exchanges_single_numbers, 2, options=Options(is_strict=True)).results
+    assert results == [[1.0, 1.0], [0.0, 0.0]]

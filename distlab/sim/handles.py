@@ -1,0 +1,64 @@
+"""Handles that were given out and not waited for: until then a tensor is not the program's to use.
+
+Whether the bytes have arrived does not matter: another day, on another network, they have not.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from distlab.sim import patches
+from distlab.sim.pending import Pending
+from distlab.sim.report import Row, rank_names
+
+MAX_NOTES = 2
+
+
+class Handles:
+    """The operations for which nobody has called ``wait()`` yet.
+
+    Attributes:
+        open: they, in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[Pending, None] = {}  # plain: every operation enters and leaves
+
+    def rows(self, ranks: Iterable[int]) -> list[Row]:
+        """Return a row for each of these ranks' handles, by rank; equal ones are counted.
+
+        What torch keeps to itself, as it does in DistributedDataParallel, is not the program's.
+        """
+        wanted = set(ranks)
+        mine = (p for p in self.open if p.rank in wanted and not p.is_by_torch)
+        counts = Counter(_row(pending) for pending in mine)
+        rows = [_counted(row, count) for row, count in counts.items()]
+        return sorted(rows, key=lambda row: row.ranks)
+
+    def notes(self, returned: Iterable[int]) -> Iterator[str]:
+        """Say what ranks that have returned did not wait for, the first few."""
+        for row in self.rows(returned)[:MAX_NOTES]:
+            who = rank_names(row.ranks).capitalize()
+            yield f"{who} returned without waiting for its {row.text} ({row.where})."
+
+
+def _row(pending: Pending) -> Row:
+    """Return the line of a report; of a message that was not waited for the call was async."""
+    letter = "i" if pending.kind in ("send", "recv") else ""
+    return Row((pending.rank,), f"{letter}{pending.text()}", pending.where())
+
+
+def _counted(row: Row, count: int) -> Row:
+    return row if count == 1 else row._replace(text=f"{row.text} ({count} times)")
+
+
+def unwaited() -> list[str]:
+    """List the handles that the calling rank has and has not waited for, a line each.
+
+    A handle counts as waited for when ``wait()`` was called, or ``is_completed()`` returned True;
+    a barrier is not enough. Outside of a simulated rank there are none.
+    """
+    simulation = patches.running_simulation()
+    if simulation is None:
+        return []
+    rows = simulation.handles.rows([simulation.scheduler.current.number])
+    return [f"{rank_names(row.ranks)}  {row.text}  {row.where}" for row in rows]

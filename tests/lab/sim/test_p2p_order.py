@@ -1,0 +1,281 @@
+"""``p2p_order="pair"``: point-to-point operations start in NCCL's order, and reports say so."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import me, neighbours
+from torch.distributed import batch_isend_irecv
+
+from distlab.sim import Cluster, Deadlock, Options, simulate
+
+PAIR = Options(p2p_order="pair")
+PLAIN_RULE = "on NCCL operations of a pair that are not batched run one after the other"
+Program = Callable[..., object]
+
+
+def posted(order: str, dst: int, src: int) -> tuple[list[dist.Work], torch.Tensor]:
+    x, y = torch.full((4,), float(me())), torch.zeros(4)
+    calls: dict[str, Callable[[], dist.Work]] = {
+        "s": lambda: dist.isend(x, dst),
+        "r": lambda: dist.irecv(y, src),
+    }
+    return [calls[letter]() for letter in order], y
+
+
+def exchange(order: str) -> float:
+    works, y = posted(order, 1 - me(), 1 - me())
+    for work in works:
+        work.wait()
+    return float(y[0])
+
+
+def report(program: Program, num_ranks: int, *args: object) -> Deadlock:
+    with pytest.raises(Deadlock) as caught:
+        simulate(program, num_ranks, *args, options=PAIR)
+    return caught.value
+
+
+def test_an_unbatched_exchange_of_a_pair_hangs_as_on_nccl() -> None:
+    assert simulate(exchange, 2, "sr").results == [1.0, 0.0]
+    error = report(exchange, 2, "sr")
+    assert (error.kind, error.ranks) == ("send/recv cycle", (0, 1))
+    text = str(error)
+    assert "rank 0's irecv from rank 1 waits behind its isend to rank 1" in text.lower()
+    assert "rank 1's irecv from rank 0 waits behind its isend to rank 0" in text
+    assert PLAIN_RULE in text
+    assert "batch_isend_irecv" in text
+    assert "All of them send first" not in text
+    assert "also posted, and not started:" in text
+
+
+def test_in_the_other_order_of_posting_too() -> None:
+    text = str(report(exchange, 2, "rs"))
+    assert "rank 0's isend to rank 1 waits behind its irecv from rank 1" in text.lower()
+    assert PLAIN_RULE in text
+
+
+def sends_and_receives() -> None:
+    work = dist.isend(torch.ones(4), 1 - me())
+    dist.recv(torch.zeros(4), 1 - me())
+    work.wait()
+
+
+def test_a_blocking_call_waits_behind_an_isend_too() -> None:
+    error = report(sends_and_receives, 2)
+    text = str(error).lower()
+    assert "rank 0's recv from rank 1 waits behind its isend to rank 1" in text
+    assert "rank 0 waits in recv behind its isend to rank 1" in text.splitlines()[0]
+    assert [call.waits_for for call in error.calls] == [(1,), (0,)]
+
+
+def opposite_orders() -> float:
+    return exchange("sr" if me() == 0 else "rs")
+
+
+def batched(num_batches: int = 1, imported: bool = False) -> float:
+    right, left = neighbours()
+    y = torch.zeros(4)
+    ops = [
+        dist.P2POp(dist.isend, torch.full((4,), float(me())), right),
+        dist.P2POp(dist.irecv, y, left),
+    ]
+    batch = batch_isend_irecv if imported else dist.batch_isend_irecv
+    batches = [ops] if num_batches == 1 else [[op] for op in ops]
+    for work in [work for some in batches for work in batch(some)]:
+        work.wait()
+    return float(y[0])
+
+
+def ring() -> float:
+    right, left = neighbours()
+    works, y = posted("sr", right, left)
+    for work in works:
+        work.wait()
+    return float(y[0])
+
+
+def alternates() -> float:
+    y = torch.zeros(4)
+    for step in range(4):
+        if (step + me()) % 2:
+            dist.send(torch.full((4,), float(step)), 1 - me())
+        else:
+            dist.recv(y, 1 - me())
+    return float(y[0])
+
+
+def batch_between_unbatched() -> float:
+    """Neither waits for the other: a batch runs on the group's stream, the rest on the pair's."""
+    y = torch.zeros(4)
+    first = dist.irecv(y, 1 - me()) if me() == 0 else dist.isend(torch.full((4,), 5.0), 1 - me())
+    batched()
+    first.wait()  # type: ignore[union-attr]
+    return float(y[0])
+
+
+def own_group_each_way() -> float:
+    """Each group has streams of its own."""
+    up, down = dist.new_group([0, 1]), dist.new_group([0, 1])
+    y = torch.zeros(4)
+    groups = (up, down) if me() == 0 else (down, up)
+    sending = dist.isend(torch.full((4,), float(me())), 1 - me(), group=groups[0])
+    receiving = dist.irecv(y, 1 - me(), group=groups[1])
+    sending.wait()  # type: ignore[union-attr]
+    receiving.wait()  # type: ignore[union-attr]
+    return float(y[0])
+
+
+def test_a_ring_of_three_passes_and_a_ring_of_two_is_a_pair() -> None:
+    assert simulate(ring, 3, options=PAIR).results == [2.0, 0.0, 1.0]
+    assert PLAIN_RULE in str(report(ring, 2))
+
+
+@pytest.mark.parametrize(
+    ("program", "results"),
+    [
+        (opposite_orders, [1.0, 0.0]),
+        (batched, [1.0, 0.0]),
+        (alternates, [2.0, 3.0]),
+        (own_group_each_way, [1.0, 0.0]),
+        (batch_between_unbatched, [5.0, 0.0]),
+    ],
+)
+def test_what_passes_on_nccl_passes(program: Program, results: list[float]) -> None:
+    assert simulate(program, 2, options=PAIR).results == results
+
+
+def test_a_batch_is_known_however_the_function_was_imported() -> None:
+    assert simulate(batched, 2, 1, True, options=PAIR).results == [1.0, 0.0]
+
+
+def test_two_batches_run_one_after_the_other() -> None:
+    assert simulate(batched, 3, 2).results == [2.0, 0.0, 1.0]
+    text = str(report(batched, 3, 2))
+    assert "Rank 0's irecv from rank 2 waits behind its batch with the isend to rank 1" in text
+    assert "on NCCL the batches of a group run one after the other" in text
+    assert "behind its batch with the isend to rank 2, and so on: on NCCL" in text
+    assert "one batch_isend_irecv" in text
+
+
+def to_itself() -> None:
+    if me() == 0:
+        for work in posted("sr", 0, 0)[0]:
+            work.wait()
+
+
+def batched_to_itself() -> float:
+    y = torch.zeros(1)
+    works = [
+        dist.P2POp(dist.isend, torch.ones(1), me()),
+        dist.P2POp(dist.irecv, y, me()),
+    ]
+    for work in dist.batch_isend_irecv(works):
+        work.wait()
+    return float(y)
+
+
+def test_a_message_to_oneself_needs_a_batch() -> None:
+    assert simulate(batched_to_itself, 2, options=PAIR).results == [1.0, 1.0]
+    text = str(report(to_itself, 2))
+    assert "Rank 0's irecv from itself waits behind its isend to itself" in text
+    assert PLAIN_RULE in text
+
+
+def head_to_head() -> None:
+    dist.send(torch.ones(4), 1 - me())
+    dist.recv(torch.zeros(4), 1 - me())
+
+
+def two_sends_and_an_early_return() -> None:
+    if me() == 0:
+        works = [dist.isend(torch.ones(4), 1) for _ in range(2)]
+        works[1].wait()  # type: ignore[union-attr]
+
+
+def test_the_order_is_not_blamed_where_it_is_not_the_cause() -> None:
+    for program in (head_to_head, two_sends_and_an_early_return):
+        assert "NCCL" not in str(report(program, 2))
+
+
+def two_messages(num_messages: int) -> float:
+    if me() == 0:
+        works = [dist.isend(torch.ones(250), 1) for _ in range(num_messages)]
+    else:
+        works = [dist.irecv(torch.zeros(250), 0) for _ in range(num_messages)]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    return time.perf_counter()
+
+
+def seconds(num_messages: int, options: Options | None = None) -> float:
+    cluster = Cluster(1, 2, latency_s=1e-3, nvlink_bytes_per_s=1e6)
+    return simulate(two_messages, 2, num_messages, cluster=cluster, options=options).seconds
+
+
+def test_messages_one_after_the_other_take_their_times_together() -> None:
+    one = seconds(1)
+    assert one == pytest.approx(1e-3 + 1e-3)
+    assert seconds(3) == pytest.approx(1e-3 + 3e-3)
+    assert seconds(3, PAIR) == pytest.approx(3 * one)
+
+
+def many_small_messages() -> float:
+    """Each recv is delivered as soon as it starts: hundreds at the same moment."""
+    y = torch.zeros(1)
+    if me() == 0:
+        work = dist.isend(torch.zeros(8), 1)
+        receiving = [dist.irecv(y, 1) for _ in range(2000)]
+        receiving[-1].wait()  # type: ignore[union-attr]
+        work.wait()  # type: ignore[union-attr]
+    else:
+        for step in range(2000):
+            dist.send(torch.full((1,), float(step)), 0)
+        dist.recv(torch.zeros(8), 0)
+    return float(y)
+
+
+def test_a_long_queue_is_no_deep_recursion() -> None:
+    options = Options(p2p_order="pair", eager_bytes=4)
+    assert simulate(many_small_messages, 2, options=options).results == [1999.0, 0.0]
+
+
+def leaves_what_has_not_started() -> None:
+    if me() == 0:
+        for _ in range(2):
+            dist.isend(torch.ones(4), 1)
+
+
+def test_what_has_not_started_is_left_over_too() -> None:
+    (line,) = simulate(leaves_what_has_not_started, 2, options=PAIR).trace.leftovers[:1]
+    assert "send to rank 1" in line
+    assert len(simulate(leaves_what_has_not_started, 2, options=PAIR).trace.leftovers) == 2
+
+
+def changes_a_tensor_that_is_queued() -> None:
+    if me() == 0:
+        x = torch.ones(4)
+        works = [dist.isend(torch.ones(4), 1), dist.isend(x, 1)]
+        x.add_(1)
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+    else:
+        for _ in range(2):
+            dist.recv(torch.zeros(4), 0)
+
+
+def test_strict_mode_compares_with_the_tensor_as_it_was_at_the_call() -> None:
+    options = Options(p2p_order="pair", is_strict=True)
+    with pytest.raises(RuntimeError, match="rank 0 changed the tensor of its send"):
+        simulate(changes_a_tensor_that_is_queued, 2, options=options)
+
+
+def test_another_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="p2p_order 'nccl'; valid: free, pair"):
+        Options(p2p_order="nccl")
+
+
+def test_the_usual_order_is_free() -> None:
+    assert Options().p2p_order == "free"
