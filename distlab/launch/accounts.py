@@ -7,14 +7,17 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import cloudpickle
 import torch
 
+from distlab.launch import stacks
 from distlab.launch.protocol import Outcome, Report
+from distlab.words import headline, keep_frames
 
 # Imports that take about a second and that many functions need.
 SLOW_IMPORTS = (
@@ -32,39 +35,52 @@ _LOST_PEER = re.compile(
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 
 
-def of_result(result: object) -> Report:
+def of_result(result: object, max_bytes: int | None = None) -> Report:
     """Report what the function returned.
 
     Raises:
-        TypeError: it cannot be pickled.
+        TypeError: it cannot be pickled, or has more than ``max_bytes`` then.
     """
-    return _report(Outcome.OK, result=pickled_result(result))
+    return _report(Outcome.OK, result=pickled_result(result, max_bytes))
 
 
-def pickled_result(result: object) -> bytes:
+def pickled_result(result: object, max_bytes: int | None = None) -> bytes:
     """Pickle what the function returned.
 
     Raises:
-        TypeError: it cannot be pickled.
+        TypeError: it cannot be pickled, or has more than ``max_bytes`` then.
     """
     try:
-        return bytes(cloudpickle.dumps(result))
+        pickled = bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise TypeError(
             f"the result, a {type(result).__name__}, cannot be sent to the parent ({error}): "
             "return tensors, numbers, strings or containers of them"
         ) from None
+    if max_bytes is not None and len(pickled) > max_bytes:
+        raise TypeError(
+            f"the result, a {type(result).__name__}, has {len(pickled) / 1e6:.1f} MB; the limit is "
+            f"{max_bytes / 1e6:.1f} MB"
+        )
+    return pickled
 
 
-def of_error(error: BaseException, launcher_file: str) -> Report:
-    """Report an exception; the frames of ``launcher_file`` around it are left out."""
+def of_error(error: BaseException, launcher_file: str, given: Sequence[str] = ()) -> Report:
+    """Report an exception.
+
+    Args:
+        error: what the function has raised.
+        launcher_file: the frames of this file around the function are left out.
+        given: folders of the caller's machinery: left out too, and with them the libraries, where
+            a line of the program is left.
+    """
     if isinstance(error, SystemExit):
         return _report(Outcome.EXIT, headline=f"sys.exit({error.code!r})")
     return _report(
         _outcome(error),
         exception=type(error).__name__,
         headline=_clipped(_headline(error), MAX_HEADLINE),
-        traceback=_clipped(_traceback(error, launcher_file), MAX_TRACEBACK),
+        traceback=_clipped(_traceback(error, launcher_file, given), MAX_TRACEBACK),
     )
 
 
@@ -117,16 +133,26 @@ def _text(error: BaseException) -> str:
 def _headline(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # whose report begins with the line, not with the message
         return f"{type(error).__name__}: {_text(error)}"
-    return "".join(traceback.format_exception_only(error)).strip()
+    return headline(error)
 
 
-def _traceback(error: BaseException, launcher_file: str) -> str:
+def _traceback(error: BaseException, launcher_file: str, given: Sequence[str]) -> str:
     if type(error).__module__.startswith("distlab."):
         return ""  # made for people: the message says it all
     frames: TracebackType | None = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename == launcher_file:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
+    if not frames:
+        return ""
+    shown = traceback.TracebackException(type(error), error, frames)
+    if given:
+        keep_frames(shown, partial(_of_program, given=given))
+    return "".join(shown.format())
+
+
+def _of_program(files: Collection[str], given: Sequence[str]) -> Collection[str]:
+    """Choose the program's files; all, if none is."""
+    return [file for file in files if stacks.is_of_program(file, given)] or files
 
 
 def _clipped(text: str, limit: int) -> str:

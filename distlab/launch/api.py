@@ -3,7 +3,7 @@
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
@@ -18,9 +18,10 @@ from distlab.launch import nursery, plain, simulated, verdict, world
 from distlab.launch.accounts import SLOW_IMPORTS
 from distlab.launch.errors import LaunchError, RankFailed, SetupError
 from distlab.launch.joined import run_joined, run_under_mpirun
+from distlab.launch.limits import Exceeded, Limits
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder, pickled
 from distlab.launch.rank import Rank
-from distlab.launch.supervisor import Limits, Supervisor
+from distlab.launch.supervisor import Supervisor
 
 BACKENDS = ("auto", "gloo", "nccl", "sim", "mpi")
 DEVICES = ("auto", "cpu", "cuda")
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from distlab.sim import Cluster, Options, Simulated
 
 FOR_EVER_S = 20 * 24 * 3600.0  # torch's own limit of a collective is 30 minutes
+MAX_SHOWN_BYTES = 256 * 1024  # of what ranks print, a world, where results must be plain
 MEMORY_SHARE = 0.9  # of what is free at the start, for all ranks together
 
 T = TypeVar("T")
@@ -46,6 +48,7 @@ def run(
     plain_results: bool = False,
     output_dir: Path | str | None = None,
     cluster: "Cluster | str | None" = None,
+    given: Sequence[str] = (),
 ) -> list[T]:
     """Call ``fn(*args)`` on every rank of a ``torch.distributed`` world; return what each returned.
 
@@ -71,11 +74,13 @@ def run(
             finds ranks that wait for each other before ``timeout_s`` does; by default, none.
         memory_limit_bytes: that all ranks together may allocate, the processes that they start
             not counted; by default 90 % of what is free.
-        plain_results: accept plain data alone, numbers, strings and containers of them: results of
-            somebody else's code are then no code that runs here.
+        plain_results: accept plain data alone, numbers, strings and containers of them, up to the
+            limits of ``plain``, and show 256 KiB of what ranks print: somebody else's code then
+            neither runs here nor fills this process.
         output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``; of ranks
             that this call starts as processes, so not with "sim".
         cluster: with "sim", the cluster or the name of a preset; see ``simulate``.
+        given: folders of the caller's own machinery: no verdict names one of their lines.
 
     Returns:
         The results, by rank. Tensors should be on the CPU.
@@ -87,12 +92,12 @@ def run(
     Cost: about 0.1 s for 4 gloo ranks once the fork server runs, 1 s before.
     """
     _check(fn, world_size, backend, device, timeout_s)
-    limits = _limits(timeout_s, cpu_limit_s, idle_limit_s, memory_limit_bytes)
+    limits = _limits(timeout_s, cpu_limit_s, idle_limit_s, memory_limit_bytes, plain_results)
     if cluster is not None and backend != "sim":
         raise SetupError(f"cluster={cluster!r} is for backend sim, not for backend {backend}")
     if backend == "sim":
         _check_sim(device, output_dir)
-        simulation = SimulationSpec(world_size, cluster, None, wants_trace=False)
+        simulation = SimulationSpec(world_size, cluster, _options(given), wants_trace=False)
         results = _simulated(fn, args, simulation, limits, plain_results)
         return cast("list[T]", results)
     if backend == "mpi" or (backend == "auto" and world.is_one_of_mpiruns()):
@@ -107,12 +112,18 @@ def run(
 
     chosen, devices = _choose(backend, device, world_size)
     with _refusals():
-        spec = _spec(fn, args, chosen, devices, limits.timeout_s)
-        with _world(spec, limits, output_dir) as (ranks, _, exceeded_time):
-            error = verdict.judge(ranks, exceeded_time=exceeded_time)
+        spec = _spec(fn, args, chosen, devices, limits.timeout_s, given, plain_results)
+        with _world(spec, limits, output_dir) as (ranks, _, exceeded):
+            error = verdict.judge(ranks, exceeded)
     if error:
         raise error
     return cast("list[T]", [_result(rank, len(ranks), plain_results) for rank in ranks])
+
+
+def _options(given: Sequence[str]) -> "Options | None":
+    from distlab.sim import Options  # with all of the simulator: only where needed
+
+    return Options(given=tuple(given)) if given else None
 
 
 def _result(rank: Rank, world_size: int, plain_results: bool) -> object:
@@ -120,10 +131,10 @@ def _result(rank: Rank, world_size: int, plain_results: bool) -> object:
     if not plain_results:
         return pickle.loads(sent)
     try:
-        return plain.loads(sent)
+        return plain.loads_result(sent)
     except plain.NotPlainError as error:
         who = f"rank {rank.number} of {world_size}"
-        raise RankFailed(f"{who} returned {error}, {plain.WANTED}", rank=rank.number) from None
+        raise RankFailed(f"{who} returned {error}", rank=rank.number) from None
 
 
 def simulate(
@@ -161,7 +172,7 @@ def simulate(
     """
     _check(fn, num_ranks, "sim", "cpu", timeout_s)
     simulation = SimulationSpec(num_ranks, cluster, options, wants_trace=True)
-    limits = _limits(timeout_s, cpu_limit_s, idle_limit_s, memory_limit_bytes)
+    limits = _limits(timeout_s, cpu_limit_s, idle_limit_s, memory_limit_bytes, plain_results)
     outcome = _simulated(fn, args, simulation, limits, plain_results)
     return cast("Simulated[T]", outcome)
 
@@ -175,13 +186,15 @@ def _simulated(
 ) -> object:
     simulated.check(simulation)
     with _refusals():
-        spec = replace(_spec(fn, args, "sim", ("cpu",), limits.timeout_s), simulation=simulation)
-        with _world(spec, limits, None) as ((process,), folder, exceeded_time):
+        given = simulated.given_of(simulation)
+        spec = _spec(fn, args, "sim", ("cpu",), limits.timeout_s, given, plain_results)
+        spec = replace(spec, simulation=simulation)
+        with _world(spec, limits, None) as ((process,), folder, exceeded):
             outcome = simulated.read_outcome(
                 process,
                 simulation,
                 folder,
-                exceeded_time=exceeded_time,
+                exceeded=exceeded,
                 plain_results=plain_results,
             )
     if isinstance(outcome, LaunchError):
@@ -195,6 +208,8 @@ def _spec(
     backend: str,
     devices: tuple[str, ...],
     timeout_s: float | None,
+    given: Sequence[str],
+    plain_results: bool,
 ) -> Spec:
     return Spec(
         world_size=len(devices),
@@ -207,6 +222,8 @@ def _spec(
         argv=tuple(sys.argv),
         working_dir=os.getcwd(),
         sys_path=tuple(sys.path),
+        given=tuple(given),
+        max_result_bytes=plain.MAX_RESULT_BYTES if plain_results else None,
     )
 
 
@@ -226,14 +243,14 @@ def _world(
     spec: Spec,
     limits: Limits,
     output_dir: Path | str | None,
-) -> Iterator[tuple[list[Rank], WorldFolder, str]]:
+) -> Iterator[tuple[list[Rank], WorldFolder, Exceeded | None]]:
     """Run a world to its end; yield its ranks, its folder and the time limit that it exceeded."""
     with nursery.borrowed() as home, home.world_folder() as folder:
         folder.write_spec(spec)
-        supervisor = Supervisor(home, folder, limits, _made(output_dir))
+        supervisor = Supervisor(home, folder, limits, _made(output_dir), spec.given)
         ranks = supervisor.run(spec.world_size)
         home.preload(_slow_imports(ranks))
-        yield ranks, folder, supervisor.exceeded_time
+        yield ranks, folder, supervisor.exceeded
 
 
 def _check(fn: object, world_size: int, backend: str, device: str, timeout_s: float | None) -> None:
@@ -339,12 +356,16 @@ def _limits(
     cpu_s: float | None,
     idle_s: float | None,
     memory_bytes: int | None,
+    plain_results: bool,
 ) -> Limits:
     for name, value in (("cpu_limit_s", cpu_s), ("idle_limit_s", idle_s)):
         if value is not None and not _is_positive(value):
             raise SetupError(f"{name} must be positive or None, got {value!r}")
     free_bytes = int(MEMORY_SHARE * psutil.virtual_memory().available)
-    return Limits(_finite(timeout_s), cpu_s, idle_s, memory_bytes or free_bytes)
+    limits = Limits(_finite(timeout_s), cpu_s, idle_s, memory_bytes or free_bytes)
+    if not plain_results:
+        return limits
+    return replace(limits, report_bytes=plain.MAX_REPORT_BYTES, output_bytes=MAX_SHOWN_BYTES)
 
 
 def _made(output_dir: Path | str | None) -> Path | None:

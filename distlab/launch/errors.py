@@ -13,6 +13,7 @@ The first line of a message is the verdict; what supports it follows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,25 @@ class LaunchError(RuntimeError):
     """A world that did not end well.
 
     Attributes:
+        kind: what happened, in a word or two, for programs; each class names its own.
         rank: the rank that is to blame, or None where no single one is.
         fates: what became of every rank; empty if none was started.
         exception: the name of the type that ``fn`` raised on ``rank``, if it did.
     """
 
+    KIND: ClassVar[str] = "unknown"
+
     def __init__(
         self,
         message: str,
         *,
+        kind: str = "",
         rank: int | None = None,
         fates: Sequence[RankFate] = (),
         exception: str = "",
     ) -> None:
         super().__init__(message)
+        self.kind = kind or self.KIND
         self.rank = rank
         self.fates = tuple(fates)
         self.exception = exception
@@ -50,22 +56,39 @@ class LaunchError(RuntimeError):
 class SetupError(LaunchError):
     """The world could not be started; the message says what to change."""
 
+    KIND = "set-up"
+
 
 class RankFailed(LaunchError):
     """``fn`` raised an exception on ``rank``; the message holds its traceback."""
 
+    KIND = "exception"
+
 
 class RankExited(LaunchError):
-    """``rank`` ended without a result, or returned while other ranks still waited for it."""
+    """``rank`` ended without a result ("left"), or while others waited for it ("returned")."""
+
+    KIND = "left"
 
 
 class RankCrashed(LaunchError):
     """A signal ended ``rank``."""
 
+    KIND = "signal"
+
 
 class RankOutOfMemory(LaunchError):
     """``rank`` could not allocate, or grew beyond the limit and was stopped."""
 
+    KIND = "memory"
+
 
 class RankHung(LaunchError):
-    """Time is up; the message says where every rank is. ``rank`` is the one that does not wait."""
+    """The world does not end; the message says where every rank is.
+
+    ``kind`` is "deadlock" (the simulated world: exact, found at once), "all wait" (real processes:
+    none computes), "endless loop" (a line of ``fn`` computes on and on; ``rank`` runs it) or "time
+    is up" (no line of ``fn`` is to blame: the machine may be slow).
+    """
+
+    KIND = "time is up"

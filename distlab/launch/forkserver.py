@@ -1,5 +1,7 @@
 """The process that starts the ranks: torch is loaded once here, and every rank is a fork of it.
 
+    parent ──PING────────────────────▶ fork server
+           ◀──(READY)────────────────
     parent ──START + 2 descriptors──▶ fork server ──fork──▶ rank (own session)
            ◀──────(STARTED, pid)────              ◀─exit──
            ◀──(EXITED, pid, status)─
@@ -13,6 +15,7 @@ folder of its worlds and ends.
 """
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import os
@@ -23,14 +26,15 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import psutil
 
 from distlab.launch import prctl
 from distlab.launch.protocol import DUMP_SIGNAL
 
-START, PRELOAD = b"s", b"p"
+START, PRELOAD, PING = b"s", b"p", b"?"
 RECORD = struct.Struct("=cqq")  # kind, pid, wait status
 READY, STARTED, EXITED = b"R", b"S", b"X"
 METHOD = "spawn" if sys.platform == "darwin" else "fork"
@@ -38,6 +42,7 @@ METHOD = "spawn" if sys.platform == "darwin" else "fork"
 COMMAND = "from distlab.launch.forkserver import main; main()"
 RANK_COMMAND = "from distlab.launch.worker import main_of_fresh_process; main_of_fresh_process()"
 
+SignalAction = signal.Handlers | Callable[[int, FrameType | None], None]
 Start = Callable[[socket.socket, int, int, int], int]
 
 
@@ -48,7 +53,8 @@ def main() -> None:
     start = _fork if method == "fork" else _spawn
     signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # a rank inherits this until it can answer
     if method == "fork":
-        _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
+        with _ended_without(parent, signal.SIG_DFL):
+            _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
     prctl.adopt_orphans()
     exits = _wake_on_exit()
     try:
@@ -58,7 +64,34 @@ def main() -> None:
                 pass
     finally:
         _kill_descendants()
-    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _ended_without(parent: socket.socket, action: SignalAction) -> Iterator[None]:
+    """Have the kernel signal that the parent has gone: who is importing does not listen to it.
+
+    Args:
+        parent: the other end is closed when it goes.
+        action: on any news of the parent; the default ends this process, also inside C.
+    """
+    flags = fcntl.fcntl(parent, fcntl.F_GETFL)
+    signal.signal(signal.SIGIO, action)
+    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent, fcntl.F_SETFL, flags | os.O_ASYNC)
+    _leave_without(parent)  # it had gone before the kernel was asked
+    try:
+        yield
+    finally:
+        fcntl.fcntl(parent, fcntl.F_SETFL, flags)
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
+
+
+def _leave_without(parent: socket.socket) -> None:
+    """Exit if the parent has gone; what it has sent is left for who reads it."""
+    with contextlib.suppress(BlockingIOError):
+        if not parent.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            sys.exit(0)
 
 
 def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
@@ -78,7 +111,11 @@ def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
             os.close(descriptor)
         parent.sendall(RECORD.pack(STARTED, pid, 0))
     elif request == PRELOAD:
-        _preload(_read_line(parent).split())
+        names = _read_line(parent).split()
+        with _ended_without(parent, lambda *_: _leave_without(parent)):
+            _preload(names)
+    elif request == PING:
+        parent.sendall(RECORD.pack(READY, 0, 0))
     return bool(request)
 
 
@@ -107,6 +144,7 @@ def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
         os.setsid()
         parent.close()
         os.close(exits)

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -10,17 +11,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 
+from distlab import interrupts
 from distlab.launch import forkserver
 from distlab.launch.errors import SetupError
 from distlab.launch.protocol import WorldFolder
 
 START_TIMEOUT_S = 120.0  # a cold disk may take long to read torch
 KILL_TIMEOUT_S = 5.0
+LOOK_S = 0.2  # how often a server that is waited for is looked at
+MAX_WORDS = 20_000  # bytes
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+STOPPED_S = 2.0  # it is in a session of its own: only a signal to itself can have stopped it
 
 
 class Nursery:
@@ -34,34 +41,36 @@ class Nursery:
         """
         self._owner_pid = os.getpid()
         self._buffer = b""
+        self._preloaded: set[str] = set()
+        self._next_look = 0.0
+        self._stopped_since: float | None = None
         self._exits: list[tuple[int, int]] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="distlab-"))  # of its worlds
+        self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")  # of its worlds
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 what the server prints
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(START_TIMEOUT_S)
-        with theirs, self._log.open("wb") as log:
+        _beginning.append(self)
+        with theirs:
             arguments = [str(theirs.fileno()), str(self._folder), forkserver.METHOD]
             self.process = subprocess.Popen(
                 [sys.executable, "-c", forkserver.COMMAND, *arguments],
                 pass_fds=[theirs.fileno()],
                 env=_server_environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=self._log,
+                stderr=self._log,
                 start_new_session=True,  # ctrl-C is for the parent, which ends the ranks itself
             )
         try:
             self._await(forkserver.READY)
+            self._folder.mkdir(mode=0o700)  # not before: a server that loads removes nothing
         except (OSError, SetupError) as error:
             self.close()
             raise SetupError(f"the fork server did not start: {error}") from error
         except BaseException:  # ctrl-C while torch is loading
             self.close()
             raise
-
-    @property
-    def _log(self) -> Path:
-        """What the server printed."""
-        return self._folder / "server.log"
+        finally:
+            _beginning.remove(self)
 
     def fileno(self) -> int:
         """Readable when ``exits`` has news."""
@@ -85,21 +94,45 @@ class Nursery:
         Raises:
             SetupError: the fork server itself was killed; its ranks die with it.
         """
-        self._socket.settimeout(0)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._receive()
-        self._socket.settimeout(START_TIMEOUT_S)
+        while self._has_news(0):
+            self._receive()
         while (record := self._next_record()) is not None:
             self._exits.append(record[1:])
         news, self._exits = self._exits, []
         return news
 
-    def preload(self, names: list[str]) -> None:
+    def check(self) -> None:
+        """Look at the server, now and then.
+
+        Raises:
+            SetupError: it has been stopped for a while: what it should start or report never comes.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        if not self._is_stopped():
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > STOPPED_S:
+            raise SetupError(
+                "the fork server was stopped (SIGSTOP); it was ended, the next run starts a new one"
+            )
+
+    def _is_stopped(self) -> bool:
+        try:
+            return psutil.Process(self.process.pid).status() in STOPPED
+        except psutil.NoSuchProcess:
+            return False
+
+    def preload(self, names: Iterable[str]) -> None:
         """Have modules imported ahead of the next world, without waiting for it."""
-        if names:
+        missing = sorted(set(names) - self._preloaded)
+        if missing:
+            self._preloaded.update(missing)
             with contextlib.suppress(OSError):  # a dead server is noticed by the next world
-                self._socket.sendall(forkserver.PRELOAD + " ".join(names).encode() + b"\n")
+                self._socket.sendall(forkserver.PRELOAD + " ".join(missing).encode() + b"\n")
 
     def kill_leftovers(self) -> None:
         """Kill every process that the world's ranks started, also those that left their session."""
@@ -112,7 +145,9 @@ class Nursery:
 
     def _descendants(self) -> list[psutil.Process]:
         try:
-            return psutil.Process(self.process.pid).children(recursive=True)
+            found = psutil.Process(self.process.pid).children(recursive=True)
+            is_stopped = self._is_stopped()  # then it does not reap what has ended
+            return [process for process in found if not (is_stopped and _has_ended(process))]
         except psutil.NoSuchProcess:
             return []
 
@@ -126,28 +161,53 @@ class Nursery:
             shutil.rmtree(path, ignore_errors=True)
 
     def is_usable(self) -> bool:
-        """Whether the server lives and belongs to this process, not to one it was forked from."""
-        return self._owner_pid == os.getpid() and self.process.poll() is None
+        """Whether the server answers and belongs to this process, not to one it was forked from."""
+        if self._owner_pid != os.getpid() or self.process.poll() is not None or self._is_stopped():
+            return False
+        try:
+            self._socket.sendall(forkserver.PING)
+            self._await(forkserver.READY)
+        except (OSError, SetupError):
+            return False
+        return True
+
+    def abandon(self) -> None:
+        """Have the server end at once, also while another thread waits for it to start."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the fork server and, with it, everything it started."""
         self._socket.close()
         if self._owner_pid == os.getpid():
+            if self._is_stopped():
+                self.kill_leftovers()
+                self.process.kill()
             try:
                 self.process.wait(timeout=KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)  # if the server was killed
+        self._log.close()
 
     def _await(self, kind: bytes) -> int:
         """Wait for a record of ``kind``; exits that come before it are kept."""
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             while (record := self._next_record()) is None:
-                self._receive()
+                if self._has_news(LOOK_S):
+                    self._receive()
+                elif time.monotonic() > deadline:
+                    raise TimeoutError("timed out")
+                else:
+                    self.check()
             if record[0] == kind:
                 return record[1]
             self._exits.append(record[1:])
+
+    def _has_news(self, seconds: float) -> bool:
+        return bool(select.select([self._socket], [], [], seconds)[0])
 
     def _receive(self) -> None:
         data = self._socket.recv(4096)
@@ -159,8 +219,10 @@ class Nursery:
         self._buffer += data
 
     def _last_words(self) -> str:
-        self.process.wait(timeout=KILL_TIMEOUT_S)  # a traceback may still be on its way
-        text = self._log.read_text(errors="replace").strip()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=KILL_TIMEOUT_S)  # a traceback may still be on its way
+        self._log.seek(0)
+        text = self._log.read(MAX_WORDS).decode(errors="replace").strip()
         return f". Its last words:\n{text}" if text else ""
 
     def _next_record(self) -> tuple[bytes, int, int] | None:
@@ -178,9 +240,18 @@ def _server_environment() -> dict[str, str]:
     return {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 _idle: list[Nursery] = []
+_beginning: list[Nursery] = []  # whose servers load torch
 _lock = threading.Lock()
 _starting: threading.Thread | None = None  # of ``start_ahead``
+_is_leaving = False  # at exit
 
 
 @contextlib.contextmanager
@@ -212,10 +283,22 @@ def start_ahead(*modules: str) -> None:
         _starting.start()
 
 
+def load_ahead(modules: Iterable[str]) -> None:
+    """Have the fork server of the next world import modules that its ranks need.
+
+    A rank that imports them itself takes a second more, and its limits count it as computing.
+    """
+    if modules:
+        with borrowed() as nursery:
+            nursery.preload(modules)
+
+
 def _start_idle(*modules: str) -> None:
-    with contextlib.suppress(SetupError, OSError):  # whoever needs one tries again, and reports
+    with contextlib.suppress(SetupError, OSError):  # who needs one tries again, and reports
+        if _is_leaving:
+            return
         nursery = Nursery()
-        nursery.preload(list(modules))
+        nursery.preload(modules)
         with _lock:
             _idle.append(nursery)
 
@@ -223,16 +306,22 @@ def _start_idle(*modules: str) -> None:
 def _take() -> Nursery:
     if _starting is not None:
         _starting.join()
-    with _lock:
-        while _idle:
-            nursery = _idle.pop()
+    while (nursery := _popped()) is not None:
+        try:
             if nursery.is_usable():
                 return nursery
+        except BaseException:  # ctrl-C while it was asked
             nursery.close()
+            raise
+        nursery.close()
     return Nursery()
 
 
-@atexit.register
+def _popped() -> Nursery | None:
+    with _lock:
+        return _idle.pop() if _idle else None
+
+
 def close_idle() -> None:
     """End the fork servers that wait for a next world."""
     if _starting is not None:
@@ -240,3 +329,14 @@ def close_idle() -> None:
     with _lock:
         while _idle:
             _idle.pop().close()
+
+
+@atexit.register
+def _leave() -> None:
+    """End all fork servers, also those that are still loading; nobody waits for them any more."""
+    global _is_leaving
+    _is_leaving = True
+    interrupts.ignore()  # this process is ending as it is
+    for nursery in list(_beginning):
+        nursery.abandon()
+    close_idle()

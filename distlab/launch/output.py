@@ -3,7 +3,9 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+LAST_BYTES, LAST_LINES = 4096, 10
 
 
 @contextlib.contextmanager
@@ -34,6 +36,34 @@ def show(data: bytes) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
+
+
+class Screen:
+    """Shows what the ranks of one world print, up to a limit; then only the last of it."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        """``max_bytes`` None: all."""
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    def show(self, data: bytes) -> None:
+        """Print it, unless that would be too much."""
+        before = self._num_bytes
+        self._num_bytes += len(data)
+        if self._max_bytes is None or self._num_bytes <= self._max_bytes:
+            show(data)
+        else:
+            show(split_at_line_end(data[: max(0, self._max_bytes - before)])[0])
+
+    def close(self, tails: Mapping[int, bytes]) -> None:
+        """Say what was cut, and show the end of what each rank has printed."""
+        if self._max_bytes is None or self._num_bytes <= self._max_bytes:
+            return
+        show(f"[of {self._num_bytes:,} bytes of output, the rest is not shown]\n".encode())
+        for rank, tail in tails.items():
+            last = tail[-LAST_BYTES:].rpartition(b"\n")[0].split(b"\n")[-LAST_LINES:]
+            text = b"\n".join([b"[the last lines of process %d:]" % rank, *last])
+            show(text + b"\n")
 
 
 def _is_open() -> bool:

@@ -1,17 +1,28 @@
 """Unpickle what somebody else's program has sent, without running anything of theirs.
 
 Pickles are programs: one can import modules and call what is in them. Here only numbers, strings,
-bytes, None and lists, tuples, sets and dicts of them come out.
+bytes, None and lists, tuples, sets and dicts of them come out; of a result, only what a judge can
+walk, compare and print.
 """
 
+import contextlib
 import io
 import pickle
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 WANTED = "which is no plain data: numbers, strings, and lists, tuples and dicts of them are"
+MAX_REPORT_BYTES = 64_000_000  # of a process, what a simulation has counted included
+MAX_RESULT_BYTES = 16_000_000  # of a rank, of a simulation all; suites need up to 64 kB
+MAX_DEPTH = 50  # a judge that walks deeper would run out of stack
+MAX_ITEMS = 2_000_000  # counted as often as a judge would meet them
+MAX_INT_BITS = 1000  # all of these fit into a float, and can be printed
+MAX_UNPICKLING_BYTES = 2**30  # of memory: a few bytes of a pickle can ask for any amount
 
 
 class NotPlainError(ValueError):
-    """Something else than plain data was sent; the message names it."""
+    """Something else than plain data was sent, or too much; the message names it."""
 
 
 def loads(data: bytes) -> object:
@@ -21,14 +32,98 @@ def loads(data: bytes) -> object:
         NotPlainError: there is something else in it, or it is no pickle.
     """
     try:
-        return _Unpickler(io.BytesIO(data)).load()
+        with _limited_memory():
+            return _Unpickler(io.BytesIO(data)).load()
     except NotPlainError:
         raise
     except Exception as error:  # what a broken pickle raises can be anything
         raise NotPlainError(f"what cannot be read ({type(error).__name__}: {error})") from None
 
 
+def loads_result(data: bytes) -> object:
+    """Unpickle a result that a judge can walk, compare and print.
+
+    Raises:
+        NotPlainError: it is not plain, or larger, deeper or longer than the limits above.
+    """
+    check_size(len(data))
+    result = loads(data)
+    check(result)
+    return result
+
+
+def check_size(num_bytes: int) -> None:
+    """Refuse a result of too many bytes.
+
+    Raises:
+        NotPlainError: names the size and the limit.
+    """
+    if num_bytes > MAX_RESULT_BYTES:
+        raise NotPlainError(
+            f"{num_bytes / 1e6:.1f} MB; the limit is {MAX_RESULT_BYTES / 1e6:.1f} MB"
+        )
+
+
+def check(result: object) -> None:
+    """Refuse what a judge cannot walk, compare or print.
+
+    Raises:
+        NotPlainError: names what it is and the limit.
+    """
+    num_items, level = 0, [result]
+    for _ in range(MAX_DEPTH + 1):
+        for value in level:
+            _check_number(value)
+        num_items += len(level)
+        level = list(_limited(_within(level), MAX_ITEMS - num_items))
+        if not level:
+            return
+    raise NotPlainError(
+        f"containers inside of each other, or of themselves, without end; the limit is {MAX_DEPTH}"
+    )
+
+
+def _check_number(value: object) -> None:
+    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+        raise NotPlainError(f"an int of {value.bit_length()} bits; the limit is {MAX_INT_BITS}")
+
+
+def _within(values: list[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, dict):
+            yield from value.keys()
+            yield from value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            yield from value
+
+
+def _limited(values: Iterable[object], limit: int) -> Iterator[object]:
+    for place, value in enumerate(values):
+        if place >= limit:
+            raise NotPlainError(f"too many items; the limit is {MAX_ITEMS:,}")
+        yield value
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, name: str) -> object:
         """Refuse every name: even an innocent class can be changed by what follows in a pickle."""
-        raise NotPlainError(f"{module_name}.{name}")
+        raise NotPlainError(f"{module_name}.{name}, {WANTED}")
+
+
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Let this process grow by so much only; where the system cannot, nothing changes."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MAX_UNPICKLING_BYTES
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [value for value in (soft, hard, limit) if value != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -11,22 +11,22 @@ that stops in the middle of a message; the control socket carries single bytes t
     RELEASE             ─────▶ all ranks have reported: close the process group and exit
 """
 
+import contextlib
 import enum
 import functools
 import io
 import operator
-import os
 import pickle
 import signal
-import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from distlab import reading
 from distlab.launch import plain
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class Spec:
     argv: tuple[str, ...]
     working_dir: str
     sys_path: tuple[str, ...]
+    given: tuple[str, ...] = ()  # folders of the caller's machinery, which tracebacks leave out
+    max_result_bytes: int | None = None  # each rank's, pickled
     simulation: SimulationSpec | None = None  # then world_size is 1: the process of all ranks
 
     def function_and_arguments(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -131,17 +133,10 @@ class Report:
 
 _TYPES: dict[str, type] = {"outcome": Outcome, "at_ns": int, "result": bytes, "modules": tuple}
 _TYPES |= dict.fromkeys(("exception", "headline", "traceback"), str)
-MAX_REPORT_BYTES = 2**32
-
-
-def _content(path: Path) -> bytes:
-    """Read a file that a rank may have replaced: a pipe or a device would never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_REPORT_BYTES:
-            raise OSError(f"{path.name} is no file that a rank writes")
-        return file.read()
+MAX_REPORT_BYTES = 2**32  # of one's own program: it may return tensors
+MAX_DUMP_BYTES = 16_000_000  # 1024 threads, 100 frames each, with room to spare
+WORD_BYTES = 8  # of a rank or a thread
+MAX_TEXT = 100_000  # characters; a rank itself sends fewer
 
 
 @dataclass(frozen=True)
@@ -170,14 +165,16 @@ class WorldFolder:
         values = {**vars(report), "outcome": report.outcome.value}
         self._report(rank).write_bytes(pickle.dumps(values))
 
-    def read_report(self, rank: int) -> Report:
+    def read_report(self, rank: int, max_bytes: int = MAX_REPORT_BYTES) -> Report:
         """Read what a rank's process has written, whatever its function has done to it.
 
         Raises:
             OSError: there is no such file, or it is none that can simply be read.
+            FileTooLargeError: it has more than ``max_bytes``.
             NotPlainError: that is no report.
         """
-        values = plain.loads(_content(self._report(rank)))
+        path = self._report(rank)
+        values = plain.loads(reading.regular_file(path, max_bytes, follows_links=False))
         try:
             report = Report(**values)  # type: ignore[arg-type]
             report = replace(report, outcome=Outcome(report.outcome))
@@ -186,11 +183,29 @@ class WorldFolder:
         for field in fields(Report):
             value = getattr(report, field.name)
             if type(value) is not _TYPES[field.name]:
-                raise plain.NotPlainError(f"a report whose {field.name} is {value!r:.40}")
-        return report
+                kind = type(value).__name__
+                raise plain.NotPlainError(f"a report whose {field.name} is of type {kind}")
+        if any(type(name) is not str for name in report.modules):
+            raise plain.NotPlainError("a report of modules without a name")
+        headline, traceback = report.headline[:MAX_TEXT], report.traceback[:MAX_TEXT]
+        return replace(report, headline=headline, traceback=traceback)
 
     def stacks(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.stacks"
+
+    def read_stacks(self, rank: int) -> str:
+        """Read the stacks that a rank has dumped; "" if it has not, or has replaced the file."""
+        return self._read_if_small(self.stacks(rank)).decode(errors="replace")
+
+    def read_running(self) -> Sequence[int]:
+        """Read the rank that runs, and every rank's thread; nothing if the file was replaced."""
+        data = self._read_if_small(self.running)
+        return memoryview(data).cast("q") if data and len(data) % WORD_BYTES == 0 else ()
+
+    def _read_if_small(self, path: Path) -> bytes:
+        with contextlib.suppress(OSError):
+            return reading.regular_file(path, MAX_DUMP_BYTES, follows_links=False)
+        return b""
 
     def _report(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.report"

@@ -1,7 +1,7 @@
 """What the process of a simulated world sends to the one that asked for it: plain data.
 
-    {"results": pickle of a list, "seconds": …, "flops": […], "trace": {…} or None}
-    {"error": "RankHung", "message": …, "rank": … or None, "exception": …}
+    {"results": [pickle of each], "seconds": …, "flops": […], "trace": {…} or None}
+    {"error": "RankHung", "kind": …, "message": …, "rank": … or None, "exception": …}
 
 The results are pickled on their own: whether they may hold more than plain data, the reader says.
 """
@@ -13,24 +13,37 @@ from distlab import sim
 from distlab.launch import plain
 from distlab.launch.accounts import pickled_result
 from distlab.launch.errors import LaunchError, RankExited, RankFailed, RankHung, RankOutOfMemory
-from distlab.launch.protocol import SimulationSpec
+from distlab.launch.protocol import MAX_TEXT, SimulationSpec
 
 _KINDS = {kind.__name__: kind for kind in (RankFailed, RankHung, RankExited, RankOutOfMemory)}
+_KIND_OF: dict[type, str] = {sim.Deadlock: "deadlock", sim.Mismatch: "mismatch"}
 _BY_EXCEPTION = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited}
 
 
-def of_simulation(simulated: "sim.Simulated[Any]", *, wants_trace: bool) -> dict[str, object]:
+def of_simulation(
+    simulated: "sim.Simulated[Any]", *, wants_trace: bool, max_bytes: int | None = None
+) -> dict[str, object]:
     """Pack what a simulation gave.
 
     Raises:
-        TypeError: a result cannot be pickled.
+        TypeError: a result cannot be pickled, or has more than ``max_bytes`` then.
     """
     return {
-        "results": pickled_result(simulated.results),
+        "results": _pickled(simulated.results, max_bytes),
         "seconds": simulated.seconds,
         "flops": simulated.flops,
         "trace": simulated.trace.state() if wants_trace else None,
     }
+
+
+def _pickled(results: list[Any], max_bytes: int | None) -> list[bytes]:
+    pickled = []
+    for rank, result in enumerate(results):
+        try:
+            pickled.append(pickled_result(result, max_bytes))
+        except TypeError as error:
+            raise TypeError(f"rank {rank}: {error}") from None
+    return pickled
 
 
 def of_error(error: sim.SimulationError) -> dict[str, object]:
@@ -39,6 +52,7 @@ def of_error(error: sim.SimulationError) -> dict[str, object]:
     exception = error.exception if isinstance(error, sim.RankError) else ""
     return {
         "error": _BY_EXCEPTION.get(exception, kind).__name__,
+        "kind": _KIND_OF.get(type(error), ""),
         "message": str(error),
         "rank": error.ranks[0] if len(error.ranks) == 1 else None,
         "exception": exception,
@@ -57,22 +71,42 @@ def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> obj
         return (
             _error(values) if "error" in values else _simulated(values, simulation, plain_results)
         )
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, plain.NotPlainError):
-            raise
+    except RankFailed as error:
+        return error
+    except plain.NotPlainError:
+        raise
+    except Exception as error:  # whatever what was sent may lead to
         raise plain.NotPlainError(f"no simulation ({error})") from None
+
+
+def _own_results(pickled: list[bytes]) -> list[Any]:
+    return [pickle.loads(result) for result in pickled]
+
+
+def _plain_results(pickled: list[bytes]) -> list[Any]:
+    results = []
+    for rank, result in enumerate(pickled):
+        try:
+            results.append(plain.loads_result(result))
+        except plain.NotPlainError as error:
+            who = f"rank {rank} of {len(pickled)}"
+            raise RankFailed(f"{who} returned {error}", rank=rank) from None
+    return results
 
 
 def _error(values: dict[str, Any]) -> LaunchError:
     rank = None if values["rank"] is None else int(values["rank"])
     return _KINDS[values["error"]](
-        str(values["message"]), rank=rank, exception=str(values["exception"])
+        str(values["message"])[:MAX_TEXT],
+        kind=str(values["kind"]),
+        rank=rank,
+        exception=str(values["exception"]),
     )
 
 
 def _simulated(values: dict[str, Any], simulation: SimulationSpec, plain_results: bool) -> object:
-    load = plain.loads if plain_results else pickle.loads
-    results: Any = load(values["results"])
+    load = _plain_results if plain_results else _own_results
+    results = load(values["results"])
     if not simulation.wants_trace:
         return results
     return sim.Simulated(

@@ -19,11 +19,11 @@ from distlab.launch.errors import (
     RankHung,
     SetupError,
 )
-from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder
+from distlab.launch.limits import Exceeded
+from distlab.launch.protocol import WORD_BYTES, SimulationSpec, Spec, WorldFolder
 from distlab.launch.rank import Rank
 
 T = TypeVar("T")
-WORD_BYTES = 8
 MAX_RANKS = 1024
 
 
@@ -64,7 +64,9 @@ def simulate_in_child(
         )
     except sim.SimulationError as error:
         return sent.of_error(error)
-    return sent.of_simulation(simulated, wants_trace=simulation.wants_trace)
+    return sent.of_simulation(
+        simulated, wants_trace=simulation.wants_trace, max_bytes=spec.max_result_bytes
+    )
 
 
 def _on_cpu(spec: Spec) -> object:
@@ -75,6 +77,11 @@ def _on_cpu(spec: Spec) -> object:
     fn, args = spec.function_and_arguments()
     with world.on_device(torch.device("cpu")):
         return fn(*args)
+
+
+def given_of(simulation: SimulationSpec) -> tuple[str, ...]:
+    """Return the folders of the caller's own machinery, whose lines no report names."""
+    return simulation.options.given if simulation.options else ()
 
 
 def _shared_words(path: Path, count: int) -> memoryview:
@@ -89,7 +96,7 @@ def read_outcome(
     simulation: SimulationSpec,
     folder: WorldFolder,
     *,
-    exceeded_time: str,
+    exceeded: Exceeded | None,
     plain_results: bool,
 ) -> object:
     """Return what the simulation sent, or the LaunchError that tells what ended it.
@@ -98,32 +105,40 @@ def read_outcome(
         process: of the simulation.
         simulation: what was asked for.
         folder: of its world.
-        exceeded_time: the limit that ended it, "5 s"; "" if none did.
+        exceeded: the limit that ended it, if one did.
         plain_results: accept no others.
     """
     if process.has_returned and process.report:
         try:
             return sent.read(process.report.result, simulation, plain_results=plain_results)
         except plain.NotPlainError as error:
-            return RankFailed(f"a simulated rank returned {error}, {plain.WANTED}")
-    return _lost_simulation(process, simulation, folder, exceeded_time)
+            return RankFailed(f"a simulated rank returned {error}")
+    return _lost_simulation(process, simulation, folder, exceeded)
+
+
+def _running(folder: WorldFolder, num_ranks: int) -> tuple[int, int | None]:
+    """Return the rank that ran last and its thread, as far as they can be known."""
+    words = folder.read_running()
+    if len(words) != 1 + num_ranks or not 0 <= words[0] < num_ranks:
+        return 0, None
+    return words[0], words[1 + words[0]]
 
 
 def _lost_simulation(
-    process: Rank, simulation: SimulationSpec, folder: WorldFolder, exceeded_time: str
+    process: Rank, simulation: SimulationSpec, folder: WorldFolder, exceeded: Exceeded | None
 ) -> LaunchError:
     """The error of a simulation that crashed, left or did not end: say which rank was running."""
-    words = memoryview(folder.running.read_bytes()).cast("q") if folder.running.exists() else None
-    number = words[0] if words else 0
-    dump = folder.stacks(0).read_text(errors="replace") if folder.stacks(0).exists() else ""
-    place = stacks.read_place(dump, ident=words[1 + number] if words else None)
+    number, ident = _running(folder, simulation.num_ranks)
+    place = stacks.read_place(folder.read_stacks(0), ident, given_of(simulation))
     who = f"simulated rank {number} of {simulation.num_ranks}"
-    if process.was_stopped and not process.exceeded_memory:
+    if exceeded and process.was_stopped and not process.exceeded_memory:
         source = f"\n  {place.frame}  {place.frame.source}" if place.frame else ""
-        return RankHung(f"time is up after {exceeded_time}: {who} is {place}{source}", rank=number)
+        kind = verdict.hang_kind(exceeded, has_place=bool(place.frame), all_wait=False)
+        message = f"time is up after {exceeded}: {who} is {place}{source}"
+        return RankHung(message, kind=kind, rank=number)
     if process.report:
         return RankFailed(f"{process.report.headline}\n\n{process.report.traceback}".rstrip())
     process.place = None  # of the main thread, which only waits for the ranks
-    kind, headline = verdict.cause(process)
+    error, headline = verdict.cause(process)
     where = f" {place}" if place.frame else ""
-    return kind(f"{who} was running when its process {headline}{where}", rank=number)
+    return error(f"{who} was running when its process {headline}{where}", rank=number)

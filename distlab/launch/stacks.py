@@ -1,6 +1,7 @@
 """Where every rank is: read faulthandler's dumps and say it in one sentence."""
 
 import linecache
+import os
 import re
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,16 @@ _MAIN = re.compile(r"^main (?P<ident>0x[0-9a-f]+)$", re.MULTILINE)
 _ASKS = re.compile(r"get_|is_")  # get_rank and the like never wait
 _WAITS = re.compile(r"\.wait\(|\.synchronize\(|\.join\(")
 
-_LIBRARY_FOLDERS = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(distlab.__file__).parent)}
+_LIBRARY_FOLDERS = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(distlab.__file__).parent),
 )
+
+
+def is_of_program(file: str, given: Sequence[str] = ()) -> bool:
+    """Whether a file is of the program: not of a library, of distlab, or in a folder of given."""
+    folders = (f"{folder}{os.sep}" for folder in (*_LIBRARY_FOLDERS, *given))
+    return not file.startswith(("<frozen", *folders))
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,8 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether it belongs to the program that was launched: no library, not distlab."""
-        return not self.file.startswith((*_LIBRARY_FOLDERS, "<frozen"))
+        """Whether it belongs to the program that was launched."""
+        return is_of_program(self.file)
 
     def __str__(self) -> str:
         return f"{Path(self.file).name}:{self.line}"
@@ -53,7 +60,8 @@ class Place:
 
     def __str__(self) -> str:
         if not self.frame:
-            return self.without_frame
+            waiting = f"in {self.operation} " if self.operation else ""
+            return f"{waiting}{self.without_frame}"
         where = f"at {self.frame} in {self.frame.function}"
         return f"in {self.operation} {where}" if self.operation else where
 
@@ -63,22 +71,27 @@ STARTING = Place("", None, "still starting: it has not joined the process group"
 READY = Place("", None, "ready, and waiting for the others to start")
 
 
-def read_place(dump: str, ident: int | None = None) -> Place:
-    """Find out from a process's dump what a thread is doing; its main thread unless told.
+def read_place(dump: str, ident: int | None = None, given: Sequence[str] = ()) -> Place:
+    """Find out from a process's dump what a thread is doing; its main thread by default.
 
     The innermost frame of the user's own is the place; the ``torch.distributed`` function it
-    called, if any, is the operation.
+    called, if any, is the operation. Files in the folders ``given`` are the caller's machinery:
+    none of their lines is the place.
     """
     frames = _thread(dump, ident)
+    machinery = None
     for depth, frame in enumerate(frames):  # innermost first
-        if frame.is_users:
+        if is_of_program(frame.file, given):
             return Place(_operation(frames[:depth], frame), frame)
-    return Place("", frames[0] if frames else None)
+        if frame.is_users and machinery is None:
+            what = f"in given code ({frame.function}), not in a line of yours"
+            machinery = Place(_operation(frames[:depth], frame), None, what)
+    return machinery or Place("", frames[0] if frames else None)
 
 
-def read_crash(dump: str) -> Place | None:
+def read_crash(dump: str, given: Sequence[str] = ()) -> Place | None:
     """Find out where a rank crashed; None if the signal left no dump (SIGKILL never does)."""
-    place = read_place(dump)
+    place = read_place(dump, given=given)
     return place if place.frame else None
 
 

@@ -10,13 +10,13 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from distlab.launch import output, stacks
+from distlab.launch import meter, output, stacks
 from distlab.launch.errors import SetupError
+from distlab.launch.limits import Exceeded, Limits
 from distlab.launch.nursery import Nursery
 from distlab.launch.plain import NotPlainError
 from distlab.launch.protocol import (
@@ -40,16 +40,6 @@ TAIL_BYTES = 64 * 1024
 LINE_BYTES = 64 * 1024  # what is longer is shown in pieces
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a world may use, from the moment all its ranks are up."""
-
-    timeout_s: float | None
-    cpu_s: float | None  # of processor time, each rank
-    idle_s: float | None  # on end, in which no rank computes
-    memory_bytes: int  # all ranks together
-
-
 class Supervisor:
     """Starts the ranks of one world and watches them until none is left."""
 
@@ -59,11 +49,12 @@ class Supervisor:
         folder: WorldFolder,
         limits: Limits,
         output_dir: Path | None,
+        given: Sequence[str] = (),
     ) -> None:
         self.nursery, self.folder, self.limits = nursery, folder, limits
-        self.output_dir = output_dir
+        self.output_dir, self.given = output_dir, given
         self.ranks: list[Rank] = []
-        self.exceeded_time = ""  # the limit that ended the world, "5 s", if one did
+        self.exceeded: Exceeded | None = None  # the limit that ended the world, if one did
         self.limit_s: float | None = START_TIMEOUT_S  # from the last start of the clock on
         self._clock_started = time.monotonic()
         self._has_gone = False  # all ranks were told to call the function
@@ -71,6 +62,7 @@ class Supervisor:
         self._idle_since = 0.0
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
+        self._screen = output.Screen(limits.output_bytes)
 
     def run(self, world_size: int) -> list[Rank]:
         """Start ``world_size`` ranks, watch them to the end, and return what is known of each.
@@ -123,7 +115,7 @@ class Supervisor:
                 self._next_look = now + TICK_S
                 self._check_memory()
                 self._check_time(now)
-            if self.exceeded_time:
+            if self.exceeded:
                 return self._locate_running()
         if all(rank.has_returned for rank in self.ranks):
             self._release()
@@ -140,6 +132,7 @@ class Supervisor:
                 rank.control.sendall(GO)
 
     def _turn(self, seconds: float) -> None:
+        self.nursery.check()
         for key, _ in self._selector.select(seconds):
             react: Callable[[], None] = key.data
             react()
@@ -162,12 +155,13 @@ class Supervisor:
                 self._go()
         if REPORTED in words:
             rank.report = self._read_report(rank)
+            meter.note(rank.cpu_s() - rank.baseline_cpu_s, time.monotonic() - self._clock_started)
         if not words:  # the rank's end is closed; its exit comes through the fork server
             self._selector.unregister(rank.control)
 
     def _read_report(self, rank: Rank) -> Report:
         try:
-            return self.folder.read_report(rank.number)
+            return self.folder.read_report(rank.number, self.limits.report_bytes)
         except (OSError, NotPlainError) as error:  # fn has meddled with it
             what = f"an error that its process did not report, but {error}"
             return Report(Outcome.EXCEPTION, time.monotonic_ns(), headline=what)
@@ -178,7 +172,7 @@ class Supervisor:
             if rank := by_pid.get(pid):
                 rank.exit_status, rank.exited_at_ns = status, time.monotonic_ns()
                 if os.WIFSIGNALED(status) and not rank.place:
-                    rank.place = stacks.read_crash(self._dump(rank))
+                    rank.place = stacks.read_crash(self.folder.read_stacks(rank.number), self.given)
 
     def _note_output(self, rank: Rank) -> None:
         try:
@@ -195,16 +189,16 @@ class Supervisor:
         if file := self._files.get(rank.number):
             file.write(data)
         whole, rank.pending_line = output.split_at_line_end(rank.pending_line + data)
-        output.show(whole)
+        self._screen.show(whole)
         if len(rank.pending_line) > LINE_BYTES:
-            output.show(rank.pending_line)
+            self._screen.show(rank.pending_line)
             rank.pending_line = b""
 
     # Time and memory
 
     def _check_time(self, now: float) -> None:
         if self.limit_s is not None and now - self._clock_started > self.limit_s:
-            self.exceeded_time = f"{self.limit_s:g} s"
+            self.exceeded = Exceeded("time", self.limit_s)
         elif self._has_gone and (self.limits.cpu_s or self.limits.idle_s):
             self._check_computing(now)
 
@@ -213,13 +207,13 @@ class Supervisor:
         running = [rank for rank in self.ranks if rank.is_running]
         cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
         if cpu_s is not None and any(r.cpu_s() - r.baseline_cpu_s > cpu_s for r in running):
-            self.exceeded_time = f"{cpu_s:g} s of computing"
+            self.exceeded = Exceeded("computing", cpu_s)
         elif idle_s is not None:
             idle = [rank for rank in running if rank.is_idle()]
             if len(idle) < len(running):
                 self._start_to_wait(now)
             if now - self._idle_since > idle_s and not any(r.has_children() for r in running):
-                self.exceeded_time = f"{idle_s:g} s in which no rank computed"
+                self.exceeded = Exceeded("idle", idle_s)
 
     def _start_to_wait(self, now: float) -> None:
         self._idle_since = now
@@ -255,16 +249,14 @@ class Supervisor:
         self._turn_until(lambda: all(self._has_dumped(rank) for rank in ranks), DUMP_S)
         for rank in ranks:
             if rank.is_running:  # not one that ended meanwhile
-                place = stacks.read_place(self._dump(rank))
+                place = stacks.read_place(self.folder.read_stacks(rank.number), given=self.given)
                 rank.place = stacks.SUSPENDED if rank.is_suspended() else place
-
-    def _dump(self, rank: Rank) -> str:
-        path = self.folder.stacks(rank.number)
-        return path.read_text(errors="replace") if path.exists() else ""
 
     def _has_dumped(self, rank: Rank) -> bool:
         # The main thread comes last in a dump, and its outermost frame at the very end.
-        return not rank.is_running or self._dump(rank).endswith('"<string>", line 1 in <module>\n')
+        return not rank.is_running or self.folder.read_stacks(rank.number).endswith(
+            '"<string>", line 1 in <module>\n'
+        )
 
     def _release(self) -> None:
         for rank in self.ranks:
@@ -286,7 +278,8 @@ class Supervisor:
             self._turn_until(self._all_exited, EXIT_S)
             self._turn_until(lambda: all(rank.is_silent for rank in self.ranks), EXIT_S)
         for rank in self.ranks:
-            output.show(rank.pending_line)
+            self._screen.show(rank.pending_line)
+        self._screen.close({rank.number: bytes(rank.tail) for rank in self.ranks})
 
     def _close(self) -> None:
         self._selector.close()

@@ -6,7 +6,6 @@ tells that another one went away, whatever the clocks say.
 
 import os
 import re
-import signal
 from collections.abc import Sequence
 
 from distlab.launch import stacks
@@ -19,8 +18,10 @@ from distlab.launch.errors import (
     RankHung,
     RankOutOfMemory,
 )
+from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import CANNOT_REPORT, Outcome
 from distlab.launch.rank import Rank
+from distlab.words import signal_name
 
 OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
 FATE_CHARACTERS = 120
@@ -35,20 +36,20 @@ _HINTS = (
 )
 
 
-def judge(ranks: Sequence[Rank], *, exceeded_time: str) -> LaunchError | None:
+def judge(ranks: Sequence[Rank], exceeded: Exceeded | None) -> LaunchError | None:
     """Return the one error of a world that has ended, or None if every rank returned.
 
     Args:
         ranks: all of the world.
-        exceeded_time: the limit that ended the world, "5 s"; "" if none did.
+        exceeded: the limit that ended the world, if one did.
     """
     if all(rank.has_returned for rank in ranks):
         return None
     primary = [rank for rank in ranks if rank.has_failed and not _is_secondary(rank)]
     if primary:
         return _failure(min(primary, key=_failed_at_ns), ranks)
-    if exceeded_time:
-        return _hang(ranks, exceeded_time)
+    if exceeded:
+        return _hang(ranks, exceeded)
     return _lost_peer(ranks)
 
 
@@ -86,7 +87,7 @@ def _death(rank: Rank) -> tuple[type[LaunchError], str]:
         return RankFailed, "could not report how it ended; why, is the last it printed"
     if code >= 0:
         return RankExited, f"ended by os._exit({code}) without a result"
-    name = _signal_name(-code)
+    name = signal_name(-code)
     if name == "SIGKILL":
         return RankCrashed, (
             "was killed by SIGKILL (the kernel if the machine ran out of memory, else a person)"
@@ -94,21 +95,15 @@ def _death(rank: Rank) -> tuple[type[LaunchError], str]:
     return RankCrashed, f"was killed by {name}" + (f" {rank.place}" if rank.place else "")
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # the real-time signals have no names
-        return f"signal {number}"
-
-
-def _hang(ranks: Sequence[Rank], exceeded_time: str) -> RankHung:
+def _hang(ranks: Sequence[Rank], exceeded: Exceeded) -> RankHung:
     running = {rank.number: rank.place for rank in ranks if rank.place}
     busy = [
         number for number, place in running.items() if not place.operation and place != stacks.READY
     ]
+    in_program = [number for number in busy if running[number].frame]
     returned = [rank.number for rank in ranks if rank.has_returned]
     to_blame = busy if busy else returned
-    parts = [f"time is up after {exceeded_time}: {stacks.roll_call(running, len(ranks))}"]
+    parts = [f"time is up after {exceeded}: {stacks.roll_call(running, len(ranks))}"]
     if returned:
         verb = "has" if len(returned) == 1 else "have"
         parts.append(f"{stacks.name_ranks(returned)} {verb} returned")
@@ -119,7 +114,25 @@ def _hang(ranks: Sequence[Rank], exceeded_time: str) -> RankHung:
         )
     blamed = to_blame[0] if len(to_blame) == 1 else None
     parts += _output(ranks[blamed]) if blamed is not None else []
-    return RankHung("\n".join(parts), rank=blamed, fates=_fates(ranks))
+    return RankHung(
+        "\n".join(parts),
+        kind=hang_kind(exceeded, has_place=bool(in_program), all_wait=not busy),
+        rank=blamed,
+        fates=_fates(ranks),
+    )
+
+
+def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool) -> str:
+    """Say what a world that was stopped was doing.
+
+    Args:
+        exceeded: the limit that ended it.
+        has_place: a line of the program was computing.
+        all_wait: every rank that had not returned waited in communication.
+    """
+    if all_wait or exceeded.limit == "idle":
+        return "all wait"
+    return "endless loop" if has_place else RankHung.KIND
 
 
 def _lost_peer(ranks: Sequence[Rank]) -> LaunchError:
@@ -138,7 +151,7 @@ def _lost_peer(ranks: Sequence[Rank]) -> LaunchError:
         f"Where rank {lost.number} waited:\n{traceback}"
     )
     blamed = returned[0] if len(returned) == 1 else None
-    return RankExited(message, rank=blamed, fates=_fates(ranks))
+    return RankExited(message, kind="returned", rank=blamed, fates=_fates(ranks))
 
 
 def _is_secondary(rank: Rank) -> bool:

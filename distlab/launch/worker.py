@@ -81,9 +81,9 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
             )
             _start_together(control)
             fn, args = spec.function_and_arguments()
-            return accounts.of_result(fn(*args))
+            return accounts.of_result(fn(*args), spec.max_result_bytes)
     except BaseException as error:
-        return accounts.of_error(error, __file__)
+        return accounts.of_error(error, __file__, spec.given)
 
 
 def _start_together(control: socket.socket) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch.distributed.distributed_c10d as c10d
 
-from distlab.launch import worker
+from distlab.launch import stacks, worker
 from distlab.launch.stacks import Frame, Place, name_ranks, read_place, roll_call
 
 LESSON = "/home/learner/course/collectives.py"
@@ -69,3 +69,11 @@ def test_one_rank_and_several_are_named_in_grammar() -> None:
     assert (name_ranks([1]), name_ranks([0, 2])) == ("rank 1", "ranks 0, 2")
     waits = Place("recv", Frame(LESSON, 1, "f"))
     assert roll_call({2: waits}, 3).startswith("rank 2 waits in recv at")
+
+
+def test_a_folder_that_only_begins_like_a_given_one_is_the_programs() -> None:
+    package = str(Path(stacks.__file__).parents[1])
+    assert not stacks.is_of_program(f"{package}/demo.py")
+    assert stacks.is_of_program(f"{package}_of_mine/demo.py")
+    assert not stacks.is_of_program("/suite/phase1/body.py", ["/suite/phase1"])
+    assert stacks.is_of_program("/suite/phase10/body.py", ["/suite/phase1"])
