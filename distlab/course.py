@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,8 +46,8 @@ class Task:
     difficulty: int  # 1 to 5
     lesson: str  # name of the file without ``template_`` and ``.py``
     folder: str  # of the phase
-    hint_for: Mapping[str, int] = field(default_factory=dict, hash=False)  # outcome: hint
     also: tuple[str, ...] = ()  # further functions of the file that are written and graded with it
+    preload: tuple[str, ...] = ()  # modules that its tests load and that take a second
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def _lesson(phase: int, folder: str, table: dict[str, Any]) -> Lesson:
 
 def _task(folder: str, lesson: str, table: dict[str, Any]) -> Task:
     where = f"task {table.get('id', '?')}"
-    optional = ["hint_for", "also"]
+    optional = ["also", "preload"]
     given = [entry.name for entry in fields(Task) if entry.name not in ("lesson", "folder")]
     _check_keys(where, table, [name for name in given if name not in optional], optional)
     return Task(
@@ -201,22 +201,16 @@ def _task(folder: str, lesson: str, table: dict[str, Any]) -> Task:
         difficulty=_choice(where, table, "difficulty", DIFFICULTIES),
         lesson=lesson,
         folder=folder,
-        hint_for=_hint_for(where, table.get("hint_for", {})),
-        also=_also(where, table.get("also", [])),
+        also=_names(where, table, "also"),
+        preload=_names(where, table, "preload"),
     )
 
 
-def _also(where: str, names: Any) -> tuple[str, ...]:
+def _names(where: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = table.get(key, [])
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise CourseError(f'{where}: also must be like ["helper"], not {names!r}')
+        raise CourseError(f'{where}: {key} must be like ["name"], not {names!r}')
     return tuple(names)
-
-
-def _hint_for(where: str, table: Any) -> dict[str, int]:
-    if not isinstance(table, dict):
-        raise CourseError(f"{where}: hint_for must be like {{ hang = 2 }}, not {table!r}")
-    _check_keys(f"{where}, hint_for", table, needed=[], optional=OUTCOMES)
-    return {outcome: _choice(f"{where}, hint_for", table, outcome, HINTS) for outcome in table}
 
 
 def _check_keys(

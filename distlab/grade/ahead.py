@@ -6,6 +6,16 @@ is the submission's work.
 PYTEST_DONT_REWRITE: the learner's commands have imported this before pytest could.
 """
 
+import pytest
+
+from distlab import interrupts
 from distlab.launch import nursery
 
+interrupts.end_at_once()  # pytest would show where it was importing
 nursery.start_ahead("distlab.launch.simulated", "distlab.grade.running")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure() -> None:
+    """From here on, pytest deals with ctrl-C."""
+    interrupts.raise_again()

@@ -10,8 +10,8 @@ from distlab.launch import LaunchError
 
 def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
     """Add to the message of ``error`` what the simulated world says about the same program."""
-    if _is_an_endless_loop(error):
-        return
+    if error.kind == "endless loop":
+        return  # its line is known, and the simulated world would only hang there as long again
     try:
         simulate()
     except LaunchError as found:
@@ -23,11 +23,3 @@ def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
             "the file system, or state shared by the ranks of one process."
         )
     error.args = (f"{error}\n\n{explanation}", *error.args[1:])
-
-
-def _is_an_endless_loop(error: LaunchError) -> bool:
-    """Whether its line is known and the simulated world would only hang there as long again."""
-    return any(
-        fate.rank == error.rank and fate.what.startswith("stopped while running")
-        for fate in error.fates
-    )

@@ -3,9 +3,7 @@
 import enum
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-import distlab
 from distlab.grade.checks import Wrong
 from distlab.launch import (
     LaunchError,
@@ -44,12 +42,21 @@ class Verdict:
         message: what the learner reads first: expected, got, rank, likely cause.
         details: traceback, roll call; may be empty.
         output: the last lines that the ranks printed.
+        kind: what happened, for programs: the outcome's own name, or where there are several kinds
+            of one, that of the ``LaunchError``; "wrong" of a result, "exception" of one raised.
+        missing: of a TODO, the task and the function that are still to be written.
     """
 
     outcome: Outcome
     message: str = ""
     details: str = ""
     output: str = ""
+    kind: str = ""
+    missing: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        """Name the kind after the outcome, where nothing more is known."""
+        object.__setattr__(self, "kind", self.kind or self.outcome.value)
 
 
 class LessonError(Exception):
@@ -74,16 +81,13 @@ _BY_ERROR = (
 _BY_EXCEPTION = {
     "NotImplementedError": (
         Outcome.TODO,
-        re.compile(r"NotImplementedError: (Task \d+\.\d+: .*guidelines\.md#.*)"),
+        re.compile(
+            r"NotImplementedError: "
+            r"(Task (?P<task>\d+\.\d+): (?P<function>[\w.]+).*guidelines\.md#.*)"
+        ),
     ),
     LessonError.__name__: (Outcome.IMPORT_ERROR, re.compile(rf"{LessonError.__name__}: (.*)")),
 }
-_PACKAGE = Path(distlab.__file__).parent
-_GRADERS_FRAMES = re.compile(
-    rf'^ *File "(?:{re.escape(str(_PACKAGE))}|{re.escape(str(_PACKAGE.parent))}/tests/phase\d+)/'
-    r'[^"]*", line .*\n(?:(?! *File |\S).*\n)*',
-    re.MULTILINE,
-)
 
 
 def verdict_on(error: BaseException) -> Verdict:
@@ -91,26 +95,24 @@ def verdict_on(error: BaseException) -> Verdict:
     if isinstance(error, AlreadyKnown):
         return error.verdict
     if isinstance(error, Wrong):
-        return Verdict(Outcome.FAILED, str(error))
+        return Verdict(Outcome.FAILED, str(error), kind="wrong")
     if isinstance(error, LaunchError):
         return _verdict_on_world(error)
-    return Verdict(Outcome.GRADER_ERROR, f"the grader failed: {type(error).__name__}: {error}")
+    what = f"the grader failed: {type(error).__name__}: {error}"
+    return Verdict(Outcome.GRADER_ERROR, what)
 
 
 def _verdict_on_world(error: LaunchError) -> Verdict:
     headline, _, details = str(error).partition("\n")
-    details = without_graders_frames(details).strip("\n")
+    details = details.strip("\n")
     outcome, pattern = _BY_EXCEPTION.get(error.exception, (None, None))
     found = pattern and pattern.search(headline)
     if outcome and found:  # who raised it, and through what, is left out: every rank has
-        return Verdict(outcome, found[1], details.partition("Traceback (most recent")[0].rstrip())
-    return Verdict(_outcome_of(error), headline, details)
-
-
-def without_graders_frames(details: str) -> str:
-    """Leave out of tracebacks what is not the learner's, unless nothing else is there."""
-    kept = _GRADERS_FRAMES.sub("", details)
-    return kept if re.search(r'^ *File "', kept, re.MULTILINE) else details
+        details = details.partition("Traceback (most recent")[0].rstrip()
+        names = found.groupdict()
+        missing = (names["task"], names["function"]) if names else None
+        return Verdict(outcome, found[1], details, missing=missing)
+    return Verdict(_outcome_of(error), headline, details, kind=error.kind)
 
 
 def _outcome_of(error: LaunchError) -> Outcome:

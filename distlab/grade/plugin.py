@@ -7,6 +7,7 @@ PYTEST_DONT_REWRITE: a suite that is run as a script has imported this before py
 """
 
 import platform
+import random
 import re
 import sys
 import time
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from distlab import course
-from distlab.grade import reports, submission, table
+from distlab.grade import invocation, reports, submission, table
 from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.running import Grade
@@ -26,6 +27,7 @@ from distlab.grade.tasks import is_real_too, task_of
 
 TIMEOUT_S = 10.0  # of one world, by the clock; hangs are found in 2 s by what ranks compute
 BACKENDS = ("auto", "sim", "gloo", "nccl")
+NOT_GRADED = "nothing was graded: --collect-only lists tests and runs none"
 ONE_BY_ONE = "the grader runs its tests one by one: leave -n out"
 LETTERS = {
     Outcome.TODO: ("todo", "t", "TODO"),
@@ -36,7 +38,6 @@ LETTERS = {
     Outcome.IMPORT_ERROR: ("import error", "I", "IMPORT ERROR"),
     Outcome.GRADER_ERROR: ("grader error", "E", "GRADER ERROR"),
 }
-_VERDICT = pytest.StashKey[Verdict]()
 _GRADE = pytest.StashKey[Grade]()
 
 
@@ -57,6 +58,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--world-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
     group.addoption(
+        "--grade-seed",
+        type=int,
+        default=None,
+        metavar="NUMBER",
+        help="of what the tests draw anew in each run; a failure names it",
+    )
+    group.addoption(
         "--report",
         action="append",
         default=[],
@@ -69,9 +77,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the grader of this run.
 
     Raises:
-        UsageError: there is no GPU for nccl, or tests would be spread over processes.
+        UsageError: there is no GPU for nccl, tests would be spread over processes, or the settings
+            are not the course's.
     """
     config.addinivalue_line("markers", "task(id, real=False): the task of course.toml it grades")
+    invocation.check_settings(config)
     if config.getoption("backend") == "nccl" and not torch.cuda.device_count():
         raise pytest.UsageError("--backend nccl: torch sees no GPU here; see distlab doctor")
     suites = [argument for argument in config.args if "test_phase" in argument]
@@ -94,6 +104,9 @@ class Grader:
             self.submission = submission.find(config.getoption("impl"), self.course_root)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
+        self.reference = submission.reference(self.course_root)
+        chosen: int | None = config.getoption("grade_seed")
+        self.seed = random.SystemRandom().randrange(10_000) if chosen is None else chosen
 
     def _task_filter(self) -> frozenset[str]:
         """``-k 1.1`` is that task alone, and not 1.10 as well; ``-k "1.1 or 1.4"`` is two."""
@@ -133,6 +146,7 @@ class Grader:
             return
         if hasattr(self.config, "workerinput"):  # a worker of pytest-xdist
             raise pytest.UsageError(ONE_BY_ONE)
+        invocation.check_environment()
         listed = course.load(self.course_root)
         for task in listed.tasks:
             if task.id.partition(".")[0] in phases and self._is_asked_for(task.id):
@@ -183,8 +197,9 @@ class Grader:
             if verdict.outcome is not Outcome.PASSED:
                 report.outcome = "failed"
                 report.longrepr = verdict.message
-            world = item.stash[_GRADE].world if _GRADE in item.stash else ""
-            result = TestResult(item.name, world, verdict, report.duration)
+            grade = item.stash.get(_GRADE, None)
+            ran = (grade.world, grade.world_size) if grade else ("", 0)
+            result = TestResult(item.name, ran[0], verdict, report.duration, ran[1])
             self.results[task_id].tests.append(result)
         return report
 
@@ -220,11 +235,15 @@ class Grader:
             time.monotonic() - self.started,
             {"python": platform.python_version(), "torch": torch.__version__},
             digests,
+            self.seed,
         )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print messages and table."""
-        if not self.results or self.config.option.collectonly:
+        if not self.results:
+            return
+        if self.config.option.collectonly:
+            terminalreporter.line(NOT_GRADED)
             return
         verbose = self.config.get_verbosity() > 0
         result = self.result()
@@ -240,7 +259,10 @@ class Grader:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the reports; a run without full marks is no success."""
-        if not self.results or self.config.option.collectonly:
+        if not self.results:
+            return
+        if self.config.option.collectonly:
+            session.exitstatus = session.exitstatus or pytest.ExitCode.NO_TESTS_COLLECTED
             return
         result = self.result()
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -273,7 +295,11 @@ def grade(request: pytest.FixtureRequest) -> Grade:
         raise pytest.UsageError(f"{request.node.name} uses grade: mark it with @task(…)")
     listed = grader.results[str(mark.args[0])].task
     timeout_s = float(request.config.getoption("world_timeout"))
-    run = Grade(grader.submission, listed, request.param, timeout_s)
+    run = Grade(
+        *(grader.submission, listed, request.param, timeout_s),
+        seed=grader.seed,
+        reference=grader.reference,
+    )
     request.node.stash[_GRADE] = run
     return run
 

@@ -19,6 +19,7 @@ class TestResult:
     world: str
     verdict: Verdict
     seconds: float
+    world_size: int = 0  # of its last world
 
 
 @dataclass
@@ -44,8 +45,10 @@ class TaskResult:
         if self.tests:
             return self.worst.verdict
         if self.expected:
-            return Verdict(Outcome.NOT_RUN, "none of its tests was run: pytest ended before.")
-        return Verdict(Outcome.GRADER_ERROR, "the suite holds no test of it.")
+            what = "none of its tests was run: pytest ended before."
+            return Verdict(Outcome.NOT_RUN, what)
+        what = "the suite holds no test of it."
+        return Verdict(Outcome.GRADER_ERROR, what)
 
     @property
     def outcome(self) -> Outcome:
@@ -78,10 +81,8 @@ class TaskResult:
     @property
     def is_todo(self) -> bool:
         """Whether a test has found that a function of the task itself is still to be written."""
-        missing = f"Task {self.task.id}: "
-        return bool(self.tests) and (
-            self.outcome is Outcome.TODO and self.verdict.message.startswith(missing)
-        )
+        missing = self.verdict.missing
+        return missing is not None and missing[0] == self.task.id
 
     @property
     def points(self) -> int:
@@ -104,6 +105,7 @@ class GradeResult:
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # what could be imported, by SHA-256
+    seed: int = 0  # of what the tests have drawn
 
     @property
     def points(self) -> int:

@@ -1,23 +1,29 @@
 """``grade.run``: a test's body on every rank of a fresh world, with the learner's lesson."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import distlab
 from distlab import launch
 from distlab.course import Task
 from distlab.grade import diagnosis
+from distlab.grade.called import Lesson
+from distlab.grade.limits import REFERENCE_TIMEOUT_S, Limits, work
 from distlab.grade.submission import Submission
-from distlab.launch import LaunchError, RankFailed
+from distlab.launch import LaunchError, RankExited, RankFailed, RankHung
+from distlab.launch.meter import metered
+from distlab.launch.nursery import load_ahead
 from distlab.sim import Cluster, Options, Trace
 
-MEMORY_LIMIT_BYTES = 2 * 2**30
-# Of the time limit, which a busy machine must not exceed:
-COMPUTING_SHARE = 0.2  # the solutions compute a twentieth of it
-IDLE_SHARE = 0.2  # where no rank computes for so long, all wait for each other
 Body = Callable[..., Any]
+World = Callable[[Submission, Limits], "Run"]  # in which a body runs with a submission
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,11 @@ class Run:
         return self._trace.collectives
 
     @property
+    def peak_bytes(self) -> list[int]:
+        """The most that each rank's tensors took at once, with ``Options(has_devices=True)``."""
+        return self._trace.peak_bytes
+
+    @property
     def _trace(self) -> Trace:
         if self.trace is None:
             raise ValueError("only the simulated world counts: ask grade.is_simulated first")
@@ -61,19 +72,38 @@ class Grade:
     Attributes:
         world: "sim", "gloo" or "nccl".
         runs: how many worlds the test has started; a test that starts none has judged nothing.
+        world_size: of the last of them.
+        random: draws what a submission must not know: link speeds, sizes, names. Another seed in
+            each run of pytest; ``--grade-seed`` repeats one.
     """
 
-    def __init__(self, submission: Submission, task: Task, world: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        submission: Submission,
+        task: Task,
+        world: str,
+        timeout_s: float,
+        *,
+        seed: int = 0,
+        reference: Submission | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            submission: what is graded.
+            task: whose lesson is loaded.
+            world: where it runs.
+            timeout_s: of one world; the other limits follow from it.
+            seed: of ``random``.
+            reference: what is right: a world that seems to hang is compared with it, as the
+                machine may be slow. None: there is none here, and the machine itself is timed.
+        """
         self.world = world
         self.runs = 0
-        self._submission, self._task = submission, task
-        self._limits: dict[str, Any] = {
-            "timeout_s": timeout_s,
-            "cpu_limit_s": COMPUTING_SHARE * timeout_s,
-            "idle_limit_s": IDLE_SHARE * timeout_s,
-            "memory_limit_bytes": MEMORY_LIMIT_BYTES,
-            "plain_results": True,
-        }
+        self.world_size = 0
+        self.random = random.Random(seed)
+        self._submission, self._task, self._reference = submission, task, reference
+        self._limits = Limits.of(timeout_s)
 
     @property
     def is_simulated(self) -> bool:
@@ -87,6 +117,7 @@ class Grade:
         *args: object,
         cluster: Cluster | str | None = None,
         options: Options | None = None,
+        if_stuck: str = "",
     ) -> Run:
         """Call ``body(lesson, *args)`` on every rank of a fresh world.
 
@@ -96,55 +127,112 @@ class Grade:
             args: the same for all ranks.
             cluster: of the simulated world, as for ``launch.simulate``.
             options: of the simulated world.
+            if_stuck: the likely cause if ranks wait forever or one leaves the others waiting, in a
+                sentence; it stands before the report of who waits for whom.
 
         Raises:
             LaunchError: the submission failed, crashed, did not end, or wants to be written.
         """
-        self.runs += 1
-        if not self.is_simulated and self._has_processes_for(world_size):
-            return Run(self._on_processes(body, world_size, args))
-        simulated = self._simulate(body, world_size, args, cluster, options)
-        if len(simulated.results) != world_size:
-            raise RuntimeError(f"{len(simulated.results)} results of {world_size} ranks")
-        return Run(simulated.results, simulated.trace, simulated.seconds)
-
-    def _has_processes_for(self, world_size: int) -> bool:
-        """NCCL needs a GPU for each rank; what needs more stays in the simulated world."""
-        return self.world != "nccl" or world_size <= torch.cuda.device_count()
+        self.runs, self.world_size = self.runs + 1, world_size
+        is_real = not self.is_simulated and self._has_processes_for(world_size)
+        world = partial(self._on_processes if is_real else self._simulate, body, world_size, args)
+        if not is_real:
+            world = partial(world, cluster, options or Options())
+        load_ahead(self._task.preload)
+        with _explained(if_stuck):
+            return self._patiently(world)
 
     def call(self, body: Body, *args: object) -> Any:
         """Call ``body(lesson, *args)`` once, for what needs no other rank."""
         return self.run(body, 1, *args).results[0]
+
+    def _patiently(self, world: World) -> Run:
+        """Run a world; again with more time, where the reference needs more here too.
+
+        So a machine that is slow, or busy, or has to read its libraries from a cold disk costs no
+        points. A deadlock in the simulated world is certain: there is nothing to compare.
+        """
+        try:
+            return world(self._submission, self._limits)
+        except RankHung as hung:
+            limits = None if hung.kind == "deadlock" else self._limits_by_reference(world)
+            if limits is None:
+                raise
+        return world(self._submission, limits)
+
+    def _limits_by_reference(self, world: World) -> Limits | None:
+        """Return limits by what the reference needs in the same world; None: no more than these."""
+        with suppress(LaunchError), metered() as used:
+            if self._reference is None:
+                launch.run(work, 1, backend="sim", timeout_s=REFERENCE_TIMEOUT_S)
+            else:
+                world(self._reference, Limits.of(REFERENCE_TIMEOUT_S))
+        scaled = self._limits.scaled_by if self._reference is None else self._limits.raised_to
+        return scaled(used)
+
+    def _has_processes_for(self, world_size: int) -> bool:
+        """NCCL needs a GPU for each rank; what needs more stays in the simulated world."""
+        return self.world != "nccl" or world_size <= torch.cuda.device_count()
 
     def _simulate(
         self,
         body: Body,
         world_size: int,
         args: tuple[object, ...],
-        cluster: Cluster | str | None = None,
-        options: Options | None = None,
-    ) -> Any:
-        return launch.simulate(
-            *(on_rank, world_size, self._submission, self._task, body, args),
+        cluster: Cluster | str | None,
+        options: Options,
+        submission: Submission,
+        limits: Limits,
+    ) -> Run:
+        simulated = launch.simulate(
+            *(on_rank, world_size, submission, self._task, body, args),
             cluster=cluster,
-            options=options,
-            **self._limits,
+            options=replace(options, given=given_with(body), is_strict=True),
+            **limits.arguments,
         )
+        if len(simulated.results) != world_size:
+            raise RuntimeError(f"{len(simulated.results)} results of {world_size} ranks")
+        return Run(simulated.results, simulated.trace, simulated.seconds)
 
-    def _on_processes(self, body: Body, world_size: int, args: tuple[object, ...]) -> list[Any]:
+    def _on_processes(
+        self,
+        body: Body,
+        world_size: int,
+        args: tuple[object, ...],
+        submission: Submission,
+        limits: Limits,
+    ) -> Run:
         try:
-            return launch.run(
-                *(on_rank, world_size, self._submission, self._task, body, args),
+            results: list[Any] = launch.run(
+                *(on_rank, world_size, submission, self._task, body, args),
                 backend=self.world,
-                **self._limits,
+                given=given_with(body),
+                **limits.arguments,
             )
         except LaunchError as error:
-            if isinstance(error, RankFailed):
-                raise
-            diagnosis.add_cause(error, lambda: self._simulate(body, world_size, args))
+            if not isinstance(error, RankFailed):
+                same = partial(self._simulate, body, world_size, args, None, Options())
+                diagnosis.add_cause(error, lambda: same(submission, self._limits))
             raise
+        return Run(results)
+
+
+def given_with(body: Body) -> tuple[str, str]:
+    """Return the folders none of whose lines is the learner's: of the bodies, and of distlab."""
+    return str(Path(body.__code__.co_filename).parent), str(Path(distlab.__file__).parent)
+
+
+@contextmanager
+def _explained(cause: str) -> Iterator[None]:
+    """Put the cause that a test knows before the report of a world that got stuck."""
+    try:
+        yield
+    except (RankHung, RankExited) as error:
+        if cause:
+            error.args = (f"{cause.rstrip()} {error}", *error.args[1:])
+        raise
 
 
 def on_rank(submission: Submission, task: Task, body: Body, args: tuple[object, ...]) -> Any:
     """Be one rank: import the lesson, call the body."""
-    return body(submission.load(task.folder, task.lesson), *args)
+    return body(Lesson(submission.load(task.folder, task.lesson)), *args)

@@ -7,21 +7,26 @@ ROOT/phase1_data_parallel/collectives.py               the solution's, and a han
 import hashlib
 import importlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
+import itertools
+import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
-from distlab import course
+from distlab import course, reading
 from distlab.grade.outcomes import LessonError
 
 SOLUTIONS = "solutions"
 PREFIX = "template_"
+MAX_FILE_BYTES = 1_000_000  # of one file; the largest solution has 16 kB
+MAX_FILES = 1000  # whose digests a report names, and folders that are searched for them
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,12 @@ class Submission:
         return _sha256(file) if file.is_file() else ""
 
     def digests(self, phase: str) -> dict[str, str]:
-        """Return the digest of every Python file of a phase, by its path from the root."""
-        files = sorted((self.root / phase).rglob("*.py"))
-        return {f.relative_to(self.root).as_posix(): _sha256(f) for f in files if f.is_file()}
+        """Return the digest of the Python files of a phase, by their paths from the root.
+
+        "" for one that cannot be read or is too large to be imported; of very many, the first.
+        """
+        files = sorted(itertools.islice(_python_files(self.root / phase), MAX_FILES))
+        return {f.relative_to(self.root).as_posix(): _sha256(f) for f in files}
 
     def load(self, phase: str, lesson: str) -> ModuleType:
         """Import a lesson, inside a rank.
@@ -63,7 +71,8 @@ class Submission:
         """
         file = self.file(phase, lesson)
         if not file.is_file():
-            raise LessonError(f"{file} is missing")
+            what = "is not a regular file" if file.exists() else "is missing"
+            raise LessonError(f"{file} {what}")
         if all(path.is_file() for path in self._files(phase, lesson)):
             raise LessonError(
                 f"{phase} holds {PREFIX}{lesson}.py and {lesson}.py: keep one of them"
@@ -96,12 +105,33 @@ class Submission:
         return bool(below) and below[0].startswith("phase")
 
 
+def _python_files(folder: Path) -> Iterator[Path]:
+    """Yield regular files; links to folders are not followed, they may lead around."""
+    for parent, _, names in itertools.islice(os.walk(folder), MAX_FILES):
+        paths = (Path(parent, name) for name in names if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())
+
+
 def _sha256(file: Path) -> str:
-    """Return "" for a file that cannot be read: whoever imports it gets to know why."""
+    """Return "" for a file that cannot be read: anyone who imports it gets to know why."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return hashlib.sha256(reading.regular_file(file, MAX_FILE_BYTES)).hexdigest()
     except OSError:
         return ""
+
+
+class _Source(importlib.machinery.SourceFileLoader):
+    """Compiles what the file says, each time: byte code that lies beside it may say otherwise."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Read no byte code, and write none into the hand-in."""
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+    def get_data(self, path: str) -> bytes:
+        """Read a file of a size that a person may have written."""
+        return reading.regular_file(Path(path), MAX_FILE_BYTES)
 
 
 class _Lessons(importlib.abc.MetaPathFinder):
@@ -139,7 +169,8 @@ class _Lessons(importlib.abc.MetaPathFinder):
             return spec
         other = self._submission.file(phase, module.removeprefix(PREFIX))
         for file in (folder.with_suffix(".py"), other):
-            found = importlib.util.spec_from_file_location(name, file)
+            loader = _Source(name, str(file))
+            found = importlib.util.spec_from_file_location(name, file, loader=loader)
             if found and file.is_file():
                 return found
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -162,3 +193,9 @@ def find(choice: str, course_root: Path) -> Submission:
             f"{Path(choice) / phases[0]}"
         )
     return Submission(root, is_solution=root == solutions.resolve())
+
+
+def reference(course_root: Path) -> Submission | None:
+    """Return the solutions; None in a copy of the course that comes without."""
+    root = (course_root / SOLUTIONS).resolve()
+    return Submission(root, is_solution=True) if root.is_dir() else None

@@ -9,6 +9,15 @@ from distlab.grade.results import GradeResult, TaskResult
 WIDTH = 100
 DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
 OUTPUT_CHARACTERS = 200  # of a line
+HANGS = {  # by kind; the report of a deadlock says it all
+    "endless loop": "Does this loop ever end?",
+    "time is up": "No line of yours is known to hang: this machine may be too slow or too busy for "
+    "the limit, and --world-timeout 60 gives more time.",
+}
+CRASHES = {
+    "returned": "Does every rank take part, and wait for all that it has started?",
+    "left": "Which line ends the process?",
+}
 INCOMPLETE = "not all tests of the task were run: no points"
 
 
@@ -41,27 +50,13 @@ def next_step(result: TaskResult) -> str:
     """Tell what to read, or to do, about an outcome."""
     section = f"guidelines.md {result.task.id}"
     return {
-        Outcome.HANG: f"{_about_a_hang(result)} {section}",
-        Outcome.CRASH: f"{_about_a_crash(result)} {section}",
+        Outcome.HANG: f"{HANGS.get(result.verdict.kind, '')} {section}".lstrip(),
+        Outcome.CRASH: f"{CRASHES.get(result.verdict.kind, '')} {section}".lstrip(),
         Outcome.OOM: f"What grows without end? {section}",
-        Outcome.IMPORT_ERROR: "Nothing of this file can be graded before it is mended.",
+        Outcome.IMPORT_ERROR: "Nothing in this file can be graded until it is fixed.",
         Outcome.NOT_RUN: "",
         Outcome.GRADER_ERROR: "This is the grader's fault, not yours: it scores nothing for it.",
     }.get(result.outcome, section)
-
-
-def _about_a_hang(result: TaskResult) -> str:
-    """An endless loop is told by its computing, though the other ranks wait for it."""
-    text = result.verdict.message
-    if "wait" in text and "of computing" not in text:
-        return "Who should have sent, or received, first?"
-    return "Does this ever end?"
-
-
-def _about_a_crash(result: TaskResult) -> str:
-    if "returned while" in result.verdict.message:
-        return "Does every rank take part, and wait for all that it has started?"
-    return "Which line ends the process?"
 
 
 def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:

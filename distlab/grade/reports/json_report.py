@@ -18,7 +18,9 @@ def text(result: GradeResult) -> str:
         "max_points": result.max_points,
         "seconds": round(result.seconds, 3),
         "versions": result.versions,
+        "seed": result.seed,
         "files": result.files,
+        "advice": list(table.failures(result, verbose=False)),
         "tasks": [_task(task) for task in result.tasks],
     }
     return json.dumps(report, indent=2) + "\n"
@@ -29,6 +31,9 @@ def _task(result: TaskResult) -> dict[str, Any]:
         "id": result.task.id,
         "function": result.task.function,
         "outcome": result.outcome.value,
+        "kind": result.verdict.kind,
+        "world_size": result.worst.world_size if result.tests else 0,
+        "write_next": _write_next(result),
         "message": table.message(result),
         "points": result.points,
         "max_points": result.task.points,
@@ -40,11 +45,19 @@ def _task(result: TaskResult) -> dict[str, Any]:
     }
 
 
+def _write_next(result: TaskResult) -> dict[str, str] | None:
+    """Name what a TODO misses: a function of this task, or of an earlier one that it needs."""
+    missing = result.verdict.missing
+    return missing and {"task": missing[0], "function": missing[1]}
+
+
 def _test(result: TestResult) -> dict[str, Any]:
     return {
         "name": result.name,
         "world": result.world,
         "outcome": result.verdict.outcome.value,
+        "kind": result.verdict.kind,
+        "world_size": result.world_size,
         "message": result.verdict.message,
         "details": result.verdict.details,
         "output": table.tail(result.verdict.output),

@@ -21,18 +21,18 @@ GRADESCOPE_TEST = {"name", "number", "score", "max_score", "status", "output", "
 
 def a_task(task_id: str, verdict: Verdict) -> TaskResult:
     task = replace(TASKS.task(task_id), points=4)
-    tests = [TestResult("test_it[sim]", "sim", verdict, 0.25)]
+    tests = [TestResult("test_it[sim]", "sim", verdict, 0.25, 4)]
     return TaskResult(task, f"{task_id}.py", "ab12", expected=1, tests=tests)
 
 
 def a_result(verdict: Verdict) -> GradeResult:
     """1.4 has passed, 1.5 has the verdict."""
     tasks = [a_task("1.4", Verdict(Outcome.PASSED)), a_task("1.5", verdict)]
-    return GradeResult("here", tasks, 1.5, {"python": "3.11"}, {"phase1/a.py": "ab12"})
+    return GradeResult("here", tasks, 1.5, {"python": "3.11"}, {"phase1/a.py": "ab12"}, 7)
 
 
-HANG = Verdict(Outcome.HANG, "rank 1 waits", "  a.py:3  dist.recv(x)", "hello\n")
-HANGS = "Task 1.5: rank 1 waits. Who should have sent, or received, first? guidelines.md 1.5"
+HANG = Verdict(Outcome.HANG, "rank 1 waits", "  a.py:3  dist.recv(x)", "hello\n", kind="all wait")
+HANGS = "Task 1.5: rank 1 waits. guidelines.md 1.5"
 
 
 def written(kind: str, verdict: Verdict) -> Any:
@@ -43,13 +43,15 @@ def written(kind: str, verdict: Verdict) -> Any:
 
 def test_json_holds_everything() -> None:
     found = written("json", HANG)
-    assert {key: found[key] for key in found if key != "tasks"} == {
+    assert found["advice"][:2] == [HANGS, "    a.py:3  dist.recv(x)"]
+    assert {key: found[key] for key in found if key not in ("tasks", "advice")} == {
         "schema": "distlab/grade/1",
         "submission": "here",
         "points": 4,
         "max_points": 8,
         "seconds": 1.5,
         "versions": {"python": "3.11"},
+        "seed": 7,
         "files": {"phase1/a.py": "ab12"},
     }
     assert found["tasks"][0]["message"] == ""
@@ -57,6 +59,9 @@ def test_json_holds_everything() -> None:
         "id": "1.5",
         "function": "broadcast",
         "outcome": "hang",
+        "kind": "all wait",
+        "world_size": 4,
+        "write_next": None,
         "message": HANGS,
         "points": 0,
         "max_points": 4,
@@ -69,6 +74,8 @@ def test_json_holds_everything() -> None:
                 "name": "test_it[sim]",
                 "world": "sim",
                 "outcome": "hang",
+                "kind": "all wait",
+                "world_size": 4,
                 "message": "rank 1 waits",
                 "details": "  a.py:3  dist.recv(x)",
                 "output": "hello",
@@ -158,3 +165,13 @@ def test_a_report_without_format_or_path_is_refused(option: str) -> None:
 def test_a_headline_keeps_the_end_it_has(end: str) -> None:
     message = table.message(a_task("1.5", Verdict(Outcome.FAILED, f"Why{end}")))
     assert message == f"Task 1.5: Why{end} guidelines.md 1.5"
+
+
+def test_a_todo_names_what_is_to_be_written_as_data() -> None:
+    verdict = Verdict(
+        Outcome.TODO, "Task 1.4: exchange, see …", kind="todo", missing=("1.4", "exchange")
+    )
+    assert written("json", verdict)["tasks"][1]["write_next"] == {
+        "task": "1.4",
+        "function": "exchange",
+    }

@@ -1,5 +1,6 @@
 """Where a rank finds the learner's files, and where it does not look for them."""
 
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def hand_in(folder: Path, **files: str) -> Submission:
 
 
 def where_from(lesson: Any) -> str:
-    return str(lesson.exchange.__code__.co_filename)
+    return str(inspect.unwrap(lesson.exchange).__code__.co_filename)
 
 
 def verdict_of(handed_in: Submission, task: str) -> Verdict:

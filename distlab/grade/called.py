@@ -1,0 +1,71 @@
+"""The lesson as a test's body sees it: what its functions raise says how they were called."""
+
+import contextlib
+import functools
+import inspect
+import reprlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from distlab.words import CALL
+
+_SAYS_IT_ALL = NotImplementedError  # which task is to be written
+
+
+class Lesson:
+    """Stands for a learner's module; has all its names.
+
+    shard_indices(0, 0, 2)  ->  ZeroDivisionError: division by zero, in shard_indices(0, 0, 2)
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        vars(self).update(_module=module, _functions={})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Replace what the module has, for its own functions too."""
+        setattr(self._module, name, value)
+        self._functions.pop(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module has; its functions note their call on what they raise."""
+        found = getattr(self._module, name)
+        if not inspect.isfunction(found):
+            return found
+        if name not in self._functions:
+            self._functions[name] = _noting(found)
+        return self._functions[name]
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except _SAYS_IT_ALL:
+            raise
+        except Exception as error:
+            with contextlib.suppress(Exception):  # the innermost call has noted itself before
+                if not hasattr(error, CALL):
+                    setattr(error, CALL, _text(function.__name__, args, kwargs))
+            raise
+
+    return call
+
+
+def _text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = [_brief(value) for value in args]
+    given += [f"{key}={_brief(value)}" for key, value in kwargs.items()]
+    return f"{name}({', '.join(given)})"
+
+
+def _brief(value: Any) -> str:
+    """Write an argument in a few characters: tensors by shape and dtype, others cut."""
+    if isinstance(value, Tensor):
+        return f"<{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}>"
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    plain = isinstance(value, bool | int | float | str | list | tuple | dict | type(None))
+    return reprlib.repr(value) if plain else f"<{type(value).__name__}>"

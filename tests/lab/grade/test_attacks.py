@@ -1,0 +1,144 @@
+"""Hostile hand-ins and accidents: each ends in seconds with a true verdict, and leaves nothing.
+
+A row is an attack, where it is run (at import, or in the function), and what may come of it. None
+does the task, so none may pass.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from distlab import course, launch
+from distlab.grade.outcomes import Outcome, verdict_on
+from distlab.grade.running import Grade
+from distlab.grade.submission import Submission
+from distlab.launch import nursery
+
+ROOT = Path(__file__).parents[3]
+PHASE = "phase1_data_parallel"
+TIMEOUT_S = 10.0
+LONGEST_S = 20.0  # a hang is found in 2 s, on a busy machine later
+LEARNERS = {Outcome.FAILED, Outcome.HANG, Outcome.CRASH, Outcome.OOM, Outcome.IMPORT_ERROR}
+
+AT_IMPORT = {
+    "replaces json, pickle and dist": (
+        "import pickle, json, torch.distributed as dist\n"
+        "pickle.dumps = pickle.loads = json.dumps = lambda *a, **k: b''\n"
+        "dist.get_rank = dist.send = dist.recv = lambda *a, **k: 0"
+    ),
+    "replaces builtins": "import builtins as b; b.isinstance = lambda *a: True; b.len = abs",
+    "traces all lines": "import sys; sys.settrace(lambda *a: 1 / 0)",
+    "changes folder, mask and limits": (
+        "import os, resource; os.chdir('/'); os.umask(0o777)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))"
+    ),
+    "may write nothing": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
+    "recurs without end": "def f(): f()\nf()",
+    "huge traceback": "def f(n):\n    if n: f(n - 1)\n    raise ValueError(10**6 * 'x')\nf(900)",
+    "raises what raises": (
+        "class E(Exception):\n    def __str__(self): raise self\n    __repr__ = __str__\nraise E()"
+    ),
+    "raises what never ends": (
+        "class E(Exception):\n    def __str__(self):\n        while True: pass\nraise E()"
+    ),
+    "raises BaseException": "raise BaseException('base')",
+    "raises KeyboardInterrupt": "raise KeyboardInterrupt",
+    "no standard output": "import sys; sys.stdout = sys.stderr = None",
+    "standard output of its own": "import sys; sys.stdout = open('/dev/full', 'w'); print(1)",
+    "imports a judge by path": (
+        "import importlib.util as u, glob\n"
+        "s = u.spec_from_file_location('x', glob.glob('tests/phase1/judge_coll*.py')[0])\n"
+        "m = u.module_from_spec(s); s.loader.exec_module(m)"
+    ),
+    "imports tests.phase1.reference": "from tests.phase1 import reference",
+    "leaves an exit handler": "import atexit, time; atexit.register(lambda: time.sleep(99))",
+    "surrogates": "raise ValueError('\\ud800\\x00')",
+}
+IN_THE_FUNCTION = {
+    "os.fork": "import os; os.fork()",
+    "fork that goes on alone": "import os, time; os.fork() or (os.setsid(), time.sleep(99))",
+    "thread that survives": (
+        "import threading, time; threading.Thread(target=lambda: time.sleep(99)).start()"
+    ),
+    "closes all descriptors": "import os; os.closerange(0, 4096)",
+    "deletes the world's folder": (
+        "import gc, shutil; from distlab.launch.protocol import WorldFolder\n"
+        "    [shutil.rmtree(o.path, True) for o in gc.get_objects() if isinstance(o, WorldFolder)]"
+    ),
+    "stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "ignores signals and sleeps": (
+        "import signal as s, time; [s.signal(n, s.SIG_IGN) for n in (2, 10, 15)]; time.sleep(99)"
+    ),
+    "aborts": "import os; os.abort()",
+    "raises in a destructor": "import gc\n    class D:\n        def __del__(self): 1 / 0\n    D()",
+    "exits from a thread": (
+        "import os, threading as t; a = t.Thread(target=lambda: os._exit(0)); a.start(); a.join()"
+    ),
+    "forks of forks": "import os; [os.fork() for _ in range(3)]",
+}
+
+
+def calls_it(lesson: Any) -> str:
+    incoming = torch.zeros(1)
+    lesson.exchange(torch.ones(1), 0, incoming, 0)
+    return "wrong" if float(incoming) != 7 else "right"
+
+
+def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass") -> Outcome:
+    """Run it on two ranks as a suite would; what returns without the task done has failed."""
+    (folder / PHASE).mkdir()
+    text = f"{at_import}\ndef exchange(outgoing, dst, incoming, src, group=None):\n    {body}\n"
+    (folder / PHASE / "collectives.py").write_text(text)
+    grade = Grade(Submission(folder), course.load(ROOT).task("1.4"), world, TIMEOUT_S)
+    try:
+        results = grade.run(calls_it, 2).results
+    except launch.LaunchError as error:
+        return verdict_on(error).outcome
+    assert results == ["wrong", "wrong"]
+    return Outcome.FAILED
+
+
+def survivors() -> list[psutil.Process]:
+    """What is left of the worlds: below the fork servers, or come to us."""
+    servers = {home.process.pid for home in nursery._idle}
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.pid not in servers]
+
+
+def holds(folder: Path, world: str, **code: str) -> None:
+    started = time.monotonic()
+    outcome = attack(folder, world, **code)
+    seconds = time.monotonic() - started
+    assert outcome in LEARNERS
+    assert seconds < LONGEST_S
+    assert survivors() == []
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+@pytest.mark.parametrize("name", AT_IMPORT)
+def test_at_import(tmp_path: Path, name: str, world: str) -> None:
+    holds(tmp_path, world, at_import=AT_IMPORT[name])
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+@pytest.mark.parametrize("name", IN_THE_FUNCTION)
+def test_in_the_function(tmp_path: Path, name: str, world: str) -> None:
+    holds(tmp_path, world, body=IN_THE_FUNCTION[name])
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_signal_to_the_fork_server_is_the_graders_error_and_the_next_world_works(
+    tmp_path: Path, world: str, number: signal.Signals
+) -> None:
+    body = f"import os, time; os.kill(os.getppid(), {number.value}); time.sleep(99)"
+    outcome = attack(tmp_path, world, body=body)
+    assert outcome in (Outcome.GRADER_ERROR, Outcome.HANG)
+    assert survivors() == []
+    assert launch.run(os.getppid, 1, backend="gloo") != [os.getpid()]

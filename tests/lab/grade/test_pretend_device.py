@@ -1,0 +1,110 @@
+"""The device that is not there behaves as torch's devices do, as far as the judges need it."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from phase1.models import classifier
+from phase1.pretend_device import CPU, PretendDevice, device_of, devices_sent
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from distlab import launch
+
+TOGETHER = "Expected all tensors to be on the same device"
+
+
+def test_what_is_made_there_or_moved_there_says_so_and_so_does_what_comes_of_it() -> None:
+    with PretendDevice() as device:
+        x = torch.randn(4, 3, device="xpu:0")
+        made = [x, torch.ones(2).to(device), x + 1, x[0], x.view(-1), 2 * x, torch.zeros_like(x)]
+        made += [
+            torch.stack([x, x]),
+            x.double().sum(),
+            x.new_zeros(2),
+            nn.Parameter(x),
+            *x.split(1),
+        ]
+        assert {str(tensor.device) for tensor in made} == {"xpu:0"}
+        assert not x.is_cpu
+        assert x.tolist() == x.cpu().tolist()
+        assert x.cpu().device == torch.ones(2).device == CPU
+        with pytest.raises(TypeError, match="to numpy"):
+            x.numpy()
+    assert str(device_of(x)) == "xpu:0"
+
+
+def test_what_is_moved_is_a_copy_and_what_is_there_stays() -> None:
+    with PretendDevice() as device:
+        here = torch.zeros(2)
+        there = here.to(device)
+        there += 1
+        back = there.cpu()
+        back += 1
+        assert (here.tolist(), there.tolist(), back.tolist()) == ([0, 0], [1, 1], [2, 2])
+        assert there.to(device) is there
+        assert here.to("cpu") is here
+        here.copy_(there)
+        assert here.tolist() == [1, 1]
+        assert here.device == CPU
+
+
+def test_tensors_of_two_devices_must_not_meet_but_numbers_may() -> None:
+    with PretendDevice() as device:
+        there, here = torch.ones(2, device=device), torch.ones(2)
+        with pytest.raises(RuntimeError, match=TOGETHER):
+            there + here
+        with pytest.raises(RuntimeError, match=TOGETHER):
+            here += there
+        with pytest.raises(RuntimeError, match=TOGETHER):
+            torch.stack([there.sum(), here.sum()])
+        with pytest.raises(RuntimeError, match=TOGETHER):
+            torch.zeros(()).add_(there.sum())
+        assert (there * torch.tensor(2.0)).device == device
+        assert there[torch.tensor([0])].device == device
+
+
+def test_a_model_trains_there_and_only_there() -> None:
+    with PretendDevice() as device:
+        model, inputs, targets = classifier(7), torch.randn(5, 6).double(), torch.arange(5) % 3
+        alone = copy.deepcopy(model)
+        model.to(device)
+        for trained, where in ((model, device), (alone, CPU)):
+            optimizer = torch.optim.Adam(trained.parameters())
+            loss = cross_entropy(trained(inputs.to(where)), targets.to(where))
+            loss.backward()
+            optimizer.step()
+            assert {p.device for p in trained.parameters()} == {where}
+            assert {p.grad.device for p in trained.parameters() if p.grad is not None} == {where}
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            assert a.tolist() == b.tolist()
+        assert copy.deepcopy(model)[0].weight.device == device
+        with pytest.raises(RuntimeError, match=TOGETHER):
+            model(inputs)
+
+
+def test_batches_of_a_loader_are_on_the_cpu() -> None:
+    with PretendDevice() as device:
+        data = TensorDataset(torch.randn(4, 6), torch.arange(4))
+        for inputs, targets in DataLoader(data, batch_size=2):
+            assert inputs.device == targets.device == CPU
+            assert inputs.to(device).device == device
+
+
+def _sums() -> list[str]:
+    with PretendDevice() as device, devices_sent() as sent:
+        x = torch.ones(2, device=device)
+        dist.all_reduce(x)
+        dist.all_reduce(torch.ones(1))
+        assert x.device == device
+        assert x.tolist() == [2, 2]
+        with pytest.raises(RuntimeError, match=TOGETHER):
+            nn.Linear(2, 2).to(device)(torch.ones(2))
+    dist.all_reduce(torch.ones(1))
+    return sent
+
+
+def test_ranks_send_tensors_of_the_device_and_it_is_told_where_these_were() -> None:
+    assert launch.simulate(_sums, 2).results == [["xpu:0", "cpu"]] * 2

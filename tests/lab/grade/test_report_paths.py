@@ -1,0 +1,120 @@
+"""Where a report is written, what it may replace, and what a crash leaves behind."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from distlab import course
+from distlab.grade import report_paths, reports
+from distlab.grade.outcomes import Outcome, Verdict
+from distlab.grade.results import GradeResult, TaskResult, TestResult
+
+TASK = course.load(Path(__file__).parents[3]).task("1.5")
+RESULT = GradeResult(
+    "here",
+    [
+        TaskResult(
+            *(TASK, "a.py", "ab"), 1, False, [TestResult("a", "sim", Verdict(Outcome.PASSED), 1.0)]
+        )
+    ],
+    2.0,
+)
+
+
+@pytest.mark.parametrize("earlier", reports.FORMATS)
+@pytest.mark.parametrize("kind", reports.FORMATS)
+def test_an_earlier_report_of_any_format_goes_at_the_start(
+    tmp_path: Path, kind: str, earlier: str
+) -> None:
+    path = tmp_path / "report"
+    reports.write(RESULT, [(earlier, path)])
+    reports.parse([f"{kind}={path}"])
+    assert not path.exists()
+
+
+def test_an_empty_file_may_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "report").touch()
+    reports.parse([f"json={tmp_path / 'report'}"])
+
+
+@pytest.mark.parametrize("text", ["# My README\n", "import torch\n", '{"score": 100}', "\0\xff"])
+def test_what_is_no_report_is_never_replaced(tmp_path: Path, text: str) -> None:
+    path, other = tmp_path / "mine", tmp_path / "report.json"
+    path.write_text(text)
+    reports.write(RESULT, [("json", other)])
+    with pytest.raises(pytest.UsageError, match="holds something else than an earlier report"):
+        reports.parse([f"json={other}", f"markdown={path}"])
+    assert path.read_text() == text
+    assert other.exists(), "nothing is removed before all are known to be ours"
+
+
+def test_two_reports_do_not_share_a_path(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("a")
+    for name in ("a", "../" + tmp_path.name + "/a", "link"):
+        with pytest.raises(pytest.UsageError, match="named twice"):
+            reports.parse([f"json={tmp_path}/a", f"markdown={tmp_path}/{name}"])
+
+
+def test_a_report_is_moved_into_place_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        reports.write(RESULT, [("json", tmp_path / "a.json")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_an_earlier_report_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("a.json")
+    report_paths.write(tmp_path / "link", "new")
+    assert (tmp_path / "a.json").read_text() == "new"
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_pipe_gets_the_report_and_stays(tmp_path: Path) -> None:
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    ((_, path),) = reports.parse([f"markdown={pipe}"])
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
+    reader.start()
+    while True:
+        try:
+            reports.write(RESULT, [("markdown", path)])
+            break
+        except OSError:  # the reader is not there yet
+            continue
+    reader.join(timeout=10)
+    assert got[0].startswith("## 10 of 10 points")
+    assert path.is_fifo()
+
+
+def test_a_pipe_that_nobody_reads_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device"):
+        report_paths.write(tmp_path / "pipe", "text")
+
+
+def test_standard_output_goes_on_where_it_is_also_in_a_file(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from distlab.grade import report_paths as r\n"
+        "print('before', flush=True); (_, path), = r.parse(['json=/dev/stdout'])\n"
+        "r.write(path, 'report\\n'); print('after')"
+    )
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=60)
+    assert (tmp_path / "out").read_text() == "before\nreport\nafter\n"
+    assert os.path.lexists("/dev/stdout")
+
+
+def test_a_file_in_memory_is_a_file() -> None:
+    assert not report_paths.is_stream(Path("/dev/shm/report.json"))
+    assert all(map(report_paths.is_stream, map(Path, ("/dev/stdout", "/dev/null", "/dev/fd/7"))))
