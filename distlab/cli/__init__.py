@@ -1,5 +1,5 @@
 """The `distlab` command. Importing it does not import torch; a command does when it runs."""
 
-from distlab.cli.app import main
+from distlab.cli.entry import main
 
 __all__ = ["main"]

@@ -1,6 +1,5 @@
-"""The `distlab` command and how it ends: results on standard output, one line for bad input."""
+"""The commands, by name, and the line that bad arguments get."""
 
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Annotated
@@ -8,8 +7,7 @@ from typing import Annotated
 import typer
 
 from distlab.cli import bench, demo, doctor, learn, sim, trace, train, watch
-from distlab.course import CourseError
-from distlab.learner.folder import LearnerError
+from distlab.cli.entry import INTERRUPTED, complain
 
 # typer brings its own click or uses the installed one; either way this is its UsageError.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -62,37 +60,22 @@ def _root(
         learn.summary()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 it failed, 2 bad options, 130 ctrl-C."""
+def run(arguments: Sequence[str] | None) -> int:
+    """Do as the arguments say; return the exit code.
+
+    Raises:
+        KeyboardInterrupt, typer.Abort: ctrl-C.
+        Exception: whatever a command raises.
+    """
     try:
         code = app(args=arguments, prog_name="distlab", standalone_mode=False)
     except UsageError as error:
-        sys.exit(_complain(_usage_line(error), 2))
-    except (KeyboardInterrupt, typer.Abort):
-        sys.exit(_complain("interrupted", 130))
-    except Exception as error:
-        if not type(error).__module__.startswith("distlab."):
-            raise  # not an error made for people to read: keep the traceback
-        sys.exit(_complain(str(error), 2 if _is_about_options(error) else 1))
-    if code == 130:  # typer has dealt with ctrl-C itself
-        sys.exit(_complain("interrupted", 130))
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _is_about_options(error: Exception) -> bool:
-    """Whether other options would have worked, as far as can be known."""
-    if isinstance(error, CourseError | LearnerError):
-        return True
-    from distlab.launch import SetupError  # an error of distlab's: torch is loaded anyhow
-    from distlab.training import ConfigError
-
-    return isinstance(error, ConfigError | SetupError)
-
-
-def _complain(message: str, code: int) -> int:
-    erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar may stand there
-    print(erase_bar + message, file=sys.stderr)
-    return code
+        return complain(_usage_line(error), 2)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    if code == INTERRUPTED:  # typer has dealt with ctrl-C itself
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0
 
 
 def _usage_line(error: Exception) -> str:
@@ -103,14 +86,17 @@ def _usage_line(error: Exception) -> str:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message = message.replace("Value error, ", "")  # pydantic's word for it
     message = " ".join(message.split())
-    if "o such " in message and not message.endswith((".", "?")):
+    is_option = type(error).__name__ == "NoSuchOption"
+    commands = getattr(context.command, "commands", {}) if context else {}
+    is_command = type(error) is UsageError and bool(commands)  # a group has no other complaint
+    if (is_option or is_command) and not message.endswith((".", "?")):
         message += "."
     line = f"{context.command_path if context else 'distlab'}: {message}"
-    if context and "o such option" in message:
+    if context and is_option:
         options = [option for param in context.command.params for option in param.opts[:1]]
         line += _valid("options", [option for option in options if option.startswith("--")])
-    elif context and "o such command" in message:
-        line += _valid("commands", sorted(context.command.commands))
+    elif is_command:
+        line += _valid("commands", sorted(commands))
     return line
 
 

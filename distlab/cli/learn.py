@@ -1,19 +1,35 @@
 """`distlab status`, `check`, `grade`, `hint`, `diff`, `reset`: what a learner types."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import typer
 
 from distlab.course import Task
-from distlab.learner import compare, folder, grading, hints, source, state, status
+from distlab.learner import (
+    children,
+    compare,
+    folder,
+    grading,
+    hints,
+    resetting,
+    state,
+    status,
+    templates,
+)
 
 Backend = Literal["auto", "sim", "gloo", "nccl"]
 SomeTask = Annotated[
     str | None,
     typer.Argument(metavar="[TASK]", show_default=False, help="1.5 or broadcast; else the next."),
+]
+SomeTasks = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[TASK]...", show_default=False, help="1.5 or broadcast; else the next."
+    ),
 ]
 OneTask = Annotated[
     str, typer.Argument(metavar="TASK", show_default=False, help="As 1.5 or broadcast.")
@@ -38,10 +54,16 @@ def say(lines: Iterable[str]) -> None:
         typer.echo(typer.style(line, fg=colour) if colour else line)
 
 
+def warn(progress: state.Progress) -> None:
+    """Say on standard error that what was done cannot be remembered, if so."""
+    if progress.problem:
+        typer.echo(progress.problem, err=True)
+
+
 def summary() -> None:
     """Print progress per phase and what comes next."""
     here = folder.find()
-    source.keep_templates(here)
+    templates.keep(here)
     say(status.summary(here, state.load(here)))
     say(["", "All commands: distlab --help"])
 
@@ -49,7 +71,7 @@ def summary() -> None:
 def show_status() -> None:
     """Show what has passed, what comes next, and the command to run."""
     here = folder.find()
-    source.keep_templates(here)
+    templates.keep(here)
     say(status.overview(here, state.load(here)))
 
 
@@ -60,20 +82,53 @@ def choose(here: folder.CourseFolder, name: str | None) -> Task:
     return state.load(here).next_task(here) or here.course.tasks[-1]
 
 
-def check(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
-    """Grade one task, and say what to do next."""
+def check(tasks: SomeTasks = None, world_timeout: WorldTimeout = None) -> None:
+    """Grade a task, or several, and say what to do next."""
     here = folder.find()
-    listed = choose(here, task)
-    arguments = [*grading.for_task(here, listed), *grading.world_timeout(world_timeout)]
-    with waiting(f"grading {listed.id} {listed.function} …"):
-        graded = grading.grade(here, arguments)
+    chosen = list(dict.fromkeys(here.task(name) for name in tasks or ())) or [choose(here, None)]
+    options = grading.world_timeout(world_timeout)
+    with _grader(here, len(chosen)) as run:
+        codes = [_check(here, task, run, options, is_alone=len(chosen) == 1) for task in chosen]
+    if len(chosen) > 1:
+        say(status.whats_next(here, state.load(here)))
+    raise typer.Exit(max(codes))
+
+
+def _check(
+    here: folder.CourseFolder,
+    task: Task,
+    run: grading.Run,
+    options: Sequence[str],
+    *,
+    is_alone: bool,
+) -> int:
+    """Grade one task and say what came out; return the exit code."""
+    with waiting(f"grading {task.id} {task.function} …"):
+        graded = grading.grade(here, [*grading.for_task(here, task), *options], run)
     progress = grading.remember(here, graded)
-    if listed.id in graded.tasks:
-        say([status.verdict(listed, graded.tasks[listed.id])])
+    if task.id in graded.tasks:
+        say([status.verdict(task, graded.tasks[task.id])])
     if graded.code != grading.FULL_MARKS:
-        say(status.explanation(here, listed, graded))
-    say(status.go_on(here, listed, graded, progress))
-    raise typer.Exit(graded.code)
+        say(status.explanation(here, task, graded))
+    say(status.go_on(here, task, graded, progress) if is_alone else [""])
+    warn(progress)
+    return graded.code
+
+
+@contextmanager
+def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.Run]:
+    """Yield what calls pytest; for several tasks torch is loaded once."""
+    if num_tasks == 1:
+        yield grading.captured_in(here)
+        return
+    from distlab.learner.warm import WarmGrader
+
+    grader = WarmGrader(here)
+    try:
+        with children.ended_with_us():
+            yield grader
+    finally:
+        grader.close()
 
 
 def grade(
@@ -98,11 +153,10 @@ def grade(
     phases = here.course.phases if phase is None else (here.course.phase(phase),)
     arguments = grading.suites(here, phases) + grading.world_timeout(world_timeout)
     arguments += ["--impl", grading.find_impl(impl), "--backend", backend]
-    for option in report or ():
-        arguments += ["--report", grading.find_report(option)]
+    arguments += grading.find_reports(report or ())
     graded = grading.grade(here, arguments + ["-v"] * verbose, grading.shown_in(here))
     if impl == "template":
-        grading.remember(here, graded)
+        warn(grading.remember(here, graded))
     raise typer.Exit(graded.code)
 
 
@@ -115,25 +169,38 @@ def hint(
     """Show one more hint each time, of the next task by default."""
     here = folder.find()
     listed = choose(here, task)
-    taken = hints.take(here, listed, state.load(here), level)
+    progress = state.load(here)
+    taken = hints.take(here, listed, progress, level)
     typer.secho(f"{listed.heading}\n{taken.title}\n", bold=True)
     _print_markdown(taken.text)
     typer.echo(f"\n{hints.footer(taken, listed)}")
+    warn(progress)
 
 
 def diff(
-    task: OneTask,
+    task: Annotated[
+        str | None,
+        typer.Argument(metavar="[TASK]", show_default=False, help="Else the last that has passed."),
+    ] = None,
     spoil: Annotated[bool, typer.Option("--spoil", help="Also before it has passed.")] = False,
 ) -> None:
     """Compare your code with the solution, once it has passed."""
     here = folder.find()
-    listed = here.task(task)
+    listed = here.task(task) if task else _last_passed(here)
     if not spoil and not state.load(here).has_passed(listed):
         raise folder.LearnerError(
             f"{listed.id} has not passed yet: distlab check {listed.id}, or --spoil shows it anyway"
         )
     found = compare.diff(here, listed)
     say(found.splitlines() or [f"{listed.function} is the same as the solution's."])
+
+
+def _last_passed(here: folder.CourseFolder) -> Task:
+    progress = state.load(here)
+    for task in progress.graded(here):
+        if progress.has_passed(task):
+            return task
+    raise folder.LearnerError("no task has passed yet: name one, with --spoil")
 
 
 def reset(
@@ -145,15 +212,17 @@ def reset(
     listed = here.task(task)
     if not yes and not sys.stdin.isatty():
         raise folder.LearnerError(f"nobody to ask here: distlab reset {listed.id} --yes does it")
-    names = " and ".join(source.untouched(here, listed))
+    names = " and ".join(templates.untouched(here, listed))
     if not yes and not typer.confirm(f"Put {names} in {listed.template} back to the template?"):
         typer.echo("Nothing was changed.")
         raise typer.Exit(1)
-    old = source.reset(here, listed)
+    done = resetting.reset(here, listed)
     progress = state.load(here)
     progress.records.pop(listed.id, None)
     progress.save()
-    typer.echo(f"{names}: as at the start. Your old file: {old.relative_to(here.root)}")
+    say(f"Removed as well: {what}." for what in done.removed)
+    warn(progress)
+    typer.echo(f"{names}: as at the start. Your old file: {done.old.relative_to(here.root)}")
 
 
 def _print_markdown(text: str) -> None:
@@ -170,7 +239,7 @@ def _print_markdown(text: str) -> None:
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show on a terminal that something is going on."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():  # None: it was closed
         yield
         return
     from rich.console import Console

@@ -4,13 +4,18 @@ from typing import Annotated
 
 import typer
 
-from distlab.cli.learn import OneTask, waiting
+from distlab.cli.learn import waiting
 from distlab.launch import nursery
-from distlab.learner import folder, grading, programs
+from distlab.learner import folder, grading, programs, source, state, status
 
 
 def trace(
-    task: OneTask,
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TASK]", show_default=False, help="Else the last one graded, or the next."
+        ),
+    ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="2 to 8.  [default: 4 or 8, by task]")
     ] = None,
@@ -20,13 +25,17 @@ def trace(
 ) -> None:
     """Run your function on simulated ranks; draw its messages, or report the deadlock."""
     here = folder.find()
-    listed, choice = here.task(task), grading.find_impl(impl)
-    programs.find(listed.id)  # before anything is loaded
+    listed = here.task(task) if task else programs.choose(here, state.load(here))
+    choice = grading.find_impl(impl)
+    count = programs.count(listed.id, ranks)  # before anything is loaded
+    if choice == "template" and source.is_to_write(here, listed):
+        typer.echo(status.not_written(listed))
+        raise typer.Exit(1)
     with waiting(f"running {listed.function} …"):
         nursery.start_ahead()
         from distlab.learner import trace as tracing
 
-        traced = tracing.trace(here, listed, choice, ranks)
+        traced = tracing.trace(here, listed, choice, count)
     typer.echo(traced.text)
     if traced.picture is None:
         raise typer.Exit(1)

@@ -1,7 +1,6 @@
 """`distlab watch`: a verdict on every save."""
 
 import sys
-from collections.abc import Iterable
 from queue import Queue
 
 import typer
@@ -15,9 +14,10 @@ CLEAR = "\x1b[2J\x1b[3J\x1b[H"
 def watch(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
     """Grade the current task on every save; without a terminal, once."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        check(task, world_timeout)
+        check([task] if task else None, world_timeout)
         return
     from distlab.learner import watch as watching
+    from distlab.learner.screen import Screen
     from distlab.learner.warm import WarmGrader
 
     here = folder.find()
@@ -29,16 +29,15 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
         with (
             children.ended_with_us(),
             watching.saves_into(events, here),
-            watching.keys_into(events),
+            watching.keys_into(events, grader.stop),
         ):
-            session = watching.Watch(here, first, grader, say, _say_on_empty_screen, options)
-            session.run(events)
+            screen = Screen(say, _clear)
+            watching.Watch(here, first, grader, screen, options).run(events)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
     finally:
         grader.close()
 
 
-def _say_on_empty_screen(lines: Iterable[str]) -> None:
+def _clear() -> None:
     typer.echo(CLEAR, nl=False)
-    say(lines)

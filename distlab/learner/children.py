@@ -5,17 +5,25 @@ cannot, the parent takes its children along when it is told to end or loses its 
 started in turn, the fork server and its ranks, notices that they have gone.
 """
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+import psutil
+
 from distlab.launch import prctl
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+LOOK_S = 0.5
+STOPPED_S = 2.0  # children have sessions of their own: ctrl-Z does not reach them
 
 
 def command(code: str, *arguments: str) -> list[str]:
@@ -43,6 +51,38 @@ def ended_with_us() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def not_left_stopped(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """Kill a child that was stopped (SIGSTOP), and what it has started: it would never answer."""
+    is_over = threading.Event()
+    watcher = threading.Thread(target=_end_if_stopped, args=(process.pid, is_over), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def _end_if_stopped(pid: int, is_over: threading.Event) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child, last_seen = psutil.Process(pid), time.monotonic()
+        while not is_over.wait(LOOK_S):
+            if child.status() != psutil.STATUS_STOPPED:
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > STOPPED_S:
+                kill(child)
+                break
+
+
+def kill(child: psutil.Process) -> None:
+    """Kill a process and all its descendants, who may be stopped themselves."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [*child.children(recursive=True), child]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,28 +1,75 @@
-"""A learner's functions beside the solution's."""
+"""A learner's functions beside the solution's, and the helpers in which it may hide the answer."""
 
+import ast
 import difflib
+from collections.abc import Iterator, Mapping, Sequence
 
 from distlab.course import Task
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError
+from distlab.learner.source import Function
 
 
 def diff(folder: CourseFolder, task: Task) -> str:
-    """Return a unified diff of the task's functions, "" if they are the same.
+    """Return a unified diff, without docstrings, "" if there is no difference.
+
+    It covers the task's functions and the private ones of the solution that they use.
 
     Raises:
         LearnerError: there is no solution, or the learner's file does not parse.
     """
     own_text = source.read(folder.root / task.template)
-    own, solved = (
-        source.functions(own_text),
-        source.functions(source.read(folder.root / task.solution)),
-    )
+    solved_text = source.read(folder.root / task.solution)
+    own, solved = _bare(own_text), _bare(solved_text)
     if task.function not in solved:
         raise LearnerError(f"{task.solution} has no {task.function} to compare with")
     if not own:
         raise LearnerError(f"{task.template} is missing or does not parse: distlab check {task.id}")
-    return "".join(_one(name, own.get(name, ""), solved.get(name, "")) for name in task.functions)
+    names = [*task.functions, *_helpers(solved_text, task.functions)]
+    return "".join(_one(name, own.get(name, ""), solved.get(name, "")) for name in names)
+
+
+def _bare(text: str) -> dict[str, str]:
+    """Return the source of all functions by name, without docstrings."""
+    lines = source.split(text)
+    return {name: "".join(_bare_lines(node, lines)) for name, node in _nodes(text).items()}
+
+
+def _nodes(text: str) -> dict[str, Function]:
+    tree = source.parse(text)
+    return dict(source.defined(tree)) if tree else {}
+
+
+def _bare_lines(node: Function, lines: Sequence[str]) -> Iterator[str]:
+    dropped: set[int] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, Function) and ast.get_docstring(inner) is not None and inner.body[1:]:
+            text = inner.body[0]
+            dropped.update(range(text.lineno - 1, text.end_lineno or text.lineno))
+    whole = source.span(node)
+    yield from (lines[k] for k in range(whole.start, whole.stop) if k not in dropped)
+
+
+def _helpers(text: str, names: Sequence[str]) -> list[str]:
+    """Return the private functions that these functions of a file use, and those that they use."""
+    nodes = _nodes(text)
+    used = list(names)
+    for name in used:  # it grows
+        found = _uses(name, nodes)
+        used += [other for other in dict.fromkeys(found) if other not in used]
+    return used[len(names) :]
+
+
+def _uses(name: str, nodes: Mapping[str, Function]) -> Iterator[str]:
+    holder = name.rpartition(".")[0]
+    for entry in ast.walk(nodes[name]):
+        other = ""
+        if isinstance(entry, ast.Name):
+            other = entry.id
+        elif isinstance(entry, ast.Attribute) and isinstance(entry.value, ast.Name):
+            other = f"{holder}.{entry.attr}" if entry.value.id == "self" else ""
+        if other in nodes and other.rpartition(".")[2].startswith("_"):
+            yield other
 
 
 def _one(name: str, own: str, solved: str) -> str:

@@ -1,6 +1,7 @@
 """The course's folder that a command works in, and the task that an argument names."""
 
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,10 @@ PRIVATE = ".distlab"  # of the learner's commands; git ignores it
 
 class LearnerError(Exception):
     """What was asked for cannot be done; one line that says what can."""
+
+
+class WriteError(LearnerError):
+    """A file cannot be written; other arguments would not help."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,13 @@ class CourseFolder:
         raise LearnerError(f"there is no task {name!r}{self._nearest(name)}")
 
     def _nearest(self, name: str) -> str:
+        tasks, number = self.course.tasks, name.partition(".")[0]
+        is_of_phase = re.fullmatch(r"\d+\.\d+", name) is not None
+        if is_of_phase and number not in {str(phase.number) for phase in self.course.phases}:
+            return (
+                f": phase {number} is not in this course's folder yet; there are {tasks[0].id} to "
+                f"{tasks[-1].id}"
+            )
         valid = [word for task in self.course.tasks for word in (task.id, task.function)]
         nearest = difflib.get_close_matches(name, valid, n=3)
         if nearest:
@@ -64,8 +76,19 @@ def find(start: Path | None = None) -> CourseFolder:
         LearnerError: there is none.
         CourseError: its course.toml cannot be used.
     """
-    start = (start or Path.cwd()).resolve()
+    try:
+        start = (start or Path.cwd()).resolve()
+    except FileNotFoundError:
+        raise LearnerError(f"this folder has been removed: {_where_to_go()}") from None
     for root in (start, *start.parents):
         if (root / course.FILE).is_file():
             return CourseFolder(root, course.load(root))
-    raise LearnerError(f"{start} is not in the course's folder: no {course.FILE} here or above")
+    raise LearnerError(
+        f"{start} is not in the course's folder: no {course.FILE} here or above; {_where_to_go()}"
+    )
+
+
+def _where_to_go() -> str:
+    """Name the course's folder, where this package lies in it."""
+    home = Path(__file__).parents[2]
+    return f"cd {home if (home / course.FILE).is_file() else 'to the folder that has it'}"

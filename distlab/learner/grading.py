@@ -6,36 +6,48 @@ The score is what the report of this very run says. Exit codes are those of ``di
 import json
 import math
 import os
-import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distlab.course import GRADER_ERROR, PASSED, Phase, Task
-from distlab.learner import children, source, state
+from distlab.grade import report_paths
+from distlab.learner import children, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
+from distlab.words import signal_name
 
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
 REMEMBERING = "distlab.learner.remembering"  # what pytest would do without these commands
-REPORTS = ("json", "junit", "gradescope", "markdown")
+NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+REPORTS = tuple(report_paths.HEADS)
 
 Run = Callable[[list[str]], "tuple[int, str]"]  # arguments of pytest -> its exit code and output
 
 
 @dataclass(frozen=True)
 class TaskGrade:
-    """What the grader said of one task."""
+    """What the grader said of one task.
+
+    Attributes:
+        kind: of its outcome, a short word: "deadlock", "endless loop", "wrong".
+        write_next: the task and the function that a TODO waits for; an earlier one, perhaps.
+        world_size: ranks of the world that decided it, if one did.
+    """
 
     id: str
     outcome: str
     points: int
     max_points: int
     seconds: float
-    message: str = ""
+    kind: str = ""
+    write_next: tuple[str, str] | None = None
+    world_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,14 +57,14 @@ class Grading:
     Attributes:
         code: 0 full marks, 1 not, 3 the grader failed, 4 nothing ran; 2 bad arguments.
         tasks: by id; none if the grader failed.
-        advice: the grader's messages for the learner; may be empty.
+        advice: the grader's lines for the learner; may be empty.
         output: all that pytest printed.
         digests: of the learner's functions when it began, by task.
     """
 
     code: int
     tasks: dict[str, TaskGrade]
-    advice: str = ""
+    advice: tuple[str, ...] = ()
     output: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,33 +82,19 @@ def find_impl(choice: str) -> str:
     return str(Path(choice).resolve())
 
 
-def find_report(option: str) -> str:
-    """Return ``FORMAT=PATH`` with a path that holds in any folder; makes the folder of the file.
+def find_reports(options: Sequence[str]) -> list[str]:
+    """Return pytest's arguments for reports, with paths that hold in any folder.
+
+    Makes their folders, and removes earlier reports at once: pytest may fail before it would.
 
     Raises:
-        LearnerError: there is no such format, or the path cannot be written.
+        LearnerError: there is no such format, or nothing may or can be written there.
     """
-    name, _, path = option.partition("=")
-    if name not in REPORTS or not path:
-        raise LearnerError(f"--report {option}: write FORMAT=PATH with one of {', '.join(REPORTS)}")
-    reason = _why_not_written(Path(path))
-    if reason:
-        raise LearnerError(f"--report {option}: {reason}")
-    return f"{name}={os.path.abspath(path)}"  # /dev/stdout must not become what it is here
-
-
-def _why_not_written(path: Path) -> str:
-    """Try what can be tried without touching the file, "" if nothing speaks against it."""
     try:
-        if path.is_dir():
-            return f"{path} is a folder; name a file"
-        if path.exists():
-            return "" if os.access(path, os.W_OK) else f"{path} cannot be written"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            return ""
-    except OSError as error:
-        return f"{path} cannot be written: {error.strerror}"
+        chosen = report_paths.parse(options)
+    except ValueError as error:
+        raise LearnerError(str(error)) from None
+    return [text for name, path in chosen for text in ("--report", f"{name}={path}")]
 
 
 def world_timeout(seconds: float | None) -> list[str]:
@@ -137,8 +135,8 @@ def grade(folder: CourseFolder, arguments: Sequence[str], run: Run | None = None
         asked = [*arguments, "-p", f"no:{REMEMBERING}", "--report", f"json={report}"]
         digests = {task.id: source.digest(folder, task) for task in folder.course.tasks}
         code, output = (run or captured_in(folder))(asked)
-        grading = _grading(code, report, output)
-    return replace(grading, advice=_advice(output), output=output, digests=digests)
+        grading = _grading(code, *_read(report))
+    return replace(grading, output=output, digests=digests)
 
 
 def captured_in(folder: CourseFolder) -> Run:
@@ -154,10 +152,10 @@ def shown_in(folder: CourseFolder) -> Run:
 def _run(folder: CourseFolder, arguments: list[str], *, is_shown: bool) -> tuple[int, str]:
     """Run pytest until it ends, or this process is told to; ctrl-C is for this one alone."""
     with children.ended_with_us():
-        done = subprocess.run(
+        process = subprocess.Popen(
             children.command(PYTEST, *arguments),
-            stdout=None if is_shown else subprocess.PIPE,
-            stderr=None if is_shown else subprocess.STDOUT,
+            stdout=_shown_on(sys.stdout) if is_shown else subprocess.PIPE,
+            stderr=_shown_on(sys.stderr) if is_shown else subprocess.STDOUT,
             cwd=folder.root,
             env=environment(),
             stdin=subprocess.DEVNULL,
@@ -165,52 +163,82 @@ def _run(folder: CourseFolder, arguments: list[str], *, is_shown: bool) -> tuple
             text=True,
             errors="replace",
         )
-    return done.returncode, done.stdout or ""
+        output = _output(process)
+    if process.returncode < 0:
+        name = signal_name(-process.returncode)
+        print(f"the grader's process was stopped, or ended by {name}", file=sys.stderr)
+    return process.returncode, output
+
+
+def _shown_on(stream: object) -> int | None:
+    """Our own output, for a child; one that was closed is nowhere."""
+    return subprocess.DEVNULL if stream is None else None
+
+
+def _output(process: "subprocess.Popen[str]") -> str:
+    """Wait for the end of a process; whatever cuts this off ends it."""
+    try:
+        with children.not_left_stopped(process):
+            return process.communicate()[0] or ""
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
 
 
 def environment() -> dict[str, str]:
     """Return this process's, such that its own distlab is the one that is imported.
 
-    Plugins of pytest that happen to be installed stay out: they take longer than a task.
+    Plugins of pytest that happen to be installed stay out: they take longer than a task. So do
+    options and plugins that the environment names: they would change what is graded.
     """
     home = str(Path(__file__).parents[2])
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return {**os.environ, **own}
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    return {**inherited, **own}
 
 
-def _grading(code: int, report: Path, output: str) -> Grading:
+def _grading(code: int, tasks: dict[str, TaskGrade], advice: tuple[str, ...]) -> Grading:
     """Judge a run: whatever is not a complete report of tests that ran is the grader's failure."""
-    tasks = _read(report)
     if code == 4:
         return Grading(USAGE, {})
     if code == 5:
         return Grading(NOTHING_RAN, {})
     has_failed = any(task.outcome == GRADER_ERROR for task in tasks.values())
     if code not in (0, 1) or not tasks or has_failed:
-        return Grading(GRADER_FAILED, tasks)
+        return Grading(GRADER_FAILED, tasks, advice)
     is_full = code == 0 and all(task.points == task.max_points for task in tasks.values())
-    return Grading(FULL_MARKS if is_full else NOT_FULL, tasks)
+    return Grading(FULL_MARKS if is_full else NOT_FULL, tasks, advice)
 
 
-def _read(report: Path) -> dict[str, TaskGrade]:
+def _read(report: Path) -> tuple[dict[str, TaskGrade], tuple[str, ...]]:
+    """Return the grades and the advice of a report, nothing of one that is not whole."""
     try:
-        entries = json.loads(report.read_text(encoding="utf-8"))["tasks"]
-        keys = [field.name for field in fields(TaskGrade)]
-        return {entry["id"]: TaskGrade(*(entry[key] for key in keys)) for entry in entries}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        table = json.loads(report.read_text(encoding="utf-8"))
+        grades = [_grade_of(entry) for entry in table["tasks"]]
+        return {grade.id: grade for grade in grades}, tuple(table.get("advice", ()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}, ()
 
 
-def _advice(output: str) -> str:
-    """Cut out what the plugin says to the learner."""
-    found = re.search(r"^=+ what to do =+$\n(.*?)^=+ tasks =+$", output, re.DOTALL | re.MULTILINE)
-    return found[1].strip("\n") if found else ""
+def _grade_of(entry: dict[str, Any]) -> TaskGrade:
+    following = entry.get("write_next")
+    return TaskGrade(
+        id=entry["id"],
+        outcome=entry["outcome"],
+        points=entry["points"],
+        max_points=entry["max_points"],
+        seconds=entry["seconds"],
+        kind=entry.get("kind", ""),
+        write_next=(following["task"], following["function"]) if following else None,
+        world_size=entry.get("world_size") or None,
+    )
 
 
 def remember(folder: CourseFolder, grading: Grading) -> state.Progress:
     """Keep the outcomes of a grading of the learner's own files."""
-    source.keep_templates(folder)
+    templates.keep(folder)
     records = {
         task.id: state.Record(_outcome(grading.tasks[task.id]), grading.digests.get(task.id, ""))
         for task in folder.course.tasks

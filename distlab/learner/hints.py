@@ -2,10 +2,10 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from distlab.course import HINTS, Task
 from distlab.learner.folder import CourseFolder, LearnerError
-from distlab.learner.source import read
 from distlab.learner.state import Progress
 
 _HINT = re.compile(r"<details><summary>(.+?)</summary>\n(.*?)</details>", re.DOTALL)
@@ -28,10 +28,17 @@ def hints(folder: CourseFolder, task: Task) -> list[Hint]:
         LearnerError: guidelines.md does not hold them.
     """
     guide = folder.guide(task)
-    found = [match.groups() for match in _HINT.finditer(_section(read(guide), task.heading))]
+    found = [match.groups() for match in _HINT.finditer(_section(_read(guide), task.heading))]
     if len(found) != len(HINTS):
         raise LearnerError(f"{guide} has no section '## {task.heading}' with {len(HINTS)} hints")
     return [Hint(level, *text) for level, text in zip(HINTS, _stripped(found), strict=True)]
+
+
+def _read(guide: Path) -> str:
+    try:
+        return guide.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _section(guide: str, heading: str) -> str:
@@ -44,11 +51,8 @@ def _stripped(found: list[tuple[str, ...]]) -> list[tuple[str, str]]:
 
 
 def next_level(task: Task, progress: Progress) -> int:
-    """Return the level after the last one shown; first the one that answers the last outcome."""
-    shown = progress.hints.get(task.id)
-    if shown is None:
-        return task.hint_for.get(progress.outcome(task), HINTS[0])
-    return min(shown + 1, HINTS[-1])
+    """Return the level after the last one shown; first the question, whatever the outcome."""
+    return min(progress.hints.get(task.id, 0) + 1, HINTS[-1])
 
 
 def take(folder: CourseFolder, task: Task, progress: Progress, level: int | None = None) -> Hint:

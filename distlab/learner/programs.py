@@ -7,9 +7,12 @@ those who only ask.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distlab.learner.folder import LearnerError
+from distlab.course import TODO, Task
+from distlab.learner.folder import CourseFolder, LearnerError
+from distlab.learner.state import Progress
 
 BATCH = 64  # images of 8 x 8
+CLUSTER, MIN_RANKS, MAX_RANKS = "laptop", 2, 8
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,33 @@ PROGRAMS: Mapping[str, Program] = {
 }
 
 
-def has_program(task_id: str) -> bool:
-    """Whether ``distlab trace`` can draw a task."""
-    return task_id in PROGRAMS
-
-
-def find(task_id: str) -> Program:
-    """Return the program of a task.
+def choose(folder: CourseFolder, progress: Progress) -> Task:
+    """Return the task to draw by default: the last one that was graded, or else the next one.
 
     Raises:
-        LearnerError: it has none; names the tasks that have.
+        LearnerError: neither has a program; names the tasks that have.
     """
-    if not has_program(task_id):
+    written = [task for task in progress.graded(folder) if progress.outcome(task) != TODO]
+    following = progress.next_task(folder)
+    for task in [*written, *([following] if following else [])]:
+        if task.id in PROGRAMS:
+            return task
+    raise LearnerError(f"which task? distlab trace draws {', '.join(PROGRAMS)}")
+
+
+def count(task_id: str, ranks: int | None) -> int:
+    """Return on how many ranks to run a task's program, by default its own number.
+
+    Raises:
+        LearnerError: it has none, and who has; or not for so many.
+    """
+    if task_id not in PROGRAMS:
         raise LearnerError(
             f"there is no picture of {task_id}; distlab trace draws {', '.join(PROGRAMS)}"
         )
-    return PROGRAMS[task_id]
+    number = PROGRAMS[task_id].ranks if ranks is None else ranks
+    if not MIN_RANKS <= number <= MAX_RANKS:
+        raise LearnerError(
+            f"--ranks {number}: the simulated {CLUSTER} has {MIN_RANKS} to {MAX_RANKS}"
+        )
+    return number

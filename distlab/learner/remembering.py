@@ -3,13 +3,12 @@
 PYTEST_DONT_REWRITE: the learner's commands may have imported this before pytest could.
 """
 
-import contextlib
 from typing import Any
 
 import pytest
 
 from distlab.course import PASSED
-from distlab.learner import source, state
+from distlab.learner import source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError, find
 
 _DIGESTS = pytest.StashKey[dict[str, str]]()
@@ -34,10 +33,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for task_id, result in grader.results.items()
         if result.tests and (result.is_complete or result.outcome.value != PASSED)
     }
-    with contextlib.suppress(OSError):  # it is only there to say where to go on
-        if records:
-            source.keep_templates(folder)
-            state.remember(folder, records)
+    if records:
+        templates.keep(folder)
+        state.remember(folder, records)
 
 
 def _folder(config: pytest.Config) -> CourseFolder | None:

@@ -5,13 +5,13 @@ It only says where to go on. It is never trusted: whoever wants a score runs ``d
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distlab import writing
 from distlab.course import HINTS, OUTCOMES, PASSED, Task
-from distlab.learner import files
 from distlab.learner.folder import CourseFolder
 
 FILE = "progress.json"
@@ -27,11 +27,16 @@ class Record:
 
 @dataclass
 class Progress:
-    """Records and hints that were shown, by task id."""
+    """Records and hints that were shown, by task id; records in the order of the gradings.
+
+    Attributes:
+        problem: why it could not be written, "" if it was.
+    """
 
     path: Path
     records: dict[str, Record] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)  # the last level shown
+    problem: str = ""
 
     def outcome(self, task: Task) -> str:
         """Return the last outcome, "" if it was never graded."""
@@ -42,6 +47,10 @@ class Progress:
         """Whether the task passed when it was last graded."""
         return self.outcome(task) == PASSED
 
+    def graded(self, folder: CourseFolder) -> list[Task]:
+        """Return what was graded, the last one first."""
+        return [folder.task(task_id) for task_id in reversed(self.records)]
+
     def next_task(self, folder: CourseFolder, after: Task | None = None) -> Task | None:
         """Return the first task that has not passed, of those after ``after`` if there is one."""
         tasks = list(folder.course.tasks)
@@ -50,11 +59,15 @@ class Progress:
         return next((task for task in in_turn if not self.has_passed(task)), None)
 
     def save(self) -> None:
-        """Write the file; one that reads it meanwhile gets the old one or the new one."""
-        self.path.parent.mkdir(exist_ok=True)
+        """Write the file, or note the problem; one that reads it meanwhile gets old or new."""
         records = {task_id: asdict(record) for task_id, record in self.records.items()}
         text = json.dumps({"tasks": records, "hints": self.hints}, indent=2) + "\n"
-        files.write(self.path, text.encode())
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            writing.whole_file(self.path, text.encode())
+        except OSError as error:
+            reason = error.strerror or error
+            self.problem = f"your progress cannot be kept in {self.path.parent}: {reason}"
 
 
 def load(folder: CourseFolder) -> Progress:
@@ -63,23 +76,31 @@ def load(folder: CourseFolder) -> Progress:
     tables: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
         tables = json.loads(progress.path.read_text(encoding="utf-8"))
-    for task in folder.course.tasks:
-        record, level = _entry(tables, "tasks", task.id), _entry(tables, "hints", task.id)
+    tasks = {task.id for task in folder.course.tasks}
+    for id, record in _entries(tables, "tasks", tasks):
         if isinstance(record, dict) and record.get("outcome") in (PASSED, *OUTCOMES):
-            progress.records[task.id] = Record(record["outcome"], str(record.get("digest", "")))
+            progress.records[id] = Record(record["outcome"], str(record.get("digest", "")))
+    for id, level in _entries(tables, "hints", tasks):
         if type(level) is int and level in HINTS:
-            progress.hints[task.id] = level
+            progress.hints[id] = level
     return progress
 
 
-def _entry(tables: Any, table: str, key: str) -> Any:
+def _entries(tables: Any, table: str, keys: Container[str]) -> list[tuple[str, Any]]:
+    """Return what a table has for these keys, in its own order."""
     entries = tables.get(table) if isinstance(tables, dict) else None
-    return entries.get(key) if isinstance(entries, dict) else None
+    return (
+        [entry for entry in entries.items() if entry[0] in keys]
+        if isinstance(entries, dict)
+        else []
+    )
 
 
 def remember(folder: CourseFolder, records: Mapping[str, Record]) -> Progress:
     """Add what a grading said to what others have written meanwhile."""
     progress = load(folder)
-    progress.records.update(records)
+    for task_id, record in records.items():
+        progress.records.pop(task_id, None)  # the last one graded comes last
+        progress.records[task_id] = record
     progress.save()
     return progress

@@ -1,17 +1,23 @@
 """What the commands say about where a learner stands."""
 
-import re
 from collections.abc import Iterator
 
-from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
+from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
-from distlab.learner.programs import has_program
+from distlab.learner.programs import MAX_RANKS, MIN_RANKS, PROGRAMS
 from distlab.learner.state import Progress
 
 BAR_WIDTH = 24
+ALL_PASSED = "All tasks have passed.  Run: distlab grade"
+BUILT = "What you have built"  # a section of each phase's guidelines.md
 LAST_LINES = 20  # of the output of a grader that failed
+PICTURES = {  # what a picture shows, by the kind of verdict; an endless loop has none
+    "deadlock": "See who waits for whom",
+    "all wait": "See who waits for whom",
+    "wrong": "See who sends what",
+}
 
 
 def summary(folder: CourseFolder, progress: Progress) -> Iterator[str]:
@@ -20,6 +26,7 @@ def summary(folder: CourseFolder, progress: Progress) -> Iterator[str]:
     yield ""
     for phase in folder.course.phases:
         yield phase_line(phase, progress)
+        yield from built(phase, progress)
     yield ""
     yield from whats_next(folder, progress)
 
@@ -28,6 +35,7 @@ def overview(folder: CourseFolder, progress: Progress) -> Iterator[str]:
     """Yield a line per phase and per task, and what comes next."""
     for phase in folder.course.phases:
         yield phase_line(phase, progress)
+        yield from built(phase, progress)
         yield from (task_line(folder, task, progress) for task in phase.tasks)
         yield ""
     yield from whats_next(folder, progress)
@@ -41,6 +49,12 @@ def phase_line(phase: Phase, progress: Progress) -> str:
     bar = "█" * full + "░" * (BAR_WIDTH - full)
     counts = f"{len(passed)}/{len(phase.tasks)} tasks  {points}/{phase.points} points"
     return f"Phase {phase.number}  {phase.title}  {bar}  {counts}"
+
+
+def built(phase: Phase, progress: Progress) -> Iterator[str]:
+    """Yield where to read what was built, when all of a phase has passed."""
+    if all(progress.has_passed(task) for task in phase.tasks):
+        yield f"{BUILT}, and what to do with it: {phase.folder}/guidelines.md#{anchor(BUILT)}"
 
 
 def task_line(folder: CourseFolder, task: Task, progress: Progress) -> str:
@@ -59,7 +73,7 @@ def whats_next(
     """Yield the next task and the command to run, or what is left when all have passed."""
     task = progress.next_task(folder, after)
     if task is None:
-        yield "All tasks have passed.  Run: distlab grade"
+        yield ALL_PASSED
         return
     yield f"Next: {task.heading} ({task.minutes} minutes)"
     yield f"      write {task.function} in {task.template}"
@@ -88,9 +102,13 @@ def _what_is_missing(task: Task, grade: TaskGrade) -> str:
 
 
 def to_write(task: Task, grade: TaskGrade) -> tuple[str, str]:
-    """Return the task and the function that a TODO names: an earlier task's may be missing."""
-    found = re.search(r"\bTask (\d+\.\d+): ([\w.]+)", grade.message)
-    return (found[1], found[2]) if found and grade.outcome == TODO else (task.id, task.function)
+    """Return the task and the function that are to be written: perhaps an earlier task's."""
+    return grade.write_next or (task.id, task.function)
+
+
+def not_written(task: Task) -> str:
+    """Say in a line that there is nothing yet to be drawn."""
+    return f"{task.id} {task.function} is not written yet: write it in {task.template}"
 
 
 def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[str]:
@@ -101,9 +119,19 @@ def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[
     elif grade.outcome == TODO:
         yield from _how_to_write(folder, task, grade)
     else:
-        yield from grading.advice.splitlines()
-        if "deadlock" in grade.message and has_program(task.id):  # an endless loop has no picture
-            yield f"See who waits for whom: distlab trace {task.id}"
+        yield from grading.advice
+        yield from _picture(task, grade)
+
+
+def _picture(task: Task, grade: TaskGrade) -> Iterator[str]:
+    """Yield the command that draws what went wrong, on as many ranks, if it can."""
+    program = PROGRAMS.get(task.id)
+    if program is None or grade.kind not in PICTURES:
+        return
+    ranks = grade.world_size
+    option = f" --ranks {ranks}" if ranks not in (None, program.ranks) else ""
+    if ranks is None or MIN_RANKS <= ranks <= MAX_RANKS:
+        yield f"{PICTURES[grade.kind]}: distlab trace {task.id}{option}"
 
 
 def _how_to_write(folder: CourseFolder, task: Task, grade: TaskGrade) -> Iterator[str]:
@@ -121,7 +149,7 @@ def failure(grading: Grading) -> Iterator[str]:
         yield "Nothing ran: the suite holds no test of what was asked for."
     elif grading.code not in (FULL_MARKS, NOT_FULL):
         yield "The grader failed; this is not your fault, and nothing was scored for it."
-        yield from (grading.advice or grading.output).strip().splitlines()[-LAST_LINES:]
+        yield from (grading.advice or grading.output.strip().splitlines())[-LAST_LINES:]
 
 
 def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress) -> Iterator[str]:
@@ -129,6 +157,7 @@ def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress
     grade = grading.tasks.get(task.id)
     if grade and grade.outcome == PASSED:
         yield f"Your code beside the solution: distlab diff {task.id}"
+        yield from built(folder.phase_of(task), progress)
         yield from whats_next(folder, progress, task)
     elif grade and grade.outcome != GRADER_ERROR and to_write(task, grade)[0] == task.id:
         yield f"Stuck? distlab hint {task.id}   Again: distlab check {task.id}"

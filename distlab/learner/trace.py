@@ -3,18 +3,20 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import distlab
 from distlab import launch
 from distlab.course import Task
 from distlab.grade import submission
+from distlab.grade.outcomes import verdict_on
 from distlab.grade.running import on_rank
 from distlab.launch import LaunchError
-from distlab.learner import programs
+from distlab.learner import programs, status
 from distlab.learner.bodies import BODIES
-from distlab.learner.folder import CourseFolder, LearnerError
-from distlab.sim import Simulated, diagram
+from distlab.learner.folder import CourseFolder, LearnerError, WriteError
+from distlab.learner.programs import CLUSTER
+from distlab.sim import Options, Simulated, diagram
 from distlab.sim.summary import summary
 
-CLUSTER, MAX_RANKS = "laptop", 8
 TIMEOUT_S = 30.0
 OUT = "out"
 
@@ -27,51 +29,50 @@ class Traced:
     picture: Path | None = None
 
 
-def trace(folder: CourseFolder, task: Task, impl: str, ranks: int | None) -> Traced:
+def trace(folder: CourseFolder, task: Task, impl: str, ranks: int) -> Traced:
     """Run the task's program and draw who did what when.
 
     Args:
         folder: the course's.
         task: one that sends messages.
         impl: "template", "solution" or a folder.
-        ranks: 2 to 8; the program's own number by default.
+        ranks: as ``programs.count`` allows.
 
     Raises:
-        LearnerError: there is no program for this task, or not for so many ranks; no phase in the
-            folder.
+        LearnerError: there is no phase in the folder.
+        WriteError: there is no place for the picture.
     """
-    program = programs.find(task.id)
-    count = program.ranks if ranks is None else ranks
-    if not 2 <= count <= MAX_RANKS:
-        raise LearnerError(f"--ranks {count}: the simulated {CLUSTER} has 2 to {MAX_RANKS}")
     try:
         handed_in = submission.find(impl, folder.root)
     except ValueError as error:
         raise LearnerError(str(error)) from None
     try:
         simulated: Simulated[None] = launch.simulate(
-            *(on_rank, count, handed_in, task, BODIES[task.id], ()),
+            *(on_rank, ranks, handed_in, task, BODIES[task.id], ()),
             cluster=CLUSTER,
+            options=Options(given=(str(Path(distlab.__file__).parent),)),
             timeout_s=TIMEOUT_S,
             plain_results=True,
         )
     except LaunchError as error:
-        return Traced(_report(error))
-    title = f"Task {task.id}: {program.title.format(n=count)}"
+        return Traced(_report(folder, error))
+    title = f"Task {task.id}: {programs.PROGRAMS[task.id].title.format(n=ranks)}"
     return Traced(summary(simulated), _draw(simulated, title, folder.root / OUT, task))
 
 
 def _draw(simulated: Simulated[None], title: str, parent: Path, task: Task) -> Path:
-    parent.mkdir(exist_ok=True)
     path = parent / f"trace-{task.id}.png"
-    diagram.space_time(simulated, title).savefig(path)
+    try:
+        parent.mkdir(exist_ok=True)
+        diagram.space_time(simulated, title).savefig(path)
+    except OSError as error:
+        raise WriteError(f"the picture {path}: {error.strerror or error}") from None
     return path
 
 
-def _report(error: LaunchError) -> str:
-    """Say what ended the run; for what is not written yet, in a line."""
-    text = str(error)
-    if error.exception in ("NotImplementedError", "LessonError"):
-        headline = text.partition("\n")[0]
-        return headline.partition(f"{error.exception}: ")[2] or headline
-    return text
+def _report(folder: CourseFolder, error: LaunchError) -> str:
+    """Say what ended the run as the grader does; of what is not written yet, in a line."""
+    verdict = verdict_on(error)
+    if verdict.missing:
+        return status.not_written(folder.task(verdict.missing[0]))
+    return f"{verdict.message}\n{verdict.details}".rstrip()

@@ -6,6 +6,7 @@
 The learner's code still runs in fresh ranks, which the server's fork server starts.
 """
 
+import contextlib
 import gc
 import importlib
 import io
@@ -27,6 +28,7 @@ class WarmGrader:
     def __init__(self, folder: CourseFolder) -> None:
         """Start the process; it loads torch while the caller goes on."""
         self._folder = folder
+        self._is_stopped = False
         self._server = self._start()
 
     def _start(self) -> "subprocess.Popen[str]":
@@ -44,18 +46,27 @@ class WarmGrader:
         """Run pytest; return its exit code and its output."""
         if self._server.poll() is not None:
             self._server = self._start()
+        if self._is_stopped:
+            return GRADER_FAILED, ""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         try:
-            self._server.stdin.write(json.dumps(arguments) + "\n")
-            self._server.stdin.flush()
-            line = self._server.stdout.readline()
+            with children.not_left_stopped(self._server):
+                self._server.stdin.write(json.dumps(arguments) + "\n")
+                self._server.stdin.flush()
+                line = self._server.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line.endswith("\n"):  # nothing, or what it had written when it was killed
-            return GRADER_FAILED, "the grader's process ended; the next save starts another one"
+            self.close()
+            return GRADER_FAILED, "the grader's process ended; the next grading starts another one"
         code, output = json.loads(line)
         return code, output
+
+    def stop(self) -> None:
+        """End the process, from any thread: the call that waits for it returns, and all later."""
+        self._is_stopped = True
+        self._server.terminate()
 
     def close(self) -> None:
         """End the process, whatever it is doing; its ranks end with it."""
@@ -67,7 +78,8 @@ class WarmGrader:
             self._server.wait()
         for pipe in (self._server.stdin, self._server.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of a request that it did not read
+                    pipe.close()
 
 
 def serve() -> None:

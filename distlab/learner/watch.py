@@ -4,13 +4,13 @@
                                 │ queue │──▶ Watch.run: one event after the other
     key thread ────"n", "h"───▶ └───────┘
 
-What comes while a grading runs: a save is graded once more afterwards, q leaves, other keys are
-dropped, as they were meant for what was on the screen before.
+What comes while a grading runs: q leaves at once; a save is graded once more afterwards; other keys
+are kept, one of each, and answered after the verdict.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, Queue
@@ -18,12 +18,12 @@ from queue import Empty, Queue
 from distlab.course import HINTS, CourseError, Task
 from distlab.learner import compare, grading, hints, state, status
 from distlab.learner.folder import CourseFolder, LearnerError
+from distlab.learner.screen import Screen, paragraphs
 
 SAVED, QUIT = "saved", "q"
 QUIET_MS, LONGEST_MS = 20, 200  # a save may be several writes: wait for silence, but not for long
 LEAVE_MS = 200  # how often the watcher looks whether it should stop
 Events = Queue[str]
-Print = Callable[[Iterable[str]], None]
 
 
 class Watch:
@@ -34,8 +34,7 @@ class Watch:
         folder: CourseFolder,
         task: Task,
         run: grading.Run,
-        say: Print,
-        clear: Print,
+        screen: Screen,
         options: Sequence[str] = (),
     ) -> None:
         """Prepare a session.
@@ -44,69 +43,79 @@ class Watch:
             folder: the course's.
             task: to begin with.
             run: calls pytest.
-            say: prints lines.
-            clear: prints lines on an empty screen.
+            screen: shows what is to be seen.
             options: of pytest, for every grading.
         """
         self.task = task
         self._options = options
         self._events: Events = Queue()
-        self._urgent: list[str] = []  # came during a grading; the last one first
-        self._folder, self._run, self._say, self._clear = folder, run, say, clear
+        self._pending: list[str] = []  # came during a grading, in the order of their answers
+        self._verdict: list[str] = []  # the last one
+        self._folder, self._run, self._screen = folder, run, screen
         self._keys = {"n": self._next, "h": self._hint, "d": self._diff, "c": self._check_all}
 
     def run(self, events: Events) -> None:
         """Check the task, then do as told until told to quit."""
         self._events = events
         self.check()
-        while (event := self._urgent.pop() if self._urgent else events.get()) != QUIT:
+        while (event := self._pending.pop(0) if self._pending else events.get()) != QUIT:
             if event == SAVED:
                 self.check()
             elif event in self._keys:
                 self._keys[event]()
 
-    def check(self) -> bool:
-        """Grade the current task and say what came out; whether it passed."""
-        try:
-            self._clear([f"grading {self.task.id} {self.task.function} …"])
-            graded = self._grade(grading.for_task(self._folder, self.task))
-        except (LearnerError, CourseError) as error:
-            self._say([str(error)])
-            return False
-        grading.remember(self._folder, graded)
-        self._clear(self._verdict(graded))
-        return graded.code == grading.FULL_MARKS
+    def check(self) -> None:
+        """Grade the current task and say what came out."""
+        self._screen.show([f"grading {self.task.id} {self.task.function} …"])
+        with self._refusals():
+            graded = self._grade(self.task)
+            if QUIT in self._pending:
+                return
+            progress = grading.remember(self._folder, graded)
+            self._verdict = list(self._lines(graded, progress))
+            self._screen.show([*self._verdict, "", self._menu()])
 
-    def _verdict(self, graded: grading.Grading) -> Iterator[str]:
+    def _lines(self, graded: grading.Grading, progress: state.Progress) -> Iterator[str]:
         grade = graded.tasks.get(self.task.id)
         if grade:
             yield status.verdict(self.task, grade)
         if graded.code == grading.FULL_MARKS:
-            yield from self._progress()
+            yield from self._progress(progress)
         else:
             yield from status.explanation(self._folder, self.task, graded)
-        yield from ("", self._menu())
+        if progress.problem:
+            yield progress.problem
 
-    def _progress(self) -> Iterator[str]:
-        progress = state.load(self._folder)
-        yield status.phase_line(self._folder.phase_of(self.task), progress)
+    def _progress(self, progress: state.Progress) -> Iterator[str]:
+        phase = self._folder.phase_of(self.task)
+        yield status.phase_line(phase, progress)
+        yield from status.built(phase, progress)
         following = progress.next_task(self._folder, self.task)
-        yield f"Next: {following.heading} (n)" if following else "All tasks have passed."
+        yield f"Next: {following.heading} (n)" if following else status.ALL_PASSED
 
     def _menu(self) -> str:
-        has_passed = state.load(self._folder).has_passed(self.task)
-        keys = "n next  h hint  d diff" if has_passed else "h hint"
-        return f"{keys}  c check all  q quit    (grades on every save)"
+        """Name the keys that do something now."""
+        progress = state.load(self._folder)
+        keys = ["h hint", "c check all", "q quit"]
+        if progress.has_passed(self.task):
+            keys.insert(1, "d diff")
+            if progress.next_task(self._folder, self.task):
+                keys.insert(0, "n next")
+        return f"{'  '.join(keys)}    (grades on every save)"
 
     # Keys
+
+    def _answer(self, *lines: str) -> None:
+        """Show what answers a key below the verdict."""
+        self._screen.show_below(self._verdict, ["", *lines, "", self._menu()])
 
     def _next(self) -> None:
         progress = state.load(self._folder)
         following = progress.next_task(self._folder, self.task)
         if not progress.has_passed(self.task):
-            self._say([f"{self.task.id} has not passed yet; h shows a hint"])
+            self._answer(f"{self.task.id} has not passed yet; h shows a hint")
         elif following is None:
-            self._say(status.whats_next(self._folder, progress))
+            self._answer(*status.built(self._folder.phase_of(self.task), progress))
         else:
             self.task = following
             self.check()
@@ -114,30 +123,41 @@ class Watch:
     def _hint(self) -> None:
         with self._refusals():
             taken = hints.take(self._folder, self.task, state.load(self._folder))
-            rest = "" if taken.level < len(HINTS) else "That was the last hint."
-            self._say(["", taken.title, "", taken.text, "", rest or "Once more h: the next hint"])
+            rest = "Once more h: the next hint"
+            if taken.level == len(HINTS):
+                rest = "That was the last hint."
+            self._answer(taken.title, "", *paragraphs(taken.text), "", rest)
 
     def _diff(self) -> None:
         if not state.load(self._folder).has_passed(self.task):
-            self._say([f"{self.task.id} has not passed yet: the solution comes afterwards"])
+            self._answer(f"{self.task.id} has not passed yet: the solution comes afterwards")
             return
         with self._refusals():
-            found = compare.diff(self._folder, self.task)
-            self._say(found.splitlines() or ["the same as the solution"])
+            found = compare.diff(self._folder, self.task).splitlines()
+            self._screen.show([*(found or ["the same as the solution"]), "", self._menu()])
 
     def _check_all(self) -> None:
-        self._clear(["grading all tasks …"])
+        """Grade task by task: each verdict shows as it comes, and q leaves in between."""
+        self._screen.show(["grading all tasks …"])
+        problems: list[str] = []
         with self._refusals():
-            graded = self._grade(grading.suites(self._folder, self._folder.course.phases))
-            progress = grading.remember(self._folder, graded)
-            overview = status.overview(self._folder, progress)
-            self._clear([*overview, *status.failure(graded), "", self._menu()])
+            for task in self._folder.course.tasks:
+                graded = self._grade(task)
+                if QUIT in self._pending:
+                    return
+                grading.remember(self._folder, graded)
+                problems = problems or list(status.failure(graded))
+                grade = graded.tasks.get(task.id)
+                self._screen.add([status.verdict(task, grade) if grade else f"✘ {task.id}: none"])
+            overview = status.overview(self._folder, state.load(self._folder))
+            self._screen.show([*overview, *problems, "", self._menu()])
 
-    def _grade(self, arguments: list[str]) -> grading.Grading:
+    def _grade(self, task: Task) -> grading.Grading:
         """Grade, and sort what came meanwhile: before a verdict is shown, for keys answer that."""
-        graded = grading.grade(self._folder, [*arguments, *self._options], self._run)
-        waiting = set(_drained(self._events))
-        self._urgent = [event for event in (SAVED, QUIT) if event in waiting]
+        arguments = [*grading.for_task(self._folder, task), *self._options]
+        graded = grading.grade(self._folder, arguments, self._run)
+        came = dict.fromkeys([*self._pending, *_drained(self._events)])
+        self._pending = sorted(came, key=lambda event: (event != QUIT, event != SAVED))
         return graded
 
     @contextmanager
@@ -145,7 +165,7 @@ class Watch:
         try:
             yield
         except (LearnerError, CourseError) as error:
-            self._say([str(error)])
+            self._answer(str(error))
 
 
 def _drained(events: Events) -> Iterator[str]:
@@ -190,21 +210,27 @@ def _follow_saves(events: Events, folders: Sequence[Path], stop: threading.Event
 
 
 @contextmanager
-def keys_into(events: Events) -> Iterator[None]:
-    """Put every key of the terminal into the queue, without waiting for Enter."""
+def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
+    """Put every key of the terminal into the queue, without waiting for Enter.
+
+    Args:
+        events: the queue.
+        leave: called for q, in a thread of its own: it ends a grading that is running.
+    """
     import termios
     import tty
 
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
-    threading.Thread(target=_follow_keys, args=(events,), daemon=True).start()
+    threading.Thread(target=_follow_keys, args=(events, leave), daemon=True).start()
     try:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _follow_keys(events: Events) -> None:
-    while key := sys.stdin.read(1):
-        events.put(key.lower())
-    events.put(QUIT)  # the terminal has gone
+def _follow_keys(events: Events, leave: Callable[[], None]) -> None:
+    while (key := sys.stdin.read(1).lower()) and key != QUIT:
+        events.put(key)
+    events.put(QUIT)  # that key, or the terminal has gone
+    leave()

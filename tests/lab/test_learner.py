@@ -1,5 +1,6 @@
 """The learner's commands, on a copy of the course with a small suite."""
 
+import errno
 import json
 import os
 import re
@@ -9,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from typing import get_args
+from typing import Any, get_args
 
 import psutil
 import pytest
@@ -21,9 +23,21 @@ from distlab import course
 from distlab.cli import learn, main
 from distlab.grade import plugin, reports
 from distlab.grade.outcomes import Outcome
-from distlab.learner import bodies, grading, hints, programs, source, state, status, watch
+from distlab.learner import (
+    bodies,
+    grading,
+    hints,
+    programs,
+    resetting,
+    source,
+    state,
+    status,
+    templates,
+    watch,
+)
 from distlab.learner import folder as folders
-from distlab.learner.folder import CourseFolder
+from distlab.learner.folder import CourseFolder, LearnerError, WriteError
+from distlab.learner.screen import Screen, wrapped
 from distlab.learner.warm import WarmGrader
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +159,9 @@ def test_it_works_below_the_course_s_folder_and_says_where_it_does_not(
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     capsys.readouterr()
     assert distlab("status") == 2
-    assert "is not in the course's folder" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "is not in the course's folder" in printed
+    assert printed.endswith(f"; cd {ROOT}\n")
 
 
 def test_status_imports_neither_torch_nor_pytest(here: CourseFolder) -> None:
@@ -181,6 +197,11 @@ def test_a_state_that_makes_no_sense_is_forgotten(here: CourseFolder, text: str)
     [
         ("check 1.55", "there is no task '1.55'; did you mean 1.5?"),
         ("hint broadcst", "there is no task 'broadcst'; did you mean broadcast?"),
+        (
+            "check 2.1",
+            "no task '2.1': phase 2 is not in this course's folder yet; there are 1.1 to 1.13",
+        ),
+        ("diff", "no task has passed yet: name one, with --spoil"),
         ("diff 99", "there is no task '99'; there are: 1.1, 1.2, "),
         ("diff 1.4", "1.4 has not passed yet: distlab check 1.4, or --spoil shows it anyway"),
         ("reset 1.4", "nobody to ask here: distlab reset 1.4 --yes does it"),
@@ -209,6 +230,171 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert line in printed.err
 
 
+# --- accidents -----------------------------------------------------------------------------------
+
+
+def started(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-m", "distlab", *arguments]
+    return subprocess.run(
+        *(command,),
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        env=grading.environment(),
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("arguments", ["", "status", "hint 1.4", "--help", "--version"])
+def test_a_reader_that_has_gone_is_no_news(here: CourseFolder, arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = started(*arguments.split(), stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code"),
+    [
+        ("status", ">&-", 0),
+        ("status", "<&- >&- 2>&-", 0),
+        ("hint 1.4", ">&-", 0),
+        ("diff 1.4", "2>&-", 2),
+        ("reset 1.4", "<&-", 2),
+        ("trace 1.6 --impl solution", ">&- 2>&-", 0),
+    ],
+)
+def test_closed_streams_leave_the_exit_code_true(
+    here: CourseFolder, arguments: str, closed: str, code: int
+) -> None:
+    command = f"exec {sys.executable} -m distlab {arguments} {closed}"
+    done = subprocess.run(
+        ["sh", "-c", command], env=grading.environment(), capture_output=True, text=True
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (1 if code and "2>" not in closed else 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full device")
+def test_output_that_finds_no_place_is_an_error_in_one_line(here: CourseFolder) -> None:
+    with open("/dev/full", "w") as full:
+        done = started("status", stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == "distlab: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("typer", "status"),
+        ("distlab.learner.folder", "status"),
+        ("inside exec", "status"),
+        ("tomllib" if sys.version_info >= (3, 11) else "tomli", "status"),
+        ("torch", "trace 1.4 --impl solution"),
+        ("numpy", "trace 1.4 --impl solution"),
+        ("matplotlib.figure", "trace 1.4 --impl solution"),
+    ],
+)
+def test_ctrl_c_while_a_module_loads_is_one_line(
+    here: CourseFolder, module: str, arguments: str
+) -> None:
+    code = f"""
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+import distlab.cli
+if {module!r} == "inside exec":  # as dataclasses do when a module is loaded
+    import distlab.cli.app
+    distlab.cli.app.run = lambda _: exec("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+distlab.cli.main({arguments.split()!r})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=grading.environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n"), done.stderr
+
+
+def test_a_private_folder_that_is_a_file_is_named_and_nothing_else_fails(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here.private.write_text("not a folder")
+    problem = f"your progress cannot be kept in {here.private}: File exists\n"
+    monkeypatch.setattr(grading, "captured_in", lambda _: saying(0, ("1.4", "passed", 5)))
+    for arguments, begin, error in (
+        ("status", "Phase 1", ""),
+        ("hint 1.4", "1.4 Exchange without", problem),
+        ("check 1.4", "✔ 1.4 exchange: passed", problem),
+    ):
+        assert distlab(*arguments.split()) == 0
+        printed = capsys.readouterr()
+        assert printed.out.startswith(begin)
+        assert printed.err == error
+    assert here.private.read_text() == "not a folder"
+
+
+def test_reset_does_nothing_where_no_copy_can_be_kept(
+    here: CourseFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git(here, "init", "-q")
+    git(here, "add", str(FILE))
+    git(here, "commit", "-qm", "as the course gives it")
+    write_exchange(here, WRONG)
+    here.private.write_text("not a folder")
+    assert distlab("reset", "1.4", "--yes") == 1
+    assert capsys.readouterr() == (
+        "",
+        f"nothing was changed: {here.private}/reset/1.4: Not a directory\n",
+    )
+    assert WRONG in (here.root / FILE).read_text()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_a_course_that_cannot_be_written_is_still_graded(
+    here: CourseFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    def fail(path: Path, *_: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("distlab.writing.whole_file", fail)
+    monkeypatch.setattr(grading, "captured_in", lambda _: saying(1, ("1.4", "failed", 0)))
+    assert distlab("check", "1.4") == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith("✘ 1.4 exchange: failed")
+    assert printed.err.endswith(
+        f"progress cannot be kept in {here.private}: {os.strerror(number)}\n"
+    )
+    assert printed.err.count("\n") == 1
+
+
+def test_a_picture_without_a_place_is_an_error_in_one_line(
+    here: CourseFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here.root / "out").write_text("not a folder")
+    assert distlab("trace", "1.4", "--impl", "solution") == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"the picture {here.root}/out/trace-1.4.png: File exists\n"
+
+
+def test_a_folder_that_has_been_removed_says_where_to_go(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = here.root / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert distlab("status") == 2
+    assert capsys.readouterr().err == f"this folder has been removed: cd {ROOT}\n"
+    monkeypatch.chdir(here.root)  # pytest asks where it is
+
+
 # --- hints, diff, reset --------------------------------------------------------------------------
 
 
@@ -234,10 +420,12 @@ def test_each_hint_says_more_and_the_last_says_so(
     assert "how many ranks have the data?" in capsys.readouterr().out
 
 
-def test_the_first_hint_answers_the_last_outcome(here: CourseFolder) -> None:
-    has_come_out(here, t1_4="hang")
-    assert hints.take(here, here.task("1.4"), state.load(here)).level == 2
-    assert hints.take(here, here.task("1.4"), state.load(here)).level == 3
+@pytest.mark.parametrize("outcome", ["hang", "failed"])
+def test_the_first_hint_is_the_question_whatever_came_out(here: CourseFolder, outcome: str) -> None:
+    has_come_out(here, t1_4=outcome, t1_11=outcome)
+    for task in (here.task("1.4"), here.task("1.11")):
+        levels = [hints.take(here, task, state.load(here)).level for _ in range(4)]
+        assert levels == [1, 2, 3, 3]
 
 
 def test_every_task_has_its_hints(here: CourseFolder) -> None:
@@ -255,17 +443,46 @@ def test_diff_compares_the_functions_of_a_task_and_nothing_else(
     assert "-    for work in dist.batch_isend_irecv(both):" not in printed, "both have it"
     assert "def broadcast" not in printed
     shutil.copy(ROOT / FILE, here.root / FILE)
-    source.keep_templates(here)
+    templates.keep(here)
     assert distlab("diff", "1.8", "--spoil") == 0
     printed = capsys.readouterr().out
     assert "+++ solution: measure_all_reduce" in printed
     assert "+++ solution: fit_alpha_beta" in printed
 
 
+def test_diff_shows_the_helpers_that_hold_the_answer_and_no_docstrings(
+    here: CourseFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for id, shown, not_shown in (
+        ("1.3", "_send_parts", "_describe"),  # given: both have it
+        ("1.8", "_slowest_rank_s", "_finish"),
+        ("1.8", "_dot", "broadcast"),
+        ("1.9", "_broadcast_all", "broadcast"),
+        ("1.13", "Trainer._step", "Trainer.__init__"),
+    ):
+        assert distlab("diff", id, "--spoil") == 0
+        printed = capsys.readouterr().out
+        assert f"+++ solution: {shown}\n" in printed
+        assert f"solution: {not_shown}\n" not in printed
+        assert '"""' not in printed
+
+
+def test_diff_is_of_the_last_that_has_passed(
+    here: CourseFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for id, outcome in (("1.5", "passed"), ("1.4", "passed"), ("1.6", "failed")):
+        state.remember(here, {id: state.Record(outcome)})
+    assert distlab("diff") == 0
+    assert "+++ solution: exchange\n" in capsys.readouterr().out
+    state.remember(here, {"1.5": state.Record("passed")})
+    assert distlab("diff") == 0
+    assert "+++ solution: broadcast\n" in capsys.readouterr().out
+
+
 def test_diff_says_when_there_is_none(
     here: CourseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source.keep_templates(here)
+    templates.keep(here)
     shutil.copy(here.root / here.task("1.4").solution, here.root / FILE)
     assert distlab("diff", "1.4", "--spoil") == 0
     assert capsys.readouterr().out == "exchange is the same as the solution's.\n"
@@ -280,7 +497,7 @@ def git(here: CourseFolder, *arguments: str) -> None:
 def kept(request: pytest.FixtureRequest, here: CourseFolder) -> CourseFolder:
     """The course with its templates in git, or in .distlab/ only."""
     if request.param == "copy":
-        source.keep_templates(here)
+        templates.keep(here)
         return here
     git(here, "init", "-q")
     git(here, "add", str(FILE))
@@ -309,7 +526,7 @@ def test_reset_puts_one_function_back_and_keeps_the_old_text(
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
 def test_reset_leaves_all_else_byte_for_byte(kept: CourseFolder, end: bytes) -> None:
-    strange = b"\x0c# a page of its own \xe2\x80\xa8 and \xff\n"
+    strange = b"\x0c# a page of its own \xe2\x80\xa8\n"
     after = (strange + (ROOT / FILE).read_bytes()).replace(b"\n", end)
     write_exchange(kept, WRONG)
     before = (strange + (kept.root / FILE).read_bytes()).replace(b"\n", end)
@@ -325,7 +542,7 @@ def test_reset_leaves_all_else_byte_for_byte(kept: CourseFolder, end: bytes) -> 
 def test_a_reset_that_cannot_write_leaves_the_file_whole(
     here: CourseFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source.keep_templates(here)
+    templates.keep(here)
     write_exchange(here, WRONG)
     before = (here.root / FILE).read_bytes()
 
@@ -333,8 +550,8 @@ def test_a_reset_that_cannot_write_leaves_the_file_whole(
         raise OSError("disk full")
 
     monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        source.reset(here, here.task("1.4"))
+    with pytest.raises(WriteError, match=r"nothing was changed: .* disk full"):
+        resetting.reset(here, here.task("1.4"))
     assert (here.root / FILE).read_bytes() == before
     assert [path.name for path in (here.root / FILE).parent.glob(".*")] == []
 
@@ -342,17 +559,127 @@ def test_a_reset_that_cannot_write_leaves_the_file_whole(
 def test_reset_says_when_it_cannot(here: CourseFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert distlab("reset", "1.4", "--yes") == 2
     assert "neither git nor .distlab/templates has" in capsys.readouterr().err
-    source.keep_templates(here)
+    templates.keep(here)
     (here.root / FILE).write_text("x = 1\n")
     assert distlab("reset", "1.4", "--yes") == 2
     assert "has no exchange to reset; git checkout -- " in capsys.readouterr().err
     assert (here.root / FILE).read_text() == "x = 1\n"
 
 
+PASTED = "sending = dist.isend(outgoing, dst)\ndist.recv(incoming, src)\nsending.wait()\n"
+SECOND = (
+    "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incoming.copy_(outgoing)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "end", "removed"),
+    [
+        (PASTED, "", "lines 45 to 47 below exchange, which were outside of it"),
+        (PASTED + "return\n", "", "lines 45 to 48 below exchange"),
+        ("if dst:\n" + PASTED, "", "lines 45 to 48 below exchange"),
+        (WRONG, SECOND, "another definition of exchange in lines "),
+        ("    return (\n", SECOND, "another definition of exchange in lines "),
+        (WRONG, "\n\nCHUNK = 4\n", ""),
+        ("    # to be done\n\n    # soon\n", "", ""),
+        ("\tincoming.copy_(outgoing)\n", "\n\nCHUNK = 4\n", ""),
+        ("    def broadcast(x):\n        return x\n\n    broadcast(incoming)\n", "", ""),
+    ],
+)
+def test_reset_puts_back_whatever_stands_where_the_function_was(
+    here: CourseFolder,
+    body: str,
+    end: str,
+    removed: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    templates.keep(here)
+    write_exchange(here, body)
+    with (here.root / FILE).open("a") as file:
+        file.write(end)
+    assert distlab("reset", "1.4", "--yes") == 0
+    kept = "" if end == SECOND else end
+    assert (here.root / FILE).read_text() == (ROOT / FILE).read_text() + kept
+    assert f"Removed as well: {removed}" in capsys.readouterr().out or not removed
+
+
+def test_reset_takes_decorators_along(here: CourseFolder) -> None:
+    templates.keep(here)
+    for body in (WRONG, "    return (\n"):
+        write_exchange(here, body)
+        text = (here.root / FILE).read_text()
+        (here.root / FILE).write_text(
+            text.replace("def exchange(", "@torch.no_grad()\ndef exchange(")
+        )
+        assert distlab("reset", "1.4", "--yes") == 0
+        assert (here.root / FILE).read_text() == (ROOT / FILE).read_text()
+
+
+@pytest.mark.parametrize("body", ["\t\treturn []\n", "\t\treturn (\n"])
+def test_reset_puts_a_method_where_its_class_has_tabs(here: CourseFolder, body: str) -> None:
+    templates.keep(here)
+    path = here.root / here.task("1.13").template
+    path.write_text(f"class Trainer:\n\tdef fit(self):\n{body}\n\tdef other(self):\n\t\tpass\n")
+    assert distlab("reset", "1.13", "--yes") == 0
+    text = path.read_text()
+    compile(text, "", "exec")
+    assert "\n\tdef other(self):\n\t\tpass\n" in text
+    assert set(source.to_write(here.task("1.13"), text)) == {"Trainer.fit"}
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("\n\ndef helper(:\n", "would not parse afterwards: line "),
+        ("\n\nreturn\n", "would not parse afterwards: line "),
+        ("\n\nexchange = print\n", "gives exchange another meaning in line "),
+        ("\n\nif True:\n    def exchange(): pass\n", "gives exchange another meaning in line "),
+        ("\n# \xff\n", "Python cannot read phase1_data_parallel/template_collectives.py: "),
+    ],
+)
+def test_reset_that_would_not_be_effective_changes_nothing(
+    here: CourseFolder, end: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    templates.keep(here)
+    write_exchange(here, WRONG)
+    before = (here.root / FILE).read_bytes() + end.encode("latin-1")
+    (here.root / FILE).write_bytes(before)
+    assert distlab("reset", "1.4", "--yes") == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("nothing was changed: ")
+    assert reason in printed
+    assert printed.count("\n") == 1
+    assert (here.root / FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("start", "encoding"),
+    [("# -*- coding: latin-1 -*-\n# Jos\xe9\n", "latin-1"), ("# Jos\xe9\n", "utf-8-sig")],
+    ids=["latin-1", "BOM"],
+)
+def test_a_file_is_read_and_written_in_its_own_encoding(
+    here: CourseFolder, start: str, encoding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    templates.keep(here)
+    task, path = here.task("1.4"), here.root / FILE
+    write_exchange(here, WRONG)
+    as_given = source.digest(here, task)
+    text = (start + path.read_text()).replace("α", "a").replace("β", "b").replace("·", "*")
+    path.write_bytes(text.encode(encoding, errors="backslashreplace"))
+    assert source.digest(here, task) not in ("", as_given)
+    assert distlab("diff", "1.4", "--spoil") == 0
+    assert "-    incoming.copy_(outgoing)" in capsys.readouterr().out
+    assert distlab("reset", "1.4", "--yes") == 0
+    after = path.read_bytes()
+    assert after.startswith(start.encode(encoding))
+    assert set(source.to_write(task, source.read(path))) == {"exchange"}
+    compile(after, "", "exec")
+
+
 def test_reset_asks_first(
     here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source.keep_templates(here)
+    templates.keep(here)
     write_exchange(here, WRONG)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     questions: list[str] = []
@@ -380,17 +707,21 @@ def report_asked_for(arguments: Sequence[str]) -> Path:
 
 
 def saying(
-    code: int, *tasks: tuple[str, str, int], text: str = "", message: str = ""
+    code: int,
+    *tasks: tuple[str, str, int],
+    text: str = "",
+    advice: Sequence[str] = (),
+    **more: object,
 ) -> grading.Run:
-    """What runs no pytest, and reports (id, outcome, points of 5)."""
+    """What runs no pytest, and reports (id, outcome, points of 5) and ``more`` of each task."""
     keys = ("id", "outcome", "points")
-    entries = [{**dict(zip(keys, task, strict=True)), "max_points": 5} for task in tasks]
-    entries = [{**entry, "seconds": 0.1, "message": message} for entry in entries]
+    entries = [dict(zip(keys, task, strict=True)) for task in tasks]
+    entries = [{**entry, "max_points": 5, "seconds": 0.1, **more} for entry in entries]
 
     def run(arguments: list[str]) -> tuple[int, str]:
         if tasks:
             path = report_asked_for(arguments)
-            path.write_text(json.dumps({"tasks": entries}))
+            path.write_text(json.dumps({"tasks": entries, "advice": advice}))
         return code, text
 
     return run
@@ -429,14 +760,23 @@ def test_a_report_of_the_learner_s_is_neither_read_nor_removed(here: CourseFolde
 def test_a_report_may_go_to_a_device_but_not_to_a_folder(
     here: CourseFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert grading.find_report("json=/dev/stdout") == "json=/dev/stdout"
-    assert grading.find_report("json=new/a.json") == f"json={here.root / 'new/a.json'}"
+    found = grading.find_reports(["json=/dev/stdout", "json=new/a.json"])
+    assert found[1::2] == ["json=/dev/stdout", f"json={here.root / 'new/a.json'}"]
     assert list((here.root / "new").iterdir()) == []
     for path, reason in (("solutions", "is a folder"), ("course.toml/a", "cannot be written")):
         assert distlab("grade", "--report", f"json={path}") == 2
         printed = capfd.readouterr()
         assert (printed.out, printed.err.count("\n")) == ("", 1)
         assert reason in printed.err
+
+
+def test_what_cannot_be_remembered_is_graded_all_the_same(here: CourseFolder) -> None:
+    shutil.rmtree(here.private, ignore_errors=True)
+    here.private.write_text("a file")
+    graded = grading.grade(here, [], saying(1, ("1.4", "passed", 5)))
+    progress = grading.remember(here, graded)
+    assert progress.outcome(here.task("1.4")) == "passed"
+    assert progress.problem.startswith(f"your progress cannot be kept in {here.private}: ")
 
 
 @pytest.mark.slow
@@ -461,8 +801,7 @@ def test_the_first_hour(here: CourseFolder, capfd: pytest.CaptureFixture[str]) -
     printed = capfd.readouterr().out
     assert printed.startswith("✘ 1.4 exchange: hang (0/5 points, ")
     assert "Task 1.4: deadlock" in printed
-    assert " to receive. Who should have sent, or received, first?" in printed
-    assert "See who waits for whom: distlab trace 1.4" in printed
+    assert "See who waits for whom: distlab trace 1.4 --ranks 2" in printed
     assert "template_collectives.py:" in printed
     assert "Stuck? distlab hint 1.4" in printed
     assert distlab("trace", "1.4") == 1
@@ -497,14 +836,59 @@ def test_trace_draws_what_the_function_sends(
     assert distlab("trace", "1.6", "--impl", "solution", "--ranks", "2") == 0
     assert capfd.readouterr().out.endswith("out/trace-1.6.png: who did what when\n")
     assert (here.root / "out/trace-1.6.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trace_says_what_is_not_written(
+    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert distlab("trace", "1.6") == 1
-    assert capfd.readouterr().out.startswith("Task 1.6: all_reduce_naive, see guidelines.md#16-")
+    assert (
+        capfd.readouterr().out == f"1.6 all_reduce_naive is not written yet: write it in {FILE}\n"
+    )
+    text = (here.root / FILE).read_text()
+    mark = 'raise NotImplementedError(\n        "Task 1.6'
+    assert mark in text
+    (here.root / FILE).write_text(
+        text.replace(mark, "broadcast(x)\n    " + mark.replace("1.6", ""))
+    )
+    assert distlab("trace", "1.6") == 1
+    assert capfd.readouterr().out == f"1.5 broadcast is not written yet: write it in {FILE}\n"
+
+
+def test_trace_shows_the_learner_s_lines_alone(
+    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_exchange(here, "    dist.send(outgoing, 99)\n")
+    assert distlab("trace", "1.4") == 1
+    printed = capfd.readouterr().out
+    assert "template_collectives.py" in printed
+    assert "/distlab/" not in printed
+    assert "bodies.py" not in printed
+
+
+def test_trace_draws_the_last_graded_or_the_next_by_default(here: CourseFolder) -> None:
+    def chosen() -> str:
+        return programs.choose(here, state.load(here)).id
+
+    with pytest.raises(LearnerError, match=r"which task\? distlab trace draws 1\.3, 1\.4"):
+        chosen()
+    has_come_out(here, t1_7="failed")
+    has_come_out(here, t1_4="hang")
+    assert chosen() == "1.4"
+    has_come_out(here, t1_7="hang")
+    has_come_out(here, t1_5="todo", t1_13="failed")
+    assert chosen() == "1.7"
+
+
+def test_without_anything_graded_trace_draws_the_next(here: CourseFolder) -> None:
+    has_come_out(here, t1_1="passed", t1_2="passed")
+    assert programs.choose(here, state.load(here)).id == "1.3"
 
 
 def test_whether_a_task_can_be_drawn_is_told_without_torch() -> None:
     code = (
-        "import sys\nfrom distlab.learner.programs import has_program\n"
-        "print(has_program('1.4'), has_program('1.13'), 'torch' in sys.modules)"
+        "import sys\nfrom distlab.learner.programs import PROGRAMS\n"
+        "print('1.4' in PROGRAMS, '1.13' in PROGRAMS, 'torch' in sys.modules)"
     )
     environment = grading.environment()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
@@ -512,13 +896,51 @@ def test_whether_a_task_can_be_drawn_is_told_without_torch() -> None:
     assert programs.PROGRAMS.keys() == bodies.BODIES.keys() <= {task.id for task in COURSE.tasks}
 
 
-BROADCAST_MISSING = "Task 1.5: broadcast, see guidelines.md#15-broadcast-along-a-tree"
+def test_several_tasks_are_checked_one_by_one(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = {"1.4": (1, "failed", 0), "1.5": (0, "passed", 5), "1.6": (3, "grader error", 0)}
+
+    class Fake:
+        def __init__(self, _: CourseFolder) -> None:
+            pass
+
+        def __call__(self, arguments: list[str]) -> tuple[int, str]:
+            id = arguments[arguments.index("-k") + 1]
+            code, outcome, points = codes[id]
+            return saying(code, (id, outcome, points))(arguments)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("distlab.learner.warm.WarmGrader", Fake)
+    assert distlab("check", "1.5", "1.4", "broadcast") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("✔", "✘"))] == [
+        "✔ 1.5 broadcast: passed (5/5 points, 0.1 s)",
+        "✘ 1.4 exchange: failed (0/5 points, 0.1 s)",
+    ]
+    assert distlab("check", "1.4", "1.6", "1.5") == 3
+
+
+@pytest.mark.slow
+def test_several_tasks_share_one_process(
+    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_exchange(here, RIGHT)
+    before = psutil.Process().children()
+    assert distlab("check", "1.4", "1.5") == grading.NOTHING_RAN, "the suite has no 1.5"
+    assert "✔ 1.4 exchange: passed" in capfd.readouterr().out
+    assert psutil.Process().children() == before
+
+
+BROADCAST_MISSING = {"task": "1.5", "function": "broadcast"}
 
 
 def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
     here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = saying(1, ("1.6", "todo", 0), message=BROADCAST_MISSING)
+    run = saying(1, ("1.6", "todo", 0), write_next=BROADCAST_MISSING)
     monkeypatch.setattr(grading, "captured_in", lambda _: run)
     assert distlab("check", "1.6") == 1
     assert capsys.readouterr().out.splitlines() == [
@@ -532,13 +954,45 @@ def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
 def test_a_second_function_that_is_missing_is_named(
     here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = saying(1, ("1.8", "todo", 0), message="Task 1.8: fit_alpha_beta, see guidelines.md#18-m")
+    missing = {"task": "1.8", "function": "fit_alpha_beta"}
+    run = saying(1, ("1.8", "todo", 0), write_next=missing)
     monkeypatch.setattr(grading, "captured_in", lambda _: run)
     assert distlab("check", "1.8") == 1
     printed = capsys.readouterr().out
     assert "· 1.8 measure_all_reduce: fit_alpha_beta is not written yet\n" in printed
     assert "Write fit_alpha_beta in " in printed
     assert "Stuck? distlab hint 1.8" in printed
+
+
+@pytest.mark.parametrize(
+    ("id", "kind", "world_size", "line"),
+    [
+        ("1.4", "deadlock", 2, "See who waits for whom: distlab trace 1.4 --ranks 2"),
+        ("1.7", "deadlock", 3, "See who waits for whom: distlab trace 1.7 --ranks 3"),
+        ("1.7", "all wait", 8, "See who waits for whom: distlab trace 1.7"),
+        ("1.7", "wrong", 3, "See who sends what: distlab trace 1.7 --ranks 3"),
+        ("1.7", "wrong", 1, ""),
+        ("1.7", "deadlock", 16, ""),
+        ("1.7", "endless loop", 3, ""),
+        ("1.13", "deadlock", 4, ""),
+    ],
+)
+def test_a_verdict_proposes_the_picture_on_as_many_ranks(
+    here: CourseFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    id: str,
+    kind: str,
+    world_size: int,
+    line: str,
+) -> None:
+    advice = ["Task: deadlock, distlab trace", "  in test_a"]
+    run = saying(1, (id, "hang", 0), advice=advice, kind=kind, world_size=world_size)
+    monkeypatch.setattr(grading, "captured_in", lambda _: run)
+    assert distlab("check", id) == 1
+    after_verdict = capsys.readouterr().out.splitlines()[1:-1]
+    assert after_verdict == advice + [line] * bool(line)
 
 
 @pytest.mark.parametrize("command", ["check 1.4", "grade", "watch 1.4"])
@@ -603,24 +1057,28 @@ def session(
         def get_nowait(self) -> str:
             return Queue.get(self, block=False)
 
-    say: Callable[[Iterable[str]], None] = lines.extend
-    watching = watch.Watch(here, here.task(task), run, say, say)
+    watching = watch.Watch(here, here.task(task), run, screen_into(lines))
     watching.run(Coming())
     return watching, lines
+
+
+def screen_into(lines: list[str], width: int = 200, height: int = 100) -> Screen:
+    """A screen whose lines are all kept."""
+    return Screen(lines.extend, lambda: None, lambda: (width, height))
 
 
 def test_n_goes_on_only_when_the_task_has_passed(here: CourseFolder) -> None:
     watching, lines = session(here, saying(1, ("1.4", "failed", 0)), "n")
     assert watching.task.id == "1.4"
-    assert lines[-1] == "1.4 has not passed yet; h shows a hint"
+    assert lines[-3] == "1.4 has not passed yet; h shows a hint"
     watching, lines = session(here, saying(0, ("1.4", "passed", 5)), "n")
     assert watching.task.id == "1.5", "the one after it, though 1.1 is open too"
 
 
 def test_the_menu_offers_the_keys_that_do_something(here: CourseFolder) -> None:
     end = "c check all  q quit    (grades on every save)"
-    _, lines = session(here, saying(1, ("1.4", "hang", 0)))
-    assert lines[-1] == f"h hint  {end}", "d and n would only be refused"
+    _, lines = session(here, saying(1, ("1.4", "hang", 0)), "h", "d")
+    assert [line for line in lines if "quit" in line] == 3 * [f"h hint  {end}"], "n, d do nothing"
     _, lines = session(here, saying(0, ("1.4", "passed", 5)))
     assert lines[-1] == f"n next  h hint  d diff  {end}"
 
@@ -634,11 +1092,11 @@ def test_what_is_next_is_what_the_command_beside_it_watches(here: CourseFolder) 
 
 
 def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
-    source.keep_templates(here)
+    templates.keep(here)
     _, lines = session(here, saying(1, ("1.4", "hang", 0)), "h", "h", "d", "c", "?")
     assert [line for line in lines if line.startswith("Hint")] == [
+        "Hint 1: a question",
         "Hint 2: the idea",
-        "Hint 3: names",
     ]
     assert "1.4 has not passed yet: the solution comes afterwards" in lines
     assert any("0/13 tasks" in line for line in lines)
@@ -665,50 +1123,127 @@ def test_the_time_of_a_world_holds_for_every_grading_of_a_session(here: CourseFo
         asked.append(arguments)
         return saying(1, ("1.4", "failed", 0))(arguments)
 
-    events: Queue[str] = Queue()
-    shown: list[str] = []
-
-    def clear(lines: Iterable[str]) -> None:
-        shown.extend(lines)
-        if "grades on every save" in shown[-1]:
-            events.put("c" if len(asked) == 1 else "q")
-
     options = grading.world_timeout(7.5)
-    watch.Watch(here, here.task("1.4"), run, shown.extend, clear, options).run(events)
-    assert len(asked) == 2
+    watching = watch.Watch(here, here.task("1.4"), run, screen_into([]), options)
+    watching.run(typed("c", watch.QUIT))
+    assert len(asked) == 1 + len(here.course.tasks)
     assert all(run[run.index("--world-timeout") + 1] == "7.5" for run in asked)
 
 
-def test_a_key_that_answers_a_verdict_is_not_dropped(here: CourseFolder) -> None:
-    events: Queue[str] = Queue()
-    lines: list[str] = []
+def typed(*keys: str) -> "Queue[str]":
+    """Keys that come one by one: each is waited for."""
 
-    def clear(shown: Iterable[str]) -> None:
-        lines.extend(shown)
-        if "grades on every save" in lines[-1]:
-            for key in ("h", "q"):
-                events.put(key)
+    class Keys(Queue[str]):
+        def get(self, block: bool = True, timeout: float | None = None) -> str:
+            return next(coming) if block else super().get(block=False)
 
-    run = saying(1, ("1.4", "failed", 0))
-    watch.Watch(here, here.task("1.4"), run, lines.extend, clear).run(events)
-    assert any(line.startswith("Hint") for line in lines)
+    coming = iter(keys)
+    return Keys()
 
 
-def test_a_save_during_a_grading_is_graded_and_other_keys_are_dropped(here: CourseFolder) -> None:
-    events: Queue[str] = Queue()
-    gradings = 0
+def failing_while(events: "Queue[str]", *came: Sequence[str]) -> tuple[grading.Run, list[str]]:
+    """What fails, and during whose gradings, one after the other, events come; what was asked."""
+    asked: list[str] = []
+    coming = iter(came)
 
     def run(arguments: list[str]) -> tuple[int, str]:
-        nonlocal gradings
-        gradings += 1
-        for event in [watch.SAVED, "h", watch.SAVED] if gradings == 1 else [watch.SAVED, "q"]:
+        asked.append(arguments[arguments.index("-k") + 1])
+        for event in next(coming, [watch.QUIT]):
             events.put(event)
-        return saying(1, ("1.4", "failed", 0))(arguments)
+        return saying(1, (asked[-1], "failed", 0))(arguments)
 
+    return run, asked
+
+
+def test_keys_of_a_grading_are_answered_after_it_and_a_save_before_them(
+    here: CourseFolder,
+) -> None:
+    events = typed(watch.QUIT)
+    run, asked = failing_while(events, ["h", "n", watch.SAVED, "h", watch.SAVED], [])
     lines: list[str] = []
-    watch.Watch(here, here.task("1.4"), run, lines.extend, lines.extend).run(events)
-    assert gradings == 2
-    assert not any(line.startswith("Hint") for line in lines)
+    watch.Watch(here, here.task("1.4"), run, screen_into(lines)).run(events)
+    assert asked == ["1.4", "1.4"]
+    starts = ("grading", "✘", "Hint", "1.4 has not passed")
+    told = [line.partition(":")[0] for line in lines if line.startswith(starts)]
+    verdict = ["grading 1.4 exchange …", "✘ 1.4 exchange"]
+    refusal = "1.4 has not passed yet; h shows a hint"
+    assert told == [*verdict, *verdict, verdict[1], "Hint 1", verdict[1], refusal]
+
+
+def test_q_during_a_grading_leaves_before_anything_else(here: CourseFolder) -> None:
+    events: Queue[str] = Queue()
+    run, asked = failing_while(events, ["h", watch.SAVED, "q", "c"])
+    lines: list[str] = []
+    watch.Watch(here, here.task("1.4"), run, screen_into(lines)).run(events)
+    assert (asked, lines) == (["1.4"], ["grading 1.4 exchange …"])
+
+
+def test_c_shows_each_verdict_as_it_comes_and_q_leaves_in_between(here: CourseFolder) -> None:
+    events = typed("c")
+    run, asked = failing_while(events, [], [], [], ["q"])
+    lines: list[str] = []
+    watch.Watch(here, here.task("1.4"), run, screen_into(lines)).run(events)
+    assert asked == ["1.4", "1.1", "1.2", "1.3"]
+    assert lines[-3:] == [
+        "grading all tasks …",
+        "✘ 1.1 shard_indices: failed (0/5 points, 0.1 s)",
+        "✘ 1.2 build_loader: failed (0/5 points, 0.1 s)",
+    ]
+
+
+def test_a_hint_leaves_the_verdict_on_the_screen(here: CourseFolder) -> None:
+    advice = ["Task 1.4: deadlock", *(f"  rank {rank} waits" for rank in range(40))]
+    run = saying(1, ("1.4", "hang", 0), advice=advice)
+    for width, height in ((200, 100), (80, 24), (60, 20)):
+        screens: list[list[str]] = []
+
+        def say(lines: Iterable[str], screens: list[list[str]] = screens) -> None:
+            screens[-1].extend(lines)
+
+        def clear(screens: list[list[str]] = screens) -> None:
+            screens.append([])
+
+        screen = Screen(say, clear, lambda size=(width, height): size)
+        events = typed("h", "h", watch.QUIT)
+        watch.Watch(here, here.task("1.4"), run, screen).run(events)
+        for hint, shown in zip((1, 2), screens[-2:], strict=True):
+            assert shown[:2] == ["✘ 1.4 exchange: hang (0/5 points, 0.1 s)", "Task 1.4: deadlock"]
+            assert any(line.startswith(f"Hint {hint}") for line in shown)
+            assert shown[-1].endswith("(grades on every save)")
+            assert len(shown) < height
+            assert max(map(len, shown)) <= width
+        state.load(here).path.unlink()
+
+
+def test_lines_break_between_words(here: CourseFolder) -> None:
+    line = "  rank 0 waits for rank 1 to receive, and rank 1 waits for rank 0 to receive."
+    assert wrapped(["short", line, ""], 40) == [
+        "short",
+        "  rank 0 waits for rank 1 to receive,",
+        "    and rank 1 waits for rank 0 to",
+        "    receive.",
+        "",
+    ]
+    assert "".join(wrapped(["x" * 100], 40)).replace(" ", "") == "x" * 100
+
+
+def test_the_last_verdict_leads_to_what_was_built(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built = "phase1_data_parallel/guidelines.md#what-you-have-built"
+    passed = {task.id: state.Record("passed") for task in here.course.tasks}
+    state.remember(here, {id: record for id, record in passed.items() if id != "1.4"})
+    run = saying(0, ("1.4", "passed", 5))
+    _, lines = session(here, run)
+    assert any(line.endswith(built) for line in lines)
+    assert status.ALL_PASSED in lines
+    assert "n next" not in lines[-1]
+    monkeypatch.setattr(grading, "captured_in", lambda _: run)
+    for command in ("check 1.4", "status", ""):
+        assert distlab(*command.split()) == 0
+        assert capsys.readouterr().out.count(built) == 1
+    for phase in here.course.phases:
+        assert f"\n## {status.BUILT}\n" in (here.root / phase.folder / "guidelines.md").read_text()
 
 
 @pytest.mark.slow
@@ -741,13 +1276,41 @@ def test_a_save_gets_its_verdict_from_the_warm_process(here: CourseFolder) -> No
 def test_watch_on_a_terminal_leaves_nothing_behind(
     here: CourseFolder, number: signal.Signals, code: int
 ) -> None:
+    write_exchange(here, WRONG)
+    with on_a_terminal("watch", "1.4") as (process, terminal):
+        screen = read_until(terminal, "grades on every save")
+        assert "✘ 1.4 exchange: failed" in screen
+        os.write(terminal, b"h")
+        screen = read_until(terminal, "grades on every save")
+        assert "✘ 1.4 exchange: failed" in screen
+        assert "Hint 1: a question" in screen
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(timeout=20) == code
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of its own")
+def test_q_leaves_a_grading_at_once(here: CourseFolder) -> None:
+    started = here.root / "started"
+    write_exchange(here, f"    open({str(started)!r}, 'w').close()\n    while True: pass\n")
+    with on_a_terminal("watch", "1.4", "--world-timeout", "600") as (process, terminal):
+        wait_until(started.exists)
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.write(terminal, b"q")
+        assert process.wait(timeout=20) == 0, "and not after the two minutes of the grading"
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+
+
+@contextmanager
+def on_a_terminal(*arguments: str) -> "Iterator[tuple[subprocess.Popen[bytes], int]]":
+    """The command, and our end of the terminal that it runs on."""
     import pty
 
-    write_exchange(here, WRONG)
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "distlab", "watch", "1.4"]
     with subprocess.Popen(
-        *(command,),
+        [sys.executable, "-m", "distlab", *arguments],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -756,14 +1319,7 @@ def test_watch_on_a_terminal_leaves_nothing_behind(
     ) as process:
         os.close(theirs)
         try:
-            screen = read_until(ours, "grades on every save")
-            assert "✘ 1.4 exchange: failed" in screen
-            os.write(ours, b"h")
-            assert "Hint 1: a question" in read_until(ours, "the next hint")
-            family = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(number)
-            assert process.wait(timeout=20) == code
-            assert psutil.wait_procs(family, timeout=10)[1] == []
+            yield process, ours
         finally:
             process.kill()  # else a test that fails waits for it
     os.close(ours)

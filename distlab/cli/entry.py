@@ -1,0 +1,132 @@
+"""How the command begins and ends: true exit codes, one line for what went wrong.
+
+Nothing is imported here before ctrl-C has its answer: typer and torch take a while to load.
+"""
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from distlab import interrupts
+
+FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    0 done, 1 it failed, 2 bad options, 130 ctrl-C, 141 nobody reads the output any more; the
+    commands that grade have codes of their own.
+    """
+    seen: list[int] = []  # each ctrl-C
+    atexit.register(_end, seen)  # registered first, it runs last
+    _open_closed_streams()
+    with _interrupts(seen):
+        try:
+            code = _run(arguments)
+            sys.stdout.flush()
+        except BaseException as error:  # ctrl-C may come out of an import as something else
+            code = complain("interrupted", INTERRUPTED) if seen else _code_of(error)
+    if code != INTERRUPTED:
+        seen.clear()  # the command has dealt with it
+    sys.exit(code)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    from distlab.cli import app
+
+    return app.run(arguments)
+
+
+def complain(message: str, code: int) -> int:
+    """Print a line on standard error; return the exit code that was given."""
+    erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar may stand there
+    try:
+        print(erase_bar + message, file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr.fileno())
+    return code
+
+
+def _code_of(error: BaseException) -> int:
+    """Say what went wrong, and return the exit code; a bug keeps its traceback."""
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+        _drop(sys.stdout.fileno())  # click has made it a SystemExit(1)
+        return PIPE_CLOSED
+    if isinstance(error, KeyboardInterrupt):
+        return complain("interrupted", INTERRUPTED)
+    if type(error).__module__.startswith("distlab."):
+        return complain(str(error), 2 if _is_about_options(error) else FAILED)
+    if isinstance(error, OSError):
+        _drop(sys.stdout.fileno())  # it may be this one that is full
+        place = error.filename or "standard output"
+        return complain(f"distlab: {place}: {error.strerror or error}", FAILED)
+    raise error
+
+
+def _is_about_options(error: BaseException) -> bool:
+    """Whether other options would have worked, as far as can be known."""
+    from distlab.course import CourseError
+    from distlab.learner.folder import LearnerError, WriteError
+
+    if isinstance(error, CourseError | LearnerError):
+        return not isinstance(error, WriteError)
+    from distlab.launch import SetupError  # an error of distlab's: torch is loaded anyhow
+    from distlab.training import ConfigError
+
+    return isinstance(error, ConfigError | SetupError)
+
+
+# Signals and streams
+
+
+@contextmanager
+def _interrupts(seen: list[int]) -> Iterator[None]:
+    """Note each ctrl-C, and raise KeyboardInterrupt as Python does."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # nohup's choice, or a caller's, stays
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(seen: Sequence[int]) -> None:
+    """Keep the exit code: by now nothing is left to interrupt.
+
+    After a ctrl-C that reached it inside ``exec``, Python would end itself with that signal.
+    """
+    interrupts.ignore()
+    if seen:
+        os._exit(INTERRUPTED)
+
+
+def _open_closed_streams() -> None:
+    """Open a closed standard stream to nowhere: the next file opened would take its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115
+
+
+def _drop(number: int) -> None:
+    """Let what Python still wants to write to a stream go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
