@@ -22,23 +22,24 @@ AllReduce = Callable[[Tensor, Group], None]
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
-    Both are posted before either is waited for. With two blocking calls all ranks would send
-    first, and where a send returns only when it was received (NCCL) nobody would ever receive.
+    Both go into one batch, so that neither waits for the other and no order of sends and receives
+    can hang. Outside a batch NCCL runs the operations between two ranks one after the other, even
+    those of ``isend`` and ``irecv``: if both ranks post the send first, nobody ever receives.
 
     Args:
-        outgoing: contiguous; must not be written before this returns.
-        dst: rank that receives it.
-        incoming: contiguous, shape and dtype of what ``src`` sends; holds it on return.
-            Must not overlap ``outgoing``.
-        src: rank that sends it; may differ from ``dst`` (a ring) or equal it (a pair).
+        outgoing: contiguous; not changed. The caller may write it as soon as this returns.
+        dst: the rank that receives it; another one than this.
+        incoming: contiguous, shape and dtype of what ``src`` sends, which may differ from those of
+            ``outgoing``; holds it on return. Must not overlap ``outgoing``.
+        src: the rank that sends it; may differ from ``dst`` (a ring) or equal it (a pair).
         group: the ranks that take part; all by default.
 
-    Cost: one message each way at the same time: α + max(bytes out, bytes in)·β seconds.
+    Cost: one message each way at the same time, α + max(bytes out, bytes in)·β seconds; no
+        collective, no barrier.
     """
     # TODO 1.4: on return ``incoming`` holds what src sent, and ``outgoing`` may be written again.
-    #   It must not stand still where a send returns only once it was received.
-    #   Tools: dist.isend, dist.irecv, dist.P2POp, dist.batch_isend_irecv; group_peer= counts inside
-    #   the group.
+    #   Tools: one dist.batch_isend_irecv of two dist.P2POp (dist.isend and dist.irecv), with
+    #   group_peer=, which counts inside the group; wait.
     #   Worked: ranks 0, 1, 2 send their number to the right neighbour: they receive 2, 0, 1.
     #   About 6 lines.
     raise NotImplementedError("Task 1.4: exchange, see guidelines.md#14-exchange-without-deadlock")
@@ -47,23 +48,25 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
 def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
     """Copy ``x`` of rank ``src`` to all ranks, in place, along a binomial tree.
 
-    In every round each rank that has the data passes it on. N = 6, src = 0:
+    In every round each rank that has the data passes it on. One such tree, N = 6, src = 0:
         round 0    0→1
         round 1    0→2  1→3
         round 2    0→4  1→5
+    Any tree of the same cost will do, and a rank may post its sends all at once.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``.
-        src: rank that has the data.
+        x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``. The caller
+            may write it as soon as this returns.
+        src: the rank that has the data.
         group: the ranks that take part; all by default.
 
-    Cost: ⌈log2 N⌉ rounds, ⌈log2 N⌉(α + nβ) seconds; N-1 messages in all, at most ⌈log2 N⌉ from
-        one rank.
+    Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
+        ⌈log2 N⌉ from one rank; no collective, and no memory beside ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     # TODO 1.5: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src, any N.
     #   Tools: dist.send and dist.recv, with group_dst= and group_src=.
-    #   Worked: N = 6, src = 4: round 0 is 4→5, round 1 is 4→0 and 5→1, round 2 is 4→2 and 5→3.
+    #   Worked: N = 6, whatever src is: 5 messages in 3 rounds, at most 3 of them from src.
     #   About 10 lines.
     raise NotImplementedError("Task 1.5: broadcast, see guidelines.md#15-broadcast-along-a-tree")
 
@@ -72,15 +75,17 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: rank 0 adds up everything, then broadcasts the sum.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; holds the sum on return.
+        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
+            same on all ranks. The caller may write it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: rank 0 receives (N-1)·n bytes one after the other, (N-1)(α + nβ) seconds, and the
-        broadcast adds ⌈log2 N⌉(α + nβ). All others wait for rank 0.
+    Cost: each other rank sends its n bytes to rank 0, one message after the other: (N-1)(α + nβ)
+        seconds. The broadcast adds ⌈log2 N⌉ rounds of α + nβ and N-1 messages of n bytes. No
+        collective; one more tensor of the size of ``x`` on rank 0, none elsewhere.
     """
     # TODO 1.6: all ranks hold the sum; rank 0 has added it up.
     #   Tools: dist.send, dist.recv, one tensor of the size of ``x`` on rank 0, your broadcast.
-    #   Worked: three ranks hold 1, 2 and 4: rank 0 receives two messages, and all hold 7.
+    #   Worked: three ranks hold 1, 2 and 4: all hold 7 at the end, after four messages.
     #   About 9 lines.
     raise NotImplementedError(
         "Task 1.6: all_reduce_naive, see guidelines.md#16-all-reduce-the-naive-way"
@@ -96,22 +101,24 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
                   0+1     0+1     2+3     2+3
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
-    If N is no power of two, the ranks from the largest power P ≤ N on hand their ``x`` to rank - P
-    first and get the sum back at the end.
+    The order of the distances is free. If N is not a power of two, let P be the largest one below:
+    each rank from P on hands its ``x`` to rank - P first, and gets the sum back from there at the
+    end; the first P ranks do the rest.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit
-            the same on all ranks.
+        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
+            same on all ranks. The caller may write it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: N = 2^k: log2 N messages and n·log2 N bytes sent per rank, log2 N (α + nβ) seconds.
-        Else two more rounds: (⌊log2 N⌋ + 2)(α + nβ) seconds.
+    Cost: N = 2^k: log2 N messages of n bytes sent per rank, log2 N (α + nβ) seconds. Otherwise two
+        more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds, and the messages that hand over and give back.
+        No collective; at most one more tensor of the size of ``x`` on each rank.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling).
     """
-    # TODO 1.7: all ranks hold the sum, after log2 N rounds if N is a power of two, else after two
-    #   more than for the largest power below it.
+    # TODO 1.7: all ranks hold the sum, after log2 N rounds if N is a power of two, otherwise after
+    #   two more than for the largest power below it.
     #   Tools: your exchange, dist.send and dist.recv, one more tensor of the size of ``x``.
-    #   Worked: N = 6: 4→0 and 5→1; then 0↔1 and 2↔3; then 0↔2 and 1↔3; then 0→4 and 1→5.
+    #   Worked: N = 6: 12 messages in 4 rounds; ranks 0 and 1 send 3 of them each, 4 and 5 one each.
     #   About 20 lines.
     raise NotImplementedError(
         "Task 1.7: all_reduce_recursive_doubling, see guidelines.md#17-all-reduce-by-doubling"
@@ -172,30 +179,32 @@ def measure_all_reduce(
 ) -> AllReduceTimes:
     """Time every strategy at every size, and fit α and β of one message.
 
-    Each time is the median of ``repeats`` runs of the slowest rank, all ranks having started
-    together. α and β are fitted to ``exchange`` with the neighbour, the bare message.
+    A cell is a strategy at a size. All ranks start each run of it together, and the run takes as
+    long as its slowest rank. The time of the cell is the median of its runs; of an even number of
+    runs, any time between the two in the middle.
 
     Args:
-        strategies: by name; each sums a tensor in place.
-        sizes_bytes: multiples of 4 (float32), at least two different ones for the fit.
-        repeats: timed runs of each, after one that is not timed.
-        device: where the tensors live.
+        strategies: by name; each sums a tensor in place, and is called with it and ``group``.
+        sizes_bytes: of the float32 tensor, in any order: multiples of 4, at least two different.
+        repeats: timed runs of each cell, after one that is not timed.
+        device: where the tensors live; a run lasts until it has finished.
         group: at least two ranks; all by default.
 
     Returns:
-        The table, equal on all ranks; its extra column ``exchange`` is the single message.
+        The table, equal on all ranks: sizes in the order given, and beside the strategies a column
+        ``exchange``, one message to the right neighbour. α and 1/β are ``fit_alpha_beta``'s of it.
 
     Raises:
-        ValueError: fewer than two ranks, two sizes or one repeat, a size that is no multiple of 4,
-            or a strategy called "exchange".
+        ValueError: the same on all ranks: fewer than two ranks, two different sizes or one repeat,
+            a size that is not a multiple of 4, or a strategy called "exchange".
 
-    Cost: about (repeats + 1) runs of every cell and as many tiny all-reduces as barriers.
+    Cost: repeats + 1 runs of each cell.
     """
     # TODO 1.8: the table of seconds, and α and 1/β of its column "exchange".
     #   For every cell: one run that is not timed, then ``repeats`` times: all start together, each
     #   rank takes its own time, the slowest counts. All ranks must end up with the same table.
-    #   Tools: time.perf_counter, _exchange_in_ring and _finish (given), your all-reduces (to start
-    #   together and to share the times), median, your fit_alpha_beta.
+    #   Tools: time.perf_counter, _exchange_in_ring and _finish (given), a tiny all-reduce to start
+    #   together, one to share the times, median, your fit_alpha_beta.
     #   Worked: α = 7 µs, 1/β = 13 GB/s, 4 ranks, 40,000 bytes: exchange takes 10.1 µs,
     #   all_reduce_naive 3 + 2 messages, 50.4 µs.
     #   About 35 lines with a helper of your own.
@@ -213,9 +222,13 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
     Where noise asks for a negative α or β, it is 0 and the other one alone is fitted: the best of
     all lines without negative coefficients.
 
+    Args:
+        sizes_bytes: in any order, at least two different ones.
+        seconds: one for each size, above 0.
+
     Returns:
-        α in seconds per message, 0 or more; β in seconds per byte, at least the smallest positive
-        number.
+        α in seconds per message; β in seconds per byte, ``sys.float_info.min`` in place of 0, so
+        that 1/β is finite. Both are floats.
     """
     # TODO 1.8: return α and β of the line through the measured points.
     #   Tools: sums, or numpy; each point weighs 1 / seconds².

@@ -32,7 +32,8 @@ def shard_indices(
     """List the samples that ``rank`` sees in ``epoch``; all ranks get equally many.
 
     Ranks take turns in the epoch's order, so that step k of all ranks together is one slice of it.
-    7 samples, 3 ranks, not shuffled:
+    The order is a function of num_samples, seed, epoch and shuffle, and of nothing else: every rank
+    computes the same one. 7 samples, 3 ranks, not shuffled:
         order      0 1 2 3 4 5 6           drop_last=True
         padded     0 1 2 3 4 5 6 0 1       0 1 2 3 4 5
         rank 0     0     3     6           0     3
@@ -43,23 +44,25 @@ def shard_indices(
         num_samples: size of the data set, at least 1.
         rank: this rank, 0 … world_size - 1.
         world_size: number of shards.
-        epoch: with ``seed`` it fixes the order. Equal on all ranks, else shards overlap.
-        seed: seed of the run, equal on all ranks.
-        shuffle: permute the samples first; False keeps the order of the data set.
-        drop_last: cut the tail that does not fill all ranks, instead of wrapping round.
+        epoch: 0 … 2^32 - 1, equal on all ranks. Each pair of seed and epoch has its own draw.
+        seed: of the run, 0 … 2^32 - 1, equal on all ranks.
+        shuffle: draw a random order, each as likely as any other; False keeps that of the data set.
+        drop_last: cut the tail that does not fill all ranks. Otherwise the order is wrapped round,
+            as often as it takes where there are fewer samples than ranks.
 
     Returns:
-        ⌈num_samples / world_size⌉ indices, or ⌊…⌋ with ``drop_last``.
+        ⌈num_samples / world_size⌉ indices, or ⌊…⌋ with ``drop_last``: a list of Python's own ints.
 
     Raises:
         ValueError: ``rank`` is outside the world, or there is no sample.
 
-    Cost: no communication; O(num_samples) on every rank.
+    Cost: no communication; time and memory O(num_samples + world_size). The global generators of
+        random, numpy and torch are left as they are.
     """
     # TODO 1.1: return the samples of this rank, as the table above shows them.
-    #   The order is a function of seed and epoch, of nothing else: every rank computes the same one
-    #   without a message. Refuse what cannot be (see Raises) before anything else.
-    #   Tools: a numpy generator of your own, slices. Not the global generators of torch or numpy.
+    #   Every rank computes the order of the epoch by itself, without a message. Refuse what cannot
+    #   be (see Raises).
+    #   Tools: a numpy generator of your own, slices.
     #   Worked: 10 samples, 4 ranks, not shuffled: rank 3 gets [3, 7, 1], with drop_last [3, 7].
     #   About 10 lines.
     raise NotImplementedError("Task 1.1: shard_indices, see guidelines.md#11-shard-the-data-set")
@@ -155,24 +158,28 @@ def build_loader(
     The N batches of a step are together the global batch that one process would have drawn, so
     the number of workers does not change the training. global_batch_size 64:
         1 rank: 64 a step        4 ranks: 16 each        3 ranks: ValueError (use 63 or 66)
-    The last, incomplete global batch of an epoch is left out (the next epoch's order differs).
+    The shard is that of ``shard_indices`` with ``drop_last``, in its order. The last, incomplete
+    global batch of an epoch is left out (the next epoch's order differs).
 
     Args:
         dataset: map-style, equal on all ranks; yields (image, label).
         global_batch_size: samples of all ranks in one step; a multiple of N.
-        seed: seed of the run. Augmentation drawn from torch, numpy or ``random`` differs by rank
-            and epoch, repeats when the run is repeated, and takes no numbers from the training.
-        shuffle: new order in every epoch.
+        seed: of the run; it fixes order and augmentation. What augmentation draws from torch, numpy
+            or ``random`` differs by rank and epoch, repeats when the run is repeated, and takes no
+            numbers from the training: building and loading leave the global generators alone.
+        shuffle: new order in every epoch; False keeps that of the data set.
         num_loader_workers: processes that load; 0 loads in this process.
         group: the ranks that share the data; all by default.
 
     Returns:
-        The loader. Call ``set_epoch(epoch)`` before each epoch, or every epoch is the same.
+        The loader, in epoch 0; its length is the number of steps. Call ``set_epoch(epoch)`` before
+        each epoch, or every epoch has the same order.
 
     Raises:
-        ValueError: the global batch is not a multiple of N, or larger than the data set.
+        ValueError: the global batch is less than 1, or larger than the data set, or not a multiple
+            of N; then the message names the nearest multiples, of which 0 is none.
 
-    Cost: no communication.
+    Cost: no communication. Each rank fetches the samples that it yields, and no others.
     """
     # TODO 1.2: return a ShardLoader that yields this rank's share of every global batch.
     #   ShardSampler and ShardLoader are given. Yours: how large a share is, what becomes of an
@@ -194,23 +201,28 @@ def scatter_batch(
 ) -> Batch:
     """Give every rank its part of a global batch that only ``src`` holds.
 
-    10 samples, 4 ranks: rows 0-2, 3-5, 6-7, 8-9. With fewer samples than ranks the last ranks get
-    tensors of zero rows.
+    10 samples, 4 ranks: rows 0-2, 3-5, 6-7, 8-9. With fewer samples than ranks, even none, the last
+    ranks get tensors of zero rows.
 
     Args:
-        batch: on ``src`` images (B, …) and labels (B, …), any dtypes; None elsewhere.
+        batch: on ``src`` images (B, …) and labels (B, …), any shapes, dtypes and strides; None
+            elsewhere. The rows arrive bit by bit as they are.
         src: the rank inside ``group`` that holds the batch.
-        device: where the parts of the other ranks are allocated; the device of ``batch``.
+        device: where the other ranks receive and return their rows; the device of ``batch``.
         group: the ranks that share the batch; all by default.
 
     Returns:
-        This rank's rows of images and labels; on ``src`` views of ``batch``.
+        This rank's rows of images and labels, a tuple; on ``src`` views of ``batch``.
 
     Raises:
-        ValueError: on every rank, if ``src`` has no batch, or images and labels differ in length.
+        ValueError: on every rank, with the same message, if ``src`` has no batch, or images and
+            labels differ in length.
 
-    Cost: on ``src`` 2(N-1) messages and (N-1)/N of the batch's bytes, and one broadcast of the
-        shapes (a few hundred bytes).
+    Cost: one broadcast of the shapes (broadcast_object_list: 2 collectives, less than 1,000 bytes).
+        Then ``src`` sends every other rank that gets rows 2 messages, images and labels: 2(N-1) in
+        all, (N-1)/N of the batch's bytes. Nothing else is sent, and no send is under way at the
+        end. Memory: the other ranks hold their rows only; ``src`` copies nothing of a contiguous
+        batch.
     """
     # TODO 1.3: src sends every other rank its rows, all return their own.
     #   A rank cannot receive a tensor whose shape it does not know, nor may it wait for one that
@@ -218,7 +230,7 @@ def scatter_batch(
     #   makes either of them, _empty_part (given) the room for what arrives.
     #   Tools: dist.broadcast_object_list, Tensor.tensor_split, dist.isend, dist.recv, each with
     #   group_src= or group_dst=, which count inside the group. Zero rows need no message.
-    #   Worked: 10 rows, 4 ranks, src 0: rank 2 receives rows 6 and 7; src sends 6 messages.
+    #   Worked: 10 rows, 4 ranks, src 0: rank 2 receives rows 6 and 7; src sends 6 messages of rows.
     #   About 25 lines.
     raise NotImplementedError("Task 1.3: scatter_batch, see guidelines.md#13-scatter-a-batch")
 

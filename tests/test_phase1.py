@@ -7,12 +7,22 @@ asserted in tests/phase1/judge_*.py, task by task; pytest collects it from here.
 
 import sys
 
+from phase1.judge_shards import *
 from phase1.judge_data_loader import *
+from phase1.judge_augmentation import *
 from phase1.judge_scatter import *
-from phase1.judge_collectives import *
+from phase1.judge_exchange import *
+from phase1.judge_broadcast import *
+from phase1.judge_all_reduce import *
+from phase1.judge_measured_runs import *
 from phase1.judge_measurement import *
+from phase1.judge_fit import *
+from phase1.judge_equal_start import *
 from phase1.judge_gradients import *
+from phase1.judge_step import *
+from phase1.judge_evaluate import *
 from phase1.judge_trainer import *
+from phase1.judge_training_cost import *
 
 from distlab.grade.plugin import main
 

@@ -20,18 +20,20 @@ AllReduce = Callable[[Tensor, Group], None]
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
-    Both are posted before either is waited for. With two blocking calls all ranks would send
-    first, and where a send returns only when it was received (NCCL) nobody would ever receive.
+    Both go into one batch, so that neither waits for the other and no order of sends and receives
+    can hang. Outside a batch NCCL runs the operations between two ranks one after the other, even
+    those of ``isend`` and ``irecv``: if both ranks post the send first, nobody ever receives.
 
     Args:
-        outgoing: contiguous; must not be written before this returns.
-        dst: rank that receives it.
-        incoming: contiguous, shape and dtype of what ``src`` sends; holds it on return.
-            Must not overlap ``outgoing``.
-        src: rank that sends it; may differ from ``dst`` (a ring) or equal it (a pair).
+        outgoing: contiguous; not changed. The caller may write it as soon as this returns.
+        dst: the rank that receives it; another one than this.
+        incoming: contiguous, shape and dtype of what ``src`` sends, which may differ from those of
+            ``outgoing``; holds it on return. Must not overlap ``outgoing``.
+        src: the rank that sends it; may differ from ``dst`` (a ring) or equal it (a pair).
         group: the ranks that take part; all by default.
 
-    Cost: one message each way at the same time: α + max(bytes out, bytes in)·β seconds.
+    Cost: one message each way at the same time, α + max(bytes out, bytes in)·β seconds; no
+        collective, no barrier.
     """
     both = [
         dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst),
@@ -44,18 +46,20 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
 def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
     """Copy ``x`` of rank ``src`` to all ranks, in place, along a binomial tree.
 
-    In every round each rank that has the data passes it on. N = 6, src = 0:
+    In every round each rank that has the data passes it on. One such tree, N = 6, src = 0:
         round 0    0→1
         round 1    0→2  1→3
         round 2    0→4  1→5
+    Any tree of the same cost will do, and a rank may post its sends all at once.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``.
-        src: rank that has the data.
+        x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``. The caller
+            may write it as soon as this returns.
+        src: the rank that has the data.
         group: the ranks that take part; all by default.
 
-    Cost: ⌈log2 N⌉ rounds, ⌈log2 N⌉(α + nβ) seconds; N-1 messages in all, at most ⌈log2 N⌉ from
-        one rank.
+    Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
+        ⌈log2 N⌉ from one rank; no collective, and no memory beside ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     world_size = dist.get_world_size(group)
@@ -74,11 +78,13 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: rank 0 adds up everything, then broadcasts the sum.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; holds the sum on return.
+        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
+            same on all ranks. The caller may write it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: rank 0 receives (N-1)·n bytes one after the other, (N-1)(α + nβ) seconds, and the
-        broadcast adds ⌈log2 N⌉(α + nβ). All others wait for rank 0.
+    Cost: each other rank sends its n bytes to rank 0, one message after the other: (N-1)(α + nβ)
+        seconds. The broadcast adds ⌈log2 N⌉ rounds of α + nβ and N-1 messages of n bytes. No
+        collective; one more tensor of the size of ``x`` on rank 0, none elsewhere.
     """
     if dist.get_rank(group) == 0:
         arrived = torch.empty_like(x)
@@ -99,16 +105,18 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
                   0+1     0+1     2+3     2+3
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
-    If N is no power of two, the ranks from the largest power P ≤ N on hand their ``x`` to rank - P
-    first and get the sum back at the end.
+    The order of the distances is free. If N is not a power of two, let P be the largest one below:
+    each rank from P on hands its ``x`` to rank - P first, and gets the sum back from there at the
+    end; the first P ranks do the rest.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit
-            the same on all ranks.
+        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
+            same on all ranks. The caller may write it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: N = 2^k: log2 N messages and n·log2 N bytes sent per rank, log2 N (α + nβ) seconds.
-        Else two more rounds: (⌊log2 N⌋ + 2)(α + nβ) seconds.
+    Cost: N = 2^k: log2 N messages of n bytes sent per rank, log2 N (α + nβ) seconds. Otherwise two
+        more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds, and the messages that hand over and give back.
+        No collective; at most one more tensor of the size of ``x`` on each rank.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -190,24 +198,26 @@ def measure_all_reduce(
 ) -> AllReduceTimes:
     """Time every strategy at every size, and fit α and β of one message.
 
-    Each time is the median of ``repeats`` runs of the slowest rank, all ranks having started
-    together. α and β are fitted to ``exchange`` with the neighbour, the bare message.
+    A cell is a strategy at a size. All ranks start each run of it together, and the run takes as
+    long as its slowest rank. The time of the cell is the median of its runs; of an even number of
+    runs, any time between the two in the middle.
 
     Args:
-        strategies: by name; each sums a tensor in place.
-        sizes_bytes: multiples of 4 (float32), at least two different ones for the fit.
-        repeats: timed runs of each, after one that is not timed.
-        device: where the tensors live.
+        strategies: by name; each sums a tensor in place, and is called with it and ``group``.
+        sizes_bytes: of the float32 tensor, in any order: multiples of 4, at least two different.
+        repeats: timed runs of each cell, after one that is not timed.
+        device: where the tensors live; a run lasts until it has finished.
         group: at least two ranks; all by default.
 
     Returns:
-        The table, equal on all ranks; its extra column ``exchange`` is the single message.
+        The table, equal on all ranks: sizes in the order given, and beside the strategies a column
+        ``exchange``, one message to the right neighbour. α and 1/β are ``fit_alpha_beta``'s of it.
 
     Raises:
-        ValueError: fewer than two ranks, two sizes or one repeat, a size that is no multiple of 4,
-            or a strategy called "exchange".
+        ValueError: the same on all ranks: fewer than two ranks, two different sizes or one repeat,
+            a size that is not a multiple of 4, or a strategy called "exchange".
 
-    Cost: about (repeats + 1) runs of every cell and as many tiny all-reduces as barriers.
+    Cost: repeats + 1 runs of each cell.
     """
     world_size = dist.get_world_size(group)
     sizes_fit = len(set(sizes_bytes)) >= 2 and not any(size % 4 for size in sizes_bytes)
@@ -235,9 +245,13 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
     Where noise asks for a negative α or β, it is 0 and the other one alone is fitted: the best of
     all lines without negative coefficients.
 
+    Args:
+        sizes_bytes: in any order, at least two different ones.
+        seconds: one for each size, above 0.
+
     Returns:
-        α in seconds per message, 0 or more; β in seconds per byte, at least the smallest positive
-        number.
+        α in seconds per message; β in seconds per byte, ``sys.float_info.min`` in place of 0, so
+        that 1/β is finite. Both are floats.
     """
     weights = [1 / t**2 for t in seconds]
     mean_n, mean_t = _mean(sizes_bytes, weights), _mean(seconds, weights)

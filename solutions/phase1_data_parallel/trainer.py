@@ -24,15 +24,16 @@ from solutions.phase1_data_parallel.data_loader import Batch, Sample, ShardLoade
 def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
     """Make parameters and buffers of all ranks equal to those of rank ``src``, in place.
 
-    Buffers count too: BatchNorm's running mean is part of the model and no gradient ever
-    repairs it.
+    In place: the same tensor objects, in the same memory. Gradients are left as they are. Buffers
+    count too: BatchNorm's running mean is part of the model and no gradient ever repairs it.
 
     Args:
-        module: same architecture on all ranks; overwritten except on ``src``.
+        module: same architecture on all ranks, tensors of any dtype; overwritten except on ``src``.
         src: rank inside ``group`` whose values everybody gets.
         group: the ranks that train together; all by default.
 
-    Cost: one broadcast per parameter and buffer: ⌈log2 N⌉ rounds each.
+    Cost: at most one broadcast per parameter and buffer: ⌈log2 N⌉ rounds each. What two layers
+        share is sent once.
     """
     _broadcast_all([*module.parameters(), *module.buffers()], src, group)
 
@@ -55,10 +56,12 @@ def average_gradients(
         module: after backward. A trainable parameter that got no gradient on this rank counts as
             zero: other ranks may have one, and every rank must make the same calls. (One that no
             rank uses then has a gradient of zero instead of none, and weight decay moves it.)
+            A frozen parameter is left as it is, also if it has a gradient.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
-    Cost: one all-reduce per trainable parameter; a parameter shared by two layers counts once.
+    Cost: one all-reduce per trainable parameter, of its gradient's bytes, and nothing else is sent;
+        a parameter shared by two layers counts once.
     """
     world_size = dist.get_world_size(group)
     for gradient in _gradients(module):
@@ -80,8 +83,9 @@ def average_gradients_flat(
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
-    Cost: one all-reduce of as many bytes: α is paid once, not per parameter. Memory for a second
-        copy of the gradients, and nothing is sent before backward has ended.
+    Cost: one all-reduce of as many bytes, none if nothing is trainable: α is paid once, not per
+        parameter. Memory for one more copy of the gradients, the bucket. (And nothing is sent
+        before backward has ended.)
     """
     gradients = _gradients(module)
     if not gradients:
@@ -128,19 +132,23 @@ def train_step(
 
     Args:
         model: equal on all ranks; maps inputs to logits (…, classes).
-        optimizer: of ``model``'s parameters, equal settings on all ranks.
+        optimizer: of ``model``'s parameters, equal settings on all ranks. Gradients from before the
+            step do not count.
         batch: this rank's inputs, and targets (…) int64; batches may differ in size, also be empty.
+            Only read.
         all_reduce: sums a tensor over the group, in place.
-        average: of the gradients: one all-reduce per parameter, or one flat bucket.
+        average: of the gradients: one all-reduce per parameter, or one flat bucket. Called once,
+            with ``model``, ``all_reduce`` and ``group``.
         group: the ranks that train together; all by default.
 
     Returns:
-        The mean loss over the targets of all ranks, before the step; equal on all ranks.
+        The mean loss over the targets of all ranks, before the step; the same float on all ranks.
 
     Raises:
-        ValueError: on every rank, if no rank has any target.
+        ValueError: the same on every rank, if no rank has any target; no parameter has changed.
 
-    Cost: one all-reduce of two numbers, and those of ``average``.
+    Cost: one forward pass over this rank's batch; one all-reduce of two numbers, in float32 or
+        float64 whatever the model computes in, and those of ``average``.
     """
     inputs, targets = batch
     optimizer.zero_grad()
@@ -194,17 +202,20 @@ def evaluate(
     Args:
         model: equal on all ranks; in evaluation mode during the call, each module as before after.
         dataset: the whole data set, equal on all ranks, at least one sample.
-        batch_size: samples per forward pass of one rank; does not change the result.
-        device: where the model is.
+        batch_size: samples per forward pass of one rank, but for its last; does not change the
+            result.
+        device: where the model is. Batches are moved there, and the sums are added up there.
         group: the ranks that share the work; all by default.
 
     Returns:
-        The same numbers on all ranks as one process would get, up to rounding of the sums.
+        The same numbers on all ranks as one process would get, up to rounding: a batch is
+        summed in the dtype of its logits, batches and ranks in float32 or float64.
 
     Raises:
-        ValueError: the data set is empty.
+        ValueError: the same on every rank, if the data set is empty.
 
-    Cost: one all-reduce of three numbers.
+    Cost: one forward pass over this rank's samples, without gradients; one all-reduce of three
+        numbers.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     num_samples = len(dataset)  # type: ignore[arg-type]
@@ -279,7 +290,7 @@ class EpochResult:
     step_losses: tuple[float, ...]
     test_loss: float
     test_accuracy: float  # 0 … 1
-    images_per_s: float  # by all ranks together, per second of training without the evaluation
+    images_per_s: float  # of all ranks, per second of training: with loading, without evaluation
 
     @property
     def train_loss(self) -> float:
@@ -291,14 +302,14 @@ class Trainer:
     """Trains one model on N ranks as if one process had done it.
 
     (BatchNorm excepted: each rank normalises by its own shard. Rank 0's running statistics are
-    given to all before an evaluation.)
+    given to all before each evaluation, and all train on with them.)
 
     Args:
         model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
         optimizer: of the model's parameters.
-        all_reduce: sums a gradient over the group, in place; any of the lesson's.
-        average: of the gradients, one of AVERAGE_GRADIENTS.
-        device: of this rank.
+        all_reduce: sums over the group, in place; any of the lesson's. Used in each step.
+        average: of the gradients, one of AVERAGE_GRADIENTS. Used in each step.
+        device: of this rank; batches are moved there.
         group: the ranks that train together; all by default.
     """
 
@@ -328,15 +339,22 @@ class Trainer:
     ) -> list[EpochResult]:
         """Train for ``epochs``, evaluate after each, and return the history (on every rank).
 
-        Rank 0 logs a line per epoch:
+        All of the model is in training mode in every step. Rank 0 logs a line after each epoch, in
+        words of your own, with the number of the epoch and "loss"; the other ranks print nothing:
             rank 0/4  epoch 1  loss 1.8002  test loss 0.6068  accuracy 80.0%  2,057 images/s
 
         Args:
             train_data: whole training set, equal on all ranks.
             test_data: whole test set, equal on all ranks.
-            epochs: passes over the training set; its last incomplete global batch is left out.
+            epochs: passes over the training set, each in an order of its own; its last incomplete
+                global batch is left out. 0 trains nothing, and the history is empty.
             global_batch_size: samples of all ranks in one step; a multiple of N.
             seed: fixes the order of the samples, whatever N.
+
+        Returns:
+            One ``EpochResult`` for each epoch of this call, numbered from 1: called again, ``fit``
+            trains on from the weights there are. The same on every rank, but for ``images_per_s``,
+            which each rank takes from its own clock.
 
         Raises:
             ValueError: from ``build_loader``, if the global batch cannot be shared equally.

@@ -13,6 +13,23 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
+REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
+
+
+def refusal_of(call: Callable[[], object]) -> dict[str, str]:
+    """Return the type and the text of what ``call`` raises, both "" if it raises nothing.
+
+    What torch raises of a world that has ended is not a refusal: it is passed on.
+    """
+    try:
+        call()
+    except REFUSALS as error:
+        is_value_error = isinstance(error, ValueError)  # one of the learner's own is one too
+        name = ValueError.__name__ if is_value_error else type(error).__name__
+        return {"type": name, "text": str(error)}
+    return {"type": "", "text": ""}
+
+
 def returned(function: str, value: Any) -> Any:
     """Return what the learner's ``function`` has returned, if it has returned anything.
 
@@ -50,3 +67,18 @@ def pair(function: str, value: Any, names: str) -> tuple[Any, Any]:
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise TypeError(f"{function} should return {names}; it returned {found!r:.70}")
     return found[0], found[1]
+
+
+def int_list(function: str, value: Any) -> list[int]:
+    """Return what the learner's ``function`` has returned, if it is a list of Python's own ints.
+
+    Raises:
+        TypeError: it is something else, or holds something else.
+    """
+    expected = f"{function} should return a list of Python's own ints"
+    if not isinstance(returned(function, value), list):
+        raise TypeError(f"{expected}; it returned a {type(value).__name__}, {value!r:.50}")
+    for item in value:
+        if type(item) is not int:
+            raise TypeError(f"{expected}; in its list is a {type(item).__name__}, {item!r:.50}")
+    return [*value]

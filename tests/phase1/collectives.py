@@ -1,16 +1,16 @@
-"""Bodies for tasks 1.4 to 1.8."""
+"""Bodies for tasks 1.4 to 1.7."""
 
+import hashlib
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phase1.calls import numbers, returned
-
-NUM_ELEMENTS = 1000
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7, 2), (101,))
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7, 2), (101,), (17_001,))
 DTYPES = ("float32", "float64", "int64", "uint8", "bfloat16")
 KINDS = [*((shape, "float32") for shape in SHAPES), *(((7, 2), dtype) for dtype in DTYPES)]
 NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to, times a scale
@@ -20,7 +20,9 @@ NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to,
     "int64": (2**58, 2**59, 1),
     "uint8": (16, 32, 1),
 }
-SIZES_BYTES = (4_000, 40_000, 400_000, 4_000_000)
+FRACTIONS = ("float32", "bfloat16", "float64")
+LONG = 128  # elements; of longer tensors a digest is compared
+LARGE = 1_050_000, 1_100_000  # elements, drawn between: more than 2^20, and than 2^20 bytes
 
 
 def tensors_of(rank: int) -> list[Tensor]:
@@ -34,155 +36,137 @@ def tensors_of(rank: int) -> list[Tensor]:
     return made
 
 
-def plain(tensors: list[Tensor]) -> list[Any]:
-    return [tensor.tolist() for tensor in tensors]
+def plain(tensors: Sequence[Tensor]) -> list[Any]:
+    return [_plain(tensor) for tensor in tensors]
+
+
+def _plain(tensor: Tensor) -> Any:
+    if tensor.numel() <= LONG:
+        return tensor.tolist()
+    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return [*tensor.flatten()[:3].tolist(), "…", digest[:8]]
+
+
+def sizes_of_kinds() -> Counter[int]:
+    """How many of the tensors have how many bytes."""
+    return Counter(tensor.numel() * tensor.element_size() for tensor in tensors_of(0))
 
 
 # 1.4
 
 
-def exchange_round_the_ring(lesson: Any, step: int, group: Any = None) -> dict[str, list[float]]:
-    """Send rank + 1 numbers to the right by ``step`` places; return what both tensors hold."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    src = (rank - step) % size
-    outgoing, incoming = torch.full((rank + 1,), float(rank)), torch.full((src + 1,), -1.0)
-    lesson.exchange(outgoing, (rank + step) % size, incoming, src, group)
-    return {"incoming": incoming.tolist(), "outgoing": outgoing.tolist()}
+def exchange_all_kinds(
+    lesson: Any, dsts: Sequence[int], are_alike: bool, group: Any = None
+) -> dict[str, list[Any]]:
+    """Send every kind of tensor to ``dsts[rank]``; return what both tensors hold.
+
+    All ranks send the same kind, or in step i rank r kind i + r, so that what leaves and what
+    arrives differ in kind.
+    """
+    rank, num_kinds = dist.get_rank(group), len(KINDS)
+    src, mine = dsts.index(rank), tensors_of(rank)
+    others = [torch.zeros_like(tensor) for tensor in mine]
+    memory = _aliases(others)
+    for i in range(num_kinds):
+        out, into = (i if are_alike else (i + r) % num_kinds for r in (rank, src))
+        lesson.exchange(mine[out], dsts[rank], others[into], src, **_given(group))
+    return {"incoming": plain(memory), "outgoing": plain(mine)}
 
 
-def exchange_much(lesson: Any) -> float:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    outgoing, incoming = torch.full((NUM_ELEMENTS,), float(rank)), torch.empty(NUM_ELEMENTS)
-    lesson.exchange(outgoing, (rank + 1) % size, incoming, (rank - 1) % size)
-    return float(incoming.mean())
+def _aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Other views of the same memory: what is written in place is seen through them."""
+    return [tensor.detach() for tensor in tensors]
 
 
-def exchange_then_write(lesson: Any) -> float:
-    """Overwrite what was sent as soon as exchange returns, while the receiver comes late."""
+def exchange_once(lesson: Any, dsts: Sequence[int], lengths: Sequence[int]) -> None:
+    """Send as many numbers as the rank's length says, once."""
+    rank = dist.get_rank()
+    src = dsts.index(rank)
+    outgoing, incoming = torch.zeros(lengths[rank]), torch.zeros(lengths[src])
+    lesson.exchange(outgoing, dsts[rank], incoming, src)
+
+
+def exchange_then_write(lesson: Any) -> list[float]:
+    """Overwrite what was sent as soon as exchange returns, while one rank comes late.
+
+    Returns:
+        What the incoming tensor holds at once, and later.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     outgoing, incoming = torch.full((4,), float(rank)), torch.full((4,), -1.0)
     if rank == size - 1:
         time.sleep(0.01)
     lesson.exchange(outgoing, (rank + 1) % size, incoming, (rank - 1) % size)
+    at_once = float(incoming.mean())
     outgoing.fill_(-99.0)
     dist.barrier()
-    return float(incoming.mean())
+    return [at_once, float(incoming.mean())]
 
 
 # 1.5 to 1.7
 
 
-def broadcast_from(lesson: Any, src: int, group: Any = None) -> float:
-    x = torch.full((NUM_ELEMENTS,), float(dist.get_rank(group)))
-    lesson.broadcast(x, src, group)
+def broadcast_from(lesson: Any, src: int, num_elements: int) -> float:
+    x = torch.full((num_elements,), float(dist.get_rank()))
+    lesson.broadcast(x, src)
     return float(x.mean())
 
 
 def broadcast_all_kinds(lesson: Any, group: Any = None) -> list[Any]:
-    """From every rank in turn, every kind of tensor."""
+    """From every rank in turn, every kind of tensor; what may be left out is left out."""
     arrived = []
     for src in range(dist.get_world_size(group)):
         tensors = tensors_of(dist.get_rank(group))
+        memory = _aliases(tensors)
         for tensor in tensors:
-            lesson.broadcast(tensor, src, group)
-        arrived.append(plain(tensors))
+            if src == 0:
+                lesson.broadcast(tensor, **_given(group))
+            else:
+                lesson.broadcast(tensor, src, group)
+        arrived.append(plain(memory))
     return arrived
 
 
-def reduce_my_rank(lesson: Any, name: str, group: Any = None) -> list[float]:
+def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:
+    """Broadcast from two ranks, one after the other, while one rank comes late."""
+    rank = dist.get_rank()
+    if rank == late:
+        time.sleep(0.01)
+    held = []
+    for i, src in enumerate(srcs):
+        x = torch.tensor(float(10 * i + rank))
+        lesson.broadcast(x, src)
+        held.append(float(x))
+    return held
+
+
+def reduce_my_rank(lesson: Any, name: str, num_elements: int) -> list[float]:
     """Sum a tensor of the rank's number; return least and greatest element."""
-    x = torch.full((NUM_ELEMENTS,), float(2 ** dist.get_rank(group)))
-    getattr(lesson, name)(x, group)
+    x = torch.full((num_elements,), float(2 ** dist.get_rank()))
+    getattr(lesson, name)(x)
     return [float(x.min()), float(x.max())]
 
 
 def reduce_all_kinds(lesson: Any, name: str, group: Any = None) -> list[Any]:
     tensors = tensors_of(dist.get_rank(group))
+    memory = _aliases(tensors)
     for tensor in tensors:
-        getattr(lesson, name)(tensor, group)
-    return plain(tensors)
+        getattr(lesson, name)(tensor, **_given(group))
+    return plain(memory)
 
 
-def reduce_fractions(lesson: Any, name: str) -> list[float]:
-    """Sum numbers whose sum depends on the order of adding."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(NUM_ELEMENTS, generator=generator)
-    getattr(lesson, name)(x)
-    return x.tolist()
+def reduce_fractions(lesson: Any, name: str, num_elements: int) -> list[list[float]]:
+    """Sum numbers whose sum depends on the order of adding, in several dtypes."""
+    found = []
+    for dtype in FRACTIONS:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        x = torch.randn(num_elements, generator=generator, dtype=torch.float64)
+        x = x.to(getattr(torch, dtype))
+        getattr(lesson, name)(x)
+        found.append(x.tolist())
+    return found
 
 
-# 1.8
-
-
-def measure(lesson: Any, sizes: tuple[int, ...], group: Any = None) -> dict[str, Any]:
-    strategies = {
-        "naive": lesson.all_reduce_naive,
-        "recursive_doubling": lesson.all_reduce_recursive_doubling,
-    }
-    times = lesson.measure_all_reduce(strategies, sizes, repeats=3, group=group)
-    return as_dict(times)
-
-
-def as_dict(times: Any) -> dict[str, Any]:
-    returned("measure_all_reduce", times)
-    return {
-        "sizes": [int(size) for size in times.sizes_bytes],
-        "seconds": {str(k): [float(t) for t in v] for k, v in times.seconds.items()},
-        "alpha_s": float(times.alpha_s),
-        "bandwidth": float(times.bandwidth_bytes_per_s),
-    }
-
-
-def measure_sleepers(lesson: Any) -> dict[str, Any]:
-    """Time strategies that take as long as their name says, in virtual seconds."""
-    calls, turns = [0], [0]
-
-    def last_rank_2s(x: Tensor, group: Any) -> None:
-        time.sleep(2.0 if dist.get_rank(group) == dist.get_world_size(group) - 1 else 0.0)
-
-    def median_3s(x: Tensor, group: Any) -> None:
-        calls[0] += 1  # the first run of a cell is not timed
-        time.sleep((50.0, 3.0, 30.0, 30.0, 1.0, 1.0)[(calls[0] - 1) % 6])
-
-    def turns_2s(x: Tensor, group: Any) -> None:
-        turns[0] += 1
-        time.sleep(2.0 if turns[0] % dist.get_world_size(group) == dist.get_rank(group) else 0.0)
-
-    def chain_2s(x: Tensor, group: Any) -> None:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if rank:
-            dist.recv(x, group=group, group_src=rank - 1)
-        if rank < size - 1:
-            time.sleep(1.0)
-            dist.send(x, group=group, group_dst=rank + 1)
-
-    run = (last_rank_2s, median_3s, turns_2s, chain_2s)
-    strategies = {strategy.__name__: strategy for strategy in run}
-    return as_dict(lesson.measure_all_reduce(strategies, (4, 4000), repeats=5))
-
-
-def measure_nonsense(lesson: Any) -> list[str]:
-    """Return which of the calls that must be refused were refused, on this rank."""
-    given = {"naive": lesson.all_reduce_naive}
-    calls: dict[str, tuple[Any, Any, int]] = {
-        "one size": (given, (4,), 1),
-        "the same size twice": (given, (8, 8), 1),
-        "6 bytes": (given, (4, 6), 1),
-        "no repeat": (given, (4, 8), 0),
-        "a strategy called exchange": ({"exchange": lesson.all_reduce_naive}, (4, 8), 1),
-    }
-    return [name for name, call in calls.items() if _accepts(lesson, *call)]
-
-
-def _accepts(lesson: Any, strategies: Any, sizes: Any, repeats: int) -> bool:
-    try:
-        lesson.measure_all_reduce(strategies, sizes, repeats=repeats)
-    except ValueError:
-        return False
-    return True
-
-
-def fit(lesson: Any, points: list[tuple[list[int], list[float]]]) -> list[list[float]]:
-    """α and β of every point list."""
-    found = (lesson.fit_alpha_beta(*point) for point in points)
-    return [numbers("fit_alpha_beta", line, ("α", "β")) for line in found]
+def _given(group: Any) -> dict[str, Any]:
+    """``group=``, left out where all ranks are meant."""
+    return {} if group is None else {"group": group}

@@ -1,4 +1,4 @@
-"""Bodies for tasks 1.9 to 1.11, and the functions that they give to a lesson."""
+"""Bodies for tasks 1.9 and 1.10, and the functions that they give to a lesson."""
 
 import time
 from collections.abc import Callable
@@ -8,62 +8,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phase1.calls import error_of, returned
-from phase1.models import Odd, batch_of, classifier, gradients_of, state_of, tensors_of
+from phase1.models import Odd, gradients_of, state_of, tensors_of
 
 # 1.9
 
 
-def broadcast_odd(lesson: Any, src: int, group: Any = None) -> dict[str, Any]:
-    """The module after a broadcast, and which of its tensors are others, or lie elsewhere."""
-    module = Odd(dist.get_rank(group) + 1)
-    before = tensors_of(module)
+def broadcast_odd(lesson: Any, src: int | None, group: Any = None) -> dict[str, Any]:
+    """The module after a broadcast, and what has become of its tensors; None leaves src out."""
+    module = Odd(dist.get_rank(group) + 1).train(src is None)  # that changes no buffer
+    _set_gradients(module, gradients_of(dist.get_rank(group)))
+    before, gradients = tensors_of(module), _gradients(module)
     addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
-    lesson.broadcast_parameters(module, src, group)
+    trainable = [p.requires_grad for p in module.parameters()]
+    arguments = [] if src is None else [src]
+    lesson.broadcast_parameters(module, *arguments, **({} if group is None else {"group": group}))
     after = tensors_of(module)
     return {
         "state": state_of(module),
         "replaced": [name for name in before if after.get(name) is not before[name]],
         "moved": [name for name in before if before[name].data_ptr() != addresses[name]],
-        "trainable": [p.requires_grad for p in module.parameters()],
+        "trainable": trainable == [p.requires_grad for p in module.parameters()],
+        "gradients": gradients == _gradients(module),
     }
 
 
-# 1.10
-
-
-class Counted:
-    """An all-reduce as any of the lesson's; notes how many elements it was given, and when."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.done_s: list[float] = []
-
-    def __call__(self, x: Tensor, group: Any = None) -> None:
-        if not x.is_contiguous():
-            raise ValueError("all_reduce was given a tensor that is not contiguous")
-        self.sizes.append(x.numel())
-        dist.all_reduce(x, group=group)
-        self.done_s.append(time.perf_counter())
-
-
-def average_odd(lesson: Any, function: str, group: Any = None) -> dict[str, Any]:
-    """The gradients after averaging, which lie elsewhere, and what the all-reduce was given."""
-    module = Odd(0)
-    _set_gradients(module, gradients_of(dist.get_rank(group)))
-    before = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    addresses = {name: gradient.data_ptr() for name, gradient in before.items()}
-    all_reduce = Counted()
-    getattr(lesson, function)(module, all_reduce, group)
-    after = {name: p.grad for name, p in module.named_parameters()}
+def _gradients(module: nn.Module) -> dict[str, list[float] | None]:
     return {
-        "means": {n: None if g is None else g.flatten().tolist() for n, g in after.items()},
-        "moved": [
-            name
-            for name, gradient in before.items()
-            if after[name] is not gradient or gradient.data_ptr() != addresses[name]
-        ],
-        "calls": all_reduce.sizes,
+        name: None if p.grad is None else p.grad.flatten().tolist()
+        for name, p in module.named_parameters()
     }
 
 
@@ -75,24 +47,85 @@ def _set_gradients(module: nn.Module, gradients: dict[str, Tensor | None]) -> No
             parameter.grad = torch.empty_like(parameter).copy_(drawn)
 
 
-# 1.11
+# 1.10
 
 
-def train_steps(
-    lesson: Any, sizes: list[int], num_steps: int, length: int = 0, group: Any = None
+class Counted:
+    """An all-reduce as any of the lesson's; notes how much it was given, and when."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.num_bytes: list[int] = []
+        self.done_s: list[float] = []
+
+    def __call__(self, x: Tensor, group: Any = None) -> None:
+        if not x.is_contiguous():
+            raise ValueError("all_reduce was given a tensor that is not contiguous")
+        self.sizes.append(x.numel())
+        self.num_bytes.append(x.nbytes)
+        dist.all_reduce(x, group=group)
+        self.done_s.append(time.perf_counter())
+
+
+MIXED = {"conv.weight": torch.float32, "first.weight": torch.bfloat16, "scale": torch.float16}
+
+
+def average_odd(
+    lesson: Any, function: str, mixed: bool = False, group: Any = None
 ) -> dict[str, Any]:
-    """Losses and final weights, with momentum; weights start equal."""
-    rank, model = dist.get_rank(group), classifier(7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses, changed = [], set()
-    for step in range(num_steps):
-        batch = batch_of(sizes, rank, step, length)
-        loss = lesson.train_step(model, optimizer, batch, group=group)
-        losses.append(float(returned("train_step", loss)))
-        untouched = batch_of(sizes, rank, step, length)
-        pairs = zip(("inputs", "targets"), batch, untouched, strict=True)
-        changed |= {name for name, now, then in pairs if not torch.equal(now, then)}
-    return {"losses": losses, "state": state_of(model), "changed": sorted(changed)}
+    """The gradients after averaging, which lie elsewhere, and what the all-reduce was given.
+
+    ``mixed``: parameters of many dtypes.
+    """
+    module = Odd(0)
+    for name, parameter in module.named_parameters() if mixed else ():
+        parameter.data = parameter.data.to(MIXED.get(name, torch.float64))
+    _set_gradients(module, gradients_of(dist.get_rank(group)))
+    before = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    addresses = {name: gradient.data_ptr() for name, gradient in before.items()}
+    all_reduce = Counted()
+    getattr(lesson, function)(module, all_reduce, group)
+    after = dict(module.named_parameters())
+    return {
+        "means": _gradients(module),
+        "moved": [
+            name
+            for name, gradient in before.items()
+            if after[name].grad is not gradient or gradient.data_ptr() != addresses[name]
+        ],
+        "num_bytes": all_reduce.num_bytes,
+    }
+
+
+def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
+    """Only the module is given."""
+    module = Odd(0)
+    _set_gradients(module, gradients_of(dist.get_rank()))
+    getattr(lesson, function)(module)
+    return {"means": _gradients(module), "moved": []}
+
+
+def average_nothing(lesson: Any) -> list[int]:
+    """How many elements the all-reduce was given for a module where nothing is trainable."""
+    all_reduce = Counted()
+    for function in ("average_gradients", "average_gradients_flat"):
+        module = Odd(0).requires_grad_(False)
+        getattr(lesson, function)(module, all_reduce)
+    return all_reduce.sizes
+
+
+def average_large(lesson: Any, function: str, size: int) -> list[int]:
+    """One layer of ``size`` squared parameters, and an all-reduce that needs no memory.
+
+    Returns how many elements each call of it was given.
+    """
+    module, sizes = nn.Linear(size, size, bias=False), list[int]()
+    module.weight.grad = torch.ones(size, size)
+    getattr(lesson, function)(module, lambda x, group=None: sizes.append(x.numel()))
+    return sizes
+
+
+# for 1.13
 
 
 def averaging(given: list[Any]) -> Callable[..., None]:
@@ -104,20 +137,3 @@ def averaging(given: list[Any]) -> Callable[..., None]:
             dist.all_reduce(parameter.grad, group=group)
 
     return average
-
-
-def step_with_arguments(lesson: Any) -> dict[str, Any]:
-    """Which of the functions given were used, and how often."""
-    all_reduce, given = Counted(), list[Any]()
-    model = classifier(7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    batch = batch_of([3] * dist.get_world_size(), dist.get_rank(), 0)
-    lesson.train_step(model, optimizer, batch, all_reduce=all_reduce, average=averaging(given))
-    return {"all_reduce": len(all_reduce.sizes), "average": [one is all_reduce for one in given]}
-
-
-def step_without_data(lesson: Any) -> str:
-    model = classifier(7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    empty = batch_of([0] * dist.get_world_size(), dist.get_rank(), 0)
-    return error_of(lambda: lesson.train_step(model, optimizer, empty))

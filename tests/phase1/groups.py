@@ -9,6 +9,7 @@ import torch.distributed as dist
 MEMBERS = (1, 2, 4)
 OUTER_WORLD_SIZE = 5
 WRONG_RANK = r"Invalid (destination|source) rank|not part of group"
+WRONG_NAME = r"unexpected keyword argument '(group_)?(src|dst|peer)'"
 
 
 def inside_group(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
@@ -16,6 +17,7 @@ def inside_group(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
 
     Raises:
         ValueError: in words that know the group, where torch refuses a rank.
+        TypeError: with the names of the arguments, where a rank is given by another name.
     """
     group = dist.new_group(list(MEMBERS))
     if dist.get_rank() not in MEMBERS:
@@ -26,6 +28,10 @@ def inside_group(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
         if re.search(WRONG_RANK, str(error)):
             raise ValueError(_which_numbers(group)) from error
         raise
+    except TypeError as error:
+        if re.search(WRONG_NAME, str(error)):
+            raise TypeError(f"{error}. {RANK_NAMES}") from error
+        raise
 
 
 def _which_numbers(group: Any) -> str:
@@ -34,3 +40,13 @@ def _which_numbers(group: Any) -> str:
         f"{OUTER_WORLD_SIZE} ranks: rank {dist.get_rank()} of the world is {dist.get_rank(group)} "
         "in the group. dst= and src= count in the world, group_dst= and group_src= in the group"
     )
+
+
+RANK_NAMES = (
+    "Ranks inside a group are group_dst= of send and isend, group_src= of recv and irecv, "
+    "group_peer= of P2POp, and src= of your broadcast"
+)
+STUCK_IN_GROUP = (
+    f"The group is {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks: give group= to every call, and "
+    "ranks by group_dst=, group_src= or group_peer=, which count inside it."
+)

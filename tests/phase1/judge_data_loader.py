@@ -1,162 +1,62 @@
-"""Judges tasks 1.1 and 1.2: what is asserted about what tests/phase1/data_loader.py returns."""
+"""Judges task 1.2: what is asserted about what tests/phase1/data_loader.py returns."""
 
-from math import ceil
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from distlab.grade import Grade, check, task
 from phase1 import data_loader as d
-from phase1.groups import OUTER_WORLD_SIZE, inside_group
-from phase1.judging import (
-    of_members,
-    short,
-)
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.judging import check_silent, of_members, short
 
-# 1.1 shard_indices
-
-SHARDED = [(n, ranks) for n in (10, 7, 16, 101, 2, 1) for ranks in (4, 3, 1, 2, 5, 8)]
-
-
-@task("1.1")
-def test_shards_cover_the_data_set_and_do_not_overlap(grade: Grade) -> None:
-    found = grade.call(d.shards, [(n, ranks, {"epoch": 3}) for n, ranks in SHARDED])
-    for (n, ranks), shards in zip(SHARDED, found, strict=True):
-        here = f"{n} samples on {ranks} ranks"
-        lengths, places = [len(shard) for shard in shards], ceil(n / ranks) * ranks
-        check(
-            lengths == [ceil(n / ranks)] * ranks,
-            f"{here}: every shard should hold {ceil(n / ranks)}, they hold {lengths}. "
-            "Shards of unequal length leave ranks waiting in an all-reduce.",
-        )
-        drawn = sorted(index for shard in shards for index in shard)
-        missing = sorted(set(range(n)) - set(drawn))
-        check(not missing, f"{here}: nobody sees the samples {short(missing)}.")
-        counts = [drawn.count(index) for index in range(n)]
-        check(
-            max(counts) <= ceil(places / n) and len(drawn) == sum(counts),
-            f"{here}: sample {counts.index(max(counts))} comes {max(counts)} times, where "
-            f"{ceil(places / n)} would do. Does every rank compute the same order?",
-        )
-
-
-@task("1.1")
-def test_shards_that_are_cut_count_nothing_twice(grade: Grade) -> None:
-    found = grade.call(d.shards, [(n, ranks, {"drop_last": True}) for n, ranks in SHARDED])
-    for (n, ranks), shards in zip(SHARDED, found, strict=True):
-        lengths = [len(shard) for shard in shards]
-        check(
-            lengths == [n // ranks] * ranks,
-            f"{n} samples on {ranks} ranks with drop_last: every shard should hold {n // ranks}, "
-            f"they hold {lengths}.",
-        )
-        drawn = [index for shard in shards for index in shard]
-        check(
-            len(set(drawn)) == len(drawn) and set(drawn) <= set(range(n)),
-            f"{n} samples on {ranks} ranks with drop_last: a sample comes twice, {short(shards)}.",
-        )
-
-
-@task("1.1")
-def test_ranks_take_turns(grade: Grade) -> None:
-    plain = grade.call(d.shards, [(7, 3, {"shuffle": False})])[0]
-    expected = [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
-    check(
-        plain == expected,
-        f"7 samples on 3 ranks, not shuffled, should be {expected}; they are {short(plain)}. "
-        "Ranks take turns like players who are dealt cards, and the order is wrapped round.",
-    )
-    (cut,) = grade.call(d.shards, [(7, 3, {"shuffle": False, "drop_last": True})])
-    expected = [[0, 3], [1, 4], [2, 5]]
-    check(
-        cut == expected,
-        f"7 samples on 3 ranks with drop_last, not shuffled, should be {expected}; they are "
-        f"{short(cut)}. Ranks take turns here too.",
-    )
-
-
-@task("1.1")
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_shards_together_are_the_order_of_one_process(grade: Grade, drop_last: bool) -> None:
-    options = {"seed": 4, "drop_last": drop_last}
-    samples = 14 if drop_last else 12
-    (alone,), shared = grade.call(d.shards, [(samples, 1, options), (samples, 4, options)])
-    lengths = [len(shard) for shard in shared]
-    check(lengths == [3] * 4, f"{samples} samples on 4 ranks: shards should hold 3, not {lengths}.")
-    turns = [index for step in zip(*shared, strict=True) for index in step]
-    check(
-        turns == alone[:12],
-        f"the shards of 4 ranks with drop_last={drop_last}, read step by step, should be the order "
-        f"of one process, {alone[:12]}; they are {turns}. Do ranks take turns, not blocks, and "
-        "does the order depend on the number of ranks?",
-    )
-
-
-@task("1.1")
-def test_the_order_is_fixed_by_seed_and_epoch_alone(grade: Grade) -> None:
-    keys = [(0, 0), (0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
-    cases = [(50, 1, {"seed": seed, "epoch": epoch}) for seed, epoch in keys]
-    orders = [shards[0] for shards in grade.call(d.shards, cases)]
-    again, *others = orders[1:]
-    check(orders[0] == again, "the same seed and epoch gave two orders. Use your own generator.")
-    check(again != list(range(50)), "shuffle=True should permute the samples; they are in order.")
-    for key, order in zip(keys[2:], others, strict=True):
-        same = [other for other, o in zip(keys[1:], orders[1:], strict=True) if o == order]
-        check(
-            same == [key],
-            f"(seed, epoch) {same[0]} and {same[-1]} have the same order. It must depend on both, "
-            "and not on their sum.",
-        )
-
-
-@task("1.1")
-def test_global_generators_are_left_alone(grade: Grade) -> None:
-    moved = grade.call(d.generators_moved)
-    check(
-        not moved,
-        f"shard_indices moved the global generator of {' and '.join(moved)}. Dropout and "
-        "augmentation draw from it too: make a generator of your own.",
-    )
-
-
-@task("1.1")
-def test_impossible_shards_are_refused(grade: Grade) -> None:
-    cases = [(10, 4, 4), (10, -1, 4), (0, 0, 2)]
-    refused = grade.call(d.shards_refused, cases)
-    for (n, rank, ranks), text in zip(cases, refused, strict=True):
-        check(text, f"{n} samples for rank {rank} of {ranks} should be a ValueError; it is none.")
-
-
-# 1.2 build_loader
+WHAT = {
+    "is_own": "loading in this process is",
+    "steps": "samples are",
+    "noise": "augmentation is",
+}
+NUMBER_OF_RANKS = r"rank \d of 3\b|\b3 (ranks|processes|workers)|% 3\b"
+NO_ADVICE = r"\b0 (or|and) 3\b|\b3 (or|and) 0\b"
+Loaded = Sequence[Mapping[str, Any]]  # by rank: what d.load returns for one case
 
 
 @task("1.2")
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_batches_of_a_step_are_one_global_batch(grade: Grade, n: int) -> None:
-    samples, batch = 50, 12
-    run = grade.run(d.load_epochs, n, samples, batch, [0, 1, 2], {"seed": 3})
-    _check_loaded(run.results, samples, batch)
+    samples, seed = grade.random.randint(49, 59), grade.random.randrange(10**6)
+    case: d.Case = (samples, 12, [0, 1, 2], {"seed": seed})
+    run = grade.run(d.load, n, [case])
+    check_loaded(of_case(run.results, 0), case)
+    if grade.is_simulated:
+        check_silent(run, "a loader")
 
 
-def _check_loaded(by_rank: list[Any], samples: int, batch: int) -> None:
-    _check_steps(by_rank, samples, batch)
-    orders = []
-    for epoch in range(len(by_rank[0])):
-        drawn = [sorted(i for step in r[epoch]["steps"] for i in step) for r in by_rank]
-        everything = [index for shard in drawn for index in shard]
+def of_case(by_rank: Sequence[Any], case: int) -> Loaded:
+    return [results[case] for results in by_rank]
+
+
+def check_loaded(by_rank: Loaded, case: d.Case) -> None:
+    _check_steps(by_rank, case)
+    for number in range(len(case[2])):
+        _check_samples(by_rank, number, case)
+    if case[3].get("shuffle", True) and case[2][:2] == [0, 1]:
+        first, second = ([of["epochs"][number]["steps"] for of in by_rank] for number in (0, 1))
         check(
-            len(everything) == len(set(everything)),
-            f"epoch {epoch}: ranks load the same sample twice, {short(drawn)}. Does each rank "
-            "give the sampler its own rank inside the group, and the same seed?",
+            first != second,
+            "epochs 0 and 1 have the same order. Does the loader's set_epoch reach its sampler?",
         )
-        orders.append([r[epoch]["steps"] for r in by_rank])
-    check(orders[0] != orders[1], "epochs 0 and 1 have the same order. It needs set_epoch.")
 
 
-def _check_steps(by_rank: list[Any], samples: int, batch: int) -> None:
-    n = len(by_rank)
-    for rank, epochs in enumerate(by_rank):
-        for number, epoch in enumerate(epochs):
+def _check_steps(by_rank: Loaded, case: d.Case) -> None:
+    n, (samples, batch, *_) = len(by_rank), case
+    for rank, loaded in enumerate(by_rank):
+        check(
+            loaded["is_shard_loader"],
+            f"rank {rank} of {n}: build_loader should return a ShardLoader; it returned a "
+            f"{loaded['class']}.",
+        )
+        for number, epoch in enumerate(loaded["epochs"]):
             sizes = [len(step) for step in epoch["steps"]]
             check(
                 sizes == [batch // n] * (samples // batch),
@@ -164,20 +64,49 @@ def _check_steps(by_rank: list[Any], samples: int, batch: int) -> None:
                 f"{samples // batch} steps of {batch // n}; iteration {number} loads "
                 f"{short(sizes)}. Each rank loads 1/N, and the incomplete last batch is left out.",
             )
-            check(
-                epoch["len"] == len(sizes),
-                f"rank {rank} of {n}: len(loader) is {epoch['len']}, the loader yields "
-                f"{len(sizes)} batches. Whoever draws a progress bar or a schedule relies on it.",
-            )
+        check(
+            loaded["len"] == samples // batch,
+            f"rank {rank} of {n}: len(loader) is {loaded['len']}, the loader yields "
+            f"{samples // batch} batches. Progress bars and schedules rely on it.",
+        )
+
+
+def _check_samples(by_rank: Loaded, number: int, case: d.Case) -> None:
+    """Each sample once, the rank's own shard in its order, and nothing fetched in vain."""
+    n, here = len(by_rank), f"{case[0]} samples, epoch {case[2][number]}, {case[3] or 'defaults'}"
+    drawn = [[i for step in of["epochs"][number]["steps"] for i in step] for of in by_rank]
+    everything = [index for shard in drawn for index in shard]
+    check(
+        len(everything) == len(set(everything)),
+        f"{here}: ranks load the same sample twice, {short(drawn)}. Does each rank "
+        "give the sampler its own rank inside the group, and the same seed?",
+    )
+    for rank, loaded in enumerate(by_rank):
+        expected = loaded["shards"][number][: len(drawn[rank])]
+        check(
+            drawn[rank] == expected,
+            f"{here}: rank {rank} of {n} should load its shard in order, {short(expected)}; it "
+            f"loads {short(drawn[rank])}. Are size, rank, N, seed and shuffle passed on?",
+        )
+        fetched = loaded["epochs"][number]["fetched"]
+        check(
+            not loaded["epochs"][number]["is_own"] or sorted(fetched) == sorted(drawn[rank]),
+            f"{here}: rank {rank} of {n} yields {len(drawn[rank])} samples, and fetched "
+            f"{len(fetched)} from the data set: {short(fetched)}.",
+        )
 
 
 @task("1.2")
 def test_the_number_of_ranks_does_not_change_the_global_batches(grade: Grade) -> None:
-    alone, shared = (grade.run(d.load_epochs, n, 50, 12, [2], {"seed": 3}).results for n in (1, 4))
-    _check_steps(alone, 50, 12)
-    _check_steps(shared, 50, 12)
-    steps = alone[0][0]["steps"]
-    parts = zip(*(epochs[0]["steps"] for epochs in shared), strict=True)
+    case: d.Case = (50, 12, [2], {"seed": grade.random.randrange(10**6)})
+    worked: d.Case = (1437, 64, [0], {})
+    alone = of_case(grade.run(d.load, 1, [case]).results, 0)
+    shared, of_digits = zip(*grade.run(d.load, 4, [case, worked]).results, strict=True)
+    _check_steps(alone, case)
+    _check_steps(shared, case)
+    _check_steps(of_digits, worked)
+    steps = alone[0]["epochs"][0]["steps"]
+    parts = zip(*(loaded["epochs"][0]["steps"] for loaded in shared), strict=True)
     together = [sorted(index for part in step for index in part) for step in parts]
     check(
         together == [sorted(step) for step in steps],
@@ -187,84 +116,114 @@ def test_the_number_of_ranks_does_not_change_the_global_batches(grade: Grade) ->
 
 
 @task("1.2")
+def test_sizes_at_their_limits(grade: Grade) -> None:
+    sizes = [(12, 12), (13, 12), (3, 3), (4, 3), (47, 24), (48, 24), (11, 3)]
+    cases: list[d.Case] = [(*size, [1], {"seed": 1}) for size in sizes]
+    by_rank = grade.run(d.load, 3, cases).results
+    for number, case in enumerate(cases):
+        _check_steps(of_case(by_rank, number), case)
+        _check_samples(of_case(by_rank, number), 0, case)
+    alone = grade.run(d.load, 1, [(1, 1, [0], {})]).results
+    check_loaded(of_case(alone, 0), (1, 1, [0], {}))
+
+
+@task("1.2")
 def test_seed_and_shuffle_are_used(grade: Grade) -> None:
-    loaded = [
-        grade.run(d.load_epochs, 2, 24, 6, [0], options).results[0][0]["steps"]
-        for options in ({"seed": 1}, {"seed": 2}, {"shuffle": False})
-    ]
-    check(loaded[0] != loaded[1], "seeds 1 and 2 give the same order: is the seed passed on?")
+    options: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"shuffle": False}]
+    cases: list[d.Case] = [(24, 6, [0, 1], given) for given in options]
+    by_rank = grade.run(d.load, 2, cases).results
+    one, two, plain = (of_case(by_rank, number)[0]["epochs"] for number in range(3))
+    check(
+        one[0]["steps"] != two[0]["steps"],
+        "seeds 1 and 2 give the same order: is the seed passed on?",
+    )
+    check(
+        one[0]["noise"] != two[0]["noise"],
+        "seeds 1 and 2 give the same augmentation: is it seeded with the seed of the run?",
+    )
     expected = [[0, 2, 4], [6, 8, 10], [12, 14, 16], [18, 20, 22]]
-    check(
-        loaded[2] == expected,
-        f"rank 0 of 2 with shuffle=False should load {expected}; it loads {short(loaded[2])}.",
-    )
-
-
-@task("1.2", real=True)
-def test_loader_processes_are_seeded_too(grade: Grade) -> None:
-    results = grade.run(d.load_by_processes, 2, 24, 6, [0, 1, 0]).results
-    for rank, workers in enumerate(result["workers"] for result in results):
+    for epoch in (0, 1):
         check(
-            workers == 2,
-            f"rank {rank} of 2: num_loader_workers=2 should give 2 processes, not {workers}.",
-        )
-    _check_loaded([result["epochs"] for result in results], 24, 6)
-    for rank, result in enumerate(results):
-        first, second, again = (epoch["noise"] for epoch in result["epochs"])
-        check(
-            first == again != second,
-            f"rank {rank} of 2: with 2 loader processes, augmentation should differ by epoch, and "
-            "repeat where an epoch is repeated. Give the DataLoader the generator that set_epoch "
-            "seeds: its processes are seeded from it.",
+            plain[epoch]["steps"] == expected,
+            f"rank 0 of 2 with shuffle=False should load {expected} in every epoch; in epoch "
+            f"{epoch} it loads {short(plain[epoch]['steps'])}.",
         )
 
 
 @task("1.2")
-def test_augmentation_differs_by_rank_and_epoch_and_can_be_repeated(grade: Grade) -> None:
-    run = grade.run(d.load_epochs, 2, 24, 6, [-1, 0, 1, 0], {"seed": 1})
-    for rank, (untouched, first, second, again) in enumerate(run.results):
-        check(
-            first["noise"] == again["noise"] == untouched["noise"],
-            f"rank {rank}: epoch 0 was augmented in two ways. A new loader must be in epoch 0 "
-            "already: put it there before you return it.",
-        )
-        check(first["noise"] != second["noise"], f"rank {rank}: epochs 0 and 1 look the same.")
-    first, second = (result[0]["noise"] for result in run.results)
-    check(
-        first != second,
-        "ranks 0 and 1 draw the same augmentation. Each needs a generator seeded for its rank: "
-        "set_epoch does it.",
-    )
-
-
-@task("1.2")
-def test_loading_takes_no_numbers_from_the_training(grade: Grade) -> None:
-    run = grade.run(d.load_epochs, 2, 24, 6, [0, 1], {"seed": 1})
-    for rank, epochs in enumerate(run.results):
-        moved = sorted({name for epoch in epochs for name in epoch["moved"]})
-        check(
-            not moved,
-            f"rank {rank} of 2: building, set_epoch or loading moved or seeded the global "
-            f"generator of {' and '.join(moved)}, from which dropout draws. Augmentation takes no "
-            "numbers from the training: put the generators back after each batch.",
-        )
-
-
-@task("1.2")
-def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade) -> None:
-    cases = [(100, 64, ("63", "66")), (100, 2, ("3",)), (5, 6, ("5",))]
-    run = grade.run(d.loads_refused, 3, [(n, batch) for n, batch, _ in cases])
-    for rank, texts in enumerate(run.results):
-        for (n, batch, names), text in zip(cases, texts, strict=True):
+def test_arguments_that_are_left_out_have_their_defaults(grade: Grade) -> None:
+    defaults = {"seed": 0, "shuffle": True, "num_loader_workers": 0, "group": None}
+    [got] = zip(*grade.run(d.load_by_default, 2, [(12, 4, [0], {})]).results, strict=True)
+    case: d.Case = (12, 4, [0], {k: defaults[k] for k in defaults if k != "group"})
+    [wanted] = zip(*grade.run(d.load, 2, [case]).results, strict=True)
+    for rank, (mine, expected) in enumerate(zip(got, wanted, strict=True)):
+        for what in WHAT:
+            found, should = (loaded["epochs"][0][what] for loaded in (mine, expected))
             check(
-                text and all(name in text for name in names),
-                f"rank {rank} of 3: a global batch of {batch} from {n} samples should be a "
-                f"ValueError that names {' and '.join(names)}; it is {text or 'accepted'}.",
+                found == should,
+                f"rank {rank} of 2: without {', '.join(defaults)}, a loader should be as with "
+                f"{defaults}; its {WHAT[what]} {short(found)} in place of {short(should)}.",
             )
-            check("0 or" not in text, f"a batch of 0 is no advice: {text}")
+
+
+@task("1.2")
+def test_the_order_stays_without_set_epoch(grade: Grade) -> None:
+    case: d.Case = (24, 6, [-1, -1, 1, -1, 0], {"seed": grade.random.randrange(10**6)})
+    for rank, [loaded] in enumerate(grade.run(d.load, 2, [case]).results):
+        fresh, again, first, still, zeroth = (epoch["steps"] for epoch in loaded["epochs"])
+        check(
+            fresh == again == zeroth and first == still,
+            f"rank {rank} of 2: the order should be that of epoch 0 at first, and stay until "
+            "set_epoch; the loader goes on by itself, or begins elsewhere.",
+        )
+
+
+@task("1.2")
+@pytest.mark.parametrize("is_in_group", [False, True])
+def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade, is_in_group: bool) -> None:
+    named = {64: ("63", "66"), 65: ("63", "66"), 10: ("9", "12"), 2: ("3",), 1: ("3",)}
+    cases = [(100, batch) for batch in named] + [(100, 0), (100, -3), (5, 6), (0, 3), (11, 12)]
+    if is_in_group:
+        run = grade.run(inside_group, OUTER_WORLD_SIZE, d.loads_refused, cases)
+        by_rank = of_members(run)
+    else:
+        by_rank = grade.run(d.loads_refused, len(MEMBERS), cases).results
+    for rank, found in enumerate(by_rank):
+        where = f"rank {rank} of {len(by_rank)}" + " of a group" * is_in_group
+        for (n, batch), refusal in zip(cases, found, strict=True):
+            names = named.get(batch, ())
+            here = f"{where}: a global batch of {batch} from {n} samples"
+            _check_refusal(refusal, here, names)
+            check(
+                len(names) != 1 or not re.search(NO_ADVICE, refusal["text"]),
+                f"{where}: 3 is the nearest multiple to {batch}; 0 is not advice. The "
+                f"message is {refusal['text']}",
+            )
+
+
+@task("1.2")
+def test_one_rank_refuses_what_no_step_can_be_made_of(grade: Grade) -> None:
+    cases = [(5, 6), (0, 1), (10, 0), (10, -2)]
+    for (n, batch), refusal in zip(cases, grade.call(d.loads_refused, cases), strict=True):
+        _check_refusal(refusal, f"1 rank: a global batch of {batch} from {n} samples", ())
+
+
+def _check_refusal(refusal: Mapping[str, str], here: str, names: Sequence[str]) -> None:
+    got = f"{refusal['type']}: {refusal['text']}" if refusal["type"] else "accepted"
+    what = f"a ValueError{' that names ' if names else ''}{' and '.join(names)}"
+    sizes = re.sub(NUMBER_OF_RANKS, "", refusal["text"])
+    is_named = all(re.search(rf"\b{name}\b", sizes) for name in names)
+    check(
+        refusal["type"] == "ValueError" and is_named,
+        f"{here} should be {what}; it is {got}.",
+    )
 
 
 @task("1.2")
 def test_the_loader_asks_its_group(grade: Grade) -> None:
-    args = (d.load_epochs, 50, 12, [0, 1], {"seed": 3})
-    _check_loaded(of_members(grade.run(inside_group, OUTER_WORLD_SIZE, *args)), 50, 12)
+    seed = grade.random.randrange(10**6)
+    cases: list[d.Case] = [(50, 12, [0, 1], {"seed": seed}), (50, 12, [2], {"shuffle": False})]
+    cases += [(24, 12, [0], {"num_loader_workers": 1})]
+    by_rank = of_members(grade.run(inside_group, OUTER_WORLD_SIZE, d.load, cases))
+    for number, case in enumerate(cases):
+        check_loaded(of_case(by_rank, number), case)

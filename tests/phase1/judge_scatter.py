@@ -1,104 +1,231 @@
 """Judges task 1.3: rows that come where they belong, and nothing but rows."""
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, task
-from phase1 import data_loader as d
-from phase1.groups import OUTER_WORLD_SIZE, inside_group
-from phase1.judging import of_members
+from distlab.grade import Grade, Run, check, task
+from phase1 import scatter as s
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.judging import MEASURED, check_peak, check_refused, of_members, short
 
-# 1.3 scatter_batch
+HEADER_BYTES, HEADER_CALLS = 1_000, 2  # of a broadcast_object_list: a length, then the object
+ONLY_SOURCE_RAISES = (
+    "An error that only the source raises leaves the others waiting: send it as the header, so "
+    "that every rank raises it."
+)
+KINDS = [  # number of ranks, source, what
+    (4, 0, s.Kind(10)),
+    (3, 2, s.Kind(7, "uint8", (5,), "uint8")),
+    (5, 1, s.Kind(3, "float64", (2, 250), "float32", (3,))),
+]
+MORE_KINDS = [
+    (3, 1, s.Kind(6, "bfloat16", (), "int64", (2, 2))),
+    (4, 3, s.Kind(150, "float32", (2, 251), "bool")),
+    (3, 1, s.Kind(8, "float16", (3, 4), "int16", (2,), is_strided=True)),
+    (2, 1, s.Kind(1, "int32", (3, 1, 2), "float64")),
+    (3, 0, s.Kind(0)),
+    (1, 0, s.Kind(4)),
+    (4, None, s.Kind(9, "float32", (3, 4), "int32")),
+]
 
 
 @task("1.3", real=True)
-@pytest.mark.parametrize(("n", "rows", "src"), [(4, 10, 0), (3, 7, 2), (5, 3, 1), (1, 4, 0)])
-def test_every_rank_gets_its_rows(grade: Grade, n: int, rows: int, src: int) -> None:
-    _check_scattered(grade.run(d.scatter, n, rows, src, {}).results, rows)
-
-
-def _check_scattered(by_rank: list[Any], rows: int) -> None:
-    n, start = len(by_rank), 0
-    for rank, part in enumerate(by_rank):
-        mine = list(range(start, start + rows // n + (rank < rows % n)))
-        start += len(mine)
-        check(
-            part["images"] == mine and part["labels"] == [10 * row for row in mine],
-            f"rank {rank} of {n} should get rows {mine} of {rows}; it has images "
-            f"{part['images']} and labels {part['labels']}. 10 rows on 4 ranks are 3, 3, 2, 2.",
-        )
-        check(
-            part["shapes"][0] == [len(mine), 2, 250] and part["dtypes"][0] == "torch.float32",
-            f"rank {rank} of {n}: its images should be float32 of {[len(mine), 2, 250]}; they are "
-            f"{part['dtypes'][0]} of {part['shapes'][0]}. Only the header can tell it.",
-        )
+@pytest.mark.parametrize(("n", "src", "kind"), KINDS)
+def test_every_rank_gets_its_rows(grade: Grade, n: int, src: int | None, kind: s.Kind) -> None:
+    _check_kind(grade, n, src, kind)
 
 
 @task("1.3")
-@pytest.mark.parametrize(
-    ("image_dtype", "label_dtype", "label_shape"),
-    [("uint8", "uint8", ()), ("float64", "float32", (3,)), ("float32", "int16", (2, 2))],
-)
-def test_any_dtypes_and_shapes_arrive(
-    grade: Grade, image_dtype: str, label_dtype: str, label_shape: tuple[int, ...]
-) -> None:
-    kinds = {"image_dtype": image_dtype, "label_dtype": label_dtype, "label_shape": label_shape}
-    sent = [[2, 2, 250], [2, *label_shape]], [f"torch.{image_dtype}", f"torch.{label_dtype}"]
-    for rank, part in enumerate(grade.run(d.scatter, 3, 6, 0, kinds).results):
-        for what, shape, dtype, got_shape, got_dtype in zip(
-            ("images", "labels"), *sent, part["shapes"], part["dtypes"], strict=True
-        ):
-            check(
-                (got_shape, got_dtype) == (shape, dtype),
-                f"rank {rank} of 3: its {what} should be {dtype} of {shape}, as on the source; "
-                f"they are {got_dtype} of {got_shape}. Send dtypes and shapes in the header too.",
+@pytest.mark.parametrize(("n", "src", "kind"), MORE_KINDS)
+def test_any_shapes_and_dtypes_arrive(grade: Grade, n: int, src: int | None, kind: s.Kind) -> None:
+    _check_kind(grade, n, src, kind)
+
+
+def _check_kind(grade: Grade, n: int, src: int | None, kind: s.Kind) -> None:
+    kind = replace(kind, seed=grade.random.randrange(10**6))
+    run = grade.run(s.scatter, n, kind, src)
+    _check_scattered(run.results, kind, src or 0)
+    if grade.is_simulated:
+        _check_traffic(run, kind, src or 0, range(n))
+
+
+def _check_scattered(by_rank: Sequence[Any], kind: s.Kind, src: int) -> None:
+    n = len(by_rank)
+    batch = dict(zip(("images", "labels"), kind.batch(), strict=True))
+    for rank, found in enumerate(by_rank):
+        check(
+            found["class"] == "tuple",
+            f"rank {rank} of {n}: scatter_batch should return a tuple; it is a {found['class']}.",
+        )
+        for what, whole in batch.items():
+            rows = _rows_of(kind.rows, n, rank)
+            _check_part(
+                found[what], whole[rows.start : rows.stop], f"rank {rank} of {n}: {what}", rows
             )
-        mine = [2 * rank, 2 * rank + 1]
         check(
-            part["images"] == mine and part["labels"] == [10 * row for row in mine],
-            f"rank {rank} of 3: {image_dtype} images and {label_dtype} labels of rows {mine} "
-            f"should arrive as they were; it has {part['images']} and {part['labels']}.",
+            rank != src or all(found["is_view"]),
+            f"rank {rank} of {n} is the source: its rows should be views of the batch; they are in "
+            "memory of their own. Slices and tensor_split copy nothing.",
         )
 
 
-@task("1.3")
-def test_only_the_rows_travel(grade: Grade) -> None:
-    n, rows = 4, 128
-    run = grade.run(d.scatter, n, rows, 0, {})
-    row_bytes = 500 * 4 + 8
-    expected = row_bytes * rows * (n - 1) // n
-    sent = [int(number) for number in run.bytes_sent]
+def _rows_of(rows: int, n: int, rank: int) -> range:
+    """3, 3, 2, 2 of 10."""
+    starts = [k * (rows // n) + min(k, rows % n) for k in (rank, rank + 1)]
+    return range(*starts)
+
+
+def _check_part(found: Any, expected: Any, here: str, rows: range) -> None:
+    shape, dtype, device, numbers = found
     check(
-        expected <= sent[0] <= expected + 8_000,
-        f"the source should send {expected} bytes and a small header, it sends {sent[0]}. "
-        "Every row goes to one rank only.",
+        (shape, dtype, device) == (list(expected.shape), str(expected.dtype), "cpu"),
+        f"{here} should be {expected.dtype} of {list(expected.shape)} on the CPU; they are {dtype} "
+        f"of {shape} on {device}. 10 rows on 4 ranks are 3, 3, 2, 2; dtypes and shapes come with "
+        "the header.",
     )
     check(
-        max(sent[1:]) <= 8_000,
-        f"only the source has rows to send; the ranks send {sent} bytes. Broadcasting the whole "
-        "batch does that.",
+        numbers == s.bytes_of(expected),
+        f"{here} should be the rows {[*rows]} of the batch, bit by bit; other numbers came. "
+        "10 rows on 4 ranks are rows 0-2, 3-5, 6-7, 8-9, in every dtype, and of strided batches.",
     )
+
+
+def _check_traffic(run: Run, kind: s.Kind, src: int, members: Sequence[int]) -> None:
+    """Two messages for each rank that gets rows, one header, nothing else."""
+    assert run.trace
+    row_bytes = [t[:1].nbytes for t in replace(kind, rows=1, is_strided=False).batch()]
+    sends = [event for event in run.trace.events if event.kind == "send"]
+    for rank, member in enumerate(members):
+        rows = len(_rows_of(kind.rows, len(members), rank)) if rank != src else 0
+        wanted = [rows * num_bytes for num_bytes in row_bytes] if rows else []
+        got = [e.num_bytes for e in sends if (e.rank, e.peer) == (members[src], member)]
+        check(
+            Counter(got) == Counter(wanted),
+            f"the source should send rank {rank} of {len(members)} {_messages(wanted)}, for {rows} "
+            f"rows; it sends {_messages(got)}. {_cause(got, wanted, kind, rows)}",
+        )
+    others = sorted({(e.rank, e.peer) for e in sends if e.rank != members[src]})
+    check(not others, f"only the source has something to send; (from, to) are {short(others)}.")
+    _check_header(run, src, members)
+
+
+def _messages(num_bytes: Sequence[int]) -> str:
+    text = " and ".join(f"{number:,}" for number in num_bytes[:4])
+    more = f" and {len(num_bytes) - 4} more" if len(num_bytes) > 4 else ""
+    return f"messages of {text}{more} bytes" if num_bytes else "nothing"
+
+
+def _cause(got: Sequence[int], wanted: Sequence[int], kind: s.Kind, rows: int) -> str:
+    if not wanted:
+        return "Zero rows need no message, and what the source keeps does not travel."
+    if len(got) > len(wanted) and sum(got) == sum(wanted):
+        return "Send a rank's rows as one tensor: each message costs α."
+    if len(got) == len(wanted) and sum(got) == sum(wanted) * kind.rows / rows:
+        return "Every row goes to one rank only."
+    if len(got) == len(wanted):
+        return "Rows travel in the dtype that they have."
+    if not got:
+        return "Broadcasting the whole batch does that: every row goes to one rank only."
+    return "Images and labels are a message each, and the shapes go to all in one broadcast."
+
+
+def _check_header(run: Run, src: int, members: Sequence[int]) -> None:
+    assert run.trace
+    calls = [event for event in run.trace.events if event.kind == "collective"]
+    for rank, member in enumerate(members):
+        mine = [event for event in calls if event.rank == member]
+        num_bytes = sum(event.num_bytes for event in mine)
+        names = Counter(event.name for event in mine)
+        check(
+            names.total() <= HEADER_CALLS and not names.keys() - {"broadcast"},
+            f"rank {rank} of {len(members)}: one broadcast_object_list for the shapes is "
+            f"{HEADER_CALLS} collectives; it called {dict(names)}. One list can hold all that the "
+            "others must know.",
+        )
+        check(
+            num_bytes < HEADER_BYTES,
+            f"rank {rank} of {len(members)}: shapes and dtypes are less than {HEADER_BYTES:,} "
+            f"bytes; its header has {num_bytes:,}. Every row goes to one rank only, the header to "
+            "all.",
+        )
+    unwaited = run.trace.unwaited
     check(
-        sum(run.messages) <= 10 * (n - 1),
-        f"images and labels for {n - 1} ranks are {2 * (n - 1)} messages, and the header needs a "
-        f"few; {sum(run.messages)} were sent. Send a rank's rows as one tensor: each message "
-        "costs α.",
+        not unwaited,
+        f"sends are under way when scatter_batch returns:\n{chr(10).join(unwaited[:4])}\nThe "
+        "network may still read the rows: wait for each.",
     )
 
 
 @task("1.3")
-@pytest.mark.parametrize("what", ["nothing", "6 images and 5 labels"])
+def test_nobody_holds_more_than_it_needs(grade: Grade) -> None:
+    n, src, rows = 4, 1, grade.random.randint(100, 200)
+    kind = s.Kind(rows, "float32", (10, 25), "int64")
+    run = grade.run(s.scatter, n, kind, src, options=MEASURED)
+    _check_scattered(run.results, kind, src)
+    row_bytes = 10 * 25 * 4 + 8
+    needed = [
+        row_bytes * (rows if rank == src else len(_rows_of(rows, n, rank))) + 2 * HEADER_BYTES
+        for rank in range(n)
+    ]
+    check_peak(
+        run,
+        needed,
+        f"Those are its rows, on rank {src} the whole batch, and the header: rows that are "
+        "contiguous are sent from where they lie, and received where they stay.",
+    )
+
+
+@task("1.3")
+@pytest.mark.parametrize("what", s.WRONG_BATCHES)
 def test_every_rank_hears_of_a_wrong_batch(grade: Grade, what: str) -> None:
-    for rank, text in enumerate(grade.run(d.scatter_what_is_wrong, 3, what).results):
+    run = grade.run(s.scatter_what_is_wrong, 3, what, 1, if_stuck=ONLY_SOURCE_RAISES)
+    check_refused(run.results, f"{what} on the source")
+    if grade.is_simulated:
+        _check_traffic(run, s.Kind(0), 1, range(3))
+    alone = grade.run(s.scatter_what_is_wrong, 1, what, 0)
+    check_refused(alone.results, f"{what} on the source")
+
+
+@task("1.3")
+@pytest.mark.parametrize("is_text", [False, True])
+def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
+    n, src = 3, 1
+    kind = s.Kind(7, seed=grade.random.randrange(10**6))
+    for rank, found in enumerate(grade.run(s.scatter_on_device, n, kind, src, is_text).results):
+        device, rows = found["asked_for"], _rows_of(kind.rows, n, rank)
+        given = repr(device) if is_text else f"torch.device({device!r})"
         check(
-            text,
-            f"the source has {what}: every rank should raise a ValueError, rank {rank} "
-            "raises none. Send the bad news as the header.",
+            found["devices"] == [device] * 2,
+            f"rank {rank} of {n}: with device={given}, images and labels should be there; they "
+            f"are on {' and '.join(found['devices'])}.",
+        )
+        last = found["travelled"][-(2 * (n - 1) if rank == src else 2) :]
+        check(
+            {*last} == {device},
+            f"rank {rank} of {n}: rows should be sent from {device} and received there; they went "
+            f"through {' and '.join(sorted({*last}))}. NCCL sends nothing else.",
+        )
+        expected = [s.bytes_of(t[rows.start : rows.stop]) for t in kind.batch()]
+        check(
+            found["numbers"] == expected,
+            f"rank {rank} of {n}: with device={given}, the rows {[*rows]} should arrive; other "
+            "numbers came.",
         )
 
 
 @task("1.3")
-def test_scattering_inside_a_group(grade: Grade) -> None:
-    run = grade.run(inside_group, OUTER_WORLD_SIZE, d.scatter, 8, 1, {})
-    _check_scattered(of_members(run), 8)
+@pytest.mark.parametrize(("src", "rows"), [(1, 8), (2, 2), (None, 4)])
+def test_scattering_inside_a_group(grade: Grade, src: int | None, rows: int) -> None:
+    kind = s.Kind(rows, seed=grade.random.randrange(10**6))
+    run = grade.run(inside_group, OUTER_WORLD_SIZE, s.scatter, kind, src)
+    _check_scattered(of_members(run), kind, src or 0)
+    if grade.is_simulated:
+        _check_traffic(run, kind, src or 0, MEMBERS)
+    if src == 1:
+        args = (s.scatter_what_is_wrong, "6 images and 5 labels", src)
+        run = grade.run(inside_group, OUTER_WORLD_SIZE, *args, if_stuck=ONLY_SOURCE_RAISES)
+        check_refused(of_members(run), "6 images and 5 labels on the source of a group")

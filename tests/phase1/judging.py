@@ -1,16 +1,33 @@
 """What the tests share: comparing what came back, and telling on which rank it is wrong."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import permutations
 from math import inf, isfinite
+from random import Random
 from sys import float_info
 from typing import Any
 
-from distlab.grade import Run
-from distlab.sim import Cluster
+from distlab.grade import Run, check
+from distlab.sim import Cluster, Faults, Options
 from phase1.groups import MEMBERS
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
-UNIFORM = Cluster(1, 8, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all pairs alike
+UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all pairs alike
+MEASURED = Options(has_devices=True)  # counts the memory of each rank; computing takes no time
+
+
+def uneven(random: Random, num_ranks: int, options: Options | None = None) -> Options:
+    """Links that are late by chance, each direction by its own time.
+
+    What is received may be there long before what was sent has left: who writes into it too early
+    is found out.
+    """
+    pairs = permutations(range(num_ranks), 2)
+    delays_s = {pair: random.choice((0.0, 1e-3, 5e-3)) for pair in pairs}
+    return replace(options or Options(), faults=Faults(delays_s=delays_s))
 
 
 def rounds_of(run: Run, num_bytes: int) -> float:
@@ -26,6 +43,8 @@ def distance(a: Any, b: Any) -> float:
         if len(a) != len(b):
             return inf
         return max(map(distance, a, b), default=0.0)
+    if a == b:  # infinities too
+        return 0.0
     if isinstance(a, float) and isinstance(b, int | float):
         return abs(a - b) if abs(b) <= float_info.max and isfinite(a - b) else inf
     return 0.0 if a == b else inf
@@ -41,6 +60,58 @@ def same_loss(a: Any, b: Any) -> bool:
     return is_close(a, b, 1e-6)
 
 
+def check_refused(by_rank: Sequence[Mapping[str, str]], what: str, *names: str) -> None:
+    """Check that every rank has raised the same ValueError, which names ``names``.
+
+    Args:
+        by_rank: what ``calls.refusal_of`` returned on each rank.
+        what: that must be refused, as the beginning of a sentence.
+        names: that the text must hold, as far as the contract promises them.
+    """
+    for rank, found in enumerate(by_rank):
+        here = f"{what} should be a ValueError on every rank; on rank {rank} of {len(by_rank)}"
+        check(found["type"], f"{here} there was none.")
+        got = f"{found['type']}: {short(found['text'])}"
+        check(found["type"] == "ValueError", f"{here} it is {got}.")
+        check(
+            _without_own_rank(found, rank) == _without_own_rank(by_rank[0], 0),
+            f"{here} it says {short(found['text'])}, on rank 0 {short(by_rank[0]['text'])}. Decide "
+            "by what all ranks know, so that all raise the same.",
+        )
+        missing = [name for name in names if name not in found["text"]]
+        check(not missing, f"{here} it should name {' and '.join(names)}; it is {got}.")
+
+
+def _without_own_rank(found: Mapping[str, str], rank: int) -> str:
+    """The text, but for a rank that names itself first, which helps in eight interleaved logs."""
+    return re.sub(rf"^\W*rank {rank}\b( of \d+)?\W*", "", found["text"])
+
+
+def check_silent(run: Run, what: str) -> None:
+    """Check that nothing was sent and no collective was called."""
+    check(
+        not any(run.messages) and not any(run.collectives),
+        f"{what} needs no communication: every rank can compute it alone. Messages by rank are "
+        f"{run.messages}, collectives {run.collectives}.",
+    )
+
+
+def check_peak(run: Run, most_bytes: Sequence[float], what: str) -> None:
+    """Check that no rank of a ``MEASURED`` run has held more than it may, at any moment.
+
+    Args:
+        run: with ``options=MEASURED``.
+        most_bytes: by rank, inputs included.
+        what: names inputs and what may be added, and the likely cause of more.
+    """
+    for rank, (peak, most) in enumerate(zip(run.peak_bytes, most_bytes, strict=True)):
+        check(
+            peak <= most,
+            f"rank {rank} of {len(most_bytes)} held {peak:,} bytes at once, {peak / most:.1f} "
+            f"times the {most:,.0f} that it needs. {what}",
+        )
+
+
 def of_members(run: Run) -> list[Any]:
     """The results of the ranks of the group in a run of ``inside_group``."""
     return [run.results[member] for member in MEMBERS]
@@ -50,3 +121,66 @@ def short(value: Any) -> str:
     """Write a value in at most a line."""
     text = repr(value)
     return text if len(text) <= 70 else f"{text[:68]} …"
+
+
+Edge = tuple[int, int]  # who sends to whom
+
+
+def edges_of(run: Run) -> list[Edge]:
+    """Sender and receiver of every message, ordered."""
+    trace = run.trace
+    return sorted((send.rank, recv.rank) for send, recv in trace.pairs()) if trace else []
+
+
+def sizes_of(run: Run) -> Counter[int]:
+    """How many messages of how many bytes there were."""
+    trace = run.trace
+    return Counter(send.num_bytes for send, _ in trace.pairs()) if trace else Counter()
+
+
+def check_no_collective(run: Run, what: str) -> None:
+    """Check that it is made of messages alone.
+
+    Args:
+        run: of the simulated world.
+        what: the function, and what it should be made of.
+    """
+    check(
+        not any(run.collectives),
+        f"{what}; yours calls a built-in collective, or a barrier: {run.collectives} by rank.",
+    )
+
+
+def check_waited(run: Run) -> None:
+    """Check that every handle of the simulated world was waited for."""
+    left = run.trace.unwaited if run.trace else []
+    check(
+        not left,
+        "on return all sends and receives should be done, so that the caller may write what was "
+        f"sent. Nobody has waited for: {'; '.join(' '.join(row.split()) for row in left[:2])}",
+    )
+
+
+def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
+    """Check how many messages there are of each number of bytes, which ``expected`` gives."""
+    found = sizes_of(run)
+    for num_bytes in sorted({*expected, *found}):
+        wanted, got = expected.get(num_bytes, 0), found[num_bytes]
+        check(
+            got == wanted,
+            f"there should be {wanted} messages of {num_bytes:,} bytes, there are {got}; of all "
+            f"messages, {sum(found.values())} came and {sum(expected.values())} should. Send the "
+            "tensor as it is, in one message and in its own dtype, whatever its shape and size.",
+        )
+
+
+def rounds_of_tree(edges: Sequence[Edge], root: int) -> int:
+    """The fewest rounds of a tree of messages, in each of which a rank sends once at most."""
+    below = (rounds_of_tree(edges, dst) for src, dst in edges if src == root)
+    return max((1 + i + rounds for i, rounds in enumerate(sorted(below, reverse=True))), default=0)
+
+
+def edges_with(run: Run, num_bytes: int) -> dict[Edge, int]:
+    """How many messages of so many bytes there were, by sender and receiver."""
+    pairs = run.trace.pairs() if run.trace else []
+    return Counter((send.rank, recv.rank) for send, recv in pairs if send.num_bytes == num_bytes)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,24 +11,39 @@ from torch.utils.data import Dataset
 FEATURES, CLASSES = 6, 3
 GLOBAL_BATCH, NUM_SAMPLES, NUM_TEST = 8, 27, 11
 STEPS = NUM_SAMPLES // GLOBAL_BATCH  # in an epoch
+LR, FIRST_SEED = 0.3, 3  # of a training; rank r draws its first weights with seed 3 + r
+
+
+DOUBLE: dict[str, Any] = {
+    "dtype": torch.float64
+}  # drawn as such: what went through float32 has other values
 
 
 class Odd(nn.Module):
-    """Has what breaks careless code: buffers, frozen, tied, unused and channels_last parameters."""
+    """Has what breaks careless code: buffers, frozen, tied, unused and channels_last parameters.
+
+    All that is trainable is in float64, the buffers are in many dtypes.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.conv = nn.Conv2d(2, 3, 2).double().to(memory_format=torch.channels_last)
-        self.norm = nn.BatchNorm1d(4).double()
+        self.conv = nn.Conv2d(2, 3, 2, **DOUBLE).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(4, **DOUBLE)
         self.norm.running_mean.fill_(float(seed))  # type: ignore[union-attr]
-        self.norm.num_batches_tracked.fill_(seed)  # type: ignore[union-attr]
-        self.first = nn.Linear(3, 3, bias=False).double()
-        self.tied = nn.Linear(3, 3).double()
+        self.norm.num_batches_tracked.fill_(2**62 + seed)  # type: ignore[union-attr]
+        self.first = nn.Linear(3, 3, bias=False, **DOUBLE)
+        self.tied = nn.Linear(3, 3, **DOUBLE)
         self.tied.weight = self.first.weight
-        self.frozen = nn.Parameter(torch.randn(2).double(), requires_grad=False)
-        self.sometimes = nn.Parameter(torch.randn(5).double())
+        self.scale = nn.Parameter(torch.randn((), **DOUBLE))
+        self.across = nn.Parameter(torch.randn(5, 2, **DOUBLE).t())
+        self.frozen = nn.Parameter(torch.randn(2, **DOUBLE), requires_grad=False)
+        self.sometimes = nn.Parameter(torch.randn(5, **DOUBLE))
+        self.never = nn.Parameter(torch.randn(3, **DOUBLE))
         self.register_buffer("hidden", torch.full((2,), float(seed)), persistent=False)
+        self.register_buffer("mask", torch.arange(7) % (seed + 2) == 0)
+        self.register_buffer("brief", torch.randn(300).bfloat16())
+        self.register_buffer("absent", None)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -37,7 +53,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 def state_of(module: nn.Module) -> dict[str, list[float]]:
     tensors = tensors_of(module).items()
-    return {name: tensor.detach().double().flatten().tolist() for name, tensor in tensors}
+    return {name: tensor.detach().flatten().tolist() for name, tensor in tensors}
 
 
 def sizes_of_odd() -> list[int]:
@@ -46,20 +62,27 @@ def sizes_of_odd() -> list[int]:
 
 
 def gradients_of(rank: int) -> dict[str, Tensor | None]:
-    """What a rank has after backward: odd ranks have not used ``sometimes``."""
-    module, gradients = Odd(0), {}
-    for number, (name, parameter) in enumerate(module.named_parameters()):
+    """What a rank has after backward: odd ranks have not used ``sometimes``, none ``never``.
+
+    Whole numbers, which are exact in every dtype, and on rank 2 an overflow; ``frozen`` has a
+    gradient from before. Rank 3 has none at all.
+    """
+    gradients: dict[str, Tensor | None] = {}
+    for number, (name, parameter) in enumerate(Odd(0).named_parameters()):
         generator = torch.Generator().manual_seed(100 * rank + number)
-        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        has_one = parameter.requires_grad and not (name == "sometimes" and rank % 2)
+        drawn = torch.randint(-8, 8, parameter.shape, generator=generator).double()
+        if name == "scale" and rank == 2:
+            drawn = torch.full_like(drawn, torch.inf)
+        has_one = rank != 3 and name != "never" and not (name == "sometimes" and rank % 2)
         gradients[name] = drawn if has_one else None
     return gradients
 
 
 def classifier(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    layers = (nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8, **DOUBLE), nn.Tanh(), nn.Linear(8, CLASSES, **DOUBLE)
+    )
 
 
 def batch_of(sizes: Sequence[int], rank: int, step: int, length: int = 0) -> tuple[Tensor, Tensor]:
@@ -71,10 +94,14 @@ def batch_of(sizes: Sequence[int], rank: int, step: int, length: int = 0) -> tup
 
 
 class Watched(Dataset[tuple[Tensor, Tensor]]):
-    """Notes which samples are fetched, and when; each takes 1 ms, virtual where simulated."""
+    """Notes which samples are fetched, and when; each takes 1 ms, virtual where simulated.
 
-    def __init__(self, size: int, seed: int = 0, length: int = 0) -> None:
+    A copy is the same data set: what is fetched from it is noted, too.
+    """
+
+    def __init__(self, size: int, seed: int = 0, length: int = 0, sample_s: float = 0.001) -> None:
         self.inputs, self.targets = batch_of([size], 0, seed, length)
+        self.sample_s = sample_s
         self.fetched: list[int] = []
         self.fetched_s: list[float] = []
 
@@ -84,13 +111,115 @@ class Watched(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.fetched.append(int(index))
         self.fetched_s.append(time.perf_counter())
-        time.sleep(0.001)
+        time.sleep(self.sample_s)
         return self.inputs[index], self.targets[index]
+
+    def __copy__(self) -> "Watched":
+        return self
+
+    def __deepcopy__(self, memo: object) -> "Watched":
+        return self
 
 
 def network(seed: int, *, normalised: bool) -> nn.Module:
+    """With ``normalised``, a BatchNorm that has been in use: its statistics differ by seed."""
     model = classifier(seed)
     if normalised:
-        norm = nn.BatchNorm1d(8).double()
-        return nn.Sequential(model[0], norm, *list(model)[1:])  # type: ignore[index,arg-type]
+        norm = nn.BatchNorm1d(8, **DOUBLE)
+        norm.running_mean.fill_(seed / 2)  # type: ignore[union-attr]
+        return nn.Sequential(model[0], norm, Seen(), *list(model)[1:])  # type: ignore[index,arg-type]
     return model
+
+
+class Seen(nn.Module):
+    """Counts positive numbers and keeps the largest of what it is trained with, in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positive", torch.tensor(0))
+        self.register_buffer("largest", torch.zeros((), **DOUBLE), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.positive += (x > 0).sum()
+            self.largest.fill_(x.detach().max())
+        return x
+
+
+class Stepped(nn.Module):
+    """A classifier in use: every parameter has a gradient from before, some must not move.
+
+    ``first`` is used twice, ``frozen`` is not trainable, ``unused`` has no part in the logits.
+    It notes how many rows came in each forward pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(FEATURES, FEATURES, **DOUBLE)
+        self.tied = nn.Linear(FEATURES, FEATURES, **DOUBLE)
+        self.tied.weight = self.first.weight
+        self.head = nn.Linear(FEATURES, CLASSES, **DOUBLE)
+        self.frozen = nn.Parameter(torch.randn(FEATURES, **DOUBLE), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(4, **DOUBLE))
+        for parameter in self.parameters():
+            parameter.grad = torch.full_like(parameter, 3.0)
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.append(len(x))
+        return self.head(torch.tanh(self.tied(torch.tanh(self.first(x)) + self.frozen)))  # type: ignore[no-any-return]
+
+
+class Saturated(nn.Module):
+    """Logits 0 and ±64 in bfloat16, by the sign of x: target 0 costs 64 or 0, exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(64.0, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x[..., :1] * self.scale
+        return torch.cat([torch.zeros_like(first), first], dim=-1)
+
+
+class Notes:
+    """What a model notes of its calls; a copy of the model writes into the same."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []  # of each forward pass
+        self.modes: set[str] = set()  # that a call should not have been in
+        self.devices: set[str] = set()
+
+    def __deepcopy__(self, memo: object) -> "Notes":
+        return self
+
+
+class Moody(nn.Module):
+    """A classifier with dropout that notes how it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop, self.notes = classifier(7), nn.Dropout(0.5), Notes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        training = any(module.training for module in self.modules())
+        modes = {"in training mode": training, "with gradients": torch.is_grad_enabled()}
+        self.notes.modes |= {name for name, is_on in modes.items() if is_on}
+        self.notes.rows.append(len(x))
+        self.notes.devices.add(str(x.device))
+        return self.drop(self.body(x))  # type: ignore[no-any-return]
+
+
+class Signs(Dataset[tuple[Tensor, Tensor]]):
+    """Inputs for ``Saturated``, all of target 0; the first ``num_wrong`` cost 64 each."""
+
+    def __init__(self, size: int, num_wrong: int) -> None:
+        self.size, self.num_wrong = size, num_wrong
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        sign = 1.0 if index < self.num_wrong else -1.0
+        return torch.full((1,), sign, dtype=torch.bfloat16), torch.tensor(0)

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from phase1.models import (
+    FIRST_SEED,
+    LR,
     NUM_SAMPLES,
     NUM_TEST,
     STEPS,
     Odd,
+    Stepped,
     Watched,
     batch_of,
     classifier,
@@ -31,7 +34,7 @@ def odd_state(seed: int) -> dict[str, list[float]]:
 @cache
 def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict[str, Any]:
     """What one process does with the batches of all ranks put together."""
-    model = classifier(7)
+    model = Stepped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for step in range(num_steps):
@@ -50,35 +53,92 @@ def _step_alone(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tenso
 
 
 @cache
-def evaluate_alone(size: int, length: int = 0) -> list[float]:
+def evaluate_alone(size: int, length: int = 0, rank: int = 0, world_size: int = 1) -> list[float]:
+    """Loss, accuracy and targets of all samples, or of those of one rank."""
     data, model = Watched(size, length=length), classifier(7)
     with torch.no_grad():
-        logits = model(data.inputs).flatten(0, -2)
-        targets = data.targets.flatten()
+        logits = model(data.inputs[rank::world_size]).flatten(0, -2)
+        targets = data.targets[rank::world_size].flatten()
         loss = float(cross_entropy(logits, targets))
     accuracy = (logits.argmax(dim=1) == targets).double().mean()
     return [loss, float(accuracy), len(targets)]
 
 
+Steps = tuple[tuple[tuple[int, ...], ...], ...]  # samples by step and rank
+
+
 @cache
-def fit_alone(orders: tuple[tuple[int, ...], ...], epochs: int) -> dict[str, Any]:
-    """One process from rank 0's weights, on the global batches in the order they were fetched."""
-    model = network(3, normalised=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    data, history = Watched(NUM_SAMPLES), []
-    for epoch in range(epochs):
-        steps = orders[epoch * STEPS : (epoch + 1) * STEPS]
-        losses = [
-            _step_alone(model, optimizer, data.inputs[step], data.targets[step])
-            for step in map(list, steps)
-        ]
-        history.append({"epoch": epoch + 1, "step_losses": losses, "test": _test(model)})
-    return {"history": history, "state": state_of(model)}
+def fit_alone(
+    orders: Steps, calls: tuple[int, ...], *, normalised: bool = False, lr: float = LR
+) -> dict[str, Any]:
+    """One process from rank 0's weights, on the batches that the ranks have fetched.
+
+    Each rank's part of a batch is normalised by itself, as on N ranks; after every epoch the
+    statistics are those of rank 0.
+    """
+    alone, steps, histories = _Alone(normalised, lr), iter(orders), []
+    for epochs in calls:
+        history = []
+        for epoch in range(epochs):
+            losses = [alone.step(next(steps)) for _ in range(STEPS)]
+            history.append({"epoch": epoch + 1, "step_losses": losses, "test": alone.evaluate()})
+        histories.append(history)
+    return {"histories": histories, "state": state_of(alone.model)}
 
 
-def _test(model: nn.Module) -> list[float]:
-    data = Watched(NUM_TEST, seed=1)
+class _Alone:
+    """One process that keeps a set of buffers for each rank."""
+
+    def __init__(self, normalised: bool, lr: float) -> None:
+        self.model = network(FIRST_SEED, normalised=normalised)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        self.data, self.test = Watched(NUM_SAMPLES), Watched(NUM_TEST, seed=1)
+        self.buffers: dict[int, list[Tensor]] = {}  # by rank, of this epoch
+
+    def step(self, by_rank: tuple[tuple[int, ...], ...]) -> float:
+        count, total = sum(map(len, by_rank)), 0.0
+        start = self._copied()
+        self.optimizer.zero_grad()
+        self.model.train()
+        for rank, samples in enumerate(map(list, by_rank)):
+            self._use(self.buffers.get(rank, start))
+            logits = self.model(self.data.inputs[samples])
+            loss = cross_entropy(logits, self.data.targets[samples], reduction="sum") / count
+            loss.backward()
+            total += float(loss.detach())
+            self.buffers[rank] = self._copied()
+        self._use(self.buffers[0])
+        self.optimizer.step()
+        return total
+
+    def evaluate(self) -> list[float]:
+        """End the epoch: the model has the buffers of rank 0, and all ranks go on with them."""
+        self.buffers = {}
+        self.model.eval()
+        with torch.no_grad():
+            logits = self.model(self.test.inputs)
+        accuracy = (logits.argmax(dim=1) == self.test.targets).double().mean()
+        return [float(cross_entropy(logits, self.test.targets)), float(accuracy)]
+
+    def _copied(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self.model.buffers()]
+
+    def _use(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self.model.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+
+@cache
+def state_at_start(normalised: bool) -> dict[str, list[float]]:
+    return state_of(network(FIRST_SEED, normalised=normalised))
+
+
+@cache
+def first_losses(sizes: tuple[int, ...], length: int = 0) -> list[float]:
+    """The mean loss of each rank's own first batch; nan where it is empty."""
     with torch.no_grad():
-        logits = model(data.inputs)
-    accuracy = (logits.argmax(dim=1) == data.targets).double().mean()
-    return [float(cross_entropy(logits, data.targets)), float(accuracy)]
+        batches = [batch_of(sizes, rank, 0, length) for rank in range(len(sizes))]
+        logits = [Stepped()(inputs).flatten(0, -2) for inputs, _ in batches]
+        return [
+            float(cross_entropy(a, b[1].flatten())) for a, b in zip(logits, batches, strict=True)
+        ]

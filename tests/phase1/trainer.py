@@ -1,117 +1,115 @@
-"""Bodies for tasks 1.12 and 1.13."""
+"""Bodies for task 1.13."""
 
 import io
 import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from phase1.calls import error_of, returned
+from phase1.calls import refusal_of, returned
 from phase1.gradients import Counted, averaging
 from phase1.models import (
+    FIRST_SEED,
     GLOBAL_BATCH,
+    LR,
     NUM_SAMPLES,
     NUM_TEST,
     Watched,
-    classifier,
     network,
     state_of,
+    tensors_of,
 )
+from phase1.pretend_device import PretendDevice, device_of
 
-# 1.12
-
-
-class Moody(nn.Module):
-    """A classifier with dropout, one part of it frozen in evaluation mode.
-
-    It notes its modes, and how many samples came in each forward pass.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.drop = classifier(7), nn.Dropout(0.5)
-        self.drop.eval()
-        self.noted: set[str] = set()
-        self.batch_sizes: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        modes = {"in training mode": self.training, "with gradients": torch.is_grad_enabled()}
-        self.noted |= {name for name, is_on in modes.items() if is_on}
-        self.batch_sizes.append(len(x))
-        return self.drop(self.body(x))  # type: ignore[no-any-return]
-
-
-def evaluate(
-    lesson: Any, size: int, batch_size: int, length: int = 0, group: Any = None
-) -> dict[str, Any]:
-    model, data = Moody(), Watched(size, length=length)
-    modes = [module.training for module in model.modules()]
-    found = lesson.evaluate(model, data, batch_size=batch_size, group=group)
-    returned("evaluate", found)
-    return {
-        "found": [float(found.loss), float(found.accuracy), int(found.num_targets)],
-        "fetched": data.fetched,
-        "restored": modes == [module.training for module in model.modules()],
-        "noted": sorted(model.noted),
-        "batch_sizes": model.batch_sizes,
-    }
-
-
-def evaluate_nothing(lesson: Any) -> str:
-    return error_of(lambda: lesson.evaluate(classifier(7), Watched(0)))
-
-
-# 1.13
-
-_PRINTED: dict[int, list[str]] = {}
+_PRINTED: dict[int, list[tuple[float, str]]] = {}
 
 
 class _ByRank(io.TextIOBase):
     """Keeps what is printed, by rank: simulated ranks share one standard output."""
 
     def write(self, text: str) -> int:
-        _PRINTED.setdefault(dist.get_rank(), []).append(text)
+        _PRINTED.setdefault(dist.get_rank(), []).append((time.perf_counter(), text))
         return len(text)
 
 
-def fit(lesson: Any, epochs: int, *, normalised: bool = False, group: Any = None) -> dict[str, Any]:
-    """Train from weights that differ by rank, in evaluation mode at first."""
-    model = network(dist.get_rank(group) + 3, normalised=normalised).eval()
-    train, all_reduce = Watched(NUM_SAMPLES), Counted()
-    history = _history(lesson, model, train, epochs, all_reduce=all_reduce, group=group)
+def _printed() -> dict[str, Any]:
+    """What this rank has printed, and when each line was complete."""
+    pieces = _PRINTED.get(dist.get_rank(), [])
+    ends = [when for when, text in pieces for _ in range(text.count("\n"))]
+    return {"printed": "".join(text for _, text in pieces), "printed_s": ends}
+
+
+def fit(
+    lesson: Any,
+    calls: Sequence[int],
+    *,
+    normalised: bool = False,
+    seed: int | None = 5,
+    sample_s: float = 0.001,
+    group: Any = None,
+    **given: Any,
+) -> dict[str, Any]:
+    """Train from weights that differ by rank, in evaluation mode at first.
+
+    Args:
+        calls: of ``fit``, by their numbers of epochs. Between them, ranks change their weights.
+        seed: None leaves it out.
+        given: to the trainer, besides model, optimizer and group.
+    """
+    sys.stdout = _ByRank()
+    model = network(dist.get_rank(group) + FIRST_SEED, normalised=normalised).eval()
+    model.training = dist.get_rank(group) % 2 == 1  # and no part of it
+    model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    trainer = lesson.Trainer(model, optimizer, **_named(group=group), **given)
+    train, test = Watched(NUM_SAMPLES, sample_s=sample_s), Watched(NUM_TEST, 1, sample_s=sample_s)
+    histories = []
+    for epochs in calls:
+        _change(model, dist.get_rank(group) if histories else 0)
+        found = trainer.fit(
+            *(train, test), epochs=epochs, global_batch_size=GLOBAL_BATCH, **_named(seed=seed)
+        )
+        histories.append(returned("fit", found))
     return {
-        "history": [_entry(result) for result in history],
-        "images_per_s": [float(result.images_per_s) for result in history],
+        "histories": [list(map(_entry, history)) for history in histories],
+        "types": _wrong_types(lesson, histories),
+        "images_per_s": [float(result.images_per_s) for h in histories for result in h],
         "state": state_of(model),
+        "devices": sorted({str(device_of(tensor)) for tensor in tensors_of(model).values()}),
+        "modes": sorted(modes),
         "fetched": train.fetched,
+        "num_tested": len(test.fetched),
         "fetched_s": train.fetched_s,
-        "reduced_s": all_reduce.done_s,
-        "printed": "".join(_PRINTED.get(dist.get_rank(), [])),
+        **_printed(),
     }
 
 
-def _history(
-    lesson: Any, model: nn.Module, train: Watched, epochs: int, seed: int = 5, **given: Any
-) -> list[Any]:
-    sys.stdout = _ByRank()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    test = Watched(NUM_TEST, seed=1)
-    found = lesson.Trainer(model, optimizer, **given).fit(
-        train, test, epochs=epochs, global_batch_size=GLOBAL_BATCH, seed=seed
-    )
-    return list(returned("fit", found))
+def _named(**given: Any) -> dict[str, Any]:
+    """Leave out what is None."""
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def fit_normalised(lesson: Any, epochs: int) -> dict[str, Any]:
-    return fit(lesson, epochs, normalised=True)
+def _change(model: nn.Module, by: int) -> None:
+    with torch.no_grad():
+        for tensor in tensors_of(model).values():
+            tensor += by
 
 
-def fit_in_group(lesson: Any, epochs: int) -> dict[str, Any] | None:
-    """Train on ranks 1 and 2 of the world; the others do nothing."""
-    group = dist.new_group([1, 2])
-    return fit(lesson, epochs, group=group) if dist.get_rank() in (1, 2) else None
+def _noted_modes(model: nn.Module) -> set[str]:
+    """Note which modules are called for training while they are in evaluation mode."""
+    found = set[str]()
+
+    def before_forward(module: nn.Module, *_: object) -> None:
+        if torch.is_grad_enabled() and not module.training:
+            found.add(type(module).__name__)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(before_forward)
+    return found
 
 
 def _entry(result: Any) -> dict[str, Any]:
@@ -122,19 +120,68 @@ def _entry(result: Any) -> dict[str, Any]:
     }
 
 
-def fit_with_arguments(lesson: Any, seed: int) -> dict[str, Any]:
-    """Order of the samples in one epoch, and how often the average given was called, with what."""
-    train, all_reduce, given = Watched(NUM_SAMPLES), Counted(), list[Any]()
-    _history(
-        *(lesson, classifier(7), train, 1, seed),
-        all_reduce=all_reduce,
-        average=averaging(given),
-    )
-    return {"fetched": train.fetched, "average": [one is all_reduce for one in given]}
+def _wrong_types(lesson: Any, histories: list[Any]) -> list[str]:
+    """Which values are not of the type that the lesson declares."""
+    found = {f"a {type(h).__name__} for a list" for h in histories if not isinstance(h, list)}
+    for result in (result for history in histories for result in history):
+        values = {"EpochResult": result, **vars(result)}
+        kinds = {"EpochResult": lesson.EpochResult, "epoch": int, "step_losses": tuple}
+        found |= {
+            f"{name} is a {type(value).__name__}"
+            for name, value in values.items()
+            if not isinstance(value, kinds.get(name, float))
+        }
+        found |= {f"a {type(x).__name__} in step_losses" for x in result.step_losses} - {
+            "a float in step_losses"
+        }
+    return sorted(found)
 
 
-def fit_what_cannot_be_shared(lesson: Any) -> str:
-    model = classifier(7)
-    trainer = lesson.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.3))
+def fit_counted(lesson: Any, calls: Sequence[int], sample_s: float) -> dict[str, Any]:
+    """With an all-reduce that notes when it was done."""
+    all_reduce = Counted()
+    found = fit(lesson, calls, sample_s=sample_s, all_reduce=all_reduce)
+    return {**found, "reduced_s": all_reduce.done_s}
+
+
+def fit_normalised(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
+    return fit(lesson, calls, normalised=True)
+
+
+def fit_in_group(lesson: Any, calls: Sequence[int]) -> dict[str, Any] | None:
+    """Train on ranks 1 and 2 of the world; the others do nothing."""
+    group = dist.new_group([1, 2])
+    return fit(lesson, calls, normalised=True, group=group) if dist.get_rank() in (1, 2) else None
+
+
+def fit_there(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
+    """On a device that is not there."""
+    with PretendDevice() as device:
+        return {**fit(lesson, calls, normalised=True, device=device), "device": str(device)}
+
+
+def fit_seeded(lesson: Any, seed: int | None, epochs: int = 1) -> list[int]:
+    """The samples that are fetched in all; None leaves the seed out."""
+    return list(fit(lesson, [epochs], seed=seed)["fetched"])
+
+
+def fit_summing(lesson: Any) -> dict[str, Any]:
+    """With an average that sums instead; what it was called with, and the all-reduce's sizes."""
+    all_reduce, given = Counted(), list[Any]()
+    found = fit(lesson, [1], all_reduce=all_reduce, average=averaging(given))
+    return {**found, "average": [one is all_reduce for one in given], "sizes": all_reduce.sizes}
+
+
+def parts_of_fit(lesson: Any, epochs: int) -> None:
+    """What the lesson's own functions send for a training, without steps and buffers."""
+    model, test = network(FIRST_SEED, normalised=True), Watched(NUM_TEST, 1)
+    lesson.broadcast_parameters(model)
+    for _ in range(epochs):
+        lesson.evaluate(model, test)
+
+
+def fit_what_cannot_be_shared(lesson: Any) -> dict[str, str]:
+    model = network(FIRST_SEED, normalised=False)
+    trainer = lesson.Trainer(model, torch.optim.SGD(model.parameters(), lr=LR))
     data = Watched(NUM_SAMPLES)
-    return error_of(lambda: trainer.fit(data, data, epochs=1, global_batch_size=7))
+    return refusal_of(lambda: trainer.fit(data, data, epochs=1, global_batch_size=7))

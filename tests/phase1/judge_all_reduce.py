@@ -1,0 +1,246 @@
+"""Judges tasks 1.6 and 1.7: sums, bits, who sends to whom, rounds and memory."""
+
+from math import ceil, floor, log2
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, Run, check, task
+from phase1 import collectives as c
+from phase1.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from phase1.judging import (
+    MEASURED,
+    UNIFORM,
+    Edge,
+    check_no_collective,
+    check_peak,
+    check_sizes,
+    check_waited,
+    edges_of,
+    of_members,
+    rounds_of,
+    rounds_of_tree,
+    short,
+    uneven,
+)
+
+NAIVE, DOUBLING = "all_reduce_naive", "all_reduce_recursive_doubling"
+OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exchange and broadcast)"
+
+# 1.6 all_reduce_naive
+
+
+@task("1.6")
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8, 16])
+def test_naive_sum_passes_through_rank_0(grade: Grade, n: int) -> None:
+    num_elements = grade.random.randrange(1, 30)
+    run = grade.run(c.reduce_my_rank, n, NAIVE, num_elements, cluster=UNIFORM)
+    _check_sums_of_powers(run.results)
+    check_no_collective(run, OF_MESSAGES)
+    _check_who_sends(run)
+    _check_rounds(run, rounds_of(run, 4 * num_elements))
+    check_waited(run)
+
+
+def _check_who_sends(run: Run) -> None:
+    n, edges = len(run.results), edges_of(run)
+    to_rank_0 = [src for src, dst in edges if dst == 0]
+    check(
+        to_rank_0 == list(range(1, n)),
+        f"{n} ranks: rank 0 should receive one message from each other rank and add up; it "
+        f"receives from {to_rank_0}.",
+    )
+    tree = [edge for edge in edges if edge[1] != 0]
+    check(
+        sorted(dst for _, dst in tree) == list(range(1, n)),
+        f"{n} ranks: each but rank 0 should receive one message, the sum; the other messages are "
+        f"{short(tree)}, as (from, to).",
+    )
+    _check_rounds(run, n - 1 + rounds_of_tree(tree, 0))
+
+
+def _check_rounds(run: Run, rounds: float) -> None:
+    n = len(run.results)
+    most = ceil(log2(n))
+    check(
+        run.messages[0] <= most and rounds <= n - 1 + most + 0.01,
+        f"{n} ranks: rank 0 should take {n - 1} rounds to add up and {most} to give the sum to all "
+        f"by your broadcast; yours takes {rounds} rounds, and rank 0 sends {run.messages[0]} "
+        f"messages where {most} would do. Ranks that have the sum pass it on.",
+    )
+
+
+def _check_sums_of_powers(by_rank: list[Any]) -> None:
+    n = len(by_rank)
+    total = float(2**n - 1)
+    for rank, (least, greatest) in enumerate(by_rank):
+        seen = f"{least}" if least == greatest else f"between {least} and {greatest}"
+        check(
+            least == greatest == total,
+            f"rank {rank} of {n}: rank r holds 2^r, so the sum is {total}; x is {seen}. "
+            f"{_why_not_the_sum(by_rank, rank)}",
+        )
+
+
+def _why_not_the_sum(by_rank: list[Any], rank: int) -> str:
+    """Say why a rank does not hold the sum of 2^0, 2^1, …"""
+    value = by_rank[rank][0]
+    if value == 2.0**rank:
+        return (
+            "That is what it held before: x itself must be written. `x = x + …` makes a new "
+            "tensor, `x += …` writes into the caller's."
+        )
+    if value.is_integer() and 0 < value < 2 ** len(by_rank):
+        held = [r for r in range(len(by_rank)) if int(value) >> r & 1]
+        return f"That is the sum of ranks {held}: is every rank's number added once, and sent on?"
+    return "Is every rank's number added once, and the sum given to all?"
+
+
+@task("1.6")
+def test_naive_needs_one_more_tensor_on_rank_0_alone(grade: Grade) -> None:
+    num_elements = grade.random.randrange(*c.LARGE)
+    run = grade.run(c.reduce_my_rank, 5, NAIVE, num_elements, options=MEASURED)
+    check_no_collective(run, OF_MESSAGES)
+    _check_who_sends(run)
+    check_peak(
+        *(run, [8 * num_elements + 256] + [4 * num_elements + 256] * 4),
+        "Rank 0 needs x and one tensor to receive into, again and again; the others x alone. Add "
+        "in place: x += …",
+    )
+
+
+@task("1.6", real=True)
+def test_naive_sums_every_kind(grade: Grade) -> None:
+    _check_every_kind(grade, NAIVE, 3, num_messages=4)
+
+
+def _check_every_kind(grade: Grade, name: str, n: int, num_messages: int) -> None:
+    run = grade.run(c.reduce_all_kinds, n, name, options=uneven(grade.random, n))
+    _check_sums(run.results)
+    if grade.is_simulated:
+        check_no_collective(run, OF_MESSAGES)
+        sizes = c.sizes_of_kinds()
+        check_sizes(run, {size: count * num_messages for size, count in sizes.items()})
+
+
+def _check_sums(by_rank: list[Any]) -> None:
+    parts = [c.tensors_of(rank) for rank in range(len(by_rank))]
+    sums = c.plain([sum(tensors[1:], tensors[0]) for tensors in zip(*parts, strict=True)])
+    for rank, tensors in enumerate(by_rank):
+        for kind, wanted, got in zip(c.KINDS, sums, tensors, strict=True):
+            check(
+                got == wanted,
+                f"rank {rank} of {len(by_rank)}, {kind[1]} of shape {kind[0]}: the sum should be "
+                f"{short(wanted)}, it is {short(got)}. Is x itself the sum on return? A cast on "
+                "the way loses digits: send x's own dtype.",
+            )
+
+
+@task("1.6")
+def test_naive_gives_all_ranks_the_same_bits(grade: Grade) -> None:
+    _check_same_bits(grade, NAIVE, 5)
+
+
+def _check_same_bits(grade: Grade, name: str, n: int) -> None:
+    num_elements = grade.random.randrange(500, 1000)
+    by_rank = grade.run(c.reduce_fractions, n, name, num_elements).results
+    for rank, sums in enumerate(by_rank):
+        for dtype, got, first in zip(c.FRACTIONS, sums, by_rank[0], strict=True):
+            where = f"rank {rank} of {n}, {dtype}"
+            check(
+                len(got) == num_elements,
+                f"{where}: x had {num_elements} elements, it has {len(got)}.",
+            )
+            differ = sum(a != b for a, b in zip(first, got, strict=True))
+            check(
+                not differ,
+                f"{where}: x differs from rank 0's at {differ} of {len(got)} elements, in the last "
+                "bits or more. Ranks that add in different orders round differently, and their "
+                "models drift apart.",
+            )
+
+
+@task("1.6")
+def test_naive_inside_a_group(grade: Grade) -> None:
+    _check_inside_a_group(grade, NAIVE)
+
+
+def _check_inside_a_group(grade: Grade, name: str) -> None:
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, c.reduce_all_kinds, name), if_stuck=STUCK_IN_GROUP
+    )
+    _check_sums(of_members(run))
+
+
+# 1.7 all_reduce_recursive_doubling
+
+
+@task("1.7")
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_doubling_takes_logarithmically_many_rounds(grade: Grade, n: int) -> None:
+    num_elements = grade.random.randrange(1000, 9000)
+    run = grade.run(c.reduce_my_rank, n, DOUBLING, num_elements, cluster=UNIFORM)
+    _check_sums_of_powers(run.results)
+    check_no_collective(run, OF_MESSAGES)
+    rounds = floor(log2(n)) + (0 if n & (n - 1) == 0 else 2)
+    taken = rounds_of(run, 4 * num_elements)
+    check(
+        taken <= rounds + 0.01,
+        f"{n} ranks should take {rounds} rounds, yours takes {taken}. Partners are at distance 1, "
+        "2, 4, … and swap at the same time.",
+    )
+    _check_partners(run)
+    check_waited(run)
+
+
+def _check_partners(run: Run) -> None:
+    n, found = len(run.results), edges_of(run)
+    expected = _edges_of_doubling(n)
+    for rank in range(n):
+        wanted, got = ([dst for src, dst in edges if src == rank] for edges in (expected, found))
+        check(
+            got == wanted,
+            f"rank {rank} of {n} should send to {wanted}, each once; it sends to {got}. Partners "
+            f"among the first {_core(n)} ranks differ in one bit; the ranks from P = {_core(n)} on "
+            "hand over to rank - P, and get the sum back from there.",
+        )
+
+
+def _core(n: int) -> int:
+    """P, the largest power of two up to n."""
+    return 1 << (n.bit_length() - 1)
+
+
+def _edges_of_doubling(n: int) -> list[Edge]:
+    core = _core(n)
+    swaps = [(rank, rank ^ 1 << k) for rank in range(core) for k in range(core.bit_length() - 1)]
+    handed = [(rank, rank - core) for rank in range(core, n)]
+    return sorted([*swaps, *handed, *((dst, src) for src, dst in handed)])
+
+
+@task("1.7")
+def test_doubling_needs_one_more_tensor(grade: Grade) -> None:
+    num_elements = grade.random.randrange(*c.LARGE)
+    run = grade.run(c.reduce_my_rank, 5, DOUBLING, num_elements, options=MEASURED)
+    check_no_collective(run, OF_MESSAGES)
+    _check_partners(run)
+    check_peak(
+        *(run, [8 * num_elements + 256] * 5),
+        "It needs x and one tensor to receive into, for all rounds. Add in place: x += …",
+    )
+
+
+@task("1.7", real=True)
+def test_doubling_sums_every_kind(grade: Grade) -> None:
+    _check_every_kind(grade, DOUBLING, 5, num_messages=10)
+
+
+@task("1.7")
+@pytest.mark.parametrize("n", [4, 7])
+def test_doubling_gives_all_ranks_the_same_bits(grade: Grade, n: int) -> None:
+    _check_same_bits(grade, DOUBLING, n)
+
+
+@task("1.7")
+def test_doubling_inside_a_group(grade: Grade) -> None:
+    _check_inside_a_group(grade, DOUBLING)

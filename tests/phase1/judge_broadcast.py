@@ -1,0 +1,127 @@
+"""Judges task 1.5: what arrives, along which tree, at what cost."""
+
+from math import ceil, log2
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, Run, check, task
+from phase1 import collectives as c
+from phase1.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from phase1.judging import (
+    MEASURED,
+    UNIFORM,
+    check_no_collective,
+    check_peak,
+    check_sizes,
+    check_waited,
+    edges_of,
+    of_members,
+    rounds_of,
+    rounds_of_tree,
+    short,
+    uneven,
+)
+
+
+@task("1.5")
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 8, 16])
+def test_broadcast_takes_logarithmically_many_rounds(grade: Grade, n: int) -> None:
+    # So few bytes that sends which are posted at once take as long as one.
+    src, num_elements = grade.random.randrange(n), grade.random.randrange(1, 30)
+    run = grade.run(c.broadcast_from, n, src, num_elements, cluster=UNIFORM)
+    _check_holds_src(run, src)
+    check_no_collective(run, "broadcast should be made of send and recv")
+    _check_tree(run, src)
+    _check_rounds(run, rounds_of(run, 4 * num_elements))
+    check_waited(run)
+
+
+def _check_holds_src(run: Run, src: int) -> None:
+    n = len(run.results)
+    for rank, got in enumerate(run.results):
+        check(
+            got == float(src),
+            f"rank {rank} of {n} holds {got}, src = {src} had {src}.0. Place ranks by their "
+            "distance from src, round the end.",
+        )
+
+
+def _check_tree(run: Run, src: int) -> None:
+    n, edges = len(run.results), edges_of(run)
+    check(
+        len(edges) == n - 1,
+        f"{n} ranks need {n - 1} messages, one for each that lacks the data; yours sends "
+        f"{run.messages} by rank.",
+    )
+    _check_rounds(run, rounds_of_tree(edges, src))
+
+
+def _check_rounds(run: Run, rounds: float) -> None:
+    n = len(run.results)
+    most = ceil(log2(n))
+    check(
+        max(run.messages) <= most and rounds <= most + 0.01,
+        f"{n} ranks need {most} rounds and at most {most} messages from one rank; yours takes "
+        f"{rounds} rounds, messages by rank are {run.messages}. Every rank that has the data "
+        "passes it on, first to the rank that will pass it on most.",
+    )
+
+
+@task("1.5")
+def test_broadcast_needs_no_memory(grade: Grade) -> None:
+    num_elements = grade.random.randrange(*c.LARGE)
+    run = grade.run(c.broadcast_from, 5, 1, num_elements, options=MEASURED)
+    check_no_collective(run, "broadcast should be made of send and recv")
+    _check_tree(run, 1)
+    check_peak(
+        *(run, [4 * num_elements + 256] * 5),
+        "Send and receive x itself: a copy, or a tensor to receive into, is not needed.",
+    )
+
+
+@task("1.5", real=True)
+def test_broadcast_from_every_rank_of_every_kind(grade: Grade) -> None:
+    for n in (3, 4):
+        run = grade.run(c.broadcast_all_kinds, n, options=uneven(grade.random, n))
+        _check_broadcast(run.results)
+        if grade.is_simulated:
+            check_no_collective(run, "broadcast should be made of send and recv")
+            sizes = c.sizes_of_kinds()
+            check_sizes(run, {size: count * n * (n - 1) for size, count in sizes.items()})
+            check_waited(run)
+
+
+def _check_broadcast(by_rank: list[Any]) -> None:
+    n = len(by_rank)
+    for src in range(n):
+        expected = c.plain(c.tensors_of(src))
+        for rank in range(n):
+            for kind, wanted, got in zip(c.KINDS, expected, by_rank[rank][src], strict=True):
+                check(
+                    got == wanted,
+                    f"rank {rank} of {n}, src {src}, {kind[1]} of shape {kind[0]}: should be "
+                    f"{short(wanted)}, is {short(got)}. Write into x itself, and keep its "
+                    "dtype on the way: a cast loses digits.",
+                )
+
+
+@task("1.5")
+def test_two_broadcasts_do_not_mix(grade: Grade) -> None:
+    for srcs in ([0, 3], [0, 5]):
+        for rank, got in enumerate(grade.run(c.broadcast_twice, 8, 2, srcs).results):
+            expected = [float(srcs[0]), 10.0 + srcs[1]]
+            check(
+                got == expected,
+                f"rank {rank} of 8: broadcasts from {srcs} while rank 2 comes late should bring "
+                f"{expected}, it got {got}. Name the rank that you receive from: without "
+                "group_src= any message will do, also one of the next broadcast.",
+            )
+
+
+@task("1.5")
+def test_broadcast_inside_a_group(grade: Grade) -> None:
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, c.broadcast_all_kinds), if_stuck=STUCK_IN_GROUP
+    )
+    _check_broadcast(of_members(run))

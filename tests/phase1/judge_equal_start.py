@@ -1,0 +1,82 @@
+"""Judges task 1.9: all ranks start from the model of one."""
+
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, check, task
+from phase1 import gradients as b
+from phase1 import models, reference
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.judging import BYTE_S, LATENCY_S, UNIFORM, of_members
+
+PARAMETERS = {name for name, _ in models.Odd(0).named_parameters()}
+ON_EVERY_RANK = "A broadcast is for all ranks: each calls it, for the same tensors in one order."
+
+
+@task("1.9", real=True)
+@pytest.mark.parametrize(("n", "src"), [(1, 0), (3, None), (4, 2)])
+def test_all_ranks_have_the_model_of_src(grade: Grade, n: int, src: int | None) -> None:
+    _check_models(grade.run(b.broadcast_odd, n, src, if_stuck=ON_EVERY_RANK).results, src or 0)
+
+
+def _check_models(by_rank: list[Any], src: int) -> None:
+    expected = reference.odd_state(src + 1)
+    for rank, model in enumerate(by_rank):
+        here = f"rank {rank} of {len(by_rank)}"
+        _check_in_their_place(here, model)
+        wrong = [name for name, values in expected.items() if model["state"].get(name) != values]
+        check(
+            not wrong,
+            f"{here}: after a broadcast from rank {src}, {', '.join(wrong)} should be those of "
+            f"rank {src}. Parameters, frozen ones too, and buffers: all are part of the model.",
+        )
+        check(model["trainable"], f"{here}: requires_grad was changed.")
+        check(model["gradients"], f"{here}: gradients were changed: only the model is broadcast.")
+
+
+def _check_in_their_place(here: str, model: Any) -> None:
+    replaced, moved = model["replaced"], model["moved"]
+    held = ", which the optimizer holds" if PARAMETERS.intersection(replaced) else ""
+    check(
+        not replaced,
+        f"{here}: there are new tensors in place of {', '.join(replaced)}{held}. Write into the "
+        "tensors that are there.",
+    )
+    check(
+        not moved,
+        f"{here}: {', '.join(moved)} should be overwritten in place, and now lie in other memory, "
+        "as after t.data = …: views of the old memory keep the old values. Use copy_.",
+    )
+
+
+@task("1.9")
+@pytest.mark.parametrize("n", [4, 8])
+def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
+    run, sizes = grade.run(b.broadcast_odd, n, 0, cluster=UNIFORM), models.sizes_of_odd()
+    sent, needed = int(sum(run.bytes_sent)), (n - 1) * sum(sizes)
+    check(
+        sent <= needed,
+        f"{n} ranks need {needed} bytes, each tensor once to each of {n - 1} ranks; {sent} were "
+        "sent. A weight that two layers share counts once.",
+    )
+    messages = (n - 1) * len(sizes)
+    check(
+        sum(run.messages) <= messages,
+        f"{len(sizes)} tensors for {n - 1} ranks are {messages} messages, a broadcast each; "
+        f"{sum(run.messages)} were sent. Each message costs α, however small it is.",
+    )
+    rounds = n.bit_length() - 1
+    most_s = sum(rounds * (LATENCY_S + size * BYTE_S) for size in sizes)
+    check(
+        run.seconds <= most_s * (1 + 1e-6),
+        f"{len(sizes)} broadcasts to {n} ranks of {rounds} rounds each take {most_s * 1e6:.1f} µs; "
+        f"it took {run.seconds * 1e6:.1f} µs. Does one rank send to all others, one by one?",
+    )
+
+
+@task("1.9")
+def test_models_inside_a_group(grade: Grade) -> None:
+    src = grade.random.randrange(1, len(MEMBERS))
+    run = grade.run(inside_group, OUTER_WORLD_SIZE, b.broadcast_odd, src)
+    _check_models(of_members(run), src)

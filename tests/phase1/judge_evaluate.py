@@ -1,0 +1,190 @@
+"""Judges task 1.12: evaluation counts every sample once, on one rank, and sends three numbers."""
+
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, check, task
+from phase1 import evaluation as b
+from phase1 import reference
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.judging import check_refused, is_close, of_members, same_loss, short
+from phase1.models import CLASSES, Moody
+
+DEFAULT_BATCH_SIZE = 256
+TYPES = ["Evaluation", "float", "float", "int"]
+
+
+@task("1.12", real=True)
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_evaluation_is_that_of_one_process(grade: Grade, n: int) -> None:
+    size = {1: grade.random.randint(5, 9), 3: 3 * grade.random.randint(2, 4) + 1, 4: 3}[n]
+    batch_size = grade.random.randint(1, 3)
+    run = grade.run(b.evaluate, n, size, 0, {"batch_size": batch_size})
+    _check_evaluated(run.results, size, batch_size=batch_size)
+
+
+def _check_evaluated(
+    by_rank: list[Any], size: int, length: int = 0, batch_size: int = DEFAULT_BATCH_SIZE
+) -> None:
+    _check_shares(by_rank, size)
+    for rank, result in enumerate(by_rank):
+        _check_numbers(by_rank, rank, size, length)
+        _check_passes(rank, len(by_rank), result, size, batch_size)
+        check(
+            result["types"] == TYPES,
+            f"rank {rank}: evaluate should return {TYPES[0]}({', '.join(TYPES[1:])}); it returned "
+            f"{result['types'][0]}({', '.join(result['types'][1:])}).",
+        )
+
+
+def _check_shares(by_rank: list[Any], size: int) -> None:
+    n = len(by_rank)
+    for rank, result in enumerate(by_rank):
+        share = list(range(rank, size, n))
+        check(
+            sorted(result["fetched"]) == share,
+            f"{size} samples on {n} ranks: rank {rank} should fetch samples {short(share)}, each "
+            f"once; it fetched {short(result['fetched'])}. Rank r takes r, r+N, r+2N, … No "
+            "padding, and no rank evaluates the share of another.",
+        )
+
+
+def _check_numbers(by_rank: list[Any], rank: int, size: int, length: int) -> None:
+    n, found = len(by_rank), by_rank[rank]["found"]
+    alone = reference.evaluate_alone(size, length)
+    cause = "Add up sums over samples and ranks, and divide once at the end."
+    if same_loss([alone[0], alone[2]], [found[0], found[2]]):
+        cause = (
+            "Loss and number of targets are right. An answer is right where the largest of its "
+            "logits, along their last dim, is that of its target."
+        )
+    elif (
+        n > 1 and rank < size and same_loss(reference.evaluate_alone(size, length, rank, n), found)
+    ):
+        cause = "Those are the numbers of this rank's own samples: all-reduce the sums."
+    check(
+        same_loss(alone, found) and found == by_rank[0]["found"],
+        f"rank {rank} of {n}: (loss, accuracy, targets) should be {alone} on every rank, they are "
+        f"{found}. {cause}",
+    )
+
+
+def _check_passes(rank: int, n: int, result: Any, size: int, batch_size: int) -> None:
+    """The caller has chosen what fits in memory; a pass without any row does no harm."""
+    share = len(range(rank, size, n))
+    expected = [min(batch_size, share - start) for start in range(0, share, batch_size)]
+    found = [rows for rows in result["rows"] if rows]
+    check(
+        found == expected,
+        f"rank {rank} of {n}: its {share} samples with batch_size {batch_size} should come in "
+        f"forward passes of {short(expected)} samples; they came in {short(found)}. The caller "
+        "sets batch_size to what fits in memory.",
+    )
+
+
+@task("1.12")
+def test_the_batch_size_does_not_change_the_result(grade: Grade) -> None:
+    size, larger = 2 * grade.random.randint(5, 7) + 1, grade.random.randint(30, 300)
+    for batch_size in (1, grade.random.randint(3, 4), larger):
+        results = grade.run(b.evaluate, 2, size, 0, {"batch_size": batch_size}).results
+        _check_evaluated(results, size, batch_size=batch_size)
+
+
+@task("1.12")
+def test_a_forward_pass_has_256_samples_by_default(grade: Grade) -> None:
+    size = 2 * DEFAULT_BATCH_SIZE + grade.random.randint(3, 20)
+    _check_evaluated(grade.run(b.evaluate, 2, size).results, size)
+
+
+@task("1.12")
+def test_evaluation_counts_positions_of_sequences(grade: Grade) -> None:
+    """There are as many as classes: the largest along the wrong dim has the right shape, too."""
+    size, length = grade.random.randint(5, 8), CLASSES
+    _check_evaluated(grade.run(b.evaluate, 2, size, length).results, size, length)
+
+
+@task("1.12")
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+def test_modes_are_restored(grade: Grade, mode: bool) -> None:
+    """The model is in this mode; of its parts, some are in the other."""
+    parts = len(list(Moody().modules())) - 1
+    modes = [mode, not mode, *(grade.random.random() < 0.5 for _ in range(parts - 1))]
+    results = grade.run(b.evaluate_modes, 2, grade.random.randint(4, 6), modes).results
+    for rank, result in enumerate(results):
+        check(
+            not result["noted"],
+            f"rank {rank}: the model was called {' and '.join(result['noted'])}. Evaluation needs "
+            "model.eval() and no_grad.",
+        )
+        check(
+            result["restored"],
+            f"rank {rank}: afterwards every module should be in the mode it was in before, also a "
+            "part that was frozen in evaluation mode.",
+        )
+        check(not result["changed"], f"rank {rank}: the model's parameters or buffers changed.")
+
+
+@task("1.12")
+def test_evaluating_takes_one_small_all_reduce(grade: Grade) -> None:
+    n, size = 8, grade.random.randint(20, 40)
+    run = grade.run(b.evaluate, n, size, 0, {"batch_size": 2})
+    check(
+        max(run.collectives) <= 1,
+        f"one all-reduce of the sums is enough; collectives by rank are {run.collectives}.",
+    )
+    sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # log2 8 messages
+    check(
+        max(sent) <= most,
+        f"three sums of 8 bytes are all that ranks must tell each other, {most} bytes from each of "
+        f"{n} in an all-reduce; they sent {sent} bytes. Add up on each rank, then all-reduce once.",
+    )
+    check(
+        min(run.bytes_received) >= 3 * 4,
+        f"in an all-reduce of three numbers every rank receives them; bytes received by rank are "
+        f"{[int(number) for number in run.bytes_received]}. Does every rank evaluate everything?",
+    )
+    _check_evaluated(run.results, size, batch_size=2)
+
+
+@task("1.12")
+def test_an_empty_data_set_is_refused_on_every_rank(grade: Grade) -> None:
+    check_refused(grade.run(b.evaluate_nothing, 2).results, "An empty data set")
+
+
+@task("1.12")
+def test_sums_are_exact_in_bfloat16(grade: Grade) -> None:
+    share, num_wrong = 4 * grade.random.randint(65, 124) + 3, grade.random.randint(50, 250)
+    size = 2 * share  # bfloat16 makes a share one more
+    expected = [64 * num_wrong / size, 1 - num_wrong / size, size]
+    for rank, found in enumerate(grade.run(b.evaluate_in_bfloat16, 2, size, num_wrong).results):
+        check(
+            is_close(
+                [1.0] * 3, [got / want for got, want in zip(found, expected, strict=True)], 1e-6
+            ),
+            f"a model in bfloat16, {size} targets of which {num_wrong} cost 64 and are wrong: "
+            f"(loss, accuracy, targets) should be {expected}, on rank {rank} of 2 they are "
+            f"{found}. bfloat16 has 8 bits: 303 becomes 304. Add up in float32 or float64.",
+        )
+
+
+@task("1.12")
+def test_everything_happens_on_the_device(grade: Grade) -> None:
+    size = grade.random.randint(5, 8)
+    results = grade.run(b.evaluate_there, 2, size).results
+    _check_evaluated(results, size)
+    for rank, result in enumerate(results):
+        device, called, sent = result["device"], result["devices"], result["sent"]
+        check(
+            called == [device] and set(sent) == {device},
+            f"rank {rank}: with device={device!r} the model should be called with tensors there, "
+            "and the sums all-reduced from there, as NCCL moves tensors of GPUs only; it was "
+            f"called with tensors on {' and '.join(called)}, what was sent was on {short(sent)}.",
+        )
+
+
+@task("1.12")
+def test_evaluation_inside_a_group(grade: Grade) -> None:
+    size = grade.random.randint(len(MEMBERS) + 1, 10)
+    run = grade.run(inside_group, OUTER_WORLD_SIZE, b.evaluate, size, 0, None)
+    _check_evaluated(of_members(run), size)

@@ -1,0 +1,153 @@
+"""Judges task 1.4: who gets what, in which world it hangs, what it costs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, Run, check, task
+from distlab.sim import Options
+from phase1 import collectives as c
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from phase1.judging import (
+    BYTE_S,
+    LATENCY_S,
+    UNIFORM,
+    check_no_collective,
+    check_sizes,
+    check_waited,
+    of_members,
+    short,
+    uneven,
+)
+
+AS_NCCL = Options(p2p_order="pair")
+NOT_BATCHED = (
+    "Are the send and the receive in one batch_isend_irecv? Outside of it one can wait for the "
+    "other: on NCCL even isend and irecv, where both are with the same rank."
+)
+
+
+@task("1.4", real=True)
+@pytest.mark.parametrize("n", [2, 5])
+def test_a_ring_exchanges_without_deadlock(grade: Grade, n: int) -> None:
+    for step in {1, n - 1}:
+        ring = [(rank + step) % n for rank in range(n)]
+        _check_exchanges(grade, ring, are_alike=True)
+
+
+@task("1.4")
+def test_pairs_exchange_without_deadlock_where_order_matters(grade: Grade) -> None:
+    _check_exchanges(grade, [1, 0, 3, 2], are_alike=False)
+
+
+@task("1.4")
+def test_ranks_exchange_with_whom_they_are_told(grade: Grade) -> None:
+    dsts = list(range(5))
+    while any(dst == rank for rank, dst in enumerate(dsts)) or _is_ring(dsts):
+        grade.random.shuffle(dsts)
+    _check_exchanges(grade, dsts, are_alike=False)
+
+
+def _is_ring(dsts: Sequence[int]) -> bool:
+    """Whether all ranks send equally far."""
+    return len({(dst - rank) % len(dsts) for rank, dst in enumerate(dsts)}) == 1
+
+
+def _check_exchanges(grade: Grade, dsts: list[int], *, are_alike: bool) -> None:
+    run = grade.run(
+        *(c.exchange_all_kinds, len(dsts), dsts, are_alike),
+        options=uneven(grade.random, len(dsts), AS_NCCL),
+        if_stuck=NOT_BATCHED,
+    )
+    _check_exchanged(run.results, dsts)
+    if grade.is_simulated:
+        _check_one_message_each(run, len(c.KINDS))
+        check_sizes(run, {size: n * len(dsts) for size, n in c.sizes_of_kinds().items()})
+        check_waited(run)
+
+
+def _check_exchanged(by_rank: list[Any], dsts: Sequence[int]) -> None:
+    for rank, held in enumerate(by_rank):
+        src = dsts.index(rank)
+        where = f"rank {rank} of {len(dsts)}, which receives from rank {src}"
+        sent = c.plain(c.tensors_of(rank))
+        came = c.plain(c.tensors_of(src))
+        for kind, wanted, got in zip(c.KINDS, came, held["incoming"], strict=True):
+            check(
+                got == wanted,
+                f"{where}, {kind[1]} of shape {kind[0]}: incoming should be {short(wanted)}, it is "
+                f"{short(got)}. {_why_not(got, c.plain(c.tensors_of(dsts[rank])))}",
+            )
+        for kind, wanted, got in zip(c.KINDS, sent, held["outgoing"], strict=True):
+            check(
+                got == wanted,
+                f"rank {rank} of {len(dsts)} sent {short(wanted)}, {kind[1]} of shape {kind[0]}, "
+                f"and afterwards its outgoing is {short(got)}. It belongs to the caller, who may "
+                "need it again: only incoming is written.",
+            )
+
+
+def _why_not(got: Any, of_dst: list[Any]) -> str:
+    """Say why something else may have arrived."""
+    if got in of_dst:
+        return "That is what rank dst has: dst is whom you send to, src whom you receive from."
+    return (
+        "Is dst whom you send to, src whom you receive from? Is the receive waited for, and into "
+        "incoming itself, in its own dtype?"
+    )
+
+
+def _check_one_message_each(run: Run, num_calls: int = 1) -> None:
+    check_no_collective(run, "an exchange is one message from each rank and nothing else")
+    check(
+        all(messages == num_calls for messages in run.messages),
+        f"each rank should send {num_calls} messages in {num_calls} exchanges; by rank they are "
+        f"{run.messages}. The receiver knows shape and dtype: nothing but the tensor is sent.",
+    )
+
+
+@task("1.4")
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
+    lengths = [grade.random.randrange(5_000, 50_000) for _ in range(n)]
+    lengths[0] = grade.random.randrange(*c.LARGE)
+    ring = [(rank + 1) % n for rank in range(n)]
+    run = grade.run(c.exchange_once, n, ring, lengths, cluster=UNIFORM, if_stuck=NOT_BATCHED)
+    _check_one_message_each(run)
+    expected = LATENCY_S + 4 * max(lengths) * BYTE_S
+    check(
+        run.seconds <= 1.001 * expected,
+        f"{n} ranks exchange {lengths} float32 at the same time in {expected * 1e6:.2f} µs, as "
+        f"long as the longest message; yours takes {run.seconds * 1e6:.2f} µs. Give send and "
+        "receive to one batch, and wait for both afterwards.",
+    )
+
+
+@task("1.4")
+def test_outgoing_may_be_written_afterwards(grade: Grade) -> None:
+    run = grade.run(c.exchange_then_write, 3, if_stuck=NOT_BATCHED)
+    at_once, later = ([held[i] for held in run.results] for i in (0, 1))
+    check(
+        later == [2.0, 0.0, 1.0],
+        f"the caller wrote outgoing after exchange had returned, and the receivers got {later} "
+        "where [2.0, 0.0, 1.0] had been sent. Wait for the send as well.",
+    )
+    check(
+        at_once == [2.0, 0.0, 1.0],
+        f"when exchange returns, incoming should hold [2.0, 0.0, 1.0] by rank, as one rank comes "
+        f"late: it holds {at_once}, and {later} later. Wait for the receive as well.",
+    )
+    check_waited(run)
+
+
+@task("1.4")
+def test_exchange_inside_a_group(grade: Grade) -> None:
+    n = len(MEMBERS)
+    ring = [(rank + 1) % n for rank in range(n)]
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, c.exchange_all_kinds, ring, True),
+        options=AS_NCCL,
+        if_stuck=STUCK_IN_GROUP,
+    )
+    _check_exchanged(of_members(run), ring)

@@ -1,0 +1,255 @@
+"""Judges task 1.1: what is asserted about what tests/phase1/shards.py returns."""
+
+from collections import Counter
+from itertools import pairwise, product
+from math import ceil
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, check, task
+from phase1 import shards as s
+from phase1.judging import check_silent, short
+
+SHARDED = [(n, ranks) for n in (10, 7, 16, 101, 2, 1) for ranks in (4, 3, 1, 2, 5, 8)]
+ORDERS_OF_4, DRAWS = 24, 600  # a fair draw misses one of them once in 10^9 runs
+BYTES_PER_SAMPLE = 400  # of a few lists of Python's ints, 36 bytes each
+
+
+@task("1.1")
+def test_shards_cover_the_data_set_and_do_not_overlap(grade: Grade) -> None:
+    sizes = [*SHARDED, (grade.random.randint(200, 400), grade.random.randint(6, 16))]
+    found = grade.call(s.shards, [(n, ranks, {"epoch": 3}) for n, ranks in sizes])
+    for (n, ranks), shards in zip(sizes, found, strict=True):
+        here = f"{n} samples on {ranks} ranks"
+        lengths, places = [len(shard) for shard in shards], ceil(n / ranks) * ranks
+        check(
+            lengths == [ceil(n / ranks)] * ranks,
+            f"{here}: every shard should hold {ceil(n / ranks)}, they hold {short(lengths)}. "
+            "Shards of unequal length leave ranks waiting in an all-reduce.",
+        )
+        drawn = Counter(index for shard in shards for index in shard)
+        missing, strange = set(range(n)) - drawn.keys(), drawn.keys() - set(range(n))
+        check(not strange, f"{here}: there are no samples {short(sorted(strange))}.")
+        check(not missing, f"{here}: nobody sees the samples {short(sorted(missing))}.")
+        [(index, count)] = drawn.most_common(1)
+        check(
+            count <= ceil(places / n),
+            f"{here}: sample {index} comes {count} times, where "
+            f"{ceil(places / n)} would do. Does every rank compute the same order?",
+        )
+
+
+@task("1.1")
+def test_shards_that_are_cut_count_nothing_twice(grade: Grade) -> None:
+    found = grade.call(s.shards, [(n, ranks, {"drop_last": True}) for n, ranks in SHARDED])
+    for (n, ranks), shards in zip(SHARDED, found, strict=True):
+        lengths = [len(shard) for shard in shards]
+        check(
+            lengths == [n // ranks] * ranks,
+            f"{n} samples on {ranks} ranks with drop_last: every shard should hold {n // ranks}, "
+            f"they hold {lengths}.",
+        )
+        drawn = [index for shard in shards for index in shard]
+        check(
+            len(set(drawn)) == len(drawn) and set(drawn) <= set(range(n)),
+            f"{n} samples on {ranks} ranks with drop_last: a sample comes twice, {short(shards)}.",
+        )
+
+
+@task("1.1")
+def test_ranks_take_turns(grade: Grade) -> None:
+    plain, cut = ({"shuffle": False, "drop_last": drop_last} for drop_last in (False, True))
+    cases = [(7, 3, plain), (7, 3, cut), (10, 4, plain), (10, 4, cut)]
+    for (n, ranks, options), shards in zip(cases, grade.call(s.shards, cases), strict=True):
+        check(
+            shards == (expected := _turns([*range(n)], ranks, options["drop_last"])),
+            f"{n} samples on {ranks} ranks, not shuffled, drop_last={options['drop_last']}: shards "
+            f"should be {expected}; they are {short(shards)}. Ranks take turns like players who "
+            "are dealt cards, and without drop_last the order is wrapped round.",
+        )
+
+
+def _turns(order: list[int], ranks: int, drop_last: bool) -> s.Shards:
+    n = len(order)
+    places = n // ranks * ranks if drop_last else ceil(n / ranks) * ranks
+    return [[order[place % n] for place in range(rank, places, ranks)] for rank in range(ranks)]
+
+
+@task("1.1")
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_shards_together_are_the_order_of_one_process(grade: Grade, drop_last: bool) -> None:
+    given = {"seed": grade.random.randrange(10**6), "epoch": grade.random.randrange(1000)}
+    cases: list[tuple[int, int, dict[str, Any]]] = []
+    for samples, ranks in [(12, 4), (14, 4), (3, 8), (50, 3), (20, 7)]:
+        cases += [(samples, 1, given), (samples, ranks, {**given, "drop_last": drop_last})]
+    found = grade.call(s.shards, cases)
+    for (order,), shards in zip(found[::2], found[1::2], strict=True):
+        _check_order(order, shards, drop_last)
+
+
+def _check_order(order: list[int], shards: s.Shards, drop_last: bool) -> None:
+    here = f"{len(order)} samples, shuffled, on {len(shards)} ranks with drop_last={drop_last}"
+    expected = _turns(order, len(shards), drop_last)
+    lengths = [len(shard) for shard in shards]
+    check(
+        lengths == [len(shard) for shard in expected],
+        f"{here}: shards should hold {len(expected[0])}, not {lengths}.",
+    )
+    turns, wanted = (
+        [i for step in zip(*of, strict=True) for i in step] for of in (shards, expected)
+    )
+    check(
+        turns[: len(order)] == wanted[: len(order)],
+        f"{here}: read step by step, the shards should be the order of one process, "
+        f"{short(wanted)}; they are {short(turns)}. Do ranks take turns, not blocks, and "
+        "does the order depend on the number of ranks, or on drop_last?",
+    )
+    check(
+        turns == wanted,
+        f"{here}: the places after the last sample should go round to the beginning of the same "
+        f"order, {short(wanted[len(order) :])}; they hold {short(turns[len(order) :])}.",
+    )
+
+
+@task("1.1")
+def test_the_order_is_fixed_by_seed_and_epoch_alone(grade: Grade) -> None:
+    seed, epoch = grade.random.randint(1001, 9999), grade.random.randint(1001, 9999)
+    keys = [(seed, epoch), (epoch, seed), (seed + 1, epoch - 1), (2 * seed, epoch)]
+    keys += [(seed - 1, epoch + apart) for apart in (0, 2, 10, 100, 1000)]
+    keys += [
+        (seed, 2 * epoch),
+        (seed + 2**16, epoch),
+        (0, epoch),
+        (seed, 0),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
+    keys = [*dict.fromkeys(keys)]
+    cases = [(50, 1, {"seed": seed, "epoch": epoch}) for seed, epoch in [*keys, keys[0]]]
+    *orders, again = (shards[0] for shards in grade.call(s.shards, cases))
+    check(orders[0] == again, "the same seed and epoch gave two orders. Use your own generator.")
+    for key, order in zip(keys, orders, strict=True):
+        check(order != [*range(50)], "shuffle=True should permute the samples; they are in order.")
+        same = [other for other, found in zip(keys, orders, strict=True) if found == order]
+        check(
+            same == [key],
+            f"(seed, epoch) {same[0]} and {same[-1]} have the same order. It must depend on both, "
+            "and not on their sum or product.",
+        )
+
+
+@task("1.1")
+def test_processes_agree_on_the_order(grade: Grade) -> None:
+    here, there = grade.call(s.shard_by_process, {"seed": grade.random.randrange(10**6)})
+    check(
+        here == there,
+        "two processes have two orders for the same seed and epoch. hash() of a text is another "
+        "number in each process: seed with numbers.",
+    )
+
+
+@task("1.1")
+def test_every_order_is_equally_likely(grade: Grade) -> None:
+    seed = grade.random.randrange(10**6)
+    by_epoch = [(4, 1, {"seed": seed, "epoch": epoch}) for epoch in range(DRAWS)]
+    by_seed = [(4, 1, {"seed": seed + k, "epoch": 1}) for k in range(DRAWS)]
+    found = [tuple(shard) for (shard,) in grade.call(s.shards, by_epoch + by_seed)]
+    for what, orders in ("epochs", found[:DRAWS]), ("seeds", found[DRAWS:]):
+        counts = Counter(orders)
+        [(most, count)] = counts.most_common(1)
+        check(
+            len(counts) == ORDERS_OF_4 and count <= 3 * DRAWS // ORDERS_OF_4,
+            f"4 samples have {ORDERS_OF_4} orders, and {DRAWS} {what} should show each about "
+            f"{DRAWS // ORDERS_OF_4} times; they show {len(counts)} of them, {most} {count} times. "
+            f"Is it a random permutation, and another one for each of the {what}?",
+        )
+
+
+@task("1.1")
+def test_a_large_data_set_is_mixed_as_a_whole(grade: Grade) -> None:
+    n = grade.random.randint(2000, 4000)
+    [[order]] = grade.call(s.shards, [(n, 1, {"seed": grade.random.randrange(10**6)})])
+    moved = sum(abs(place - index) for place, index in enumerate(order)) / n
+    check(
+        0.28 * n <= moved <= 0.39 * n,
+        f"{n} samples in random order are {n // 3} places from where they were, on average; these "
+        f"are {moved:.0f}. Was all of the data set permuted, at random?",
+    )
+    steps = len({(after - before) % n for before, after in pairwise(order)})
+    check(
+        steps >= n // 2,
+        f"{n} samples in random order have about {0.63 * n:.0f} different steps from one to the "
+        f"next; these have {steps}. A rotation, or blocks that stay together, are not random.",
+    )
+
+
+@task("1.1")
+def test_shards_have_defaults_for_what_is_left_out(grade: Grade) -> None:
+    defaults = {"epoch": 0, "seed": 0, "shuffle": True, "drop_last": False}
+    others = {"epoch": 2, "seed": 3, "drop_last": True}
+    given = [{k: others[k] for k in others if k != name} for name in defaults]
+    passed = [{**some, name: defaults[name]} for some, name in zip(given, defaults, strict=True)]
+    found = grade.call(s.shards, [(11, 3, options) for options in given + passed])
+    for name, got, expected in zip(defaults, found[:4], found[4:], strict=True):
+        check(
+            got == expected,
+            f"without {name}, shards should be those of {name}={defaults[name]}, "
+            f"{short(expected)}; they are {short(got)}.",
+        )
+
+
+@task("1.1")
+def test_global_generators_are_left_alone(grade: Grade) -> None:
+    flags = product((False, True), repeat=2)
+    cases = [{"epoch": 3, "seed": 5, "shuffle": a, "drop_last": b} for a, b in flags]
+    for options, moved in zip(cases, grade.call(s.generators_moved, cases), strict=True):
+        check(
+            not moved,
+            f"shard_indices moved the global generator of {' and '.join(moved)}, with {options}. "
+            "Dropout and augmentation draw from it too: make a generator of your own.",
+        )
+
+
+@task("1.1")
+def test_impossible_shards_are_refused(grade: Grade) -> None:
+    impossible = [(10, 4, 4), (10, -1, 4), (10, 5, 4), (10, 0, 0), (0, 0, 1), (0, 1, 2), (-3, 0, 2)]
+    options = [{}, {"drop_last": True}, {"shuffle": False}]
+    cases = [(*case, given) for case in impossible for given in options]
+    for case, found in zip(cases, grade.call(s.shards_refused, cases), strict=True):
+        (n, rank, ranks, given), got = case, f"{found['type']}: {short(found['text'])}"
+        check(
+            found["type"] == "ValueError",
+            f"{n} samples for rank {rank} of {ranks}, {given or 'nothing else given'}: should be a "
+            f"ValueError; it is {got if found['type'] else 'none'}.",
+        )
+
+
+@task("1.1")
+def test_every_rank_computes_its_shard_alone(grade: Grade) -> None:
+    options = {"epoch": 1, "seed": grade.random.randrange(10**6)}
+    run = grade.run(s.own_shard, 3, 20, options)
+    check_silent(run, "a shard")
+    [shards] = grade.call(s.shards, [(20, 3, options)])
+    check(
+        run.results == shards,
+        f"on 3 ranks that call once each, the shards are {short(run.results)}; one process that "
+        f"asks for all three gets {short(shards)}. The rank is an argument: do not ask dist.",
+    )
+
+
+@task("1.1")
+def test_the_cost_grows_with_the_data_set_alone(grade: Grade) -> None:
+    samples, ranks = grade.random.randint(20_000, 25_000), grade.random.randint(500, 600)
+    peak = grade.call(s.peak_of_shard, samples, ranks - 1, ranks)
+    check(
+        peak <= BYTES_PER_SAMPLE * samples,
+        f"the shard of one rank of {ranks} took {peak:,} bytes for {samples:,} samples, "
+        f"{peak / samples:.0f} per sample; a few lists of all samples are less than "
+        f"{BYTES_PER_SAMPLE}. Does it build something for every rank?",
+    )
+    grade.run(
+        *(s.shards, 1, [(200_000, 2, {})]),
+        if_stuck="200,000 samples should take less than a second: is the time O(num_samples)?",
+    )

@@ -1,0 +1,196 @@
+"""Judges task 1.11: a step on all ranks is that of one process on all their batches."""
+
+from math import isclose
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, Run, check, task
+from phase1 import reference
+from phase1 import step as b
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.judging import check_refused, is_close, of_members, same_loss, short
+from phase1.models import Stepped
+
+STEPS = 3
+TRAINABLE = sum(parameter.requires_grad for parameter in Stepped().parameters())
+AN_EMPTY_BATCH = "A rank whose batch is empty must make every call that the others make."
+NOT_ON_EVERY_RANK = (
+    "An error that only some ranks raise leaves the others waiting: decide by the number of "
+    "targets of all ranks, which every rank knows after the all-reduce."
+)
+
+
+def _uneven(grade: Grade, n: int) -> list[int]:
+    """Draw the number of samples of each rank: none on rank 1 of 3 or more, most on rank 0."""
+    sizes = [grade.random.randint(5, 8), *(grade.random.randint(1, 4) for _ in range(n - 1))]
+    return [0 if rank == 1 and n > 2 else size for rank, size in enumerate(sizes)]
+
+
+@task("1.11", real=True)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_steps_are_those_of_one_process(grade: Grade, n: int) -> None:
+    sizes = _uneven(grade, n)
+    run = grade.run(
+        *(b.train_steps, n, sizes, STEPS), if_stuck=AN_EMPTY_BATCH if 0 in sizes else ""
+    )
+    _check_steps(run.results, sizes)
+    if grade.is_simulated:
+        _check_calls(run, STEPS * (1 + TRAINABLE))
+
+
+def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
+    alone = reference.steps_alone(tuple(sizes), STEPS, length)
+    for rank, result in enumerate(by_rank):
+        here = f"batches of {sizes}, rank {rank}"
+        _check_first_loss(here, rank, result["losses"][0], sizes, length)
+        check(
+            is_close(alone["state"], result["state"])
+            and same_loss(alone["losses"], result["losses"]),
+            f"{here}: after {STEPS} steps the weights differ from those of one process, losses are "
+            f"{short(result['losses'])} and should be {short(alone['losses'])}. Does each target "
+            "weigh 1/B in the gradient, and are gradients from before the step gone?",
+        )
+        check(
+            result["losses"] == by_rank[0]["losses"],
+            f"{here}: the losses {result['losses']} are not the very numbers of rank 0, "
+            f"{by_rank[0]['losses']}. Compute them from what the all-reduce gave to all.",
+        )
+        _check_is_its_own(here, result, STEPS * sizes[rank])
+
+
+def _check_first_loss(here: str, rank: int, got: float, sizes: list[int], length: int) -> None:
+    expected = reference.steps_alone(tuple(sizes), STEPS, length)["losses"][0]
+    means = reference.first_losses(tuple(sizes), length)
+    known = [mean for mean in means if mean == mean]
+    cause = ""
+    if len(sizes) > 1 and same_loss(got, means[rank]):
+        cause = " That is the mean of this rank's own batch."
+    elif len(sizes) > 1 and same_loss(got, sum(known) / len(known)):
+        cause = " That is the mean of the ranks' means, where small batches count too much."
+    check(
+        same_loss(expected, got),
+        f"{here}: the first loss of one process on all of them is {expected:.6f}, train_step "
+        f"returned {got:.6f}. It is the mean over all targets of all ranks, before the step."
+        f"{cause}",
+    )
+
+
+def _check_is_its_own(here: str, result: Any, num_rows: int) -> None:
+    """What the step did with its batch, and what it returned."""
+    check(
+        result["are_buffers_kept"],
+        f"{here}: a step is no time to change the model's buffers: loss, targets and gradients are "
+        "all that the ranks need to share.",
+    )
+    check(
+        not result["changed"],
+        f"{here}: train_step has changed the {' and '.join(result['changed'])} of its batch. "
+        "They belong to the caller, who may show them again: compute in tensors of your own.",
+    )
+    check(
+        sum(result["rows"]) == num_rows,
+        f"{here}: in {STEPS} steps the model should see the {num_rows} rows of this rank's "
+        f"batches, each once; it was called with {short(result['rows'])} rows.",
+    )
+    check(
+        not result["types"],
+        f"{here}: train_step should return a float; it returned {' and '.join(result['types'])}.",
+    )
+
+
+def _check_calls(run: Run, expected: int) -> None:
+    """By default: one all-reduce of two numbers a step, one for each parameter, nothing else."""
+    sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
+    check(
+        run.collectives == [expected] * len(run.results) and not sends,
+        f"{STEPS} steps need {expected} all-reduces on each rank: one of two numbers a step, and "
+        f"one for each of {TRAINABLE} trainable parameters. Collectives by rank are "
+        f"{run.collectives}, other messages {sends}.",
+    )
+
+
+@task("1.11")
+def test_sequences_count_every_position(grade: Grade) -> None:
+    sizes, length = _uneven(grade, 2), grade.random.randint(2, 5)
+    _check_steps(grade.run(b.train_steps, 2, sizes, STEPS, length).results, sizes, length)
+
+
+@task("1.11")
+def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
+    gradient = grade.random.uniform(1, 2)
+    run = grade.run(inside_group, OUTER_WORLD_SIZE, b.step_with_arguments, gradient)
+    for rank, used in enumerate(of_members(run)):
+        here = f"rank {rank} of {len(MEMBERS)}"
+        check(
+            len(used["average"]) == 1,
+            f"{here}: the average given should be called once a step, it was called "
+            f"{len(used['average'])} times.",
+        )
+        check(
+            all(used["average"][0]),
+            f"{here}: average should get the model, the all_reduce and the group that train_step "
+            f"was given; whether it did: {used['average'][0]}.",
+        )
+        check(
+            used["sizes"] == [2],
+            f"{here}: loss and number of targets should go through the all_reduce given, two "
+            f"numbers in one call; it was called with {used['sizes']} numbers.",
+        )
+        _check_moved(here, used["moved"], -0.5 * gradient)
+    _check_nothing_besides(run)
+
+
+def _check_moved(here: str, moved: dict[str, list[float]], by: float) -> None:
+    """The factor N/B, here 1/3, may come before the average or after it."""
+    for name, found in moved.items():
+        check(
+            any(is_close(found, [one] * len(found)) for one in (by, by / 3)),
+            f"{here}: after average, the gradient of {name} is {by / -0.5:.4f}, and the optimizer "
+            f"should move it by {by:.4f}; it moved by {short(found)}. The gradients that average "
+            "leaves are those of the step.",
+        )
+
+
+def _check_nothing_besides(run: Run) -> None:
+    expected = [int(rank in MEMBERS) for rank in range(OUTER_WORLD_SIZE)]
+    check(
+        run.collectives == expected,
+        f"with an average that sends nothing, the all-reduce of two numbers is all that a step "
+        f"needs; collectives by rank are {run.collectives}, and should be {expected}.",
+    )
+
+
+@task("1.11")
+def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> None:
+    results = grade.run(b.step_without_data, 3, if_stuck=NOT_ON_EVERY_RANK).results
+    check_refused(results, "A step where no rank has a target")
+    for rank, result in enumerate(results):
+        check(
+            not result["changed"],
+            f"rank {rank} of 3: no rank has a target, and still the parameters have changed. "
+            "Raise before the step.",
+        )
+
+
+@task("1.11")
+def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
+    sizes = [4 * grade.random.randint(65, 124) + 3 for _ in range(2)]  # all become one more
+    wrong = [grade.random.randint(50, 120) for _ in sizes]
+    expected = 64 * sum(wrong) / sum(sizes)
+    for rank, got in enumerate(grade.run(b.step_in_bfloat16, 2, sizes, wrong).results):
+        check(
+            isclose(got, expected, rel_tol=1e-6),
+            f"a model in bfloat16, {sizes} targets on 2 ranks, of which {wrong} cost 64 and the "
+            f"others nothing: the loss should be {expected:.6f}, rank {rank} returned {got:.6f}. "
+            "bfloat16 has 8 bits: 303 becomes 304. Count and add up in float32 or float64.",
+        )
+
+
+@task("1.11")
+def test_steps_inside_a_group(grade: Grade) -> None:
+    sizes = _uneven(grade, len(MEMBERS))
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.train_steps, sizes, STEPS, 0), if_stuck=AN_EMPTY_BATCH
+    )
+    _check_steps(of_members(run), sizes)

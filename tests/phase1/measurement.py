@@ -1,0 +1,187 @@
+"""Bodies for task 1.8."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phase1.calls import numbers, refusal_of, returned
+from phase1.pretend_device import PretendDevice, devices_sent
+
+Strategy = Callable[[Tensor, Any], None]
+Schedule = Sequence[Sequence[Sequence[float]]]  # cell, rank, run: seconds
+
+
+def measure(
+    lesson: Any,
+    functions: Mapping[str, str],
+    sizes: Sequence[int],
+    arguments: Mapping[str, Any],
+    group: Any = None,
+) -> dict[str, Any]:
+    """Measure the lesson's own functions, each under another name."""
+    strategies = {name: getattr(lesson, function) for name, function in functions.items()}
+    if group is not None:
+        arguments = {**arguments, "group": group}
+    return _as_dict(lesson.measure_all_reduce(strategies, sizes, **arguments))
+
+
+def _as_dict(times: Any) -> dict[str, Any]:
+    """Take the table apart.
+
+    Raises:
+        TypeError: it is not made of what it should be made of.
+    """
+    kind = type(returned("measure_all_reduce", times)).__name__
+    if kind != "AllReduceTimes":
+        raise TypeError(f"measure_all_reduce should return AllReduceTimes; it returned a {kind}")
+    for name, column in times.seconds.items():
+        _check_floats(f"seconds[{name!r}]", column)
+    _check_floats("α and 1/β", (times.alpha_s, times.bandwidth_bytes_per_s))
+    return {
+        "sizes": [int(size) for size in times.sizes_bytes],
+        "seconds": {str(k): [float(t) for t in v] for k, v in times.seconds.items()},
+        "alpha_s": float(times.alpha_s),
+        "bandwidth": float(times.bandwidth_bytes_per_s),
+    }
+
+
+def _check_floats(what: str, values: Any) -> None:
+    is_sequence = isinstance(values, Sequence)
+    if not is_sequence or not all(isinstance(value, float) for value in values):
+        raise TypeError(f"{what} should be floats; {values!r:.70} is something else")
+
+
+def measure_sleepers(
+    lesson: Any, schedules: Mapping[str, Schedule], sizes: Sequence[int], repeats: int
+) -> dict[str, Any]:
+    """Time strategies that sleep as long as their schedule says, in virtual seconds."""
+    strategies = {name: _sleeper(schedule, sizes) for name, schedule in schedules.items()}
+    return _as_dict(lesson.measure_all_reduce(strategies, sizes, repeats=repeats))
+
+
+def _sleeper(schedule: Schedule, sizes: Sequence[int]) -> Strategy:
+    runs = [0] * len(sizes)
+
+    def sleep(x: Tensor, group: Any) -> None:
+        cell = sizes.index(4 * x.numel())
+        mine = schedule[cell][dist.get_rank(group)]
+        time.sleep(mine[min(runs[cell], len(mine) - 1)])
+        runs[cell] += 1
+
+    return sleep
+
+
+def measure_chains(
+    lesson: Any, orders: Mapping[str, Sequence[int]], seconds: float
+) -> dict[str, Any]:
+    """Time strategies in which each rank waits for the one before it in an order, then sleeps."""
+    strategies = {name: _chain(order, seconds) for name, order in orders.items()}
+    return _as_dict(lesson.measure_all_reduce(strategies, (4, 4000), repeats=4))
+
+
+def _chain(order: Sequence[int], seconds: float) -> Strategy:
+    def pass_on(x: Tensor, group: Any) -> None:
+        place = order.index(dist.get_rank(group))
+        if place:
+            dist.recv(x, group=group, group_src=order[place - 1])
+        if place < len(order) - 1:
+            time.sleep(seconds)
+            dist.send(x, group=group, group_dst=order[place + 1])
+
+    return pass_on
+
+
+def measure_counting(
+    lesson: Any,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    arguments: Mapping[str, Any],
+    group: Any = None,
+) -> dict[str, list[list[Any]]]:
+    """Return of every strategy the tensors it was called with, and the size of the group."""
+    calls: dict[str, list[list[Any]]] = {name: [] for name in names}
+
+    def counting(name: str) -> Strategy:
+        def count(x: Tensor, given: Any) -> None:
+            dtype, num_ranks = str(x.dtype).removeprefix("torch."), dist.get_world_size(given)
+            calls[name].append([x.numel() * x.element_size(), dtype, str(x.device), num_ranks])
+
+        return count
+
+    if group is not None:
+        arguments = {**arguments, "group": group}
+    strategies = {name: counting(name) for name in names}
+    times = lesson.measure_all_reduce(strategies, sizes, **arguments)
+    if list(strategies) != list(names):
+        raise ValueError(f"the caller's strategies {names} should stay; now {list(strategies)}")
+    if _as_dict(times)["sizes"] != list(sizes):
+        raise ValueError(f"sizes_bytes of the table should be {sizes}, not {times.sizes_bytes}")
+    return calls
+
+
+def measure_elsewhere(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
+    """Measure on a pretended device; return the devices of what was run and sent."""
+    with PretendDevice() as device, devices_sent() as sent:
+        calls = measure_counting(lesson, ["a"], sizes, {"device": device, "repeats": 2})
+    return {"calls": calls["a"], "sent": sorted(set(sent)), "device": str(device)}
+
+
+_WORK_S: dict[int, float] = {}  # by rank: how long its pretended GPU still has to work
+
+
+def _synchronize(device: Any = None) -> None:
+    time.sleep(_WORK_S.pop(dist.get_rank(), 0.0))
+
+
+def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
+    """Measure a strategy that returns at once while the pretended GPU goes on for so long."""
+
+    def start_work(x: Tensor, group: Any) -> None:
+        _WORK_S[dist.get_rank()] = seconds
+
+    torch.cuda.synchronize = _synchronize  # of this world's own process
+    with PretendDevice("cuda:0") as device:
+        times = lesson.measure_all_reduce({"a": start_work}, (4, 8), repeats=2, device=device)
+    return [float(second) for second in times.seconds["a"]]
+
+
+def measure_nonsense(lesson: Any, group: Any = None) -> dict[str, dict[str, str]]:
+    """Return how each call was refused that must be."""
+    given = {"naive": lesson.all_reduce_naive}
+    calls: dict[str, tuple[Any, Any, int]] = {
+        "no size": (given, (), 1),
+        "one size": (given, (4,), 1),
+        "the same size twice": (given, (8, 8), 1),
+        "6 bytes": (given, (4, 6), 1),
+        "no repeat": (given, (4, 8), 0),
+        "-1 repeats": (given, (4, 8), -1),
+        "a strategy called exchange": ({"exchange": lesson.all_reduce_naive}, (4, 8), 1),
+    }
+    if dist.get_world_size(group) < 2:
+        calls = {"one rank": (given, (4, 8), 1)}
+    more = {} if group is None else {"group": group}
+    return {what: _refusal(lesson, *call, more) for what, call in calls.items()}
+
+
+def _refusal(lesson: Any, strategies: Any, sizes: Any, repeats: int, more: Any) -> dict[str, str]:
+    return refusal_of(lambda: lesson.measure_all_reduce(strategies, sizes, repeats=repeats, **more))
+
+
+def measure_alone(lesson: Any) -> dict[str, dict[str, str]]:
+    """Measure in a group of one rank, in a world of more."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return measure_nonsense(lesson, groups[dist.get_rank()])
+
+
+def fit(lesson: Any, points: list[tuple[list[int], list[float]]]) -> list[list[float]]:
+    """α and β of every point list."""
+    found = []
+    for sizes, seconds in points:
+        line = lesson.fit_alpha_beta(sizes, seconds)
+        found.append(numbers("fit_alpha_beta", line, ("α", "β")))
+        _check_floats("α and β", tuple(line))
+    return found
