@@ -1,44 +1,146 @@
-"""Write the table of docs/grading.md: what the bank says of the grader.
+"""Grade a bank, and print what its task's tests say of each answer.
 
-python tests/wrong_answers/table.py > table.md
+python tests/wrong_answers/table.py > table.md                 # the table of docs/grading.md
+python tests/wrong_answers/table.py --bank independent_1 -v      # survivors; with -v the others too
+python tests/wrong_answers/table.py --only 1.4 --jobs 2
+
+An answer of the own bank meets every test of its task, a right one on real processes too. One of
+the independent bank meets them in the simulated world, up to the first that rejects it.
 """
 
+import argparse
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from distlab.grade.outcomes import Outcome  # noqa: E402
-from wrong_answers.test_bank import ANSWERS, COURSE, Answer, verdicts  # noqa: E402
+from distlab.grade.results import MAX_HANGS  # noqa: E402
+from distlab.grade.submission import Submission  # noqa: E402
+from wrong_answers import bank  # noqa: E402
+from wrong_answers.bank import Answer, BankError  # noqa: E402
+from wrong_answers.grading import (  # noqa: E402
+    Found,
+    find_tests,
+    first_rejection,
+    pool,
+    verdicts,
+    verdicts_on_processes,
+)
+
+BANKS = {"own": bank.OWN, **{folder.name: folder for folder in bank.INDEPENDENT}}
 
 
-def is_rejected(answer: Answer) -> bool:
-    """Whether a test of its task rejects it."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = list(verdicts(answer, Path(folder)))
-        return any(verdict.outcome is not Outcome.PASSED for _, verdict in found)
+@dataclass(frozen=True)
+class Graded:
+    """What the tests say of an answer."""
+
+    answer: Answer
+    rejection: Found | None  # the first
+    grader_error: str  # where the grader itself failed
 
 
 def main() -> None:
-    """Grade the whole bank; a row per task."""
-    print("| task | wrong answers | rejected | right answers | rejected | seconds |")
-    print("|---|---|---|---|---|---|")
-    totals = [0, 0, 0, 0, 0.0]
-    for task in COURSE.tasks:
-        answers, start = [a for a in ANSWERS if a.task is task], time.monotonic()
-        rejected = {answer: is_rejected(answer) for answer in answers}
-        wrong = [rejected[a] for a in answers if not a.is_right]
-        right = [rejected[a] for a in answers if a.is_right]
-        row = [len(wrong), sum(wrong), len(right), sum(right), time.monotonic() - start]
-        totals = [a + b for a, b in zip(totals, row, strict=True)]
-        print(f"| {task.id} {task.function} | {_cells(row)} |", flush=True)
-    print(f"| all | {_cells(totals)} |")
+    """Grade a bank; a row per task, then the answers that are not judged as they should be."""
+    options = _options()
+    answers = [
+        answer for answer in bank.load(BANKS[options.bank]) if options.only in ("", answer.task.id)
+    ]
+    if problems := list(_problems(answers)):
+        sys.exit("\n".join(problems))
+    with pool(options.jobs) as processes:
+        graded = processes.map(partial(grade, is_thorough=options.bank == "own"), answers)
+        everything = _print_rows(answers, graded)
+    for line in chain.from_iterable(_remarks(one, options.verbose) for one in everything):
+        print(line)
+    sys.exit(any(one.grader_error for one in everything))
 
 
-def _cells(row: list[float]) -> str:
-    return " | ".join([*(f"{count:.0f}" for count in row[:4]), f"{row[4]:.1f}"])
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--bank", choices=BANKS, default="own")
+    parser.add_argument("--only", metavar="TASK", default="", help="one task, such as 1.4")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also what was rejected, why")
+    return parser.parse_args()
+
+
+def _problems(answers: list[Answer]) -> Iterator[str]:
+    for answer in answers:
+        try:
+            answer.lesson()
+        except BankError as error:
+            yield str(error)
+
+
+def grade(answer: Answer, *, is_thorough: bool) -> Graded:
+    """Grade one answer, by all tests of its task or up to the first that rejects it."""
+    with tempfile.TemporaryDirectory() as folder:
+        submission = bank.hand_in(answer.task, answer.lesson(), Path(folder))
+        if is_thorough:
+            found = list(_all_verdicts(answer, submission))
+        else:
+            first = first_rejection(submission, answer.task)
+            found = [first] if first else []
+    rejections = [one for one in found if one[1].outcome is not Outcome.PASSED]
+    errors = [one for one in found if one[1].outcome is Outcome.GRADER_ERROR]
+    return Graded(
+        answer,
+        rejections[0] if rejections else None,
+        f"{errors[0][0]}: {errors[0][1].message}" if errors else "",
+    )
+
+
+def _all_verdicts(answer: Answer, submission: Submission) -> Iterator[Found]:
+    """Run every test, first the one that must reject it, until two have hung, as pytest would."""
+    tests = sorted(find_tests(answer.task), key=lambda test: test.name != answer.rejected_by)
+    hangs = 0
+    for found in verdicts(submission, answer.task, tests):
+        yield found
+        hangs += found[1].outcome is Outcome.HANG
+        if hangs == MAX_HANGS:
+            return
+    if answer.is_right:
+        yield from verdicts_on_processes(submission, answer.task)
+
+
+def _print_rows(answers: list[Answer], graded: Iterator[Graded]) -> list[Graded]:
+    """Print a row as soon as its task is graded."""
+    print("| task | wrong answers | rejected | right answers | rejected |")
+    print("|---|---|---|---|---|")
+    everything: list[Graded] = []
+    for task in dict.fromkeys(answer.task for answer in answers):
+        rows = [next(graded) for answer in answers if answer.task == task]
+        print(f"| {task.id} {task.function} | {_cells(rows)} |", flush=True)
+        everything += rows
+    print(f"| all | {_cells(everything)} |")
+    return everything
+
+
+def _cells(graded: list[Graded]) -> str:
+    wrong = [one.rejection is not None for one in graded if not one.answer.is_right]
+    right = [one.rejection is not None for one in graded if one.answer.is_right]
+    return " | ".join(map(str, [len(wrong), sum(wrong), len(right), sum(right)]))
+
+
+def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
+    """Yield what a reader should know of an answer, in one line each."""
+    if one.grader_error:
+        yield f"GRADER ERROR {one.answer.id}: {one.grader_error}"
+    if not one.rejection:
+        if not one.answer.is_right:
+            yield f"SURVIVES {one.answer.id}: {one.answer.says}"
+        return
+    if one.answer.is_right or is_verbose:
+        test, verdict = one.rejection
+        kind = "REJECTED THOUGH RIGHT" if one.answer.is_right else "rejected"
+        yield f"{kind} {one.answer.id}: {one.answer.says}"
+        yield f"    {test}: {verdict.outcome.value}: {verdict.message}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""The banks of answers: known-wrong ones, and unusual but right ones, as changes of the solutions.
+
+A file of a bank, ``phase1/1_4.toml``, holds the answers to one task:
+
+    [wrong.wrecks_outgoing]                 # or [right.NAME]
+    says = "It overwrites outgoing, which is the caller's."
+    rejected_by = "test_a_ring_exchanges_without_deadlock"
+    outcome = "failed"                      # of that test; may be left out
+    phrase = "only incoming is written"     # of its message
+    change = '''
+         work.wait()
+    +    outgoing.zero_()
+    '''
+
+``change`` is a diff of the solution; a line ``@@`` separates hunks. The old lines of a hunk, which
+begin with a blank or ``-``, must stand exactly once in the solution. Instead of a change,
+``whole`` is code for the end of the lesson, where its definitions win. Right answers name no
+test, and neither do those of the independent bank, which was written without sight of the tests.
+"""
+
+import ast
+import compileall
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from distlab import course
+from distlab.course import Task
+from distlab.grade.submission import Submission
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+OWN = Path(__file__).parent
+INDEPENDENT = (OWN / "independent_1", OWN / "independent_2")  # two draws, by different people
+EQUIVALENTS = OWN / "equivalent_mutants.toml"
+COURSE = course.load(ROOT)
+
+
+class BankError(ValueError):
+    """An answer cannot be used; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to one task."""
+
+    task: Task
+    name: str
+    is_right: bool
+    says: str  # what is wrong with it, or unusual
+    rejected_by: str = ""  # the test that must reject it
+    outcome: str = "failed"  # that this test must find
+    phrase: str = ""  # of the message that it must give
+    change: str = ""
+    whole: str = ""
+
+    @property
+    def id(self) -> str:
+        """Task and name: ``1.4 all_send_first``."""
+        return f"{self.task.id} {self.name}"
+
+    def lesson(self) -> str:
+        """Return the text of the lesson with this answer in it.
+
+        Raises:
+            BankError: the change does not fit the solution, or the result does not parse.
+        """
+        solution = (ROOT / self.task.solution).read_text(encoding="utf-8")
+        try:
+            text = f"{solution}\n\n{self.whole}" if self.whole else changed(solution, self.change)
+            ast.parse(text)
+        except (BankError, SyntaxError) as error:
+            raise BankError(f"{self.id}: {error}") from None
+        return text
+
+
+def load(bank: Path) -> list[Answer]:
+    """Read a bank, in the course's order; tasks without a file have no answers.
+
+    Raises:
+        BankError, CourseError: a file is not that of a task, or an entry not an answer.
+    """
+    files = {COURSE.task(file.stem.replace("_", ".")): file for file in bank.glob("phase*/*.toml")}
+    for task, file in files.items():
+        if file.parent.name != f"phase{task.id.partition('.')[0]}":
+            raise BankError(f"{file}: task {task.id} belongs to another phase")
+    return [
+        answer for task in COURSE.tasks if task in files for answer in _answers(task, files[task])
+    ]
+
+
+def load_equivalents() -> list[Answer]:
+    """Read the mutants of solutions that no test can tell from them, ``["1.5".NAME]``."""
+    return [
+        _answer(COURSE.task(id), name, True, entry)
+        for id, entries in _tables(EQUIVALENTS).items()
+        for name, entry in entries.items()
+    ]
+
+
+def _answers(task: Task, file: Path) -> Iterator[Answer]:
+    for kind, entries in _tables(file).items():
+        if kind not in ("wrong", "right"):
+            raise BankError(f"{file}: [{kind}.…] should be [wrong.…] or [right.…]")
+        for name, entry in entries.items():
+            yield _answer(task, name, kind == "right", entry)
+
+
+def _tables(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise BankError(f"{file}: {error}") from None
+
+
+def _answer(task: Task, name: str, is_right: bool, entry: dict[str, Any]) -> Answer:
+    _check_keys(f"{task.id} {name}", entry)
+    return Answer(task, name, is_right, **entry)
+
+
+def _check_keys(where: str, entry: dict[str, Any]) -> None:
+    known = {field.name for field in fields(Answer)} - {"task", "name", "is_right"}
+    if unknown := entry.keys() - known:
+        raise BankError(f"{where}: unknown key {', '.join(sorted(unknown))}")
+    if "says" not in entry or ("change" in entry) == ("whole" in entry):
+        raise BankError(f"{where}: needs says, and either change or whole")
+
+
+def changed(text: str, change: str) -> str:
+    """Apply a change to a text.
+
+    Raises:
+        BankError: the old lines of a hunk do not stand exactly once in the text, or hunks overlap.
+    """
+    lines, untouched = text.splitlines(), len(text.splitlines())
+    hunks = [hunk.splitlines() for hunk in change.replace("\n@@\n", "\n@@").split("\n@@")]
+    for start, old, new in sorted(_placed(lines, hunks), reverse=True):
+        if start + len(old) > untouched:
+            raise BankError(f"two hunks change line {untouched + 1} of the solution")
+        lines[start : start + len(old)] = new
+        untouched = start
+    return "\n".join(lines) + "\n"
+
+
+def _placed(lines: list[str], hunks: list[list[str]]) -> Iterator[tuple[int, list[str], list[str]]]:
+    """Yield where each hunk begins, its old lines, its new ones."""
+    for number, hunk in enumerate(hunks, start=1):
+        if odd := [line for line in hunk if line[:1] not in ("", " ", "-", "+")]:
+            raise BankError(f"hunk {number}: begin with ' ', '-' or '+', not as in {odd[0]!r}")
+        old = [line[1:] for line in hunk if not line.startswith("+")]
+        new = [line[1:] for line in hunk if not line.startswith("-")]
+        starts = [i for i in range(len(lines)) if old and lines[i : i + len(old)] == old]
+        if len(starts) != 1:
+            block = "\n".join(old)
+            raise BankError(f"hunk {number}: {len(starts)} times in the solution:\n{block}")
+        yield starts[0], old, new
+
+
+def hand_in(task: Task, lesson: str, folder: Path) -> Submission:
+    """Build what a learner hands in: the phase's solutions, with ``lesson`` as the task's."""
+    phase = folder / task.folder
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / task.solution.parent, phase, ignore=ignored)
+    (phase / f"{task.lesson}.py").write_text(lesson, encoding="utf-8")
+    for file in phase.glob("*.py"):
+        text = file.read_text(encoding="utf-8").replace(f"solutions.{task.folder}", task.folder)
+        file.write_text(text.replace("from solutions import", "import"), encoding="utf-8")
+    compileall.compile_dir(folder, quiet=1)  # once, where each world would do it
+    return Submission(folder)

@@ -1,0 +1,89 @@
+"""Grades a hand-in with the tests of one task, without pytest around them."""
+
+import importlib
+import inspect
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from distlab.course import Task
+from distlab.grade.outcomes import Outcome, Verdict, verdict_on
+from distlab.grade.plugin import TIMEOUT_S
+from distlab.grade.running import Grade
+from distlab.grade.submission import Submission, reference
+from wrong_answers.bank import ROOT
+
+Found = tuple[str, Verdict]  # a test, and what it finds in one of its cases
+
+
+@dataclass(frozen=True)
+class TaskTest:
+    """One test of a task, with the cases of its ``parametrize``."""
+
+    name: str
+    body: Callable[..., None]
+    cases: list[dict[str, Any]]
+    is_real: bool  # whether it runs on real processes too
+
+
+def find_tests(task: Task) -> list[TaskTest]:
+    """Return the tests of a task, in the order of the suite."""
+    suite = importlib.import_module(f"test_phase{task.id.partition('.')[0]}")
+    found = []
+    for name, body in vars(suite).items():
+        marks = getattr(body, "pytestmark", []) if inspect.isfunction(body) else []
+        if any(mark.name == "task" and mark.args[0] == task.id for mark in marks):
+            is_real = any(mark.kwargs.get("real") for mark in marks)
+            found.append(TaskTest(name, body, _cases(marks), is_real))
+    return found
+
+
+def _cases(marks: Iterable[Any]) -> list[dict[str, Any]]:
+    """Expand ``parametrize``."""
+    cases: list[dict[str, Any]] = [{}]
+    for names, values in (mark.args for mark in marks if mark.name == "parametrize"):
+        keys = names.split(",") if isinstance(names, str) else list(names)
+        rows = [value if len(keys) > 1 else (value,) for value in values]
+        more = [dict(zip(keys, row, strict=True)) for row in rows]
+        cases = [{**case, **added} for case in cases for added in more]
+    return cases
+
+
+def verdicts(submission: Submission, task: Task, tests: Iterable[TaskTest]) -> Iterator[Found]:
+    """Run all cases of some of a task's tests in the simulated world."""
+    for test in tests:
+        for case in test.cases:
+            yield test.name, _verdict(submission, task, "sim", test, case)
+
+
+def verdicts_on_processes(submission: Submission, task: Task) -> Iterator[Found]:
+    """Run the last case of each test that is for real processes on such."""
+    for test in find_tests(task):
+        if test.is_real:
+            yield test.name, _verdict(submission, task, "gloo", test, test.cases[-1])
+
+
+def first_rejection(submission: Submission, task: Task) -> Found | None:
+    """Return the first test of the task that rejects a hand-in in the simulated world."""
+    found = verdicts(submission, task, find_tests(task))
+    return next((one for one in found if one[1].outcome is not Outcome.PASSED), None)
+
+
+def pool(jobs: int) -> ProcessPoolExecutor:
+    """Return processes that grade side by side; a fork of one with threads might hang."""
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _verdict(
+    submission: Submission, task: Task, world: str, test: TaskTest, case: dict[str, Any]
+) -> Verdict:
+    grade = Grade(submission, task, world, TIMEOUT_S, reference=reference(ROOT))
+    try:
+        test.body(grade, **case)
+    except Exception as error:
+        return verdict_on(error)
+    if not grade.runs:
+        return Verdict(Outcome.GRADER_ERROR, "the test has not run the submission")
+    return Verdict(Outcome.PASSED)

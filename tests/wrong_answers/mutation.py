@@ -1,0 +1,199 @@
+"""Makes mutants of the solutions: one small change each, by operators of mutmut and three more.
+
+Of mutmut's, those that make a mistake someone could make: another operator, a number one larger,
+True for False, a removed ``not``, one branch of ``a if b else c``, ``=`` for ``+=``, an argument
+left out. Not those that change texts, or put None in place of a value: that crashes, whatever the
+tests are. mutmut leaves out no statement, negates no plain condition and drops no decorator: these
+are here.
+"""
+
+import ast
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import libcst as cst
+from mutmut.mutation import mutators
+
+from distlab.course import Task
+from wrong_answers.bank import COURSE, ROOT
+
+Node = cst.CSTNode
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A solution with one change, in the format of the bank."""
+
+    task: Task
+    function: str
+    lesson: str
+    change: str
+
+
+def mutants_of(task: Task) -> Iterator[Mutant]:
+    """Make all mutants of the functions that a learner writes for a task."""
+    solution = (ROOT / task.solution).read_text(encoding="utf-8")
+    module = cst.parse_module(solution)
+    functions = _functions(module)
+    seen = {solution}
+    for name in written_for(task):
+        for old, new in mutations(functions[name]):
+            lesson = cst.ensure_type(module.deep_replace(old, new), cst.Module).code
+            if lesson not in seen and _parses(lesson):
+                seen.add(lesson)
+                yield Mutant(task, name, lesson, change_between(solution, lesson))
+
+
+def written_for(task: Task) -> list[str]:
+    """Name the task's functions, and the helpers that it uses first and no template gives."""
+    solution = _functions(cst.parse_module((ROOT / task.solution).read_text(encoding="utf-8")))
+    template = _functions(cst.parse_module((ROOT / task.template).read_text(encoding="utf-8")))
+    written = {
+        name: function
+        for name, function in solution.items()
+        if name not in template or not function.deep_equals(template[name])
+    }
+    tasks = [other for other in COURSE.tasks if other.solution == task.solution]
+    owners = {name: other for other in tasks for name in named(other.functions, written)}
+    for name, owner in list(owners.items()):
+        for helper in _helpers(name, written):
+            owners.setdefault(helper, owner)
+    return [name for name, owner in owners.items() if owner is task]
+
+
+def named(names: Iterable[str], functions: Iterable[str]) -> list[str]:
+    """Return the functions of these names, and all methods where the name is a class."""
+    prefixes = tuple(f"{name}." for name in names)
+    return [function for function in functions if f"{function}.".startswith(prefixes)]
+
+
+def _helpers(name: str, functions: dict[str, cst.FunctionDef]) -> list[str]:
+    """Name the functions that one calls, and those that they call."""
+    found, names = [], [name]
+    while names:
+        nodes = _walk(functions[names.pop()])
+        called = {node.value for node in nodes if isinstance(node, cst.Name)}
+        names += [f for f in functions if f.rpartition(".")[2] in called and f not in found]
+        found += [f for f in names if f not in found]
+    return found
+
+
+def _functions(module: cst.Module) -> dict[str, cst.FunctionDef]:
+    """Return functions, ``f``, and methods, ``Class.f``."""
+    found = {}
+    for statement in module.body:
+        if isinstance(statement, cst.FunctionDef):
+            found[statement.name.value] = statement
+        if isinstance(statement, cst.ClassDef):
+            methods = [node for node in statement.body.body if isinstance(node, cst.FunctionDef)]
+            found |= {f"{statement.name.value}.{method.name.value}": method for method in methods}
+    return found
+
+
+def change_between(old: str, new: str) -> str:
+    """Return a change as the bank has it, with no more context than makes its place unique."""
+    before, after = old.splitlines(), new.splitlines()
+    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    edits = [block for block in blocks if block[0] != "equal"]
+    (_, start, _, new_start, _), (_, _, end, _, new_end) = edits[0], edits[-1]
+    contexts = ((size - below, below) for size in count() for below in range(size + 1))
+    above, below = next(
+        (above, below)
+        for above, below in contexts
+        if above <= start and _occurrences(before, before[start - above : end + below]) == 1
+    )
+    return "".join(
+        f"{sign}{line}\n"
+        for sign, lines in (
+            (" ", before[start - above : start]),
+            ("-", before[start:end]),
+            ("+", after[new_start:new_end]),
+            (" ", before[end : end + below]),
+        )
+        for line in lines
+    )
+
+
+def _occurrences(lines: list[str], block: list[str]) -> int:
+    starts = range(len(lines) if block else 0)
+    return sum(lines[start : start + len(block)] == block for start in starts)
+
+
+def _parses(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+# Operators
+
+
+def mutations(function: cst.FunctionDef) -> Iterator[tuple[Node, Node]]:
+    """Yield what is replaced by what; signature, texts and what is raised stay."""
+    for new in _without_decorator(function):
+        yield function, new
+    for node in _walk(function.body):
+        for kind, operator in OPERATORS:
+            if isinstance(node, kind):
+                for new in operator(node):
+                    yield node, new
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    if isinstance(node, cst.Annotation | cst.FormattedString):
+        return
+    yield node
+    for child in [] if isinstance(node, cst.Raise) else node.children:
+        yield from _walk(child)
+
+
+def _fewer_arguments(call: cst.Call) -> Iterator[Node]:
+    """Leave out an argument by keyword, or the last one, or None for the only one."""
+    for new in mutators.operator_arg_removal(call):
+        is_none = len(new.args) == len(call.args)
+        if is_none and len(call.args) == 1:
+            yield new
+        if is_none or not new.args:
+            continue
+        left_out = next(arg for arg in call.args if arg not in new.args)
+        if left_out.keyword or left_out is call.args[-1]:
+            last = new.args[-1].with_changes(comma=call.args[-1].comma)
+            yield new.with_changes(args=[*new.args[:-1], last])
+
+
+def _without_statement(line: cst.SimpleStatementLine) -> Iterator[Node]:
+    """Put ``pass`` in its place; without an assignment, the name is missing: that crashes."""
+    statement = line.body[0]
+    is_text = isinstance(statement, cst.Expr) and isinstance(statement.value, cst.BaseString)
+    if not is_text and not isinstance(statement, cst.Assign | cst.AnnAssign | cst.Pass):
+        yield line.with_changes(body=[cst.Pass()])
+
+
+def _opposite_condition(node: cst.If) -> Iterator[Node]:
+    """Negate a condition that has no operator to replace."""
+    if isinstance(node.test, cst.Name | cst.Attribute | cst.Call):
+        yield node.with_changes(test=cst.UnaryOperation(cst.Not(), node.test))
+
+
+def _without_decorator(function: cst.FunctionDef) -> Iterator[cst.FunctionDef]:
+    if function.decorators:
+        yield function.with_changes(decorators=function.decorators[1:])
+
+
+OPERATORS: list[tuple[Any, Callable[[Any], Any]]] = [
+    (cst.BaseNumber, mutators.operator_number),
+    (cst.Name, mutators.operator_name),
+    (cst.CSTNode, mutators.operator_swap_op),
+    (cst.CSTNode, mutators.operator_keywords),
+    (cst.UnaryOperation, mutators.operator_remove_unary_ops),
+    (cst.IfExp, mutators.operator_if_exp),
+    (cst.AugAssign, mutators.operator_augmented_assignment),
+    (cst.Call, _fewer_arguments),
+    (cst.SimpleStatementLine, _without_statement),
+    (cst.If, _opposite_condition),
+]
