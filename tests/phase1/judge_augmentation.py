@@ -76,6 +76,22 @@ def _check_augmentation(by_rank: Loaded, epochs: list[int], how: str) -> None:
 
 
 @task("1.2")
+def test_augmentation_is_drawn_anew_where_nothing_is_shuffled(grade: Grade) -> None:
+    epochs, seeds = [0, 1, 0], grade.random.sample(range(10**6), 2)
+    cases: list[d.Case] = [(24, 12, epochs, {"seed": seed, "shuffle": False}) for seed in seeds]
+    by_rank = grade.run(d.load, 2, cases).results
+    for number, case in enumerate(cases):
+        check_loaded(of_case(by_rank, number), case)
+        _check_augmentation(of_case(by_rank, number), epochs, "with shuffle=False")
+    for rank, (one, other) in enumerate(by_rank):
+        check(
+            one["epochs"][0]["noise"] != other["epochs"][0]["noise"],
+            f"rank {rank} of 2: with shuffle=False, seeds {seeds[0]} and {seeds[1]} augment in the "
+            "same way. The seed fixes the augmentation too: pass it on whatever shuffle is.",
+        )
+
+
+@task("1.2")
 def test_loading_takes_no_numbers_from_the_training(grade: Grade) -> None:
     case: d.Case = (24, 6, [-1, 1], {"seed": 1})
     for rank, [loaded] in enumerate(grade.run(d.load, 2, [case]).results):
