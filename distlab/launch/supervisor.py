@@ -36,6 +36,9 @@ GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
 DUMP_S = 1.0  # for all stacks to be written
 EXIT_S = 3.0  # for released ranks to leave before they are killed
 TICK_S = 0.1  # how often time and memory are looked at
+# A world that holds so much of what it may hold gets so many times the computing: filling memory
+# takes long on a busy machine, and what grows without end should be reported as that.
+FILLING_SHARE, FILLING_TIMES = 0.2, 4
 TAIL_BYTES = 64 * 1024
 LINE_BYTES = 64 * 1024  # what is longer is shown in pieces
 
@@ -60,6 +63,7 @@ class Supervisor:
         self._has_gone = False  # all ranks were told to call the function
         self._next_look = 0.0
         self._idle_since = 0.0
+        self._used_bytes = 0
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
         self._screen = output.Screen(limits.output_bytes)
@@ -206,6 +210,8 @@ class Supervisor:
         """Tell an endless loop from a busy machine, and a wait for ever from a long computation."""
         running = [rank for rank in self.ranks if rank.is_running]
         cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
+        if cpu_s is not None and self._used_bytes > FILLING_SHARE * self.limits.memory_bytes:
+            cpu_s *= FILLING_TIMES
         if cpu_s is not None and any(r.cpu_s() - r.baseline_cpu_s > cpu_s for r in running):
             self.exceeded = Exceeded("computing", cpu_s)
         elif idle_s is not None:
@@ -226,7 +232,8 @@ class Supervisor:
             return
         running = [rank for rank in self.ranks if rank.is_running]
         used = {rank.number: rank.own_bytes() - rank.baseline_bytes for rank in running}
-        if sum(used.values()) > self.limits.memory_bytes:
+        self._used_bytes = sum(used.values())
+        if self._used_bytes > self.limits.memory_bytes:
             largest = self.ranks[max(used, key=lambda number: used[number])]
             largest.exceeded_memory = True
             self._locate([largest])
