@@ -1,6 +1,13 @@
-"""Without the grader's plugin, a grading suite must not look as if it had been graded."""
+"""Without the grader's plugin, a grading suite must not look as if it had been graded; ctrl-C works."""
+
+import signal
 
 import pytest
+
+# A shell that starts pytest in the background lets it ignore ctrl-C, and so would all programs that
+# the tests start: those that send ctrl-C would wait for nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GRADER = "distlab.grade.plugin"
 
