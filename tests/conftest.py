@@ -1,4 +1,4 @@
-"""Without the grader's plugin, a grading suite must not look as if it had been graded; ctrl-C works."""
+"""A grading suite without the grader must not look graded, and ctrl-C reaches what tests start."""
 
 import signal
 
