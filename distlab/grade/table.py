@@ -11,6 +11,7 @@ DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
 OUTPUT_CHARACTERS = 200  # of a line
 HANGS = {  # by kind; the report of a deadlock says it all
     "endless loop": "Does this loop ever end?",
+    "blocked": "What does this line wait for, and who could end the wait?",
     "time is up": "No line of yours is known to hang: this machine may be too slow or too busy for "
     "the limit, and --world-timeout 60 gives more time.",
 }

@@ -130,8 +130,10 @@ def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool) -> str:
         has_place: a line of the program was computing.
         all_wait: every rank that had not returned waited in communication.
     """
-    if all_wait or exceeded.limit == "idle":
+    if all_wait:
         return "all wait"
+    if exceeded.limit == "idle":
+        return "blocked" if has_place else "all wait"
     return "endless loop" if has_place else RankHung.KIND
 
 

@@ -26,17 +26,19 @@ MAX_IDLE = 6
 
 
 class History(NamedTuple):
-    """What ranks did before they came to a standstill.
+    """What ranks did before they came to a standstill, and by which rules.
 
     Attributes:
         calls: by rank, how many calls of torch.distributed it made, and the last one.
         arrived: by source and destination, how many messages have arrived.
         groups: the members of all groups that were made.
+        is_in_order: messages of a pair ran one after the other (``Options.p2p_order``).
     """
 
     calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
     arrived: Mapping[tuple[int, int], int] = MappingProxyType({})
     groups: Collection[Sequence[int]] = ()
+    is_in_order: bool = False
 
 
 def explain(
@@ -60,7 +62,7 @@ def explain(
         history: what the ranks did before.
     """
     history = history or History()
-    still = Standstill(blocked, ended, killed, history.arrived)
+    still = Standstill(blocked, ended, killed, history.arrived, is_in_order=history.is_in_order)
     unmatched = sorted(unmatched, key=lambda message: message.rank)
     queued = sorted(queued, key=lambda message: message.rank)
     causes = find_causes(still, history.groups)

@@ -392,6 +392,7 @@ class Simulation:
             },
             self.trace.arrived(),
             self._roster.groups(),
+            is_in_order=self.mailbox.lanes is not None,
         )
 
     def _noted(self, error: SimulationError) -> SimulationError:

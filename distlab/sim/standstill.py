@@ -59,6 +59,7 @@ class Standstill:
         ended: ranks that have returned or were killed.
         killed: those of them that a fault has killed.
         arrived: by source and destination, how many messages have arrived.
+        is_in_order: a rank's messages run one after the other, unless they are one batch.
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class Standstill:
         ended: Iterable[int] = (),
         killed: Iterable[int] = (),
         arrived: Mapping[tuple[int, int], int] | None = None,
+        *,
+        is_in_order: bool = False,
     ) -> None:
+        self.is_in_order = is_in_order
         self.arrived = arrived or {}
         self.blocked = dict(sorted(blocked.items()))
         self.killed = set(killed)

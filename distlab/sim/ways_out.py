@@ -1,6 +1,6 @@
 """What may end a deadlock of messages: advice that holds for these ranks and calls, or none."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from distlab.sim.mailbox import Message
 from distlab.sim.pending import ANY_SOURCE
@@ -15,10 +15,15 @@ _ONE_BY_ONE = (
 
 
 def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
-    """Say how ranks get out that wait for each other's messages."""
+    """Say how ranks get out that wait for each other's messages.
+
+    Where messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
+    """
     if len(ranks) == 1:
         return "A message to oneself needs both ends posted, irecv and isend, before the wait."
     names = {still.blocked[rank].name for rank in ranks}
+    if still.is_in_order:
+        return " ".join(filter(None, [_all_together(names), _counts(still, ranks)]))
     if len(names) == 2:
         return (
             "Find an order in which one of them can go first, or post everything with isend and "
@@ -26,6 +31,15 @@ def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
         )
     advice = _all_send(ranks) if names == {"send"} else _all_receive(ranks)
     return " ".join(filter(None, [advice, _counts(still, ranks)]))
+
+
+def _all_together(names: Collection[str]) -> str:
+    if names == {"recv"}:
+        return (
+            "All of them wait to receive, and none has a send under way. If each has a send "
+            f"further down, {_TOGETHER}. If not, a send is missing."
+        )
+    return f"None of them can go first: {_TOGETHER}."
 
 
 def _all_send(ranks: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -445,6 +446,19 @@ def test_ranks_that_wait_for_each_other_are_told_by_computing_nothing() -> None:
     ) as caught:
         launch.run(waits_for_ever_for_each_other, 4, timeout_s=60, idle_limit_s=0.5)
     assert "4 of 4 wait in recv" in str(caught.value)
+
+
+def waits_for_a_lock() -> None:
+    held = threading.Lock()
+    held.acquire()
+    held.acquire()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_who_waits_for_what_is_not_communication_is_blocked(backend: str) -> None:
+    with pytest.raises(launch.RankHung, match="waits_for_a_lock") as caught:
+        launch.run(waits_for_a_lock, 1, backend=backend, timeout_s=60, idle_limit_s=0.5)
+    assert caught.value.kind == "blocked"
 
 
 def computes_for_1_s() -> bool:

@@ -48,6 +48,17 @@ def test_what_is_no_pickle_is_refused() -> None:
             plain.loads(data)
 
 
+def test_a_key_too_deep_to_be_hashed_is_refused_and_not_the_end_of_this_process() -> None:
+    deep = b"\x80\x04})" + b"\x85" * 3_000_000 + b"K\x01s."
+    with pytest.raises(plain.NotPlainError, match="signal 11"):
+        plain.loads(deep)
+
+
+def test_many_tuples_beside_each_other_are_read() -> None:
+    value = {(number, str(number)): (number,) for number in range(plain.MANY_TUPLES)}
+    assert plain.loads(pickle.dumps(value)) == value
+
+
 FORGED = (
     # the class on the stack, changed by BUILD; then a list of one instance of it
     b"cdistlab.sim.phases\nPhase\n(N}S'__eq__'\ncdistlab.sim.errors\nSimulationError\nstb0]"

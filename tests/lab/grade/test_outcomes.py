@@ -91,6 +91,7 @@ def test_a_hang_is_explained_by_what_kind_it_is() -> None:
 
     assert advice("deadlock") == "guidelines.md 1.5"
     assert "Does this loop ever end?" in advice("endless loop")
+    assert "What does this line wait for" in advice("blocked")
     assert "--world-timeout" in advice("time is up")
 
 

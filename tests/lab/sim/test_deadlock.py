@@ -1,7 +1,7 @@
 """distlab.sim.deadlock: the verdict is exact and its words are English, for few and many ranks."""
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -359,6 +359,21 @@ def test_one_side_is_advised_to_go_first_only_where_there_are_two(num_ranks: int
         words = advice(explain(waits(*circle)))
         assert ("one of the two" in words) == (num_ranks == 2)
         assert "batch_isend_irecv" in words
+
+
+@pytest.mark.parametrize("posts", [(send,), (recv,), (send, recv)])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_where_messages_run_in_order_only_a_batch_is_advised(
+    num_ranks: int, posts: tuple[Callable[..., Message], ...]
+) -> None:
+    circle = [
+        posts[rank % len(posts)](rank, (rank + 1) % num_ranks, size=num_ranks)
+        for rank in range(num_ranks)
+    ]
+    words = advice(explain(waits(*circle), history=History(is_in_order=True)))
+    assert "batch_isend_irecv" in words
+    assert "isend and" not in words
+    assert "one of the two" not in words
 
 
 def test_messages_that_went_each_way_alike_are_not_counted() -> None:
