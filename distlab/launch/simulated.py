@@ -4,6 +4,7 @@ So an endless loop, a crash or ``os._exit`` in a simulated rank is one clear err
 the other worlds, and a simulation leaves nothing behind in the process that asked for it.
 """
 
+import gc
 import mmap
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ def simulate_in_child(
     Raises:
         TypeError: a result cannot be pickled.
     """
+    gc.unfreeze()  # the simulation freezes again; to see that much is frozen it would count, 20 ms
     running = _shared_words(folder.running, 1 + simulation.num_ranks)
     try:
         simulated = sim.simulate(
