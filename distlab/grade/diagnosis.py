@@ -5,16 +5,25 @@ The score does not change: what counts is what happened on the real processes.
 
 from collections.abc import Callable
 
-from distlab.launch import LaunchError
+from distlab.launch import LaunchError, RankFailed, SetupError
+
+# The line is known, and the simulated world would only hang there as long again; or it is no matter
+# of the program's messages.
+KNOWN = ("endless loop", "suspended", RankFailed.KIND, SetupError.KIND)
 
 
 def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
-    """Add to the message of ``error`` what the simulated world says about the same program."""
-    if error.kind == "endless loop":
-        return  # its line is known, and the simulated world would only hang there as long again
+    """Add to the message of ``error`` what the simulated world says about the same program.
+
+    A hang that is a deadlock there is one here: ``error.kind`` says so.
+    """
+    if error.kind in KNOWN:
+        return
     try:
         simulate()
     except LaunchError as found:
+        if (error.kind, found.kind) == ("all wait", "deadlock"):
+            error.kind = "deadlock"
         explanation = f"The same program in the simulated world: {found}"
     else:
         explanation = (

@@ -17,11 +17,12 @@ from distlab.grade import diagnosis
 from distlab.grade.called import Lesson
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, Limits, work
 from distlab.grade.submission import Submission
-from distlab.launch import LaunchError, RankExited, RankFailed, RankHung
+from distlab.launch import LaunchError, RankExited, RankHung
 from distlab.launch.meter import metered
 from distlab.launch.nursery import load_ahead
 from distlab.sim import Cluster, Options, Trace
 
+CERTAIN = ("deadlock", "suspended")  # hangs that more time would not end
 Body = Callable[..., Any]
 World = Callable[[Submission, Limits], "Run"]  # in which a body runs with a submission
 
@@ -138,24 +139,29 @@ class Grade:
         world = partial(self._on_processes if is_real else self._simulate, body, world_size, args)
         if not is_real:
             world = partial(world, cluster, options or Options())
-        load_ahead(self._task.preload)
-        with _explained(if_stuck):
-            return self._patiently(world)
+        __tracebackhide__ = True  # of ctrl-C, pytest shows where: in the test, not in here
+        try:
+            load_ahead(self._task.preload)
+            with _explained(if_stuck):
+                return self._patiently(world)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
 
     def call(self, body: Body, *args: object) -> Any:
         """Call ``body(lesson, *args)`` once, for what needs no other rank."""
+        __tracebackhide__ = True
         return self.run(body, 1, *args).results[0]
 
     def _patiently(self, world: World) -> Run:
         """Run a world; again with more time, where the reference needs more here too.
 
         So a machine that is slow, or busy, or has to read its libraries from a cold disk costs no
-        points. A deadlock in the simulated world is certain: there is nothing to compare.
+        points. Where the hang is certain there is nothing to compare.
         """
         try:
             return world(self._submission, self._limits)
         except RankHung as hung:
-            limits = None if hung.kind == "deadlock" else self._limits_by_reference(world)
+            limits = None if hung.kind in CERTAIN else self._limits_by_reference(world)
             if limits is None:
                 raise
         return world(self._submission, limits)
@@ -210,9 +216,8 @@ class Grade:
                 **limits.arguments,
             )
         except LaunchError as error:
-            if not isinstance(error, RankFailed):
-                same = partial(self._simulate, body, world_size, args, None, Options())
-                diagnosis.add_cause(error, lambda: same(submission, self._limits))
+            same = partial(self._simulate, body, world_size, args, None, Options())
+            diagnosis.add_cause(error, lambda: same(submission, self._limits))
             raise
         return Run(results)
 

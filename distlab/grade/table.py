@@ -12,6 +12,7 @@ OUTPUT_CHARACTERS = 200  # of a line
 HANGS = {  # by kind; the report of a deadlock says it all
     "endless loop": "Does this loop ever end?",
     "blocked": "What does this line wait for, and who could end the wait?",
+    "suspended": "Which line stops its own process?",
     "time is up": "No line of yours is known to hang: this machine may be too slow or too busy for "
     "the limit, and --world-timeout 60 gives more time.",
 }

@@ -88,8 +88,9 @@ class RankHung(LaunchError):
 
     ``kind`` is "deadlock" (the simulated world: exact, found at once), "all wait" (real processes:
     none computes), "endless loop" (a line of ``fn`` computes on and on; ``rank`` runs it),
-    "blocked" (a line of ``fn`` waits for something that is not communication, a lock for example)
-    or "time is up" (no line of ``fn`` is to blame: the machine may be slow).
+    "blocked" (a line of ``fn`` waits for something that is not communication, a lock for example),
+    "suspended" (a rank was stopped by SIGSTOP) or "time is up" (no line of ``fn`` is to blame: the
+    machine may be slow).
     """
 
     KIND = "time is up"

@@ -135,7 +135,12 @@ def _lost_simulation(
     who = f"simulated rank {number} of {simulation.num_ranks}"
     if exceeded and process.was_stopped and not process.exceeded_memory:
         source = f"\n  {place.frame}  {place.frame.source}" if place.frame else ""
-        kind = verdict.hang_kind(exceeded, has_place=bool(place.frame), all_wait=False)
+        is_suspended = process.place == stacks.SUSPENDED
+        if is_suspended:
+            place = stacks.SUSPENDED
+        kind = verdict.hang_kind(
+            exceeded, has_place=bool(place.frame), all_wait=False, is_suspended=is_suspended
+        )
         message = f"time is up after {exceeded}: {who} is {place}{source}"
         return RankHung(message, kind=kind, rank=number)
     if process.report:

@@ -116,20 +116,28 @@ def _hang(ranks: Sequence[Rank], exceeded: Exceeded) -> RankHung:
     parts += _output(ranks[blamed]) if blamed is not None else []
     return RankHung(
         "\n".join(parts),
-        kind=hang_kind(exceeded, has_place=bool(in_program), all_wait=not busy),
+        kind=hang_kind(
+            exceeded,
+            has_place=bool(in_program),
+            all_wait=not busy,
+            is_suspended=stacks.SUSPENDED in running.values(),
+        ),
         rank=blamed,
         fates=_fates(ranks),
     )
 
 
-def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool) -> str:
+def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspended: bool) -> str:
     """Say what a world that was stopped was doing.
 
     Args:
         exceeded: the limit that ended it.
         has_place: a line of the program was computing.
         all_wait: every rank that had not returned waited in communication.
+        is_suspended: a rank was stopped by a signal.
     """
+    if is_suspended:
+        return "suspended"
     if all_wait:
         return "all wait"
     if exceeded.limit == "idle":

@@ -226,7 +226,7 @@ def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)  # a terminal may never drain
 
 
 def _follow_keys(events: Events, leave: Callable[[], None]) -> None:

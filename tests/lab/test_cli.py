@@ -245,7 +245,7 @@ def test_unset_batch_size_is_64_rounded_up_to_fit() -> None:
 def test_four_workers_lose_exactly_what_one_does_in_float64() -> None:
     histories = []
     for workers in (1, 4):
-        config = training.make_config(dataset="digits", model="cnn", epochs=3, num_workers=workers)
+        config = training.make_config(dataset="digits", model="cnn", epochs=2, num_workers=workers)
         double = training.TrainConfig(**{**vars(config), "dtype": "float64"})
         histories.append(training.train(double))
     assert demo.largest_difference(*histories) < 1e-6

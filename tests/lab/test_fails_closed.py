@@ -4,12 +4,15 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from distlab.learner import folder
+from distlab.learner.warm import WarmGrader
 
 ROOT = Path(__file__).parents[2]
 PHASE = "phase1_data_parallel"
@@ -43,15 +46,27 @@ def hand_in(folder: Path, *, at_import: str = "", body: str = "") -> Path:
     return folder
 
 
-def graded(submission: Path, task: str) -> dict[str, Any]:
-    """Grade one task as a learner does; return its part of the report, and the exit code."""
-    report = submission / "report.json"
-    command = [sys.executable, "-m", "pytest", "tests/test_phase1.py", "-q", "-k", task]
-    command += ["--impl", str(submission), "--backend", "sim", "--world-timeout", "2.5"]
-    command += ["--report", f"json={report}"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SUITE_S)
-    (found,) = json.loads(report.read_text())["tasks"]
-    return {**found, "exit": ended.returncode, "output": ended.stdout}
+Graded = Callable[[Path, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def graded() -> Iterator[Graded]:
+    """Grades one task; returns its part of the report, and the exit code.
+
+    As ``distlab watch`` does, in one process for all: what a hand-in does is no end of it.
+    """
+    grader = WarmGrader(folder.find(ROOT))
+
+    def grade(submission: Path, task: str) -> dict[str, Any]:
+        report = submission / "report.json"
+        arguments = ["tests/test_phase1.py", "-q", "-k", task, "--report", f"json={report}"]
+        arguments += ["--impl", str(submission), "--backend", "sim", "--world-timeout", "2.5"]
+        code, output = grader(arguments)
+        (found,) = json.loads(report.read_text())["tasks"]
+        return {**found, "exit": code, "output": output}
+
+    yield grade
+    grader.close()
 
 
 IN_THE_BODY = [
@@ -69,7 +84,9 @@ IN_THE_BODY = [
 
 
 @pytest.mark.parametrize(("body", "outcome"), IN_THE_BODY, ids=lambda value: str(value)[:40])
-def test_what_never_exchanges_scores_nothing(tmp_path: Path, body: str, outcome: str) -> None:
+def test_what_never_exchanges_scores_nothing(
+    graded: Graded, tmp_path: Path, body: str, outcome: str
+) -> None:
     found = graded(hand_in(tmp_path, body=body), "1.4")
     assert (found["outcome"], found["points"], found["exit"]) == (outcome, 0, 1), found["output"]
 
@@ -86,28 +103,30 @@ AT_IMPORT = [
 
 @pytest.mark.parametrize(("line", "outcome", "says"), AT_IMPORT, ids=lambda value: str(value)[:40])
 def test_what_cannot_be_imported_scores_nothing(
-    tmp_path: Path, line: str, outcome: str, says: str
+    graded: Graded, tmp_path: Path, line: str, outcome: str, says: str
 ) -> None:
     found = graded(hand_in(tmp_path, at_import=line), "1.4")
     assert (found["outcome"], found["points"], found["exit"]) == (outcome, 0, 1), found["output"]
     assert says in found["output"]
 
 
-def test_a_lesson_that_is_missing_scores_nothing(tmp_path: Path) -> None:
+def test_a_lesson_that_is_missing_scores_nothing(graded: Graded, tmp_path: Path) -> None:
     submission = hand_in(tmp_path)
     (submission / PHASE / "collectives.py").unlink()
     found = graded(submission, "1.4")
     assert (found["outcome"], found["points"]) == ("import error", 0), found["output"]
 
 
-def test_an_empty_lesson_scores_nothing(tmp_path: Path) -> None:
+def test_an_empty_lesson_scores_nothing(graded: Graded, tmp_path: Path) -> None:
     submission = hand_in(tmp_path)
     (submission / PHASE / "collectives.py").write_text("")
     found = graded(submission, "1.4")
     assert (found["outcome"], found["points"]) == ("failed", 0), found["output"]
 
 
-def test_a_template_is_to_be_written_and_its_tests_all_have_a_verdict(tmp_path: Path) -> None:
+def test_a_template_is_to_be_written_and_its_tests_all_have_a_verdict(
+    graded: Graded, tmp_path: Path
+) -> None:
     shutil.copytree(ROOT / PHASE, tmp_path / PHASE)
     found = graded(tmp_path, "1.4")
     assert (found["outcome"], found["points"], found["exit"]) == ("todo", 0, 1), found["output"]
@@ -115,7 +134,7 @@ def test_a_template_is_to_be_written_and_its_tests_all_have_a_verdict(tmp_path: 
     assert "Traceback" not in found["output"]
 
 
-def test_the_other_tasks_are_still_graded(tmp_path: Path) -> None:
+def test_the_other_tasks_are_still_graded(graded: Graded, tmp_path: Path) -> None:
     found = graded(hand_in(tmp_path, body="while True: pass"), "1.5")
     assert (found["outcome"], found["exit"]) == ("passed", 0), found["output"]
 

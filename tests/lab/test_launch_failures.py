@@ -235,6 +235,7 @@ class Case:
     error: type[launch.LaunchError]
     rank: int | None  # that must be blamed; None: no single one; ANY: whoever was first
     says: tuple[str, ...]  # phrases of the message
+    kind: str = ""  # of the error, where its class has several
     has_no_fates: bool = False
     timeout_s: float = TIMEOUT_S
 
@@ -293,6 +294,7 @@ CASES = [
         launch.RankHung,
         1,
         ("3 of 4 wait in barrier at", "rank 1 is suspended (by SIGSTOP"),
+        kind="suspended",
     ),
     Case(
         allocates_for_ever,
@@ -307,6 +309,7 @@ CASES = [
         launch.RankHung,
         1,
         ("3 of 4 wait in barrier at", "rank 1 is at", "in loops_for_ever", "while dist.get_rank()"),
+        kind="endless loop",
     ),
     Case(
         loops_holding_the_gil,
@@ -319,6 +322,7 @@ CASES = [
         launch.RankHung,
         None,
         ("3 of 4 wait in recv at", "rank 0 waits in recv at", "wait for each other"),
+        kind="all wait",
     ),
     Case(
         waits_in_another_order,
@@ -411,6 +415,7 @@ def test_failure_is_one_clear_error_in_time_and_nothing_survives(
     error = message.splitlines()[0][:ERROR_CHARACTERS]
     table.append(f"{case.fn.__name__:<38} {seconds:>8.2f}  {error}")
     assert type(caught.value) is case.error, message
+    assert case.kind in ("", caught.value.kind)
     assert [phrase for phrase in case.says if phrase not in message] == [], message
     if case.rank != ANY:
         assert caught.value.rank == case.rank, message

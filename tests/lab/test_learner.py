@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import psutil
 import pytest
+from fresh_pytest import fresh_pytest
 
 from distlab import course
 from distlab.cli import learn, main
@@ -785,8 +786,7 @@ def test_what_pytest_says_of_the_templates_counts_in_status_too(
 ) -> None:
     write_exchange(here, RIGHT)
     for extra in ([], ["--impl", "solution", "-k", "1.5"], ["-k", "1.4", "--collect-only"]):
-        command = [sys.executable, "-m", "pytest", "tests/test_phase1.py", "-q", *extra]
-        subprocess.run(command, cwd=here.root, capture_output=True, timeout=60)
+        fresh_pytest("tests/test_phase1.py", "-q", *extra, folder=here.root)
     assert distlab("status") == 0
     printed = capfd.readouterr().out
     assert re.search(r"✔ 1.4 +exchange", printed), printed

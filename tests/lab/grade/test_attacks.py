@@ -17,7 +17,7 @@ import torch
 from distlab import course, launch
 from distlab.grade.outcomes import Outcome, verdict_on
 from distlab.grade.running import Grade
-from distlab.grade.submission import Submission
+from distlab.grade.submission import Submission, reference
 from distlab.launch import nursery
 
 ROOT = Path(__file__).parents[3]
@@ -95,7 +95,8 @@ def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass")
     (folder / PHASE).mkdir()
     text = f"{at_import}\ndef exchange(outgoing, dst, incoming, src, group=None):\n    {body}\n"
     (folder / PHASE / "collectives.py").write_text(text)
-    grade = Grade(Submission(folder), course.load(ROOT).task("1.4"), world, TIMEOUT_S)
+    task, right = course.load(ROOT).task("1.4"), reference(ROOT)
+    grade = Grade(Submission(folder), task, world, TIMEOUT_S, reference=right)
     try:
         results = grade.run(calls_it, 2).results
     except launch.LaunchError as error:

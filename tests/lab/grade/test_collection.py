@@ -1,14 +1,13 @@
 """What pytest is asked for, what it then says, and with which code it ends."""
 
 import json
-import os
 import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 import torch
+from fresh_pytest import fresh_pytest
 
 from distlab.grade.reports import gradescope
 from distlab.grade.results import GradeResult
@@ -34,10 +33,9 @@ def test_that_passes(grade):
 def pytest_run(
     *arguments: object, suite: object = SUITE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", str(suite), "-q", "-c", str(ROOT / "pyproject.toml")]
-    command += ["--impl", "solution", "--backend", "sim", *map(str, arguments)]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    configuration = ("-c", ROOT / "pyproject.toml")
+    options = ("--impl", "solution", "--backend", "sim")
+    return fresh_pytest(suite, "-q", *configuration, *options, *arguments, **environment)
 
 
 def my_suite(folder: Path, body: str) -> Path:

@@ -1,12 +1,11 @@
 """How pytest is called and configured: nothing there earns marks, or runs what was handed in."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fresh_pytest import fresh_pytest
 
 from distlab.grade import invocation
 from distlab.learner import grading
@@ -18,9 +17,7 @@ PLANTED = "open({mark!r}, 'w').close()\n"
 
 
 def pytest_run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "--backend=sim", *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    return fresh_pytest("-q", "--backend=sim", *arguments, **environment)
 
 
 def one_line(text: str) -> str:
@@ -79,8 +76,7 @@ def test_the_commands_hand_no_options_of_pytests_on(monkeypatch: pytest.MonkeyPa
 def test_another_configuration_is_refused_in_one_line(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "other.ini").write_text("[pytest]\npythonpath=tests\n")
     asked = [option.format(elsewhere=tmp_path) for option in options]
-    command = [sys.executable, "-m", "pytest", "-q", *asked, SUITE]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = fresh_pytest("-q", *asked, SUITE)
     assert ended.returncode == 4, ended.stdout
     assert "pyproject.toml" in one_line(ended.stderr)
 

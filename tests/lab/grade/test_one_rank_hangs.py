@@ -11,7 +11,7 @@ from distlab import course
 from distlab.grade.outcomes import Outcome, verdict_on
 from distlab.grade.plugin import TIMEOUT_S
 from distlab.grade.running import Grade
-from distlab.grade.submission import Submission
+from distlab.grade.submission import Submission, reference
 from distlab.launch import RankHung
 
 ROOT = Path(__file__).parents[3]
@@ -22,7 +22,7 @@ def exchange(outgoing, dst, incoming, src, group=None):
     if dist.get_rank() == 5:
         {hang}
 """
-HANGS = {"endless loop": "while True: pass", "recv": "dist.recv(incoming, src)"}
+HANGS = {"endless loop": "while True: pass", "deadlock": "dist.recv(incoming, src)"}
 
 
 def exchange_once(lesson: Any) -> None:
@@ -31,17 +31,18 @@ def exchange_once(lesson: Any) -> None:
 
 
 @pytest.mark.parametrize("world", ["sim", "gloo"])
-@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
+@pytest.mark.parametrize("kind", HANGS)
 def test_a_hang_of_rank_5_alone_names_it_and_its_line(
-    tmp_path: Path, world: str, hang: str
+    tmp_path: Path, world: str, kind: str
 ) -> None:
     phase = tmp_path / "phase1_data_parallel"
     phase.mkdir()
-    (phase / "collectives.py").write_text(LESSON.format(hang=hang))
-    grade = Grade(Submission(tmp_path), course.load(ROOT).task("1.4"), world, TIMEOUT_S)
+    (phase / "collectives.py").write_text(LESSON.format(hang=HANGS[kind]))
+    task, right = course.load(ROOT).task("1.4"), reference(ROOT)
+    grade = Grade(Submission(tmp_path), task, world, TIMEOUT_S, reference=right)
     with pytest.raises(RankHung) as raised:
         grade.run(exchange_once, 8)
     verdict = verdict_on(raised.value)
-    assert verdict.outcome is Outcome.HANG
+    assert (verdict.outcome, verdict.kind) == (Outcome.HANG, kind)
     assert "rank 5" in verdict.message
     assert "collectives.py:6 in exchange" in verdict.message + verdict.details

@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distlab import interrupts, launch
+from distlab import course, interrupts, launch
+from distlab.grade.running import Grade
+from distlab.grade.submission import Submission
 from distlab.launch import nursery
 from distlab.learner import children, folder, grading
 from distlab.learner.warm import WarmGrader
@@ -145,6 +147,21 @@ def test_ctrl_c_does_after_the_loading_what_it_did_before(handler: signal.Handle
         assert signal.getsignal(signal.SIGINT) == handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_world_is_shown_in_the_test_that_runs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(_world: object) -> None:
+        raise KeyboardInterrupt
+
+    grade = Grade(Submission(ROOT), course.load(ROOT).task("1.4"), "sim", 10.0)
+    monkeypatch.setattr(grade, "_patiently", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        grade.call(lambda lesson: None)
+    shown = caught.getrepr().reprcrash
+    assert shown
+    assert "/distlab/" not in shown.path
 
 
 _RANDOM = random.Random(7)
