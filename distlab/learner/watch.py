@@ -11,7 +11,7 @@ are kept, one of each, and answered after the verdict.
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
 
@@ -22,6 +22,7 @@ from distlab.learner.screen import Screen, paragraphs
 
 SAVED, QUIT = "saved", "q"
 QUIET_MS, LONGEST_MS = 20, 200  # a save may be several writes: wait for silence, but not for long
+LOOK_UP_S = 0.5
 LEAVE_MS = 200  # how often the watcher looks whether it should stop
 Events = Queue[str]
 
@@ -58,7 +59,7 @@ class Watch:
         """Check the task, then do as told until told to quit."""
         self._events = events
         self.check()
-        while (event := self._pending.pop(0) if self._pending else events.get()) != QUIT:
+        while (event := self._pending.pop(0) if self._pending else _next(events)) != QUIT:
             if event == SAVED:
                 self.check()
             elif event in self._keys:
@@ -166,6 +167,16 @@ class Watch:
             yield
         except (LearnerError, CourseError) as error:
             self._answer(str(error))
+
+
+def _next(events: Events) -> str:
+    """Wait for an event, and look up now and then.
+
+    A signal that comes just before the main thread waits for a lock does not wake it.
+    """
+    while True:
+        with suppress(Empty):
+            return events.get(timeout=LOOK_UP_S)
 
 
 def _drained(events: Events) -> Iterator[str]:

@@ -1,75 +1,91 @@
 """pytest as a new process runs it, without the two seconds in which that imports torch.
 
-    multiprocessing's fork server, with torch imported ──fork──▶ pytest.main(arguments)
+    FreshPytest ──a line of JSON: arguments, folder, variables──▶ a process with torch imported
+                ◀─a line of JSON: exit code, output, errors────── └─fork──▶ pytest.main(arguments)
 
 Nothing of the grader is imported before the fork, and it starts a fork server of its own for ranks.
 Tests of how a process starts, or of signals to it, start a real one.
 """
 
 import atexit
-import multiprocessing
+import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).parents[2]
-_servers = multiprocessing.get_context("forkserver")
-_servers.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+SERVE = "import fresh_pytest; fresh_pytest.serve()"
 
 
-def fresh_pytest(
-    *arguments: object, folder: Path = ROOT, timeout_s: float = 120.0, **environment: str
-) -> "subprocess.CompletedProcess[str]":
-    """Run pytest, and wait for it.
+class FreshPytest:
+    """Runs pytest again and again, each time in a fork."""
 
-    Args:
-        arguments: pytest's.
-        folder: to run it in.
-        timeout_s: after which it is killed.
-        environment: more variables.
+    def __init__(self) -> None:
+        """Start the process that is forked."""
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVE],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
-    Raises:
-        TimeoutExpired: it did not end in time.
-    """
-    command = ["pytest", *map(str, arguments)]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        names = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors)]
-        process = _servers.Process(target=_be_pytest, args=(command, folder, variables, names))
-        process.start()
-        process.join(timeout_s)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(command, timeout_s, _text(output), _text(errors))
-        return subprocess.CompletedProcess(command, process.exitcode, _text(output), _text(errors))
+    def __call__(
+        self, *arguments: object, folder: Path = ROOT, **environment: str
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run pytest, and wait for it.
+
+        Args:
+            arguments: pytest's.
+            folder: to run it in.
+            environment: more variables.
+        """
+        assert self._server.stdin
+        assert self._server.stdout
+        asked = [*map(str, arguments)]
+        variables = {**os.environ, "PYTHONPATH": str(folder), **environment}
+        print(json.dumps([asked, str(folder), variables]), file=self._server.stdin, flush=True)
+        return subprocess.CompletedProcess(asked, *json.loads(self._server.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        self._server.communicate(timeout=60)
 
 
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
+def serve() -> None:
+    """Be the process: answer requests until the other end closes."""
+    import torch.distributed  # noqa: F401 what is imported here need not be in the fork
+
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for request in requests:
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            pid = os.fork()
+            if not pid:
+                os.dup2(output.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+                _be_pytest(*json.loads(request))
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            texts = [os.pread(file.fileno(), 2**24, 0).decode() for file in (output, errors)]
+        print(json.dumps([code, *texts]), file=answers, flush=True)
 
 
-def _be_pytest(
-    command: list[str], folder: Path, variables: Mapping[str, str], outputs: list[str]
-) -> None:
-    for descriptor, name in enumerate(outputs, start=1):
-        os.dup2(os.open(name, os.O_WRONLY), descriptor)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # servers leave it out
-    os.environ.clear()
-    os.environ.update(variables)
-    os.chdir(folder)
-    sys.argv = command
-    sys.path[:0] = [str(folder)]
-    import pytest
-
+def _be_pytest(arguments: Sequence[str], folder: str, variables: dict[str, str]) -> None:
+    code = 3
     try:
-        code: int | str | None = pytest.main(command[1:])
+        os.environ.clear()
+        os.environ.update(variables)
+        os.chdir(folder)
+        sys.argv = ["pytest", *arguments]
+        sys.path[:0] = [folder]
+        import pytest
+
+        code = int(pytest.main([*arguments]))
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
     finally:
-        atexit._run_exitfuncs()  # a process of multiprocessing ends without
-    sys.exit(code)
+        os._exit(code)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any, get_args
 
 import psutil
 import pytest
-from fresh_pytest import fresh_pytest
+from fresh_pytest import FreshPytest
 
 from distlab import course
 from distlab.cli import learn, main
@@ -782,7 +783,7 @@ def test_what_cannot_be_remembered_is_graded_all_the_same(here: CourseFolder) ->
 
 @pytest.mark.slow
 def test_what_pytest_says_of_the_templates_counts_in_status_too(
-    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+    fresh_pytest: FreshPytest, here: CourseFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_exchange(here, RIGHT)
     for extra in ([], ["--impl", "solution", "-k", "1.5"], ["-k", "1.4", "--collect-only"]):
@@ -1128,6 +1129,23 @@ def test_the_time_of_a_world_holds_for_every_grading_of_a_session(here: CourseFo
     watching.run(typed("c", watch.QUIT))
     assert len(asked) == 1 + len(here.course.tasks)
     assert all(run[run.index("--world-timeout") + 1] == "7.5" for run in asked)
+
+
+def test_a_signal_that_comes_just_before_a_wait_ends_it(here: CourseFolder) -> None:
+    """Then nothing wakes the main thread: here it is another thread that the signal reaches."""
+    events: Queue[str] = Queue()
+
+    def strikes() -> None:
+        time.sleep(0.3)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        time.sleep(10)
+        events.put(watch.QUIT)  # should nobody have noticed
+
+    threading.Thread(target=strikes, daemon=True).start()
+    run = saying(1, ("1.4", "failed", 0))
+    with pytest.raises(KeyboardInterrupt):
+        watch.Watch(here, here.task("1.4"), run, screen_into([])).run(events)
+    assert events.empty(), "it was noticed with the next event only"
 
 
 def typed(*keys: str) -> "Queue[str]":

@@ -2,10 +2,12 @@
 
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from fresh_pytest import fresh_pytest
+from fresh_pytest import FreshPytest
 
 from distlab.grade import invocation
 from distlab.learner import grading
@@ -16,8 +18,12 @@ PHASE = "phase1_data_parallel"
 PLANTED = "open({mark!r}, 'w').close()\n"
 
 
-def pytest_run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return fresh_pytest("-q", "--backend=sim", *arguments, **environment)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def pytest_run(fresh_pytest: FreshPytest) -> Run:
+    return partial(fresh_pytest, "-q", "--backend=sim")
 
 
 def one_line(text: str) -> str:
@@ -26,7 +32,7 @@ def one_line(text: str) -> str:
     return line
 
 
-def test_a_list_of_tests_is_not_a_grading() -> None:
+def test_a_list_of_tests_is_not_a_grading(pytest_run: Run) -> None:
     ended = pytest_run(SUITE, "--impl=solution", "--collect-only", "-k", "1.1")
     assert ended.returncode == 5, ended.stdout
     assert "nothing was graded: --collect-only lists tests and runs none" in ended.stdout
@@ -52,7 +58,7 @@ def test_options_of_the_display_may_come_from_the_environment(
     invocation.check_environment()
 
 
-def test_a_suite_is_not_graded_as_the_environment_says() -> None:
+def test_a_suite_is_not_graded_as_the_environment_says(pytest_run: Run) -> None:
     ended = pytest_run(SUITE, PYTEST_ADDOPTS="--collect-only")
     assert ended.returncode == 4, ended.stdout
     assert one_line(ended.stderr).startswith("ERROR: PYTEST_ADDOPTS=--collect-only: with a")
@@ -73,7 +79,9 @@ def test_the_commands_hand_no_options_of_pytests_on(monkeypatch: pytest.MonkeyPa
     ],
     ids=" ".join,
 )
-def test_another_configuration_is_refused_in_one_line(tmp_path: Path, options: list[str]) -> None:
+def test_another_configuration_is_refused_in_one_line(
+    fresh_pytest: FreshPytest, tmp_path: Path, options: list[str]
+) -> None:
     (tmp_path / "other.ini").write_text("[pytest]\npythonpath=tests\n")
     asked = [option.format(elsewhere=tmp_path) for option in options]
     ended = fresh_pytest("-q", *asked, SUITE)
@@ -90,7 +98,7 @@ def planted(folder: Path) -> Path:
     return folder
 
 
-def test_what_a_hand_in_plants_for_pytest_is_ignored(tmp_path: Path) -> None:
+def test_what_a_hand_in_plants_for_pytest_is_ignored(pytest_run: Run, tmp_path: Path) -> None:
     folder = planted(tmp_path)
     for file in (folder / PHASE).glob("*.py"):
         file.write_text(file.read_text().replace(f"solutions.{PHASE}", PHASE))
