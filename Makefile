@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTS_AT_ONCE ?= 3# of two cores one would often wait: for a limit of time, a disk, a process that starts
 
 .PHONY: setup demo lint format test clean help
 
@@ -41,7 +42,7 @@ format: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest tests/test_phase1.py --impl solution
 	$(BIN)/python -m pytest -p nbmake --nbmake phase1_data_parallel/explore.ipynb
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
