@@ -1,6 +1,7 @@
 """Why a real world hung or crashed: the same body in the simulated one, where reports are exact.
 
-The score does not change: what counts is what happened on the real processes.
+What counts is what happened on the real processes. Where they all wait, and the same program
+deadlocks there too, the hang is certain: it is not tried again with more time.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from distlab.launch import LaunchError, RankFailed, SetupError
 
 # The line is known, and the simulated world would only hang there as long again; or it is no matter
 # of the program's messages.
-KNOWN = ("endless loop", "suspended", RankFailed.KIND, SetupError.KIND)
+KNOWN = ("endless loop", "blocked", "suspended", RankFailed.KIND, SetupError.KIND)
 
 
 def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:

@@ -86,11 +86,11 @@ class RankOutOfMemory(LaunchError):
 class RankHung(LaunchError):
     """The world does not end; the message says where every rank is.
 
-    ``kind`` is "deadlock" (the simulated world: exact, found at once), "all wait" (real processes:
-    none computes), "endless loop" (a line of ``fn`` computes on and on; ``rank`` runs it),
-    "blocked" (a line of ``fn`` waits for something that is not communication, a lock for example),
-    "suspended" (a rank was stopped by SIGSTOP) or "time is up" (no line of ``fn`` is to blame: the
-    machine may be slow).
+    ``kind`` is "deadlock" (exact; in the simulated world, or by what the same program does there),
+    "all wait" (real processes: none computes), "endless loop" (a line of ``fn`` computes on and on;
+    ``rank`` runs it), "blocked" (Linux: a line of ``fn`` waits for what is not communication, a
+    lock for example), "suspended" (a rank was stopped by SIGSTOP) or "time is up" (no line of
+    ``fn`` is to blame: the machine may be slow).
     """
 
     KIND = "time is up"

@@ -20,11 +20,16 @@ MAX_DEPTH = 50  # a judge that walks deeper would run out of stack
 MAX_ITEMS = 2_000_000  # counted as often as a judge would meet them
 MAX_INT_BITS = 1000  # all of these fit into a float, and can be printed
 MAX_UNPICKLING_BYTES = 2**30  # of memory: a few bytes of a pickle can ask for any amount
-MANY_TUPLES = 10_000  # inside of each other, and hashed, they take 2 MB of the stack's 8
+MANY_TUPLES = 10_000  # inside of each other, and hashed, they take 0.6 MB of the stack
+TRIAL_TIMEOUT_S = 20.0
 _TUPLE_CODES = (b"t", b"\x85", b"\x86", b"\x87")
 _TRIAL = """
-import runpy, sys
-runpy.run_path(sys.argv[1])["_load"](sys.stdin.buffer.read())
+import runpy, sys, threading
+load, data = runpy.run_path(sys.argv[1])["_load"], sys.stdin.buffer.read()
+threading.stack_size(2**22)  # half of what there is here: what fits there fits here
+thread = threading.Thread(target=load, args=[data])
+thread.start()
+thread.join()
 """
 
 
@@ -49,7 +54,12 @@ def _try_elsewhere(data: bytes) -> None:
     A dict with such a key ends the process that unpickles it by SIGSEGV, which nothing can catch.
     """
     command = [sys.executable, "-I", "-S", "-c", _TRIAL, __file__]
-    trial = subprocess.run(command, input=data, capture_output=True, check=False)
+    try:
+        trial = subprocess.run(
+            command, input=data, capture_output=True, check=False, timeout=TRIAL_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise NotPlainError(f"what is not read within {TRIAL_TIMEOUT_S:g} s") from None
     if trial.returncode < 0:
         raise NotPlainError(f"what ends Python by signal {-trial.returncode} where it is read")
 

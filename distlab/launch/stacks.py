@@ -66,6 +66,7 @@ class Place:
         return f"in {self.operation} {where}" if self.operation else where
 
 
+FORK_SERVER = ("<string>", "<module>")  # the outermost frame of a rank: nobody's program
 SUSPENDED = Place("", None, "suspended (by SIGSTOP or ctrl-Z)")
 STARTING = Place("", None, "still starting: it has not joined the process group")
 READY = Place("", None, "ready, and waiting for the others to start")
@@ -78,7 +79,7 @@ def read_place(dump: str, ident: int | None = None, given: Sequence[str] = ()) -
     called, if any, is the operation. Files in the folders ``given`` are the caller's machinery:
     none of their lines is the place.
     """
-    frames = _thread(dump, ident)
+    frames = [f for f in _thread(dump, ident) if (f.file, f.function) != FORK_SERVER]
     machinery = None
     for depth, frame in enumerate(frames):  # innermost first
         if is_of_program(frame.file, given):

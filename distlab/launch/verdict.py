@@ -136,7 +136,7 @@ def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspend
         all_wait: every rank that had not returned waited in communication.
         is_suspended: a rank was stopped by a signal.
     """
-    if is_suspended:
+    if is_suspended and exceeded.limit != "computing":
         return "suspended"
     if all_wait:
         return "all wait"

@@ -20,7 +20,8 @@ def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
     Where messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
     """
     if len(ranks) == 1:
-        return "A message to oneself needs both ends posted, irecv and isend, before the wait."
+        both = "in one batch_isend_irecv" if still.is_in_order else "posted before the wait"
+        return f"A message to oneself needs both ends, isend and irecv, {both}."
     names = {still.blocked[rank].name for rank in ranks}
     if still.is_in_order:
         return " ".join(filter(None, [_all_together(names), _counts(still, ranks)]))

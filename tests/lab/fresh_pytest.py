@@ -13,10 +13,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+LONGEST_S = 240.0
 SERVE = "import fresh_pytest; fresh_pytest.serve()"
 
 
@@ -47,8 +48,13 @@ class FreshPytest:
         assert self._server.stdout
         asked = [*map(str, arguments)]
         variables = {**os.environ, "PYTHONPATH": str(folder), **environment}
+        late = threading.Timer(LONGEST_S, self._server.kill)
+        late.start()
         print(json.dumps([asked, str(folder), variables]), file=self._server.stdin, flush=True)
-        return subprocess.CompletedProcess(asked, *json.loads(self._server.stdout.readline()))
+        answer = self._server.stdout.readline()
+        late.cancel()
+        assert answer, f"pytest {' '.join(asked)} did not end within {LONGEST_S:g} s"
+        return subprocess.CompletedProcess(asked, *json.loads(answer))
 
     def close(self) -> None:
         """End the process."""
@@ -65,17 +71,18 @@ def serve() -> None:
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             pid = os.fork()
             if not pid:
-                os.dup2(output.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-                _be_pytest(*json.loads(request))
+                _be_pytest(request, output.fileno(), errors.fileno())
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             texts = [os.pread(file.fileno(), 2**24, 0).decode() for file in (output, errors)]
         print(json.dumps([code, *texts]), file=answers, flush=True)
 
 
-def _be_pytest(arguments: Sequence[str], folder: str, variables: dict[str, str]) -> None:
+def _be_pytest(request: str, output: int, errors: int) -> None:
     code = 3
     try:
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        arguments, folder, variables = json.loads(request)
         os.environ.clear()
         os.environ.update(variables)
         os.chdir(folder)

@@ -466,6 +466,14 @@ def test_who_waits_for_what_is_not_communication_is_blocked(backend: str) -> Non
     assert caught.value.kind == "blocked"
 
 
+def test_a_wait_in_given_code_is_no_line_that_blocks() -> None:
+    here = str(Path(__file__).parent)
+    with pytest.raises(launch.RankHung) as caught:
+        launch.run(waits_for_a_lock, 2, timeout_s=60, idle_limit_s=0.5, given=(here,))
+    assert caught.value.kind == "all wait"
+    assert "<string>" not in str(caught.value)
+
+
 def computes_for_1_s() -> bool:
     start = time.monotonic()
     while time.monotonic() - start < 1:

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to,
 FRACTIONS = ("float32", "bfloat16", "float64")
 LONG = 128  # elements; of longer tensors a digest is compared
 LARGE = 1_050_000, 1_100_000  # elements, drawn between: more than 2^20, and than 2^20 bytes
+EVEN = 240  # 1 to 6, 8 and 16 ranks share it evenly
+
+
+def even_size(random: Random, least: int, most: int) -> int:
+    """Draw a number of elements that ranks can share evenly: what is short for these alone."""
+    return random.randrange(least, most) // EVEN * EVEN
 
 
 def tensors_of(rank: int) -> list[Tensor]:

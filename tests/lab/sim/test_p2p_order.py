@@ -198,6 +198,7 @@ def two_sends_and_an_early_return() -> None:
 def test_the_order_is_not_blamed_where_it_is_not_the_cause() -> None:
     for program in (head_to_head, two_sends_and_an_early_return):
         assert "NCCL" not in str(report(program, 2))
+    assert "None of them can go first: give the send and the recv" in str(report(head_to_head, 2))
 
 
 def two_messages(num_messages: int) -> float:
