@@ -23,8 +23,8 @@ FILE = "course.toml"
 HINTS = (1, 2, 3)  # a question; the idea; names and number of lines
 DIFFICULTIES = range(1, 6)
 # Outcomes that mean something here, and all but passed.
-PASSED, TODO, GRADER_ERROR = "passed", "todo", "grader error"
-OUTCOMES = ("failed", TODO, "hang", "crash", "oom", "import error", "not run", GRADER_ERROR)
+PASSED, TODO, HANG, GRADER_ERROR = "passed", "todo", "hang", "grader error"
+OUTCOMES = ("failed", TODO, HANG, "crash", "oom", "import error", "not run", GRADER_ERROR)
 
 
 Entry = TypeVar("Entry")

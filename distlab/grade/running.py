@@ -23,6 +23,7 @@ from distlab.launch.nursery import load_ahead
 from distlab.sim import Cluster, Options, Trace
 
 CERTAIN = ("deadlock", "suspended")  # hangs that more time would not end
+WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")  # for messages that never come
 Body = Callable[..., Any]
 World = Callable[[Submission, Limits], "Run"]  # in which a body runs with a submission
 
@@ -229,11 +230,11 @@ def given_with(body: Body) -> tuple[str, str]:
 
 @contextmanager
 def _explained(cause: str) -> Iterator[None]:
-    """Put the cause that a test knows before the report of a world that got stuck."""
+    """Put the cause that a test knows before the report of a world whose ranks wait."""
     try:
         yield
     except (RankHung, RankExited) as error:
-        if cause:
+        if cause and error.kind in WAITING:
             error.args = (f"{cause.rstrip()} {error}", *error.args[1:])
         raise
 

@@ -46,17 +46,20 @@ def trace(folder: CourseFolder, task: Task, impl: str, ranks: int) -> Traced:
         handed_in = submission.find(impl, folder.root)
     except ValueError as error:
         raise LearnerError(str(error)) from None
+    program = programs.PROGRAMS[task.id]
     try:
         simulated: Simulated[None] = launch.simulate(
             *(on_rank, ranks, handed_in, task, BODIES[task.id], ()),
             cluster=CLUSTER,
-            options=Options(given=(str(Path(distlab.__file__).parent),)),
+            options=Options(
+                given=(str(Path(distlab.__file__).parent),), p2p_order=program.p2p_order
+            ),
             timeout_s=TIMEOUT_S,
             plain_results=True,
         )
     except LaunchError as error:
         return Traced(_report(folder, error))
-    title = f"Task {task.id}: {programs.PROGRAMS[task.id].title.format(n=ranks)}"
+    title = f"Task {task.id}: {program.title.format(n=ranks)}"
     return Traced(summary(simulated), _draw(simulated, title, folder.root / OUT, task))
 
 

@@ -64,6 +64,10 @@ def swap(lesson):
 TODO = '    raise NotImplementedError("Task 1.4: exchange, see '
 DEADLOCK = "    dist.send(outgoing, dst)\n    dist.recv(incoming, src)\n"
 WRONG = "    incoming.copy_(outgoing)\n"
+UNBATCHED = """    sending = dist.isend(outgoing, dst)
+    dist.recv(incoming, src)
+    sending.wait()
+"""
 RIGHT = """    both = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.irecv, incoming, src)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -865,6 +869,25 @@ def test_trace_shows_the_learner_s_lines_alone(
     assert "template_collectives.py" in printed
     assert "/distlab/" not in printed
     assert "bodies.py" not in printed
+
+
+def test_trace_runs_exchange_in_the_order_in_which_it_is_judged(
+    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_exchange(here, UNBATCHED)
+    assert distlab("trace", "1.4", "--ranks", "2") == 1
+    assert "rank 0's recv from rank 1 waits behind its isend to rank 1" in (
+        " ".join(capfd.readouterr().out.split()).replace("Rank", "rank")
+    )
+
+
+def test_trace_says_so_where_it_cannot_show_what_hung(
+    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_exchange(here, RIGHT)
+    has_come_out(here, t1_4="hang")
+    assert distlab("trace", "1.4") == 0
+    assert "what hangs is another case of the tests" in capfd.readouterr().out
 
 
 def test_trace_draws_the_last_graded_or_the_next_by_default(here: CourseFolder) -> None:

@@ -7,7 +7,7 @@ import pytest
 from distlab.grade import Grade, check, task
 from phase1 import gradients as b
 from phase1 import models, reference
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1.judging import BYTE_S, LATENCY_S, UNIFORM, of_members
 
 PARAMETERS = {name for name, _ in models.Odd(0).named_parameters()}
@@ -78,5 +78,7 @@ def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
 @task("1.9")
 def test_models_inside_a_group(grade: Grade) -> None:
     src = grade.random.randrange(1, len(MEMBERS))
-    run = grade.run(inside_group, OUTER_WORLD_SIZE, b.broadcast_odd, src)
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.broadcast_odd, src), if_stuck=STUCK_IN_GROUP
+    )
     _check_models(of_members(run), src)

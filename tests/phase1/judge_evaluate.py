@@ -7,7 +7,7 @@ import pytest
 from distlab.grade import Grade, check, task
 from phase1 import evaluation as b
 from phase1 import reference
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1.judging import check_refused, is_close, of_members, same_loss, short
 from phase1.models import CLASSES, Moody
 
@@ -186,5 +186,7 @@ def test_everything_happens_on_the_device(grade: Grade) -> None:
 @task("1.12")
 def test_evaluation_inside_a_group(grade: Grade) -> None:
     size = grade.random.randint(len(MEMBERS) + 1, 10)
-    run = grade.run(inside_group, OUTER_WORLD_SIZE, b.evaluate, size, 0, None)
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.evaluate, size, 0, None), if_stuck=STUCK_IN_GROUP
+    )
     _check_evaluated(of_members(run), size)

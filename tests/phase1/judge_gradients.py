@@ -7,7 +7,7 @@ import pytest
 from distlab.grade import Grade, Run, check, task
 from phase1 import gradients as b
 from phase1 import models
-from phase1.groups import OUTER_WORLD_SIZE, inside_group
+from phase1.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1.judging import MEASURED, check_peak, is_close, of_members, short
 
 FUNCTIONS = ("average_gradients", "average_gradients_flat")
@@ -148,5 +148,8 @@ def test_large_gradients_are_not_cut(grade: Grade, function: str) -> None:
 @task("1.10")
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_inside_a_group(grade: Grade, function: str) -> None:
-    run = grade.run(inside_group, OUTER_WORLD_SIZE, b.average_odd, function, False)
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.average_odd, function, False),
+        if_stuck=STUCK_IN_GROUP,
+    )
     _check_means(of_members(run), function)

@@ -9,7 +9,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from phase1 import scatter as s
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1.judging import MEASURED, check_peak, check_refused, of_members, short
 
 HEADER_BYTES, HEADER_CALLS = 1_000, 2  # of a broadcast_object_list: a length, then the object
@@ -221,7 +221,9 @@ def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
 @pytest.mark.parametrize(("src", "rows"), [(1, 8), (2, 2), (None, 4)])
 def test_scattering_inside_a_group(grade: Grade, src: int | None, rows: int) -> None:
     kind = s.Kind(rows, seed=grade.random.randrange(10**6))
-    run = grade.run(inside_group, OUTER_WORLD_SIZE, s.scatter, kind, src)
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, s.scatter, kind, src), if_stuck=STUCK_IN_GROUP
+    )
     _check_scattered(of_members(run), kind, src or 0)
     if grade.is_simulated:
         _check_traffic(run, kind, src or 0, MEMBERS)

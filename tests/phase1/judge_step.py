@@ -8,7 +8,7 @@ import pytest
 from distlab.grade import Grade, Run, check, task
 from phase1 import reference
 from phase1 import step as b
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
+from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1.judging import check_refused, is_close, of_members, same_loss, short
 from phase1.models import Stepped
 
@@ -119,7 +119,10 @@ def test_sequences_count_every_position(grade: Grade) -> None:
 @task("1.11")
 def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
     gradient = grade.random.uniform(1, 2)
-    run = grade.run(inside_group, OUTER_WORLD_SIZE, b.step_with_arguments, gradient)
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.step_with_arguments, gradient),
+        if_stuck=STUCK_IN_GROUP,
+    )
     for rank, used in enumerate(of_members(run)):
         here = f"rank {rank} of {len(MEMBERS)}"
         check(

@@ -41,8 +41,9 @@ def test_a_hang_of_rank_5_alone_names_it_and_its_line(
     task, right = course.load(ROOT).task("1.4"), reference(ROOT)
     grade = Grade(Submission(tmp_path), task, world, TIMEOUT_S, reference=right)
     with pytest.raises(RankHung) as raised:
-        grade.run(exchange_once, 8)
+        grade.run(exchange_once, 8, if_stuck="Who waits?")
     verdict = verdict_on(raised.value)
     assert (verdict.outcome, verdict.kind) == (Outcome.HANG, kind)
     assert "rank 5" in verdict.message
+    assert verdict.message.startswith("Who waits?") == (kind == "deadlock"), "a loop is no wait"
     assert "collectives.py:6 in exchange" in verdict.message + verdict.details
