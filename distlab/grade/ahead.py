@@ -9,9 +9,11 @@ PYTEST_DONT_REWRITE: the learner's commands have imported this before pytest cou
 import pytest
 
 from distlab import interrupts
-from distlab.launch import nursery
 
 interrupts.end_at_once()  # pytest would show where it was importing
+
+from distlab.launch import nursery  # noqa: E402
+
 nursery.start_ahead("distlab.launch.simulated", "distlab.grade.running")
 
 

@@ -83,11 +83,11 @@ class Submission:
             return importlib.import_module(f"{phase}.{file.stem}")
         except SyntaxError as error:
             text = f"{(error.text or '').rstrip()}\n{' ' * ((error.offset or 1) - 1)}^"
-            where = f"{error.filename}, line {error.lineno}"
-            raise LessonError(f"{where}: {error.msg}\n{text}") from None
+            where = f"{error.filename or file}, line {error.lineno or 1}"
+            raise LessonError(f"{where}: {_problem(error)}\n{text}".rstrip()) from None
         except SystemExit as error:
             raise LessonError(f"{file.name} calls sys.exit({error.code!r}) when imported") from None
-        except Exception as error:
+        except BaseException as error:  # in a rank, KeyboardInterrupt comes from the lesson alone
             text = f"{type(error).__name__}: {error}"
             frame = self._last_frame(error)
             if frame is None:
@@ -95,7 +95,7 @@ class Submission:
             where = f"{frame.filename}, line {frame.lineno}"
             raise LessonError(f"{where}: {text}\n    {frame.line}") from error
 
-    def _last_frame(self, error: Exception) -> traceback.FrameSummary | None:
+    def _last_frame(self, error: BaseException) -> traceback.FrameSummary | None:
         """Return the last line of the submission's phases that led to an error."""
         frames = reversed(traceback.extract_tb(error.__traceback__))
         return next((frame for frame in frames if self._holds(Path(frame.filename))), None)
@@ -103,6 +103,12 @@ class Submission:
     def _holds(self, file: Path) -> bool:
         below = file.relative_to(self.root).parts if file.is_relative_to(self.root) else ()
         return bool(below) and below[0].startswith("phase")
+
+
+def _problem(error: SyntaxError) -> str:
+    """What Python says of a file; of what an editor has saved in another encoding, what to do."""
+    has_nulls = "null bytes" in error.msg
+    return f"{error.msg}: save it as UTF-8, not as UTF-16" if has_nulls else error.msg
 
 
 def _python_files(folder: Path) -> Iterator[Path]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 WANTED = "which is no plain data: numbers, strings, and lists, tuples and dicts of them are"
 MAX_REPORT_BYTES = 64_000_000  # of a process, what a simulation has counted included
@@ -20,9 +21,9 @@ MAX_DEPTH = 50  # a judge that walks deeper would run out of stack
 MAX_ITEMS = 2_000_000  # counted as often as a judge would meet them
 MAX_INT_BITS = 1000  # all of these fit into a float, and can be printed
 MAX_UNPICKLING_BYTES = 2**30  # of memory: a few bytes of a pickle can ask for any amount
-MANY_TUPLES = 10_000  # inside of each other, and hashed, they take 0.6 MB of the stack
+FEW_BYTES = 50_000  # of a pickle: Python's own unpickler takes as long as a process to start
+MAX_KEY_ITEMS = 1000  # of a key of a dict, or an item of a set: what holds it is hashed in C
 TRIAL_TIMEOUT_S = 20.0
-_TUPLE_CODES = (b"t", b"\x85", b"\x86", b"\x87")
 _TRIAL = """
 import runpy, sys, threading
 load, data = runpy.run_path(sys.argv[1])["_load"], sys.stdin.buffer.read()
@@ -43,15 +44,18 @@ def loads(data: bytes) -> object:
     Raises:
         NotPlainError: there is something else in it, or it is no pickle.
     """
-    if sum(map(data.count, _TUPLE_CODES)) > MANY_TUPLES:
+    if len(data) > FEW_BYTES:
         _try_elsewhere(data)
-    return _load(data)
+        return _load(data)
+    with _refusing_what_cannot_be_read():
+        return _CarefulUnpickler(io.BytesIO(data)).load()
 
 
 def _try_elsewhere(data: bytes) -> None:
-    """Unpickle in a process of its own first: the hash of deep tuples overflows the stack.
+    """Unpickle in a process of its own first: a hash can overflow the stack, or never end.
 
-    A dict with such a key ends the process that unpickles it by SIGSEGV, which nothing can catch.
+    A key of tuples in tuples ends the process that unpickles it by SIGSEGV, which nothing can
+    catch; one that holds the same tuple twice, and so on, keeps it busy in C for ever.
     """
     command = [sys.executable, "-I", "-S", "-c", _TRIAL, __file__]
     try:
@@ -65,9 +69,15 @@ def _try_elsewhere(data: bytes) -> None:
 
 
 def _load(data: bytes) -> object:
+    with _refusing_what_cannot_be_read():
+        return _Unpickler(io.BytesIO(data)).load()
+
+
+@contextlib.contextmanager
+def _refusing_what_cannot_be_read() -> Iterator[None]:
     try:
         with _limited_memory():
-            return _Unpickler(io.BytesIO(data)).load()
+            yield
     except NotPlainError:
         raise
     except Exception as error:  # what a broken pickle raises can be anything
@@ -142,6 +152,57 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, name: str) -> object:
         """Refuse every name: even an innocent class can be changed by what follows in a pickle."""
         raise NotPlainError(f"{module_name}.{name}, {WANTED}")
+
+
+_InPython: Any = pickle._Unpickler  # what can be overridden there has no types
+
+
+class _CarefulUnpickler(_InPython):  # type: ignore[misc]
+    """Python's own unpickler, which looks at what is about to be hashed."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+    find_class = _Unpickler.find_class
+
+    def _load_setitem(self) -> None:
+        _check_key(self.stack[-2])
+        self.load_setitem()
+
+    def _load_setitems(self) -> None:
+        _check_keys(self.stack[::2])
+        self.load_setitems()
+
+    def _load_dict(self) -> None:
+        _check_keys(self.stack[::2])
+        self.load_dict()
+
+    def _load_items(self) -> None:
+        _check_keys(self.stack)
+        self.load_additems()
+
+    def _load_frozenset(self) -> None:
+        _check_keys(self.stack)
+        self.load_frozenset()
+
+    dispatch[pickle.SETITEM[0]] = _load_setitem
+    dispatch[pickle.SETITEMS[0]] = _load_setitems
+    dispatch[pickle.DICT[0]] = _load_dict
+    dispatch[pickle.ADDITEMS[0]] = _load_items
+    dispatch[pickle.FROZENSET[0]] = _load_frozenset
+
+
+def _check_keys(keys: Iterable[object]) -> None:
+    for key in keys:
+        _check_key(key)
+
+
+def _check_key(key: object) -> None:
+    """Refuse a key that takes long to hash; what is in it twice counts twice, as it does there."""
+    level, num_items = [key], 1
+    while level and num_items <= MAX_KEY_ITEMS:
+        level = list(_within(level))
+        num_items += len(level)
+    if level:
+        raise NotPlainError(f"a key of more than {MAX_KEY_ITEMS} items")
 
 
 @contextlib.contextmanager

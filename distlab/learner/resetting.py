@@ -102,7 +102,7 @@ def _decoded(data: bytes, task: Task) -> tuple[str, str]:
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return data.decode(encoding), encoding
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (SyntaxError, UnicodeError, LookupError) as error:
         raise LearnerError(
             f"nothing was changed: Python cannot read {task.template}: {error}; save it as UTF-8"
         ) from None

@@ -28,7 +28,7 @@ def read(path: Path) -> str:
         data = reading.regular_file(path, MAX_FILE_BYTES)
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return io.StringIO(data.decode(encoding), newline=None).read()  # \n ends every line
-    except (OSError, SyntaxError, UnicodeDecodeError):
+    except (OSError, SyntaxError, UnicodeError, LookupError):
         return ""
 
 

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab import writing
+from distlab import reading, writing
 from distlab.course import HINTS, OUTCOMES, PASSED, Task
 from distlab.learner.folder import CourseFolder
 
 FILE = "progress.json"
+MAX_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def load(folder: CourseFolder) -> Progress:
     progress = Progress(folder.private / FILE)
     tables: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        tables = json.loads(progress.path.read_text(encoding="utf-8"))
+        tables = json.loads(reading.regular_file(progress.path, MAX_BYTES))
     tasks = {task.id for task in folder.course.tasks}
     for id, record in _entries(tables, "tasks", tasks):
         if isinstance(record, dict) and record.get("outcome") in (PASSED, *OUTCOMES):

@@ -198,6 +198,22 @@ def test_a_state_that_makes_no_sense_is_forgotten(here: CourseFolder, text: str)
     assert (progress.records, progress.hints) == ({}, {})
 
 
+def test_a_pipe_in_place_of_the_state_is_forgotten(here: CourseFolder) -> None:
+    here.private.mkdir()
+    os.mkfifo(here.private / state.FILE)
+    assert state.load(here).records == {}
+
+
+def test_an_encoding_that_is_none_is_one_line(
+    here: CourseFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here.root / FILE).write_text(f"# -*- coding: rot13 -*-\n{(here.root / FILE).read_text()}")
+    for command in (["diff", "1.4", "--spoil"], ["reset", "1.4", "--yes"]):
+        assert distlab(*command) == 2
+        printed = capfd.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1), printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

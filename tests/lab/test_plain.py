@@ -54,9 +54,36 @@ def test_a_key_too_deep_to_be_hashed_is_refused_and_not_the_end_of_this_process(
         plain.loads(deep)
 
 
-def test_many_tuples_beside_each_other_are_read() -> None:
-    value = {(number, str(number)): (number,) for number in range(plain.MANY_TUPLES)}
-    assert plain.loads(pickle.dumps(value)) == value
+def shared(num_levels: int) -> bytes:
+    """A tuple that holds the next one twice, and so on, as a key: its hash takes 2^n steps."""
+    return b"\x80\x04})" + b"2\x86" * num_levels + b"K\x01s."
+
+
+@pytest.mark.parametrize("num_levels", [30, 70, 10_000])
+def test_a_key_whose_hash_never_ends_is_refused(num_levels: int) -> None:
+    with pytest.raises(plain.NotPlainError, match="a key of more than 1000 items"):
+        plain.loads(shared(num_levels))
+
+
+def test_what_takes_too_long_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "TRIAL_TIMEOUT_S", 1.0)
+    with pytest.raises(plain.NotPlainError, match="not read within 1 s"):
+        plain.loads(shared(plain.FEW_BYTES))
+
+
+KEYED = [
+    {(number, str(number)): (number,) for number in range(10_000)},
+    {(1, (2, frozenset({"a", (3,)}))): {4, (5, 6)}, None: {}, "x": frozenset()},
+    [{}, set(), {1: {2: {3: ()}}}],
+]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("value", KEYED)
+def test_dicts_and_sets_arrive_as_they_are(value: object, protocol: int) -> None:
+    if protocol < 4 and "frozenset" in repr(value) + repr({frozenset()}):
+        value = [{number: (number,)} for number in range(5)]  # before, sets came as classes
+    assert plain.loads(pickle.dumps(value, protocol)) == value
 
 
 FORGED = (

@@ -33,7 +33,13 @@ def write(result: GradeResult, chosen: Sequence[tuple[str, Path]]) -> None:
     """Write every report that was asked for.
 
     Raises:
-        OSError: one cannot be written.
+        OSError: one cannot be written; the others are.
     """
+    problem: OSError | None = None
     for name, path in chosen:
-        report_paths.write(path, FORMATS[name](result))
+        try:
+            report_paths.write(path, FORMATS[name](result))
+        except OSError as error:
+            problem = error
+    if problem:
+        raise problem

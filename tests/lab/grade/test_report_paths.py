@@ -52,6 +52,14 @@ def test_what_is_no_report_is_never_replaced(tmp_path: Path, text: str) -> None:
     assert other.exists(), "nothing is removed before all are known to be ours"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full device")
+def test_a_report_that_cannot_be_written_keeps_no_other_back(tmp_path: Path) -> None:
+    paths = [("markdown", Path("/dev/full")), ("json", tmp_path / "report.json")]
+    with pytest.raises(OSError, match="No space"):
+        reports.write(GradeResult("here", [], 1.0), paths)
+    assert (tmp_path / "report.json").exists()
+
+
 def test_two_reports_do_not_share_a_path(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("a")
     for name in ("a", "../" + tmp_path.name + "/a", "link"):

@@ -102,6 +102,20 @@ def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
     assert verdict.details == "def broken(:\n           ^"
 
 
+def test_a_file_that_was_saved_as_utf_16_is_named_and_what_to_do(tmp_path: Path) -> None:
+    handed_in = hand_in(tmp_path, template_collectives="")
+    (tmp_path / PHASE / "template_collectives.py").write_bytes("x = 1\n".encode("utf-16-le"))
+    verdict = verdict_of(handed_in, "1.4")
+    assert verdict.outcome is Outcome.IMPORT_ERROR
+    assert "template_collectives.py, line 1: " in verdict.message
+    assert "save it as UTF-8, not as UTF-16" in verdict.message
+
+
+def test_an_interrupt_of_a_lesson_is_an_import_error(tmp_path: Path) -> None:
+    verdict = verdict_of(hand_in(tmp_path, collectives="raise KeyboardInterrupt\n"), "1.4")
+    assert (verdict.outcome, "line 1" in verdict.message) == (Outcome.IMPORT_ERROR, True)
+
+
 def test_files_that_lie_flat_are_refused_before_anything_is_graded(tmp_path: Path) -> None:
     (tmp_path / "template_collectives.py").write_text("")
     with pytest.raises(ValueError, match=f"holds none of .*{PHASE}; put the files"):
