@@ -24,6 +24,7 @@ from distlab.sim import Cluster, Options, Trace
 
 CERTAIN = ("deadlock", "suspended")  # hangs that more time would not end
 WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")  # for messages that never come
+COMPUTING = ("endless loop", RankHung.KIND)
 Body = Callable[..., Any]
 World = Callable[[Submission, Limits], "Run"]  # in which a body runs with a submission
 
@@ -120,6 +121,7 @@ class Grade:
         cluster: Cluster | str | None = None,
         options: Options | None = None,
         if_stuck: str = "",
+        if_slow: str = "",
     ) -> Run:
         """Call ``body(lesson, *args)`` on every rank of a fresh world.
 
@@ -131,6 +133,7 @@ class Grade:
             options: of the simulated world.
             if_stuck: the likely cause if ranks wait forever or one leaves the others waiting, in a
                 sentence; it stands before the report of who waits for whom.
+            if_slow: the same for ranks that compute on and on.
 
         Raises:
             LaunchError: the submission failed, crashed, did not end, or wants to be written.
@@ -143,7 +146,7 @@ class Grade:
         __tracebackhide__ = True  # of ctrl-C, pytest shows where: in the test, not in here
         try:
             load_ahead(self._task.preload)
-            with _explained(if_stuck):
+            with _explained(if_stuck, if_slow):
                 return self._patiently(world)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
@@ -229,12 +232,13 @@ def given_with(body: Body) -> tuple[str, str]:
 
 
 @contextmanager
-def _explained(cause: str) -> Iterator[None]:
-    """Put the cause that a test knows before the report of a world whose ranks wait."""
+def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
+    """Put the cause that a test knows before the report of a world that did not end."""
     try:
         yield
     except (RankHung, RankExited) as error:
-        if cause and error.kind in WAITING:
+        waits, computes = error.kind in WAITING, error.kind in COMPUTING
+        if cause := if_stuck if waits else if_slow if computes else "":
             error.args = (f"{cause.rstrip()} {error}", *error.args[1:])
         raise
 

@@ -251,5 +251,5 @@ def test_the_cost_grows_with_the_data_set_alone(grade: Grade) -> None:
     )
     grade.run(
         *(s.shards, 1, [(200_000, 2, {})]),
-        if_stuck="200,000 samples should take less than a second: is the time O(num_samples)?",
+        if_slow="200,000 samples should take less than a second: is the time O(num_samples)?",
     )

@@ -106,10 +106,15 @@ def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass")
 
 
 def survivors() -> list[psutil.Process]:
-    """What is left of the worlds: below the fork servers, or come to us."""
+    """What is left of the worlds a moment later: below the fork servers, or come to us."""
     servers = {home.process.pid for home in nursery._idle}
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.pid not in servers]
+    deadline = time.monotonic() + 5
+    while True:
+        children = psutil.Process().children(recursive=True)
+        left = [child for child in children if child.pid not in servers]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)  # servers reap what has ended in their own time
 
 
 def holds(folder: Path, world: str, **code: str) -> None:
