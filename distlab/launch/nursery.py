@@ -27,7 +27,7 @@ KILL_TIMEOUT_S = 5.0
 LOOK_S = 0.2  # how often a server that is waited for is looked at
 MAX_WORDS = 20_000  # bytes
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-STOPPED_S = 2.0  # it is in a session of its own: only a signal to itself can have stopped it
+STOPPED_S = 1.0  # it is in a session of its own: only a signal to itself can have stopped it
 
 
 class Nursery:
@@ -111,7 +111,7 @@ class Nursery:
         if now < self._next_look:
             return
         self._next_look = now + LOOK_S
-        if not self._is_stopped():
+        if not self.is_stopped():
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
@@ -120,7 +120,8 @@ class Nursery:
                 "the fork server was stopped (SIGSTOP); it was ended, the next run starts a new one"
             )
 
-    def _is_stopped(self) -> bool:
+    def is_stopped(self) -> bool:
+        """Whether somebody has sent it SIGSTOP, or debugs it."""
         try:
             return psutil.Process(self.process.pid).status() in STOPPED
         except psutil.NoSuchProcess:
@@ -146,7 +147,7 @@ class Nursery:
     def _descendants(self) -> list[psutil.Process]:
         try:
             found = psutil.Process(self.process.pid).children(recursive=True)
-            is_stopped = self._is_stopped()  # then it does not reap what has ended
+            is_stopped = self.is_stopped()  # then it does not reap what has ended
             return [process for process in found if not (is_stopped and _has_ended(process))]
         except psutil.NoSuchProcess:
             return []
@@ -162,7 +163,7 @@ class Nursery:
 
     def is_usable(self) -> bool:
         """Whether the server answers and belongs to this process, not to one it was forked from."""
-        if self._owner_pid != os.getpid() or self.process.poll() is not None or self._is_stopped():
+        if self._owner_pid != os.getpid() or self.process.poll() is not None or self.is_stopped():
             return False
         try:
             self._socket.sendall(forkserver.PING)
@@ -180,7 +181,7 @@ class Nursery:
         """End the fork server and, with it, everything it started."""
         self._socket.close()
         if self._owner_pid == os.getpid():
-            if self._is_stopped():
+            if self.is_stopped():
                 self.kill_leftovers()
                 self.process.kill()
             try:
@@ -259,7 +260,7 @@ def borrowed() -> Iterator[Nursery]:
     """Take an idle nursery, or start one; it waits for the next world afterwards.
 
     One whose world was cut off, by ctrl-C or an error, is closed instead: it may still have
-    something to say about that world.
+    something to say about that world. So is one that is stopped: it reaps nothing.
     """
     nursery = _take()
     try:
@@ -267,6 +268,9 @@ def borrowed() -> Iterator[Nursery]:
     except BaseException:
         nursery.close()
         raise
+    if nursery.is_stopped():
+        nursery.close()
+        return
     with _lock:
         _idle.append(nursery)
 

@@ -219,6 +219,19 @@ def test_the_folder_goes_when_the_launching_process_is_killed(tmp_path: Path) ->
     assert list(tmp_path.glob("distlab-*")) == []
 
 
+def test_a_fork_server_that_its_world_stopped_holds_nothing_of_it() -> None:
+    with pytest.raises(launch.RankHung):  # before anyone has noticed
+        launch.run(_stop_the_server, 2, timeout_s=0.5)
+    _interrupted_worlds_leave_no_process()
+    assert launch.run(dist.get_rank, 2) == [0, 1]
+
+
+def _stop_the_server() -> None:
+    dist.barrier()
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(3600)
+
+
 # What the machine refuses
 
 
