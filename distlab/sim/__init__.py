@@ -19,7 +19,8 @@ from distlab.sim.errors import (
 )
 from distlab.sim.faults import Faults
 from distlab.sim.handles import unwaited
-from distlab.sim.simulation import Options, Simulated, choose_cluster, simulate
+from distlab.sim.options import Options, Simulated, choose_cluster
+from distlab.sim.simulation import simulate
 from distlab.sim.trace import Event, Trace
 
 __all__ = [

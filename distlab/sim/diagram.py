@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from distlab.sim.simulation import Simulated
+from distlab.sim.options import Simulated
 from distlab.sim.summary import SECONDS, assumed, label, settings, totals, unit_of
 from distlab.sim.trace import Event, departure_s, lanes
 from distlab.words import counted

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distlab.sim.simulation import Simulated
+from distlab.sim.options import Simulated
 from distlab.sim.summary import assumed, label, link_use, settings
 from distlab.sim.trace import Event, departure_s, lanes
 

@@ -17,7 +17,8 @@ from types import CodeType, ModuleType
 
 from distlab.sim.cluster import Cluster
 from distlab.sim.errors import SimulationError
-from distlab.sim.simulation import Options, Simulated, simulate
+from distlab.sim.options import Options, Simulated
+from distlab.sim.simulation import simulate
 
 
 def run_script(

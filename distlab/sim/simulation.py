@@ -4,9 +4,8 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, MutableSequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -14,19 +13,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distlab.sim import host, patches
-from distlab.sim.algorithms import ALGORITHMS
+from distlab.sim import buffers, host, patches
 from distlab.sim.cluster import Cluster
 from distlab.sim.deadlock import History
 from distlab.sim.device import Device
 from distlab.sim.ending import first_error, rank_error, standstill_error
 from distlab.sim.errors import Deadlock, Mismatch, SimulationError
-from distlab.sim.faults import Faults
 from distlab.sim.group import SimGroup
 from distlab.sim.handles import Handles
-from distlab.sim.lanes import ORDERS
 from distlab.sim.mailbox import Mailbox
 from distlab.sim.meetings import Meeting
+from distlab.sim.options import Options, Simulated, choose_cluster
 from distlab.sim.pending import Pending
 from distlab.sim.places import Places
 from distlab.sim.refusals import Refusals
@@ -44,58 +41,6 @@ _NOTHING = contextlib.nullcontext()
 MAX_LEFTOVERS = 12
 CLOCK_TICK_S = 1e-9  # that of time.perf_counter_ns
 FREE_CLOCK_READS = 100  # between two communication calls
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a world is simulated.
-
-    Attributes:
-        algorithm: of the built-in collectives, one of ALGORITHMS.
-        eager_bytes: sends up to this size are buffered; -1: every send waits for its recv, as on
-            NCCL.
-        p2p_order: "free": point-to-point operations start when they are posted; "pair": as on
-            NCCL, one after the other where they are of the same two ranks and not batched.
-        is_strict: report a buffer that was changed before its operation was done.
-        seed: of the ranks' own generators of ``random`` and numpy.
-        has_devices: account for computation and memory; None: if the cluster's GPU is described.
-        capacity_bytes: memory of each GPU; None: as its description says.
-        faults: what goes wrong on purpose.
-        given: folders, or files, of code that is the caller's: reports and tracebacks name the
-            innermost line of the program that is in none of them.
-    """
-
-    algorithm: str = "auto"
-    eager_bytes: int = -1
-    p2p_order: str = "free"
-    is_strict: bool = False
-    seed: int = 0
-    has_devices: bool | None = None
-    capacity_bytes: int | None = None
-    faults: Faults = field(default_factory=Faults)
-    given: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(
-                f"there is no algorithm {self.algorithm!r}; valid: {', '.join(ALGORITHMS)}"
-            )
-        if self.p2p_order not in ORDERS:
-            raise ValueError(
-                f"there is no p2p_order {self.p2p_order!r}; valid: {', '.join(ORDERS)}"
-            )
-
-
-@dataclass(frozen=True)
-class Simulated(Generic[T]):
-    """What a simulation gives: a result per rank, and the trace."""
-
-    results: list[T]
-    trace: Trace
-    seconds: float  # of virtual time, until the last rank had ended
-    cluster: Cluster
-    options: Options
-    flops: list[int]  # by rank; 0 without a GPU
 
 
 class Simulation:
@@ -360,13 +305,13 @@ class Simulation:
         """Write ``value`` to ``output``."""
         if self._devices:
             with self.unnoticed():
-                _copy(output, value)
+                buffers.copy(output, value)
         else:
-            _copy(output, value)
+            buffers.copy(output, value)
 
     def check_unchanged(self, pending: Pending, tensor: Tensor, before: Tensor) -> None:
         """Raise, in strict mode, if a buffer was written while its operation was under way."""
-        if tensor.is_meta or _same_bytes(tensor.detach(), before):
+        if tensor.is_meta or buffers.same_bytes(tensor.detach(), before):
             return
         raise mismatch(
             "buffer changed",
@@ -408,24 +353,6 @@ class Simulation:
         return dict(enumerate(self._running[1:]))
 
 
-def _same_bytes(x: Tensor, y: Tensor) -> bool:
-    """Compare bit by bit: a NaN that has not changed is equal to itself."""
-    return torch.equal(_bytes(x), _bytes(y))
-
-
-def _bytes(x: Tensor) -> Tensor:
-    flat = x.detach().contiguous().view(-1)  # without dims there is none to view as bytes
-    if flat.numel() == 1:  # its stride may be any
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
-
-
-def _copy(output: Tensor, value: Tensor) -> None:
-    if output.requires_grad or value.requires_grad:  # autograd must not see it
-        output, value = output.detach(), value.detach()
-    output.copy_(value if value.shape == output.shape else value.view(output.shape))
-
-
 def simulate(
     fn: Callable[..., T],
     num_ranks: int,
@@ -459,22 +386,3 @@ def simulate(
     for pattern, factor in options.faults.slow_links.items():
         chosen = chosen.slowed(pattern, factor)
     return Simulation(num_ranks, chosen, options, running).run(fn, args, joined=joined)
-
-
-def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
-    """Return the cluster meant, large enough for the ranks.
-
-    Raises:
-        ValueError: it has fewer GPUs than there are ranks, or there is no preset of that name.
-    """
-    if cluster is None:
-        return Cluster(1, num_ranks)
-    if isinstance(cluster, str):
-        one = Cluster.preset(cluster)
-        return Cluster.preset(cluster, nodes=-(-num_ranks // one.gpus_per_node))
-    if cluster.num_gpus < num_ranks:
-        raise ValueError(
-            f"{num_ranks} ranks need as many GPUs, and {cluster.name} has {cluster.num_gpus}: take "
-            "more nodes, or fewer ranks"
-        )
-    return cluster

@@ -6,7 +6,7 @@ from math import isclose
 from statistics import median
 from typing import Any, NamedTuple
 
-from distlab.sim.simulation import Simulated
+from distlab.sim.options import Simulated
 from distlab.words import counted
 
 LISTED = 16  # ranks that get a line each; of more, the spread and the slowest ones

@@ -1,0 +1,83 @@
+"""What a simulation is given beside its program, and what it gives back."""
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from distlab.sim.algorithms import ALGORITHMS
+from distlab.sim.cluster import Cluster
+from distlab.sim.faults import Faults
+from distlab.sim.lanes import ORDERS
+from distlab.sim.trace import Trace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a world is simulated.
+
+    Attributes:
+        algorithm: of the built-in collectives, one of ALGORITHMS.
+        eager_bytes: sends up to this size are buffered; -1: every send waits for its recv, as on
+            NCCL.
+        p2p_order: "free": point-to-point operations start when they are posted; "pair": as on
+            NCCL, one after the other where they are of the same two ranks and not batched.
+        is_strict: report a buffer that was changed before its operation was done.
+        seed: of the ranks' own generators of ``random`` and numpy.
+        has_devices: account for computation and memory; None: if the cluster's GPU is described.
+        capacity_bytes: memory of each GPU; None: as its description says.
+        faults: what goes wrong on purpose.
+        given: folders, or files, of code that is the caller's: reports and tracebacks name the
+            innermost line of the program that is in none of them.
+    """
+
+    algorithm: str = "auto"
+    eager_bytes: int = -1
+    p2p_order: str = "free"
+    is_strict: bool = False
+    seed: int = 0
+    has_devices: bool | None = None
+    capacity_bytes: int | None = None
+    faults: Faults = field(default_factory=Faults)
+    given: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"there is no algorithm {self.algorithm!r}; valid: {', '.join(ALGORITHMS)}"
+            )
+        if self.p2p_order not in ORDERS:
+            raise ValueError(
+                f"there is no p2p_order {self.p2p_order!r}; valid: {', '.join(ORDERS)}"
+            )
+
+
+@dataclass(frozen=True)
+class Simulated(Generic[T]):
+    """What a simulation gives: a result per rank, and the trace."""
+
+    results: list[T]
+    trace: Trace
+    seconds: float  # of virtual time, until the last rank had ended
+    cluster: Cluster
+    options: Options
+    flops: list[int]  # by rank; 0 without a GPU
+
+
+def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
+    """Return the cluster meant, large enough for the ranks.
+
+    Raises:
+        ValueError: it has fewer GPUs than there are ranks, or there is no preset of that name.
+    """
+    if cluster is None:
+        return Cluster(1, num_ranks)
+    if isinstance(cluster, str):
+        one = Cluster.preset(cluster)
+        return Cluster.preset(cluster, nodes=-(-num_ranks // one.gpus_per_node))
+    if cluster.num_gpus < num_ranks:
+        raise ValueError(
+            f"{num_ranks} ranks need as many GPUs, and {cluster.name} has {cluster.num_gpus}: take "
+            "more nodes, or fewer ranks"
+        )
+    return cluster
