@@ -4,6 +4,8 @@ import os
 import stat
 from pathlib import Path
 
+MAX_SOURCE_BYTES = 1_000_000  # of one file of Python; the largest solution has 16 kB
+
 
 def regular_file(path: Path, max_bytes: int, *, follows_links: bool = True) -> bytes:
     """Return the content of a regular file of at most ``max_bytes``.

@@ -25,7 +25,6 @@ from distlab.grade.outcomes import LessonError
 
 SOLUTIONS = "solutions"
 PREFIX = "template_"
-MAX_FILE_BYTES = 1_000_000  # of one file; the largest solution has 16 kB
 MAX_FILES = 1000  # whose digests a report names, and folders that are searched for them
 
 
@@ -121,7 +120,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 def _sha256(file: Path) -> str:
     """Return "" for a file that cannot be read: anyone who imports it gets to know why."""
     try:
-        return hashlib.sha256(reading.regular_file(file, MAX_FILE_BYTES)).hexdigest()
+        return hashlib.sha256(reading.regular_file(file, reading.MAX_SOURCE_BYTES)).hexdigest()
     except OSError:
         return ""
 
@@ -137,7 +136,7 @@ class _Source(importlib.machinery.SourceFileLoader):
 
     def get_data(self, path: str) -> bytes:
         """Read a file of a size that a person may have written."""
-        return reading.regular_file(Path(path), MAX_FILE_BYTES)
+        return reading.regular_file(Path(path), reading.MAX_SOURCE_BYTES)
 
 
 class _Lessons(importlib.abc.MetaPathFinder):

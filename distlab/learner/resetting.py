@@ -6,9 +6,7 @@ prove it           the new text compiles, and nothing else gives the function's 
 """
 
 import ast
-import io
 import re
-import tokenize
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,16 @@ from distlab import reading, writing
 from distlab.course import Task
 from distlab.learner import templates
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
-from distlab.learner.source import MAX_FILE_BYTES, UNPARSABLE, Function, defined, parse, span, split
+from distlab.learner.source import (
+    UNPARSABLE,
+    UNREADABLE,
+    Function,
+    decoded,
+    defined,
+    parse,
+    span,
+    split,
+)
 
 STARTS = re.compile(r"[\w@#]")  # a statement or a comment, but no closing bracket
 DEFINES = re.compile(r"(async\s+def|def|class)\b|@")
@@ -92,17 +99,15 @@ def _put_back(
 
 def _bytes(path: Path) -> bytes:
     try:
-        return reading.regular_file(path, MAX_FILE_BYTES)
+        return reading.regular_file(path, reading.MAX_SOURCE_BYTES)
     except OSError:
         return b""
 
 
 def _decoded(data: bytes, task: Task) -> tuple[str, str]:
-    """Return the text, all line ends as they are, and the encoding, as Python finds it."""
     try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        return data.decode(encoding), encoding
-    except (SyntaxError, UnicodeError, LookupError) as error:
+        return decoded(data)
+    except UNREADABLE as error:
         raise LearnerError(
             f"nothing was changed: Python cannot read {task.template}: {error}; save it as UTF-8"
         ) from None

@@ -18,18 +18,27 @@ from distlab.course import Task
 from distlab.learner.folder import CourseFolder
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-MAX_FILE_BYTES = 1_000_000
+UNREADABLE = (SyntaxError, UnicodeError, LookupError)  # what decoding a file raises
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # what Python's parser raises
 
 
 def read(path: Path) -> str:
     """Return the text of a Python file, "" if Python could not read it."""
     try:
-        data = reading.regular_file(path, MAX_FILE_BYTES)
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        return io.StringIO(data.decode(encoding), newline=None).read()  # \n ends every line
-    except (OSError, SyntaxError, UnicodeError, LookupError):
+        text, _ = decoded(reading.regular_file(path, reading.MAX_SOURCE_BYTES))
+    except (OSError, *UNREADABLE):
         return ""
+    return io.StringIO(text, newline=None).read()  # \n ends every line
+
+
+def decoded(data: bytes) -> tuple[str, str]:
+    """Return the text, all line ends as they are, and the encoding, as Python finds it.
+
+    Raises:
+        SyntaxError, UnicodeError, LookupError: as Python itself does; ``UNREADABLE`` is all three.
+    """
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return data.decode(encoding), encoding
 
 
 def parse(text: str) -> ast.Module | None:

@@ -13,9 +13,10 @@ from distlab import course
 from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.plugin import TIMEOUT_S
 from distlab.grade.running import Grade
-from distlab.grade.submission import MAX_FILE_BYTES, MAX_FILES, Submission
+from distlab.grade.submission import MAX_FILES, Submission
 from distlab.launch import LaunchError
 from distlab.learner import source
+from distlab.reading import MAX_SOURCE_BYTES
 
 ROOT = Path(__file__).parents[3]
 PHASE = "phase1_data_parallel"
@@ -105,7 +106,7 @@ def test_a_lesson_of_a_terabyte_is_an_import_error(tmp_path: Path) -> None:
     sparse(tmp_path / PHASE / "collectives.py", TERABYTE)
     verdict = verdict_of(submission)
     assert verdict.outcome is Outcome.IMPORT_ERROR
-    assert f"collectives.py has {TERABYTE:,} bytes, limit {MAX_FILE_BYTES:,}" in verdict.message
+    assert f"collectives.py has {TERABYTE:,} bytes, limit {MAX_SOURCE_BYTES:,}" in verdict.message
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
