@@ -13,6 +13,7 @@ from typing import Any
 
 import mpi_failures
 import mpi_ranks
+import processes
 import programs
 import psutil
 import pytest
@@ -36,7 +37,7 @@ needs_mpi = pytest.mark.skipif(
 
 def mpirun(world_size: int, *command: str) -> subprocess.CompletedProcess[str]:
     """Run Python under mpirun; afterwards no process of it is left."""
-    marker = f"{os.getpid()}-{world_size}-{hash(command)}"
+    mark = f"{os.getpid()}-{world_size}-{hash(command)}"
     done = subprocess.run(
         [find_mpirun() or "", "-np", str(world_size), sys.executable, *command],
         capture_output=True,
@@ -46,22 +47,15 @@ def mpirun(world_size: int, *command: str) -> subprocess.CompletedProcess[str]:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "OMP_NUM_THREADS": "1",
-            "DISTLAB_TEST_MARKER": marker,
+            processes.MARK: mark,
         },
     )
-    assert not left_behind(marker)
+    assert not left_behind(mark)
     return done
 
 
-def left_behind(marker: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("DISTLAB_TEST_MARKER") == marker:
-                found.append(process)
-        except psutil.Error:
-            continue  # it ended, or is not ours
-    return psutil.wait_procs(found, timeout=10)[1]
+def left_behind(mark: str) -> list[psutil.Process]:
+    return psutil.wait_procs(processes.marked(mark), timeout=10)[1]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import processes
 import psutil
 import pytest
 
@@ -103,25 +104,13 @@ GRADE = ["-m", "distlab", "grade", "--impl", "solution", "--backend", "sim"]
 PYTEST = ["-m", "pytest", "tests/test_phase1.py", "-q", "--impl=solution", "--backend=sim"]
 
 
-def of_it(marker: str) -> list[psutil.Process]:
-    """Processes that were started with the marker in their environment, ended ones left out."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("OF_TEST") == marker:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def ended_by_ctrl_c(command: list[str], after_s: float) -> tuple[int, str, list[psutil.Process]]:
     """Return exit code, output, and what is left a second later."""
-    marker = f"{os.getpid()}-{after_s}"
+    mark = f"{os.getpid()}-{after_s}"
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "OF_TEST": marker, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, processes.MARK: mark, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -131,7 +120,7 @@ def ended_by_ctrl_c(command: list[str], after_s: float) -> tuple[int, str, list[
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=30)[0]
     deadline = time.monotonic() + GONE_S * BUSY
-    while (left := of_it(marker)) and time.monotonic() < deadline:
+    while (left := processes.marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for orphan in left:
         orphan.kill()
