@@ -41,8 +41,8 @@ format: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest tests/test_phase1.py --impl solution
-	$(BIN)/python -m pytest -p nbmake --nbmake phase1_data_parallel/explore.ipynb
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder \
+	  tests/wrong_answers tests/lab -p nbmake --nbmake phase1_data_parallel/explore.ipynb
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
