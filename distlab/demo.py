@@ -13,7 +13,7 @@ from rich.table import Table
 from distlab import plot, training
 from distlab.training import ConfigError
 from distlab.words import counted
-from solutions.phase1_data_parallel.trainer import EpochResult
+from phase1_data_parallel.given import EpochResult
 
 WORKERS = (1, 4)
 EPOCHS = 10

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from distlab.words import counted
-from solutions.phase1_data_parallel.trainer import EpochResult
+from phase1_data_parallel.given import EpochResult
 
 STYLES = ("-", "--", ":", "-.")  # curves that coincide must both be seen
 

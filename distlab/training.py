@@ -21,8 +21,9 @@ from distlab.launch.world import (
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.counts import Counts
 from distlab.words import counted
+from phase1_data_parallel.given import EpochResult
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
-from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS, EpochResult, Trainer
+from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS, Trainer
 
 DEFAULT_WORKERS = 4
 DEFAULT_BATCH_SIZE = 64

@@ -8,23 +8,21 @@ guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.4``.
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Group = dist.ProcessGroup | None
-AllReduce = Callable[[Tensor, Group], None]
+from phase1_data_parallel.given import AllReduce, AllReduceTimes, Group, finish
 
 
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
-    Both go into one batch, so that neither waits for the other and no order of sends and receives
-    can hang. Outside a batch NCCL runs the operations between two ranks one after the other, even
-    those of ``isend`` and ``irecv``: if both ranks post the send first, nobody ever receives.
+    Neither waits for the other, so no order of calls can hang. Not on NCCL either, which runs the
+    operations between two ranks one after the other, even those of ``isend`` and ``irecv``, unless
+    they were started together.
 
     Args:
         outgoing: contiguous; not changed. The caller may write it as soon as this returns.
@@ -38,8 +36,7 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
         collective, no barrier.
     """
     # TODO 1.4: on return ``incoming`` holds what src sent, and ``outgoing`` may be written again.
-    #   Tools: one dist.batch_isend_irecv of two dist.P2POp (dist.isend and dist.irecv), with
-    #   group_peer=, which counts inside the group; wait.
+    #   Tools: dist.P2POp, dist.batch_isend_irecv, wait. group_peer= counts inside the group.
     #   Worked: ranks 0, 1, 2 send their number to the right neighbour: they receive 2, 0, 1.
     #   About 6 lines.
     raise NotImplementedError("Task 1.4: exchange, see guidelines.md#14-exchange-without-deadlock")
@@ -101,9 +98,9 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
                   0+1     0+1     2+3     2+3
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
-    The order of the distances is free. If N is not a power of two, let P be the largest one below:
-    each rank from P on hands its ``x`` to rank - P first, and gets the sum back from there at the
-    end; the first P ranks do the rest.
+    The order of the distances is free. If N is not a power of two, let core be the largest one
+    below it: each rank from core on hands its ``x`` to rank - core first, and gets the sum back
+    from there at the end; the ranks below core do the rest.
 
     Args:
         x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
@@ -135,38 +132,6 @@ ALL_REDUCES: dict[str, AllReduce] = {
     "naive": all_reduce_naive,
     "recursive_doubling": all_reduce_recursive_doubling,
 }
-
-
-@dataclass(frozen=True)
-class AllReduceTimes:
-    """What ``measure_all_reduce`` found; equal on all ranks.
-
-    ``str()`` draws the table: a row a size, a column a strategy, then α and 1/β.
-    """
-
-    sizes_bytes: tuple[int, ...]
-    seconds: dict[str, tuple[float, ...]]  # strategy -> seconds by size; "exchange": one message
-    alpha_s: float  # latency: seconds per message; 0 where noise hides it
-    bandwidth_bytes_per_s: float  # 1/β
-
-    def __str__(self) -> str:
-        columns = list(self.seconds)
-        lines = ["     bytes" + "".join(f"{name:>22}" for name in columns)]
-        for row, size in enumerate(self.sizes_bytes):
-            cells = (f"{self.seconds[name][row] * 1e6:>19.1f} µs" for name in columns)
-            lines.append(f"{size:>10}" + "".join(cells))
-        return "\n".join([*lines, self.fit])
-
-    @property
-    def fit(self) -> str:
-        """The line of α and 1/β."""
-        latency = f"α = {self.alpha_s * 1e6:.1f} µs"
-        if not self.alpha_s:
-            latency = "α not measurable: small messages took no longer than their bytes"
-        speed = f"1/β = {self.bandwidth_bytes_per_s / 1e9:.3f} GB/s"
-        if self.bandwidth_bytes_per_s > 1e15:
-            speed = "1/β not measurable: larger messages took no longer"
-        return f"one message: {latency}, {speed}"
 
 
 def measure_all_reduce(
@@ -201,10 +166,8 @@ def measure_all_reduce(
     Cost: repeats + 1 runs of each cell.
     """
     # TODO 1.8: the table of seconds, and α and 1/β of its column "exchange".
-    #   For every cell: one run that is not timed, then ``repeats`` times: all start together, each
-    #   rank takes its own time, the slowest counts. All ranks must end up with the same table.
-    #   Tools: time.perf_counter, _exchange_in_ring and _finish (given), a tiny all-reduce to start
-    #   together, one to share the times, median, your fit_alpha_beta.
+    #   Tools: time.perf_counter, _exchange_in_ring and finish (given), median, your all-reduces and
+    #   fit_alpha_beta.
     #   Worked: α = 7 µs, 1/β = 13 GB/s, 4 ranks, 40,000 bytes: exchange takes 10.1 µs,
     #   all_reduce_naive 3 + 2 messages, 50.4 µs.
     #   About 35 lines with a helper of your own.
@@ -231,9 +194,9 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
         that 1/β is finite. Both are floats.
     """
     # TODO 1.8: return α and β of the line through the measured points.
-    #   Tools: sums, or numpy; each point weighs 1 / seconds².
+    #   Tools: numpy.
     #   Worked: as above. And [1000, 2000] bytes in [1, 3] µs: α = 0, β = 15/13 ns per byte.
-    #   About 10 lines.
+    #   About 7 lines.
     raise NotImplementedError(
         "Task 1.8: fit_alpha_beta, see guidelines.md#18-measure-latency-and-bandwidth"
     )
@@ -243,9 +206,3 @@ def _exchange_in_ring(x: Tensor, group: Group) -> None:
     """One message to the right neighbour, one from the left."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     exchange(x, (rank + 1) % world_size, torch.empty_like(x), (rank - 1) % world_size, group)
-
-
-def _finish(x: Tensor) -> None:
-    """Wait for a GPU, which returns before it is done."""
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

@@ -4,19 +4,20 @@ Tasks 1.1 to 1.3. The docstring says what a function promises, its TODO what you
 guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.1``.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
-Sample = tuple[Tensor, Tensor | int]  # what a data set yields: image, label
-Batch = tuple[Tensor, Tensor]  # what a loader yields: images (B, …), labels (B, …)
-Shapes = list[tuple[torch.Size, torch.dtype]]
+from phase1_data_parallel.given import (
+    Batch,
+    Group,
+    Sample,
+    ShardLoader,
+    ShardSampler,
+    describe,
+    empty_part,
+)
 
 
 def shard_indices(
@@ -68,82 +69,6 @@ def shard_indices(
     raise NotImplementedError("Task 1.1: shard_indices, see guidelines.md#11-shard-the-data-set")
 
 
-class ShardSampler(Sampler[int]):
-    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order.
-
-    Shards are cut, not padded: a sample that comes twice would count twice in the gradient, and
-    padding could fill a global batch that one process would have left out.
-    """
-
-    def __init__(
-        self, num_samples: int, rank: int, world_size: int, *, seed: int, shuffle: bool
-    ) -> None:
-        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
-        self.seed, self.shuffle, self.epoch = seed, shuffle, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the order of ``epoch`` from the next iteration on."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(
-            shard_indices(
-                self.num_samples,
-                self.rank,
-                self.world_size,
-                epoch=self.epoch,
-                seed=self.seed,
-                shuffle=self.shuffle,
-                drop_last=True,
-            )
-        )
-
-    def __len__(self) -> int:
-        return self.num_samples // self.world_size
-
-
-class ShardLoader(DataLoader[Sample]):
-    """A DataLoader over one rank's shard, with ``set_epoch``."""
-
-    sampler: ShardSampler
-    generator: torch.Generator
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the order and the augmentation of ``epoch``; call it on every rank, same number."""
-        self.sampler.set_epoch(epoch)
-        stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
-        self.generator.manual_seed(int(stream.generate_state(1)[0]))
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own iterator
-        batches = super().__iter__()
-        if self.num_workers:
-            yield from batches  # torch has seeded every worker process from ``generator``
-            return
-        for _ in range(len(self)):
-            with _seeded_from(self.generator):
-                batch = next(batches)
-            yield batch
-
-
-@contextmanager
-def _seeded_from(generator: torch.Generator) -> Iterator[None]:
-    """Seed what augmentation draws from, and put it back, so that the training draws on as before.
-
-    Not ``torch.manual_seed``: it would seed the GPUs too, and dropout would repeat itself.
-    """
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed = int(torch.randint(2**32, (), generator=generator))
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
 def build_loader(
     dataset: Dataset[Sample],
     global_batch_size: int,
@@ -151,7 +76,7 @@ def build_loader(
     seed: int = 0,
     shuffle: bool = True,
     num_loader_workers: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> ShardLoader:
     """Build a DataLoader over this rank's shard that yields 1/N of the global batch.
 
@@ -197,7 +122,7 @@ def scatter_batch(
     src: int = 0,
     *,
     device: torch.device | str = "cpu",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> Batch:
     """Give every rank its part of a global batch that only ``src`` holds.
 
@@ -224,30 +149,9 @@ def scatter_batch(
         end. Memory: the other ranks hold their rows only; ``src`` copies nothing of a contiguous
         batch.
     """
-    # TODO 1.3: src sends every other rank its rows, all return their own.
-    #   A rank cannot receive a tensor whose shape it does not know, nor may it wait for one that
-    #   will not come: src first tells everybody the shapes, or what is wrong. _describe (given)
-    #   makes either of them, _empty_part (given) the room for what arrives.
-    #   Tools: dist.broadcast_object_list, Tensor.tensor_split, dist.isend, dist.recv, each with
-    #   group_src= or group_dst=, which count inside the group. Zero rows need no message.
+    # TODO 1.3: every rank returns its rows, or every rank raises.
+    #   Tools: describe and empty_part (given), dist.broadcast_object_list, Tensor.tensor_split,
+    #   dist.isend, dist.recv. group_src= and group_dst= count inside the group.
     #   Worked: 10 rows, 4 ranks, src 0: rank 2 receives rows 6 and 7; src sends 6 messages of rows.
-    #   About 25 lines.
+    #   About 20 lines.
     raise NotImplementedError("Task 1.3: scatter_batch, see guidelines.md#13-scatter-a-batch")
-
-
-def _describe(batch: Batch | None) -> Shapes | str:
-    """Shape and dtype of images and labels, or what is wrong with them."""
-    if batch is None:
-        return "it passed None; the source rank must pass (images, labels)"
-    rows = [tensor.shape[:1] for tensor in batch]  # of a single number: none
-    if rows[0] != rows[1] or not rows[0]:
-        return f"it passed images {tuple(batch[0].shape)} and labels {tuple(batch[1].shape)}"
-    return [(tensor.shape, tensor.dtype) for tensor in batch]
-
-
-def _empty_part(
-    shape: torch.Size, dtype: torch.dtype, rank: int, world_size: int, device: torch.device | str
-) -> Tensor:
-    """Room for the rows that ``tensor_split`` gives this rank."""
-    rows = shape[0] // world_size + (rank < shape[0] % world_size)
-    return torch.empty((rows, *shape[1:]), dtype=dtype, device=device)

@@ -4,25 +4,31 @@ Tasks 1.9 to 1.13. The docstring says what a function promises, its TODO what yo
 guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.9``.
 """
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from phase1_data_parallel.template_collectives import (
+from phase1_data_parallel.given import (
     AllReduce,
+    Batch,
+    EpochResult,
+    Evaluation,
     Group,
-    broadcast,
-    native_all_reduce,
+    RankLog,
+    Sample,
+    ShardLoader,
+    batches_on,
+    count,
+    evaluation_mode,
+    summed_loss,
 )
-from phase1_data_parallel.template_data_loader import Batch, Sample, ShardLoader, build_loader
+from phase1_data_parallel.template_collectives import broadcast, native_all_reduce
+from phase1_data_parallel.template_data_loader import build_loader
 
 
 def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
@@ -125,7 +131,6 @@ def train_step(
     One process minimises (sum of all losses) / B with B targets in all. A rank with b targets that
     averages its own b would weigh each of them 1/(N·b), wrong as soon as the shards differ:
         rank 0 has 3 samples, rank 1 has 1:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
-    So each rank sums, scales by N/B, and the mean over N ranks leaves 1/B.
 
     Args:
         model: equal on all ranks; maps inputs to logits (…, classes).
@@ -148,30 +153,11 @@ def train_step(
         float64 whatever the model computes in, and those of ``average``.
     """
     # TODO 1.11: do one step as one process would on all batches; return its loss.
-    #   Tools: _loss_sum and _count (given), the arguments all_reduce and average, backward.
+    #   Tools: summed_loss and count (given), the arguments all_reduce and average, backward.
     #   Worked: losses 1, 2, 3 on rank 0 and 6 on rank 1: return 3.0 on both (not 4.0, the mean of
     #   the means 2 and 6), and each of the four samples weighs 1/4 in the gradient.
     #   About 12 lines.
     raise NotImplementedError("Task 1.11: train_step, see guidelines.md#111-one-training-step")
-
-
-def _count(targets: Tensor) -> Tensor:
-    """How many there are, in float64: bfloat16 would make 302 of 301."""
-    return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
-
-
-def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies; targets may be one per image (B) or one per position (B, T)."""
-    return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Loss and accuracy over a whole data set; equal on all ranks, for any number of them."""
-
-    loss: float  # mean cross entropy per target
-    accuracy: float  # 0 … 1
-    num_targets: int
 
 
 @torch.no_grad()
@@ -207,74 +193,11 @@ def evaluate(
         numbers.
     """
     # TODO 1.12: return loss and accuracy as one process would compute them.
-    #   Tools: Subset, DataLoader, _batches_on, _evaluation_mode, _loss_sum and _count (given),
+    #   Tools: Subset, DataLoader, batches_on, evaluation_mode, summed_loss and count (given),
     #   dist.all_reduce.
     #   Worked: 10 samples, 4 ranks, 7 answers right: accuracy 0.7 and 10 targets on every rank.
     #   About 15 lines.
     raise NotImplementedError("Task 1.12: evaluate, see guidelines.md#112-evaluate-exactly")
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation, then every module back to what it was: some may be frozen."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
-    for inputs, targets in loader:
-        yield inputs.to(device), targets.to(device)
-
-
-class RankLog:
-    """Prints lines that begin with ``rank k/N``, and one progress bar for all ranks."""
-
-    def __init__(self, group: Group = None) -> None:
-        self.rank = dist.get_rank(group)
-        self.prefix = f"rank {self.rank}/{dist.get_world_size(group)}"
-        self.shows_bar = self.rank == 0 and sys.stderr.isatty()
-
-    def info(self, message: str) -> None:
-        """Print what is the same on all ranks: from rank 0 only."""
-        if self.rank == 0:
-            self._print(message)
-
-    def warning(self, message: str) -> None:
-        """Print what concerns this rank, whichever it is."""
-        self._print(message)
-
-    def _print(self, message: str) -> None:
-        # One write with its newline: ranks that share a pipe would mix halves of lines.
-        print(f"{self.prefix}  {message}\n", end="", flush=True)
-
-    def progress(self, label: str, done: int, total: int) -> None:
-        """Redraw ``epoch 2 [####····] 11/22`` on rank 0, in a terminal only; erase it when full."""
-        if not self.shows_bar:
-            return
-        bar = ("#" * (20 * done // total)).ljust(20, "·")
-        line = f"\r{self.prefix}  {label} [{bar}] {done}/{total}"
-        print("\r\x1b[K" if done == total else line, end="", file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class EpochResult:
-    """One epoch of ``Trainer.fit``; losses and accuracy are over all ranks."""
-
-    epoch: int
-    step_losses: tuple[float, ...]
-    test_loss: float
-    test_accuracy: float  # 0 … 1
-    images_per_s: float  # of all ranks, per second of training: with loading, without evaluation
-
-    @property
-    def train_loss(self) -> float:
-        """Mean of the step losses."""
-        return sum(self.step_losses) / len(self.step_losses)
 
 
 class Trainer:
@@ -302,9 +225,10 @@ class Trainer:
         device: torch.device | str = "cpu",
         group: Group = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.all_reduce, self.average = all_reduce, average
-        self.device, self.group = device, group
+        self.model, self.device, self.group = model, device, group
+        self.step = partial(
+            train_step, model, optimizer, all_reduce=all_reduce, average=average, group=group
+        )
         self.log = RankLog(group)
 
     def fit(
@@ -342,9 +266,9 @@ class Trainer:
             broadcast per buffer and the evaluation's all-reduce.
         """
         # TODO 1.13: train, evaluate after every epoch, return the same history on every rank.
-        #   Tools: build_loader, broadcast_parameters, broadcast, train_step, evaluate: all yours;
-        #   _batches_on, self.log and EpochResult (given), time.perf_counter. Each step uses
-        #   self.all_reduce and self.average.
+        #   Tools: build_loader, broadcast_parameters, broadcast, evaluate: all yours; self.step
+        #   (your train_step, which wants the batch alone), self.log, batches_on and EpochResult
+        #   (given), time.perf_counter.
         #   Worked: 1,437 images, global batch 64: 22 losses in each EpochResult, also on 4 ranks.
         #   About 35 lines; write helper methods.
         raise NotImplementedError(

@@ -6,11 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from distlab import launch
-from solutions.phase1_data_parallel.collectives import (
-    ALL_REDUCES,
-    AllReduceTimes,
-    measure_all_reduce,
-)
+from phase1_data_parallel.given import AllReduceTimes
+from solutions.phase1_data_parallel.collectives import ALL_REDUCES, measure_all_reduce
 
 EXCHANGE = "exchange: no all-reduce, but one message sent while another one arrives"
 SIZES_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)

@@ -3,26 +3,24 @@
 Everything here sends and receives; nothing else. Ranks are ranks inside ``group``.
 """
 
-import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Group = dist.ProcessGroup | None
-AllReduce = Callable[[Tensor, Group], None]
+from phase1_data_parallel.given import AllReduce, AllReduceTimes, Group, finish
 
 
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
-    Both go into one batch, so that neither waits for the other and no order of sends and receives
-    can hang. Outside a batch NCCL runs the operations between two ranks one after the other, even
-    those of ``isend`` and ``irecv``: if both ranks post the send first, nobody ever receives.
+    Neither waits for the other, so no order of calls can hang. Not on NCCL either, which runs the
+    operations between two ranks one after the other, even those of ``isend`` and ``irecv``, unless
+    they were started together.
 
     Args:
         outgoing: contiguous; not changed. The caller may write it as soon as this returns.
@@ -105,9 +103,9 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
                   0+1     0+1     2+3     2+3
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
-    The order of the distances is free. If N is not a power of two, let P be the largest one below:
-    each rank from P on hands its ``x`` to rank - P first, and gets the sum back from there at the
-    end; the first P ranks do the rest.
+    The order of the distances is free. If N is not a power of two, let core be the largest one
+    below it: each rank from core on hands its ``x`` to rank - core first, and gets the sum back
+    from there at the end; the ranks below core do the rest.
 
     Args:
         x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
@@ -154,38 +152,6 @@ ALL_REDUCES: dict[str, AllReduce] = {
     "naive": all_reduce_naive,
     "recursive_doubling": all_reduce_recursive_doubling,
 }
-
-
-@dataclass(frozen=True)
-class AllReduceTimes:
-    """What ``measure_all_reduce`` found; equal on all ranks.
-
-    ``str()`` draws the table: a row a size, a column a strategy, then α and 1/β.
-    """
-
-    sizes_bytes: tuple[int, ...]
-    seconds: dict[str, tuple[float, ...]]  # strategy -> seconds by size; "exchange": one message
-    alpha_s: float  # latency: seconds per message; 0 where noise hides it
-    bandwidth_bytes_per_s: float  # 1/β
-
-    def __str__(self) -> str:
-        columns = list(self.seconds)
-        lines = ["     bytes" + "".join(f"{name:>22}" for name in columns)]
-        for row, size in enumerate(self.sizes_bytes):
-            cells = (f"{self.seconds[name][row] * 1e6:>19.1f} µs" for name in columns)
-            lines.append(f"{size:>10}" + "".join(cells))
-        return "\n".join([*lines, self.fit])
-
-    @property
-    def fit(self) -> str:
-        """The line of α and 1/β."""
-        latency = f"α = {self.alpha_s * 1e6:.1f} µs"
-        if not self.alpha_s:
-            latency = "α not measurable: small messages took no longer than their bytes"
-        speed = f"1/β = {self.bandwidth_bytes_per_s / 1e9:.3f} GB/s"
-        if self.bandwidth_bytes_per_s > 1e15:
-            speed = "1/β not measurable: larger messages took no longer"
-        return f"one message: {latency}, {speed}"
 
 
 def measure_all_reduce(
@@ -253,24 +219,13 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
         α in seconds per message; β in seconds per byte, ``sys.float_info.min`` in place of 0, so
         that 1/β is finite. Both are floats.
     """
-    weights = [1 / t**2 for t in seconds]
-    mean_n, mean_t = _mean(sizes_bytes, weights), _mean(seconds, weights)
-    offsets = [n - mean_n for n in sizes_bytes]
-    beta = _dot(offsets, seconds, weights) / _dot(offsets, offsets, weights)
-    alpha = mean_t - beta * mean_n
-    if beta <= 0:
-        return mean_t, sys.float_info.min
-    if alpha < 0:
-        return 0.0, _dot(sizes_bytes, seconds, weights) / _dot(sizes_bytes, sizes_bytes, weights)
-    return alpha, beta
-
-
-def _dot(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:
-    return math.fsum(x * y * w for x, y, w in zip(a, b, weights, strict=True))
-
-
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    return _dot(values, [1.0] * len(values), weights) / math.fsum(weights)
+    n, t = np.array(sizes_bytes, dtype=float), np.array(seconds)
+    beta, alpha = np.polyfit(n, t, deg=1, w=1 / t)
+    if beta <= 0:  # a constant fits best
+        return float(np.average(t, weights=1 / t**2)), sys.float_info.min
+    if alpha < 0:  # a line through the origin fits best
+        return 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
+    return float(alpha), float(beta)
 
 
 def _exchange_in_ring(x: Tensor, group: Group) -> None:
@@ -292,15 +247,9 @@ def _slowest_rank_s(
         all_reduce_recursive_doubling(torch.zeros(1, device=device), group)  # start together
         start = time.perf_counter()
         run(x, group)
-        _finish(x)
+        finish(x)
         mine[repeat, rank] = time.perf_counter() - start
 
     everybodys = mine.to(device)
     all_reduce_naive(everybodys, group)  # a sum of zeros and one number each: all columns
     return float(everybodys.max(dim=1).values.median())
-
-
-def _finish(x: Tensor) -> None:
-    """Wait for a GPU, which returns before it is done."""
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

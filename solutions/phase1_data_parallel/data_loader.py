@@ -1,18 +1,19 @@
 """Which rank sees which sample: shards of an epoch, loaders over them, batches from one rank."""
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
-Sample = tuple[Tensor, Tensor | int]  # what a data set yields: image, label
-Batch = tuple[Tensor, Tensor]  # what a loader yields: images (B, …), labels (B, …)
-Shapes = list[tuple[torch.Size, torch.dtype]]
+from phase1_data_parallel.given import (
+    Batch,
+    Group,
+    Sample,
+    ShardLoader,
+    ShardSampler,
+    describe,
+    empty_part,
+)
 
 
 def shard_indices(
@@ -68,82 +69,6 @@ def shard_indices(
     return shard
 
 
-class ShardSampler(Sampler[int]):
-    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order.
-
-    Shards are cut, not padded: a sample that comes twice would count twice in the gradient, and
-    padding could fill a global batch that one process would have left out.
-    """
-
-    def __init__(
-        self, num_samples: int, rank: int, world_size: int, *, seed: int, shuffle: bool
-    ) -> None:
-        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
-        self.seed, self.shuffle, self.epoch = seed, shuffle, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the order of ``epoch`` from the next iteration on."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(
-            shard_indices(
-                self.num_samples,
-                self.rank,
-                self.world_size,
-                epoch=self.epoch,
-                seed=self.seed,
-                shuffle=self.shuffle,
-                drop_last=True,
-            )
-        )
-
-    def __len__(self) -> int:
-        return self.num_samples // self.world_size
-
-
-class ShardLoader(DataLoader[Sample]):
-    """A DataLoader over one rank's shard, with ``set_epoch``."""
-
-    sampler: ShardSampler
-    generator: torch.Generator
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the order and the augmentation of ``epoch``; call it on every rank, same number."""
-        self.sampler.set_epoch(epoch)
-        stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
-        self.generator.manual_seed(int(stream.generate_state(1)[0]))
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own iterator
-        batches = super().__iter__()
-        if self.num_workers:
-            yield from batches  # torch has seeded every worker process from ``generator``
-            return
-        for _ in range(len(self)):
-            with _seeded_from(self.generator):
-                batch = next(batches)
-            yield batch
-
-
-@contextmanager
-def _seeded_from(generator: torch.Generator) -> Iterator[None]:
-    """Seed what augmentation draws from, and put it back, so that the training draws on as before.
-
-    Not ``torch.manual_seed``: it would seed the GPUs too, and dropout would repeat itself.
-    """
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed = int(torch.randint(2**32, (), generator=generator))
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
 def build_loader(
     dataset: Dataset[Sample],
     global_batch_size: int,
@@ -151,7 +76,7 @@ def build_loader(
     seed: int = 0,
     shuffle: bool = True,
     num_loader_workers: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> ShardLoader:
     """Build a DataLoader over this rank's shard that yields 1/N of the global batch.
 
@@ -186,7 +111,9 @@ def build_loader(
     loader = ShardLoader(
         dataset,
         batch_size=_equal_share(global_batch_size, world_size, num_samples),
-        sampler=ShardSampler(num_samples, rank, world_size, seed=seed, shuffle=shuffle),
+        sampler=ShardSampler(
+            shard_indices, num_samples, rank, world_size, seed=seed, shuffle=shuffle
+        ),
         drop_last=True,
         num_workers=num_loader_workers,
         generator=torch.Generator(),  # of augmentation
@@ -218,7 +145,7 @@ def scatter_batch(
     src: int = 0,
     *,
     device: torch.device | str = "cpu",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> Batch:
     """Give every rank its part of a global batch that only ``src`` holds.
 
@@ -246,50 +173,26 @@ def scatter_batch(
         batch.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    header: list[Shapes | str] = [_describe(batch) if rank == src else ""]
+    header = [describe(batch)]  # those of the other ranks are overwritten
     dist.broadcast_object_list(header, group=group, group_src=src, device=torch.device(device))
-    shapes = header[0]
-    if isinstance(shapes, str):  # everybody raises, so nobody waits for a batch
-        raise ValueError(f"scatter_batch from rank {src}: {shapes}")
+    [(shapes, problem)] = header
+    if problem:  # every rank raises, so none waits for rows that will not come
+        raise ValueError(f"scatter_batch from rank {src}: {problem}")
 
-    if batch is not None and rank == src:
-        return _send_parts(batch, src, group)
-    images, labels = (_empty_part(s, dtype, rank, world_size, device) for s, dtype in shapes)
+    if rank == src and batch is not None:
+        image_parts, label_parts = (tensor.tensor_split(world_size) for tensor in batch)
+        sends = [
+            dist.isend(part.contiguous(), group=group, group_dst=to)
+            for to in range(world_size)
+            for part in (image_parts[to], label_parts[to])
+            if to != src and part.numel()
+        ]
+        for send in filter(None, sends):  # until then the network may still read the rows
+            send.wait()
+        return image_parts[src], label_parts[src]
+
+    images, labels = (empty_part(s, dtype, rank, world_size, device) for s, dtype in shapes)
     for part in (images, labels):
         if part.numel():
             dist.recv(part, group=group, group_src=src)
     return images, labels
-
-
-def _send_parts(batch: Batch, src: int, group: dist.ProcessGroup | None) -> Batch:
-    """Send every other rank its rows of images and labels; return those of ``src``."""
-    world_size = dist.get_world_size(group)
-    images, labels = (tensor.tensor_split(world_size) for tensor in batch)
-    sends = [
-        dist.isend(part.contiguous(), group=group, group_dst=to)
-        for to in range(world_size)
-        for part in (images[to], labels[to])
-        if to != src and part.numel()
-    ]
-    for send in sends:  # until then the network may still read the rows
-        if send is not None:  # isend gives None outside the group only
-            send.wait()
-    return images[src], labels[src]
-
-
-def _describe(batch: Batch | None) -> Shapes | str:
-    """Shape and dtype of images and labels, or what is wrong with them."""
-    if batch is None:
-        return "it passed None; the source rank must pass (images, labels)"
-    rows = [tensor.shape[:1] for tensor in batch]  # of a single number: none
-    if rows[0] != rows[1] or not rows[0]:
-        return f"it passed images {tuple(batch[0].shape)} and labels {tuple(batch[1].shape)}"
-    return [(tensor.shape, tensor.dtype) for tensor in batch]
-
-
-def _empty_part(
-    shape: torch.Size, dtype: torch.dtype, rank: int, world_size: int, device: torch.device | str
-) -> Tensor:
-    """Room for the rows that ``tensor_split`` gives this rank."""
-    rows = shape[0] // world_size + (rank < shape[0] % world_size)
-    return torch.empty((rows, *shape[1:]), dtype=dtype, device=device)

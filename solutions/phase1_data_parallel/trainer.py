@@ -1,24 +1,30 @@
 """Data-parallel training: equal parameters, averaged gradients, one step, exact evaluation."""
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from solutions.phase1_data_parallel.collectives import (
+from phase1_data_parallel.given import (
     AllReduce,
+    Batch,
+    EpochResult,
+    Evaluation,
     Group,
-    broadcast,
-    native_all_reduce,
+    RankLog,
+    Sample,
+    ShardLoader,
+    batches_on,
+    count,
+    evaluation_mode,
+    summed_loss,
 )
-from solutions.phase1_data_parallel.data_loader import Batch, Sample, ShardLoader, build_loader
+from solutions.phase1_data_parallel.collectives import broadcast, native_all_reduce
+from solutions.phase1_data_parallel.data_loader import build_loader
 
 
 def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
@@ -99,12 +105,15 @@ def average_gradients_flat(
 
 
 def _gradients(module: nn.Module) -> list[Tensor]:
-    """Those of all trainable parameters; zeros where this rank has none."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad for parameter in trainable if parameter.grad is not None]
+    """Those of all trainable parameters."""
+    return [_gradient(parameter) for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """That of a parameter; zero where this rank has none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 AverageGradients = Callable[[nn.Module, AllReduce, Group], None]
@@ -128,7 +137,6 @@ def train_step(
     One process minimises (sum of all losses) / B with B targets in all. A rank with b targets that
     averages its own b would weigh each of them 1/(N·b), wrong as soon as the shards differ:
         rank 0 has 3 samples, rank 1 has 1:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
-    So each rank sums, scales by N/B, and the mean over N ranks leaves 1/B.
 
     Args:
         model: equal on all ranks; maps inputs to logits (…, classes).
@@ -152,9 +160,9 @@ def train_step(
     """
     inputs, targets = batch
     optimizer.zero_grad()
-    loss_sum = _loss_sum(model(inputs), targets)
+    loss_sum = summed_loss(model(inputs), targets)
 
-    totals = torch.stack([loss_sum.detach().double(), _count(targets)])
+    totals = torch.stack([loss_sum.detach().double(), count(targets)])
     all_reduce(totals, group)
     total_loss, num_targets = totals.tolist()
     if not num_targets:
@@ -164,25 +172,6 @@ def train_step(
     average(model, all_reduce, group)
     optimizer.step()
     return float(total_loss / num_targets)
-
-
-def _count(targets: Tensor) -> Tensor:
-    """How many there are, in float64: bfloat16 would make 302 of 301."""
-    return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
-
-
-def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies; targets may be one per image (B) or one per position (B, T)."""
-    return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Loss and accuracy over a whole data set; equal on all ranks, for any number of them."""
-
-    loss: float  # mean cross entropy per target
-    accuracy: float  # 0 … 1
-    num_targets: int
 
 
 @torch.no_grad()
@@ -224,78 +213,15 @@ def evaluate(
     mine = Subset(dataset, range(rank, num_samples, world_size))
 
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, targets
-    with _evaluation_mode(model):
-        for inputs, targets in _batches_on(DataLoader(mine, batch_size=batch_size), device):
+    with evaluation_mode(model):
+        for inputs, targets in batches_on(DataLoader(mine, batch_size=batch_size), device):
             logits = model(inputs)
             correct = (logits.argmax(dim=-1) == targets).sum()
-            totals += torch.stack([_loss_sum(logits, targets).double(), correct, _count(targets)])
+            totals += torch.stack([summed_loss(logits, targets).double(), correct, count(targets)])
 
-    dist.all_reduce(totals, group=group)
+    dist.all_reduce(totals, group=group)  # of 24 bytes once an epoch, any is fast enough
     loss, num_correct, num_targets = totals.tolist()
     return Evaluation(loss / num_targets, num_correct / num_targets, int(num_targets))
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation, then every module back to what it was: some may be frozen."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
-    for inputs, targets in loader:
-        yield inputs.to(device), targets.to(device)
-
-
-class RankLog:
-    """Prints lines that begin with ``rank k/N``, and one progress bar for all ranks."""
-
-    def __init__(self, group: Group = None) -> None:
-        self.rank = dist.get_rank(group)
-        self.prefix = f"rank {self.rank}/{dist.get_world_size(group)}"
-        self.shows_bar = self.rank == 0 and sys.stderr.isatty()
-
-    def info(self, message: str) -> None:
-        """Print what is the same on all ranks: from rank 0 only."""
-        if self.rank == 0:
-            self._print(message)
-
-    def warning(self, message: str) -> None:
-        """Print what concerns this rank, whichever it is."""
-        self._print(message)
-
-    def _print(self, message: str) -> None:
-        # One write with its newline: ranks that share a pipe would mix halves of lines.
-        print(f"{self.prefix}  {message}\n", end="", flush=True)
-
-    def progress(self, label: str, done: int, total: int) -> None:
-        """Redraw ``epoch 2 [####····] 11/22`` on rank 0, in a terminal only; erase it when full."""
-        if not self.shows_bar:
-            return
-        bar = ("#" * (20 * done // total)).ljust(20, "·")
-        line = f"\r{self.prefix}  {label} [{bar}] {done}/{total}"
-        print("\r\x1b[K" if done == total else line, end="", file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class EpochResult:
-    """One epoch of ``Trainer.fit``; losses and accuracy are over all ranks."""
-
-    epoch: int
-    step_losses: tuple[float, ...]
-    test_loss: float
-    test_accuracy: float  # 0 … 1
-    images_per_s: float  # of all ranks, per second of training: with loading, without evaluation
-
-    @property
-    def train_loss(self) -> float:
-        """Mean of the step losses."""
-        return sum(self.step_losses) / len(self.step_losses)
 
 
 class Trainer:
@@ -323,9 +249,10 @@ class Trainer:
         device: torch.device | str = "cpu",
         group: Group = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.all_reduce, self.average = all_reduce, average
-        self.device, self.group = device, group
+        self.model, self.device, self.group = model, device, group
+        self.step = partial(
+            train_step, model, optimizer, all_reduce=all_reduce, average=average, group=group
+        )
         self.log = RankLog(group)
 
     def fit(
@@ -368,31 +295,18 @@ class Trainer:
         for epoch in range(epochs):
             start = time.perf_counter()
             losses = self._train_epoch(loader, epoch)
-            seconds = time.perf_counter() - start
-            result = self._finish_epoch(
-                epoch, losses, test_data, len(losses) * global_batch_size / seconds
-            )
-            history.append(result)
+            images_per_s = len(losses) * global_batch_size / (time.perf_counter() - start)
+            history.append(self._finish_epoch(epoch, losses, test_data, images_per_s))
         return history
 
     def _train_epoch(self, loader: ShardLoader, epoch: int) -> tuple[float, ...]:
         self.model.train()
         loader.set_epoch(epoch)
         losses = []
-        for batch in _batches_on(loader, self.device):
-            losses.append(self._step(batch))
+        for batch in batches_on(loader, self.device):
+            losses.append(self.step(batch))
             self.log.progress(f"epoch {epoch + 1}", len(losses), len(loader))
         return tuple(losses)
-
-    def _step(self, batch: Batch) -> float:
-        return train_step(
-            self.model,
-            self.optimizer,
-            batch,
-            all_reduce=self.all_reduce,
-            average=self.average,
-            group=self.group,
-        )
 
     def _finish_epoch(
         self,

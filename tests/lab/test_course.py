@@ -376,7 +376,12 @@ def test_nothing_is_missing_and_nothing_stray_lies_in_a_phase(phase: Phase) -> N
     folder = ROOT / phase.folder
     lessons = {lesson.name for lesson in phase.lessons}
     figures = {path.name for path in folder.glob("figures/*")}
-    expected = {"guidelines.md", "explore.ipynb", *(f"template_{name}.py" for name in lessons)}
+    expected = {
+        "guidelines.md",
+        "explore.ipynb",
+        "given.py",
+        *(f"template_{name}.py" for name in lessons),
+    }
     expected |= {f"figures/{name}" for name in figures if Path(name).suffix in (".svg", ".png")}
     assert files_in(folder) == expected
     solved = {f"{name}.py" for name in lessons} | {"__init__.py"}

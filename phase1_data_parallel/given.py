@@ -1,0 +1,256 @@
+"""What phase 1 gives you: loaders, timing tables, the log, and the names of types.
+
+No task is in here, and grading takes this file from the course: what you change in yours counts
+in your own training only.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Sampler
+
+Sample = tuple[Tensor, Tensor | int]  # what a data set yields: image, label
+Batch = tuple[Tensor, Tensor]  # what a loader yields: images (B, …), labels (B, …)
+Shapes = list[tuple[torch.Size, torch.dtype]]  # of images and labels
+Group = dist.ProcessGroup | None  # None: all ranks
+AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in place
+
+
+# Loading (tasks 1.1 to 1.3)
+
+
+class ShardSampler(Sampler[int]):
+    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order.
+
+    Shards are cut, not padded: a sample that comes twice would count twice in the gradient, and
+    padding could fill a global batch that one process would have left out.
+
+    Args:
+        shard_indices: your function of task 1.1; called once an epoch, with ``drop_last``.
+        num_samples: size of the data set.
+        rank: this rank.
+        world_size: number of shards.
+        seed: of the run.
+        shuffle: whether each epoch has an order of its own.
+    """
+
+    def __init__(
+        self,
+        shard_indices: Callable[..., list[int]],
+        num_samples: int,
+        rank: int,
+        world_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.shard_indices = shard_indices
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.seed, self.shuffle, self.epoch = seed, shuffle, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of ``epoch`` from the next iteration on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        of_epoch = {"epoch": self.epoch, "seed": self.seed, "shuffle": self.shuffle}
+        shape = (self.num_samples, self.rank, self.world_size)
+        return iter(self.shard_indices(*shape, **of_epoch, drop_last=True))
+
+    def __len__(self) -> int:
+        return self.num_samples // self.world_size
+
+
+class ShardLoader(DataLoader[Sample]):
+    """A DataLoader over one rank's shard, with ``set_epoch``."""
+
+    sampler: ShardSampler
+    generator: torch.Generator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order and the augmentation of ``epoch``; call it on every rank, same number."""
+        self.sampler.set_epoch(epoch)
+        stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
+        self.generator.manual_seed(int(stream.generate_state(1)[0]))
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own iterator
+        batches = super().__iter__()
+        if self.num_workers:
+            yield from batches  # torch has seeded every worker process from ``generator``
+            return
+        for _ in range(len(self)):
+            with _seeded_from(self.generator):
+                batch = next(batches)
+            yield batch
+
+
+@contextmanager
+def _seeded_from(generator: torch.Generator) -> Iterator[None]:
+    """Seed what augmentation draws from, and put it back, so that the training draws on as before.
+
+    Not ``torch.manual_seed``: it would seed the GPUs too, and dropout would repeat itself.
+    """
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed = int(torch.randint(2**32, (), generator=generator))
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def describe(batch: Batch | None) -> tuple[Shapes, str]:
+    """Return shape and dtype of images and labels, and what is wrong with them, "" if nothing."""
+    if batch is None:
+        return [], "it passed None; the source rank must pass (images, labels)"
+    rows = [tensor.shape[:1] for tensor in batch]  # of a single number: none
+    if rows[0] != rows[1] or not rows[0]:
+        return [], f"it passed images {tuple(batch[0].shape)} and labels {tuple(batch[1].shape)}"
+    return [(tensor.shape, tensor.dtype) for tensor in batch], ""
+
+
+def empty_part(
+    shape: torch.Size, dtype: torch.dtype, rank: int, world_size: int, device: torch.device | str
+) -> Tensor:
+    """Return room for the rows of a tensor of ``shape`` that ``tensor_split`` gives this rank."""
+    rows = shape[0] // world_size + (rank < shape[0] % world_size)
+    return torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
+
+
+def batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
+    """Yield a loader's batches on a device."""
+    for inputs, targets in loader:
+        yield inputs.to(device), targets.to(device)
+
+
+# Measuring (task 1.8)
+
+
+@dataclass(frozen=True)
+class AllReduceTimes:
+    """What ``measure_all_reduce`` found; equal on all ranks.
+
+    ``str()`` draws the table: a row a size, a column a strategy, then α and 1/β.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    seconds: dict[str, tuple[float, ...]]  # strategy -> seconds by size; "exchange": one message
+    alpha_s: float  # latency: seconds per message; 0 where noise hides it
+    bandwidth_bytes_per_s: float  # 1/β
+
+    def __str__(self) -> str:
+        columns = list(self.seconds)
+        lines = ["     bytes" + "".join(f"{name:>22}" for name in columns)]
+        for row, size in enumerate(self.sizes_bytes):
+            cells = (f"{self.seconds[name][row] * 1e6:>19.1f} µs" for name in columns)
+            lines.append(f"{size:>10}" + "".join(cells))
+        return "\n".join([*lines, self.fit])
+
+    @property
+    def fit(self) -> str:
+        """The line of α and 1/β."""
+        latency = f"α = {self.alpha_s * 1e6:.1f} µs"
+        if not self.alpha_s:
+            latency = "α not measurable: small messages took no longer than their bytes"
+        speed = f"1/β = {self.bandwidth_bytes_per_s / 1e9:.3f} GB/s"
+        if self.bandwidth_bytes_per_s > 1e15:
+            speed = "1/β not measurable: larger messages took no longer"
+        return f"one message: {latency}, {speed}"
+
+
+def finish(x: Tensor) -> None:
+    """Wait until ``x`` has been computed: a GPU's function returns before the GPU is done."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+
+
+# Training (tasks 1.9 to 1.13)
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross entropies; one target per image (B) or per position (B, T)."""
+    return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+def count(targets: Tensor) -> Tensor:
+    """Return how many there are, in float64: bfloat16 would make 302 of 301."""
+    return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss and accuracy over a whole data set; equal on all ranks, for any number of them."""
+
+    loss: float  # mean cross entropy per target
+    accuracy: float  # 0 … 1
+    num_targets: int
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation, then every module back to what it was: some may be frozen."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One epoch of ``Trainer.fit``; losses and accuracy are over all ranks."""
+
+    epoch: int
+    step_losses: tuple[float, ...]
+    test_loss: float
+    test_accuracy: float  # 0 … 1
+    images_per_s: float  # of all ranks, per second of training: with loading, without evaluation
+
+    @property
+    def train_loss(self) -> float:
+        """Mean of the step losses."""
+        return sum(self.step_losses) / len(self.step_losses)
+
+
+class RankLog:
+    """Prints lines that begin with ``rank k/N``, and one progress bar for all ranks."""
+
+    def __init__(self, group: Group = None) -> None:
+        self.rank = dist.get_rank(group)
+        self.prefix = f"rank {self.rank}/{dist.get_world_size(group)}"
+        self.shows_bar = self.rank == 0 and sys.stderr.isatty()
+
+    def info(self, message: str) -> None:
+        """Print what is the same on all ranks: from rank 0 only."""
+        if self.rank == 0:
+            self._print(message)
+
+    def warning(self, message: str) -> None:
+        """Print what concerns this rank, whichever it is."""
+        self._print(message)
+
+    def _print(self, message: str) -> None:
+        # One write with its newline: ranks that share a pipe would mix halves of lines.
+        print(f"{self.prefix}  {message}\n", end="", flush=True)
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        """Redraw ``epoch 2 [####····] 11/22`` on rank 0, in a terminal only; erase it when full."""
+        if not self.shows_bar:
+            return
+        bar = ("#" * (20 * done // total)).ljust(20, "·")
+        line = f"\r{self.prefix}  {label} [{bar}] {done}/{total}"
+        print("\r\x1b[K" if done == total else line, end="", file=sys.stderr, flush=True)
