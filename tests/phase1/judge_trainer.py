@@ -242,8 +242,8 @@ def test_average_and_all_reduce_are_used(grade: Grade) -> None:
             result["average"] == [True] * STEPS and result["sizes"] == [2] * STEPS,
             f"rank {rank} of {n}: the trainer's average should be called {STEPS} times in {STEPS} "
             f"steps, with its all_reduce; it was called {len(result['average'])} times, the "
-            f"all_reduce with {short(result['sizes'])} numbers. Pass self.average and "
-            "self.all_reduce on to train_step.",
+            f"all_reduce with {short(result['sizes'])} numbers. self.step(batch) "
+            "passes both on to train_step.",
         )
     _check_fitted(results, [1], lr=n * LR)  # the average given sums
 

@@ -30,6 +30,7 @@ from typing import Any
 from distlab import course
 from distlab.course import Task
 from distlab.grade.submission import Submission
+from wrong_answers.changes import BankError, changed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,10 +42,6 @@ OWN = Path(__file__).parent
 INDEPENDENT = (OWN / "independent_1", OWN / "independent_2")  # two draws, by different people
 EQUIVALENTS = OWN / "equivalent_mutants.toml"
 COURSE = course.load(ROOT)
-
-
-class BankError(ValueError):
-    """An answer cannot be used; the message names it and says why."""
 
 
 @dataclass(frozen=True)
@@ -131,36 +128,6 @@ def _check_keys(where: str, entry: dict[str, Any]) -> None:
         raise BankError(f"{where}: unknown key {', '.join(sorted(unknown))}")
     if "says" not in entry or ("change" in entry) == ("whole" in entry):
         raise BankError(f"{where}: needs says, and either change or whole")
-
-
-def changed(text: str, change: str) -> str:
-    """Apply a change to a text.
-
-    Raises:
-        BankError: the old lines of a hunk do not stand exactly once in the text, or hunks overlap.
-    """
-    lines, untouched = text.splitlines(), len(text.splitlines())
-    hunks = [hunk.splitlines() for hunk in change.replace("\n@@\n", "\n@@").split("\n@@")]
-    for start, old, new in sorted(_placed(lines, hunks), reverse=True):
-        if start + len(old) > untouched:
-            raise BankError(f"two hunks change line {untouched + 1} of the solution")
-        lines[start : start + len(old)] = new
-        untouched = start
-    return "\n".join(lines) + "\n"
-
-
-def _placed(lines: list[str], hunks: list[list[str]]) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yield where each hunk begins, its old lines, its new ones."""
-    for number, hunk in enumerate(hunks, start=1):
-        if odd := [line for line in hunk if line[:1] not in ("", " ", "-", "+")]:
-            raise BankError(f"hunk {number}: begin with ' ', '-' or '+', not as in {odd[0]!r}")
-        old = [line[1:] for line in hunk if not line.startswith("+")]
-        new = [line[1:] for line in hunk if not line.startswith("-")]
-        starts = [i for i in range(len(lines)) if old and lines[i : i + len(old)] == old]
-        if len(starts) != 1:
-            block = "\n".join(old)
-            raise BankError(f"hunk {number}: {len(starts)} times in the solution:\n{block}")
-        yield starts[0], old, new
 
 
 def hand_in(task: Task, lesson: str, folder: Path) -> Submission:

@@ -8,10 +8,8 @@ are here.
 """
 
 import ast
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import libcst as cst
@@ -19,6 +17,7 @@ from mutmut.mutation import mutators
 
 from distlab.course import Task
 from wrong_answers.bank import COURSE, ROOT
+from wrong_answers.changes import change_between
 
 Node = cst.CSTNode
 
@@ -91,35 +90,6 @@ def _functions(module: cst.Module) -> dict[str, cst.FunctionDef]:
             methods = [node for node in statement.body.body if isinstance(node, cst.FunctionDef)]
             found |= {f"{statement.name.value}.{method.name.value}": method for method in methods}
     return found
-
-
-def change_between(old: str, new: str) -> str:
-    """Return a change as the bank has it, with no more context than makes its place unique."""
-    before, after = old.splitlines(), new.splitlines()
-    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    edits = [block for block in blocks if block[0] != "equal"]
-    (_, start, _, new_start, _), (_, _, end, _, new_end) = edits[0], edits[-1]
-    contexts = ((size - below, below) for size in count() for below in range(size + 1))
-    above, below = next(
-        (above, below)
-        for above, below in contexts
-        if above <= start and _occurrences(before, before[start - above : end + below]) == 1
-    )
-    return "".join(
-        f"{sign}{line}\n"
-        for sign, lines in (
-            (" ", before[start - above : start]),
-            ("-", before[start:end]),
-            ("+", after[new_start:new_end]),
-            (" ", before[end : end + below]),
-        )
-        for line in lines
-    )
-
-
-def _occurrences(lines: list[str], block: list[str]) -> int:
-    starts = range(len(lines) if block else 0)
-    return sum(lines[start : start + len(block)] == block for start in starts)
 
 
 def _parses(text: str) -> bool:

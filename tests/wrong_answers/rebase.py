@@ -8,18 +8,20 @@ renamed in the answers first. What cannot be merged is listed, and stays as it i
 """
 
 import argparse
-import difflib
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import bank
-from bank import ROOT, Answer, BankError
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from wrong_answers import bank  # noqa: E402
+from wrong_answers.bank import ROOT, Answer  # noqa: E402
+from wrong_answers.changes import BankError, change_between, changed  # noqa: E402
 
 BANKS = (bank.OWN, *bank.INDEPENDENT)
-Hunk = tuple[int, int, list[str]]  # lines start to end of the solution become these
 
 
 class Conflict(Exception):
@@ -33,14 +35,14 @@ def rebased(old: str, new: str, change: str, renamed: Mapping[str, str]) -> str:
         Conflict: both changed the same lines.
         BankError: the change does not fit ``old``.
     """
-    wrong = _with_new_names(bank.changed(old, change), renamed)
+    wrong = _with_new_names(changed(old, change), renamed)
     merged = _merged(_with_new_names(old, renamed), wrong, new)
     try:
-        if bank.changed(new, change) == merged:
+        if changed(new, change) == merged:
             return change
     except BankError:
         pass
-    return difference(new, merged)
+    return change_between(new, merged)
 
 
 def _with_new_names(text: str, renamed: Mapping[str, str]) -> str:
@@ -58,61 +60,6 @@ def _merged(base: str, ours: str, theirs: str) -> str:
     if done.returncode:
         raise Conflict
     return done.stdout
-
-
-def difference(text: str, wanted: str) -> str:
-    """Return the change that makes ``wanted`` of ``text``, in as few lines as fit once."""
-    lines, others = text.splitlines(), wanted.splitlines()
-    opcodes = difflib.SequenceMatcher(None, lines, others, autojunk=False).get_opcodes()
-    hunks = [(i, j, others[k:m]) for tag, i, j, k, m in opcodes if tag != "equal"]
-    return "\n@@\n".join("\n".join(hunk) for hunk in _written(lines, hunks)) + "\n"
-
-
-def _written(lines: list[str], hunks: list[Hunk]) -> Iterator[list[str]]:
-    """Yield the lines of each hunk; those whose surroundings overlap become one."""
-    together: list[Hunk] = []
-    reach = -1
-    for hunk in hunks:
-        before, after = _surroundings(lines, hunk)
-        if together and before <= reach:
-            together.append(hunk)
-        else:
-            if together:
-                yield _as_text(lines, together)
-            together = [hunk]
-        reach = after
-    if together:
-        yield _as_text(lines, together)
-
-
-def _surroundings(lines: list[str], hunk: Hunk) -> tuple[int, int]:
-    """Return the smallest range of lines round a hunk that stands once in the text."""
-    start, end, _ = hunk
-    while end == start or _occurs(lines, lines[start:end]) > 1:
-        if start and (end == len(lines) or hunk[0] - start <= end - hunk[1]):
-            start -= 1
-        else:
-            end += 1
-    return start, end
-
-
-def _occurs(lines: list[str], block: list[str]) -> int:
-    return sum(lines[i : i + len(block)] == block for i in range(len(lines)))
-
-
-def _as_text(lines: list[str], hunks: list[Hunk]) -> list[str]:
-    start = min(_surroundings(lines, hunk)[0] for hunk in hunks)
-    end = max(_surroundings(lines, hunk)[1] for hunk in hunks)
-    text = []
-    for first, last, new in hunks:
-        text += [f" {line}" for line in lines[start:first]]
-        text += [f"-{line}" for line in lines[first:last]] + [f"+{line}" for line in new]
-        start = last
-    return [line.rstrip() if line == " " else line for line in (*text, *_kept(lines, start, end))]
-
-
-def _kept(lines: list[str], start: int, end: int) -> list[str]:
-    return [f" {line}" for line in lines[start:end]]
 
 
 def old_solution(answer: Answer, commit: str) -> str:

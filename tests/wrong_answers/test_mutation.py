@@ -3,8 +3,9 @@
 import libcst as cst
 import pytest
 
-from wrong_answers.bank import COURSE, ROOT, changed
-from wrong_answers.mutation import change_between, mutants_of, mutations, named, written_for
+from wrong_answers.bank import COURSE, ROOT
+from wrong_answers.changes import change_between, changed
+from wrong_answers.mutation import mutants_of, mutations, named, written_for
 
 
 @pytest.mark.parametrize(

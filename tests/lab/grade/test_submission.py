@@ -64,6 +64,14 @@ def test_files_are_found_under_both_names(tmp_path: Path, name: str) -> None:
     assert grade.call(where_from) == str(tmp_path / PHASE / f"{name}.py")
 
 
+@pytest.mark.parametrize("theirs", [None, "raise RuntimeError", "def finish(x): return 7"])
+def test_what_is_given_comes_from_the_course(tmp_path: Path, theirs: str | None) -> None:
+    mine = f"from {PHASE}.given import finish as exchange\n"
+    files = {"collectives": mine} if theirs is None else {"collectives": mine, "given": theirs}
+    grade = Grade(hand_in(tmp_path, **files), course.load(ROOT).task("1.4"), "sim", TIMEOUT_S)
+    assert grade.call(where_from) == str(ROOT / PHASE / "given.py")
+
+
 def test_a_lesson_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     verdict = verdict_of(hand_in(tmp_path, collectives="", template_collectives=""), "1.4")
     assert verdict.outcome is Outcome.IMPORT_ERROR
