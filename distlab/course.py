@@ -76,6 +76,21 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Challenge:
+    """The open task at the end of a phase: no recipe, no points, a figure."""
+
+    function: str
+    title: str
+    lesson: str  # as a task's
+    folder: str  # of the phase
+
+    @property
+    def template(self) -> Path:
+        """The learner's file, from the root of the course."""
+        return Path(self.folder, f"template_{self.lesson}.py")
+
+
+@dataclass(frozen=True)
 class Lesson:
     """One file, and the tasks in it."""
 
@@ -92,6 +107,7 @@ class Phase:
     title: str
     folder: str
     lessons: tuple[Lesson, ...]
+    challenge: Challenge | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -169,14 +185,22 @@ def _course(table: dict[str, Any]) -> Course:
 
 def _phase(table: dict[str, Any]) -> Phase:
     where = f"phase {table.get('number', '?')}"
-    _check_keys(where, table, ["number", "title", "folder", "lesson"])
+    _check_keys(where, table, ["number", "title", "folder", "lesson"], ["challenge"])
     number, folder = _count(where, table, "number"), _text(where, table, "folder")
     lessons = tuple(_lesson(number, folder, lesson) for lesson in _tables(table, "lesson"))
-    phase = Phase(number, _text(where, table, "title"), folder, lessons)
+    challenge = _challenge(folder, table["challenge"]) if "challenge" in table else None
+    phase = Phase(number, _text(where, table, "title"), folder, lessons, challenge)
     for place, task in enumerate(phase.tasks, start=1):
         if task.id != f"{number}.{place}":
             raise CourseError(f"task {task.id} stands where {number}.{place} should")
     return phase
+
+
+def _challenge(folder: str, table: dict[str, Any]) -> Challenge:
+    where = f"challenge {table.get('function', '?')}"
+    _check_keys(where, table, ["function", "title", "lesson"])
+    function, title, lesson = (_text(where, table, key) for key in ("function", "title", "lesson"))
+    return Challenge(function, title, lesson, folder)
 
 
 def _lesson(phase: int, folder: str, table: dict[str, Any]) -> Lesson:

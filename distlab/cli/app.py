@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distlab.cli import bench, demo, doctor, learn, sim, trace, train, watch
+from distlab.cli import bench, challenge, demo, doctor, learn, sim, trace, train, watch
 from distlab.cli.entry import INTERRUPTED, complain
 
 # typer brings its own click or uses the installed one; either way this is its UsageError.
@@ -32,6 +32,7 @@ app.command("trace")(trace.trace)
 app.command("hint")(learn.hint)
 app.command("diff")(learn.diff)
 app.command("reset")(learn.reset)
+app.command("challenge")(challenge.challenge)
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)

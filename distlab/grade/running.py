@@ -12,7 +12,7 @@ import torch
 
 import distlab
 from distlab import launch
-from distlab.course import Task
+from distlab.course import Challenge, Task
 from distlab.grade import diagnosis
 from distlab.grade.called import Lesson
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, Limits, work
@@ -243,6 +243,8 @@ def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
         raise
 
 
-def on_rank(submission: Submission, task: Task, body: Body, args: tuple[object, ...]) -> Any:
+def on_rank(
+    submission: Submission, task: Task | Challenge, body: Body, args: tuple[object, ...]
+) -> Any:
     """Be one rank: import the lesson, call the body."""
     return body(Lesson(submission.load(task.folder, task.lesson)), *args)

@@ -375,6 +375,7 @@ def files_in(folder: Path) -> set[str]:
 def test_nothing_is_missing_and_nothing_stray_lies_in_a_phase(phase: Phase) -> None:
     folder = ROOT / phase.folder
     lessons = {lesson.name for lesson in phase.lessons}
+    lessons |= {phase.challenge.lesson} if phase.challenge else set()
     figures = {path.name for path in folder.glob("figures/*")}
     expected = {
         "guidelines.md",

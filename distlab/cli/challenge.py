@@ -1,0 +1,52 @@
+"""`distlab challenge`: where your own all-reduce stands among the built-in ones."""
+
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distlab.cli.learn import say, waiting
+from distlab.learner import folder, grading
+
+if TYPE_CHECKING:
+    from distlab.learner.challenge import Standings
+
+SEEDS = 10_000
+
+
+def challenge(
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of the clusters.  [default: another one each time]"),
+    ] = None,
+    clusters: Annotated[int, typer.Option(min=1, max=20, help="How many to draw.")] = 5,
+    impl: Annotated[
+        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function.")
+    ] = "template",
+) -> None:
+    """Time your answer to the open task on clusters drawn at random, beside the built-in ones."""
+    here = folder.find()
+    [task] = [phase.challenge for phase in here.course.phases if phase.challenge]
+    choice = grading.find_impl(impl)
+    chosen = random.randrange(SEEDS) if seed is None else seed
+    with waiting(f"running {task.function} on {clusters} clusters …"):
+        from distlab.learner import challenge as racing
+
+        try:
+            standings = racing.run(here, task, choice, chosen, clusters)
+        except racing.ChallengeError as error:
+            raise folder.LearnerError(str(error)) from None
+    drawn = f"{clusters} cluster{'s' * (clusters > 1)}"
+    say([f"{task.title} on {drawn}, ms; the same ones again: --seed {chosen}", ""])
+    say(_rows(standings))
+
+
+def _rows(standings: "Standings") -> Iterator[str]:
+    """Yield a line for each algorithm, the fastest first, below the shapes of the clusters."""
+    shapes = [f"{c.nodes}x{c.gpus_per_node} GPUs" for c in standings.clusters]
+    yield f"{'':20}" + "".join(f"{shape:>11}" for shape in shapes) + "   times as fast"
+    for name in sorted(standings.seconds, key=standings.speedup, reverse=True):
+        cells = "".join(f"{seconds * 1e3:>11.2f}" for seconds in standings.seconds[name])
+        mark = "  <" if name == "yours" else ""
+        yield f"{name:20}{cells}{standings.speedup(name):>16.2f}{mark}"

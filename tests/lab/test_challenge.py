@@ -1,0 +1,117 @@
+"""The open task: what is not an all-reduce by messages is refused, and the rest is timed fairly."""
+
+import random
+from pathlib import Path
+
+import pytest
+import typer.testing
+
+from distlab import course
+from distlab.cli.app import app
+from distlab.course import Challenge
+from distlab.learner import challenge
+from distlab.learner.challenge import ChallengeError, Standings
+from distlab.learner.folder import CourseFolder
+from distlab.sim import Cluster
+
+ROOT = Path(__file__).parents[2]
+HERE = CourseFolder(ROOT, course.load(ROOT))
+PHASE = "phase1_data_parallel"
+IMPORTS = "import torch\nimport torch.distributed as dist"
+NAIVE = """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank == 0:
+        for src in range(1, ranks):
+            arrived = torch.empty_like(x)
+            dist.recv(arrived, group=group, group_src=src)
+            x += arrived
+        for dst in range(1, ranks):
+            dist.send(x, group=group, group_dst=dst)
+    else:
+        dist.send(x, group=group, group_dst=0)
+        dist.recv(x, group=group, group_src=0)
+"""
+
+
+def the_challenge() -> Challenge:
+    found = HERE.course.phases[0].challenge
+    assert found
+    return found
+
+
+def hand_in(folder: Path, body: str) -> str:
+    (folder / PHASE).mkdir()
+    text = f"{IMPORTS}\n\ndef fast_all_reduce(x, group=None):{body}"
+    (folder / PHASE / "challenge.py").write_text(text)
+    return str(folder)
+
+
+def run(impl: str, num_clusters: int = 1) -> Standings:
+    return challenge.run(HERE, the_challenge(), impl, seed=1, num_clusters=num_clusters)
+
+
+def test_the_solution_is_faster_than_where_one_begins() -> None:
+    standings = run("solution", 2)
+    assert set(standings.seconds) == {*challenge.RIVALS, "yours"}
+    assert {len(seconds) for seconds in standings.seconds.values()} == {2}
+    assert standings.speedup("yours") > 1.5
+    assert standings.speedup(challenge.BASELINE) == 1.0
+
+
+def test_a_slow_one_is_timed_too(tmp_path: Path) -> None:
+    assert run(hand_in(tmp_path, NAIVE)).speedup("yours") < 1
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("\n    dist.all_reduce(x, group=group)\n", "it calls a built-in collective"),
+        ("\n    pass\n", r"element 0 of rank 0 should be 3 and is 1\. It must be the sum"),
+        (NAIVE.replace("x += arrived", "x.add_(arrived[:5])"), "of 8 ranks|on 3 ranks"),
+        (NAIVE.replace("group_dst=0", "group_dst=rank"), "on 2 ranks, 1 numbers: "),
+        ("\n    while dist.get_world_size() > 1: dist.recv(x)\n", "deadlock"),
+        ("\n    x.sum(\n", "SyntaxError|was never closed"),
+    ],
+)
+def test_what_is_not_an_all_reduce_by_messages_is_refused(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    with pytest.raises(ChallengeError, match=said):
+        run(hand_in(tmp_path, body))
+
+
+def test_a_seed_draws_the_same_clusters_and_another_one_others() -> None:
+    shapes = [
+        [(c.num_gpus, c.nic_bytes_per_s) for c in challenge.draw(random.Random(seed), 6)]
+        for seed in (1, 1, 2)
+    ]
+    assert shapes[0] == shapes[1] != shapes[2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_clusters_have_few_ranks_and_a_slower_network_than_nodes(seed: int) -> None:
+    for cluster in challenge.draw(random.Random(seed), 5):
+        assert 2 <= cluster.num_gpus <= challenge.MAX_RANKS
+        assert cluster.nic_bytes_per_s < cluster.nvlink_bytes_per_s
+
+
+def test_the_figure_is_the_geometric_mean() -> None:
+    seconds = {challenge.BASELINE: (8.0, 2.0), "yours": (1.0, 1.0)}
+    assert Standings((Cluster(), Cluster()), seconds).speedup("yours") == pytest.approx(4.0)
+
+
+def test_the_command_shows_who_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    arguments = ["challenge", "--impl", "solution", "--seed", "1", "--clusters", "1"]
+    done = typer.testing.CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith("on 1 cluster, ms; the same ones again: --seed 1")
+    assert [line.split()[0] for line in lines if line.endswith("<")] == ["yours"]
+    figures = [float(line.split("<")[0].split()[-1]) for line in lines[3:]]
+    assert figures == sorted(figures, reverse=True)
+
+
+def test_what_the_template_begins_with_is_named_if_it_is_not_written() -> None:
+    with pytest.raises(ChallengeError, match=r"calls what task 1\.7 has not written yet"):
+        run("template")
