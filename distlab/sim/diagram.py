@@ -7,7 +7,7 @@ gantt        where each rank's time went
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import cycle
+from itertools import chain, cycle, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,15 @@ from distlab.sim.trace import Event, departure_s, lanes
 from distlab.words import counted
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
+ENDED = "#f6f6f6"
+# What a rank does that can do nothing else meanwhile.
+WAITS = {"sending": "#6cb2d6", "receiving": "#9bcf9f", "sending and receiving": "#8f8fd6", "waiting": "#e2e2e2"}
+STATES = {
+    (True, True): "sending and receiving",
+    (True, False): "sending",
+    (False, True): "receiving",
+    (False, False): "waiting",
+}
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
 CROWDED = 32  # ranks; of more, lanes touch, and arrows would hide everything
 MANY = 500  # messages, which get thin arrows
@@ -29,12 +38,13 @@ _ARROW: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "unit
 
 Span = tuple[float, float]  # of y, from a lane's middle; y grows downward
 Bar = tuple[int, float, float]  # rank, from second, to second
+Interval = tuple[float, float]  # of seconds
 
 
 def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> Figure:
     """Draw a lane per rank over the virtual time, computation and waits as bars.
 
-        rank 0  ██████╲░░░░░░░░   computes, sends, waits
+        rank 0  ██████╲░░░░░░░░   computes, sends, has ended
         rank 1  ░░░░░░░╲█████     waits, receives, computes
 
     Collectives lie below the bars, as they may overlap with them. Of more than 32 ranks the
@@ -45,8 +55,10 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
         kinds[event.kind].append(event)
     picture = _Lanes(simulated, title, lane_inches=0.5)
     bar, strip = picture.spans(with_strip=bool(kinds["collective"]))
-    picture.draw_bars("compute", _bars(kinds["compute"]), bar, COMPUTE)
-    picture.draw_bars("wait for communication", _bars(kinds["wait"]), bar, WAIT)
+    picture.draw_bars("computing", _bars(kinds["compute"]), bar, COMPUTE)
+    for name, waits in _waits(simulated, kinds["wait"]).items():
+        picture.draw_bars(name, waits, bar, WAITS[name])
+    picture.draw_bars("ended", _ends(simulated), bar, ENDED)
     _draw_collectives(picture, kinds["collective"], strip)
     if not picture.is_crowded:
         picture.draw_messages((bar[0], strip[1]))
@@ -73,6 +85,45 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
             picture.write_shares(bars)
         starts = ends
     return picture.finished()
+
+
+def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[Bar]]:
+    """Cut waits where messages of the rank begin and end: it sends, receives, does both, or waits.
+
+    A rank in ``send`` waits until the other one is in ``recv``, and sends from then on.
+    """
+    leaving: defaultdict[int, list[Interval]] = defaultdict(list)
+    coming: defaultdict[int, list[Interval]] = defaultdict(list)
+    for send, recv in simulated.trace.pairs():
+        on_its_way = departure_s(send, recv), recv.end_s
+        leaving[send.rank].append(on_its_way)
+        coming[recv.rank].append(on_its_way)
+    bars: dict[str, list[Bar]] = {name: [] for name in WAITS}
+    for wait in waits:
+        mine = leaving[wait.rank], coming[wait.rank]
+        for start, end in pairwise(_cuts(wait, chain(*mine))):
+            is_sending, is_receiving = (_covers(every, (start + end) / 2) for every in mine)
+            bars[STATES[is_sending, is_receiving]].append((wait.rank, start, end))
+    return bars
+
+
+def _cuts(wait: Event, intervals: Iterable[Interval]) -> list[float]:
+    """Return begin and end of a wait, and what begins or ends between them."""
+    inside = {time for time in chain(*intervals) if wait.start_s < time < wait.end_s}
+    return sorted({wait.start_s, wait.end_s, *inside})
+
+
+def _covers(intervals: Iterable[Interval], time: float) -> bool:
+    return any(start < time < end for start, end in intervals)
+
+
+def _ends(simulated: Simulated[Any]) -> list[Bar]:
+    """From when each rank had ended to the end of all."""
+    last = [0.0] * len(simulated.results)
+    for event in simulated.trace.events:
+        last[event.rank] = max(last[event.rank], event.end_s)
+    ends = ((rank, start, simulated.seconds) for rank, start in enumerate(last))
+    return [bar for bar in ends if bar[2] - bar[1] > 1e-4 * simulated.seconds]
 
 
 def _bars(events: Iterable[Event]) -> list[Bar]:

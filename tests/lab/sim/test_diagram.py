@@ -60,8 +60,8 @@ def test_every_event_has_its_bar_at_its_time() -> None:
     simulated = run(overlapped, 4)
     figure = space_time(simulated)
     for kind, name in (
-        ("compute", "compute"),
-        ("wait", "wait for communication"),
+        ("compute", "computing"),
+        ("wait", "waiting"),
         ("collective", "all_reduce"),
     ):
         drawn = sorted(bars(figure, name))
@@ -110,8 +110,27 @@ def test_the_legend_names_what_there_is_to_see() -> None:
         box = space_time(run(fn, 2)).axes[0].get_legend()
         return [text.get_text() for text in box.get_texts()]
 
-    assert legend(ring) == ["compute", "wait for communication", "message"]
-    assert legend(overlapped) == ["compute", "wait for communication", "all_reduce"]
+    assert legend(ring) == ["computing", "sending and receiving", "message"]
+    assert legend(overlapped) == ["computing", "waiting", "all_reduce"]
+
+
+def late_receiver() -> None:
+    """Rank 0 computes before it receives what rank 1 sends at once, and rank 2 does nothing."""
+    x = torch.empty(10**6, device="meta")
+    if dist.get_rank() == 0:
+        compute()
+        dist.recv(x, 1)
+    elif dist.get_rank() == 1:
+        dist.send(x, 0)
+
+
+def test_a_sender_waits_until_the_receiver_is_there_and_sends_from_then_on() -> None:
+    figure = space_time(run(late_receiver, 3))
+    [(begin, met)], [(sent, end)] = bars(figure, "waiting"), bars(figure, "sending")
+    assert begin == 0
+    assert 0 < met == sent < end
+    assert bars(figure, "receiving") == [(sent, end)]
+    assert bars(figure, "ended") == [(0, end)], "rank 2"
 
 
 def test_collectives_under_way_together_are_drawn_apart() -> None:
