@@ -22,7 +22,12 @@ from distlab.words import counted
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
 ENDED = "#f6f6f6"
 # What a rank does that can do nothing else meanwhile.
-WAITS = {"sending": "#6cb2d6", "receiving": "#9bcf9f", "sending and receiving": "#8f8fd6", "waiting": "#e2e2e2"}
+WAITS = {
+    "sending": "#6cb2d6",
+    "receiving": "#9bcf9f",
+    "sending and receiving": "#8f8fd6",
+    "waiting": "#e2e2e2",
+}
 STATES = {
     (True, True): "sending and receiving",
     (True, False): "sending",

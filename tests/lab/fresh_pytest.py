@@ -58,7 +58,7 @@ class FreshPytest:
 
     def close(self) -> None:
         """End the process."""
-        self._server.communicate(timeout=60)
+        self._server.communicate(timeout=240)
 
 
 def serve() -> None:

@@ -17,7 +17,7 @@ from distlab.learner.warm import WarmGrader
 ROOT = Path(__file__).parents[2]
 PHASE = "phase1_data_parallel"
 SIGNATURE = "def exchange(outgoing, dst, incoming, src, group=None):\n"
-SUITE_S = 100.0
+SUITE_S = 400.0
 FOR_EVER = "98765.4321"  # seconds, and a name to find a child process by
 
 

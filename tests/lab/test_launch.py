@@ -293,7 +293,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_script_needs_no_main_guard(script: Path) -> None:
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
     assert done.stdout == "results [(0, 2.0), (1, 2.0)]\n", done.stderr
 
 
@@ -314,5 +314,5 @@ def torchrun(ranks: int, script: str) -> subprocess.CompletedProcess[str]:
         [*command, f"--nproc-per-node={ranks}", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )

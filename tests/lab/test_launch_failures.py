@@ -487,12 +487,12 @@ def sleeps_for_1_s() -> bool:
 
 
 def waits_for_a_child() -> bool:
-    return subprocess.run(["sleep", "1"]).returncode == 0
+    return subprocess.run(["sleep", "2.5"]).returncode == 0
 
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_who_waits_for_a_process_of_its_own_is_not_idle(backend: str) -> None:
-    limits: dict[str, float] = {"timeout_s": 60, "idle_limit_s": 0.4}
+    limits: dict[str, float] = {"timeout_s": 60, "idle_limit_s": 1.0}
     assert launch.run(waits_for_a_child, 2, backend=backend, **limits) == [True, True]
 
 

@@ -58,7 +58,7 @@ def python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, **variables},
     )
 
@@ -313,7 +313,7 @@ def test_classes_of_the_script_travel_between_ranks_and_back(tmp_path: Path) -> 
     path = tmp_path / "script.py"
     path.write_text(SCRIPT_WITH_A_CLASS)
     done = subprocess.run(
-        [sys.executable, path, "--fast"], capture_output=True, text=True, timeout=120
+        [sys.executable, path, "--fast"], capture_output=True, text=True, timeout=240
     )
     assert done.stdout == f"[Note(rank=0), Note(rank=1)] True ['{path}', '--fast']\n", done.stderr
 
@@ -347,7 +347,7 @@ if __name__ == "__main__":
 def test_functions_with_a_cache_travel_and_arrive_with_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT_WITH_CACHES)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=240)
     ranks = [(6765, rank + 1, 0, "As documented.") for rank in range(2)]
     assert done.stdout == f"{ranks}\n[55, 55]\n", done.stderr
 

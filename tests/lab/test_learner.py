@@ -263,7 +263,7 @@ def started(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         env=grading.environment(),
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

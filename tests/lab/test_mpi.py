@@ -42,7 +42,7 @@ def mpirun(world_size: int, *command: str) -> subprocess.CompletedProcess[str]:
         [find_mpirun() or "", "-np", str(world_size), sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
