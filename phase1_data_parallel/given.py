@@ -184,7 +184,7 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
-def count(targets: Tensor) -> Tensor:
+def count_targets(targets: Tensor) -> Tensor:
     """Return how many there are, in float64: bfloat16 would make 302 of 301."""
     return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
 

@@ -23,7 +23,7 @@ from phase1_data_parallel.given import (
     Sample,
     ShardLoader,
     batches_on,
-    count,
+    count_targets,
     evaluation_mode,
     summed_loss,
 )
@@ -153,7 +153,8 @@ def train_step(
         float64 whatever the model computes in, and those of ``average``.
     """
     # TODO 1.11: do one step as one process would on all batches; return its loss.
-    #   Tools: summed_loss and count (given), the arguments all_reduce and average, backward.
+    #   Tools: summed_loss and count_targets (given), the arguments all_reduce and average,
+    #   backward.
     #   Worked: losses 1, 2, 3 on rank 0 and 6 on rank 1: return 3.0 on both (not 4.0, the mean of
     #   the means 2 and 6), and each of the four samples weighs 1/4 in the gradient.
     #   About 12 lines.
@@ -193,8 +194,8 @@ def evaluate(
         numbers.
     """
     # TODO 1.12: return loss and accuracy as one process would compute them.
-    #   Tools: Subset, DataLoader, batches_on, evaluation_mode, summed_loss and count (given),
-    #   dist.all_reduce.
+    #   Tools: Subset, DataLoader, batches_on, evaluation_mode, summed_loss and count_targets
+    #   (given), dist.all_reduce.
     #   Worked: 10 samples, 4 ranks, 7 answers right: accuracy 0.7 and 10 targets on every rank.
     #   About 15 lines.
     raise NotImplementedError("Task 1.12: evaluate, see guidelines.md#112-evaluate-exactly")

@@ -19,7 +19,7 @@ from phase1_data_parallel.given import (
     Sample,
     ShardLoader,
     batches_on,
-    count,
+    count_targets,
     evaluation_mode,
     summed_loss,
 )
@@ -162,7 +162,7 @@ def train_step(
     optimizer.zero_grad()
     loss_sum = summed_loss(model(inputs), targets)
 
-    totals = torch.stack([loss_sum.detach().double(), count(targets)])
+    totals = torch.stack([loss_sum.detach().double(), count_targets(targets)])
     all_reduce(totals, group)
     total_loss, num_targets = totals.tolist()
     if not num_targets:
@@ -217,7 +217,8 @@ def evaluate(
         for inputs, targets in batches_on(DataLoader(mine, batch_size=batch_size), device):
             logits = model(inputs)
             correct = (logits.argmax(dim=-1) == targets).sum()
-            totals += torch.stack([summed_loss(logits, targets).double(), correct, count(targets)])
+            sums = [summed_loss(logits, targets).double(), correct, count_targets(targets)]
+            totals += torch.stack(sums)
 
     dist.all_reduce(totals, group=group)  # of 24 bytes once an epoch, any is fast enough
     loss, num_correct, num_targets = totals.tolist()
