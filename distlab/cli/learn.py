@@ -23,13 +23,11 @@ from distlab.learner import (
 Backend = Literal["auto", "sim", "gloo", "nccl"]
 SomeTask = Annotated[
     str | None,
-    typer.Argument(metavar="[TASK]", show_default=False, help="1.5 or broadcast; else the next."),
+    typer.Argument(metavar="TASK", show_default=False, help="1.5 or broadcast; else the next."),
 ]
 SomeTasks = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[TASK]...", show_default=False, help="1.5 or broadcast; else the next."
-    ),
+    typer.Argument(metavar="TASK", show_default=False, help="1.5 or broadcast; else the next."),
 ]
 OneTask = Annotated[
     str, typer.Argument(metavar="TASK", show_default=False, help="As 1.5 or broadcast.")
@@ -180,7 +178,7 @@ def hint(
 def diff(
     task: Annotated[
         str | None,
-        typer.Argument(metavar="[TASK]", show_default=False, help="Else the last that has passed."),
+        typer.Argument(metavar="TASK", show_default=False, help="Else the last that has passed."),
     ] = None,
     spoil: Annotated[bool, typer.Option("--spoil", help="Also before it has passed.")] = False,
 ) -> None:

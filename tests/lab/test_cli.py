@@ -43,7 +43,7 @@ def distlab(*arguments: str) -> int:
         ),
         (
             ["trian"],
-            "Valid commands: bench, check, demo, diff, doctor, grade, hint, reset, sim, status, ",
+            "Valid commands: bench, check, ",
         ),
         (["--versoin"], "Valid options: --version"),
         (["doctor", "--x"], "distlab doctor: No such option: --x.\n"),
