@@ -162,15 +162,6 @@ def test_learning_rate_and_seed_decide_the_training(capfd: pytest.CaptureFixture
     assert len({default, *others}) == 3
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_said(loss: float, capsys: pytest.CaptureFixture[str]) -> None:
-    config = training.make_config(dataset="digits", model="cnn", epochs=1)
-    training.report(config, [EpochResult(1, (2.0, loss), loss, 0.1, 100.0)])
-    first, last = capsys.readouterr().out.splitlines()
-    assert first == "the loss is no longer a finite number: try a smaller --lr"
-    assert last.startswith("test accuracy 10.0%")
-
-
 def test_ctrl_c_ends_the_training_with_one_line() -> None:
     command = [sys.executable, "-m", "distlab", "train", "--num_workers", "2", "--epochs", "1000"]
     with subprocess.Popen(

@@ -1,10 +1,14 @@
 """What a new user types on the first day, and what the command line makes of it."""
 
+import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from distlab import training
 from distlab.cli import main
 from distlab.cli.app import app
 
@@ -79,3 +83,46 @@ def test_no_help_is_cut_on_80_columns(
     text = capsys.readouterr().out
     assert not re.search(r"\w,?\.\.\.\n", text), "a sentence that ends in the middle"
     assert "[[" not in text, "brackets around brackets"
+
+
+# Training
+
+
+@pytest.mark.parametrize("options", ["--backend gloo", "--backend sim"])
+def test_a_loss_that_is_no_number_ends_the_training(
+    options: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert distlab("train", "--lr", "1e9", "--num_workers", "2", *options.split()) == 1
+    printed = capfd.readouterr()
+    assert len(printed.out.splitlines()) == 1, "no epoch is reported"
+    assert re.fullmatch(
+        r"step [1-9]: the loss is (nan|inf), which is not a finite number any more "
+        r"\(first seen on all 2 ranks\). Try a smaller --lr than 1e\+09, say 0.05\n",
+        printed.err,
+    )
+
+
+def test_a_last_step_that_goes_too_far_is_seen_in_the_test(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    one_step = ["--epochs", "1", "--batch_size", "1436", "--num_workers", "1", "--lr", "1e30"]
+    assert distlab("train", *one_step, "--backend", "sim") == 1
+    assert capfd.readouterr().err.startswith("step 1: the loss is nan, ")
+
+
+def test_the_rank_where_the_loss_left_the_numbers_is_named() -> None:
+    config = training.make_config(dataset="digits", model="cnn", epochs=1, num_workers=2, lr=0.01)
+    answers = [training.Diverged(7, math.inf, is_mine) for is_mine in (False, True)]
+    line = training._how_it_diverged(config, answers)
+    assert line.startswith("step 7: the loss is inf")
+    assert "first seen on rank 1)" in line
+    assert line.endswith("Try a smaller --lr than 0.01, say 0.001")
+
+
+def test_every_rank_of_torchrun_ends_with_the_loss() -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["train", "--lr", "1e9", "--epochs", "1", "--backend", "gloo"]
+    command = [*start, "-m", "distlab", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("Try a smaller --lr than 1e+09") == 2
