@@ -1,9 +1,13 @@
 """What a new user types on the first day, and what the command line makes of it."""
 
+import contextlib
+import io
 import math
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from distlab import training
 from distlab.cli import main
 from distlab.cli.app import app
+from distlab.launch import starting
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -126,3 +131,59 @@ def test_every_rank_of_torchrun_ends_with_the_loss() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr.count("Try a smaller --lr than 1e+09") == 2
+
+
+# Many workers
+
+
+def on_terminal(*arguments: str) -> str:
+    """Run the command with its errors on a terminal; return what that shows."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "distlab", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(ours, 4096):
+                shown += data
+    os.close(ours)
+    assert process.returncode == 0
+    return shown.decode()
+
+
+def test_many_workers_are_warned_of() -> None:
+    workers = starting.MAX_PER_CORE * starting.num_cores() + 1
+    options = ["--epochs", "1", "--batch_size", str(workers * 16), "--backend", "gloo"]
+    shown = on_terminal("train", "--num_workers", str(workers), *options)
+    assert f"{workers} workers share {starting.num_cores()} core" in shown
+    assert f"Use at most {workers - 1}, or backend sim\r\n" in shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ranks_are_counted_while_a_long_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(starting, "QUIET_S", 0.0)
+    display = starting.Display(3)
+    display.show(2, 1)
+    display.close()
+    display.show(3, 3)
+    erase = "\r\x1b[K"
+    line = "starting 3 ranks: 2 have a process, 1 have joined the group"
+    assert sys.stderr.getvalue() == f"{erase}{line}{erase}"
+
+
+def test_few_workers_are_not_warned_of() -> None:
+    assert starting.crowd(8, num_cores=2) == ""
+    assert starting.crowd(9, num_cores=2).startswith("9 workers share 2 cores, more than 4 a core")
+
+
+def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    display = starting.Display(10_000)
+    time.sleep(starting.QUIET_S)
+    display.show(3, 1)
+    display.close()
+    assert capsys.readouterr() == ("", "")
