@@ -107,6 +107,7 @@ def _check(
     if task.id in graded.tasks:
         say([status.verdict(task, graded.tasks[task.id])])
     if graded.code != grading.FULL_MARKS:
+        say(status.fix_first(here, task, graded, progress))
         say(status.explanation(here, task, graded))
     say(status.go_on(here, task, graded, progress) if is_alone else [""])
     warn(progress)
