@@ -11,7 +11,7 @@ from typing import get_args
 import psutil
 import pytest
 
-from distlab import data, demo, doctor, models, plot, training
+from distlab import data, demo, doctor, models, plot, trainers, training
 from distlab.bench import all_reduce
 from distlab.cli import main, train
 from distlab.data import DataError
@@ -121,6 +121,7 @@ def test_the_commands_offer_what_the_libraries_have() -> None:
     assert set(get_args(train.AllReduce)) == set(ALL_REDUCES)
     assert set(get_args(train.Gradients)) == set(AVERAGE_GRADIENTS)
     assert set(get_args(train.Backend)) == set(api.BACKENDS)
+    assert get_args(train.Impl) == trainers.CHOICES
     assert set(get_args(train.Device)) == set(api.DEVICES)
 
 
