@@ -19,9 +19,6 @@ def train(
     model: Annotated[
         Model, typer.Option("--model", help="gpt predicts pixel by pixel: small images only.")
     ] = "cnn",
-    impl: Annotated[
-        Impl, typer.Option("--impl", help="Whose trainer; mine: what you have written.")
-    ] = "solution",
     num_workers: Annotated[
         int | None,
         typer.Option(
@@ -45,6 +42,9 @@ def train(
         Gradients,
         typer.Option("--gradients", help="flat: all in one all-reduce instead of one each."),
     ] = "per_parameter",
+    impl: Annotated[
+        Impl, typer.Option("--impl", help="Whose trainer; mine: what you have written.")
+    ] = "solution",
     backend: Annotated[
         Backend,
         typer.Option(
