@@ -48,6 +48,7 @@ class Task:
     folder: str  # of the phase
     also: tuple[str, ...] = ()  # further functions of the file that are written and graded with it
     preload: tuple[str, ...] = ()  # modules that its tests load and that take a second
+    uses: tuple[str, ...] = ()  # ids of the earlier tasks whose functions the solution calls
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -136,6 +137,14 @@ class Course:
         """Look a task up by its id, "1.5"."""
         return _look_up("task", id, {task.id: task for task in self.tasks})
 
+    def builds_on(self, task: Task) -> tuple[Task, ...]:
+        """Return all earlier tasks that a task uses, itself or through others, in order."""
+        ids = set(task.uses)
+        for other in reversed(self.tasks):
+            if other.id in ids:
+                ids.update(other.uses)
+        return tuple(other for other in self.tasks if other.id in ids)
+
     def phase(self, number: int) -> Phase:
         """Look a phase up by its number."""
         by_number = {str(phase.number): phase for phase in self.phases}
@@ -179,8 +188,17 @@ def _course(table: dict[str, Any]) -> Course:
     _check_unique("phase", [str(phase.number) for phase in course.phases])
     _check_unique("lesson", [lesson.name for phase in course.phases for lesson in phase.lessons])
     _check_unique("task", [task.id for task in course.tasks])
+    _check_uses(course.tasks)
     _check_unique("function", [name for task in course.tasks for name in task.functions])
     return course
+
+
+def _check_uses(tasks: Sequence[Task]) -> None:
+    for place, task in enumerate(tasks):
+        earlier = [other.id for other in tasks[:place]]
+        for id in task.uses:
+            if id not in earlier:
+                raise CourseError(f"task {task.id}: uses {id!r}, which is not an earlier task")
 
 
 def _phase(table: dict[str, Any]) -> Phase:
@@ -213,7 +231,7 @@ def _lesson(phase: int, folder: str, table: dict[str, Any]) -> Lesson:
 
 def _task(folder: str, lesson: str, table: dict[str, Any]) -> Task:
     where = f"task {table.get('id', '?')}"
-    optional = ["also", "preload"]
+    optional = ["also", "preload", "uses"]
     given = [entry.name for entry in fields(Task) if entry.name not in ("lesson", "folder")]
     _check_keys(where, table, [name for name in given if name not in optional], optional)
     return Task(
@@ -227,6 +245,7 @@ def _task(folder: str, lesson: str, table: dict[str, Any]) -> Task:
         folder=folder,
         also=_names(where, table, "also"),
         preload=_names(where, table, "preload"),
+        uses=_names(where, table, "uses"),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from distlab import plot, training
+from distlab import plot, trainers, training
 from distlab.training import ConfigError
 from distlab.words import counted
 from phase1_data_parallel.given import EpochResult
@@ -36,6 +36,7 @@ def run_demo(folder: Path) -> None:
             others; before the training starts.
     """
     training.check_is_alone("distlab demo")
+    trainers.check_solutions()
     _check_writable(folder)
     console = Console()
     start = time.perf_counter()

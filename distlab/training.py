@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab import data, launch, models
+from distlab import data, launch, models, trainers
+from distlab.grade.outcomes import verdict_on
+from distlab.grade.submission import Submission
+from distlab.launch.stacks import name_ranks
 from distlab.launch.world import (
     is_one_of_mpiruns,
     launcher_of_several,
@@ -20,10 +24,9 @@ from distlab.launch.world import (
 )
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.counts import Counts
+from distlab.trainers import SOLVED
 from distlab.words import counted
 from phase1_data_parallel.given import EpochResult
-from solutions.phase1_data_parallel.collectives import ALL_REDUCES
-from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS, Trainer
 
 DEFAULT_WORKERS = 4
 DEFAULT_BATCH_SIZE = 64
@@ -31,6 +34,10 @@ DEFAULT_BATCH_SIZE = 64
 
 class ConfigError(ValueError):
     """Options that do not fit together; the message names ones that do."""
+
+
+class DivergedError(RuntimeError):
+    """A loss is not a finite number any more; the message says when, where, and what to try."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class TrainConfig:
     epochs: int
     batch_size: int  # of all ranks together
     lr: float
+    lessons: Submission = SOLVED  # whose trainer
     all_reduce: str = "native"  # key of ALL_REDUCES
     gradients: str = "per_parameter"  # key of AVERAGE_GRADIENTS
     backend: str = "auto"
@@ -88,16 +96,20 @@ def make_config(
     batch_size: int | None = None,
     lr: float | None = None,
     backend: str = "auto",
+    impl: str = "solution",
+    all_reduce: str = "native",
     **others: Any,
 ) -> TrainConfig:
     """Fill in the options left open: workers, batch size that they can share, learning rate.
 
     Args:
+        impl: whose trainer: "solution", or "mine", what the learner has written.
         others: further fields of ``TrainConfig``, taken as they are.
 
     Raises:
         ConfigError: the batch cannot be shared equally, the learning rate is no positive number, or
             torchrun or mpirun started another number of workers.
+        NotThereError: no solutions are here, or the learner's own trainer is not written yet.
     """
     workers = _workers(num_workers, backend)
     return TrainConfig(
@@ -107,6 +119,8 @@ def make_config(
         backend=backend,
         batch_size=_batch_size(batch_size, workers),
         lr=_learning_rate(lr, RECIPES[model].lr),
+        lessons=trainers.find(impl, all_reduce),
+        all_reduce=all_reduce,
         **others,
     )
 
@@ -161,28 +175,45 @@ def train(config: TrainConfig) -> list[EpochResult]:
 
     Raises:
         ConfigError: the batch is larger than the data set.
+        DivergedError: the loss is not a finite number any more.
         LaunchError: a rank failed.
     """
-    answer, *_ = launch.run(
-        _history_or_refusal,
-        config.num_workers,
-        config,
-        backend=config.backend,
-        cluster=config.cluster,
-        device=config.device,
-        timeout_s=None,
-    )
+    answers = _answers(config)
+    answer = answers[0]
     if isinstance(answer, ConfigError):
         raise answer
+    if isinstance(answer, Diverged):
+        raise DivergedError(_how_it_diverged(config, answers))
     return answer
 
 
-def _history_or_refusal(config: TrainConfig) -> list[EpochResult] | ConfigError:
-    """Options that do not fit the data are every rank's answer, not the failure of one."""
+def _answers(config: TrainConfig) -> "list[list[EpochResult] | ConfigError | Diverged]":
+    """Run the ranks; a helper of the learner's that is still a TODO is one line."""
+    try:
+        return launch.run(
+            _history_or_refusal,
+            config.num_workers,
+            config,
+            backend=config.backend,
+            cluster=config.cluster,
+            device=config.device,
+            timeout_s=None,
+        )
+    except launch.LaunchError as error:
+        verdict = verdict_on(error)
+        if verdict.missing:
+            raise trainers.NotThereError(verdict.message) from None
+        raise
+
+
+def _history_or_refusal(config: TrainConfig) -> "list[EpochResult] | ConfigError | Diverged":
+    """What ends the training of all ranks is every rank's answer, not the failure of one."""
     try:
         return train_on_rank(config)
     except ConfigError as refusal:
         return refusal
+    except _DivergedHere as found:
+        return found.diverged
 
 
 def train_on_rank(config: TrainConfig) -> list[EpochResult]:
@@ -198,25 +229,89 @@ def train_on_rank(config: TrainConfig) -> list[EpochResult]:
     model.to(device=here.device, dtype=dtype)
     model.register_forward_pre_hook(lambda _, inputs: _cast(inputs, dtype))
     optimizer = RECIPES[config.model].build(model, config.lr)
-    trainer = Trainer(
+    parts = trainers.load(config.lessons)
+    trainer: Any = parts.trainer(
         model,
         optimizer,
-        all_reduce=ALL_REDUCES[config.all_reduce],
-        average=AVERAGE_GRADIENTS[config.gradients],
+        all_reduce=parts.all_reduces[config.all_reduce],
+        average=parts.averages[config.gradients],
         device=here.device,
     )
+    trainer.step = _Watched(trainer.step, model)
     trainer.log.info(_headline(config, here.device, splits, model))
     earlier = _counts()
-    history = trainer.fit(
+    history: list[EpochResult] = trainer.fit(
         splits.train,
         splits.test,
         epochs=config.epochs,
         global_batch_size=config.batch_size,
         seed=config.seed,
     )
+    _check_test_losses(history)
     if (counts := _counts()) and earlier:
         trainer.log.info(_traffic(counts - earlier, config.epochs))
     return history
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """Where a rank has met a loss that is not finite: the same step on all ranks."""
+
+    step: int  # of the training, from 1 on
+    loss: float
+    is_mine: bool  # this rank's own outputs were not finite
+
+
+class _DivergedHere(Exception):
+    def __init__(self, diverged: Diverged) -> None:
+        super().__init__(diverged)
+        self.diverged = diverged
+
+
+class _Watched:
+    """A trainer's step that ends the training at the first loss that is not finite.
+
+    ``train_step`` returns the same loss on all ranks, so that all end at the same step.
+    """
+
+    def __init__(self, step: Callable[[Any], float], model: nn.Module) -> None:
+        self._step, self._count = step, 0
+        self._outputs = torch.zeros(0)
+        model.register_forward_hook(self._keep)
+
+    def __call__(self, batch: Any) -> float:
+        loss = self._step(batch)
+        self._count += 1
+        if not math.isfinite(loss):
+            is_mine = not bool(torch.isfinite(self._outputs).all())
+            raise _DivergedHere(Diverged(self._count, loss, is_mine))
+        return loss
+
+    def _keep(self, _model: nn.Module, _inputs: object, outputs: Tensor) -> None:
+        self._outputs = outputs.detach()
+
+
+def _check_test_losses(history: Sequence[EpochResult]) -> None:
+    """The last step of all may be the one that goes too far: only the test shows it."""
+    step = 0
+    for result in history:
+        step += len(result.step_losses)
+        if not math.isfinite(result.test_loss):
+            raise _DivergedHere(Diverged(step, result.test_loss, is_mine=False))
+
+
+def _how_it_diverged(config: TrainConfig, answers: Sequence[object]) -> str:
+    """Say in a line at which step and on which ranks the loss left the numbers, and what to try."""
+    found = [answer for answer in answers if isinstance(answer, Diverged)]
+    ranks = [rank for rank, answer in enumerate(found) if answer.is_mine]
+    everywhere = len(ranks) in (0, config.num_workers)
+    where = f"all {config.num_workers} ranks" if everywhere else name_ranks(ranks)
+    default = RECIPES[config.model].lr
+    smaller = default if config.lr > default else config.lr / 10
+    return (
+        f"step {found[0].step}: the loss is {found[0].loss}, which is not a finite number any more "
+        f"(first seen on {where}). Try a smaller --lr than {config.lr:g}, say {smaller:g}"
+    )
 
 
 def _counts() -> Counts | None:
@@ -287,8 +382,6 @@ def _simulated(cluster: str | None) -> str:
 def report(config: TrainConfig, history: list[EpochResult]) -> None:
     """Print one closing line, from one process only."""
     if int(os.environ.get("RANK", "0")) == 0:
-        if not math.isfinite(history[-1].train_loss):
-            print("the loss is no longer a finite number: try a smaller --lr")
         best = max(history, key=lambda result: result.test_accuracy)
         epochs = counted(config.epochs, "epoch")
         print(

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from distlab import launch
+from distlab import launch, trainers
 from phase1_data_parallel.given import AllReduceTimes
-from solutions.phase1_data_parallel.collectives import ALL_REDUCES, measure_all_reduce
 
 EXCHANGE = "exchange: no all-reduce, but one message sent while another one arrives"
 SIZES_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
@@ -15,6 +14,7 @@ SIZES_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 
 def print_table(ranks: int, repeats: int) -> None:
     """Measure and print; cells in microseconds, and as multiples of the native all-reduce."""
+    trainers.check_solutions()
     times, *_ = launch.run(_measure_on_rank, ranks, SIZES_BYTES, repeats, backend="gloo")
     console = Console()
     console.print(_table(times, f"{ranks} gloo ranks: µs (times native), median of {repeats}"))
@@ -23,6 +23,8 @@ def print_table(ranks: int, repeats: int) -> None:
 
 
 def _measure_on_rank(sizes_bytes: Sequence[int], repeats: int) -> AllReduceTimes:
+    from solutions.phase1_data_parallel.collectives import ALL_REDUCES, measure_all_reduce
+
     return measure_all_reduce(ALL_REDUCES, sizes_bytes, repeats=repeats)
 
 

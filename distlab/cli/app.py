@@ -6,14 +6,27 @@ from typing import Annotated
 
 import typer
 
-from distlab.cli import bench, challenge, demo, doctor, learn, sim, trace, train, watch
+from distlab.cli import (
+    bench,
+    challenge,
+    demo,
+    doctor,
+    handout,
+    learn,
+    sim,
+    trace,
+    train,
+    watch,
+)
 from distlab.cli.entry import INTERRUPTED, complain
+from distlab.cli.whole_help import Group
 
 # typer brings its own click or uses the installed one; either way this is its UsageError.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="distlab",
+    cls=Group,
     help="Learn how distributed training works by building it.",
     invoke_without_command=True,
     add_completion=False,
@@ -37,7 +50,19 @@ app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)
 app.command("doctor")(doctor.doctor)
+app.command("handout")(handout.handout)
 app.add_typer(bench.app, name="bench")
+
+
+@app.command("help")
+def show_help(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="COMMAND", show_default=False, help="Such as sim; else all."),
+    ] = None,
+) -> None:
+    """Show this help, or that of one command."""
+    raise typer.Exit(run([*(command or ()), "--help"]))
 
 
 def _print_version(is_asked: bool) -> None:

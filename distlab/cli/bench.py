@@ -2,7 +2,9 @@
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Measure the course's own machinery.")
+from distlab.cli.whole_help import Group
+
+app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure the course's own machinery.")
 
 
 @app.callback()

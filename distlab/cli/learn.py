@@ -23,13 +23,11 @@ from distlab.learner import (
 Backend = Literal["auto", "sim", "gloo", "nccl"]
 SomeTask = Annotated[
     str | None,
-    typer.Argument(metavar="[TASK]", show_default=False, help="1.5 or broadcast; else the next."),
+    typer.Argument(metavar="TASK", show_default=False, help="1.5 or broadcast; else the next."),
 ]
 SomeTasks = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[TASK]...", show_default=False, help="1.5 or broadcast; else the next."
-    ),
+    typer.Argument(metavar="TASK", show_default=False, help="1.5 or broadcast; else the next."),
 ]
 OneTask = Annotated[
     str, typer.Argument(metavar="TASK", show_default=False, help="As 1.5 or broadcast.")
@@ -109,6 +107,7 @@ def _check(
     if task.id in graded.tasks:
         say([status.verdict(task, graded.tasks[task.id])])
     if graded.code != grading.FULL_MARKS:
+        say(status.fix_first(here, task, graded, progress))
         say(status.explanation(here, task, graded))
     say(status.go_on(here, task, graded, progress) if is_alone else [""])
     warn(progress)
@@ -180,7 +179,7 @@ def hint(
 def diff(
     task: Annotated[
         str | None,
-        typer.Argument(metavar="[TASK]", show_default=False, help="Else the last that has passed."),
+        typer.Argument(metavar="TASK", show_default=False, help="Else the last that has passed."),
     ] = None,
     spoil: Annotated[bool, typer.Option("--spoil", help="Also before it has passed.")] = False,
 ) -> None:

@@ -1,6 +1,8 @@
 """`distlab sim`: any torch.distributed script on a simulated cluster, and where its time went."""
 
 import math
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,9 +117,11 @@ def sim(
 ) -> None:
     """Run SCRIPT on every rank of a simulated cluster, as torchrun would, and say what it took.
 
-    Options of distlab come before SCRIPT; what comes after belongs to the script.
+    Options of distlab come before SCRIPT; what comes after belongs to the script. Where both have
+    an option of the same name, -- marks the script's: distlab sim SCRIPT -- --seed 1
     """
     with _usage_errors(context):
+        own_arguments = _own_arguments(context, script, arguments or ())
         _check_outputs({"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt})
         slow, killed = _of_ranks("--slow_rank", slow_rank), _of_ranks("--kill_rank", kill_rank)
         steps = _steps("--kill_at_step", kill_at_step)
@@ -146,9 +150,9 @@ def sim(
                 seed=seed,
             ),
         )
-    simulated = run_script(script, arguments or (), num_ranks, world, options)
+    simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated)}\n")
-    title = " ".join([script.name, *(arguments or ())])
+    title = " ".join([script.name, *own_arguments])
     _write(simulated, title, trace=trace, links=links, plot=plot, gantt=gantt)
 
 
@@ -159,6 +163,30 @@ def _usage_errors(context: typer.Context) -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error), ctx=context) from None
+
+
+def _own_arguments(context: typer.Context, script: Path, arguments: Sequence[str]) -> Sequence[str]:
+    """Return what the script gets: what stands behind it, but not an option that is meant for us.
+
+    An option of ours is the script's own if the script has its name in quotes, or behind ``--``.
+    """
+    if arguments[:1] == ["--"]:
+        return arguments[1:]
+    ours = {name for param in context.command.params for name in param.opts} - {"-h", "--help"}
+    text = script.read_text(encoding="utf-8", errors="replace")
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        is_ours = name.startswith("-") and _underscored(name) in map(_underscored, ours)
+        if is_ours and not re.search(rf"""["']{re.escape(name)}["']""", text):
+            raise ValueError(
+                f"{name} stands behind {script} and would be the script's: put it before {script}, "
+                f"or if it is the script's own: distlab sim {script} -- {shlex.join(arguments)}"
+            )
+    return arguments
+
+
+def _underscored(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _check_outputs(paths: dict[str, Path | None]) -> None:

@@ -14,7 +14,7 @@ def trace(
     task: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TASK]", show_default=False, help="Else the last one graded, or the next."
+            metavar="TASK", show_default=False, help="Else the last one graded, or the next."
         ),
     ] = None,
     ranks: Annotated[

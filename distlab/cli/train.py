@@ -10,6 +10,7 @@ Model = Literal["cnn", "resnet18", "vit", "gpt"]
 AllReduce = Literal["native", "naive", "recursive_doubling"]
 Gradients = Literal["per_parameter", "flat"]
 Backend = Literal["auto", "gloo", "nccl", "sim", "mpi"]
+Impl = Literal["solution", "mine"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -41,6 +42,9 @@ def train(
         Gradients,
         typer.Option("--gradients", help="flat: all in one all-reduce instead of one each."),
     ] = "per_parameter",
+    impl: Annotated[
+        Impl, typer.Option("--impl", help="Whose trainer; mine: what you have written.")
+    ] = "solution",
     backend: Annotated[
         Backend,
         typer.Option(
@@ -63,6 +67,7 @@ def train(
     config = training.make_config(
         dataset=dataset,
         model=model,
+        impl=impl,
         num_workers=num_workers,
         epochs=epochs,
         batch_size=batch_size,

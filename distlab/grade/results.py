@@ -85,6 +85,12 @@ class TaskResult:
         return missing is not None and missing[0] == self.task.id
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it was judged and something is to be fixed, not only to be written."""
+        fine = (Outcome.PASSED, Outcome.TODO, Outcome.NOT_RUN, Outcome.GRADER_ERROR)
+        return self.outcome not in fine
+
+    @property
     def points(self) -> int:
         """All or nothing."""
         has_passed = self.is_complete and self.outcome is Outcome.PASSED
@@ -106,6 +112,15 @@ class GradeResult:
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # what could be imported, by SHA-256
     seed: int = 0  # of what the tests have drawn
+
+    def cause(self, result: TaskResult) -> Task | None:
+        """Return the first failed task that a failed one builds on; None if there is none."""
+        uses = set(result.task.uses)
+        for other in reversed(self.tasks):
+            if other.task.id in uses:
+                uses.update(other.task.uses)
+        failed = (other.task for other in self.tasks if other.task.id in uses and other.has_failed)
+        return next(failed, None) if result.has_failed else None
 
     @property
     def points(self) -> int:

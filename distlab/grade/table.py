@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from distlab.course import Task
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
 
@@ -65,14 +66,21 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
     """Yield what to do: the first failure whole, further ones in a line; then what to write."""
     wrong = [t for t in result.tasks if message(t) and t.outcome is not Outcome.TODO]
     for place, task in enumerate(wrong):
+        cause = result.cause(task)
+        if cause:
+            yield f"Task {task.task.id} builds on {cause.function}: {_fix_first(cause)}."
         if place == 0 or verbose:
             yield from _whole(task, verbose=verbose)
-        else:
+        elif not cause:
             first, *more = message(task).splitlines()
             yield first if len(first) <= WIDTH and not more else f"{first[: WIDTH - 2]} …"
     if len(wrong) > 1 and not verbose:
         yield f"({len(wrong) - 1} more in one line each: -v shows all)"
     yield from _next_to_write(result)
+
+
+def _fix_first(cause: Task) -> str:
+    return f"fix {cause.id} first"
 
 
 def _next_to_write(result: GradeResult) -> Iterator[str]:
@@ -120,7 +128,9 @@ def rows(result: GradeResult) -> Iterator[str]:
         points = f"{task.points}/{task.task.points}"
         name = "TODO" if task.outcome is Outcome.TODO else task.outcome.value
         name += "" if task.is_complete or not task.tests else " *"
-        yield f"{task.task.id:<6}{task.task.function:<32}{name:<15}{points:>8}{task.seconds:>9.1f}"
+        row = f"{task.task.id:<6}{task.task.function:<32}{name:<15}{points:>8}{task.seconds:>9.1f}"
+        cause = result.cause(task)
+        yield f"{row}  {_fix_first(cause)}" if cause else row
     if any(task.tests and not task.is_complete for task in result.tasks):
         yield f"* {INCOMPLETE}"
     total = f"{result.points}/{result.max_points}"

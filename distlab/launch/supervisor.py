@@ -30,6 +30,7 @@ from distlab.launch.protocol import (
     WorldFolder,
 )
 from distlab.launch.rank import Rank
+from distlab.launch.starting import Display
 
 START_TIMEOUT_S = 120.0  # for all ranks to join the process group
 GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
@@ -67,6 +68,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
         self._screen = output.Screen(limits.output_bytes)
+        self._display = Display(0)
 
     def run(self, world_size: int) -> list[Rank]:
         """Start ``world_size`` ranks, watch them to the end, and return what is known of each.
@@ -74,13 +76,16 @@ class Supervisor:
         Afterwards no process that they started is left, whatever happened, ctrl-C included.
         """
         self._clock_started = time.monotonic()
+        self._display = Display(world_size)
         try:
             for number in range(world_size):
                 self._start(number)
+                self._show_start()
             self._selector.register(self.nursery, selectors.EVENT_READ, self._note_exits)
             self._note_exits()  # of ranks that ended while others were being started
             self._watch()
         finally:
+            self._display.close()
             try:
                 self._end()
             finally:
@@ -106,6 +111,9 @@ class Supervisor:
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._note_word(rank))
         self._selector.register(reading, selectors.EVENT_READ, lambda: self._note_output(rank))
 
+    def _show_start(self) -> None:
+        self._display.show(len(self.ranks), sum(rank.has_started for rank in self.ranks))
+
     def _watch(self) -> None:
         failed_at = None
         while any(rank.is_running for rank in self.ranks):
@@ -119,6 +127,7 @@ class Supervisor:
                 self._next_look = now + TICK_S
                 self._check_memory()
                 self._check_time(now)
+                self._show_start()
             if self.exceeded:
                 return self._locate_running()
         if all(rank.has_returned for rank in self.ranks):
@@ -128,6 +137,7 @@ class Supervisor:
     def _go(self) -> None:
         """Have all ranks call the function; their time starts now."""
         self._has_gone = True
+        self._display.close()
         self._clock_started, self.limit_s = time.monotonic(), self.limits.timeout_s
         self._start_to_wait(self._clock_started)
         for rank in self.ranks:

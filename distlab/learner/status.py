@@ -123,6 +123,22 @@ def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[
         yield from _picture(task, grade)
 
 
+def fix_first(
+    folder: CourseFolder, task: Task, grading: Grading, progress: Progress
+) -> Iterator[str]:
+    """Yield the first failed task that this failed one builds on, if there is one."""
+    grade = grading.tasks.get(task.id)
+    if grade is None or grade.outcome in (PASSED, TODO, GRADER_ERROR):
+        return
+    for other in folder.course.builds_on(task):
+        if progress.outcome(other) not in ("", PASSED, TODO, GRADER_ERROR):
+            yield (
+                f"{task.id} builds on {other.function}, which fails too: fix {other.id} first: "
+                f"distlab check {other.id}"
+            )
+            return
+
+
 def _picture(task: Task, grade: TaskGrade) -> Iterator[str]:
     """Yield the command that draws what went wrong, on as many ranks, if it can."""
     program = PROGRAMS.get(task.id)

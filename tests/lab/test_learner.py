@@ -122,7 +122,7 @@ def test_alone_it_says_how_far_one_is_and_what_to_run(
     printed = capsys.readouterr().out
     assert "Phase 1  Data parallelism" in printed
     assert "1/13 tasks  5/100 points" in printed
-    assert "Next: 1.2 Load a share of every batch (30 minutes)" in printed
+    assert "Next: 1.2 Load a share of every batch (20 minutes)" in printed
     assert "distlab check 1.2" in printed
 
 

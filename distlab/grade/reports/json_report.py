@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from distlab.course import Task
 from distlab.grade import table
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 
@@ -21,18 +22,19 @@ def text(result: GradeResult) -> str:
         "seed": result.seed,
         "files": result.files,
         "advice": list(table.failures(result, verbose=False)),
-        "tasks": [_task(task) for task in result.tasks],
+        "tasks": [_task(task, result.cause(task)) for task in result.tasks],
     }
     return json.dumps(report, indent=2) + "\n"
 
 
-def _task(result: TaskResult) -> dict[str, Any]:
+def _task(result: TaskResult, cause: Task | None) -> dict[str, Any]:
     return {
         "id": result.task.id,
         "function": result.task.function,
         "outcome": result.outcome.value,
         "kind": result.verdict.kind,
         "world_size": result.worst.world_size if result.tests else 0,
+        "fix_first": cause.id if cause else None,
         "write_next": _write_next(result),
         "message": table.message(result),
         "points": result.points,

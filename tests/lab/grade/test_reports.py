@@ -61,6 +61,7 @@ def test_json_holds_everything() -> None:
         "outcome": "hang",
         "kind": "all wait",
         "world_size": 4,
+        "fix_first": None,
         "write_next": None,
         "message": HANGS,
         "points": 0,

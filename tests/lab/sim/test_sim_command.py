@@ -176,14 +176,14 @@ def test_the_command_prints_the_output_then_the_summary_and_writes_files(
         import sys
         x = torch.ones(1000)
         dist.all_reduce(x)
-        print("sum", x[0].item(), sys.argv[1:])
+        print("sum", x[0].item(), sys.argv[1:], "--ranks" in sys.argv)
         """)
     names = {"trace": "t.json", "links": "l.csv", "plot": "p.png", "gantt": "g.svg"}
     files = [part for key, name in names.items() for part in (f"--{key}", tmp_path / name)]
     options = ["--cluster", "p4d", "--ranks", 3, "--slow-rank", "1:2", "--eager-bytes", 0]
     assert distlab("sim", *options, *files, script, "--ranks", "7", "-x") == 0
     printed = capsys.readouterr()
-    assert printed.out.count("sum 3.0 ['--ranks', '7', '-x']\n") == 3
+    assert printed.out.count("sum 3.0 ['--ranks', '7', '-x'] True\n") == 3
     report = printed.out.partition("\n\n")[2]
     assert report.startswith("simulated, preset p4d, not measured\n3 ranks on 1 x 8 GPUs")
     assert "rank 1 computes 2 times slower" in report
@@ -191,6 +191,24 @@ def test_the_command_prints_the_output_then_the_summary_and_writes_files(
     for name in names.values():
         assert (tmp_path / name).stat().st_size > 500
         assert f"{tmp_path / name}: " in report
+
+
+@pytest.mark.parametrize("option", ["--ranks 4", "--ranks=4", "--eager-bytes 8", "--strict"])
+def test_an_option_of_the_command_behind_the_script_is_explained_before_anything_runs(
+    write, option: str, capsys
+) -> None:
+    script, name = write("print('ran')"), option.replace("=", " ").split()[0]
+    assert distlab("sim", script, "--kib", 4, *option.split()) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert f"{name} stands behind {script} and would be the script's: put it before" in printed.err
+    assert f"distlab sim {script} -- --kib 4 {option}" in printed.err, "if it is the script's own"
+
+
+def test_what_stands_behind_two_dashes_is_the_script_s_whatever_its_name(write, capsys) -> None:
+    script = write("import sys\nprint(sys.argv[1:])")
+    assert distlab("sim", "--ranks", 1, script, "--", "--ranks", "7", "--", "x") == 0
+    assert capsys.readouterr().out.startswith("['--ranks', '7', '--', 'x']\n")
 
 
 def settings(*options: object, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -1,0 +1,60 @@
+"""The student's version of the course: no solutions, no wrong answers, nothing of git."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from distlab.learner import source
+from distlab.learner.folder import CourseFolder, LearnerError, WriteError
+
+LEFT_OUT = ("solutions", "benchmarks", "scripts", "tests/lab", "tests/wrong_answers", "data", "out")
+NOT_OURS = ("__pycache__", "build", "dist", "ledger")
+
+
+def write(folder: CourseFolder, target: Path) -> int:
+    """Copy what a student needs into a new folder; return how many files.
+
+    Raises:
+        LearnerError: the new folder is not empty, or lies inside the course's, or a
+            task is written.
+        WriteError: it cannot be written.
+    """
+    target = target.resolve()
+    if target.is_relative_to(folder.root):
+        raise LearnerError(f"{target} lies inside the course: name a folder outside {folder.root}")
+    if target.is_dir() and any(target.iterdir()):
+        raise LearnerError(f"{target} is not empty: name a new folder")
+    _check_unwritten(folder)
+    files = list(_files(folder.root, folder.root))
+    try:
+        for file in files:
+            copy = target / file.relative_to(folder.root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+    except OSError as error:
+        place = error.filename or target
+        raise WriteError(f"{place} cannot be written: {error.strerror or error}") from None
+    return len(files)
+
+
+def _files(root: Path, parent: Path) -> Iterator[Path]:
+    for path in sorted(parent.iterdir()):
+        name = path.relative_to(root).as_posix()
+        is_private = path.name.startswith(".") and path.name != ".gitignore"
+        is_left_out = is_private or name in LEFT_OUT or path.name in NOT_OURS
+        if is_left_out or path.name.endswith(".egg-info") or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from _files(root, path)
+        elif path.is_file():
+            yield path
+
+
+def _check_unwritten(folder: CourseFolder) -> None:
+    """Refuse to hand out a template in which a task is written: it would be somebody's answer."""
+    for task in folder.course.tasks:
+        if not source.is_to_write(folder, task):
+            raise LearnerError(
+                f"{task.function} in {task.template} is written, and students would get it: "
+                f"distlab reset {task.id}"
+            )

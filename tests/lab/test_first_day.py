@@ -1,0 +1,189 @@
+"""What a new user types on the first day, and what the command line makes of it."""
+
+import contextlib
+import io
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distlab import training
+from distlab.cli import main
+from distlab.cli.app import app
+from distlab.launch import starting
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    *([info.name] for info in app.registered_commands),
+    *(["bench", name] for name in ("launch", "all_reduce", "sim")),
+    ["bench"],
+    [],
+]
+
+
+def distlab(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+NEED_THE_COURSE = [
+    "",
+    "status",
+    "check",
+    "grade",
+    "watch",
+    "trace 1.5",
+    "hint",
+    "diff",
+    "reset 1.4",
+]
+
+
+@pytest.mark.parametrize("command", NEED_THE_COURSE)
+def test_elsewhere_the_line_says_where_to_go(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert distlab(*command.split()) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed.err.endswith(f"; cd {ROOT}\n")
+
+
+# Help
+
+
+@pytest.mark.parametrize("names", [[], ["sim"], ["bench", "launch"]])
+def test_help_is_a_command_too(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert distlab(*names, "--help") == 0
+    expected = capsys.readouterr().out
+    assert distlab("help", *names) == 0
+    assert capsys.readouterr().out == expected
+    assert f"Usage: {' '.join(['distlab', *names])} " in expected
+
+
+def test_help_of_what_is_no_command_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert distlab("help", "trian") == 2
+    line = capsys.readouterr().err
+    assert line.startswith("distlab: No such command 'trian'. Did you mean 'train'")
+    assert "Valid commands: bench, check" in line
+
+
+@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
+def test_no_help_is_cut_on_80_columns(
+    names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert distlab(*names, "--help") == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"\w,?\.\.\.\n", text), "a sentence that ends in the middle"
+    assert "[[" not in text, "brackets around brackets"
+
+
+# Training
+
+
+@pytest.mark.parametrize("options", ["--backend gloo", "--backend sim"])
+def test_a_loss_that_is_no_number_ends_the_training(
+    options: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert distlab("train", "--lr", "1e9", "--num_workers", "2", *options.split()) == 1
+    printed = capfd.readouterr()
+    assert len(printed.out.splitlines()) == 1, "no epoch is reported"
+    assert re.fullmatch(
+        r"step [1-9]: the loss is (nan|inf), which is not a finite number any more "
+        r"\(first seen on all 2 ranks\). Try a smaller --lr than 1e\+09, say 0.05\n",
+        printed.err,
+    )
+
+
+def test_a_last_step_that_goes_too_far_is_seen_in_the_test(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    one_step = ["--epochs", "1", "--batch_size", "1436", "--num_workers", "1", "--lr", "1e30"]
+    assert distlab("train", *one_step, "--backend", "sim") == 1
+    assert capfd.readouterr().err.startswith("step 1: the loss is nan, ")
+
+
+def test_the_rank_where_the_loss_left_the_numbers_is_named() -> None:
+    config = training.make_config(dataset="digits", model="cnn", epochs=1, num_workers=2, lr=0.01)
+    answers = [training.Diverged(7, math.inf, is_mine) for is_mine in (False, True)]
+    line = training._how_it_diverged(config, answers)
+    assert line.startswith("step 7: the loss is inf")
+    assert "first seen on rank 1)" in line
+    assert line.endswith("Try a smaller --lr than 0.01, say 0.001")
+
+
+def test_every_rank_of_torchrun_ends_with_the_loss() -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["train", "--lr", "1e9", "--epochs", "1", "--backend", "gloo"]
+    command = [*start, "-m", "distlab", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("Try a smaller --lr than 1e+09") == 2
+
+
+# Many workers
+
+
+def on_terminal(*arguments: str) -> str:
+    """Run the command with its errors on a terminal; return what that shows."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "distlab", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(ours, 4096):
+                shown += data
+    os.close(ours)
+    assert process.returncode == 0
+    return shown.decode()
+
+
+def test_many_workers_are_warned_of() -> None:
+    workers = starting.MAX_PER_CORE * starting.num_cores() + 1
+    options = ["--epochs", "1", "--batch_size", str(workers * 16), "--backend", "gloo"]
+    shown = on_terminal("train", "--num_workers", str(workers), *options)
+    assert f"{workers} workers share {starting.num_cores()} core" in shown
+    assert f"Use at most {workers - 1}, or backend sim\r\n" in shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ranks_are_counted_while_a_long_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(starting, "QUIET_S", 0.0)
+    display = starting.Display(3)
+    display.show(2, 1)
+    display.close()
+    display.show(3, 3)
+    erase = "\r\x1b[K"
+    line = "starting 3 ranks: 2 have a process, 1 have joined the group"
+    assert sys.stderr.getvalue() == f"{erase}{line}{erase}"
+
+
+def test_few_workers_are_not_warned_of() -> None:
+    assert starting.crowd(8, num_cores=2) == ""
+    assert starting.crowd(9, num_cores=2).startswith("9 workers share 2 cores, more than 4 a core")
+
+
+def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    display = starting.Display(10_000)
+    time.sleep(starting.QUIET_S)
+    display.show(3, 1)
+    display.close()
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,143 @@
+"""The students' copy of the course, and training with what a learner has written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distlab.cli import main
+from distlab.course import load
+from distlab.learner import handout
+from distlab.learner.folder import CourseFolder, LearnerError
+
+ROOT = Path(__file__).parents[2]
+COURSE = load(ROOT)
+PHASE = "phase1_data_parallel"
+LESSONS = ("data_loader", "collectives", "trainer")
+
+
+@pytest.fixture(scope="module")
+def students(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("handout") / "course"
+    handout.write(CourseFolder(ROOT, COURSE), target)
+    return target
+
+
+def distlab(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command of a copy of the course, in it."""
+    return subprocess.run(
+        [sys.executable, "-m", "distlab", *arguments],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def solve(root: Path, *lessons: str) -> None:
+    """Write lessons as the solutions do."""
+    for lesson in lessons:
+        text = (ROOT / "solutions" / PHASE / f"{lesson}.py").read_text()
+        text = text.replace(f"from solutions.{PHASE}.", f"from {PHASE}.template_")
+        (root / PHASE / f"template_{lesson}.py").write_text(text)
+
+
+@pytest.fixture
+def mine(students: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(students, tmp_path / "mine"))
+
+
+# The handout
+
+
+def test_a_handout_holds_no_answer(students: Path) -> None:
+    assert (students / "course.toml").is_file()
+    for name in ("solutions", "scripts", ".git", "tests/lab", "tests/wrong_answers"):
+        assert not (students / name).exists(), name
+    assert not list(students.rglob("ledger")), "it names what passes for right and wrong"
+
+
+def test_grading_works_in_a_handout(mine: Path) -> None:
+    solve(mine, "collectives")
+    assert distlab(mine, "check", "1.4").returncode == 0
+    report = mine / "report.json"
+    done = distlab(mine, "grade", "--backend", "sim", "--report", f"json={report}")
+    assert done.returncode == 1
+    outcomes = {task["id"]: task["outcome"] for task in json.loads(report.read_text())["tasks"]}
+    solved = ("1.4", "1.5", "1.6", "1.7", "1.8")
+    assert outcomes == {t.id: "passed" if t.id in solved else "todo" for t in COURSE.tasks}
+
+
+@pytest.mark.parametrize("command", ["train", "demo", "bench all_reduce"])
+def test_what_needs_the_solutions_says_so_in_a_line(students: Path, command: str) -> None:
+    done = distlab(students, *command.split())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "no solutions/: distlab train --impl mine trains with" in done.stderr
+
+
+def test_the_doctor_needs_no_solutions(students: Path) -> None:
+    done = distlab(students, "doctor")
+    assert done.returncode == 0, done.stderr
+    assert "8 simulated GPUs" in done.stdout
+
+
+def test_a_diff_without_solutions_is_a_line(students: Path) -> None:
+    done = distlab(students, "diff", "1.4", "--spoil")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "has no exchange to compare with" in done.stderr
+
+
+@pytest.mark.parametrize("target", ["inside", "full"])
+def test_a_handout_overwrites_nothing(target: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    place = ROOT / "students" if target == "inside" else tmp_path
+    with pytest.raises(
+        LearnerError, match="lies inside the course" if target == "inside" else "is not empty"
+    ):
+        handout.write(CourseFolder(ROOT, COURSE), place)
+
+
+def test_nobody_s_answer_is_handed_out(mine: Path, tmp_path: Path) -> None:
+    solve(mine, "collectives")
+    with pytest.raises(LearnerError, match=r"exchange in .* is written.*distlab reset 1\.4"):
+        handout.write(CourseFolder(mine, COURSE), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+# Training with what was written
+
+SHORT = ["--num_workers", "2", "--epochs", "1"]
+
+
+def test_the_learner_s_own_trainer_trains_as_the_solution_s(
+    mine: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    solve(mine, *LESSONS)
+    text = (mine / PHASE / "template_trainer.py").read_text()
+    own = text.replace('f"epoch {result.epoch}', 'f"my own epoch {result.epoch}')
+    (mine / PHASE / "template_trainer.py").write_text(own)
+    done = distlab(mine, "train", "--impl", "mine", *SHORT, "--all_reduce", "naive")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0/2  my own epoch 1  loss " in done.stdout
+    with pytest.raises(SystemExit):
+        main(["train", *SHORT, "--all_reduce", "naive"])
+    assert capfd.readouterr().out.splitlines()[-1] == done.stdout.splitlines()[-1]
+
+
+def test_a_trainer_that_is_not_written_is_a_line_that_names_the_tasks(mine: Path) -> None:
+    solve(mine, "data_loader")
+    done = distlab(mine, "train", "--impl", "mine", *SHORT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "your trainer needs what is not written yet: 1.5 broadcast, 1.9 broadcast_parameters, "
+        "1.10 average_gradients, 1.11 train_step, 1.12 evaluate, 1.13 Trainer.fit. Go on with: "
+        "distlab check 1.5\n"
+    )
+    done = distlab(mine, "train", "--impl", "mine", *SHORT, "--all_reduce", "recursive_doubling")
+    assert "1.4 exchange, 1.5 broadcast, 1.7 all_reduce_recursive" in done.stderr

@@ -1,0 +1,109 @@
+"""What a task builds on: course.toml says it as the solutions call it; verdicts start there."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from distlab.course import CourseError, Task, load
+from distlab.grade import table
+from distlab.grade.outcomes import Outcome, Verdict
+from distlab.grade.results import GradeResult, TaskResult, TestResult
+from distlab.learner import grading, state, status
+from distlab.learner.folder import CourseFolder
+from distlab.learner.source import defined
+
+ROOT = Path(__file__).parents[2]
+COURSE = load(ROOT)
+OWNERS = {name: task for task in COURSE.tasks for name in task.functions}
+
+
+@cache
+def functions_of(path: Path) -> dict[str, ast.AST]:
+    return dict(defined(ast.parse((ROOT / path).read_text())))
+
+
+def names_in(node: ast.AST, holder: str) -> Iterator[str]:
+    for entry in ast.walk(node):
+        if isinstance(entry, ast.Name):
+            yield entry.id
+        elif isinstance(entry, ast.Attribute) and holder:
+            yield f"{holder}.{entry.attr}"
+
+
+def called_by(task: Task) -> set[str]:
+    """Ids of the tasks whose functions a solution calls, itself or through its helpers."""
+    nodes = functions_of(task.solution)
+    reached = [*task.functions, *(name for name in nodes if name.endswith(".__init__"))]
+    if "." not in task.function:
+        reached = list(task.functions)
+    found = set()
+    for name in reached:  # it grows
+        for other in names_in(nodes[name], name.rpartition(".")[0]):
+            if other in OWNERS and OWNERS[other] != task:
+                found.add(OWNERS[other].id)
+            elif other in nodes and other not in reached:
+                reached.append(other)
+    return found
+
+
+@pytest.mark.parametrize("task", COURSE.tasks, ids=lambda task: task.id)
+def test_a_task_builds_on_those_that_its_solution_calls(task: Task) -> None:
+    assert set(task.uses) == called_by(task)
+
+
+def test_what_it_builds_on_includes_what_that_builds_on() -> None:
+    assert [t.id for t in COURSE.builds_on(COURSE.task("1.8"))] == ["1.4", "1.5", "1.6", "1.7"]
+    assert COURSE.builds_on(COURSE.task("1.4")) == ()
+
+
+def test_only_earlier_tasks_can_be_used(tmp_path: Path) -> None:
+    text = (ROOT / "course.toml").read_text().replace('uses = ["1.5"]', 'uses = ["1.9"]', 1)
+    (tmp_path / "course.toml").write_text(text)
+    with pytest.raises(CourseError, match=r"task 1\.6: uses '1.9', which is not an earlier task"):
+        load(tmp_path)
+
+
+def graded(**outcomes: Outcome) -> GradeResult:
+    """A grading of tasks, as t1_4, one test each."""
+    tasks = []
+    for name, outcome in outcomes.items():
+        task = COURSE.task(name[1:].replace("_", "."))
+        test = TestResult("test_it", "sim", Verdict(outcome, f"{task.function} is wrong."), 0.1)
+        tasks.append(TaskResult(task, "file.py", "", expected=1, tests=[test]))
+    return GradeResult("here", tasks, 1.0)
+
+
+def test_failures_of_one_cause_say_what_to_fix_first() -> None:
+    wrong = Outcome.FAILED
+    result = graded(t1_4=wrong, t1_5=wrong, t1_7=Outcome.HANG, t1_8=wrong)
+    lines = list(table.failures(result, verbose=False))
+    assert "Task 1.4: exchange is wrong. guidelines.md 1.4" in lines
+    assert "Task 1.5: broadcast is wrong. guidelines.md 1.5" in lines, "it builds on nothing"
+    assert "Task 1.7 builds on exchange: fix 1.4 first." in lines
+    assert "Task 1.8 builds on exchange: fix 1.4 first." in lines
+    ends = [line.rpartition("0.1")[2].strip() for line in list(table.rows(result))[1:-1]]
+    assert ends == ["", "", "fix 1.4 first", "fix 1.4 first"]
+    assert "Task 1.8: measure_all_reduce is wrong" in "\n".join(
+        table.failures(result, verbose=True)
+    )
+
+
+def test_what_is_to_be_written_or_has_passed_is_no_cause() -> None:
+    result = graded(t1_4=Outcome.TODO, t1_7=Outcome.FAILED)
+    assert result.cause(result.tasks[1]) is None
+    result = graded(t1_4=Outcome.FAILED, t1_7=Outcome.PASSED)
+    assert result.cause(result.tasks[1]) is None
+
+
+def test_a_check_of_one_task_knows_of_the_failure_that_it_builds_on(tmp_path: Path) -> None:
+    here = CourseFolder(tmp_path, COURSE)
+    task = COURSE.task("1.8")
+    state.remember(here, {"1.4": state.Record("hang"), "1.6": state.Record("failed")})
+    failed = grading.Grading(1, {"1.8": grading.TaskGrade("1.8", "failed", 0, 10, 1.0)})
+    lines = list(status.fix_first(here, task, failed, state.load(here)))
+    assert lines == ["1.8 builds on exchange, which fails too: fix 1.4 first: distlab check 1.4"]
+    passed = grading.Grading(0, {"1.8": grading.TaskGrade("1.8", "passed", 10, 10, 1.0)})
+    assert list(status.fix_first(here, task, passed, state.load(here))) == []
