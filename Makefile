@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS_AT_ONCE ?= 3# of two cores one would often wait: for a limit of time, a disk, a process that starts
 
-.PHONY: setup demo lint format test clean help
+.PHONY: setup demo lint format test docs clean help
 
 help:
 	@echo "make demo    train a model on real images with 1 and with 4 workers (under a minute)"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files"
 	@echo "make setup   only set up $(VENV)       make clean    remove $(VENV), out/ and caches"
+	@echo "make docs    build the site of the course in out/site"
 
 setup: $(READY)
 
@@ -21,10 +22,14 @@ $(READY): pyproject.toml constraints.txt
 	       "Name another one: make PYTHON=python3.12 setup"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { \
 	  echo "Could not create $(VENV). On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@[ "$$(uname -s)" != Linux ] || ls -d $(VENV)/lib*/python*/site-packages/torch >/dev/null 2>&1 || \
+	  echo "Installing torch's default build, for NVIDIA GPUs. It takes about 5 GB;" \
+	       "docs/install.md has the smaller CPU build: install that first."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --only-binary mpi4py,mpich \
 	  --editable '.[mpi]' || \
 	  echo "No mpi4py or mpich for this platform: everything works but --backend mpi."
+	@$(BIN)/python -c 'from distlab.doctor import torch_build; print(torch_build())'
 	@touch $@
 
 demo: $(READY)
@@ -43,6 +48,10 @@ test: $(READY)
 	$(BIN)/python -m pytest tests/test_phase1.py --impl solution
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder \
 	  tests/wrong_answers tests/lab -p nbmake --nbmake phase1_data_parallel/explore.ipynb
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,1 +1,1 @@
-"""distlab: the support package of the course. See README.md for what each part is for."""
+"""distlab: the support package of the course. docs/architecture.md says what each part is for."""

@@ -92,13 +92,20 @@ def check_torch() -> Finding:
     return Finding("torch", ABSENT, f"{version}, tested with {', '.join(TESTED_TORCH)}", fix)
 
 
+def torch_build() -> str:
+    """Return which torch is installed, for which processors: ``torch 2.13.0 (CPU build)``."""
+    built = torch.version
+    kind = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip else "CPU"
+    return f"torch {torch.__version__.partition('+')[0]} ({kind} build)"
+
+
 def check_torchvision() -> Finding:
     """torchvision beside this torch, which may need its missing operators declared."""
     version = importlib.metadata.version("torchvision")
     try:
         import_torchvision()
     except Exception as error:
-        fix = "install the torchvision that belongs to this torch: see README, other wheels"
+        fix = "install the torchvision that belongs to this torch: see docs/install.md"
         return Finding("torchvision", BROKEN, f"{version} does not import: {error}", fix)
     return Finding("torchvision", OK, version)
 
@@ -113,7 +120,7 @@ def check_gpus() -> Finding:
     fix = (
         "torch is built for GPUs but sees none: check nvidia-smi or rocm-smi"
         if built_for
-        else "none needed; with a GPU, install torch's CUDA or ROCm wheel: see README"
+        else "none needed; with a GPU, install torch's CUDA or ROCm build: see docs/install.md"
     )
     return Finding("GPUs", ABSENT, "none", fix)
 

@@ -10,6 +10,7 @@ from typing import get_args
 
 import psutil
 import pytest
+import torch
 
 from distlab import data, demo, doctor, models, plot, trainers, training
 from distlab.bench import all_reduce
@@ -275,6 +276,23 @@ def test_the_doctor_runs_what_it_reports(capsys: pytest.CaptureFixture[str]) -> 
     assert "8 simulated GPUs" in report
     for subject in ("torch", "torchvision", "world gloo", "world mpi", "world sim", "data"):
         assert subject in report
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "hip", "says"),
+    [
+        ("2.13.0+cpu", None, None, "torch 2.13.0 (CPU build)"),
+        ("2.13.0", "13.0", None, "torch 2.13.0 (CUDA 13.0 build)"),
+        ("2.13.0+rocm7.0", None, "7.0.5", "torch 2.13.0 (ROCm 7.0.5 build)"),
+    ],
+)
+def test_the_build_of_torch_is_named_by_its_processors(
+    monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None, hip: str | None, says: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert doctor.torch_build() == says
 
 
 def test_the_doctor_says_what_to_do_about_what_is_broken(

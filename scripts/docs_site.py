@@ -1,0 +1,93 @@
+"""Hooks of mkdocs: the site is the repository's own Markdown, at the paths that it has there.
+
+Links between the files then work unchanged, on the site as in the repository. mkdocs.yml names this
+file; ``make docs`` runs it.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from distlab.course import anchor
+
+ROOT = Path(__file__).parents[1]
+SHOWN = ("*.md", "docs/*.md", "docs/*.png", "docs/images/*", "phase*/*.md", "phase*/figures/*")
+NOT_SHOWN = ("CLAUDE.md",)  # a pointer for one tool
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+ITEM = re.compile(r"\s*([-*]|\d+\.) ")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Give headings the anchors that GitHub gives them."""
+    config.mdx_configs["toc"] = {"slugify": lambda text, _: anchor(text), "permalink": True}
+    return config
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Take the repository's files instead of those of docs/ alone; keep the theme's."""
+    theirs = [file for file in files if not file.src_uri.endswith((".md", ".png"))]
+    return Files([*theirs, *(_file(path, config) for path in shown())])
+
+
+def shown() -> Iterator[Path]:
+    """Yield the files of the site, as paths in the repository."""
+    for pattern in SHOWN:
+        for path in sorted(ROOT.glob(pattern)):
+            if path.name not in NOT_SHOWN:
+                yield path.relative_to(ROOT)
+
+
+def _file(path: Path, config: MkDocsConfig) -> File:
+    return File.generated(config, path.as_posix(), abs_src_path=str(ROOT / path))
+
+
+def on_page_markdown(text: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn GitHub's Markdown into what mkdocs reads."""
+    return for_mkdocs(text, Path(page.file.src_uri))
+
+
+def for_mkdocs(text: str, path: Path) -> str:
+    """Return a page's text with the few things changed that GitHub reads in another way.
+
+    Args:
+        text: GitHub's Markdown.
+        path: the page, in the repository.
+    """
+    lines: list[str] = []
+    is_code = False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code:
+            line = line.replace("<details>", '<details markdown="1">')
+            line = LINK.sub(lambda found: _link(found, path), line)
+            if ITEM.match(line) and lines and lines[-1].strip() and not _is_in_list(lines):
+                lines.append("")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _is_in_list(lines: list[str]) -> bool:
+    """Tell whether the paragraph that ends here is an item of a list."""
+    for line in reversed(lines):
+        if not line.strip():
+            return False
+        if ITEM.match(line):
+            return True
+    return False
+
+
+def _link(found: re.Match[str], path: Path) -> str:
+    """Keep a link to a page; of a link to another file of the repository keep the words.
+
+    A link to nothing is kept as well: mkdocs then complains.
+    """
+    words, target = found.groups()
+    file = (ROOT / path.parent / target.partition("#")[0]).resolve()
+    if "://" in target or target.startswith("#") or not file.exists():
+        return found[0]
+    return found[0] if file.relative_to(ROOT) in shown() else words

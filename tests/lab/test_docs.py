@@ -1,0 +1,337 @@
+"""The texts hold together: links lead somewhere, commands exist, and the first hour is as it says.
+
+Each check is a function that returns what is wrong, and is itself tested with a wrong input.
+"""
+
+import ast
+import re
+import runpy
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from distlab.cli import main
+from distlab.cli.app import app
+from distlab.course import anchor, load
+
+ROOT = Path(__file__).parents[2]
+COURSE = load(ROOT)
+README = ROOT / "README.md"
+FIRST_HOUR = ROOT / "docs/first_hour.md"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("phase*/guidelines.md")])
+MAX_README_LINES = 120
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def without_code(text: str) -> str:
+    """Leave out blocks of code, whose lines are neither headings nor links."""
+    return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """Return what links to a page's headings end in; the second of a name gets -1."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", without_code(text), flags=re.MULTILINE):
+        name = anchor(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading))
+        seen = found.count(name)
+        found += [name, f"{name}-{seen}"] if seen else [name]
+    return set(found)
+
+
+def broken_links(text: str, page: Path) -> list[str]:
+    """Return the relative links and pictures of a page that lead nowhere."""
+    outside_spans = re.sub(r"`[^`\n]*`", "``", without_code(text))
+    targets = re.findall(r"\]\(([^()\s]+)\)", outside_spans)
+    targets += re.findall(r"^\[[^\]]+\]: (\S+)", outside_spans, flags=re.MULTILINE)
+    return [target for target in targets if "://" not in target and not _leads(target, text, page)]
+
+
+def _leads(target: str, text: str, page: Path) -> bool:
+    path, _, name = target.partition("#")
+    file = page.parent / path if path else page
+    if not file.exists() or not file.resolve().is_relative_to(ROOT):
+        return False
+    if not name:
+        return True
+    there = file.read_text(encoding="utf-8") if path else text
+    return file.suffix == ".md" and name in anchors(there)
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page.read_text(encoding="utf-8"), page) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("[a](docs/launch.md)", []),
+        ("[a](docs/lunch.md)", ["docs/lunch.md"]),
+        ("![a](docs/demo.gif)", ["docs/demo.gif"]),
+        ("[`a`](LICENCE)", ["LICENCE"]),
+        ("[a]\n\n[a]: nowhere.md", ["nowhere.md"]),
+        ("[a](../elsewhere.md)", ["../elsewhere.md"]),
+        ("[a](docs/grading.md#outcomes)", []),
+        ("[a](docs/grading.md#outcome)", ["docs/grading.md#outcome"]),
+        ("# Two words\n[a](#two-words) [b](#two_words)", ["#two_words"]),
+        ("# A\n# A\n[a](#a-1) [b](#a-2)", ["#a-2"]),
+        ("```\n# A\n```\n[a](#a)", ["#a"]),
+        ("```\n[a](nowhere.md)\n```\n`[a](nowhere.md)` https://x.org [b](https://x.org/y)", []),
+    ],
+)
+def test_a_broken_link_is_found(text: str, broken: list[str]) -> None:
+    assert broken_links(text, README) == broken
+
+
+def test_links_between_pages_of_docs_are_relative_to_them() -> None:
+    assert broken_links("[a](grading.md) [b](docs/grading.md)", FIRST_HOUR) == ["docs/grading.md"]
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def shown_commands(text: str) -> Iterator[str]:
+    """Yield the commands of a page: after a prompt, and in the middle of a sentence."""
+    joined = text.replace("\\\n", " ")
+    for block in re.findall(r"^```console\n(.*?)^```$", joined, re.MULTILINE | re.DOTALL):
+        yield from re.findall(r"^\S*\$ (.*)$", block, flags=re.MULTILINE)
+    for span in re.findall(r"`([^`\n]+)`", without_code(joined)):
+        if span.startswith(("distlab ", "make ")):
+            yield span
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Return the commands of distlab and make that a page shows and that do not exist."""
+    return [command for command in shown_commands(text) if not _is_known(command)]
+
+
+def _is_known(command: str) -> bool:
+    words = shlex.split(command.replace("…", ""), comments=True)
+    for name, is_known in (("distlab", _is_in_cli), ("make", _is_target)):
+        if name in words and not is_known(words[words.index(name) + 1 :]):
+            return False
+    return True
+
+
+def _is_in_cli(words: list[str]) -> bool:
+    command = typer.main.get_command(app)
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return False
+        command, words = command.commands[words[0]], words[1:]
+    known = {option for param in command.params for option in param.opts} | {"-h", "--help"}
+    before_script = [word for word in words if not word.endswith(".py")]
+    if len(before_script) < len(words):  # what follows the script is the script's
+        words = words[: [word.endswith(".py") for word in words].index(True)]
+    words = words[: words.index("|")] if "|" in words else words
+    used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    return used <= known
+
+
+def _is_target(words: list[str]) -> bool:
+    targets = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    return all(word in targets for word in words if "=" not in word)
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    assert unknown_commands(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("```console\n$ distlab chekc 1.4   # grades\n```", ["distlab chekc 1.4   # grades"]),
+        ("```console\n$ distlab check 1.4   # grades\n$ distlab\n$ ls\n```", []),
+        ("say `distlab trane` or `distlab train`", ["distlab trane"]),
+        ("`distlab train --workers 4`", ["distlab train --workers 4"]),
+        ("`distlab train --num_workers 4`, `distlab --help`, `distlab bench launch`", []),
+        ("`distlab bench lunch`", ["distlab bench lunch"]),
+        ("`distlab sim --ranks 2 ring.py --kib 4`", []),
+        ("`distlab sim --rnks 2 ring.py`", ["distlab sim --rnks 2 ring.py"]),
+        ("```console\n$ mpirun -m distlab trian\n```", ["mpirun -m distlab trian"]),
+        ("```console\n$ uv venv && make stup\n```", ["uv venv && make stup"]),
+        ("`make demo`, `make PYTHON=python3.12 setup`", []),
+    ],
+)
+def test_an_unknown_command_is_found(text: str, unknown: list[str]) -> None:
+    assert unknown_commands(text) == unknown
+
+
+# --- the pages -----------------------------------------------------------------------------------
+
+
+def spoilers(text: str) -> list[str]:
+    """Return lines of code that the solutions have in the bodies of tasks."""
+    said = {line.strip() for line in text.splitlines()}
+    return [line for line in _lines_of_answers() if line in said]
+
+
+def _lines_of_answers() -> list[str]:
+    found = []
+    for task in COURSE.tasks:
+        text = (ROOT / task.solution).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.name in task.function.split("."):
+                body = text.splitlines()[node.body[0].end_lineno or 0 : node.end_lineno]
+                found += [line.strip() for line in body if len(line.strip()) > 20]
+    return found
+
+
+@pytest.mark.parametrize("page", [README, FIRST_HOUR], ids=lambda page: page.name)
+def test_the_first_pages_give_no_answer_away(page: Path) -> None:
+    assert spoilers(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_line_of_an_answer_is_found() -> None:
+    line = "for work in dist.batch_isend_irecv(both):"
+    assert spoilers(f"Write\n    {line}\n") == [line]
+
+
+def too_long(text: str) -> bool:
+    return len(text.splitlines()) > MAX_README_LINES
+
+
+def test_the_readme_is_short() -> None:
+    assert not too_long(README.read_text(encoding="utf-8"))
+    assert too_long("a line\n" * (MAX_README_LINES + 1))
+    assert not too_long("a line\n" * MAX_README_LINES)
+
+
+def test_every_page_of_docs_is_reached_from_the_readme_and_on_the_site() -> None:
+    linked = set(re.findall(r"\]\(([\w/]+\.md)", README.read_text(encoding="utf-8")))
+    pages = {f"docs/{page.name}" for page in ROOT.glob("docs/*.md")}
+    assert pages <= linked
+    assert pages <= set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+
+
+# --- the first hour ------------------------------------------------------------------------------
+
+LESSON = Path("phase1_data_parallel/template_data_loader.py")
+SWAP = Path("examples/first_hour/swap.py")
+
+
+def replayed(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what the learner does before a command, the command, and what it prints."""
+    step = r"(?:^<!-- replay: ([^\n]*) -->\n)?^```console\n\$ ([^\n]*)\n(.*?)^```$"
+    yield from re.findall(step, text, flags=re.MULTILINE | re.DOTALL)
+
+
+def pattern(output: str) -> str:
+    """Return what must be printed: … stands for anything, alone in a line for any lines."""
+    lines = output.rstrip("\n").split("\n")
+    return "".join(r"(.*\n)*?" if line == "…" else _line(line) for line in lines)
+
+
+def _line(line: str) -> str:
+    return ".*".join(map(re.escape, line.split("…"))) + r"\n"
+
+
+def write_shard_indices(body: str) -> None:
+    text = (ROOT / LESSON).read_text(encoding="utf-8")
+    start = text.index("    # TODO 1.1")
+    end = text.index(")\n", text.index("raise NotImplementedError(", start)) + 2
+    LESSON.write_text(text[:start] + body + text[end:], encoding="utf-8")
+
+
+def solution_of_shard_indices() -> str:
+    text = (ROOT / COURSE.task("1.1").solution).read_text(encoding="utf-8")
+    (function,) = (
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == "shard_indices"
+    )
+    return "".join(
+        text.splitlines(keepends=True)[function.body[0].end_lineno : function.end_lineno]
+    )
+
+
+def move_the_barrier() -> None:
+    text = (ROOT / SWAP).read_text(encoding="utf-8")
+    first, last = "        dist.barrier()  # wait until rank 0 is ready\n", "dist.send(mine, 0)\n"
+    assert text.count(first) == text.count(last) == 1
+    SWAP.write_text(text.replace(first, "").replace(last, f"{last}        dist.barrier()\n"))
+
+
+ACTIONS = {
+    "": lambda: None,
+    "the barrier comes last": move_the_barrier,
+    "shard_indices returns an empty list": lambda: write_shard_indices("    return []\n"),
+    "shard_indices is written": lambda: write_shard_indices(solution_of_shard_indices()),
+}
+
+
+@pytest.fixture
+def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a copy of what the first hour needs."""
+    ignored = shutil.ignore_patterns("__pycache__", "ledger")
+    folders = ("phase1_data_parallel", "solutions", "tests/phase1", "examples/first_hour")
+    for folder in folders:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    for file in ("course.toml", "pyproject.toml", "tests/conftest.py", "tests/test_phase1.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fork")
+def test_the_first_hour_is_what_the_commands_print(capfd: pytest.CaptureFixture[str]) -> None:
+    steps = list(replayed(FIRST_HOUR.read_text(encoding="utf-8")))
+    assert {action for action, _, _ in steps} == ACTIONS.keys()
+    for action, command, output in steps:
+        ACTIONS[action]()
+        name, *words = shlex.split(command)
+        assert name == "distlab"
+        with pytest.raises(SystemExit):
+            main(words)
+        printed = "".join(capfd.readouterr()).rstrip("\n") + "\n"
+        assert re.fullmatch(pattern(output), printed), f"{command} printed\n{printed}"
+
+
+@pytest.mark.parametrize(
+    ("output", "printed", "fits"),
+    [
+        ("a\nb\n", "a\nb\n", True),
+        ("a\nb\n", "a\nc\n", False),
+        ("a … s\n", "a 0.3 s\n", True),
+        ("a … s\n", "a 0.3 m\n", False),
+        ("a\n…\nd\n", "a\nb\nc\nd\n", True),
+        ("a\n…\nd\n", "a\nb\nc\n", False),
+    ],
+)
+def test_what_is_printed_must_fit_but_for_what_is_left_out(
+    output: str, printed: str, fits: bool
+) -> None:
+    assert bool(re.fullmatch(pattern(output), printed)) is fits
+
+
+# --- the site ------------------------------------------------------------------------------------
+
+
+def for_mkdocs(text: str) -> str:
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    site = runpy.run_path(str(ROOT / "scripts/docs_site.py"))
+    return site["for_mkdocs"](text, Path("docs/launch.md"))
+
+
+@pytest.mark.parametrize(
+    ("github", "mkdocs"),
+    [
+        ("**Pitfalls.**\n- a\n- b\n", "**Pitfalls.**\n\n- a\n- b\n"),
+        ("1. a\n   more\n2. b\n", "1. a\n   more\n2. b\n"),
+        ("```\na\n- b\n<details>\n```\n", "```\na\n- b\n<details>\n```\n"),
+        ("<details><summary>A</summary>\n", '<details markdown="1"><summary>A</summary>\n'),
+        ("[a page](install.md#did-it-work)\n", "[a page](install.md#did-it-work)\n"),
+        ("[a script](../Makefile) [no file](nothing.py)\n", "a script [no file](nothing.py)\n"),
+    ],
+)
+def test_what_github_reads_in_another_way_is_changed_for_the_site(github: str, mkdocs: str) -> None:
+    assert for_mkdocs(github) == mkdocs
