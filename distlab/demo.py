@@ -5,6 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -68,7 +69,7 @@ def _train(console: Console, workers: int) -> list[EpochResult]:
         backend="gloo",
         device="cpu",
     )
-    return training.train(config)
+    return training.train(replace(config, dtype="float64"))  # so that rounding stays small
 
 
 def _table(histories: dict[int, list[EpochResult]]) -> Table:
@@ -91,13 +92,13 @@ def _findings(histories: dict[int, list[EpochResult]]) -> list[str]:
     steps = sum(len(result.step_losses) for result in one)
     speed = _images_per_s(four) / _images_per_s(one)
     findings = [
-        f"Same training: over {steps} steps the two losses were never further apart than "
-        f"{largest_difference(one, four):.1e}.",
+        f"Same training: in float64, over {steps} steps, the two losses were never further apart "
+        f"than {largest_difference(one, four):.1e}.",
         f"Same result: test accuracy {one[-1].test_accuracy:.1%} and {four[-1].test_accuracy:.1%}.",
         f"Speed: 4 workers trained {speed:.1f} times as many images per second as 1, "
         f"on {os.cpu_count()} cores.",
     ]
-    if speed < 1:
+    if speed < 0.95:
         findings.append(
             "An 8x8 image is little work: here the messages cost more than sharing it saves."
         )
