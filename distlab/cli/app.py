@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distlab.cli import bench, demo, doctor, handout, learn, sim, trace, train, watch
+from distlab.cli import bench, completion, demo, doctor, handout, learn, sim, trace, train, watch
 from distlab.cli.entry import INTERRUPTED, complain
 from distlab.cli.whole_help import Group
 
@@ -38,6 +38,7 @@ app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)
 app.command("doctor")(doctor.doctor)
+app.command("completion")(completion.completion)
 app.command("handout")(handout.handout)
 app.add_typer(bench.app, name="bench")
 
@@ -81,6 +82,7 @@ def run(arguments: Sequence[str] | None) -> int:
         KeyboardInterrupt, typer.Abort: ctrl-C.
         Exception: whatever a command raises.
     """
+    completion.prepare()
     try:
         code = app(args=arguments, prog_name="distlab", standalone_mode=False)
     except UsageError as error:
