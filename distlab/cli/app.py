@@ -9,6 +9,7 @@ import typer
 from distlab.cli import (
     bench,
     challenge,
+    completion,
     demo,
     doctor,
     handout,
@@ -50,6 +51,7 @@ app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)
 app.command("doctor")(doctor.doctor)
+app.command("completion")(completion.completion)
 app.command("handout")(handout.handout)
 app.add_typer(bench.app, name="bench")
 
@@ -93,6 +95,7 @@ def run(arguments: Sequence[str] | None) -> int:
         KeyboardInterrupt, typer.Abort: ctrl-C.
         Exception: whatever a command raises.
     """
+    completion.prepare()
     try:
         code = app(args=arguments, prog_name="distlab", standalone_mode=False)
     except UsageError as error:

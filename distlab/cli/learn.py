@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from distlab.cli import completion
 from distlab.course import Task
 from distlab.learner import (
     children,
@@ -23,14 +24,30 @@ from distlab.learner import (
 Backend = Literal["auto", "sim", "gloo", "nccl"]
 SomeTask = Annotated[
     str | None,
-    typer.Argument(metavar="TASK", show_default=False, help="1.5 or broadcast; else the next."),
+    typer.Argument(
+        metavar="TASK",
+        show_default=False,
+        help="1.5 or broadcast; else the next.",
+        autocompletion=completion.tasks,
+    ),
 ]
 SomeTasks = Annotated[
     list[str] | None,
-    typer.Argument(metavar="TASK", show_default=False, help="1.5 or broadcast; else the next."),
+    typer.Argument(
+        metavar="TASK",
+        show_default=False,
+        help="1.5 or broadcast; else the next.",
+        autocompletion=completion.tasks,
+    ),
 ]
 OneTask = Annotated[
-    str, typer.Argument(metavar="TASK", show_default=False, help="As 1.5 or broadcast.")
+    str,
+    typer.Argument(
+        metavar="TASK",
+        show_default=False,
+        help="As 1.5 or broadcast.",
+        autocompletion=completion.tasks,
+    ),
 ]
 WorldTimeout = Annotated[
     float | None,
@@ -179,7 +196,12 @@ def hint(
 def diff(
     task: Annotated[
         str | None,
-        typer.Argument(metavar="TASK", show_default=False, help="Else the last that has passed."),
+        typer.Argument(
+            metavar="TASK",
+            show_default=False,
+            help="Else the last that has passed.",
+            autocompletion=completion.tasks,
+        ),
     ] = None,
     spoil: Annotated[bool, typer.Option("--spoil", help="Also before it has passed.")] = False,
 ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
-    from distlab.sim import Cluster, Simulated
+    from distlab.sim import Cluster, Faults, Simulated
 
 Algorithm = Literal[
     "auto",
@@ -25,12 +25,6 @@ Algorithm = Literal[
 PICTURES = (".png", ".svg", ".pdf")
 GIB = 2**30
 MAX_RANKS = 1024
-EXAMPLES = {
-    "--slow_rank": "3:2.0",
-    "--slow_link": "'node0.nic*:10'",
-    "--kill_rank": "5:0.01",
-    "--kill_at_step": "5:3",
-}
 
 
 def sim(
@@ -84,30 +78,20 @@ def sim(
     strict: Annotated[
         bool, typer.Option("--strict", help="Report tensors changed while being sent.")
     ] = False,
-    slow_rank: Annotated[
+    fault: Annotated[
         list[str] | None,
-        typer.Option("--slow_rank", metavar="RANK:FACTOR", help="3:2.0 halves its speed."),
-    ] = None,
-    slow_link: Annotated[
-        list[str] | None,
-        typer.Option("--slow_link", metavar="PATTERN:FACTOR", help="'node0.nic*:10'"),
-    ] = None,
-    kill_rank: Annotated[
-        list[str] | None,
-        typer.Option("--kill_rank", metavar="RANK:SECONDS", help="Of virtual time: 5:0.01"),
-    ] = None,
-    kill_at_step: Annotated[
-        list[str] | None,
-        typer.Option("--kill_at_step", metavar="RANK:STEP", help="Of its optimizer: 5:3"),
+        typer.Option(
+            "--fault",
+            metavar="'KIND …'",
+            help="Repeatable: 'slow_rank RANK FACTOR', 'slow_link PATTERN FACTOR', "
+            "'kill_rank RANK SECONDS', 'kill_at_step RANK STEP', 'delay FROM TO SECONDS', "
+            "'jitter SECONDS'.",
+        ),
     ] = None,
     memory_gib: Annotated[
         float | None,
         typer.Option("--memory_gib", help="Of each GPU.  [default: as the preset says]"),
     ] = None,
-    jitter_s: Annotated[
-        float,
-        typer.Option("--jitter_s", min=0, help="Before every call a rank loses up to so much."),
-    ] = 0.0,
     seed: Annotated[
         int, typer.Option("--seed", help="Of random and numpy on the ranks, and of the jitter.")
     ] = 0,
@@ -123,14 +107,12 @@ def sim(
     with _usage_errors(context):
         own_arguments = _own_arguments(context, script, arguments or ())
         _check_outputs({"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt})
-        slow, killed = _of_ranks("--slow_rank", slow_rank), _of_ranks("--kill_rank", kill_rank)
-        steps = _steps("--kill_at_step", kill_at_step)
-        slow_links = [_parted("--slow_link", text) for text in slow_link or ()]
-        world, num_ranks = _world(cluster, nodes, ranks, slow_links)
-        _check_ranks(num_ranks, [*slow, *killed, *steps])
+        faults = _faults(fault or (), seed)
+        world, num_ranks = _world(cluster, nodes, ranks)
+        _check_faults(faults, world, num_ranks)
         capacity_bytes = _capacity(memory_gib, no_devices)
 
-    from distlab.sim import Faults, Options
+    from distlab.sim import Options
     from distlab.sim.script import run_script
     from distlab.sim.summary import summary
 
@@ -142,13 +124,7 @@ def sim(
             seed=seed,
             has_devices=False if no_devices else True if capacity_bytes else None,
             capacity_bytes=capacity_bytes,
-            faults=Faults(
-                slow_ranks=slow,
-                kill_ranks=killed,
-                kill_at_steps=steps,
-                jitter_s=jitter_s,
-                seed=seed,
-            ),
+            faults=faults,
         )
     simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated)}\n")
@@ -201,37 +177,24 @@ def _check_outputs(paths: dict[str, Path | None]) -> None:
             raise ValueError(f"{option} {path}: there is no folder {path.parent}")
 
 
-def _of_ranks(option: str, texts: Sequence[str] | None) -> dict[int, float]:
-    """Read ["3:2.0"] as {3: 2.0}."""
-    values = {}
-    for text in texts or ():
-        rank, value = _parted(option, text)
-        if not rank.isdecimal():
-            raise ValueError(f"{option} {text}: {rank!r} is no rank")
-        values[int(rank)] = value
-    return values
+def _faults(texts: Sequence[str], seed: int) -> "Faults":
+    """Read what goes wrong on purpose."""
+    from distlab.sim import Faults
 
-
-def _steps(option: str, texts: Sequence[str] | None) -> dict[int, int]:
-    """Read ["5:3"] as {5: 3}."""
-    values = _of_ranks(option, texts)
-    for rank, step in values.items():
-        if not step.is_integer():
-            raise ValueError(f"{option} {rank}:{step:g}: steps are whole numbers, from 1 on")
-    return {rank: int(step) for rank, step in values.items()}
-
-
-def _parted(option: str, text: str) -> tuple[str, float]:
-    """Read "node0.*:10" as ("node0.*", 10.0)."""
-    name, _, number = text.rpartition(":")
     try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if not name or not 0 < value < math.inf:
-        like = EXAMPLES[option]
-        raise ValueError(f"{option} {text}: expected something like {like}, a number above 0")
-    return name, value
+        return Faults.parse(texts, seed)
+    except ValueError as error:
+        raise ValueError(f"--fault: {error}") from None
+
+
+def _check_faults(faults: "Faults", world: "Cluster", num_ranks: int) -> None:
+    """Refuse faults of ranks and links that are not there."""
+    try:
+        faults.check_ranks(num_ranks)
+        for pattern, factor in faults.slow_links.items():
+            world.slowed(pattern, factor)
+    except ValueError as error:
+        raise ValueError(f"--fault: {error}") from None
 
 
 def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
@@ -245,9 +208,7 @@ def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
     return math.ceil(memory_gib * GIB)
 
 
-def _world(
-    preset: str, nodes: int | None, ranks: int | None, slow_links: Sequence[tuple[str, float]]
-) -> "tuple[Cluster, int]":
+def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster, int]":
     """Return the cluster and how many ranks run on it: one per GPU, if not said otherwise."""
     from distlab.sim import Cluster, choose_cluster
 
@@ -262,15 +223,7 @@ def _world(
             "simulated: take fewer nodes, or --ranks"
         )
     choose_cluster(cluster, num_ranks)  # refuses too many
-    for pattern, factor in slow_links:
-        cluster = cluster.slowed(pattern, factor)
     return cluster, num_ranks
-
-
-def _check_ranks(num_ranks: int, ranks: Sequence[int]) -> None:
-    beyond = [rank for rank in ranks if rank >= num_ranks]
-    if beyond:
-        raise ValueError(f"there is no rank {beyond[0]}: ranks are 0 to {num_ranks - 1}")
 
 
 def _write(

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from distlab.cli import completion
 from distlab.cli.learn import waiting
 from distlab.course import HANG
 from distlab.launch import nursery
@@ -14,7 +15,10 @@ def trace(
     task: Annotated[
         str | None,
         typer.Argument(
-            metavar="TASK", show_default=False, help="Else the last one graded, or the next."
+            metavar="TASK",
+            show_default=False,
+            help="Else the last one graded, or the next.",
+            autocompletion=completion.tasks,
         ),
     ] = None,
     ranks: Annotated[

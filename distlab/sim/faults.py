@@ -3,8 +3,9 @@
 Faults(slow_ranks={3: 2.0}, kill_ranks={5: 0.010}, jitter_s=1e-6, seed=7)
 """
 
+import difflib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -35,6 +36,27 @@ class Faults:
     delays_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     jitter_s: float = 0.0
     seed: int = 0
+
+    @classmethod
+    def parse(cls, texts: Iterable[str], seed: int = 0) -> "Faults":
+        """Read faults as people write them: ``slow_rank 3 2.0``; ``FORMS`` lists all kinds.
+
+            Faults.parse(["slow_rank 3 2.0", "kill_rank 5 0.01"])
+
+        Raises:
+            ValueError: there is no such fault, or what follows is not what it needs; one line.
+        """
+        tables: dict[str, Any] = {form.field: {} for form in FORMS.values()}
+        for text in texts:
+            name, *words = text.split() or [""]
+            if name not in FORMS:
+                nearest = difflib.get_close_matches(name, FORMS, n=1)
+                hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+                raise ValueError(f"there is no fault {name!r}: valid are {', '.join(FORMS)}{hint}")
+            key, value = FORMS[name].read(text, words)
+            tables[FORMS[name].field][key] = value
+        jitter_s = tables.pop("jitter_s").get((), 0.0)
+        return cls(**tables, jitter_s=jitter_s, seed=seed)
 
     def __post_init__(self) -> None:
         slow: dict[Any, float] = {**self.slow_ranks, **self.slow_links}
@@ -75,3 +97,39 @@ class Faults:
     def jitter(self, rank: int) -> random.Random:
         """Return the rank's own source of jitter."""
         return random.Random(self.seed * 1_000_003 + rank)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one kind of fault is written, and which field of ``Faults`` holds it.
+
+    Attributes:
+        field: a table from what ``keys`` give to the value; of no keys, one number for all.
+        keys: what reads each word but the last.
+        value: reads the last one.
+        example: shown where a text does not fit.
+    """
+
+    field: str
+    keys: tuple[Callable[[str], Any], ...]
+    value: Callable[[str], Any]
+    example: str
+
+    def read(self, text: str, words: list[str]) -> tuple[Any, Any]:
+        """Return key and value of the words behind a fault's name."""
+        readers = (*self.keys, self.value)
+        try:
+            *keys, value = (read(word) for read, word in zip(readers, words, strict=True))
+        except ValueError:
+            raise ValueError(f"{text!r} must be like {self.example!r}") from None
+        return (keys[0] if len(keys) == 1 else tuple(keys)), value
+
+
+FORMS = {
+    "slow_rank": Form("slow_ranks", (int,), float, "slow_rank 3 2.0"),
+    "slow_link": Form("slow_links", (str,), float, "slow_link node0.nic* 10"),
+    "kill_rank": Form("kill_ranks", (int,), float, "kill_rank 5 0.01"),
+    "kill_at_step": Form("kill_at_steps", (int,), int, "kill_at_step 5 3"),
+    "delay": Form("delays_s", (int, int), float, "delay 0 1 1e-6"),
+    "jitter": Form("jitter_s", (), float, "jitter 1e-6"),
+}

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from distlab import training
-from distlab.cli import main
+from distlab.cli import completion, main
 from distlab.cli.app import app
 from distlab.launch import starting
 
 ROOT = Path(__file__).parents[2]
+TASKS_LIKE_1_1 = ["1.1", "1.10", "1.11", "1.12", "1.13"]
 COMMANDS = [
     *([info.name] for info in app.registered_commands),
     *(["bench", name] for name in ("launch", "all_reduce", "sim")),
@@ -187,3 +188,45 @@ def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str])
     display.show(3, 1)
     display.close()
     assert capsys.readouterr() == ("", "")
+
+
+# Completion
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_for_the_shell_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert distlab("completion", shell) == 0
+    assert f"_DISTLAB_COMPLETE=complete_{shell}" in capsys.readouterr().out
+
+
+TASK_COMMANDS = ["check", "watch", "trace", "hint", "diff", "reset"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("distlab che", ["check"]),
+        *((f"distlab {command} 1.1", TASKS_LIKE_1_1) for command in TASK_COMMANDS),
+        ("distlab check 1.4 bro", ["broadcast", "broadcast_parameters"]),
+    ],
+)
+def test_bash_is_offered_commands_and_tasks(typed: str, offered: list[str]) -> None:
+    script = subprocess.run(
+        [sys.executable, "-m", "distlab", "completion", "bash"], capture_output=True, text=True
+    ).stdout
+    words = typed.split()
+    ask = (
+        f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; "
+        '_distlab_completion distlab; echo "${COMPREPLY[@]}"'
+    )
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": beside}
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.stdout.split() == offered
+
+
+def test_outside_the_course_no_task_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert completion.tasks("1.") == []

@@ -11,6 +11,7 @@ from everything import a_bit_of_everything
 from programs import me
 
 from distlab.sim import Cluster, Deadlock, Faults, Options, simulate
+from distlab.sim.faults import FORMS
 
 
 def multiplies() -> float:
@@ -146,3 +147,23 @@ def test_steps_count_from_one_and_ranks_must_exist() -> None:
         Faults(kill_at_steps={2: 0})
     with pytest.raises(ValueError, match="kill_at_steps: there is no rank 7"):
         simulate(trains, 2, 1, options=Options(faults=Faults(kill_at_steps={7: 1})))
+
+
+def test_faults_are_read_as_people_write_them() -> None:
+    texts = ["slow_rank 3 2.0", "slow_rank 1 3", "slow_link node0.nic* 10", "kill_rank 5 0.01"]
+    texts += ["kill_at_step 2 3", "delay 0 1 1e-6", "jitter 1e-3"]
+    assert Faults.parse(texts, seed=7) == Faults(
+        slow_ranks={3: 2.0, 1: 3.0},
+        slow_links={"node0.nic*": 10.0},
+        kill_ranks={5: 0.01},
+        kill_at_steps={2: 3},
+        delays_s={(0, 1): 1e-6},
+        jitter_s=1e-3,
+        seed=7,
+    )
+    assert Faults.parse([]) == Faults()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_example_of_each_fault_can_be_read(name: str) -> None:
+    assert Faults.parse([FORMS[name].example]) != Faults()

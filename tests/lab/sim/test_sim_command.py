@@ -180,7 +180,7 @@ def test_the_command_prints_the_output_then_the_summary_and_writes_files(
         """)
     names = {"trace": "t.json", "links": "l.csv", "plot": "p.png", "gantt": "g.svg"}
     files = [part for key, name in names.items() for part in (f"--{key}", tmp_path / name)]
-    options = ["--cluster", "p4d", "--ranks", 3, "--slow-rank", "1:2", "--eager-bytes", 0]
+    options = ["--cluster", "p4d", "--ranks", 3, "--fault", "slow_rank 1 2", "--eager-bytes", 0]
     assert distlab("sim", *options, *files, script, "--ranks", "7", "-x") == 0
     printed = capsys.readouterr()
     assert printed.out.count("sum 3.0 ['--ranks', '7', '-x'] True\n") == 3
@@ -222,7 +222,7 @@ def test_jitter_is_lost_before_every_call_and_the_seed_chooses_it(write, capsys)
     script = write("import time\ndist.barrier()\nprint(time.perf_counter(), end='')")
     ends = set()
     for seed in (1, 2, 1):
-        assert distlab("sim", "--ranks", 1, "--jitter_s", 1e-3, "--seed", seed, script) == 0
+        assert distlab("sim", "--ranks", 1, "--fault", "jitter 1e-3", "--seed", seed, script) == 0
         report = capsys.readouterr().out
         assert "up to 1.00 ms lost before every call" in report
         ends.add(report.partition("\n")[0])
@@ -272,19 +272,21 @@ def test_ranks_fill_the_nodes(write, options: list[object], size: str, capsys) -
         (["--ranks", "1025"], "--ranks 1025 is too many: up to 1,024 can be simulated"),
         (["--nodes", "129"], "has 1,032 GPUs, and up to 1,024 ranks can be simulated"),
         (["--algorithm", "rng"], "'rng' is not one of 'auto', 'ring'"),
-        (["--slow_rank", "3"], "--slow_rank 3: expected something like 3:2.0"),
-        (["--slow_link", "node0"], "--slow_link node0: expected something like 'node0.nic*:10'"),
-        (["--kill_rank", "1"], "--kill_rank 1: expected something like 5:0.01"),
-        (["--kill_at_step", "1:2.5"], "--kill_at_step 1:2.5: steps are whole numbers"),
-        (["--kill_at_step", "8:1"], "there is no rank 8: ranks are 0 to 7"),
-        (["--slow_rank", "x:2"], "--slow_rank x:2: 'x' is no rank"),
-        (["--kill_rank", "8:0.1"], "there is no rank 8: ranks are 0 to 7"),
-        (["--slow_link", "nvlink*:2"], "no link matches 'nvlink*'"),
-        (["--slow_link", "node0.*:0.5"], "expected 1 or more, got 0.5"),
+        (["--fault", "slow_rank 3"], "--fault: 'slow_rank 3' must be like 'slow_rank 3 2.0'"),
+        (["--fault", "slow_link node0"], "must be like 'slow_link node0.nic* 10'"),
+        (["--fault", "kill_at_step 1 2.5"], "must be like 'kill_at_step 5 3'"),
+        (["--fault", "slow_rank x 2"], "'slow_rank x 2' must be like 'slow_rank 3 2.0'"),
+        (["--fault", "slow_rnk 3 2"], "there is no fault 'slow_rnk': valid are slow_rank, slow_l"),
+        (["--fault", ""], "there is no fault ''"),
+        (["--fault", "kill_at_step 8 1"], "there is no rank 8; ranks are 0 to 7"),
+        (["--fault", "kill_rank 8 0.1"], "there is no rank 8; ranks are 0 to 7"),
+        (["--fault", "delay 0 8 0.1"], "there is no rank 8; ranks are 0 to 7"),
+        (["--fault", "slow_link nvlink* 2"], "no link matches 'nvlink*'"),
+        (["--fault", "slow_link node0.* 0.5"], "expected 1 or more, got 0.5"),
+        (["--fault", "jitter -1"], "the seconds of 'jitter_s' must be from 0 on, got -1.0"),
         (["--memory_gib", "0"], "--memory_gib 0 must be above 0"),
         (["--memory_gib", "nan"], "--memory_gib nan must be above 0"),
         (["--memory_gib", "1", "--no_devices"], "--memory_gib needs devices"),
-        (["--jitter_s", "-1"], "--jitter_s"),
         (["--plot", "x.jpg"], "--plot x.jpg must end in .png or .svg or .pdf"),
         (["--trace", "x.txt"], "--trace x.txt must end in .json or nothing (a folder)"),
         (["--links", "no/where/x.csv"], "there is no folder no/where"),
@@ -316,7 +318,11 @@ def test_a_script_that_is_not_there_is_named(capsys) -> None:
         ),
         ([], "dist.all_reduce(torch.ones(1 + dist.get_rank()))", "but with size 2 on rank 1"),
         ([], "1 / 0", "raised ZeroDivisionError"),
-        (["--kill_rank", "1:0.001"], "import time\ntime.sleep(1)\ndist.barrier()", "deadlock"),
+        (
+            ["--fault", "kill_rank 1 0.001"],
+            "import time\ntime.sleep(1)\ndist.barrier()",
+            "deadlock",
+        ),
         (
             ["--strict"],
             "x = torch.ones(1)\nw = dist.all_reduce(x, async_op=True)\nx += 1\nw.wait()",

@@ -1,0 +1,41 @@
+"""`distlab completion`: what a shell needs to complete commands, options and tasks on tab."""
+
+import os
+from typing import Annotated, Literal
+
+import typer
+from typer.completion import (  # type: ignore[attr-defined]  # public, but not in an __all__
+    completion_init,
+    get_completion_script,
+)
+
+from distlab.course import CourseError
+from distlab.learner import folder
+
+VARIABLE = "_DISTLAB_COMPLETE"  # set by the script when the shell asks
+Shell = Literal["bash", "zsh", "fish"]
+
+
+def completion(
+    shell: Annotated[Shell, typer.Argument(show_default=False, help="bash, zsh or fish.")],
+) -> None:
+    """Print a script for tab completion, tasks included; see README on where to put it."""
+    typer.echo(get_completion_script(prog_name="distlab", complete_var=VARIABLE, shell=shell))
+
+
+def prepare() -> None:
+    """Let typer answer the shell, if it is the shell that asks."""
+    if VARIABLE in os.environ:
+        completion_init()
+
+
+def tasks(incomplete: str) -> list[tuple[str, str]]:
+    """Return the ids and functions of tasks that begin so, and what they are."""
+    try:
+        listed = folder.find().course.tasks
+    except (folder.LearnerError, CourseError):
+        return []
+    by_id = [(task.id, task.title) for task in listed]
+    by_name = [(task.function, task.heading) for task in listed]
+    names = [*by_id, *by_name] if incomplete else by_id
+    return [(name, text) for name, text in names if name.startswith(incomplete)]
