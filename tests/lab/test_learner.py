@@ -476,11 +476,11 @@ def test_diff_shows_the_helpers_that_hold_the_answer_and_no_docstrings(
     here: CourseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for id, shown, not_shown in (
-        ("1.3", "_send_parts", "_describe"),  # given: both have it
-        ("1.8", "_slowest_rank_s", "_finish"),
-        ("1.8", "_dot", "broadcast"),
+        ("1.2", "_equal_share", "shard_indices"),
+        ("1.8", "_slowest_rank_s", "_exchange_in_ring"),  # given: both have it
         ("1.9", "_broadcast_all", "broadcast"),
-        ("1.13", "Trainer._step", "Trainer.__init__"),
+        ("1.10", "_gradient", "broadcast"),
+        ("1.13", "Trainer._finish_epoch", "Trainer.__init__"),
     ):
         assert distlab("diff", id, "--spoil") == 0
         printed = capsys.readouterr().out
@@ -597,9 +597,9 @@ SECOND = (
 @pytest.mark.parametrize(
     ("body", "end", "removed"),
     [
-        (PASTED, "", "lines 45 to 47 below exchange, which were outside of it"),
-        (PASTED + "return\n", "", "lines 45 to 48 below exchange"),
-        ("if dst:\n" + PASTED, "", "lines 45 to 48 below exchange"),
+        (PASTED, "", "lines 42 to 44 below exchange, which were outside of it"),
+        (PASTED + "return\n", "", "lines 42 to 45 below exchange"),
+        ("if dst:\n" + PASTED, "", "lines 42 to 45 below exchange"),
         (WRONG, SECOND, "another definition of exchange in lines "),
         ("    return (\n", SECOND, "another definition of exchange in lines "),
         (WRONG, "\n\nCHUNK = 4\n", ""),
