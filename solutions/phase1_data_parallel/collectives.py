@@ -219,7 +219,7 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
         α in seconds per message; β in seconds per byte, ``sys.float_info.min`` in place of 0, so
         that 1/β is finite. Both are floats.
     """
-    n, t = np.array(sizes_bytes, dtype=float), np.array(seconds)
+    n, t = np.array(sizes_bytes), np.array(seconds)
     beta, alpha = np.polyfit(n, t, deg=1, w=1 / t)
     if beta <= 0:  # a constant fits best
         return float(np.average(t, weights=1 / t**2)), sys.float_info.min
