@@ -19,7 +19,7 @@ Shell = Literal["bash", "zsh", "fish"]
 def completion(
     shell: Annotated[Shell, typer.Argument(show_default=False, help="bash, zsh or fish.")],
 ) -> None:
-    """Print a script for tab completion, tasks included; see README on where to put it."""
+    """Print a script for tab completion, tasks included; docs/install.md says where to put it."""
     typer.echo(get_completion_script(prog_name="distlab", complete_var=VARIABLE, shell=shell))
 
 

@@ -26,6 +26,7 @@ from distlab.grade.submission import Submission
 from distlab.launch import LaunchError
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.sim import Cluster, Options, Simulated
+from distlab.words import counted
 
 NUM_BYTES = 16 * 2**20
 BASELINE = "recursive_doubling"
@@ -153,7 +154,7 @@ def _on_ranks(
                 f"{challenge.function} calls what task {missing} has not written yet: write that, "
                 f"or replace the call in {challenge.template}"
             ) from None
-        where = f"{num_ranks} ranks, {num_elements} numbers"
+        where = f"{counted(num_ranks, 'rank')}, {counted(num_elements, 'number')}"
         text = f"{challenge.function} on {where}: {verdict.message}\n{verdict.details}"
         raise ChallengeError(text.rstrip()) from None
 

@@ -68,7 +68,7 @@ def test_a_slow_one_is_timed_too(tmp_path: Path) -> None:
         ("\n    dist.all_reduce(x, group=group)\n", "it calls a built-in collective"),
         ("\n    pass\n", r"element 0 of rank 0 should be 3 and is 1\. It must be the sum"),
         (NAIVE.replace("x += arrived", "x.add_(arrived[:5])"), "of 8 ranks|on 3 ranks"),
-        (NAIVE.replace("group_dst=0", "group_dst=rank"), "on 2 ranks, 1 numbers: "),
+        (NAIVE.replace("group_dst=0", "group_dst=rank"), "on 2 ranks, 1 number: "),
         ("\n    while dist.get_world_size() > 1: dist.recv(x)\n", "deadlock"),
         ("\n    x.sum(\n", "SyntaxError|was never closed"),
     ],
