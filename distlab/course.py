@@ -139,16 +139,21 @@ class Course:
 
     def builds_on(self, task: Task) -> tuple[Task, ...]:
         """Return all earlier tasks that a task uses, itself or through others, in order."""
-        ids = set(task.uses)
-        for other in reversed(self.tasks):
-            if other.id in ids:
-                ids.update(other.uses)
-        return tuple(other for other in self.tasks if other.id in ids)
+        return used_by(task, self.tasks)
 
     def phase(self, number: int) -> Phase:
         """Look a phase up by its number."""
         by_number = {str(phase.number): phase for phase in self.phases}
         return _look_up("phase", str(number), by_number)
+
+
+def used_by(task: Task, tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """Return those of ``tasks``, in the course's order, that a task uses, itself or by others."""
+    ids = set(task.uses)
+    for other in reversed(tasks):
+        if other.id in ids:
+            ids.update(other.uses)
+    return tuple(other for other in tasks if other.id in ids)
 
 
 def load(root: Path) -> Course:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from distlab.course import Task
+from distlab.course import Task, used_by
 from distlab.grade.outcomes import Outcome, Verdict
 
 MAX_HANGS = 2  # of one task: each takes seconds
@@ -115,12 +115,9 @@ class GradeResult:
 
     def cause(self, result: TaskResult) -> Task | None:
         """Return the first failed task that a failed one builds on; None if there is none."""
-        uses = set(result.task.uses)
-        for other in reversed(self.tasks):
-            if other.task.id in uses:
-                uses.update(other.task.uses)
-        failed = (other.task for other in self.tasks if other.task.id in uses and other.has_failed)
-        return next(failed, None) if result.has_failed else None
+        failed = {other.task.id for other in self.tasks if result.has_failed and other.has_failed}
+        used = used_by(result.task, [other.task for other in self.tasks])
+        return next((task for task in used if task.id in failed), None)
 
     @property
     def points(self) -> int:
