@@ -166,8 +166,8 @@ def measure_all_reduce(
     Cost: repeats + 1 runs of each cell.
     """
     # TODO 1.8: the table of seconds, and α and 1/β of its column "exchange".
-    #   Tools: time.perf_counter, _exchange_in_ring and finish (given), median, your all-reduces and
-    #   fit_alpha_beta.
+    #   Tools: time.perf_counter, _exchange_in_ring and finish (given), median, dist.barrier, your
+    #   all-reduces and fit_alpha_beta.
     #   Worked: α = 7 µs, 1/β = 13 GB/s, 4 ranks, 40,000 bytes: exchange takes 10.1 µs,
     #   all_reduce_naive 3 + 2 messages, 50.4 µs.
     #   About 35 lines with a helper of your own.

@@ -1366,6 +1366,7 @@ def on_a_terminal(*arguments: str) -> "Iterator[tuple[subprocess.Popen[bytes], i
     import pty
 
     ours, theirs = pty.openpty()
+    kept = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, all it starts ignore it
     with subprocess.Popen(
         [sys.executable, "-m", "distlab", *arguments],
         stdin=theirs,
@@ -1375,6 +1376,7 @@ def on_a_terminal(*arguments: str) -> "Iterator[tuple[subprocess.Popen[bytes], i
         start_new_session=True,
     ) as process:
         os.close(theirs)
+        signal.signal(signal.SIGHUP, kept)
         try:
             yield process, ours
         finally:
