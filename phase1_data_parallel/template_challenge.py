@@ -11,7 +11,7 @@ def fast_all_reduce(x: Tensor, group: Group = None) -> None:
 
     It is timed on clusters that are drawn anew by ``distlab challenge --seed``: 2 to 16 ranks on 1
     to 4 nodes, ranks numbered node by node, one network card per node. Its figure is the time of
-    recursive doubling over its own, as a geometric mean over the clusters: 1.0 is where you begin.
+    recursive doubling over its own, as a geometric mean over the clusters: you begin at about 1.0.
 
     Args:
         x: contiguous, same shape and dtype on all ranks, any number of elements; holds the sum on

@@ -1,12 +1,12 @@
 """The open task of a phase: a learner's all-reduce against the built-in ones, on drawn clusters.
 
-check    on small worlds: the sum, equal on all ranks, by messages alone
+check    the sum on every rank, by messages alone: on small worlds, and in every run that is timed
 time     16 MiB on a few clusters whose shape and speeds are drawn, in virtual seconds
 stand    the geometric mean, over the clusters, of the time of recursive doubling over one's own
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -70,12 +70,12 @@ def run(
         handed_in = submission.find(impl, folder.root)
     except ValueError as error:
         raise LearnerError(str(error)) from None
+    yours_s = partial(checked_s, handed_in, challenge)
     for num_ranks, num_elements in SMALL_WORLDS:
-        _check(_on_ranks(handed_in, challenge, sums, num_ranks, num_elements), num_ranks)
+        yours_s(num_elements, Cluster(1, num_ranks))
     clusters = draw(random.Random(seed), num_clusters)
-    yours = partial(_on_ranks, handed_in, challenge, reduces)
     seconds = {name: tuple(rival_s(name, cluster) for cluster in clusters) for name in RIVALS}
-    seconds["yours"] = tuple(yours(c.num_gpus, NUM_BYTES // 4, cluster=c).seconds for c in clusters)
+    seconds["yours"] = tuple(yours_s(NUM_BYTES // 4, cluster) for cluster in clusters)
     return Standings(clusters, seconds)
 
 
@@ -116,30 +116,56 @@ def built_in() -> None:
     dist.all_reduce(torch.empty(NUM_BYTES // 4, device="meta"))
 
 
-def reduces(lesson: Any, function: str, num_elements: int) -> None:
-    """Be one rank of a timed run: nothing is computed, only sent."""
-    getattr(lesson, function)(torch.empty(num_elements, device="meta"))
+def checked_s(
+    handed_in: Submission, challenge: Challenge, num_elements: int, cluster: Cluster
+) -> float:
+    """Seconds of the learner's function on a cluster, if it sums there, and by messages alone.
+
+    Raises:
+        ChallengeError: it does not.
+    """
+    simulated = _simulated(handed_in, challenge, num_elements, cluster)
+    if any(simulated.trace.collectives):
+        raise ChallengeError(
+            "it calls a built-in collective. Use messages: dist.send, dist.recv, dist.isend, "
+            "dist.irecv, dist.batch_isend_irecv, and your own functions made of them."
+        )
+    for rank, wrong in enumerate(simulated.results):
+        if wrong is not None:
+            element, value, right = wrong
+            raise ChallengeError(
+                f"of {cluster.num_gpus} ranks with {counted(num_elements, 'number')} each, element "
+                f"{element} of rank {rank} should be {right:g} and is {value:g}. It must be the "
+                "sum over all ranks, for any number of them and of elements."
+            )
+    return simulated.seconds
 
 
-def sums(lesson: Any, function: str, num_elements: int) -> list[float]:
-    """Be one rank of a checked run; rank r holds 2^r times 1, 2, 3, …."""
-    x = torch.arange(1, num_elements + 1, dtype=torch.float64) * 2.0 ** dist.get_rank()
+def first_difference(
+    lesson: Any, function: str, num_elements: int
+) -> tuple[int, float, float] | None:
+    """Be one rank: return the first wrong element, what it is and should be; None if all are right.
+
+    Rank r holds 2^r times 1, 2, … 8, 1, …: all sums are exact in float32, in any order.
+    """
+    ones = (torch.arange(num_elements) % 8 + 1).float()
+    x = ones * 2.0 ** dist.get_rank()
     getattr(lesson, function)(x)
-    return [float(value) for value in x]
+    right = ones * (2.0 ** dist.get_world_size() - 1)
+    wrong = (x != right).nonzero()
+    if not len(wrong):
+        return None
+    element = int(wrong[0])
+    return element, float(x[element]), float(right[element])
 
 
-def _on_ranks(
-    handed_in: Submission,
-    challenge: Challenge,
-    body: Any,
-    num_ranks: int,
-    num_elements: int,
-    cluster: Cluster | None = None,
-) -> Simulated[Any]:
-    """Run a body with the learner's function; what ends it is a ChallengeError."""
+def _simulated(
+    handed_in: Submission, challenge: Challenge, num_elements: int, cluster: Cluster
+) -> Simulated[tuple[int, float, float] | None]:
+    """Run the learner's function on every rank; what ends it is a ChallengeError."""
     try:
         return launch.simulate(
-            *(on_rank, num_ranks, handed_in, challenge, body),
+            *(on_rank, cluster.num_gpus, handed_in, challenge, first_difference),
             (challenge.function, num_elements),
             cluster=cluster,
             options=Options(given=(str(Path(distlab.__file__).parent),), is_strict=True),
@@ -154,29 +180,6 @@ def _on_ranks(
                 f"{challenge.function} calls what task {missing} has not written yet: write that, "
                 f"or replace the call in {challenge.template}"
             ) from None
-        where = f"{counted(num_ranks, 'rank')}, {counted(num_elements, 'number')}"
+        where = f"{counted(cluster.num_gpus, 'rank')}, {counted(num_elements, 'number')}"
         text = f"{challenge.function} on {where}: {verdict.message}\n{verdict.details}"
         raise ChallengeError(text.rstrip()) from None
-
-
-def _check(simulated: Simulated[Any], num_ranks: int) -> None:
-    if any(simulated.trace.collectives):
-        raise ChallengeError(
-            "it calls a built-in collective. Use messages: dist.send, dist.recv, dist.isend, "
-            "dist.irecv, dist.batch_isend_irecv, and your own functions made of them."
-        )
-    for rank, values in enumerate(simulated.results):
-        wanted = [(2.0**num_ranks - 1) * (i + 1) for i in range(len(values))]
-        wrong = first_difference(values, wanted)
-        if wrong is not None:
-            raise ChallengeError(
-                f"{num_ranks} ranks hold 2^rank times 1, 2, 3, …: element {wrong} of rank {rank} "
-                f"should be {wanted[wrong]:g} and is {values[wrong]:g}. It must be the sum over "
-                "all ranks, for any number of them and of elements."
-            )
-
-
-def first_difference(values: Sequence[float], wanted: Sequence[float]) -> int | None:
-    """Return the index of the first element that is not as wanted, None if all are."""
-    pairs = enumerate(zip(values, wanted, strict=True))
-    return next((index for index, (value, right) in pairs if value != right), None)
