@@ -1,7 +1,6 @@
 """What phase 1 gives you: loaders, timing tables, the log, and the names of types.
 
-No task is in here, and grading takes this file from the course: what you change in yours counts
-in your own training only.
+No task is in here, so leave it as it is. A hand-in is graded with the course's own copy.
 """
 
 import random
@@ -9,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,6 +74,16 @@ class ShardLoader(DataLoader[Sample]):
 
     sampler: ShardSampler
     generator: torch.Generator
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Take what ``DataLoader`` takes.
+
+        Raises:
+            TypeError: without a generator.
+        """
+        if options.get("generator") is None:
+            raise TypeError("ShardLoader needs a generator of its own: generator=torch.Generator()")
+        super().__init__(*args, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the order and the augmentation of ``epoch``; call it on every rank, same number."""

@@ -1,6 +1,6 @@
 """Collectives from point-to-point messages alone: exchange, broadcast, two all-reduces, their cost.
 
-Everything here sends and receives; nothing else. Ranks are ranks inside ``group``.
+The collectives send and receive, and use no other collective. Ranks are ranks inside ``group``.
 
 Tasks 1.4 to 1.8. The docstring says what a function promises, its TODO what you need for it,
 guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.4``.
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +21,7 @@ from phase1_data_parallel.given import AllReduce, AllReduceTimes, Group, finish
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
-    Neither waits for the other, so no order of calls can hang. Not on NCCL either, which runs the
+    Neither waits for the other, so no order of calls can hang, not even on NCCL, which runs the
     operations between two ranks one after the other, even those of ``isend`` and ``irecv``, unless
     they were started together.
 
@@ -163,7 +164,7 @@ def measure_all_reduce(
         ValueError: the same on all ranks: fewer than two ranks, two different sizes or one repeat,
             a size that is not a multiple of 4, or a strategy called "exchange".
 
-    Cost: repeats + 1 runs of each cell.
+    Cost: repeats + 1 runs of each cell, and what it takes to start together and to share times.
     """
     # TODO 1.8: the table of seconds, and α and 1/β of its column "exchange".
     #   Tools: time.perf_counter, _exchange_in_ring and finish (given), median, dist.barrier, your

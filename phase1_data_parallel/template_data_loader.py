@@ -45,7 +45,7 @@ def shard_indices(
         num_samples: size of the data set, at least 1.
         rank: this rank, 0 … world_size - 1.
         world_size: number of shards.
-        epoch: 0 … 2^32 - 1, equal on all ranks. Each pair of seed and epoch has its own draw.
+        epoch: 0 … 2^32 - 1, equal on all ranks. Each pair of seed and epoch has its own order.
         seed: of the run, 0 … 2^32 - 1, equal on all ranks.
         shuffle: draw a random order, each as likely as any other; False keeps that of the data set.
         drop_last: cut the tail that does not fill all ranks. Otherwise the order is wrapped round,
@@ -61,8 +61,8 @@ def shard_indices(
         random, numpy and torch are left as they are.
     """
     # TODO 1.1: return the samples of this rank, as the table above shows them.
-    #   Every rank computes the order of the epoch by itself, without a message. Refuse what cannot
-    #   be (see Raises).
+    #   Every rank computes the order of the epoch by itself, without a message. Refuse invalid
+    #   arguments (see Raises).
     #   Tools: a numpy generator of your own, slices.
     #   Worked: 10 samples, 4 ranks, not shuffled: rank 3 gets [3, 7, 1], with drop_last [3, 7].
     #   About 10 lines.
@@ -102,7 +102,7 @@ def build_loader(
 
     Raises:
         ValueError: the global batch is less than 1, or larger than the data set, or not a multiple
-            of N; then the message names the nearest multiples, of which 0 is none.
+            of N; then the message names the nearest multiples, never 0.
 
     Cost: no communication. Each rank fetches the samples that it yields, and no others.
     """
@@ -131,7 +131,7 @@ def scatter_batch(
 
     Args:
         batch: on ``src`` images (B, …) and labels (B, …), any shapes, dtypes and strides; None
-            elsewhere. The rows arrive bit by bit as they are.
+            elsewhere. The rows arrive unchanged, bit for bit.
         src: the rank inside ``group`` that holds the batch.
         device: where the other ranks receive and return their rows; the device of ``batch``.
         group: the ranks that share the batch; all by default.

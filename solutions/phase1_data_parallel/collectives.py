@@ -1,6 +1,6 @@
 """Collectives from point-to-point messages alone: exchange, broadcast, two all-reduces, their cost.
 
-Everything here sends and receives; nothing else. Ranks are ranks inside ``group``.
+The collectives send and receive, and use no other collective. Ranks are ranks inside ``group``.
 """
 
 import sys
@@ -18,7 +18,7 @@ from phase1_data_parallel.given import AllReduce, AllReduceTimes, Group, finish
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
-    Neither waits for the other, so no order of calls can hang. Not on NCCL either, which runs the
+    Neither waits for the other, so no order of calls can hang, not even on NCCL, which runs the
     operations between two ranks one after the other, even those of ``isend`` and ``irecv``, unless
     they were started together.
 
@@ -183,7 +183,7 @@ def measure_all_reduce(
         ValueError: the same on all ranks: fewer than two ranks, two different sizes or one repeat,
             a size that is not a multiple of 4, or a strategy called "exchange".
 
-    Cost: repeats + 1 runs of each cell.
+    Cost: repeats + 1 runs of each cell, and what it takes to start together and to share times.
     """
     world_size = dist.get_world_size(group)
     sizes_fit = len(set(sizes_bytes)) >= 2 and not any(size % 4 for size in sizes_bytes)

@@ -80,5 +80,5 @@ def int_list(function: str, value: Any) -> list[int]:
         raise TypeError(f"{expected}; it returned a {type(value).__name__}, {value!r:.50}")
     for item in value:
         if type(item) is not int:
-            raise TypeError(f"{expected}; in its list is a {type(item).__name__}, {item!r:.50}")
+            raise TypeError(f"{expected}; it contains {item!r:.50}, of type {type(item).__name__}")
     return [*value]

@@ -36,7 +36,7 @@ def inside_group(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
 
 def _which_numbers(group: Any) -> str:
     return (
-        f"a send or recv names a rank that it cannot mean. The group is {list(MEMBERS)} of "
+        f"a send or recv names the wrong rank. The group is {list(MEMBERS)} of "
         f"{OUTER_WORLD_SIZE} ranks: rank {dist.get_rank()} of the world is {dist.get_rank(group)} "
         "in the group. dst= and src= count in the world, group_dst= and group_src= in the group"
     )

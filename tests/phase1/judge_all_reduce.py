@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
 from phase1 import collectives as c
 from phase1.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1.judging import (
@@ -64,9 +65,10 @@ def _check_rounds(run: Run, rounds: float) -> None:
     most = ceil(log2(n))
     check(
         run.messages[0] <= most and rounds <= n - 1 + most + 0.01,
-        f"{n} ranks: rank 0 should take {n - 1} rounds to add up and {most} to give the sum to all "
-        f"by your broadcast; yours takes {rounds} rounds, and rank 0 sends {run.messages[0]} "
-        f"messages where {most} would do. Ranks that have the sum pass it on.",
+        f"{n} ranks: rank 0 should take {counted(n - 1, 'round')} to add up and {most} to give the "
+        f"sum to all by your broadcast; yours takes {rounds:g}, and rank 0 sends "
+        f"{counted(run.messages[0], 'message')} where {most} would do. Ranks that have the sum "
+        "pass it on.",
     )
 
 
@@ -182,12 +184,14 @@ def test_doubling_takes_logarithmically_many_rounds(grade: Grade, n: int) -> Non
     run = grade.run(c.reduce_my_rank, n, DOUBLING, num_elements, cluster=UNIFORM)
     _check_sums_of_powers(run.results)
     check_no_collective(run, OF_MESSAGES)
-    rounds = floor(log2(n)) + (0 if n & (n - 1) == 0 else 2)
+    is_power = n & (n - 1) == 0
+    rounds = floor(log2(n)) + (0 if is_power else 2)
     taken = rounds_of(run, 4 * num_elements)
+    core = f", and all {n} ranks are the core" if is_power else ""
     check(
         taken <= rounds + 0.01,
-        f"{n} ranks should take {rounds} rounds, yours takes {taken}. Partners are at distance 1, "
-        "2, 4, … and swap at the same time.",
+        f"{counted(n, 'rank')} should take {counted(rounds, 'round')}, yours takes {taken:g}. "
+        f"Partners are at distance 1, 2, 4, … and swap at the same time{core}.",
     )
     _check_partners(run)
     check_waited(run)

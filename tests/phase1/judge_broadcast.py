@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
 from phase1 import collectives as c
 from phase1.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1.judging import (
@@ -33,7 +34,7 @@ def test_broadcast_takes_logarithmically_many_rounds(grade: Grade, n: int) -> No
     _check_holds_src(run, src)
     check_no_collective(run, "broadcast should be made of send and recv")
     _check_tree(run, src)
-    _check_rounds(run, rounds_of(run, 4 * num_elements))
+    _check_rounds(run, src, rounds_of(run, 4 * num_elements))
     check_waited(run)
 
 
@@ -42,8 +43,8 @@ def _check_holds_src(run: Run, src: int) -> None:
     for rank, got in enumerate(run.results):
         check(
             got == float(src),
-            f"rank {rank} of {n} holds {got}, src = {src} had {src}.0. Place ranks by their "
-            "distance from src, round the end.",
+            f"rank {rank} of {n} holds {got}, src = {src} had {src}.0. Number the ranks by their "
+            "distance from src, wrapping around.",
         )
 
 
@@ -51,20 +52,20 @@ def _check_tree(run: Run, src: int) -> None:
     n, edges = len(run.results), edges_of(run)
     check(
         len(edges) == n - 1,
-        f"{n} ranks need {n - 1} messages, one for each that lacks the data; yours sends "
-        f"{run.messages} by rank.",
+        f"{counted(n, 'rank')} need {counted(n - 1, 'message')}, one for each that lacks the data; "
+        f"with src = {src}, yours sends {run.messages} by rank.",
     )
-    _check_rounds(run, rounds_of_tree(edges, src))
+    _check_rounds(run, src, rounds_of_tree(edges, src))
 
 
-def _check_rounds(run: Run, rounds: float) -> None:
+def _check_rounds(run: Run, src: int, rounds: float) -> None:
     n = len(run.results)
     most = ceil(log2(n))
     check(
         max(run.messages) <= most and rounds <= most + 0.01,
-        f"{n} ranks need {most} rounds and at most {most} messages from one rank; yours takes "
-        f"{rounds} rounds, messages by rank are {run.messages}. Every rank that has the data "
-        "passes it on, first to the rank that will pass it on most.",
+        f"{counted(n, 'rank')} need {counted(most, 'round')}, and no rank more messages than that; "
+        f"with src = {src}, yours takes {rounds:g}, and messages by rank are {run.messages}. Every "
+        "rank that has the data passes it on, first to the rank that will pass it on most.",
     )
 
 

@@ -196,8 +196,8 @@ def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade, is_in_group: boo
             _check_refusal(refusal, here, names)
             check(
                 len(names) != 1 or not re.search(NO_ADVICE, refusal["text"]),
-                f"{where}: 3 is the nearest multiple to {batch}; 0 is not advice. The "
-                f"message is {refusal['text']}",
+                f"{where}: 3 is the nearest multiple to {batch}, and suggesting 0 makes no sense. "
+                f"The message is: {refusal['text']}",
             )
 
 

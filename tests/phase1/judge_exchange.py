@@ -23,8 +23,8 @@ from phase1.judging import (
 
 AS_NCCL = Options(p2p_order="pair")
 NOT_BATCHED = (
-    "Are the send and the receive in one batch_isend_irecv? Outside of it one can wait for the "
-    "other: on NCCL even isend and irecv, where both are with the same rank."
+    "Are the send and the receive in one batch_isend_irecv? Otherwise one may wait for the "
+    "other; on NCCL, isend and irecv with the same rank do so too."
 )
 
 

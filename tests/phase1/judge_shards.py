@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from phase1 import shards as s
 from phase1.judging import check_silent, short
 
@@ -21,7 +22,7 @@ def test_shards_cover_the_data_set_and_do_not_overlap(grade: Grade) -> None:
     sizes = [*SHARDED, (grade.random.randint(200, 400), grade.random.randint(6, 16))]
     found = grade.call(s.shards, [(n, ranks, {"epoch": 3}) for n, ranks in sizes])
     for (n, ranks), shards in zip(sizes, found, strict=True):
-        here = f"{n} samples on {ranks} ranks"
+        here = _here(n, ranks)
         lengths, places = [len(shard) for shard in shards], ceil(n / ranks) * ranks
         check(
             lengths == [ceil(n / ranks)] * ranks,
@@ -47,13 +48,13 @@ def test_shards_that_are_cut_count_nothing_twice(grade: Grade) -> None:
         lengths = [len(shard) for shard in shards]
         check(
             lengths == [n // ranks] * ranks,
-            f"{n} samples on {ranks} ranks with drop_last: every shard should hold {n // ranks}, "
+            f"{_here(n, ranks)} with drop_last: every shard should hold {n // ranks}, "
             f"they hold {lengths}.",
         )
         drawn = [index for shard in shards for index in shard]
         check(
             len(set(drawn)) == len(drawn) and set(drawn) <= set(range(n)),
-            f"{n} samples on {ranks} ranks with drop_last: a sample comes twice, {short(shards)}.",
+            f"{_here(n, ranks)} with drop_last: a sample comes twice, {short(shards)}.",
         )
 
 
@@ -64,10 +65,14 @@ def test_ranks_take_turns(grade: Grade) -> None:
     for (n, ranks, options), shards in zip(cases, grade.call(s.shards, cases), strict=True):
         check(
             shards == (expected := _turns([*range(n)], ranks, options["drop_last"])),
-            f"{n} samples on {ranks} ranks, not shuffled, drop_last={options['drop_last']}: shards "
-            f"should be {expected}; they are {short(shards)}. Ranks take turns like players who "
-            "are dealt cards, and without drop_last the order is wrapped round.",
+            f"{_here(n, ranks)}, not shuffled, drop_last={options['drop_last']}: shards should be "
+            f"{expected}; they are {short(shards)}. Ranks take turns, and without drop_last "
+            "the order wraps around.",
         )
+
+
+def _here(n: int, ranks: int) -> str:
+    return f"{counted(n, 'sample')} on {counted(ranks, 'rank')}"
 
 
 def _turns(order: list[int], ranks: int, drop_last: bool) -> s.Shards:
