@@ -194,7 +194,9 @@ def _course(table: dict[str, Any]) -> Course:
     _check_unique("lesson", [lesson.name for phase in course.phases for lesson in phase.lessons])
     _check_unique("task", [task.id for task in course.tasks])
     _check_uses(course.tasks)
-    _check_unique("function", [name for task in course.tasks for name in task.functions])
+    open_tasks = [phase.challenge.function for phase in course.phases if phase.challenge]
+    functions = [name for task in course.tasks for name in task.functions]
+    _check_unique("function", [*functions, *open_tasks])
     return course
 
 
@@ -219,7 +221,9 @@ def _phase(table: dict[str, Any]) -> Phase:
     return phase
 
 
-def _challenge(folder: str, table: dict[str, Any]) -> Challenge:
+def _challenge(folder: str, table: object) -> Challenge:
+    if not isinstance(table, dict):
+        raise CourseError(f"challenge of {folder} must be a table, [phase.challenge]")
     where = f"challenge {table.get('function', '?')}"
     _check_keys(where, table, ["function", "title", "lesson"])
     function, title, lesson = (_text(where, table, key) for key in ("function", "title", "lesson"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab import data, launch, models, trainers
-from distlab.grade.outcomes import verdict_on
+from distlab.grade.outcomes import Outcome, verdict_on
 from distlab.grade.submission import Submission
 from distlab.launch.stacks import name_ranks
 from distlab.launch.world import (
@@ -188,7 +188,7 @@ def train(config: TrainConfig) -> list[EpochResult]:
 
 
 def _answers(config: TrainConfig) -> "list[list[EpochResult] | ConfigError | Diverged]":
-    """Run the ranks; a helper of the learner's that is still a TODO is one line."""
+    """Run the ranks; a file of the learner's that cannot train yet is an error without frames."""
     try:
         return launch.run(
             _history_or_refusal,
@@ -201,8 +201,9 @@ def _answers(config: TrainConfig) -> "list[list[EpochResult] | ConfigError | Div
         )
     except launch.LaunchError as error:
         verdict = verdict_on(error)
-        if verdict.missing:
-            raise trainers.NotThereError(verdict.message) from None
+        if verdict.missing or verdict.outcome is Outcome.IMPORT_ERROR:
+            text = f"{verdict.message}\n{verdict.details}".rstrip()
+            raise trainers.NotThereError(text) from None
         raise
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distlab.cli.learn import say, waiting
+from distlab.cli.learn import choose, say, waiting
 from distlab.learner import folder, grading
+from distlab.words import counted
 
 if TYPE_CHECKING:
     from distlab.learner.challenge import Standings
@@ -16,6 +17,9 @@ SEEDS = 10_000
 
 
 def challenge(
+    phase: Annotated[
+        int | None, typer.Option(min=1, help="Whose open task.  [default: that of your next task]")
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(min=0, help="Of the clusters.  [default: another one each time]"),
@@ -27,17 +31,20 @@ def challenge(
 ) -> None:
     """Time your answer to the open task on clusters drawn at random, beside the built-in ones."""
     here = folder.find()
-    [task] = [phase.challenge for phase in here.course.phases if phase.challenge]
+    chosen_phase = here.phase_of(choose(here, None)) if phase is None else here.course.phase(phase)
+    task = chosen_phase.challenge
+    if task is None:
+        raise folder.LearnerError(f"phase {chosen_phase.number} has no open task")
     choice = grading.find_impl(impl)
     chosen = random.randrange(SEEDS) if seed is None else seed
-    with waiting(f"running {task.function} on {clusters} clusters …"):
+    drawn = counted(clusters, "cluster")
+    with waiting(f"running {task.function} on {drawn} …"):
         from distlab.learner import challenge as racing
 
         try:
             standings = racing.run(here, task, choice, chosen, clusters)
         except racing.ChallengeError as error:
             raise folder.LearnerError(str(error)) from None
-    drawn = f"{clusters} cluster{'s' * (clusters > 1)}"
     say([f"{task.title} on {drawn}, ms; the same ones again: --seed {chosen}", ""])
     say(_rows(standings))
 

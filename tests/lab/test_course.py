@@ -133,6 +133,16 @@ def test_small_course_is_read(tmp_path: Path) -> None:
         ("[[phase.lesson.task]]", "[phase.lesson.task]", "course.toml: "),
         ("[[phase.lesson]]", "[phase.lesson]", "lesson must be a list of tables, [[lesson]]"),
         ('title = "Small"', "title = ", "course.toml: "),
+        (
+            'folder = "phase1"\n',
+            'folder = "phase1"\nchallenge = "add"\n',
+            "challenge of phase1 must be a table, [phase.challenge]",
+        ),
+        (
+            'folder = "phase1"\n',
+            'folder = "phase1"\n[phase.challenge]\nfunction = "add"\ntitle = "x"\nlesson = "y"\n',
+            "function add is listed twice",
+        ),
     ],
 )
 def test_mistake_in_the_file_is_one_line_that_says_where(

@@ -137,11 +137,14 @@ def test_every_rank_of_torchrun_ends_with_the_loss() -> None:
 # Many workers
 
 
-def on_terminal(*arguments: str) -> str:
-    """Run the command with its errors on a terminal; return what that shows."""
+def on_terminal(num_cores: int, *arguments: str) -> str:
+    """Run the command on some cores, with its errors on a terminal; return what that shows."""
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "distlab", *arguments]
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:num_cores])  # which the command inherits
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.sched_setaffinity(0, cores)
         os.close(theirs)
         shown = b""
         with contextlib.suppress(OSError):  # the other end is closed
@@ -152,11 +155,12 @@ def on_terminal(*arguments: str) -> str:
     return shown.decode()
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
 def test_many_workers_are_warned_of() -> None:
-    workers = starting.MAX_PER_CORE * starting.num_cores() + 1
+    workers = starting.MAX_PER_CORE + 1
     options = ["--epochs", "1", "--batch_size", str(workers * 16), "--backend", "gloo"]
-    shown = on_terminal("train", "--num_workers", str(workers), *options)
-    assert f"{workers} workers share {starting.num_cores()} core" in shown
+    shown = on_terminal(1, "train", "--num_workers", str(workers), *options)
+    assert f"{workers} workers share 1 core, more" in shown
     assert f"Use at most {workers - 1}, or backend sim\r\n" in shown
 
 

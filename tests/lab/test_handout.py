@@ -130,6 +130,17 @@ def test_the_learner_s_own_trainer_trains_as_the_solution_s(
     assert capfd.readouterr().out.splitlines()[-1] == done.stdout.splitlines()[-1]
 
 
+def test_a_trainer_that_does_not_parse_is_named_without_frames_of_ours(mine: Path) -> None:
+    solve(mine, *LESSONS)
+    path = mine / PHASE / "template_trainer.py"
+    path.write_text(path.read_text() + "\ndef after(:\n")
+    done = distlab(mine, "train", "--impl", "mine", *SHORT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "template_trainer.py" in done.stderr.splitlines()[0]
+    assert "invalid syntax" in done.stderr
+    assert "distlab/" not in done.stderr
+
+
 def test_a_trainer_that_is_not_written_is_a_line_that_names_the_tasks(mine: Path) -> None:
     solve(mine, "data_loader")
     done = distlab(mine, "train", "--impl", "mine", *SHORT)
