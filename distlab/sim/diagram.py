@@ -235,7 +235,7 @@ class _Lanes:
                     ((start + end) / 2 / self._unit_s, rank),
                     ha="center",
                     va="center",
-                    fontsize=8,
+                    fontsize=9,
                     color="white" if start == 0 else MESSAGE,
                 )
 
@@ -249,7 +249,7 @@ class _Lanes:
             **_ABOVE,
             ncols=LEGEND_COLUMNS,
             frameon=False,
-            fontsize=9,
+            fontsize=10,
         )
         rows = -(-len(entries) // LEGEND_COLUMNS)
         heading = [
@@ -257,21 +257,21 @@ class _Lanes:
             *settings(self.simulated),
         ]
         text = textwrap.fill(", ".join(heading), 150)
-        self._axes.set_title(text, loc="left", fontsize=10, color="#555555", pad=8 + 16 * rows)
+        self._axes.set_title(text, loc="left", fontsize=10, color="#555555", pad=8 + 17 * rows)
         self._print_assumptions()
         return self._figure
 
     def _print_assumptions(self) -> None:
         numbers = [line.partition(" (assumed")[0] for line in assumed(self.simulated)]
         if numbers:
-            text = textwrap.fill(f"assumed: {', '.join(numbers)}", 190)
-            self._figure.supxlabel(text, x=0.01, ha="left", fontsize=7, color="#666666")
+            text = textwrap.fill(f"assumed: {', '.join(numbers)}", 150)
+            self._figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color="#666666")
 
     def _name_lanes(self) -> None:
         ranks = range(0, self.num_ranks, -(-self.num_ranks // CROWDED))
         self._axes.set_ylim(self.num_ranks - 0.5, -0.5)
         self._axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-        self._axes.tick_params(axis="y", length=0, labelsize=10 if self.num_ranks <= 16 else 7)
+        self._axes.tick_params(axis="y", length=0, labelsize=10 if self.num_ranks <= 16 else 9)
         if not self.is_crowded:
             per_node = self.simulated.cluster.gpus_per_node
             for rank in range(per_node, self.num_ranks, per_node):
