@@ -60,7 +60,7 @@ app.add_typer(bench.app, name="bench")
 def show_help(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND", show_default=False, help="Such as sim; else all."),
+        typer.Argument(metavar="COMMAND", show_default=False, help="Such as sim; default: all."),
     ] = None,
 ) -> None:
     """Show this help, or that of one command."""

@@ -22,14 +22,14 @@ def train(
     num_workers: Annotated[
         int | None,
         typer.Option(
-            "--num_workers", min=1, help="Ranks. [default: 4; under torchrun or mpirun all of its]"
+            "--num_workers", min=1, help="Ranks. [default: 4, or as torchrun or mpirun started]"
         ),
     ] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch_size", min=1, help="Of all workers together. [default: 64, rounded up to fit]"
+            "--batch_size", min=1, help="All workers together. [default: 64, rounded up to fit]"
         ),
     ] = None,
     lr: Annotated[
@@ -40,7 +40,7 @@ def train(
     ] = "native",
     gradients: Annotated[
         Gradients,
-        typer.Option("--gradients", help="flat: all in one all-reduce instead of one each."),
+        typer.Option("--gradients", help="flat: one all-reduce for all instead of one each."),
     ] = "per_parameter",
     impl: Annotated[
         Impl, typer.Option("--impl", help="Whose trainer; mine: what you have written.")
@@ -52,7 +52,8 @@ def train(
         ),
     ] = "auto",
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="With --backend sim: a preset, say dgx-h100.")
+        str | None,
+        typer.Option("--cluster", help="With --backend sim: a preset, such as dgx-h100."),
     ] = None,
     device: Annotated[Device, typer.Option("--device")] = "auto",
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,

@@ -28,8 +28,8 @@ def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
         explanation = f"The same program in the simulated world: {found}"
     else:
         explanation = (
-            "The same program ends well in the simulated world: look for what differs on real "
-            "processes, such as a send that is still under way when the function returns, time, "
-            "the file system, or state shared by the ranks of one process."
+            "The same program succeeds in the simulated world, so look for what differs on real "
+            "processes: a send that is still under way when the function returns, time, the file "
+            "system, or state that the ranks of one process share."
         )
     error.args = (f"{error}\n\n{explanation}", *error.args[1:])

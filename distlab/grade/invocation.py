@@ -42,6 +42,6 @@ def check_environment() -> None:
     options = os.environ.get("PYTEST_ADDOPTS", "")
     if not all(map(_OF_THE_DISPLAY.fullmatch, shlex.split(options))):
         raise pytest.UsageError(
-            f"PYTEST_ADDOPTS={options}: with a grading suite it may hold options of the display "
+            f"PYTEST_ADDOPTS={options}: with a grading suite it may hold options for the display "
             "only; give others on the command line"
         )

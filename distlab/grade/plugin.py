@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=None,
         metavar="NUMBER",
-        help="of what the tests draw anew in each run; a failure names it",
+        help="seed of what the tests draw in each run; a failure names it",
     )
     group.addoption(
         "--report",
@@ -207,7 +207,7 @@ class Grader:
         if call.excinfo is not None:
             return verdict_on(call.excinfo.value)
         if _GRADE not in item.stash or not item.stash[_GRADE].runs:
-            return Verdict(Outcome.GRADER_ERROR, "the test has not run the submission")
+            return Verdict(Outcome.GRADER_ERROR, "the test did not run the submission")
         return Verdict(Outcome.PASSED)
 
     def pytest_report_teststatus(

@@ -87,7 +87,7 @@ def _why_not(path: Path) -> str:
         if is_stream(path):
             return "" if os.access(path, os.W_OK) else f"{path} cannot be written"
         if path.exists() and not is_earlier_report(path):
-            return f"{path} holds something else than an earlier report; move it or name another"
+            return f"{path} is not an earlier report; move it, or name another file"
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             return ""

@@ -45,9 +45,9 @@ class TaskResult:
         if self.tests:
             return self.worst.verdict
         if self.expected:
-            what = "none of its tests was run: pytest ended before."
+            what = "none of its tests were run, because pytest ended first."
             return Verdict(Outcome.NOT_RUN, what)
-        what = "the suite holds no test of it."
+        what = "the suite has no test for it."
         return Verdict(Outcome.GRADER_ERROR, what)
 
     @property

@@ -40,7 +40,7 @@ def message(result: TaskResult) -> str:
 def _todo(result: TaskResult) -> str:
     """Say what is to be written: this task, or an earlier one that it needs."""
     text = result.verdict.message
-    return text if result.is_todo else f"Task {result.task.id} needs another one first. {text}"
+    return text if result.is_todo else f"Task {result.task.id} needs another task first. {text}"
 
 
 def _sentence(text: str) -> str:
@@ -75,7 +75,7 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
             first, *more = message(task).splitlines()
             yield first if len(first) <= WIDTH and not more else f"{first[: WIDTH - 2]} …"
     if len(wrong) > 1 and not verbose:
-        yield f"({len(wrong) - 1} more in one line each: -v shows all)"
+        yield f"({len(wrong) - 1} more, one line each; -v shows them in full)"
     yield from _next_to_write(result)
 
 
@@ -105,7 +105,7 @@ def _whole(task: TaskResult, *, verbose: bool) -> Iterator[str]:
     details = verdict.details.splitlines()
     shown = details if verbose else details[-DETAILS:]
     if len(details) > len(shown):
-        yield f"  … {len(details) - len(shown)} lines before: -v"
+        yield f"  … {len(details) - len(shown)} earlier lines; -v shows them"
     yield from (f"  {line}" for line in shown)
     if verdict.output:
         yield "  printed:"

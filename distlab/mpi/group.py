@@ -58,7 +58,7 @@ class MpiGroup(BaseGroup):
             yield self._runtime.call_the_roll(self._ranks)
             yield self._runtime.answer_the_roll(self._ranks)
 
-        text = f"the making of a group of ranks {', '.join(map(str, self._ranks))}"
+        text = f"new_group of ranks {', '.join(map(str, self._ranks))}"
         MpiWork(self._runtime, steps(), text, self._ranks, self._timeout).wait()
 
     # Point to point

@@ -74,7 +74,7 @@ def flat(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"MPI moves tensors on the CPU and got one on {tensor.device}: use .cpu(), and copy "
+            f"MPI moves tensors on the CPU, but got one on {tensor.device}: use .cpu(), and copy "
             "back what it received"
         )
     return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -103,7 +103,7 @@ class MpiWork(dist.Work):
         if waited_s > self._timeout.total_seconds():
             raise TimeIsUp(
                 f"{self._where()}: not done after {self._timeout.total_seconds():g} s; it needs "
-                f"{_names(self._peers)}, and somebody has not come"
+                f"{_names(self._peers)}, and at least one of them has not arrived"
             )
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -111,7 +111,7 @@ def share(mine: T) -> list[T]:
         )
 
     here.announce_return()
-    MpiWork(here, steps(), "the sharing of the results", [], timedelta.max).wait()
+    MpiWork(here, steps(), "sharing the results", [], timedelta.max).wait()
     here.note_all_returned()
     return [cast("T", pickle.loads(text)) for text in pickles]
 

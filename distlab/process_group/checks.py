@@ -40,7 +40,7 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
     """
     if op not in _REDUCIBLE:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
-        raise ValueError(f"reduction {op_name(op)} is of NCCL only: use one of {known}")
+        raise ValueError(f"only NCCL has the reduction {op_name(op)}: use one of {known}")
     for tensor in tensors:
         if tensor.dtype not in _REDUCIBLE[op]:
             raise TypeError(

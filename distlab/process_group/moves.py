@@ -77,12 +77,12 @@ def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tenso
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits and (len(splits) != size or sum(splits) != rows):
         raise ValueError(
-            f"all_to_all_single over {size} ranks needs {size} splits with the sum {rows} of "
-            f"shape {tuple(tensor.shape)}, got {list(splits)}"
+            f"all_to_all_single over {size} ranks needs {size} splits that add up to {rows}, the "
+            f"first dim of shape {tuple(tensor.shape)}, got {list(splits)}"
         )
     if not splits and (rows % size or not tensor.dim()):
         raise ValueError(
-            f"all_to_all_single without splits needs a first dim that {size} ranks can share, "
+            f"all_to_all_single without splits needs a first dim that is a multiple of {size}, "
             f"got shape {tuple(tensor.shape)}"
         )
     return list(torch.split(tensor, list(splits) if splits else [rows // size] * size))

@@ -72,8 +72,8 @@ def _peer_ended(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
         advice = f"{hint} If not: {_lower(advice)}" if hint else advice
     else:
         advice = (
-            "A killed rank never answers: the others need a heartbeat or a timeout to notice, and "
-            "a group without it to go on."
+            "A killed rank never answers. The others need a heartbeat or a timeout to notice that, "
+            "and a group without the killed rank to go on."
         )
     return Cause("peer ended", gone, ranks, words, advice)
 
@@ -118,7 +118,7 @@ def _order_mismatch(still: Standstill, ranks: list[int], groups: Groups) -> Caus
     words = still.circle([still.mates[rank] for rank in cycle])
     advice = "Ranks that share several groups have to use them in the same order. "
     if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
-        advice += "These groups have the same ranks, and yet they are two: check group=."
+        advice += "These are two different groups of the same ranks: check group=."
     else:
         hint = wrong_group(still, still.mates[cycle[0]], groups)
         advice += (

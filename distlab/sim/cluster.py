@@ -260,7 +260,7 @@ class Cluster:
         return Route(links, base_s + path.relays * self.hop_latency_s)
 
     def _fault_lines(self) -> list[str]:
-        return [f"{pattern} slowed {factor:g} times" for pattern, factor in self.faults]
+        return [f"{pattern} is {factor:g} times slower" for pattern, factor in self.faults]
 
 
 _INSIDE = ("gpus_per_node", "nvlink_bytes_per_s", "latency_s", "hop_latency_s")
@@ -283,8 +283,8 @@ def _check(cluster: Cluster) -> None:
         )
     if cluster.topology != "fat-tree" and cluster.oversubscription * cluster.nodes_per_leaf != 1:
         raise ValueError(
-            "oversubscription and nodes_per_leaf need topology='fat-tree', which alone has shared "
-            f"up-links, not {cluster.topology!r}"
+            "oversubscription and nodes_per_leaf need topology='fat-tree', the only one with "
+            f"shared up-links, not {cluster.topology!r}"
         )
 
 

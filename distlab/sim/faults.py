@@ -52,7 +52,7 @@ class Faults:
             if name not in FORMS:
                 nearest = difflib.get_close_matches(name, FORMS, n=1)
                 hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-                raise ValueError(f"there is no fault {name!r}: valid are {', '.join(FORMS)}{hint}")
+                raise ValueError(f"there is no fault {name!r}; valid: {', '.join(FORMS)}{hint}")
             key, value = FORMS[name].read(text, words)
             tables[FORMS[name].field][key] = value
         jitter_s = tables.pop("jitter_s").get((), 0.0)
@@ -65,11 +65,11 @@ class Faults:
                 raise ValueError(f"the factor of {key!r} must be above 0, got {factor!r}")
         for rank, step in self.kill_at_steps.items():
             if step < 1:
-                raise ValueError(f"kill_at_steps: steps count from 1, rank {rank} has {step!r}")
+                raise ValueError(f"kill_at_steps: steps count from 1, but rank {rank} has {step!r}")
         late: dict[Any, float] = {**self.kill_ranks, **self.delays_s, "jitter_s": self.jitter_s}
         for key, seconds in late.items():
             if not 0 <= seconds < inf:
-                raise ValueError(f"the seconds of {key!r} must be from 0 on, got {seconds!r}")
+                raise ValueError(f"the seconds of {key!r} must be 0 or more, got {seconds!r}")
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse faults of ranks that do not exist.

@@ -47,7 +47,7 @@ def _difference(send: Message, recv: Message) -> str:
         )
     if send.tag != recv.tag:
         return f"with tag {send.tag}, {but} with tag {recv.tag}: give both the same tag."
-    return f"on one group, {but} on another one of the same ranks: give both the same group."
+    return f"on one group, {but} on another group of the same ranks: give both the same group."
 
 
 def with_another_rank(pairs: Sequence[Pair]) -> str:

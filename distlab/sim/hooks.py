@@ -57,7 +57,7 @@ def start_serving(tracker: "MemoryTracker") -> None:
     Raises: RuntimeError: the thread has a tracker.
     """
     if this_tracker() is not None:
-        raise RuntimeError("this thread's memory is tracked already: one tracker for each thread")
+        raise RuntimeError("this thread's memory is already tracked: use one tracker per thread")
     _HOOKS.enter()
     _thread.tracker = tracker
 

@@ -77,7 +77,7 @@ def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
         return Cluster.preset(cluster, nodes=-(-num_ranks // one.gpus_per_node))
     if cluster.num_gpus < num_ranks:
         raise ValueError(
-            f"{num_ranks} ranks need as many GPUs, and {cluster.name} has {cluster.num_gpus}: take "
-            "more nodes, or fewer ranks"
+            f"{num_ranks} ranks need as many GPUs, but {cluster.name} has only {cluster.num_gpus}: "
+            "use more nodes, or fewer ranks"
         )
     return cluster

@@ -8,11 +8,11 @@ from distlab.sim.report import join
 
 MAX_CLAUSES = 2
 _OF_PAIRS = (
-    "on NCCL operations of a pair that are not batched run one after the other. Give both to "
+    "on NCCL, operations of a pair that are not batched run one after the other. Give both to "
     "batch_isend_irecv."
 )
 _OF_BATCHES = (
-    "on NCCL the batches of a group run one after the other. Give all of it to one "
+    "on NCCL, the batches of a group run one after the other. Give all of these operations to one "
     "batch_isend_irecv."
 )
 

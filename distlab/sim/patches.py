@@ -50,7 +50,7 @@ def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
         SimulationError: it is already.
     """
     if not _home.acquire(blocking=False):
-        raise SimulationError("a process simulates one world at a time, and none inside another")
+        raise SimulationError("a process can simulate only one world at a time")
     with contextlib.ExitStack() as undo:
         undo.callback(_home.release)
         _replace(undo, c10d, "_world", world)

@@ -39,8 +39,8 @@ class Refusals:
         for rank in returned:
             if rank in self._by_rank:
                 yield (
-                    f"Before rank {rank} returned, {self._by_rank[rank]} The exception was caught: "
-                    "the other ranks know nothing of it."
+                    f"Before rank {rank} returned, {self._by_rank[rank]} The exception was caught, "
+                    "so the other ranks know nothing about it."
                 )
 
 

@@ -51,6 +51,6 @@ class Roster:
                 "operation mismatch",
                 f"{first.text()} on rank {first.rank}, but {entry.text()} on rank {rank}",
                 [first.row(), entry.row()],
-                "Every rank has to call new_group for every group in the same order, also for "
-                "groups in which it is not.",
+                "Every rank has to call new_group for every group in the same order, even for "
+                "groups that it is not in.",
             )

@@ -139,9 +139,9 @@ class Simulation:
             count = "an operation was" if len(rows) == 1 else f"{len(rows)} operations were"
             raise mismatch(
                 "never met",
-                f"{count} posted, and met nobody until the end",
+                f"{count} posted, but never matched",
                 shorten(rows, MAX_LEFTOVERS),
-                "Every send needs its recv, every collective all ranks, every request its wait.",
+                "Every send needs a recv, every collective all ranks, and every request a wait().",
             )
         self.trace.leftovers = table(shorten(rows, MAX_LEFTOVERS))
 

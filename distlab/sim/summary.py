@@ -102,7 +102,8 @@ def has_compute(simulated: Simulated[Any]) -> bool:
 def settings(simulated: Simulated[Any]) -> list[str]:
     """List the options that are not the usual ones, and the faults."""
     options, faults = simulated.options, simulated.options.faults
-    lines = [f"{pattern} slowed {factor:g} times" for pattern, factor in simulated.cluster.faults]
+    slowed = simulated.cluster.faults
+    lines = [f"{pattern} is {factor:g} times slower" for pattern, factor in slowed]
     if options.algorithm != "auto":
         lines.append(f"built-in collectives: {options.algorithm}")
     if options.eager_bytes >= 0:
@@ -113,11 +114,11 @@ def settings(simulated: Simulated[Any]) -> list[str]:
     lines += [f"rank {rank} dies at {seconds_text(s)}" for rank, s in faults.kill_ranks.items()]
     lines += [f"rank {rank} dies in optimizer step {k}" for rank, k in faults.kill_at_steps.items()]
     lines += [
-        f"messages from rank {src} to rank {dst} are {seconds_text(s)} late"
+        f"messages from rank {src} to rank {dst} arrive {seconds_text(s)} late"
         for (src, dst), s in faults.delays_s.items()
     ]
     if faults.jitter_s:
-        lines.append(f"up to {seconds_text(faults.jitter_s)} lost before every call")
+        lines.append(f"every call starts up to {seconds_text(faults.jitter_s)} late")
     return lines
 
 
@@ -192,7 +193,7 @@ def _details(simulated: Simulated[Any]) -> list[str]:
         lines.append(f"busiest links: {', '.join(named)} of their capacity")
     trace = simulated.trace
     if trace.leftovers:
-        lines += ["posted, and never met by another rank:", *trace.leftovers]
+        lines += ["posted, but never matched by another rank:", *trace.leftovers]
     if trace.unwaited:
         lines += ["never waited for, so the tensor was never safe to use:", *trace.unwaited]
     fullest = max(range(len(trace.peak_bytes)), key=trace.peak_bytes.__getitem__)

@@ -73,7 +73,7 @@ class Trace:
         trace = cls(1, [])
         wanted = {name: type(value) for name, value in vars(trace).items()}
         if not isinstance(state, dict) or {k: type(v) for k, v in state.items()} != wanted:
-            raise ValueError("what was sent is no trace")
+            raise ValueError("what was sent is not a trace")
         vars(trace).update(state)
         return trace
 

@@ -65,5 +65,5 @@ class Traffic:
 def _arrived(flow: Flow) -> Callable[[float], None]:
     tag = flow.tag
     if not callable(tag):
-        raise TypeError(f"a flow carries {tag!r} instead of what to call on arrival")
+        raise TypeError(f"a flow carries {tag!r} instead of a function to call on arrival")
     return tag
