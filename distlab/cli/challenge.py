@@ -1,4 +1,4 @@
-"""`distlab challenge`: where your own all-reduce stands among the built-in ones."""
+"""`distlab challenge`: how your own all-reduce compares with the built-in ones."""
 
 import random
 from collections.abc import Iterator

@@ -63,14 +63,14 @@ DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.color
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines; verdicts and differences in their colours, on a terminal."""
+    """Print lines, on a terminal with verdicts and differences in colour."""
     for line in lines:
         colour = COLOURS.get(line.lstrip()[:1]) or DIFF_COLOURS.get(line[:1])
         typer.echo(typer.style(line, fg=colour) if colour else line)
 
 
 def warn(progress: state.Progress) -> None:
-    """Say on standard error that what was done cannot be remembered, if so."""
+    """Say on standard error if the progress cannot be saved."""
     if progress.problem:
         typer.echo(progress.problem, err=True)
 
@@ -133,7 +133,7 @@ def _check(
 
 @contextmanager
 def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.Run]:
-    """Yield what calls pytest; for several tasks torch is loaded once."""
+    """Yield what calls pytest; for several tasks, torch is loaded only once."""
     if num_tasks == 1:
         yield grading.captured_in(here)
         return
@@ -249,7 +249,7 @@ def reset(
 
 
 def _print_markdown(text: str) -> None:
-    """Print it formatted on a terminal, as it is elsewhere."""
+    """Print it, formatted if on a terminal."""
     if not sys.stdout.isatty():
         typer.echo(text)
         return

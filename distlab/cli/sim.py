@@ -166,7 +166,7 @@ def _underscored(name: str) -> str:
 
 
 def _check_outputs(paths: dict[str, Path | None]) -> None:
-    """Refuse now what could not be written after a long run."""
+    """Refuse outputs now that could not be written after a long run."""
     endings = {"--trace": (".json", ""), "--links": (".csv",)}
     for option, path in paths.items():
         allowed = endings.get(option, PICTURES)
@@ -178,7 +178,7 @@ def _check_outputs(paths: dict[str, Path | None]) -> None:
 
 
 def _faults(texts: Sequence[str], seed: int) -> "Faults":
-    """Read what goes wrong on purpose."""
+    """Read the faults."""
     from distlab.sim import Faults
 
     try:
@@ -188,7 +188,7 @@ def _faults(texts: Sequence[str], seed: int) -> "Faults":
 
 
 def _check_faults(faults: "Faults", world: "Cluster", num_ranks: int) -> None:
-    """Refuse faults of ranks and links that are not there."""
+    """Refuse faults of ranks and links that do not exist."""
     try:
         faults.check_ranks(num_ranks)
         for pattern, factor in faults.slow_links.items():
@@ -209,7 +209,7 @@ def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
 
 
 def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster, int]":
-    """Return the cluster and how many ranks run on it: one per GPU, if not said otherwise."""
+    """Return the cluster and how many ranks run on it: one per GPU unless given."""
     from distlab.sim import Cluster, choose_cluster
 
     if ranks and ranks > MAX_RANKS:

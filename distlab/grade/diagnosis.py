@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from distlab.launch import LaunchError, RankFailed, SetupError
 
-# The line is known, and the simulated world would only hang there as long again; or it is no matter
-# of the program's messages.
+# The line is known, and the simulated world would only hang there for as long again; or the cause
+# does not lie in the program's messages.
 KNOWN = ("endless loop", "blocked", "suspended", RankFailed.KIND, SetupError.KIND)
 
 
 def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
     """Add to the message of ``error`` what the simulated world says about the same program.
 
-    A hang that is a deadlock there is one here: ``error.kind`` says so.
+    If a hang is a deadlock there, it is one here too, and ``error.kind`` says so.
     """
     if error.kind in KNOWN:
         return

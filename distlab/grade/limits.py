@@ -1,9 +1,9 @@
 """How long a submission may take: by the clock, in computing, in waiting.
 
-A limit has to end a hang soon, and never a right answer. What a right answer takes depends on the
-machine, so these limits are only where the question begins: whether a world hangs that exceeds one
-is decided by what the reference needs for the same, at the same moment. In a copy of the course
-that comes without solutions, a piece of work whose usual time is known takes their place.
+A limit has to end a hang soon, but never a right answer. How long a right answer takes depends on
+the machine, so exceeding a limit only raises a suspicion: whether the world really hangs depends on
+what the reference needs for the same work at the same moment. In a copy of the course without
+solutions, a piece of work whose usual time is known replaces the reference.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Limits:
 
     @classmethod
     def of(cls, timeout_s: float) -> "Limits":
-        """Return the limits that go with one by the clock."""
+        """Return the limits that go with a limit by the clock."""
         return cls(timeout_s, COMPUTING_SHARE * timeout_s, IDLE_SHARE * timeout_s)
 
     def raised_to(self, used: Used) -> "Limits | None":
@@ -62,7 +62,7 @@ class Limits:
         return None if raised == self else raised
 
     def scaled_by(self, used: Used) -> "Limits | None":
-        """Return limits for a machine on which ``work`` has used so much; None: no larger ones."""
+        """Return limits for a machine on which ``work`` used this much; None: no larger ones."""
         clock, computing = used.wall_s / USUAL_S, used.cpu_s / USUAL_S
         if max(clock, computing) <= 1:
             return None

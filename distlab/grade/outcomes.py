@@ -1,4 +1,4 @@
-"""What can come of a test of a submission, and how an error becomes one of these."""
+"""The possible outcomes of a test of a submission, and how an error becomes one of them."""
 
 import enum
 import re
@@ -77,7 +77,7 @@ _BY_ERROR = (
     (RankCrashed, Outcome.CRASH),
     (RankExited, Outcome.CRASH),
 )
-# By the name of what a rank raised. What torch or the learner calls not implemented is no TODO.
+# By the name of what a rank raised. What torch or the learner calls not implemented is not a TODO.
 _BY_EXCEPTION = {
     "NotImplementedError": (
         Outcome.TODO,

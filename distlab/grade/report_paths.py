@@ -1,6 +1,6 @@
-"""Where reports may be written: nowhere that would cost something else; all of one, or nothing.
+"""Where reports may be written: only where nothing else is lost, and each one whole or not at all.
 
-What is already there is replaced only if it is empty or an earlier report.
+An existing file is replaced only if it is empty or an earlier report.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ _OWN_STREAM = re.compile(r"/dev/(?:stdout|stderr|fd/(\d+))|/proc/self/fd/(\d+)")
 def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
     """Read ``FORMAT=PATH`` options, remove earlier reports, and make the folders for new ones.
 
-    An earlier run's report would otherwise pass for that of a run that fails.
+    Otherwise an earlier run's report could be taken for that of a run that fails.
 
     Raises:
-        ValueError: there is no such format, or nothing may or can be written there; then nothing
-            was removed. The message is one line.
+        ValueError: there is no such format, or the path must not or cannot be written; nothing was
+            removed then. The message is one line.
     """
     chosen = [_split(option) for option in options]
     for option, (_, path) in zip(options, chosen, strict=True):
@@ -45,7 +45,7 @@ def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _remove_earlier(option: str, path: Path) -> None:
-    """Remove a report; in a folder that many write to, another's may not be."""
+    """Remove a report, unless it is someone else's in a folder that many write to."""
     if is_stream(path):
         return
     try:
@@ -80,7 +80,7 @@ def is_stream(path: Path) -> bool:
 
 
 def _why_not(path: Path) -> str:
-    """Try what can be tried without changing anything; "" if nothing speaks against it."""
+    """Check whether a path can be written, without changing anything; "" if it can."""
     try:
         if path.is_dir():
             return f"{path} cannot be written: it is a folder; name a file"
@@ -103,7 +103,7 @@ def is_earlier_report(path: Path) -> bool:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a report: a file all at once, so that a crash leaves none rather than half of one.
+    """Write a report; files all at once, so that a crash leaves no report rather than half of one.
 
     Raises:
         OSError: it cannot be written.

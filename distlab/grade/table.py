@@ -38,7 +38,7 @@ def message(result: TaskResult) -> str:
 
 
 def _todo(result: TaskResult) -> str:
-    """Say what is to be written: this task, or an earlier one that it needs."""
+    """Say what has to be written: this task, or an earlier one that it needs."""
     text = result.verdict.message
     return text if result.is_todo else f"Task {result.task.id} needs another task first. {text}"
 
@@ -50,7 +50,7 @@ def _sentence(text: str) -> str:
 
 
 def next_step(result: TaskResult) -> str:
-    """Tell what to read, or to do, about an outcome."""
+    """Say what to read or do about an outcome."""
     section = f"guidelines.md {result.task.id}"
     return {
         Outcome.HANG: f"{HANGS.get(result.verdict.kind, '')} {section}".lstrip(),
@@ -63,7 +63,7 @@ def next_step(result: TaskResult) -> str:
 
 
 def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
-    """Yield what to do: the first failure whole, further ones in a line; then what to write."""
+    """Yield what to do: the first failure in full, others in a line each; then what to write."""
     wrong = [t for t in result.tasks if message(t) and t.outcome is not Outcome.TODO]
     for place, task in enumerate(wrong):
         cause = result.cause(task)
@@ -92,7 +92,7 @@ def _next_to_write(result: GradeResult) -> Iterator[str]:
 
 
 def _short(file: str) -> str:
-    """The path from here, where it lies below."""
+    """Return the path relative to this folder, if it is below it."""
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 

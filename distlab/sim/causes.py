@@ -1,4 +1,4 @@
-"""The kinds of deadlock: which mistake it is, whom to blame, what to look for."""
+"""The kinds of deadlock: which mistake it is, which ranks to blame, and what to look for."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -153,7 +153,7 @@ def _joined(*sentences: str) -> str:
 
 
 def _directly_missing(still: Standstill, present: int) -> list[int]:
-    """Of the absent ranks take those that wait for one that is there, if any do."""
+    """Return the absent ranks that wait for one that is present, or all absent ones if none do."""
     absent = still.waits_for[present]
     there = set(still.blocked[present].group).difference(absent)
     direct = [

@@ -37,7 +37,7 @@ _innermost_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchMod
 
 
 class Gpu(Protocol):
-    """What a device needs to know of a GPU."""
+    """What a device needs to know about a GPU."""
 
     @property
     def memory_bytes(self) -> float: ...
@@ -50,8 +50,8 @@ class Gpu(Protocol):
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Charge the operations of the thread that enters it, in time and in memory.
 
-    Views, metadata and communication take no time. Neither does anything else without a GPU, but
-    memory is accounted for.
+    Views, metadata and communication take no time. Without a GPU nothing takes time, but memory is
+    still accounted for.
 
     Args:
         gpu: its speed; arithmetic in a dtype it does not list runs as in float32.
@@ -96,7 +96,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """Let operations run free, and what they allocate stay out of the account."""
+        """Let operations run for free, and keep what they allocate out of the account."""
         before, self._is_paused = self._is_paused, True
         try:
             yield

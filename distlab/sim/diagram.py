@@ -1,6 +1,6 @@
 """Pictures of a simulated run. Each is a matplotlib Figure: ``figure.savefig("ring.svg")``.
 
-space_time   what every rank does when, and every message as an arrow
+space_time   what every rank does and when, with every message as an arrow
 gantt        where each rank's time went
 """
 
@@ -52,8 +52,8 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
         rank 0  ██████╲░░░░░░░░   computes, sends, has ended
         rank 1  ░░░░░░░╲█████     waits, receives, computes
 
-    Collectives lie below the bars, as they may overlap with them. Of more than 32 ranks the
-    messages are left out.
+    Collectives are drawn below the bars, because they may overlap with them. For more than 32 ranks
+    the messages are left out.
     """
     kinds: defaultdict[str, list[Event]] = defaultdict(list)
     for event in simulated.trace.events:
@@ -93,7 +93,7 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
 
 
 def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[Bar]]:
-    """Cut waits where messages of the rank begin and end: it sends, receives, does both, or waits.
+    """Cut waits where the rank's messages begin and end: into sending, receiving, both, or waiting.
 
     A rank in ``send`` waits until the other one is in ``recv``, and sends from then on.
     """
@@ -113,7 +113,7 @@ def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[
 
 
 def _cuts(wait: Event, intervals: Iterable[Interval]) -> list[float]:
-    """Return begin and end of a wait, and what begins or ends between them."""
+    """Return when a wait begins and ends, and when messages begin or end between these times."""
     inside = {time for time in chain(*intervals) if wait.start_s < time < wait.end_s}
     return sorted({wait.start_s, wait.end_s, *inside})
 
@@ -123,7 +123,7 @@ def _covers(intervals: Iterable[Interval], time: float) -> bool:
 
 
 def _ends(simulated: Simulated[Any]) -> list[Bar]:
-    """From when each rank had ended to the end of all."""
+    """Return a bar for each rank, from its end to the end of the last one."""
     last = [0.0] * len(simulated.results)
     for event in simulated.trace.events:
         last[event.rank] = max(last[event.rank], event.end_s)
@@ -136,7 +136,7 @@ def _bars(events: Iterable[Event]) -> list[Bar]:
 
 
 def _draw_collectives(picture: "_Lanes", events: Iterable[Event], strip: Span) -> None:
-    """Draw a colour per name, in several rows where several are under way on a rank."""
+    """Draw collectives in a colour per name, in several rows if a rank has several under way."""
     by_rank: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
         by_rank[event.rank].append(event)
@@ -153,7 +153,7 @@ def _draw_collectives(picture: "_Lanes", events: Iterable[Event], strip: Span) -
 
 
 class _Lanes:
-    """A picture with an empty lane per rank, the virtual time below, and what it rests on."""
+    """A picture with an empty lane per rank, the virtual time below, and the assumptions."""
 
     def __init__(self, simulated: Simulated[Any], title: str, lane_inches: float) -> None:
         self.simulated = simulated
@@ -177,7 +177,7 @@ class _Lanes:
         return (-edge, edge), (edge, edge)
 
     def draw_bars(self, name: str, bars: list[Bar], span: Span, colour: str) -> None:
-        """Draw bars of one kind. White lines part them where they are wide enough."""
+        """Draw bars of one kind. White lines separate them where they are wide enough."""
         if not bars:
             return
         top, bottom = span
@@ -240,7 +240,7 @@ class _Lanes:
                 )
 
     def finished(self) -> Figure:
-        """Write what was simulated, the legend below it, and the assumptions under all."""
+        """Write what was simulated, the legend below it, and the assumptions at the bottom."""
         handles, names = self._axes.get_legend_handles_labels()
         entries = dict(zip(names, handles, strict=True))  # a collective may be there several times
         self._axes.legend(

@@ -26,10 +26,10 @@ DeadlockKind = Literal[
 
 
 class SimulationError(RuntimeError):
-    """A simulated world that did not end well.
+    """A simulated world that failed.
 
     Attributes:
-        ranks: the ranks to blame, in order; empty where no single ones are.
+        ranks: the ranks to blame, in order; empty if no particular ones are.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:

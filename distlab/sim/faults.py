@@ -18,11 +18,11 @@ class Faults:
     Attributes:
         slow_ranks: rank -> factor by which its computation takes longer.
         slow_links: pattern of link names -> factor by which their bandwidth is smaller.
-        kill_ranks: rank -> virtual second from which on it is dead, at its next call.
-        kill_at_steps: rank -> number of the optimizer step, from 1 on, that it does not survive.
+        kill_ranks: rank -> virtual second after which its next call kills it.
+        kill_at_steps: rank -> number of the optimizer step, counted from 1, that kills it.
         delays_s: (source, destination) -> seconds added to every message between them.
-        jitter_s: before every communication call a rank loses up to so many seconds; every seed
-            is another order of events, which is how schedules are fuzzed.
+        jitter_s: up to this many seconds are added before every communication call; each seed
+            gives another order of events, which is how schedules are fuzzed.
         seed: of the jitter.
 
     Raises:
@@ -44,7 +44,7 @@ class Faults:
             Faults.parse(["slow_rank 3 2.0", "kill_rank 5 0.01"])
 
         Raises:
-            ValueError: there is no such fault, or what follows is not what it needs; one line.
+            ValueError: there is no such fault, or its values do not fit; one line.
         """
         tables: dict[str, Any] = {form.field: {} for form in FORMS.values()}
         for text in texts:

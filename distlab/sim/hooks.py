@@ -1,7 +1,7 @@
 """Changes to the whole process that serve one thread each.
 
-Ranks are threads, but torch's hooks are of the process. They are installed once, find the memory
-tracker of the thread that runs into them, and go when the last tracker leaves.
+Ranks are threads, but torch's hooks belong to the process. They are installed once, look up the
+memory tracker of the thread that calls them, and are removed with the last tracker.
 """
 
 import threading
@@ -26,7 +26,7 @@ _plain_resize = UntypedStorage.resize_
 
 
 class SharedInstallation:
-    """A change to the process that is there while at least one thread needs it.
+    """A change to the process that stays as long as at least one thread needs it.
 
     Args: install: makes the change and returns what undoes it.
     """

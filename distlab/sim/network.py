@@ -125,7 +125,7 @@ class Network:
     def pop_finished(self, now_s: float) -> list[Flow]:
         """Return the flows that have ended by ``now_s`` and were not returned yet.
 
-        In order of finish time; at equal times in order of start.
+        They come in order of finish time, and at equal times in order of start.
         """
         self._advance(now_s)
         finished, self._finished = self._finished, []
@@ -212,7 +212,7 @@ class Network:
 
 
 def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float]) -> list[float]:
-    """Return fair rates, bytes/s per flow: who wants more must take from one who has no more.
+    """Return fair rates in bytes/s: no flow can get more without taking it from one with no more.
 
     Progressive filling: all rates grow together until a link is full. The flows on it keep what
     they have, the others go on. Links of 10 and 4 bytes/s, flows a and b on the first, b and c on

@@ -1,7 +1,7 @@
 """What a process has one of and each rank needs: c10d's tables, generators, variables, warnings.
 
-Ranks are threads of one process. Thanks to what is here ``torch.manual_seed(0)`` on one rank does
-not disturb another, and ``os.environ["RANK"]`` is right.
+Ranks are threads of one process. With this state, ``torch.manual_seed(0)`` on one rank does not
+disturb another, and ``os.environ["RANK"]`` is right.
 """
 
 import functools

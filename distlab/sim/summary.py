@@ -1,4 +1,4 @@
-"""A simulated run in words: a table of what each rank did, and what the numbers rest on."""
+"""A simulated run in words: a table of what each rank did, and the assumptions behind it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -54,7 +54,7 @@ def totals(simulated: Simulated[Any]) -> list[Totals]:
 
 
 def summary(simulated: Simulated[Any]) -> str:
-    """Describe a run: per rank its time and where it went, bytes, memory; then the assumptions.
+    """Describe a run: where each rank's time went, its bytes and memory, and the assumptions.
 
         simulated, preset dgx-h100, not measured
         4 ranks on 1 x 8 GPUs (H100-80GB), rail-optimised: 38.4 µs
@@ -62,7 +62,7 @@ def summary(simulated: Simulated[Any]) -> str:
         rank     time  compute  exposed  idle      sent  messages  peak memory
            0  38.4 µs  4.07 µs  34.3 µs   0 s  6.00 MiB         6     5.00 MiB
 
-    Of more than 16 ranks: minimum, median, maximum, and the slowest ranks.
+    For more than 16 ranks: minimum, median, maximum, and the slowest ranks.
     """
     ranks = totals(simulated)
     rows: list[tuple[str, ...]] = [HEADINGS]
