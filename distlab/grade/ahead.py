@@ -10,7 +10,7 @@ import pytest
 
 from distlab import interrupts
 
-interrupts.end_at_once()  # pytest would show where it was importing
+interrupts.end_at_once()  # otherwise pytest would show where it was importing
 
 from distlab.launch import nursery  # noqa: E402
 

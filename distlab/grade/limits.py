@@ -14,8 +14,8 @@ import torch
 from distlab.launch.meter import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
-COMPUTING_SHARE = 0.2  # of the limit by the clock; the solutions compute a twentieth of that
-IDLE_SHARE = 0.2  # where no rank computes for so long, all wait for each other
+COMPUTING_SHARE = 0.2  # share of the limit by the clock; the solutions compute a twentieth of that
+IDLE_SHARE = 0.2  # if no rank computes for this long, all wait for each other
 REFERENCE_TIMEOUT_S = 120.0  # a machine on which the reference takes longer is of no use
 TIMES_THE_REFERENCE = 10  # what a right answer may need, if it is far from the shortest one
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from distlab import writing
 
 HEAD_CHARACTERS = 400
-# How the reports begin, so that an earlier one is known for what it is.
+# How the reports begin, so that an earlier one is recognised.
 HEADS = {
     "json": re.compile(r'\{\s*"schema": "distlab/grade/'),
     "junit": re.compile(r'(<\?xml [^>]*>\s*)?<testsuites name="distlab"'),
@@ -113,7 +113,7 @@ def write(path: Path, text: str) -> None:
         writing.whole_file(path, data)
         return
     with os.fdopen(_opened(path), "wb") as file, contextlib.suppress(BrokenPipeError):
-        file.write(data)  # who has stopped to read does not want the rest
+        file.write(data)  # a reader that has stopped does not want the rest
 
 
 def _opened(path: Path) -> int:
@@ -121,7 +121,7 @@ def _opened(path: Path) -> int:
     own = _OWN_STREAM.fullmatch(str(path))
     if own:
         return os.dup({"/dev/stdout": 1, "/dev/stderr": 2}.get(own[0]) or int(own[1] or own[2]))
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # a pipe that nobody reads is an error
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # a pipe without a reader is an error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileExistsError(f"{path} has become a file")

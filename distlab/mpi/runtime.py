@@ -16,11 +16,11 @@ from typing import Protocol
 
 from mpi4py import MPI
 
-# With a core for each rank the answer mostly comes within these; without, naps let others run.
+# With a core for each rank, the answer mostly comes within these; without, a nap lets others run.
 TESTS_BEFORE_NAP = 100
 NAP_S = 50e-6
-LONG_NAP_S = 1e-3  # for who has waited for a second already
-# What a rank had sent before it left is on its way for so long at most, while this one asks for it.
+LONG_NAP_S = 1e-3  # for a rank that has already waited for a second
+# What a rank sent before it left takes at most this long to arrive, while this one asks for it.
 GRACE_S = 1.0
 MANY_UNFINISHED = 64
 

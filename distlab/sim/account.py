@@ -44,7 +44,7 @@ class Account:
         self.live_bytes = self.peak_bytes = 0
         self.blocks: dict[int, Block] = {}
         # A storage dies in whatever thread drops it last, at any point. Appending is atomic, so
-        # the books themselves are changed by one thread only, and need no lock.
+        # the account itself is changed by one thread only, and needs no lock.
         self._dead: deque[Block] = deque()
         self._changes = self._peak_since = 0
 

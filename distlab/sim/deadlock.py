@@ -102,7 +102,7 @@ def _advice(
         return [hint]
     hint = hints.with_another_rank(pairs)
     if hint and cause.kind == "send/recv cycle" and _have_posted_the_other_side(waiting, unmatched):
-        return [hint]  # what all of them still have to post is not the point
+        return [hint]  # the cycle's advice, to post the other side, does not fit
     return [hint, cause.advice] if hint else [cause.advice]
 
 

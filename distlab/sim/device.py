@@ -116,7 +116,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operation and charge for it."""
-        if _innermost_mode(_FAKE) is not None:  # DTensor works out the shapes of a new operation
+        if _innermost_mode(_FAKE) is not None:  # DTensor computes the shapes of a new operation
             return func(*args, **(kwargs or {}))
         if types and _has_wrapper(types):  # a DTensor: its local tensors come here by themselves
             self._meet_parameters(args)
@@ -205,7 +205,7 @@ def _attend(
 def _install_kernels() -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")  # type: ignore[no-untyped-call]
-    # Evaluation of nn.TransformerEncoderLayer would be one operation that nobody can count.
+    # In evaluation, nn.TransformerEncoderLayer would be one operation that cannot be counted.
     had_fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
 

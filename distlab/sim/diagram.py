@@ -21,7 +21,7 @@ from distlab.words import counted
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
 ENDED = "#f6f6f6"
-# What a rank does that can do nothing else meanwhile.
+# What a rank does while it can do nothing else.
 WAITS = {
     "sending": "#6cb2d6",
     "receiving": "#9bcf9f",
@@ -35,8 +35,8 @@ STATES = {
     (False, False): "waiting",
 }
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
-CROWDED = 32  # ranks; of more, lanes touch, and arrows would hide everything
-MANY = 500  # messages, which get thin arrows
+CROWDED = 32  # ranks; with more, lanes touch, and arrows would hide everything
+MANY = 500  # messages; with more, arrows are thin
 LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
 _ARROW: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "units": "inches"}

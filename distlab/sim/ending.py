@@ -35,7 +35,7 @@ def rank_error(
     words.keep_frames(shown, partial(_of_program, places=places))
     headline = words.headline(error)
     text = "".join(shown.format())
-    if isinstance(error, OutOfMemory):  # a report of its own: said once, and not found in a bug
+    if isinstance(error, OutOfMemory):  # its message is a report; not repeated
         headline = f"OutOfMemory: {error}"
         text = "".join(["Traceback (most recent call last):\n", *shown.stack.format()])
     return RankError(

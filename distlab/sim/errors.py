@@ -14,7 +14,7 @@ MismatchKind = Literal[
     "operation mismatch",
     "shape or dtype mismatch",
     "buffer changed",  # before its operation was done; strict mode
-    "never met",  # posted, and nobody waited for it; strict mode
+    "never met",  # posted, but never matched or waited for; strict mode
 ]
 DeadlockKind = Literal[
     "send/recv cycle",  # ranks wait for each other's messages in a circle

@@ -80,7 +80,7 @@ def _install_hooks() -> Callable[[], None]:
         register_optimizer_step_pre_hook(_before_step),
         register_optimizer_step_post_hook(_after_step),
     ]
-    # FSDP2 frees and restores parameters in this way, which is no tensor operation.
+    # FSDP2 frees and restores parameters in this way, which is not a tensor operation.
     UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
 
     def undo() -> None:

@@ -218,7 +218,7 @@ class Mailbox:
         recv.source = send.source
         send.partner = recv.partner = None  # a circle would hold the tensors
         send.payload = None
-        del send.tensor, recv.tensor  # nor does a handle that nobody waits for hold them
+        del send.tensor, recv.tensor  # so that a handle that is never waited for does not hold them
         recv.finish(at_s)
         if not send.is_eager:
             send.finish(at_s)

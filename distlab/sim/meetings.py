@@ -115,7 +115,7 @@ class Meeting:
             MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors
         for member in members:
-            del member.call  # a handle that nobody waits for holds no tensors
+            del member.call  # a handle that is never waited for holds no tensors
             member.kept.clear()
             member.finish(at_s)
 

@@ -110,7 +110,7 @@ class Network:
                 flows[flow] = None
                 if self._bytes_per_s[link] < rate:
                     rate = self._bytes_per_s[link]
-        if not shared:  # nobody to share with: no solve, and the end is exact
+        if not shared:  # no link is shared: no solve, and the end is exact
             flow.rate = rate
             flow.finish_s = finish_s = now_s + num_bytes / rate
             heapq.heappush(self._ends, (finish_s, order, flow))
@@ -245,7 +245,7 @@ def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float
         if not growing[link]:
             continue  # all its flows have stopped on other links
         full_at = spare[link] / growing[link]
-        if full_at > promised * _TIE:  # some of them have, and left it room: full later
+        if full_at > promised * _TIE:  # some of them have, which left room: full later
             heapq.heappush(queue, (full_at, link))
             continue
         if full_at > level * _TIE:

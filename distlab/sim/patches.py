@@ -71,7 +71,7 @@ def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
         undo.callback(setattr, sys, "stdout", sys.stdout)  # ranks that redirect it interleave
         undo.callback(setattr, sys, "stderr", sys.stderr)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # else each rank's thread gets a pool of its own
+        torch.set_num_threads(1)  # otherwise each rank's thread gets its own pool
         yield
 
 
@@ -194,7 +194,7 @@ def _patch_clocks(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
         simulation.compute(seconds, "sleep")
-        return simulation.scheduler.act()  # who sleeps waits, maybe for what others do meanwhile
+        return simulation.scheduler.act()  # a rank that sleeps may be waiting for what others do
 
     _replace(undo, time, "sleep", virtual_sleep)
 

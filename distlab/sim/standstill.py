@@ -15,7 +15,7 @@ from distlab.sim.pending import ANY_SOURCE, Pending
 from distlab.sim.report import join, rank_names, verb
 from distlab.sim.store import KeyWait
 
-MAX_CLAUSES = 3  # of a sentence; of more, the first two and how it ends
+MAX_CLAUSES = 3  # in a sentence; of more, the first two and the end are given
 
 Graph = Mapping[int, Sequence[int]]  # by blocked rank, the ranks it waits for
 

@@ -65,7 +65,7 @@ class RankState:
 
     def __init__(self, rank: int, gpus_per_node: int, seed: int) -> None:
         self.tables = new_tables()
-        # As in processes of their own, ranks that do not seed draw different numbers.
+        # As in separate processes, ranks that do not seed draw different numbers.
         self.torch_rng = torch.Generator().manual_seed(seed * 1_000_003 + rank).get_state()
         node, local = divmod(rank, gpus_per_node)
         self.variables = {

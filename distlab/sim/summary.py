@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from distlab.sim.options import Simulated
 from distlab.words import counted
 
-LISTED = 16  # ranks that get a line each; of more, the spread and the slowest ones
+LISTED = 16  # ranks that get a line each; with more, only the spread and the slowest ones
 SLOWEST = 3
-BUSIEST = 3  # links that are named
+BUSIEST = 3  # number of links that are named
 
 SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))

@@ -10,7 +10,7 @@ from torch.autograd import Variable
 
 from distlab.sim.pending import Pending
 
-POLL_S = 1e-6  # what asking is_completed() costs; for nothing, a polling loop would never end
+POLL_S = 1e-6  # what asking is_completed() costs; if it were free, a polling loop would never end
 
 
 class SimWork(dist.Work):
