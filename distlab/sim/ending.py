@@ -35,7 +35,7 @@ def rank_error(
     words.keep_frames(shown, partial(_of_program, places=places))
     headline = words.headline(error)
     text = "".join(shown.format())
-    if isinstance(error, OutOfMemory):  # its message is a report; not repeated
+    if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
         headline = f"OutOfMemory: {error}"
         text = "".join(["Traceback (most recent call last):\n", *shown.stack.format()])
     return RankError(

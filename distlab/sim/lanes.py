@@ -65,7 +65,7 @@ class Lanes:
         """Put a message in its lane; return whether it may start now."""
         turn = self._batch_turn(message)
         if turn is None:
-            if message.peer == ANY_SOURCE:  # NCCL has none, hence no order
+            if message.peer == ANY_SOURCE:  # NCCL has no such recv to take an order from
                 return True
             turn = Turn(self._lane(message, message.peer))
         turn.members.append(message)
