@@ -18,11 +18,11 @@ SEEDS = 10_000
 def challenge(
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Draws the clusters.  [default: a new one each time]"),
+        typer.Option(min=0, help="Seed of the clusters.  [default: a new one each time]"),
     ] = None,
-    clusters: Annotated[int, typer.Option(min=1, max=20, help="Number to draw.")] = 5,
+    clusters: Annotated[int, typer.Option(min=1, max=20, help="How many to draw.")] = 5,
     impl: Annotated[
-        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function.")
+        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function to time.")
     ] = "template",
 ) -> None:
     """Time your answer to the open task on clusters drawn at random, beside the built-in ones."""

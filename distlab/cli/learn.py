@@ -148,7 +148,7 @@ def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.Run]:
 
 
 def grade(
-    phase: Annotated[int | None, typer.Option("--phase", help="[default: all]")] = None,
+    phase: Annotated[int | None, typer.Option("--phase", help="Which one.  [default: all]")] = None,
     impl: Annotated[
         str, typer.Option("--impl", metavar="template|solution|DIR", help="What to grade.")
     ] = "template",
@@ -203,7 +203,7 @@ def diff(
             autocompletion=completion.tasks,
         ),
     ] = None,
-    spoil: Annotated[bool, typer.Option("--spoil", help="Even before it has passed.")] = False,
+    spoil: Annotated[bool, typer.Option("--spoil", help="Show it even before that.")] = False,
 ) -> None:
     """Compare your code with the solution, once it has passed."""
     here = folder.find()

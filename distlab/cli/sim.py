@@ -41,17 +41,17 @@ def sim(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ARGUMENTS", show_default=False, help="For the script."),
+        typer.Argument(metavar="ARGUMENTS", show_default=False, help="The script's."),
     ] = None,
     cluster: Annotated[
         str, typer.Option("--cluster", help="Preset, such as dgx-h100, p4d, laptop.")
     ] = "dgx-h100",
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, help="[default: 1, or as many as the ranks need]"),
+        typer.Option("--nodes", min=1, help="How many.  [default: 1, or as the ranks need]"),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="[default: one per GPU]")
+        int | None, typer.Option("--ranks", min=1, help="How many.  [default: one per GPU]")
     ] = None,
     trace: Annotated[
         Path | None,
@@ -69,7 +69,7 @@ def sim(
         Path | None, typer.Option("--gantt", help="Draw where each rank's time went.")
     ] = None,
     algorithm: Annotated[
-        Algorithm, typer.Option("--algorithm", help="For the built-in collectives.")
+        Algorithm, typer.Option("--algorithm", help="How built-in collectives work.")
     ] = "auto",
     eager_bytes: Annotated[
         int,
@@ -93,10 +93,10 @@ def sim(
         typer.Option("--memory_gib", help="Memory of each GPU.  [default: as the preset says]"),
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", help="For random and numpy on the ranks, and for the jitter.")
+        int, typer.Option("--seed", help="Seeds random and numpy on the ranks, and the jitter.")
     ] = 0,
     no_devices: Annotated[
-        bool, typer.Option("--no_devices", help="Count neither computation nor memory.")
+        bool, typer.Option("--no_devices", help="Computation takes no time; don't count memory.")
     ] = False,
 ) -> None:
     """Run SCRIPT on every rank of a simulated cluster, as torchrun would, and report what it took.

@@ -22,10 +22,10 @@ def trace(
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="2 to 8.  [default: 4 or 8, by task]")
+        int | None, typer.Option("--ranks", help="From 2 to 8.  [default: 4 or 8, by task]")
     ] = None,
     impl: Annotated[
-        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function.")
+        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function to run.")
     ] = "template",
 ) -> None:
     """Run your function on simulated ranks; draw its messages, or report the deadlock."""
