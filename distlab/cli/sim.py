@@ -144,7 +144,7 @@ def _usage_errors(context: typer.Context) -> Iterator[None]:
 def _own_arguments(context: typer.Context, script: Path, arguments: Sequence[str]) -> Sequence[str]:
     """Return what the script gets: what comes after it, but not an option that is meant for us.
 
-    An option of ours is the script's own if its name is in the script in quotes, or after ``--``.
+    An option of ours belongs to the script if the script has its name in quotes, or after ``--``.
     """
     if arguments[:1] == ["--"]:
         return arguments[1:]

@@ -24,7 +24,7 @@ USUAL_S = 0.1  # that ``work`` takes on two idle cores of 2024, by the clock and
 
 
 def work() -> None:
-    """Compute what takes ``USUAL_S`` where the limits have their usual size."""
+    """Compute something that takes ``USUAL_S`` on a machine of usual speed."""
     x = torch.zeros(10)
     for _ in range(40_000):
         x = x + 1

@@ -224,7 +224,7 @@ class Grader:
     # The end
 
     def result(self) -> GradeResult:
-        """Return the model that table and reports are made from."""
+        """Return the model from which the table and the reports are made."""
         tasks = list(self.results.values())
         digests: dict[str, str] = {}
         for phase in sorted({result.task.folder for result in tasks}):

@@ -371,8 +371,8 @@ def simulate(
             node with a switch and a GPU per rank.
         options: how to simulate.
         joined: False: the ranks are in no process group yet, as under torchrun.
-        running: where to note the rank that runs and, behind it, the thread of every rank; for a
-            supervisor that looks in from outside.
+        running: where to note the rank that runs, followed by the thread of every rank, for a
+            supervisor in another process.
 
     Returns:
         Results by rank, the trace, the virtual time.
