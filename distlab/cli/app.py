@@ -1,4 +1,4 @@
-"""The commands, by name, and the line that bad arguments get."""
+"""The commands by name, and the one-line error for bad arguments."""
 
 from collections.abc import Sequence
 from importlib import metadata
@@ -60,7 +60,7 @@ app.add_typer(bench.app, name="bench")
 def show_help(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND", show_default=False, help="Such as sim; else all."),
+        typer.Argument(metavar="COMMAND", show_default=False, help="Such as sim; default: all."),
     ] = None,
 ) -> None:
     """Show this help, or that of one command."""
@@ -108,7 +108,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _usage_line(error: Exception) -> str:
-    """What is wrong, and the valid names, in one line; for no command at all, the help."""
+    """Say in one line what is wrong and which names are valid; without a command, give the help."""
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         return error.format_message() if hasattr(error, "format_message") else str(error)

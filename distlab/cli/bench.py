@@ -15,7 +15,7 @@ def _root() -> None:
 @app.command("launch")
 def launch(
     ranks: int = typer.Option(4, "--ranks", min=1),
-    repeats: int = typer.Option(9, "--repeats", min=1, help="Runs of each; the median counts."),
+    repeats: int = typer.Option(9, "--repeats", min=1, help="Number of runs; the median counts."),
 ) -> None:
     """Time from the call until every rank has returned: cold, warm, and torch's spawn."""
     from distlab.bench import launch as measurement
@@ -26,7 +26,9 @@ def launch(
 @app.command("all_reduce")
 def all_reduce(
     ranks: int = typer.Option(4, "--ranks", min=2),
-    repeats: int = typer.Option(9, "--repeats", min=1, help="Timed runs; the median counts."),
+    repeats: int = typer.Option(
+        9, "--repeats", min=1, help="Number of timed runs; the median counts."
+    ),
 ) -> None:
     """Time the all-reduces of Phase 1 by size, and fit α and β of one message."""
     from distlab.bench import all_reduce as measurement

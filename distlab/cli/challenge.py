@@ -1,4 +1,4 @@
-"""`distlab challenge`: where your own all-reduce stands among the built-in ones."""
+"""`distlab challenge`: how your own all-reduce compares with the built-in ones."""
 
 import random
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ def challenge(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Of the clusters.  [default: another one each time]"),
+        typer.Option(min=0, help="Seed of the clusters.  [default: a new one each time]"),
     ] = None,
     clusters: Annotated[int, typer.Option(min=1, max=20, help="How many to draw.")] = 5,
     impl: Annotated[
-        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function.")
+        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function to time.")
     ] = "template",
 ) -> None:
     """Time your answer to the open task on clusters drawn at random, beside the built-in ones."""

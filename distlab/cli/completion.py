@@ -24,13 +24,13 @@ def completion(
 
 
 def prepare() -> None:
-    """Let typer answer the shell, if it is the shell that asks."""
+    """Let typer answer if it is the shell that asks."""
     if VARIABLE in os.environ:
         completion_init()
 
 
 def tasks(incomplete: str) -> list[tuple[str, str]]:
-    """Return the ids and functions of tasks that begin so, and what they are."""
+    """Return the ids and functions of tasks that begin with this text, with their titles."""
     try:
         listed = folder.find().course.tasks
     except (folder.LearnerError, CourseError):

@@ -1,6 +1,6 @@
-"""How the command begins and ends: true exit codes, one line for what went wrong.
+"""How the command begins and ends: reliable exit codes, and one line for what went wrong.
 
-Nothing is imported here before ctrl-C has its answer: typer and torch take a while to load.
+ctrl-C is handled before anything is imported, because typer and torch take a while to load.
 """
 
 import atexit
@@ -20,8 +20,8 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    0 done, 1 it failed, 2 bad options, 130 ctrl-C, 141 nobody reads the output any more; the
-    commands that grade have codes of their own.
+    0 done, 1 it failed, 2 bad options, 130 ctrl-C, 141 the output is no longer read; the commands
+    that grade have their own codes.
     """
     seen: list[int] = []  # each ctrl-C
     atexit.register(_end, seen)  # registered first, it runs last
@@ -115,7 +115,7 @@ def _end(seen: Sequence[int]) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open a closed standard stream to nowhere: the next file opened would take its place."""
+    """Connect a closed standard stream to nowhere; otherwise the next file would take its place."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -126,7 +126,7 @@ def _open_closed_streams() -> None:
 
 
 def _drop(number: int) -> None:
-    """Let what Python still wants to write to a stream go nowhere."""
+    """Discard what Python still wants to write to a stream."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
     os.close(nowhere)

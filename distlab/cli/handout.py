@@ -11,7 +11,8 @@ from distlab.learner import handout as handouts
 
 def handout(
     target: Annotated[
-        Path, typer.Argument(metavar="DIR", show_default=False, help="A new folder, elsewhere.")
+        Path,
+        typer.Argument(metavar="DIR", show_default=False, help="A new folder outside the course."),
     ],
 ) -> None:
     """Write the students' version of the course: no solutions, no wrong answers, no .git."""

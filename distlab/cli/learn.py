@@ -27,7 +27,7 @@ SomeTask = Annotated[
     typer.Argument(
         metavar="TASK",
         show_default=False,
-        help="1.5 or broadcast; else the next.",
+        help="Such as 1.5 or broadcast; by default the next one.",
         autocompletion=completion.tasks,
     ),
 ]
@@ -36,7 +36,7 @@ SomeTasks = Annotated[
     typer.Argument(
         metavar="TASK",
         show_default=False,
-        help="1.5 or broadcast; else the next.",
+        help="Such as 1.5 or broadcast; by default the next one.",
         autocompletion=completion.tasks,
     ),
 ]
@@ -45,7 +45,7 @@ OneTask = Annotated[
     typer.Argument(
         metavar="TASK",
         show_default=False,
-        help="As 1.5 or broadcast.",
+        help="Such as 1.5 or broadcast.",
         autocompletion=completion.tasks,
     ),
 ]
@@ -54,7 +54,7 @@ WorldTimeout = Annotated[
     typer.Option(
         "--world-timeout",
         metavar="SECONDS",
-        help="Time of one world; more on a very slow machine.  [default: 10]",
+        help="Time for one world; raise it on a very slow machine.  [default: 10]",
         show_default=False,
     ),
 ]
@@ -63,14 +63,14 @@ DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.color
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines; verdicts and differences in their colours, on a terminal."""
+    """Print lines, on a terminal with verdicts and differences in colour."""
     for line in lines:
         colour = COLOURS.get(line.lstrip()[:1]) or DIFF_COLOURS.get(line[:1])
         typer.echo(typer.style(line, fg=colour) if colour else line)
 
 
 def warn(progress: state.Progress) -> None:
-    """Say on standard error that what was done cannot be remembered, if so."""
+    """Say on standard error if the progress cannot be saved."""
     if progress.problem:
         typer.echo(progress.problem, err=True)
 
@@ -91,7 +91,7 @@ def show_status() -> None:
 
 
 def choose(here: folder.CourseFolder, name: str | None) -> Task:
-    """Return the task that was named, else the next one, else the last."""
+    """Return the task that was named, otherwise the next one or the last."""
     if name is not None:
         return here.task(name)
     return state.load(here).next_task(here) or here.course.tasks[-1]
@@ -133,7 +133,7 @@ def _check(
 
 @contextmanager
 def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.Run]:
-    """Yield what calls pytest; for several tasks torch is loaded once."""
+    """Yield what calls pytest; for several tasks, torch is loaded only once."""
     if num_tasks == 1:
         yield grading.captured_in(here)
         return
@@ -148,7 +148,7 @@ def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.Run]:
 
 
 def grade(
-    phase: Annotated[int | None, typer.Option("--phase", help="[default: all]")] = None,
+    phase: Annotated[int | None, typer.Option("--phase", help="Which one.  [default: all]")] = None,
     impl: Annotated[
         str, typer.Option("--impl", metavar="template|solution|DIR", help="What to grade.")
     ] = "template",
@@ -162,7 +162,7 @@ def grade(
         ),
     ] = None,
     world_timeout: WorldTimeout = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All messages whole.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Messages in full.")] = False,
 ) -> None:
     """Grade everything: exit code 0 full marks, 1 not, 2 usage, 3 grader failed, 4 nothing ran."""
     here = folder.find()
@@ -182,7 +182,7 @@ def hint(
         int | None, typer.Option("--level", help="1: a question, 2: the idea, 3: names.")
     ] = None,
 ) -> None:
-    """Show one more hint each time, of the next task by default."""
+    """Show one more hint each time, by default for the next task."""
     here = folder.find()
     listed = choose(here, task)
     progress = state.load(here)
@@ -199,11 +199,11 @@ def diff(
         typer.Argument(
             metavar="TASK",
             show_default=False,
-            help="Else the last that has passed.",
+            help="By default the last one that has passed.",
             autocompletion=completion.tasks,
         ),
     ] = None,
-    spoil: Annotated[bool, typer.Option("--spoil", help="Also before it has passed.")] = False,
+    spoil: Annotated[bool, typer.Option("--spoil", help="Show it even before that.")] = False,
 ) -> None:
     """Compare your code with the solution, once it has passed."""
     here = folder.find()
@@ -232,22 +232,24 @@ def reset(
     here = folder.find()
     listed = here.task(task)
     if not yes and not sys.stdin.isatty():
-        raise folder.LearnerError(f"nobody to ask here: distlab reset {listed.id} --yes does it")
+        raise folder.LearnerError(
+            f"cannot ask for confirmation here: use distlab reset {listed.id} --yes"
+        )
     names = " and ".join(templates.untouched(here, listed))
-    if not yes and not typer.confirm(f"Put {names} in {listed.template} back to the template?"):
+    if not yes and not typer.confirm(f"Replace {names} in {listed.template} with the template?"):
         typer.echo("Nothing was changed.")
         raise typer.Exit(1)
     done = resetting.reset(here, listed)
     progress = state.load(here)
     progress.records.pop(listed.id, None)
     progress.save()
-    say(f"Removed as well: {what}." for what in done.removed)
+    say(f"Also removed: {what}." for what in done.removed)
     warn(progress)
-    typer.echo(f"{names}: as at the start. Your old file: {done.old.relative_to(here.root)}")
+    typer.echo(f"{names}: back to the start. Your old file: {done.old.relative_to(here.root)}")
 
 
 def _print_markdown(text: str) -> None:
-    """Print it formatted on a terminal, as it is elsewhere."""
+    """Print it, formatted if on a terminal."""
     if not sys.stdout.isatty():
         typer.echo(text)
         return

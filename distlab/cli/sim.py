@@ -41,17 +41,17 @@ def sim(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ARGUMENTS", show_default=False, help="The script's own."),
+        typer.Argument(metavar="ARGUMENTS", show_default=False, help="The script's."),
     ] = None,
     cluster: Annotated[
         str, typer.Option("--cluster", help="Preset, such as dgx-h100, p4d, laptop.")
     ] = "dgx-h100",
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, help="[default: 1, or as many as the ranks need]"),
+        typer.Option("--nodes", min=1, help="How many.  [default: 1, or as the ranks need]"),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="[default: one per GPU]")
+        int | None, typer.Option("--ranks", min=1, help="How many.  [default: one per GPU]")
     ] = None,
     trace: Annotated[
         Path | None,
@@ -69,7 +69,7 @@ def sim(
         Path | None, typer.Option("--gantt", help="Draw where each rank's time went.")
     ] = None,
     algorithm: Annotated[
-        Algorithm, typer.Option("--algorithm", help="Of the built-in collectives.")
+        Algorithm, typer.Option("--algorithm", help="How built-in collectives work.")
     ] = "auto",
     eager_bytes: Annotated[
         int,
@@ -90,19 +90,19 @@ def sim(
     ] = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option("--memory_gib", help="Of each GPU.  [default: as the preset says]"),
+        typer.Option("--memory_gib", help="Memory of each GPU.  [default: as the preset says]"),
     ] = None,
     seed: Annotated[
-        int, typer.Option("--seed", help="Of random and numpy on the ranks, and of the jitter.")
+        int, typer.Option("--seed", help="Seeds random and numpy on the ranks, and the jitter.")
     ] = 0,
     no_devices: Annotated[
-        bool, typer.Option("--no_devices", help="Computation is free, memory is not counted.")
+        bool, typer.Option("--no_devices", help="Computation takes no time; don't count memory.")
     ] = False,
 ) -> None:
-    """Run SCRIPT on every rank of a simulated cluster, as torchrun would, and say what it took.
+    """Run SCRIPT on every rank of a simulated cluster, as torchrun would, and report what it took.
 
-    Options of distlab come before SCRIPT; what comes after belongs to the script. Where both have
-    an option of the same name, -- marks the script's: distlab sim SCRIPT -- --seed 1
+    Options of distlab come before SCRIPT; whatever comes after it belongs to the script. If both
+    have an option of the same name, -- marks the script's: distlab sim SCRIPT -- --seed 1
     """
     with _usage_errors(context):
         own_arguments = _own_arguments(context, script, arguments or ())
@@ -142,9 +142,9 @@ def _usage_errors(context: typer.Context) -> Iterator[None]:
 
 
 def _own_arguments(context: typer.Context, script: Path, arguments: Sequence[str]) -> Sequence[str]:
-    """Return what the script gets: what stands behind it, but not an option that is meant for us.
+    """Return what the script gets: what comes after it, but not an option that is meant for us.
 
-    An option of ours is the script's own if the script has its name in quotes, or behind ``--``.
+    An option of ours belongs to the script if the script has its name in quotes, or after ``--``.
     """
     if arguments[:1] == ["--"]:
         return arguments[1:]
@@ -155,7 +155,7 @@ def _own_arguments(context: typer.Context, script: Path, arguments: Sequence[str
         is_ours = name.startswith("-") and _underscored(name) in map(_underscored, ours)
         if is_ours and not re.search(rf"""["']{re.escape(name)}["']""", text):
             raise ValueError(
-                f"{name} stands behind {script} and would be the script's: put it before {script}, "
+                f"{name} comes after {script} and would be the script's: put it before {script}, "
                 f"or if it is the script's own: distlab sim {script} -- {shlex.join(arguments)}"
             )
     return arguments
@@ -166,7 +166,7 @@ def _underscored(name: str) -> str:
 
 
 def _check_outputs(paths: dict[str, Path | None]) -> None:
-    """Refuse now what could not be written after a long run."""
+    """Refuse outputs now that could not be written after a long run."""
     endings = {"--trace": (".json", ""), "--links": (".csv",)}
     for option, path in paths.items():
         allowed = endings.get(option, PICTURES)
@@ -178,7 +178,7 @@ def _check_outputs(paths: dict[str, Path | None]) -> None:
 
 
 def _faults(texts: Sequence[str], seed: int) -> "Faults":
-    """Read what goes wrong on purpose."""
+    """Read the faults."""
     from distlab.sim import Faults
 
     try:
@@ -188,7 +188,7 @@ def _faults(texts: Sequence[str], seed: int) -> "Faults":
 
 
 def _check_faults(faults: "Faults", world: "Cluster", num_ranks: int) -> None:
-    """Refuse faults of ranks and links that are not there."""
+    """Refuse faults of ranks and links that do not exist."""
     try:
         faults.check_ranks(num_ranks)
         for pattern, factor in faults.slow_links.items():
@@ -209,7 +209,7 @@ def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
 
 
 def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster, int]":
-    """Return the cluster and how many ranks run on it: one per GPU, if not said otherwise."""
+    """Return the cluster and how many ranks run on it: one per GPU unless given."""
     from distlab.sim import Cluster, choose_cluster
 
     if ranks and ranks > MAX_RANKS:

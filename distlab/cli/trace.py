@@ -1,4 +1,4 @@
-"""`distlab trace`: a picture of who sends what when."""
+"""`distlab trace`: a picture of who sends what, and when."""
 
 from typing import Annotated
 
@@ -17,15 +17,15 @@ def trace(
         typer.Argument(
             metavar="TASK",
             show_default=False,
-            help="Else the last one graded, or the next.",
+            help="By default the last one graded, or the next one.",
             autocompletion=completion.tasks,
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="2 to 8.  [default: 4 or 8, by task]")
+        int | None, typer.Option("--ranks", help="From 2 to 8.  [default: 4 or 8, by task]")
     ] = None,
     impl: Annotated[
-        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function.")
+        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function to run.")
     ] = "template",
 ) -> None:
     """Run your function on simulated ranks; draw its messages, or report the deadlock."""
@@ -45,5 +45,5 @@ def trace(
     if traced.picture is None:
         raise typer.Exit(1)
     if state.load(here).outcome(listed) == HANG:
-        typer.echo("It ends well here, on all ranks: what hangs is another case of the tests.")
+        typer.echo("It does not hang here, on any rank: the tests hang in another case.")
     typer.echo(f"\n{traced.picture.relative_to(here.root)}: who did what when")

@@ -22,28 +22,32 @@ def train(
     num_workers: Annotated[
         int | None,
         typer.Option(
-            "--num_workers", min=1, help="Ranks. [default: 4; under torchrun or mpirun all of its]"
+            "--num_workers",
+            min=1,
+            help="Number of ranks. [default: 4, or as many as torchrun or mpirun started]",
         ),
     ] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch_size", min=1, help="Of all workers together. [default: 64, rounded up to fit]"
+            "--batch_size",
+            min=1,
+            help="Batch size of all workers together. [default: 64, rounded up to fit]",
         ),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option("--lr", help="Above 0. [default: depends on the model]")
+        float | None, typer.Option("--lr", help="Learning rate. [default: depends on the model]")
     ] = None,
     all_reduce: Annotated[
-        AllReduce, typer.Option("--all_reduce", help="How gradients are summed.")
+        AllReduce, typer.Option("--all_reduce", help="How to sum gradients.")
     ] = "native",
     gradients: Annotated[
         Gradients,
-        typer.Option("--gradients", help="flat: all in one all-reduce instead of one each."),
+        typer.Option("--gradients", help="flat: a single all-reduce instead of one for each."),
     ] = "per_parameter",
     impl: Annotated[
-        Impl, typer.Option("--impl", help="Whose trainer; mine: what you have written.")
+        Impl, typer.Option("--impl", help="Whose trainer to use; mine: what you wrote.")
     ] = "solution",
     backend: Annotated[
         Backend,
@@ -52,7 +56,8 @@ def train(
         ),
     ] = "auto",
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="With --backend sim: a preset, say dgx-h100.")
+        str | None,
+        typer.Option("--cluster", help="With --backend sim: a preset, such as dgx-h100."),
     ] = None,
     device: Annotated[Device, typer.Option("--device")] = "auto",
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,

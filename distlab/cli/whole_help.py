@@ -1,4 +1,4 @@
-"""Groups of commands whose help says the whole first sentence of each."""
+"""Groups of commands whose help shows the whole first sentence of each command."""
 
 import inspect
 from typing import Any

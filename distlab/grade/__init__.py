@@ -36,7 +36,7 @@ __all__ = ["Grade", "Outcome", "Run", "Wrong", "check", "task"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load torch only when something is asked for that needs it: ``ahead`` must come before."""
+    """Load torch only when something that needs it is asked for: ``ahead`` must come first."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

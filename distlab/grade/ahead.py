@@ -1,7 +1,7 @@
 """Loaded by pytest before the grader: a fork server starts while the grader imports torch.
 
-It loads what every simulated world needs: the first verdict comes sooner, and what a world computes
-is the submission's work.
+It loads what every simulated world needs, so that the first verdict comes sooner and what a world
+computes is only the submission's work.
 
 PYTEST_DONT_REWRITE: the learner's commands have imported this before pytest could.
 """
@@ -10,7 +10,7 @@ import pytest
 
 from distlab import interrupts
 
-interrupts.end_at_once()  # pytest would show where it was importing
+interrupts.end_at_once()  # otherwise pytest would show where it was importing
 
 from distlab.launch import nursery  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""The lesson as a test's body sees it: what its functions raise says how they were called."""
+"""The lesson as a test's body sees it: exceptions of its functions say how they were called."""
 
 import contextlib
 import functools

@@ -8,8 +8,8 @@ class Wrong(AssertionError):
 def check(condition: object, message: str) -> None:
     """Raise ``Wrong(message)`` unless ``condition`` holds.
 
-    The message tells what was expected, what came, on which rank, and the likely cause. The plugin
-    puts the task in front of it and the section of the guidelines behind.
+    The message says what was expected, what came, on which rank, and the likely cause. The plugin
+    puts the task in front of it, and the section of the guidelines after it.
     """
     if not condition:
         raise Wrong(message)

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from distlab.launch import LaunchError, RankFailed, SetupError
 
-# The line is known, and the simulated world would only hang there as long again; or it is no matter
-# of the program's messages.
+# The line is known, and the simulated world would only hang there for as long again; or the cause
+# does not lie in the program's messages.
 KNOWN = ("endless loop", "blocked", "suspended", RankFailed.KIND, SetupError.KIND)
 
 
 def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
     """Add to the message of ``error`` what the simulated world says about the same program.
 
-    A hang that is a deadlock there is one here: ``error.kind`` says so.
+    If a hang is a deadlock there, it is one here too, and ``error.kind`` says so.
     """
     if error.kind in KNOWN:
         return
@@ -28,8 +28,8 @@ def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
         explanation = f"The same program in the simulated world: {found}"
     else:
         explanation = (
-            "The same program ends well in the simulated world: look for what differs on real "
-            "processes, such as a send that is still under way when the function returns, time, "
-            "the file system, or state shared by the ranks of one process."
+            "The same program succeeds in the simulated world, so look for what differs on real "
+            "processes: a send that is still under way when the function returns, time, the file "
+            "system, or state that the ranks of one process share."
         )
     error.args = (f"{error}\n\n{explanation}", *error.args[1:])

@@ -23,7 +23,7 @@ def check_settings(config: pytest.Config) -> None:
     """Refuse settings that are not the course's.
 
     Raises:
-        UsageError: pytest reads another file, or takes another folder for the course's.
+        UsageError: pytest reads another file, or another folder as the course's.
     """
     root = config.rootpath
     if config.inipath != root / SETTINGS or not (root / course.FILE).is_file():
@@ -37,11 +37,11 @@ def check_environment() -> None:
     """Refuse what would change a grading without being seen on the command line.
 
     Raises:
-        UsageError: PYTEST_ADDOPTS holds more than options of the display.
+        UsageError: PYTEST_ADDOPTS holds more than options for the display.
     """
     options = os.environ.get("PYTEST_ADDOPTS", "")
     if not all(map(_OF_THE_DISPLAY.fullmatch, shlex.split(options))):
         raise pytest.UsageError(
-            f"PYTEST_ADDOPTS={options}: with a grading suite it may hold options of the display "
+            f"PYTEST_ADDOPTS={options}: with a grading suite it may hold options for the display "
             "only; give others on the command line"
         )

@@ -1,9 +1,9 @@
 """How long a submission may take: by the clock, in computing, in waiting.
 
-A limit has to end a hang soon, and never a right answer. What a right answer takes depends on the
-machine, so these limits are only where the question begins: whether a world hangs that exceeds one
-is decided by what the reference needs for the same, at the same moment. In a copy of the course
-that comes without solutions, a piece of work whose usual time is known takes their place.
+A limit has to end a hang soon, but never a right answer. How long a right answer takes depends on
+the machine, so exceeding a limit only raises a suspicion: whether the world really hangs depends on
+what the reference needs for the same work at the same moment. In a copy of the course without
+solutions, a piece of work whose usual time is known replaces the reference.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ import torch
 from distlab.launch.meter import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
-COMPUTING_SHARE = 0.2  # of the limit by the clock; the solutions compute a twentieth of that
-IDLE_SHARE = 0.2  # where no rank computes for so long, all wait for each other
+COMPUTING_SHARE = 0.2  # share of the limit by the clock; the solutions compute a twentieth of that
+IDLE_SHARE = 0.2  # if no rank computes for this long, all wait for each other
 REFERENCE_TIMEOUT_S = 120.0  # a machine on which the reference takes longer is of no use
 TIMES_THE_REFERENCE = 10  # what a right answer may need, if it is far from the shortest one
 
@@ -24,7 +24,7 @@ USUAL_S = 0.1  # that ``work`` takes on two idle cores of 2024, by the clock and
 
 
 def work() -> None:
-    """Compute what takes ``USUAL_S`` where the limits have their usual size."""
+    """Compute something that takes ``USUAL_S`` on a machine of usual speed."""
     x = torch.zeros(10)
     for _ in range(40_000):
         x = x + 1
@@ -46,7 +46,7 @@ class Limits:
 
     @classmethod
     def of(cls, timeout_s: float) -> "Limits":
-        """Return the limits that go with one by the clock."""
+        """Return the limits that go with a limit by the clock."""
         return cls(timeout_s, COMPUTING_SHARE * timeout_s, IDLE_SHARE * timeout_s)
 
     def raised_to(self, used: Used) -> "Limits | None":
@@ -62,7 +62,7 @@ class Limits:
         return None if raised == self else raised
 
     def scaled_by(self, used: Used) -> "Limits | None":
-        """Return limits for a machine on which ``work`` has used so much; None: no larger ones."""
+        """Return limits for a machine on which ``work`` used this much; None: no larger ones."""
         clock, computing = used.wall_s / USUAL_S, used.cpu_s / USUAL_S
         if max(clock, computing) <= 1:
             return None

@@ -1,4 +1,4 @@
-"""What can come of a test of a submission, and how an error becomes one of these."""
+"""The possible outcomes of a test of a submission, and how an error becomes one of them."""
 
 import enum
 import re
@@ -77,7 +77,7 @@ _BY_ERROR = (
     (RankCrashed, Outcome.CRASH),
     (RankExited, Outcome.CRASH),
 )
-# By the name of what a rank raised. What torch or the learner calls not implemented is no TODO.
+# By the name of the exception. What torch or the learner calls not implemented is not a TODO.
 _BY_EXCEPTION = {
     "NotImplementedError": (
         Outcome.TODO,
@@ -107,7 +107,7 @@ def _verdict_on_world(error: LaunchError) -> Verdict:
     details = details.strip("\n")
     outcome, pattern = _BY_EXCEPTION.get(error.exception, (None, None))
     found = pattern and pattern.search(headline)
-    if outcome and found:  # who raised it, and through what, is left out: every rank has
+    if outcome and found:  # who raised it, and how, is left out: every rank has
         details = details.partition("Traceback (most recent")[0].rstrip()
         names = found.groupdict()
         missing = (names["task"], names["function"]) if names else None

@@ -1,7 +1,7 @@
 """The pytest plugin: options, worlds, verdicts, the table. It fails closed.
 
-A task scores only if every test that the suite holds for it has run, has started a world, and has
-passed. Whatever else happens, in the submission or in the grader itself, scores nothing.
+A task scores only if every test that the suite has for it has run, has started a world, and has
+passed. Anything else that happens, in the submission or in the grader itself, scores nothing.
 
 PYTEST_DONT_REWRITE: a suite that is run as a script has imported this before pytest could.
 """
@@ -42,7 +42,7 @@ _GRADE = pytest.StashKey[Grade]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Say whose functions are graded, in which worlds, for how long, and what is written of it."""
+    """Add the options: whose functions to grade, in which worlds, for how long, and the reports."""
     group = parser.getgroup("grading")
     group.addoption(
         "--impl",
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=None,
         metavar="NUMBER",
-        help="of what the tests draw anew in each run; a failure names it",
+        help="seed of what the tests draw in each run; a failure names it",
     )
     group.addoption(
         "--report",
@@ -179,7 +179,7 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Start no world after world to hear the same again."""
+        """Skip further worlds of a task when they can only repeat what is known."""
         result = self.results.get(task_of(item) or "")
         if result is not None and result.is_known:
             raise AlreadyKnown(result.verdict)
@@ -207,7 +207,7 @@ class Grader:
         if call.excinfo is not None:
             return verdict_on(call.excinfo.value)
         if _GRADE not in item.stash or not item.stash[_GRADE].runs:
-            return Verdict(Outcome.GRADER_ERROR, "the test has not run the submission")
+            return Verdict(Outcome.GRADER_ERROR, "the test did not run the submission")
         return Verdict(Outcome.PASSED)
 
     def pytest_report_teststatus(
@@ -224,7 +224,7 @@ class Grader:
     # The end
 
     def result(self) -> GradeResult:
-        """Return the model that table and reports are made from."""
+        """Return the model from which the table and the reports are made."""
         tasks = list(self.results.values())
         digests: dict[str, str] = {}
         for phase in sorted({result.task.folder for result in tasks}):
@@ -258,7 +258,7 @@ class Grader:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the reports; a run without full marks is no success."""
+        """Write the reports; a run without full marks is not a success."""
         if not self.results:
             return
         if self.config.option.collectonly:

@@ -1,6 +1,6 @@
-"""Where reports may be written: nowhere that would cost something else; all of one, or nothing.
+"""Where reports may be written: only where nothing else is lost, and each one whole or not at all.
 
-What is already there is replaced only if it is empty or an earlier report.
+An existing file is replaced only if it is empty or an earlier report.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from distlab import writing
 
 HEAD_CHARACTERS = 400
-# How the reports begin, so that an earlier one is known for what it is.
+# How the reports begin, so that an earlier one is recognised.
 HEADS = {
     "json": re.compile(r'\{\s*"schema": "distlab/grade/'),
     "junit": re.compile(r'(<\?xml [^>]*>\s*)?<testsuites name="distlab"'),
@@ -27,11 +27,11 @@ _OWN_STREAM = re.compile(r"/dev/(?:stdout|stderr|fd/(\d+))|/proc/self/fd/(\d+)")
 def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
     """Read ``FORMAT=PATH`` options, remove earlier reports, and make the folders for new ones.
 
-    An earlier run's report would otherwise pass for that of a run that fails.
+    Otherwise an earlier run's report could be taken for that of a run that fails.
 
     Raises:
-        ValueError: there is no such format, or nothing may or can be written there; then nothing
-            was removed. The message is one line.
+        ValueError: there is no such format, or the path must not or cannot be written; nothing was
+            removed then. The message is one line.
     """
     chosen = [_split(option) for option in options]
     for option, (_, path) in zip(options, chosen, strict=True):
@@ -45,7 +45,7 @@ def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _remove_earlier(option: str, path: Path) -> None:
-    """Remove a report; in a folder that many write to, another's may not be."""
+    """Remove a report, unless it is someone else's in a folder that many write to."""
     if is_stream(path):
         return
     try:
@@ -80,14 +80,14 @@ def is_stream(path: Path) -> bool:
 
 
 def _why_not(path: Path) -> str:
-    """Try what can be tried without changing anything; "" if nothing speaks against it."""
+    """Check whether a path can be written, without changing anything; "" if it can."""
     try:
         if path.is_dir():
             return f"{path} cannot be written: it is a folder; name a file"
         if is_stream(path):
             return "" if os.access(path, os.W_OK) else f"{path} cannot be written"
         if path.exists() and not is_earlier_report(path):
-            return f"{path} holds something else than an earlier report; move it or name another"
+            return f"{path} is not an earlier report; move it, or name another file"
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             return ""
@@ -103,7 +103,7 @@ def is_earlier_report(path: Path) -> bool:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a report: a file all at once, so that a crash leaves none rather than half of one.
+    """Write a report; files all at once, so that a crash leaves no report rather than half of one.
 
     Raises:
         OSError: it cannot be written.
@@ -113,7 +113,7 @@ def write(path: Path, text: str) -> None:
         writing.whole_file(path, data)
         return
     with os.fdopen(_opened(path), "wb") as file, contextlib.suppress(BrokenPipeError):
-        file.write(data)  # who has stopped to read does not want the rest
+        file.write(data)  # a reader that has stopped does not want the rest
 
 
 def _opened(path: Path) -> int:
@@ -121,7 +121,7 @@ def _opened(path: Path) -> int:
     own = _OWN_STREAM.fullmatch(str(path))
     if own:
         return os.dup({"/dev/stdout": 1, "/dev/stderr": 2}.get(own[0]) or int(own[1] or own[2]))
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # a pipe that nobody reads is an error
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # a pipe without a reader is an error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileExistsError(f"{path} has become a file")

@@ -28,7 +28,7 @@ class TaskResult:
 
     Attributes:
         expected: tests that the suite holds for it, before any selection.
-        is_part: the suite was not collected as a whole.
+        is_part: only part of the suite was collected.
         sha256: of the learner's file.
     """
 
@@ -45,9 +45,9 @@ class TaskResult:
         if self.tests:
             return self.worst.verdict
         if self.expected:
-            what = "none of its tests was run: pytest ended before."
+            what = "none of its tests were run, because pytest ended first."
             return Verdict(Outcome.NOT_RUN, what)
-        what = "the suite holds no test of it."
+        what = "the suite has no test for it."
         return Verdict(Outcome.GRADER_ERROR, what)
 
     @property
@@ -59,8 +59,8 @@ class TaskResult:
     def worst(self) -> TestResult:
         """The first of its worst tests; there must be one.
 
-        What is wrong in the simulated world is told from there, where reports are exact: on real
-        processes the same mistake may be a crash, or a hang.
+        Failures in the simulated world come first, because reports are exact there: on real
+        processes the same mistake may be a crash or a hang.
         """
         exact = [test for test in self.tests if test.world == "sim"]
         decisive = [test for test in exact if test.verdict.outcome is not Outcome.PASSED]
@@ -74,7 +74,7 @@ class TaskResult:
 
     @property
     def is_known(self) -> bool:
-        """Whether further tests of it can tell nothing new: a TODO, or one hang after the other."""
+        """Whether further tests would say nothing new: a TODO, or one hang after the other."""
         hangs = sum(test.verdict.outcome is Outcome.HANG for test in self.tests)
         return self.is_todo or hangs >= MAX_HANGS
 
@@ -86,7 +86,7 @@ class TaskResult:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was judged and something is to be fixed, not only to be written."""
+        """Whether it was judged and something has to be fixed, not only written."""
         fine = (Outcome.PASSED, Outcome.TODO, Outcome.NOT_RUN, Outcome.GRADER_ERROR)
         return self.outcome not in fine
 

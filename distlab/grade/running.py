@@ -76,8 +76,8 @@ class Grade:
         world: "sim", "gloo" or "nccl".
         runs: how many worlds the test has started; a test that starts none has judged nothing.
         world_size: of the last of them.
-        random: draws what a submission must not know: link speeds, sizes, names. Another seed in
-            each run of pytest; ``--grade-seed`` repeats one.
+        random: draws what a submission must not know: link speeds, sizes, names. Each run of pytest
+            has a new seed; ``--grade-seed`` repeats a run.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Grade:
             world: where it runs.
             timeout_s: of one world; the other limits follow from it.
             seed: of ``random``.
-            reference: what is right: a world that seems to hang is compared with it, as the
-                machine may be slow. None: there is none here, and the machine itself is timed.
+            reference: a right answer, with which a world that seems to hang is compared, because
+                the machine may be slow. None: there is none, and the machine itself is timed.
         """
         self.world = world
         self.runs = 0
@@ -132,7 +132,7 @@ class Grade:
             cluster: of the simulated world, as for ``launch.simulate``.
             options: of the simulated world.
             if_stuck: the likely cause if ranks wait forever or one leaves the others waiting, in a
-                sentence; it stands before the report of who waits for whom.
+                sentence that precedes the report of who waits for whom.
             if_slow: the same for ranks that compute on and on.
 
         Raises:
@@ -157,10 +157,10 @@ class Grade:
         return self.run(body, 1, *args).results[0]
 
     def _patiently(self, world: World) -> Run:
-        """Run a world; again with more time, where the reference needs more here too.
+        """Run a world, and again with more time if the reference needs more here too.
 
-        So a machine that is slow, or busy, or has to read its libraries from a cold disk costs no
-        points. Where the hang is certain there is nothing to compare.
+        So a machine that is slow or busy, or has to read its libraries from a cold disk, costs no
+        points. If the hang is certain, there is nothing to compare.
         """
         try:
             return world(self._submission, self._limits)
@@ -171,7 +171,7 @@ class Grade:
         return world(self._submission, limits)
 
     def _limits_by_reference(self, world: World) -> Limits | None:
-        """Return limits by what the reference needs in the same world; None: no more than these."""
+        """Return limits by the reference's needs in the same world; None: no more than these."""
         with suppress(LaunchError), metered() as used:
             if self._reference is None:
                 launch.run(work, 1, backend="sim", timeout_s=REFERENCE_TIMEOUT_S)
@@ -181,7 +181,7 @@ class Grade:
         return scaled(used)
 
     def _has_processes_for(self, world_size: int) -> bool:
-        """NCCL needs a GPU for each rank; what needs more stays in the simulated world."""
+        """NCCL needs a GPU for each rank; worlds with more ranks stay simulated."""
         return self.world != "nccl" or world_size <= torch.cuda.device_count()
 
     def _simulate(
@@ -227,7 +227,7 @@ class Grade:
 
 
 def given_with(body: Body) -> tuple[str, str]:
-    """Return the folders none of whose lines is the learner's: of the bodies, and of distlab."""
+    """Return the folders without lines of the learner's: those of the bodies and of distlab."""
     return str(Path(body.__code__.co_filename).parent), str(Path(distlab.__file__).parent)
 
 

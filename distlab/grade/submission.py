@@ -3,7 +3,7 @@
 ROOT/phase1_data_parallel/template_collectives.py      the learner's, in the course's folder
 ROOT/phase1_data_parallel/collectives.py               the solution's, and a hand-in's
 
-``given.py`` of a phase comes from the course, whatever a hand-in holds: no task is in it.
+``given.py`` of a phase comes from the course, whatever a hand-in holds, because it has no tasks.
 """
 
 import hashlib
@@ -70,8 +70,8 @@ class Submission:
         """Import a lesson, inside a rank.
 
         Raises:
-            LessonError: it is missing or there twice, does not parse, fails or exits when imported,
-                or imports the solutions.
+            LessonError: it is missing, is there twice, does not parse, fails or exits when
+                imported, or imports the solutions.
         """
         file = self.file(phase, lesson)
         if not file.is_file():
@@ -123,7 +123,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _sha256(file: Path) -> str:
-    """Return "" for a file that cannot be read: anyone who imports it gets to know why."""
+    """Return "" for a file that cannot be read: importing it gives the reason."""
     try:
         return hashlib.sha256(reading.regular_file(file, reading.MAX_SOURCE_BYTES)).hexdigest()
     except OSError:
@@ -131,7 +131,7 @@ def _sha256(file: Path) -> str:
 
 
 class _Source(importlib.machinery.SourceFileLoader):
-    """Compiles what the file says, each time: byte code that lies beside it may say otherwise."""
+    """Compiles the source each time, because byte code beside it may differ."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Read no byte code, and write none into the hand-in."""
@@ -171,7 +171,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
         return self._find(name, package, module)
 
     def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
-        """Never None: whoever is asked next would look elsewhere."""
+        """Never return None, because the next finder would look elsewhere."""
         if module == GIVEN:
             return _spec(name, COURSE / phase / f"{GIVEN}.py")
         folder = self._submission.root.joinpath(*name.split("."))

@@ -38,9 +38,9 @@ def message(result: TaskResult) -> str:
 
 
 def _todo(result: TaskResult) -> str:
-    """Say what is to be written: this task, or an earlier one that it needs."""
+    """Say what has to be written: this task, or an earlier one that it needs."""
     text = result.verdict.message
-    return text if result.is_todo else f"Task {result.task.id} needs another one first. {text}"
+    return text if result.is_todo else f"Task {result.task.id} needs another task first. {text}"
 
 
 def _sentence(text: str) -> str:
@@ -50,7 +50,7 @@ def _sentence(text: str) -> str:
 
 
 def next_step(result: TaskResult) -> str:
-    """Tell what to read, or to do, about an outcome."""
+    """Say what to read or do about an outcome."""
     section = f"guidelines.md {result.task.id}"
     return {
         Outcome.HANG: f"{HANGS.get(result.verdict.kind, '')} {section}".lstrip(),
@@ -63,7 +63,7 @@ def next_step(result: TaskResult) -> str:
 
 
 def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
-    """Yield what to do: the first failure whole, further ones in a line; then what to write."""
+    """Yield what to do: the first failure in full, others in a line each; then what to write."""
     wrong = [t for t in result.tasks if message(t) and t.outcome is not Outcome.TODO]
     for place, task in enumerate(wrong):
         cause = result.cause(task)
@@ -75,7 +75,7 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
             first, *more = message(task).splitlines()
             yield first if len(first) <= WIDTH and not more else f"{first[: WIDTH - 2]} …"
     if len(wrong) > 1 and not verbose:
-        yield f"({len(wrong) - 1} more in one line each: -v shows all)"
+        yield f"({len(wrong) - 1} more, one line each; -v shows them in full)"
     yield from _next_to_write(result)
 
 
@@ -92,7 +92,7 @@ def _next_to_write(result: GradeResult) -> Iterator[str]:
 
 
 def _short(file: str) -> str:
-    """The path from here, where it lies below."""
+    """Return the path relative to this folder, if it is below it."""
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -105,7 +105,7 @@ def _whole(task: TaskResult, *, verbose: bool) -> Iterator[str]:
     details = verdict.details.splitlines()
     shown = details if verbose else details[-DETAILS:]
     if len(details) > len(shown):
-        yield f"  … {len(details) - len(shown)} lines before: -v"
+        yield f"  … {len(details) - len(shown)} earlier lines; -v shows them"
     yield from (f"  {line}" for line in shown)
     if verdict.output:
         yield "  printed:"

@@ -20,4 +20,4 @@ class RankLeft(MpiError):
 
 
 class TimeIsUp(MpiError):
-    """Nobody failed and nobody left, but the operation is not done."""
+    """No rank failed and none left, but the operation is not done."""

@@ -1,8 +1,8 @@
 """How each collective is put to MPI.
 
 Every function is a generator: up to the first ``yield`` it posts, at each ``yield`` it names the
-requests that must be complete before it goes on, and in the end it writes the outputs. What must
-agree between the ranks agrees.
+requests that must be complete before it goes on, and at the end it writes the outputs. By then the
+ranks agree on everything they have to agree on.
 """
 
 from collections.abc import Callable, Generator
@@ -44,7 +44,7 @@ def _reduce_to(comm: MPI.Intracomm, root: int, part: Operand) -> MPI.Request:
 
 
 def all_gather(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write everybody's tensors to every rank."""
+    """Write the tensors of all ranks to every rank."""
     rows = [x.new_empty(comm.size * x.numel()) for x in call.inputs]
     pairs = zip(call.inputs, rows, strict=True)
     yield [comm.Iallgather(raw(mine), raw(row)) for mine, row in pairs]
@@ -53,7 +53,7 @@ def all_gather(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def gather(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write everybody's tensor to the root; it alone has outputs."""
+    """Write the tensors of all ranks to the root; it alone has outputs."""
     [mine] = call.inputs
     row = mine.new_empty(comm.size * mine.numel() if call.outputs else 0)
     yield [comm.Igather(raw(mine), raw(row) if comm.rank == call.root else None, call.root)]
@@ -67,7 +67,7 @@ def scatter(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def reduce_scatter(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write the reduction of everybody's k-th tensor to rank k."""
+    """Write the reduction of the k-th tensors of all ranks to rank k."""
     size = comm.size
     starts = range(0, len(call.inputs), size)
     operands = [Operand(call.inputs[start : start + size], call.op) for start in starts]
@@ -77,10 +77,10 @@ def reduce_scatter(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def all_to_all(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write everybody's k-th input to rank k, by messages: MPI checks the sizes of those.
+    """Write the k-th inputs of all ranks to rank k, by messages, whose sizes MPI checks.
 
     Raises:
-        Mismatch: a rank sends this one less than it expects.
+        Mismatch: a rank sends this one fewer elements than it expects.
     """
     rows = [flat(output).clone() for output in call.outputs]  # an output may lie in an input
     recvs = [comm.Irecv(raw(row), src) for src, row in enumerate(rows)]
@@ -97,7 +97,7 @@ def all_to_all(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def barrier(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Move nothing: that all ranks have made the call is known already."""
+    """Move nothing: it is already known that all ranks have made the call."""
     yield []
 
 

@@ -26,8 +26,8 @@ class MpiGroup(BaseGroup):
     """One rank's view of a group of MPI ranks.
 
     MPI does not compare what ranks ask of a collective: vectors of different lengths are summed
-    without an error, and memory is overwritten. So first all gather what each has called, and only
-    what agrees is put to MPI.
+    without an error, and memory is overwritten. So all ranks first gather what each has called, and
+    MPI only gets calls that agree.
 
     Args:
         runtime: of this process.
@@ -52,13 +52,13 @@ class MpiGroup(BaseGroup):
         runtime.queues.append(self._queue)
 
     def _assemble(self) -> None:
-        """Wait for all members: making a communicator blocks without looking for who has left."""
+        """Wait for all members: making a communicator blocks without noticing who has left."""
 
         def steps() -> Steps:
             yield self._runtime.call_the_roll(self._ranks)
             yield self._runtime.answer_the_roll(self._ranks)
 
-        text = f"the making of a group of ranks {', '.join(map(str, self._ranks))}"
+        text = f"new_group of ranks {', '.join(map(str, self._ranks))}"
         MpiWork(self._runtime, steps(), text, self._ranks, self._timeout).wait()
 
     # Point to point
@@ -82,7 +82,7 @@ class MpiGroup(BaseGroup):
         return self._post_recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:
-        """Post a recv from whoever sends first."""
+        """Post a recv from any rank."""
         return self._post_recv(tensors, MPI.ANY_SOURCE, tag)
 
     def _post_recv(self, tensors: list[Tensor], src: int, tag: int) -> MpiWork:

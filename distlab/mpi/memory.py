@@ -40,9 +40,9 @@ _OF_TRUTHS = {**_OPERATORS, dist.ReduceOp.SUM: MPI.MAX, dist.ReduceOp.PRODUCT: M
 
 
 def _floats_op(ufunc: Callable[..., Any], dtype: type) -> MPI.Op:
-    """Make an operator of floats with which all ranks get the same: NaN wins.
+    """Make an operator on floats that gives the same result on all ranks: NaN wins.
 
-    MPI's own leave it to the order in which the ranks' numbers meet, which differs between ranks.
+    With MPI's own, the result depends on the order of the operands, which differs between ranks.
     """
 
     def fold(left: Any, into: Any, _: MPI.Datatype) -> None:
@@ -74,7 +74,7 @@ def flat(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"MPI moves tensors on the CPU and got one on {tensor.device}: use .cpu(), and copy "
+            f"MPI moves tensors on the CPU, but got one on {tensor.device}: use .cpu(), and copy "
             "back what it received"
         )
     return tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -117,5 +117,5 @@ class Operand:
         return [self.values.numpy(), self.type]
 
     def result(self, num_ranks: int) -> Tensor:
-        """Return the reduction, once MPI has put it in place of the copy."""
+        """Return the reduction, once MPI has replaced the copy with it."""
         return self.values / num_ranks if self._is_mean else self.values

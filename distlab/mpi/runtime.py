@@ -1,11 +1,11 @@
 """What one rank knows of the others, how it waits for them, and how it leaves them.
 
-MPI says nothing of a rank that has ended, and its own waiting keeps a core busy. So a rank says
-goodbye before it ends, and who waits asks MPI again and again, with a short nap in between, and
+MPI does not report a rank that has ended, and its own waiting keeps a core busy. So a rank says
+goodbye before it ends. A rank that waits asks MPI again and again, sleeps briefly in between, and
 listens for goodbyes meanwhile.
 
-MPI moves data only while some call of it runs: all operations go on whenever this rank waits for
-any of them, none while it computes.
+MPI moves data only while one of its calls runs: all operations go on whenever this rank waits for
+any of them, and none while it computes.
 """
 
 import os
@@ -16,11 +16,11 @@ from typing import Protocol
 
 from mpi4py import MPI
 
-# With a core for each rank the answer mostly comes within these; without, naps let others run.
+# With a core for each rank, the answer mostly comes within these; without, a nap lets others run.
 TESTS_BEFORE_NAP = 100
 NAP_S = 50e-6
-LONG_NAP_S = 1e-3  # for who has waited for a second already
-# What a rank had sent before it left is on its way for so long at most, while this one asks for it.
+LONG_NAP_S = 1e-3  # for a rank that has already waited for a second
+# What a rank sent before it left takes at most this long to arrive, while this one asks for it.
 GRACE_S = 1.0
 MANY_UNFINISHED = 64
 
@@ -32,19 +32,19 @@ class Operation(Protocol):
     """What a rank can wait for."""
 
     def is_completed(self) -> bool:
-        """Let it go on; tell whether it is done or has failed."""
+        """Let it go on; return whether it is done or has failed."""
         ...
 
     def is_success(self) -> bool:
-        """Let it go on; tell whether it is done and has not failed."""
+        """Let it go on; return whether it is done and has not failed."""
         ...
 
     def take_turn(self) -> bool:
-        """Go on to the data, if all ranks have called it; tell whether they have."""
+        """Go on to the data if all ranks have called it; return whether they have."""
         ...
 
     def give_up(self, gone: set[int], waited_s: float) -> None:
-        """Raise if the ranks that are gone, or the time, make waiting vain."""
+        """Raise if waiting is pointless, because ranks are gone or time is up."""
         ...
 
 
@@ -69,9 +69,9 @@ class Runtime:
         self.queues: list[deque[Operation]] = []  # one per group: what awaits its turn
 
     def keep(self, operation: Operation) -> None:
-        """Hold an operation, whose memory MPI uses, until it is done, whoever else forgets it.
+        """Hold an operation, whose memory MPI uses, until it is done, even if nothing else does.
 
-        MPI goes on with one that has failed for us: its memory is held for ever.
+        MPI goes on with an operation that has failed for us, so its memory is held forever.
         """
         if len(self._unfinished) >= MANY_UNFINISHED:
             self._unfinished = {other for other in self._unfinished if not other.is_success()}
@@ -80,7 +80,7 @@ class Runtime:
     def take_turns(self) -> None:
         """Let each group's collectives go on to the data, in the order of the calls, as MPI needs.
 
-        One rank that computes so holds up what others wait for, as long as it asks for nothing.
+        So a rank that computes delays what others wait for, as long as it makes no calls.
         """
         for queue in self.queues:
             while queue and queue[0].take_turn():
@@ -119,7 +119,7 @@ class Runtime:
         return self._left | returned
 
     def _hear_news(self) -> bool:
-        """Note who has returned or left; tell whether there was any news."""
+        """Note which ranks have returned or left; return whether there was any news."""
         is_news, status = False, MPI.Status()
         for tag in (_RETURNED, _GOODBYE):
             while self._news.Iprobe(MPI.ANY_SOURCE, tag, status):
@@ -136,7 +136,7 @@ class Runtime:
         self._tell_all(_RETURNED)
 
     def note_all_returned(self) -> None:
-        """Begin to think of all ranks as present again."""
+        """Count all ranks as present again."""
         self._num_runs += 1
 
     def _tell_all(self, tag: int) -> list[MPI.Request]:
@@ -144,7 +144,7 @@ class Runtime:
         return [self._news.Isend(_NOTHING, rank, tag) for rank in others]
 
     def call_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
-        """Start to tell the first of ``ranks`` that this one is here, or to hear it of the rest."""
+        """Start to tell the first of ``ranks`` that this one is here, or to hear from the rest."""
         first, *others = ranks
         if self.comm.rank == first:
             return [self._news.Irecv(_NOTHING, rank, _ROLL_CALL) for rank in others]
@@ -158,7 +158,7 @@ class Runtime:
         return [self._news.Irecv(_NOTHING, first, _ROLL_CALL)]
 
     def leave(self) -> None:
-        """Say goodbye, and stay until all have: ending MPI alone would block the others."""
+        """Say goodbye, and stay until all have, because ending MPI alone would block the others."""
         farewell = [*self._tell_all(_GOODBYE), self._news.Ibarrier()]
         while not MPI.Request.Testall(farewell):
             time.sleep(LONG_NAP_S)

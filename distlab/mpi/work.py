@@ -57,7 +57,7 @@ class MpiWork(dist.Work):
         runtime.keep(self)
 
     def is_completed(self) -> bool:
-        """Tell whether it is done; asking lets it go on. One that has failed counts as done."""
+        """Return whether it is done; asking lets it go on. A failed operation counts as done."""
         if not self._has_turn:
             self._runtime.take_turns()
         if self._has_turn and not self._is_done:
@@ -65,7 +65,7 @@ class MpiWork(dist.Work):
         return self._is_done
 
     def take_turn(self) -> bool:
-        """At the head of the queue: go on, if the ranks have agreed; tell whether they have."""
+        """At the head of the queue, go on if the ranks have agreed; return whether they have."""
         self._go_on()
         return self._has_turn
 
@@ -93,7 +93,7 @@ class MpiWork(dist.Work):
         return f"rank {comm.rank} of {comm.size} in {self._text}"
 
     def give_up(self, gone: set[int], waited_s: float) -> None:
-        """Raise if who is gone is needed, or if time is up."""
+        """Raise if a rank that is gone is needed, or if time is up."""
         missing = self._peers & gone
         if missing and (missing == self._peers or not self._any_peer):
             raise RankLeft(
@@ -103,7 +103,7 @@ class MpiWork(dist.Work):
         if waited_s > self._timeout.total_seconds():
             raise TimeIsUp(
                 f"{self._where()}: not done after {self._timeout.total_seconds():g} s; it needs "
-                f"{_names(self._peers)}, and somebody has not come"
+                f"{_names(self._peers)}, and at least one of them has not arrived"
             )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -144,8 +144,8 @@ class MpiWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a completed future, having blocked until the data is there.
 
-        Who waits for a future (the reducer of DistributedDataParallel) asks nothing of MPI, and
-        without being asked MPI moves nothing. ``wait`` needs no future and lets backward overlap.
+        Code that waits for a future (the reducer of DistributedDataParallel) makes no MPI call, and
+        without calls MPI moves nothing. ``wait`` needs no future and lets backward overlap.
         """
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()

@@ -70,7 +70,7 @@ def _shared_store(comm: MPI.Intracomm) -> Store:
 
 
 def _end_the_job_on_exceptions() -> None:
-    """Let an exception that nobody catches end all ranks, after its traceback."""
+    """Let an uncaught exception end all ranks, after its traceback."""
     show = sys.excepthook  # torch's, which begins each line with the rank
 
     def show_and_end(
@@ -92,9 +92,9 @@ def end_the_job(code: int) -> NoReturn:
 
 
 def share(mine: T) -> list[T]:
-    """Tell the others that this rank's function has returned, and what; return the results of all.
+    """Tell the others what this rank's function has returned; return the results of all.
 
-    For this it takes any time: others may still be at work.
+    There is no time limit, because others may still be at work.
     """
     here = runtime()
     pickled = np.frombuffer(pickle.dumps(mine), np.uint8)
@@ -111,14 +111,14 @@ def share(mine: T) -> list[T]:
         )
 
     here.announce_return()
-    MpiWork(here, steps(), "the sharing of the results", [], timedelta.max).wait()
+    MpiWork(here, steps(), "sharing the results", [], timedelta.max).wait()
     here.note_all_returned()
     return [cast("T", pickle.loads(text)) for text in pickles]
 
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """While the others need this rank, let whatever stops it end the whole job, with a reason."""
+    """While others need this rank, let anything that stops it end the whole job, with a reason."""
     try:
         yield
     except SystemExit as exit:

@@ -6,5 +6,5 @@
     moves   what collectives do to tensors, where one process sees the calls of all ranks
     counts  calls and bytes
 
-It knows no world: ``sim`` and ``mpi`` build on it.
+It does not know any world; ``sim`` and ``mpi`` build on it.
 """

@@ -1,4 +1,4 @@
-"""What every world's process group does alike: the many forms of a call become one ``Call``.
+"""What all process groups have in common: the many forms of a call become one ``Call``.
 
 Each method says what must agree between the ranks, how many bytes the collective is about, which
 tensors go in and where the results go. A world adds how ranks meet and how messages travel.
@@ -147,12 +147,12 @@ class BaseGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Give every rank everybody's tensor, each into its own."""
+        """Give every rank the tensors of all ranks, each in its own output."""
         check_one_per_rank("all_gather", outputs[0], self.size(), inputs[0])
         return self._all_gather(outputs[0], inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Give every rank everybody's tensor, one behind the other."""
+        """Give every rank the tensors of all ranks, one after the other."""
         return self.all_gather_single_coalesced([output], [input])
 
     def _all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dist.Work:
@@ -187,7 +187,7 @@ class BaseGroup(dist.ProcessGroup):
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Give the root everybody's tensor."""
+        """Give the root the tensors of all ranks."""
         root = int(opts.rootRank) if opts else 0
         check_contiguous("gather", inputs)
         if self._me == root:
@@ -225,12 +225,12 @@ class BaseGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
-        """Reduce everybody's k-th tensor to rank k."""
+        """Reduce the k-th tensors of all ranks to rank k."""
         check_one_per_rank("reduce_scatter", inputs[0], self.size(), outputs[0])
         return self._reduce_scatter(outputs, inputs[0], moves.op_of(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce everybody's k-th part to rank k."""
+        """Reduce the k-th parts of all ranks to rank k."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
@@ -313,7 +313,7 @@ class BaseGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # What torch asks of a group besides
+    # What else torch asks of a group
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Calls are single ones here; a coalesced block is the sequence of its calls."""

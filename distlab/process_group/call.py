@@ -32,7 +32,7 @@ class Call:
 
 
 class Form(NamedTuple):
-    """What a report says of a tensor, without the tensor."""
+    """What a report says about a tensor, without the tensor."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -1,7 +1,7 @@
-"""What is refused at the call, in the rank that makes it, before anybody waits for it.
+"""What is refused at the call, in the rank that makes it, before another rank waits for it.
 
-What gloo or NCCL refuse, or do wrongly without a word, is refused here: a program that runs in one
-world runs in all.
+Whatever gloo or NCCL refuse, or silently get wrong, is refused here, so that a program that runs in
+one world runs in all of them.
 """
 
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
     """Refuse what no backend can reduce.
 
     Raises:
-        ValueError: a scaled sum, of NCCL only.
+        ValueError: a scaled sum, which only NCCL has.
         TypeError: numbers of this dtype cannot be reduced in this way.
     """
     if op not in _REDUCIBLE:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
-        raise ValueError(f"reduction {op_name(op)} is of NCCL only: use one of {known}")
+        raise ValueError(f"only NCCL has the reduction {op_name(op)}: use one of {known}")
     for tensor in tensors:
         if tensor.dtype not in _REDUCIBLE[op]:
             raise TypeError(
@@ -68,8 +68,8 @@ def check_contiguous(
 ) -> None:
     """Refuse tensors whose elements do not lie one behind the other.
 
-    NCCL refuses them too; gloo goes through their memory and is silently wrong. What works on each
-    element alone, like a sum, may go through images as they lie (``or_channels_last``).
+    NCCL refuses them too; gloo goes through their memory and is silently wrong. Calls that work on
+    each element alone, like a sum, may take channels-last images too (``or_channels_last``).
 
     Raises:
         TypeError: a sparse tensor.

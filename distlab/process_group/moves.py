@@ -1,6 +1,6 @@
 """What collectives do to tensors, given the calls of all ranks in group order.
 
-Sums are made in the order of the ranks, whoever came first, in the dtype of the tensors.
+Sums are made in the order of the ranks, whichever came first, in the dtype of the tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def op_of(opts: Any) -> Any:
 
 
 def as_reals(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Look at complex tensors as pairs of reals, where ``op`` works on each of the two alone."""
+    """View complex tensors as pairs of reals if ``op`` works on each of the two alone."""
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         return list(tensors)
     return [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
@@ -58,7 +58,7 @@ def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
 def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]:
     """Cut ``whole`` into ``size`` flat tensors of as many elements as ``part`` has.
 
-    Raises: ValueError: it has not as many elements, or they are of another dtype.
+    Raises: ValueError: the number of elements or the dtype does not fit.
     """
     check_contiguous(name, [whole])
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
@@ -77,12 +77,12 @@ def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tenso
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits and (len(splits) != size or sum(splits) != rows):
         raise ValueError(
-            f"all_to_all_single over {size} ranks needs {size} splits with the sum {rows} of "
-            f"shape {tuple(tensor.shape)}, got {list(splits)}"
+            f"all_to_all_single over {size} ranks needs {size} splits that add up to {rows}, the "
+            f"first dim of shape {tuple(tensor.shape)}, got {list(splits)}"
         )
     if not splits and (rows % size or not tensor.dim()):
         raise ValueError(
-            f"all_to_all_single without splits needs a first dim that {size} ranks can share, "
+            f"all_to_all_single without splits needs a first dim that is a multiple of {size}, "
             f"got shape {tuple(tensor.shape)}"
         )
     return list(torch.split(tensor, list(splits) if splits else [rows // size] * size))
@@ -126,7 +126,7 @@ def reduce(calls: Calls) -> None:
 
 
 def all_gather(calls: Calls) -> None:
-    """Write everybody's tensors to every rank."""
+    """Write the tensors of all ranks to every rank."""
     by_tensor = zip(*(call.inputs for call in calls), strict=True)
     values = [value for tensors in by_tensor for value in tensors]
     for call in calls:  # an input may be its own place in the output: harmless
@@ -135,7 +135,7 @@ def all_gather(calls: Calls) -> None:
 
 
 def gather(calls: Calls) -> None:
-    """Write everybody's tensor to the root."""
+    """Write the tensors of all ranks to the root."""
     for output, call in zip(calls[calls[0].root].outputs, calls, strict=True):
         _write(output, call.inputs[0])
 
@@ -147,7 +147,7 @@ def scatter(calls: Calls) -> None:
 
 
 def reduce_scatter(calls: Calls) -> None:
-    """Write the reduction of everybody's k-th tensor to rank k."""
+    """Write the reduction of the k-th tensors of all ranks to rank k."""
     by_part = zip(*(call.inputs for call in calls), strict=True)
     totals = [_reduced(calls[0].op, tensors) for tensors in by_part]
     for k, call in enumerate(calls):
@@ -156,7 +156,7 @@ def reduce_scatter(calls: Calls) -> None:
 
 
 def all_to_all(calls: Calls) -> None:
-    """Write everybody's k-th input to rank k."""
+    """Write the k-th inputs of all ranks to rank k."""
     values = [[tensor.detach().clone() for tensor in call.inputs] for call in calls]
     for k, call in enumerate(calls):
         for output, row in zip(call.outputs, values, strict=True):

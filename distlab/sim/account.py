@@ -1,8 +1,8 @@
-"""The books of one rank's memory: what is held, by storage and category, and what the peak was.
+"""The account of one rank's memory: what is held, by storage and category, and what the peak was.
 
-Memory is that of storages: a view is free, a gradient inside a bucket is the bucket's. What a
-storage is for may show only later (a sum in the backward pass becomes a gradient); then it is
-moved to its category, in the books of the peak too.
+Storages are what counts: a view is free, and a gradient inside a bucket belongs to the bucket. What
+a storage is for may only become clear later (a sum in the backward pass becomes a gradient); it is
+then moved to its category, in the account of the peak too.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ class Block(ref[UntypedStorage]):
 
 
 class Account:
-    """Live bytes by category, and a copy of them from the moment when they were most.
+    """Live bytes by category, and a copy of them from the moment when there were most.
 
     Attributes:
         live, peak: bytes by category.
@@ -44,12 +44,12 @@ class Account:
         self.live_bytes = self.peak_bytes = 0
         self.blocks: dict[int, Block] = {}
         # A storage dies in whatever thread drops it last, at any point. Appending is atomic, so
-        # the books themselves are changed by one thread only, and need no lock.
+        # the account itself is changed by one thread only, and needs no lock.
         self._dead: deque[Block] = deque()
         self._changes = self._peak_since = 0
 
     def find(self, storage: UntypedStorage) -> Block | None:
-        """Return the block of a storage; None for memory that is not in the books."""
+        """Return the block of a storage; None for memory that is not in the account."""
         self.forget_dead()  # before a lookup: a new storage may have the id of a dead one
         return self.blocks.get(id(storage))
 
@@ -63,7 +63,7 @@ class Account:
         self.set_size(block, storage.nbytes())
 
     def set_size(self, block: Block, nbytes: int) -> None:
-        """Take note that a storage has this size now."""
+        """Note that a storage now has this size."""
         self._changes += 1
         self.live[block.category] += nbytes - block.nbytes
         self.live_bytes += nbytes - block.nbytes
@@ -71,14 +71,14 @@ class Account:
         self._note_peak()
 
     def move(self, block: Block, category: Category) -> None:
-        """Change what a block is for; if it was there at the peak, also in the peak."""
+        """Change what a block is for; if it existed at the peak, change it there too."""
         self._transfer(self.live, block, category)
         if block.since <= self._peak_since:
             self._transfer(self.peak, block, category)
         block.category = category
 
     def forget_dead(self) -> None:
-        """Write off what has died."""
+        """Remove what has died from the account."""
         while self._dead:
             block = self._dead.popleft()
             del self.blocks[block.key]
@@ -86,7 +86,7 @@ class Account:
             self.live_bytes -= block.nbytes
 
     def reset_peak(self) -> None:
-        """Start to look for the peak anew, from what is held now."""
+        """Start looking for a new peak, from what is held now."""
         self.peak_bytes = -1
         self._note_peak()
 

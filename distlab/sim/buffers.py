@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def same_bytes(x: Tensor, y: Tensor) -> bool:
-    """Compare bit by bit: a NaN that has not changed is equal to itself."""
+    """Compare bit by bit, so that a NaN that has not changed is equal to itself."""
     return torch.equal(_bytes(x), _bytes(y))
 
 

@@ -1,4 +1,4 @@
-"""The kinds of deadlock: which mistake it is, whom to blame, what to look for."""
+"""The kinds of deadlock: which mistake it is, which ranks to blame, and what to look for."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -72,8 +72,8 @@ def _peer_ended(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
         advice = f"{hint} If not: {_lower(advice)}" if hint else advice
     else:
         advice = (
-            "A killed rank never answers: the others need a heartbeat or a timeout to notice, and "
-            "a group without it to go on."
+            "A killed rank never answers. The others need a heartbeat or a timeout to notice that, "
+            "and a group without the killed rank to go on."
         )
     return Cause("peer ended", gone, ranks, words, advice)
 
@@ -118,7 +118,7 @@ def _order_mismatch(still: Standstill, ranks: list[int], groups: Groups) -> Caus
     words = still.circle([still.mates[rank] for rank in cycle])
     advice = "Ranks that share several groups have to use them in the same order. "
     if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
-        advice += "These groups have the same ranks, and yet they are two: check group=."
+        advice += "These are two different groups of the same ranks: check group=."
     else:
         hint = wrong_group(still, still.mates[cycle[0]], groups)
         advice += (
@@ -153,7 +153,7 @@ def _joined(*sentences: str) -> str:
 
 
 def _directly_missing(still: Standstill, present: int) -> list[int]:
-    """Of the absent ranks take those that wait for one that is there, if any do."""
+    """Return the absent ranks that wait for one that is present, or all absent ones if none do."""
     absent = still.waits_for[present]
     there = set(still.blocked[present].group).difference(absent)
     direct = [

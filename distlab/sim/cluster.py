@@ -94,7 +94,7 @@ class Cluster:
 
     Args:
         nodes, gpus_per_node: a node is what shares one switch or host; an NVL72 rack is one node.
-        gpu: what each GPU can do; None: compute takes no time and memory has no end.
+        gpu: what each GPU can do; None: computation takes no time and memory is unlimited.
         nics_per_node: shared evenly, by neighbours; 0: the topology's default, see above, else one
             NIC per GPU.
         nvlink_bytes_per_s: of one GPU inside its node, over NVLink (ethernet: over PCIe).
@@ -103,8 +103,8 @@ class Cluster:
         hop_latency_s: added for every GPU that relays and every switch beyond the first.
         oversubscription: fat-tree: bandwidth of the NICs below a leaf / bandwidth of its up-link.
         nodes_per_leaf: fat-tree: nodes that share a leaf switch.
-        faults: (pattern, factor) of the links that `slowed` has slowed.
-    Raises: ValueError: for a value that makes no sense; one line, with what would.
+        faults: (pattern, factor) of the links that `slowed` has slowed down.
+    Raises: ValueError: for a value that makes no sense; one line, which says what would.
     """
 
     nodes: int = 1
@@ -147,7 +147,7 @@ class Cluster:
     def preset(cls, name: str, nodes: int = 1) -> "Cluster":
         """Return ``nodes`` nodes of a known machine: one of PRESETS, such as "dgx-h100".
 
-        Raises: ValueError: if there is none of that name; names the valid ones and the nearest.
+        Raises: ValueError: if there is none of that name; gives the valid names and the nearest.
         Source: presets.py, for every number.
         """
         if name not in CLUSTERS:
@@ -260,7 +260,7 @@ class Cluster:
         return Route(links, base_s + path.relays * self.hop_latency_s)
 
     def _fault_lines(self) -> list[str]:
-        return [f"{pattern} slowed {factor:g} times" for pattern, factor in self.faults]
+        return [f"{pattern} is {factor:g} times slower" for pattern, factor in self.faults]
 
 
 _INSIDE = ("gpus_per_node", "nvlink_bytes_per_s", "latency_s", "hop_latency_s")
@@ -283,15 +283,15 @@ def _check(cluster: Cluster) -> None:
         )
     if cluster.topology != "fat-tree" and cluster.oversubscription * cluster.nodes_per_leaf != 1:
         raise ValueError(
-            "oversubscription and nodes_per_leaf need topology='fat-tree', which alone has shared "
-            f"up-links, not {cluster.topology!r}"
+            "oversubscription and nodes_per_leaf need topology='fat-tree', the only one with "
+            f"shared up-links, not {cluster.topology!r}"
         )
 
 
 def _assumed_lines(
     prefix: str, values: Mapping[str, float], known: Mapping[str, Number]
 ) -> list[str]:
-    """Return a line for each value that is assumed in ``known``, or is another one than there."""
+    """Return a line for each value that is assumed in ``known``, or differs from it."""
     lines = []
     for key, value in values.items():
         number = known.get(key)

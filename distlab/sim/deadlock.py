@@ -1,4 +1,4 @@
-"""The report of a deadlock: what kind it is, who waits for whom, in which line, where to look.
+"""The report of a deadlock: its kind, who waits for whom, on which line, and what to change.
 
 deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits for rank 0 to …
   rank 0  send to rank 1, (4,) float32  ring.py:41 in exchange
@@ -26,7 +26,7 @@ MAX_IDLE = 6
 
 
 class History(NamedTuple):
-    """What ranks did before they came to a standstill, and by which rules.
+    """What ranks did before they deadlocked, and by which rules.
 
     Attributes:
         calls: by rank, how many calls of torch.distributed it made, and the last one.
@@ -57,8 +57,8 @@ def explain(
         ended: ranks that have returned or were killed.
         killed: those of them that a fault has killed.
         unmatched: all sends and recvs that were posted and have not met.
-        queued: those that were posted and have not started, behind others of their rank.
-        waits_at: by rank, the line in which it waits; that in which it posted is known.
+        queued: those that were posted but wait for others of their rank before they start.
+        waits_at: by rank, the line on which it waits; the line on which it posted is known.
         history: what the ranks did before.
     """
     history = history or History()
@@ -93,7 +93,7 @@ def _advice(
     unmatched: Sequence[Message],
     queued: Sequence[Message],
 ) -> list[str]:
-    """What nearly met says more than the kind: it comes first, and often alone."""
+    """Put calls that nearly matched first, often alone: they say more than the kind does."""
     if hint := order.kept_apart(queued, unmatched, blocked, cause.involved):
         return [hint]
     waiting = [wait for rank in cause.involved if isinstance(wait := blocked[rank], Message)]
@@ -102,7 +102,7 @@ def _advice(
         return [hint]
     hint = hints.with_another_rank(pairs)
     if hint and cause.kind == "send/recv cycle" and _have_posted_the_other_side(waiting, unmatched):
-        return [hint]  # what all of them still have to post is not the point
+        return [hint]  # the cycle's advice, to post the other side, does not fit
     return [hint, cause.advice] if hint else [cause.advice]
 
 
@@ -115,7 +115,7 @@ Calls = Sequence[tuple[Row, Pending]]
 
 
 def _blocked_calls(calls: Calls) -> list[BlockedCall]:
-    """Tell programs what the table tells people; who wait for the same share one tuple of it."""
+    """Say for programs what the table says for people; ranks with equal waits share one tuple."""
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}
     blocked = []
     for row, wait in calls:
@@ -174,7 +174,7 @@ def _relative(row: Row, wait: Pending) -> str:
 
 
 def _ends(still: Standstill, calls: Mapping[int, tuple[int, Pending]]) -> list[Row]:
-    """Say how ranks have ended; of those that returned, how far they had come."""
+    """Say how ranks have ended, and how far those that returned had come."""
     returned = still.ended - still.killed
     quiet = tuple(sorted(returned.difference(calls)))
     others = [(_last(*calls[rank]), calls[rank][1]) for rank in sorted(returned & set(calls))]
@@ -198,7 +198,7 @@ def _last(num_calls: int, last: Pending) -> Row:
 def _also_posted(
     messages: Iterable[Message], blocked: Mapping[int, Pending], fate: str
 ) -> list[str]:
-    """List the messages in which nobody waits: one may be what a rank waits for."""
+    """List the messages in which no rank waits: one of them may be what a rank waits for."""
     idle = [(_row(m), m) for m in messages if m is not blocked.get(m.rank)]
     rows = _fitting(idle, MAX_IDLE)
     return [f"also posted, and {fate}:", *table(rows)] if rows else []

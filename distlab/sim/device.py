@@ -37,7 +37,7 @@ _innermost_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchMod
 
 
 class Gpu(Protocol):
-    """What a device needs to know of a GPU."""
+    """What a device needs to know about a GPU."""
 
     @property
     def memory_bytes(self) -> float: ...
@@ -50,8 +50,8 @@ class Gpu(Protocol):
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Charge the operations of the thread that enters it, in time and in memory.
 
-    Views, metadata and communication take no time. Neither does anything else without a GPU, but
-    memory is accounted for.
+    Views, metadata and communication take no time. Without a GPU nothing takes time, but memory is
+    still accounted for.
 
     Args:
         gpu: its speed; arithmetic in a dtype it does not list runs as in float32.
@@ -96,7 +96,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """Let operations run free, and what they allocate stay out of the account."""
+        """Let operations run for free, and keep what they allocate out of the account."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -116,7 +116,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operation and charge for it."""
-        if _innermost_mode(_FAKE) is not None:  # DTensor works out the shapes of a new operation
+        if _innermost_mode(_FAKE) is not None:  # DTensor computes the shapes of a new operation
             return func(*args, **(kwargs or {}))
         if types and _has_wrapper(types):  # a DTensor: its local tensors come here by themselves
             self._meet_parameters(args)
@@ -205,7 +205,7 @@ def _attend(
 def _install_kernels() -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")  # type: ignore[no-untyped-call]
-    # Evaluation of nn.TransformerEncoderLayer would be one operation that nobody can count.
+    # In evaluation, nn.TransformerEncoderLayer would be one operation that cannot be counted.
     had_fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
 

@@ -1,6 +1,6 @@
 """Pictures of a simulated run. Each is a matplotlib Figure: ``figure.savefig("ring.svg")``.
 
-space_time   what every rank does when, and every message as an arrow
+space_time   what every rank does and when, with every message as an arrow
 gantt        where each rank's time went
 """
 
@@ -21,7 +21,7 @@ from distlab.words import counted
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
 ENDED = "#f6f6f6"
-# What a rank does that can do nothing else meanwhile.
+# What a rank does while it can do nothing else.
 WAITS = {
     "sending": "#6cb2d6",
     "receiving": "#9bcf9f",
@@ -35,8 +35,8 @@ STATES = {
     (False, False): "waiting",
 }
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
-CROWDED = 32  # ranks; of more, lanes touch, and arrows would hide everything
-MANY = 500  # messages, which get thin arrows
+CROWDED = 32  # ranks; with more, lanes touch, and arrows would hide everything
+MANY = 500  # messages; with more, arrows are thin
 LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
 _ARROW: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "units": "inches"}
@@ -52,8 +52,8 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
         rank 0  ██████╲░░░░░░░░   computes, sends, has ended
         rank 1  ░░░░░░░╲█████     waits, receives, computes
 
-    Collectives lie below the bars, as they may overlap with them. Of more than 32 ranks the
-    messages are left out.
+    Collectives are drawn below the bars, because they may overlap with them. For more than 32 ranks
+    the messages are left out.
     """
     kinds: defaultdict[str, list[Event]] = defaultdict(list)
     for event in simulated.trace.events:
@@ -93,7 +93,7 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
 
 
 def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[Bar]]:
-    """Cut waits where messages of the rank begin and end: it sends, receives, does both, or waits.
+    """Cut waits where the rank's messages begin and end: into sending, receiving, both, or waiting.
 
     A rank in ``send`` waits until the other one is in ``recv``, and sends from then on.
     """
@@ -113,7 +113,7 @@ def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[
 
 
 def _cuts(wait: Event, intervals: Iterable[Interval]) -> list[float]:
-    """Return begin and end of a wait, and what begins or ends between them."""
+    """Return when a wait begins and ends, and when messages begin or end between these times."""
     inside = {time for time in chain(*intervals) if wait.start_s < time < wait.end_s}
     return sorted({wait.start_s, wait.end_s, *inside})
 
@@ -123,7 +123,7 @@ def _covers(intervals: Iterable[Interval], time: float) -> bool:
 
 
 def _ends(simulated: Simulated[Any]) -> list[Bar]:
-    """From when each rank had ended to the end of all."""
+    """Return a bar for each rank, from its end to the end of the last one."""
     last = [0.0] * len(simulated.results)
     for event in simulated.trace.events:
         last[event.rank] = max(last[event.rank], event.end_s)
@@ -136,7 +136,7 @@ def _bars(events: Iterable[Event]) -> list[Bar]:
 
 
 def _draw_collectives(picture: "_Lanes", events: Iterable[Event], strip: Span) -> None:
-    """Draw a colour per name, in several rows where several are under way on a rank."""
+    """Draw collectives in a colour per name, in several rows if a rank has several under way."""
     by_rank: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
         by_rank[event.rank].append(event)
@@ -153,7 +153,7 @@ def _draw_collectives(picture: "_Lanes", events: Iterable[Event], strip: Span) -
 
 
 class _Lanes:
-    """A picture with an empty lane per rank, the virtual time below, and what it rests on."""
+    """A picture with an empty lane per rank, the virtual time below, and the assumptions."""
 
     def __init__(self, simulated: Simulated[Any], title: str, lane_inches: float) -> None:
         self.simulated = simulated
@@ -177,7 +177,7 @@ class _Lanes:
         return (-edge, edge), (edge, edge)
 
     def draw_bars(self, name: str, bars: list[Bar], span: Span, colour: str) -> None:
-        """Draw bars of one kind. White lines part them where they are wide enough."""
+        """Draw bars of one kind. White lines separate them where they are wide enough."""
         if not bars:
             return
         top, bottom = span
@@ -235,12 +235,12 @@ class _Lanes:
                     ((start + end) / 2 / self._unit_s, rank),
                     ha="center",
                     va="center",
-                    fontsize=8,
+                    fontsize=9,
                     color="white" if start == 0 else MESSAGE,
                 )
 
     def finished(self) -> Figure:
-        """Write what was simulated, the legend below it, and the assumptions under all."""
+        """Write what was simulated, the legend below it, and the assumptions at the bottom."""
         handles, names = self._axes.get_legend_handles_labels()
         entries = dict(zip(names, handles, strict=True))  # a collective may be there several times
         self._axes.legend(
@@ -249,7 +249,7 @@ class _Lanes:
             **_ABOVE,
             ncols=LEGEND_COLUMNS,
             frameon=False,
-            fontsize=9,
+            fontsize=10,
         )
         rows = -(-len(entries) // LEGEND_COLUMNS)
         heading = [
@@ -257,21 +257,21 @@ class _Lanes:
             *settings(self.simulated),
         ]
         text = textwrap.fill(", ".join(heading), 150)
-        self._axes.set_title(text, loc="left", fontsize=10, color="#555555", pad=8 + 16 * rows)
+        self._axes.set_title(text, loc="left", fontsize=10, color="#555555", pad=8 + 17 * rows)
         self._print_assumptions()
         return self._figure
 
     def _print_assumptions(self) -> None:
         numbers = [line.partition(" (assumed")[0] for line in assumed(self.simulated)]
         if numbers:
-            text = textwrap.fill(f"assumed: {', '.join(numbers)}", 190)
-            self._figure.supxlabel(text, x=0.01, ha="left", fontsize=7, color="#666666")
+            text = textwrap.fill(f"assumed: {', '.join(numbers)}", 150)
+            self._figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color="#666666")
 
     def _name_lanes(self) -> None:
         ranks = range(0, self.num_ranks, -(-self.num_ranks // CROWDED))
         self._axes.set_ylim(self.num_ranks - 0.5, -0.5)
         self._axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-        self._axes.tick_params(axis="y", length=0, labelsize=10 if self.num_ranks <= 16 else 7)
+        self._axes.tick_params(axis="y", length=0, labelsize=10 if self.num_ranks <= 16 else 9)
         if not self.is_crowded:
             per_node = self.simulated.cluster.gpus_per_node
             for rank in range(per_node, self.num_ranks, per_node):

@@ -1,7 +1,7 @@
-"""How a world ends that does not end well: the error of a rank, or a report of who waits for whom.
+"""How a world ends if it fails: with the error of a rank, or with a report of who waits for whom.
 
-What comes first counts. When a rank has raised, and the calls of its clean-up meet others that wait
-for what it would have done next, they deadlock or disagree; the cause is what it had raised.
+What comes first counts. When a rank has raised, the calls of its clean-up may meet ranks that wait
+for what it would have done next, and then they deadlock or disagree. The cause is what it raised.
 """
 
 import ast
@@ -29,13 +29,13 @@ def rank_error(
 
     Args:
         places: tell the program's lines.
-        afterwards: what happened then, to be told below the traceback.
+        afterwards: what happened then, to be reported below the traceback.
     """
     shown = traceback.TracebackException.from_exception(error)
     words.keep_frames(shown, partial(_of_program, places=places))
     headline = words.headline(error)
     text = "".join(shown.format())
-    if isinstance(error, OutOfMemory):  # a report of its own: said once, and not found in a bug
+    if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
         headline = f"OutOfMemory: {error}"
         text = "".join(["Traceback (most recent call last):\n", *shown.stack.format()])
     return RankError(
@@ -103,7 +103,7 @@ def first_error(
 def _exceptions(
     report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int]
 ) -> Iterator[tuple[int, Exception]]:
-    """Yield the exceptions that ranks have raised and not done with; besides ``report``."""
+    """Yield the exceptions other than ``report`` that ranks have raised and are still handling."""
     by_thread: Mapping[int, Any] = sys._current_exceptions()
     for rank in ranks:
         error = None if rank.has_ended else by_thread.get(threads[rank.number])

@@ -14,7 +14,7 @@ MismatchKind = Literal[
     "operation mismatch",
     "shape or dtype mismatch",
     "buffer changed",  # before its operation was done; strict mode
-    "never met",  # posted, and nobody waited for it; strict mode
+    "never met",  # posted, but never matched or waited for; strict mode
 ]
 DeadlockKind = Literal[
     "send/recv cycle",  # ranks wait for each other's messages in a circle
@@ -26,10 +26,10 @@ DeadlockKind = Literal[
 
 
 class SimulationError(RuntimeError):
-    """A simulated world that did not end well.
+    """A simulated world that failed.
 
     Attributes:
-        ranks: the ranks to blame, in order; empty where no single ones are.
+        ranks: the ranks to blame, in order; empty if no particular ones are.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:

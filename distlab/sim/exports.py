@@ -6,7 +6,7 @@
              communication 1      recv ◀┄┄┄┄┘
 
 A trace file holds what torch's profiler (Kineto) would write: a process per rank, a thread for
-computation, and as many for communication as were under way at the same time.
+computation, and as many threads for communication as operations were under way at the same time.
 """
 
 import csv
@@ -43,7 +43,7 @@ def write_traces(simulated: Simulated[Any], folder: Path) -> None:
 
 
 def write_links(simulated: Simulated[Any], path: Path) -> None:
-    """Write for every link its bytes, its capacity, and which share of that was used."""
+    """Write for every link its bytes, its capacity, and what share of that was used."""
     trace, cluster = simulated.trace, simulated.cluster
     with path.open("w", newline="") as file:
         table = csv.writer(file)

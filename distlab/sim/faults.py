@@ -18,11 +18,11 @@ class Faults:
     Attributes:
         slow_ranks: rank -> factor by which its computation takes longer.
         slow_links: pattern of link names -> factor by which their bandwidth is smaller.
-        kill_ranks: rank -> virtual second from which on it is dead, at its next call.
-        kill_at_steps: rank -> number of the optimizer step, from 1 on, that it does not survive.
+        kill_ranks: rank -> virtual second after which its next call kills it.
+        kill_at_steps: rank -> number of the optimizer step, counted from 1, that kills it.
         delays_s: (source, destination) -> seconds added to every message between them.
-        jitter_s: before every communication call a rank loses up to so many seconds; every seed
-            is another order of events, which is how schedules are fuzzed.
+        jitter_s: up to this many seconds are added before every communication call; each seed
+            gives another order of events, which is how schedules are fuzzed.
         seed: of the jitter.
 
     Raises:
@@ -44,7 +44,7 @@ class Faults:
             Faults.parse(["slow_rank 3 2.0", "kill_rank 5 0.01"])
 
         Raises:
-            ValueError: there is no such fault, or what follows is not what it needs; one line.
+            ValueError: there is no such fault, or its values do not fit; one line.
         """
         tables: dict[str, Any] = {form.field: {} for form in FORMS.values()}
         for text in texts:
@@ -52,7 +52,7 @@ class Faults:
             if name not in FORMS:
                 nearest = difflib.get_close_matches(name, FORMS, n=1)
                 hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-                raise ValueError(f"there is no fault {name!r}: valid are {', '.join(FORMS)}{hint}")
+                raise ValueError(f"there is no fault {name!r}; valid: {', '.join(FORMS)}{hint}")
             key, value = FORMS[name].read(text, words)
             tables[FORMS[name].field][key] = value
         jitter_s = tables.pop("jitter_s").get((), 0.0)
@@ -65,11 +65,11 @@ class Faults:
                 raise ValueError(f"the factor of {key!r} must be above 0, got {factor!r}")
         for rank, step in self.kill_at_steps.items():
             if step < 1:
-                raise ValueError(f"kill_at_steps: steps count from 1, rank {rank} has {step!r}")
+                raise ValueError(f"kill_at_steps: steps count from 1, but rank {rank} has {step!r}")
         late: dict[Any, float] = {**self.kill_ranks, **self.delays_s, "jitter_s": self.jitter_s}
         for key, seconds in late.items():
             if not 0 <= seconds < inf:
-                raise ValueError(f"the seconds of {key!r} must be from 0 on, got {seconds!r}")
+                raise ValueError(f"the seconds of {key!r} must be 0 or more, got {seconds!r}")
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse faults of ranks that do not exist.

@@ -175,7 +175,7 @@ def _touched_bytes(tensor: Tensor) -> int:
 
 
 # FLOPs. torch.utils.flop_counter is right for matrix products, but slow (it maps over a tree of
-# arguments), and counts a grouped convolution's weight gradient once per group too often.
+# arguments), and it counts a grouped convolution's weight gradient once per group.
 
 
 def _formula(func: OpOverload[..., Any]) -> Formula | None:

@@ -60,7 +60,7 @@ class SimGroup(BaseGroup):
         return self._post_recv(tensors, self._ranks[src], src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimWork:
-        """Post a recv from whoever sends first; ties go to the lowest rank."""
+        """Post a recv from any rank; the first to send is taken, and the lowest of several."""
         return self._post_recv(tensors, ANY_SOURCE, ANY_SOURCE, tag)
 
     def _post_recv(self, tensors: list[Tensor], peer: int, source: int, tag: int) -> SimWork:

@@ -1,6 +1,6 @@
-"""Handles that were given out and not waited for: until then a tensor is not the program's to use.
+"""Handles that were never waited for. Until then, the program must not use the tensor.
 
-Whether the bytes have arrived does not matter: another day, on another network, they have not.
+Whether the bytes have arrived does not matter: on another day or network, they may not have.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ class Handles:
     """The operations for which nobody has called ``wait()`` yet.
 
     Attributes:
-        open: they, in the order of the calls.
+        open: these operations, in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Handles:
     def rows(self, ranks: Iterable[int]) -> list[Row]:
         """Return a row for each of these ranks' handles, by rank; equal ones are counted.
 
-        What torch keeps to itself, as it does in DistributedDataParallel, is not the program's.
+        Handles that torch keeps to itself, as in DistributedDataParallel, are left out.
         """
         wanted = set(ranks)
         mine = (p for p in self.open if p.rank in wanted and not p.is_by_torch)
@@ -42,7 +42,7 @@ class Handles:
 
 
 def _row(pending: Pending) -> Row:
-    """Return the line of a report; of a message that was not waited for the call was async."""
+    """Return the line of a report; a message that was not waited for came from an async call."""
     letter = "i" if pending.kind in ("send", "recv") else ""
     return Row((pending.rank,), f"{letter}{pending.text()}", pending.where())
 
@@ -52,7 +52,7 @@ def _counted(row: Row, count: int) -> Row:
 
 
 def unwaited() -> list[str]:
-    """List the handles that the calling rank has and has not waited for, a line each.
+    """List the handles that the calling rank has not waited for, a line each.
 
     A handle counts as waited for when ``wait()`` was called, or ``is_completed()`` returned True;
     a barrier is not enough. Outside of a simulated rank there are none.

@@ -1,4 +1,4 @@
-"""Messages that nearly met: a send and a recv with another tag, group or peer."""
+"""Messages that nearly matched: a send and a recv that differ in tag, group or peer."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ Pair = tuple[Message, Message]  # a send and a recv
 
 
 def near_pairs(unmatched: Iterable[Message], waiting: Iterable[Message]) -> Iterator[Pair]:
-    """Find sends and recvs that have not met, although a rank occurs in both.
+    """Find sends and recvs that have not matched, although they have a rank in common.
 
     Args:
         unmatched: all sends and recvs that were posted and have not met.
@@ -47,7 +47,7 @@ def _difference(send: Message, recv: Message) -> str:
         )
     if send.tag != recv.tag:
         return f"with tag {send.tag}, {but} with tag {recv.tag}: give both the same tag."
-    return f"on one group, {but} on another one of the same ranks: give both the same group."
+    return f"on one group, {but} on another group of the same ranks: give both the same group."
 
 
 def with_another_rank(pairs: Sequence[Pair]) -> str:
@@ -67,7 +67,7 @@ def with_another_rank(pairs: Sequence[Pair]) -> str:
 
 
 def counted_inside_the_group(pairs: Sequence[Pair]) -> str:
-    """Say whose peer is the right one if its number is that inside the group; "" if nobody's.
+    """Say which peer would be right if its number were counted inside the group; "" if none.
 
     Rank 1 sends to rank 2, and rank 3 waits for rank 1 to send. Inside the group of ranks 1-3, …
     """

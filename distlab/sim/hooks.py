@@ -1,7 +1,7 @@
 """Changes to the whole process that serve one thread each.
 
-Ranks are threads, but torch's hooks are of the process. They are installed once, find the memory
-tracker of the thread that runs into them, and go when the last tracker leaves.
+Ranks are threads, but torch's hooks belong to the process. They are installed once, look up the
+memory tracker of the thread that calls them, and are removed with the last tracker.
 """
 
 import threading
@@ -26,7 +26,7 @@ _plain_resize = UntypedStorage.resize_
 
 
 class SharedInstallation:
-    """A change to the process that is there while at least one thread needs it.
+    """A change to the process that stays as long as at least one thread needs it.
 
     Args: install: makes the change and returns what undoes it.
     """
@@ -57,7 +57,7 @@ def start_serving(tracker: "MemoryTracker") -> None:
     Raises: RuntimeError: the thread has a tracker.
     """
     if this_tracker() is not None:
-        raise RuntimeError("this thread's memory is tracked already: one tracker for each thread")
+        raise RuntimeError("this thread's memory is already tracked: use one tracker per thread")
     _HOOKS.enter()
     _thread.tracker = tracker
 
@@ -80,7 +80,7 @@ def _install_hooks() -> Callable[[], None]:
         register_optimizer_step_pre_hook(_before_step),
         register_optimizer_step_post_hook(_after_step),
     ]
-    # FSDP2 frees and restores parameters in this way, which is no tensor operation.
+    # FSDP2 frees and restores parameters in this way, which is not a tensor operation.
     UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
 
     def undo() -> None:

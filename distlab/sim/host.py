@@ -1,8 +1,8 @@
 """The real machine while a world is simulated: no preemption, and few garbage collections.
 
-A rank that hands over wakes the next thread and then blocks. If the thread that is woken ran at
-once, it would find the interpreter's lock still held, and sleep again: twice the work. And every
-operation makes objects, for which the collector would look through all of torch again and again.
+A rank that hands over wakes the next thread and then blocks. If the woken thread ran at once, it
+would find the interpreter's lock still held and go back to sleep, which is twice the work. Also,
+every operation makes objects, so the collector would look through all of torch again and again.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def prepared() -> Iterator[None]:
 def _few_collections() -> Iterator[None]:
     """Leave out of collections what exists already, and collect rarely.
 
-    Who has frozen objects before is the owner of that: then nothing more is frozen.
+    If the caller has frozen objects itself, nothing more is frozen.
     """
     thresholds, was_enabled, is_ours = gc.get_threshold(), gc.isenabled(), not gc.get_freeze_count()
     if is_ours:
@@ -46,7 +46,7 @@ def _few_collections() -> Iterator[None]:
 def _no_preemption() -> Iterator[None]:
     """Let this thread, and those it starts, go on when it wakes another (Linux only).
 
-    It is a matter of speed alone: a process whose scheduling was set otherwise keeps it.
+    This affects only speed: a process with another scheduling policy keeps it.
     """
     is_ordinary = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
     if is_ordinary:

@@ -1,4 +1,4 @@
-"""The order in which NCCL starts point-to-point operations: each stream runs one after the other.
+"""The order in which NCCL starts point-to-point operations: one after the other in each stream.
 
 What a rank posts to a pair (itself and one peer, on one group) goes to the pair's stream. What it
 gives to one ``batch_isend_irecv`` starts together, on the group's stream:
@@ -31,7 +31,7 @@ class Lane:
 
 
 class Turn:
-    """Messages that start together: a single one, or a batch; without those that are done."""
+    """Messages that start together, a single one or a batch, without those that are done."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -58,14 +58,14 @@ class Lanes:
         self._is_starting = False
 
     def begin_batch(self, rank: int, num_messages: int) -> None:
-        """Let the rank's next so many messages start together."""
+        """Let the rank's next ``num_messages`` messages start together."""
         self._batches[rank] = (num_messages, None)
 
     def enter(self, message: "Message") -> bool:
-        """Put a message in its lane; tell whether it may start now."""
+        """Put a message in its lane; return whether it may start now."""
         turn = self._batch_turn(message)
         if turn is None:
-            if message.peer == ANY_SOURCE:  # NCCL has no such recv: there is no order to follow
+            if message.peer == ANY_SOURCE:  # NCCL has no such recv to take an order from
                 return True
             turn = Turn(self._lane(message, message.peer))
         turn.members.append(message)
@@ -104,7 +104,7 @@ class Lanes:
             self._start_due()
 
     def _start_due(self) -> None:
-        """Start what is due; in a loop, for what starts may be done at once."""
+        """Start what is due, in a loop, because what starts may be done at once."""
         if self._is_starting:
             return
         self._is_starting = True

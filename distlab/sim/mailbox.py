@@ -62,7 +62,7 @@ class Message(Pending):
         self.source = source  # rank inside the group that it comes from
 
     def waits_for(self) -> Sequence[int]:
-        """Return the peer, or every rank that could send; behind others, those of the others."""
+        """Return the peer, or every rank that could send; if others come first, their peers."""
         if ahead := self.ahead():
             return sorted({peer for message in ahead for peer in message.waits_for()})
         if self.peer == ANY_SOURCE:
@@ -79,7 +79,7 @@ class Message(Pending):
         return f"{PREPOSITIONS[self.name]} {'itself' if self.peer == self.rank else peer}"
 
     def text(self) -> str:
-        """Write ``recv from rank 2, (4,) float32``; the tag and the group if not the usual ones."""
+        """Write ``recv from rank 2, (4,) float32``, and the tag and the group if not the usual."""
         toward = PREPOSITIONS[self.name]
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         tag = f", tag {self.tag}" if self.tag else ""
@@ -89,7 +89,7 @@ class Message(Pending):
 
 
 class Mailbox:
-    """Holds what was posted on one side only, first in first out per address.
+    """Holds what only one side has posted, first in first out per address.
 
     Attributes:
         lanes: hold what may not start yet; None: everything starts when it is posted.
@@ -218,7 +218,7 @@ class Mailbox:
         recv.source = send.source
         send.partner = recv.partner = None  # a circle would hold the tensors
         send.payload = None
-        del send.tensor, recv.tensor  # nor does a handle that nobody waits for hold them
+        del send.tensor, recv.tensor  # so that a handle that is never waited for does not hold them
         recv.finish(at_s)
         if not send.is_eager:
             send.finish(at_s)

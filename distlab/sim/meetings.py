@@ -2,7 +2,7 @@
 
 A collective is recognised by its number: the k-th call of every rank on a group is one meeting.
 What must agree is compared as each rank arrives, so a mismatch is reported at the call that
-disagrees, before anybody waits for it.
+disagrees, before any rank waits for it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,7 +80,7 @@ class Meeting:
         return attendance
 
     def _begin(self, call: Call) -> None:
-        """Everybody is here: let the bytes travel."""
+        """All ranks have arrived: let the bytes travel."""
         world = self.world
         phases = plan(
             call.name, world.algorithm, self.group, call.num_bytes, world.cluster, root=call.root
@@ -115,7 +115,7 @@ class Meeting:
             MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors
         for member in members:
-            del member.call  # a handle that nobody waits for holds no tensors
+            del member.call  # a handle that is never waited for holds no tensors
             member.kept.clear()
             member.finish(at_s)
 
@@ -134,7 +134,7 @@ def _compare(later: Attendance, first: Attendance) -> None:
 
 
 def _device(attendance: Attendance) -> str:
-    """Write ``cpu``, or ``meta``: tensors without data meet only their like."""
+    """Write ``cpu`` or ``meta``: tensors without data match only others without data."""
     call = attendance.call
     return " and ".join(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
 
@@ -144,7 +144,7 @@ def _must_agree(attendance: Attendance) -> dict[str, object]:
 
 
 def _disagreement(later: Attendance, first: Attendance) -> Mismatch:
-    """Say what of the same collective is not the same: op, root, size, dtype or device."""
+    """Say what differs between two calls of a collective: op, root, size, dtype or device."""
     others = _must_agree(first)
     words = [word for word, value in _must_agree(later).items() if value != others.get(word)]
     is_shape = {"size", "dtype", "device"}.issuperset(words)
@@ -167,7 +167,7 @@ def _details(attendance: Attendance, words: Iterable[str]) -> str:
 
 
 def _compare_parts(members: Sequence[Attendance]) -> None:
-    """Raise if a rank sends another one more or less than that expects in ``all_to_all``."""
+    """Raise if a rank sends more or fewer elements in ``all_to_all`` than the receiver expects."""
     for i, sender in enumerate(members):
         for k, receiver in enumerate(members):
             sent, expected = sender.call.inputs[k].numel(), receiver.call.outputs[i].numel()

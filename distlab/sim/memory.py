@@ -91,7 +91,7 @@ class MemoryTracker:
         return dict(self._update().peak)
 
     def reset_peak(self) -> None:
-        """Start to look for the peak anew, from what is held now."""
+        """Start looking for a new peak, from what is held now."""
         self._update().reset_peak()
 
     def reclassify(self, tensor: Tensor, category: Category) -> None:
@@ -102,7 +102,7 @@ class MemoryTracker:
                 self._account.move(block, category)
 
     def _update(self) -> Account:
-        """Bring the account up to date: ``model.bfloat16()`` swaps parameters without a word."""
+        """Bring the account up to date: ``model.bfloat16()`` swaps parameters silently."""
         for reference, _ in list(self._parameters.values()):
             if (parameter := reference()) is not None:
                 self.meet(parameter)
@@ -127,7 +127,7 @@ class MemoryTracker:
             self._follow_sizes(tensors_in(out), op.name)
 
     def meet(self, parameter: Tensor) -> None:
-        """Take note that a tensor is a parameter, and of its gradient, now and when it gets one."""
+        """Note that a tensor is a parameter, and note its gradient, now or when it gets one."""
         if is_lazy(parameter):
             return  # it has neither shape nor memory yet
         self.reclassify(parameter, "parameters")
@@ -142,7 +142,7 @@ class MemoryTracker:
             self._parameters[id(parameter)] = (ref(parameter), handle)
 
     def resize(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Account for a storage that is about to get another size.
+        """Account for a storage whose size is about to change.
 
         Raises: OutOfMemory: it does not fit, and must keep its size.
         """
@@ -161,7 +161,7 @@ class MemoryTracker:
         return is_recorded and any(tensor.requires_grad for tensor in inputs)
 
     def _recognise_activation(self, tensor: Tensor) -> None:
-        """Received from another rank, or the result of an ``autograd.Function``: now it shows."""
+        """Note what was received from another rank or comes from an ``autograd.Function``."""
         block = self._account.find(tensor.untyped_storage())
         if block and block.category == "other":
             self._account.move(block, "activations")

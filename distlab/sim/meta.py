@@ -1,4 +1,4 @@
-"""Operations on meta tensors, remembered: what a call returned once, the same call returns again.
+"""A cache for operations on meta tensors: a repeated call returns what the first one returned.
 
 Meta tensors hold no numbers, so a result is a shape; but torch works it out in Python, in 100 to
 400 us for each call. The ranks of a simulated training make the same calls over and over. A
@@ -66,7 +66,7 @@ def run(
 def _key(
     func: OpOverload[..., Any], op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Key | None:
-    """Return what tells this call from others; None: it cannot be remembered."""
+    """Return what distinguishes this call from others; None: it cannot be remembered."""
     parts: list[Any] = [func, *kwargs]
     tensors: list[int] = []
     # In place no shape depends on a float, and each step of an optimizer has new ones.

@@ -3,8 +3,8 @@
     mesh = init_device_mesh("meta", (dist.get_world_size(),))
     fully_shard(block, mesh=mesh)
 
-To FSDP a parameter on meta is one that was forgotten there, and it refuses to train. To simulated
-ranks meta is the GPU that holds models too large for this machine.
+FSDP takes a parameter on meta for one that was left there by mistake, and refuses to train. For
+simulated ranks, meta is the GPU that holds models too large for this machine.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class MetaHandle:
         return 0
 
     def _let_train(self, groups: Any) -> None:
-        """Drop FSDP's check. Not earlier: to import FSDP takes a second."""
+        """Drop FSDP's check, but not earlier, because importing FSDP takes a second."""
         check = groups._validate_no_meta_params
         self._undo.callback(setattr, groups, "_validate_no_meta_params", check)
         groups._validate_no_meta_params = lambda _: None

@@ -110,7 +110,7 @@ class Network:
                 flows[flow] = None
                 if self._bytes_per_s[link] < rate:
                     rate = self._bytes_per_s[link]
-        if not shared:  # nobody to share with: no solve, and the end is exact
+        if not shared:  # no link is shared: no solve, and the end is exact
             flow.rate = rate
             flow.finish_s = finish_s = now_s + num_bytes / rate
             heapq.heappush(self._ends, (finish_s, order, flow))
@@ -125,7 +125,7 @@ class Network:
     def pop_finished(self, now_s: float) -> list[Flow]:
         """Return the flows that have ended by ``now_s`` and were not returned yet.
 
-        In order of finish time; at equal times in order of start.
+        They come in order of finish time, and at equal times in order of start.
         """
         self._advance(now_s)
         finished, self._finished = self._finished, []
@@ -212,7 +212,7 @@ class Network:
 
 
 def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float]) -> list[float]:
-    """Return fair rates, bytes/s per flow: who wants more must take from one who has no more.
+    """Return fair rates in bytes/s: no flow can get more without taking it from one with no more.
 
     Progressive filling: all rates grow together until a link is full. The flows on it keep what
     they have, the others go on. Links of 10 and 4 bytes/s, flows a and b on the first, b and c on
@@ -245,7 +245,7 @@ def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float
         if not growing[link]:
             continue  # all its flows have stopped on other links
         full_at = spare[link] / growing[link]
-        if full_at > promised * _TIE:  # some of them have, and left it room: full later
+        if full_at > promised * _TIE:  # some of them have, which left room: full later
             heapq.heappush(queue, (full_at, link))
             continue
         if full_at > level * _TIE:

@@ -1,4 +1,4 @@
-"""What a simulation is given beside its program, and what it gives back."""
+"""What a simulation takes besides its program, and what it returns."""
 
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -21,14 +21,14 @@ class Options:
         eager_bytes: sends up to this size are buffered; -1: every send waits for its recv, as on
             NCCL.
         p2p_order: "free": point-to-point operations start when they are posted; "pair": as on
-            NCCL, one after the other where they are of the same two ranks and not batched.
+            NCCL, those of the same two ranks run one after the other unless they are batched.
         is_strict: report a buffer that was changed before its operation was done.
         seed: of the ranks' own generators of ``random`` and numpy.
-        has_devices: account for computation and memory; None: if the cluster's GPU is described.
+        has_devices: account for computation and memory; None: if the cluster describes its GPU.
         capacity_bytes: memory of each GPU; None: as its description says.
         faults: what goes wrong on purpose.
-        given: folders, or files, of code that is the caller's: reports and tracebacks name the
-            innermost line of the program that is in none of them.
+        given: folders or files of the caller's own code: reports and tracebacks name the innermost
+            line of the program that is in none of them.
     """
 
     algorithm: str = "auto"
@@ -54,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Simulated(Generic[T]):
-    """What a simulation gives: a result per rank, and the trace."""
+    """What a simulation returns: a result per rank, and the trace."""
 
     results: list[T]
     trace: Trace
@@ -65,7 +65,7 @@ class Simulated(Generic[T]):
 
 
 def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
-    """Return the cluster meant, large enough for the ranks.
+    """Return the cluster that is meant, large enough for the ranks.
 
     Raises:
         ValueError: it has fewer GPUs than there are ranks, or there is no preset of that name.
@@ -77,7 +77,7 @@ def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
         return Cluster.preset(cluster, nodes=-(-num_ranks // one.gpus_per_node))
     if cluster.num_gpus < num_ranks:
         raise ValueError(
-            f"{num_ranks} ranks need as many GPUs, and {cluster.name} has {cluster.num_gpus}: take "
-            "more nodes, or fewer ranks"
+            f"{num_ranks} ranks need as many GPUs, but {cluster.name} has only {cluster.num_gpus}: "
+            "use more nodes, or fewer ranks"
         )
     return cluster

@@ -1,4 +1,4 @@
-"""Messages that would meet, if NCCL did not run one after the other what is not batched."""
+"""Messages that would match if NCCL did not run unbatched operations one after the other."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -8,11 +8,11 @@ from distlab.sim.report import join
 
 MAX_CLAUSES = 2
 _OF_PAIRS = (
-    "on NCCL operations of a pair that are not batched run one after the other. Give both to "
+    "on NCCL, operations of a pair that are not batched run one after the other. Give both to "
     "batch_isend_irecv."
 )
 _OF_BATCHES = (
-    "on NCCL the batches of a group run one after the other. Give all of it to one "
+    "on NCCL, the batches of a group run one after the other. Give all of these operations to one "
     "batch_isend_irecv."
 )
 
@@ -31,15 +31,15 @@ def kept_apart(
     blocked: Mapping[int, Pending],
     ranks: Collection[int],
 ) -> str:
-    """Say which messages would have met, had one not waited for its turn; "" if none would.
+    """Say which messages would have matched if one had not waited for its turn; "" if none.
 
     Rank 0's irecv from rank 1 waits behind its isend to rank 1: on NCCL …
 
     Args:
-        queued: what has not started.
-        unmatched: what has, and has not met its other side.
+        queued: messages that have not started.
+        unmatched: messages that have started but have no match.
         blocked: by rank, the operation in which it waits.
-        ranks: whose messages count; what else hangs is another matter.
+        ranks: those whose messages count.
     """
     apart = list(_kept_apart([m for m in queued if m.rank in ranks], [*unmatched, *queued]))
     if not apart:
@@ -59,7 +59,7 @@ def _kept_apart(queued: Sequence[Message], others: Sequence[Message]) -> Iterato
 
 
 def _address(message: Message, name: str) -> tuple[object, ...]:
-    """Say where a message of this name stands: one that meets it has the same of the other name."""
+    """Return the address of a message; its match has the same one with the other name."""
     is_send = message.name == "send"
     ends = (message.rank, message.peer) if is_send else (message.peer, message.rank)
     return message.key, *ends, message.tag, name

@@ -1,8 +1,8 @@
 """What is changed in torch and Python while a simulated world runs, and put back afterwards.
 
-torch keeps one table of process groups per process and offers no public way to have one per
-rank; these are the places it has for its own tests with threads. They are private, so another
-torch version has to be tested first (constraints.txt says which one was).
+torch keeps one table of process groups per process and has no public way to keep one per rank. The
+attributes changed here are those that torch's own tests with threads use. They are private, so
+another torch version has to be tested first (constraints.txt names the tested one).
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
         SimulationError: it is already.
     """
     if not _home.acquire(blocking=False):
-        raise SimulationError("a process simulates one world at a time, and none inside another")
+        raise SimulationError("a process can simulate only one world at a time")
     with contextlib.ExitStack() as undo:
         undo.callback(_home.release)
         _replace(undo, c10d, "_world", world)
@@ -71,12 +71,12 @@ def installed(simulation: "Simulation", world: RankWorld) -> Iterator[None]:
         undo.callback(setattr, sys, "stdout", sys.stdout)  # ranks that redirect it interleave
         undo.callback(setattr, sys, "stderr", sys.stderr)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # else each rank's thread gets a pool of its own
+        torch.set_num_threads(1)  # otherwise each rank's thread gets its own pool
         yield
 
 
 def _set_deterministic(wanted: bool) -> None:
-    """Only where a rank has changed it: torch loads its compiler for that, most of a second."""
+    """Set it only if a rank has changed it, because torch then loads its compiler for a second."""
     if torch.are_deterministic_algorithms_enabled() != wanted:
         torch.use_deterministic_algorithms(wanted)
 
@@ -113,7 +113,7 @@ def _create_group(options: Any, _: object) -> dist.ProcessGroup:
 
 
 def _patch_groups(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
-    """Whatever backend a program names, its groups are simulated."""
+    """Simulate all groups, whatever backend the program names."""
 
     def init_process_group(*_: object, **__: object) -> None:
         if dist.is_initialized():
@@ -141,7 +141,7 @@ def _patch_groups(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
 
 
 def _patch_insides(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
-    """Serve torch's own ``init_process_group`` and ``new_group``, as imported before by name."""
+    """Make torch's own ``init_process_group`` and ``new_group`` work if imported by name before."""
 
     def rendezvous(*_: object, **__: object) -> Iterator[tuple[object, int, int]]:
         yield simulation.store, simulation.scheduler.current.number, simulation.num_ranks
@@ -194,7 +194,7 @@ def _patch_clocks(undo: contextlib.ExitStack, simulation: "Simulation") -> None:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
         simulation.compute(seconds, "sleep")
-        return simulation.scheduler.act()  # who sleeps waits, maybe for what others do meanwhile
+        return simulation.scheduler.act()  # a rank that sleeps may be waiting for what others do
 
     _replace(undo, time, "sleep", virtual_sleep)
 

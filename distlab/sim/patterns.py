@@ -2,7 +2,7 @@
 
     members   the GPUs of the group in the order of their positions 0 … p-1; a root is at position 0
     n         bytes of the whole buffer; a share of it is n/p
-    α, β      seconds per message, seconds per byte; costs are for equal links that nobody shares
+    α, β      seconds per message, seconds per byte; costs are for equal links without sharing
     lg        logarithm to base 2
 
 Reductions are missing here: each is a distribution run backwards (`phases.mirrored`), a reduce a
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from distlab.sim.phases import Phase, Phases, mirrored
 
-# One round after the other along a ring, or to everybody in turn
+# One round after the other along a ring, or to all members in turn
 
 
 def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
@@ -45,7 +45,7 @@ def ring_twice(members: Sequence[int], n: float) -> Phases:
 
 
 def pairwise(members: Sequence[int], n: float) -> Phases:
-    """All-to-all: in round s everybody sends one share to the member s positions further.
+    """All-to-all: in round s every member sends one share to the member s positions further.
 
     Cost: (p-1)α + n(p-1)/p β.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.3.
@@ -126,7 +126,7 @@ def tree_scatter(members: Sequence[int], n: float) -> Phases:
 
 
 def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
-    """Double what everybody has: partners swap all they hold. p = 4, n = 1000: 250 bytes, then 500.
+    """Double what each member has: partners swap all of it. p = 4, n = 1000: 250 bytes, then 500.
 
     p = 2^k: recursive doubling. Else Bruck: to the member ``distance`` to the left, and in the last
     round only what is still missing there. Run backwards: recursive halving, and for other p the
@@ -163,7 +163,7 @@ def doubling_broadcast(members: Sequence[int], n: float) -> Phases:
 
 
 def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
-    """All-to-all in few rounds: shares travel in hops of 1, 2, 4, …, whichever add up to their way.
+    """All-to-all in few rounds: shares travel in the hops of 1, 2, 4, … that add up to their way.
 
     p = 4: a share for the member 3 further hops 1, then 2; it is sent twice.
 
@@ -179,7 +179,7 @@ def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
 
 
 def dissemination(members: Sequence[int], n: float) -> Phases:
-    """Barrier: tell the member 1, 2, 4, … positions further that you, and all you heard of, came.
+    """Barrier: tell the member 1, 2, 4, … positions further who has arrived, as far as you know.
 
     Cost: ⌈lg p⌉α.
     Source: Hensgen, Finkel and Manber 1988.
@@ -228,12 +228,12 @@ def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
 
 
 def _swaps(members: Sequence[int], distance: int, size: float) -> Phase:
-    """Everybody sends to the partner whose position differs in the bit ``distance``."""
+    """Every member sends to the partner whose position differs in the bit ``distance``."""
     return Phase(tuple((src, members[i ^ distance], size) for i, src in enumerate(members)))
 
 
 def _shift(members: Sequence[int], distance: int, size: float) -> Phase:
-    """Everybody sends to the member ``distance`` positions further."""
+    """Every member sends to the member ``distance`` positions further."""
     p = len(members)
     return Phase(tuple((src, members[(i + distance) % p], size) for i, src in enumerate(members)))
 

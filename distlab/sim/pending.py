@@ -1,4 +1,4 @@
-"""An operation in flight: posted by one rank, some virtual time later done."""
+"""An operation in flight: posted by one rank, and done some virtual time later."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from distlab.sim.scheduler import Rank
     from distlab.sim.simulation import Simulation
 
-ANY_SOURCE = -1  # the peer of a recv from whoever sends first
+ANY_SOURCE = -1  # the peer of a recv from any rank
 
 
 class Pending:
@@ -24,7 +24,7 @@ class Pending:
         posted_s: virtual time of the call.
         done_s: virtual time of the end, once ``is_done``.
         site: file, line and function of the call.
-        is_by_torch: torch made the call in its own right, and keeps the handle.
+        is_by_torch: torch made the call by itself, and keeps the handle.
     """
 
     __slots__ = (
@@ -60,7 +60,7 @@ class Pending:
             self.world.scheduler.ready(self.waiter, at_s)
 
     def wait(self) -> None:
-        """Block the running rank until it is done; its clock is then not before that."""
+        """Block the running rank until it is done; its clock is then at that time or later."""
         rank = self.world.scheduler.current
         start_s = rank.clock_s
         if not self.is_done:

@@ -30,9 +30,9 @@ Phases = list[Phase]
 
 
 def mirrored(phases: Phases) -> Phases:
-    """Turn every arrow round and run the phases from the last to the first.
+    """Reverse every arrow and run the phases from the last to the first.
 
-    Bytes and times stay. What copies one buffer to many now adds many up into one:
+    Bytes and times stay the same. A copy of one buffer to many becomes a sum of many into one:
         broadcast    0→2   then  0→1  2→3
         reduce       1→0  3→2   then  2→0
     """
@@ -61,7 +61,7 @@ def bytes_sent(phases: Iterable[Phase]) -> dict[int, float]:
 
 
 def estimate_s(phases: Iterable[Phase], cluster: Cluster, *, shared: bool = False) -> float:
-    """Return how long the phases take if nothing else is on the way.
+    """Return how long the phases take if nothing else uses the network.
 
     Each phase waits for its slowest transfer: repeat · (latency + bytes / slowest link).
 

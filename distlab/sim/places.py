@@ -1,4 +1,4 @@
-"""Where in a program a call was made: its own innermost line, not one of the machinery."""
+"""Where in a program a call was made: its own innermost line, not a line of the machinery."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ def _folder(file: str | None) -> str:
     return f"{Path(file or '').parent}{os.sep}"
 
 
-# The first that fits: what a program calls itself is told from what torch does in its own right.
+# The first that fits. It distinguishes what a program calls from what torch does by itself.
 _KINDS = (
     (_folder(__file__), SIMULATOR),
     (_folder(process_group.__file__), SIMULATOR),
@@ -34,9 +34,9 @@ _PACKAGES = ("site-packages", "dist-packages")  # inside the library's folder, a
 
 
 class Places:
-    """Tells the lines of a program from those of the machinery.
+    """Distinguishes the lines of a program from those of the machinery.
 
-    Args: given: folders, or files, of code that is the caller's and not the program's.
+    Args: given: folders or files of code that belongs to the caller, not to the program.
     """
 
     def __init__(self, given: Iterable[str] = ()) -> None:
@@ -77,7 +77,7 @@ class Places:
             frame = frame.f_back
 
     def _given_site(self, frame: FrameType) -> Site:
-        """Name the function of the caller's that made the call; torch's, if none did."""
+        """Name the caller's function that made the call, or torch's if none did."""
         names: dict[int, str] = {}
         outer: FrameType | None = frame
         while outer is not None:

@@ -4,7 +4,7 @@
     spec        the maker's data sheet: one direction, dense (the sheets print both directions
                 together and twice the FLOP/s with sparsity)
     measured    someone ran it and published the figure
-    assumed     nobody's figure, but a plausible one; `Cluster.assumptions` lists these
+    assumed     not published, but plausible; `Cluster.assumptions` lists these
 
 Simulated time divides by what is achievable, utilisation (MFU) by the peak: both are kept.
 """

@@ -1,7 +1,7 @@
-"""What ``torch.distributed`` refuses, who has seen it, and in which words if it is about ranks.
+"""Calls that ``torch.distributed`` refuses: who has seen the error, and how it is worded.
 
-A rank that catches such an error goes on, or returns, and the others wait for it: they have not
-seen it. So what each rank was refused last is kept for the report.
+A rank that catches such an error goes on or returns, while the others, which have not seen it, wait
+for it. So the last error of each rank is kept for the report.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ class Refusals:
         self._by_rank: dict[int, str] = {}
 
     def note(self, rank: int, call: str, error: BaseException | None) -> None:
-        """Keep an error; the end of the world is none."""
+        """Keep an error, unless it only says that the world has ended."""
         if error is not None and not isinstance(error, SimulationError | Stopped | Killed):
             self._by_rank[rank] = f"{call} raised {_line(error)}"
 
     def notes(self, returned: Iterable[int]) -> Iterator[str]:
-        """Say what ranks that have returned were refused before."""
+        """Say which errors ranks got before they returned."""
         for rank in returned:
             if rank in self._by_rank:
                 yield (
-                    f"Before rank {rank} returned, {self._by_rank[rank]} The exception was caught: "
-                    "the other ranks know nothing of it."
+                    f"Before rank {rank} returned, {self._by_rank[rank]} The exception was caught, "
+                    "so the other ranks know nothing about it."
                 )
 
 
@@ -50,7 +50,7 @@ def _line(error: BaseException) -> str:
 
 
 def install(replace: Replace, simulation: "Simulation") -> None:
-    """Word torch's errors about ranks for who has groups, and note what torch refuses."""
+    """Make torch's errors about ranks mention groups, and note what torch refuses."""
     describe_call = c10d_logger._get_msg_dict
 
     def note_and_describe(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def install(replace: Replace, simulation: "Simulation") -> None:
 
 
 def _members(group: Any) -> list[int]:
-    """Return the global ranks of a group; none of the world's, or of one that is not known."""
+    """Return the global ranks of a group; none for the world, or for an unknown group."""
     known = c10d._world.pg_group_ranks
     return [] if group is dist.GroupMember.WORLD or group not in known else [*known[group]]
 

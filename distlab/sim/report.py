@@ -52,7 +52,7 @@ def join(clauses: Sequence[str]) -> str:
 
 
 def shorten(rows: Sequence[Row], limit: int) -> list[Row]:
-    """Keep the first rows of too many, and tell whose are left out."""
+    """Keep the first rows of too many, and say whose are left out."""
     if len(rows) <= limit:
         return list(rows)
     others = tuple(sorted({rank for row in rows[limit - 1 :] for rank in row.ranks}))

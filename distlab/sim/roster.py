@@ -1,8 +1,8 @@
-"""Which groups were made: ``new_group`` must be called by all ranks, for all groups, in one order.
+"""Which groups were made: all ranks must call ``new_group`` for all groups, in the same order.
 
-torch counts the groups on each rank and lets the number be the name. Ranks that call
-``new_group`` for different groups, or not at all, would talk past each other under one name: over
-gloo they hang, or meet the wrong ones.
+torch counts the groups on each rank and uses the number as the name. If ranks call ``new_group``
+for different groups, or not at all, different groups share a name: over gloo they hang, or talk to
+the wrong ranks.
 """
 
 from collections.abc import Hashable
@@ -42,7 +42,7 @@ class Roster:
         """Note that a rank makes the group of this name.
 
         Raises:
-            Mismatch: another rank has made one of other members under this name.
+            Mismatch: another rank has made a group with other members under this name.
         """
         entry = Entry(rank, members, site)
         first = self._first.setdefault(name, entry)
@@ -51,6 +51,6 @@ class Roster:
                 "operation mismatch",
                 f"{first.text()} on rank {first.rank}, but {entry.text()} on rank {rank}",
                 [first.row(), entry.row()],
-                "Every rank has to call new_group for every group in the same order, also for "
-                "groups in which it is not.",
+                "Every rank has to call new_group for every group in the same order, even for "
+                "groups that it is not in.",
             )

@@ -1,15 +1,15 @@
-"""Who runs: ranks are threads, exactly one of them at a time, the one whose clock is earliest.
+"""Who runs: ranks are threads, and exactly one runs at a time, the one whose clock is earliest.
 
 A rank computes as far ahead as it likes. Before it does something that others can notice, it calls
-``act`` and waits until nobody is earlier; so everything that ranks do to each other happens in the
-order of the virtual clock, ties by rank, and a program's history does not depend on the machine.
+``act`` and waits until no rank is earlier. So everything that ranks do to each other happens in the
+order of the virtual clock, ties by rank, and what a program does never depends on the machine.
 
     rank 0   ── compute ──┐act  send          block · · · · ·  ready ── compute
     rank 1   ── compute ─────────────┐act  recv  block · · · ·  ready ──
     events                                          the message arrives
 
 There is no thread for the scheduler: the rank that stops picks the next one and hands over the
-baton. When nobody is ready and no event is pending, the world is deadlocked, and known to be.
+baton. When no rank is ready and no event is pending, the world is known to be deadlocked.
 """
 
 import heapq
@@ -24,7 +24,7 @@ STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for
 
 
 class Stopped(BaseException):
-    """Raised inside a rank whose world has ended, to unwind it. Not for programs to catch."""
+    """Raised inside a rank whose world has ended, to unwind it. Programs should not catch it."""
 
 
 class Killed(BaseException):
@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 
 class EventSource(Protocol):
-    """Something besides timers that makes things happen at a virtual time: the network."""
+    """Something other than timers that makes things happen at a virtual time: the network."""
 
     def next_event_s(self) -> float:
         """When the next one happens; NEVER if none is pending."""
@@ -164,17 +164,17 @@ class Scheduler:
         heapq.heappush(self._timers, (time_s, next(self._order), action))
 
     def kill(self, rank: Rank) -> None:
-        """Let a rank end where it stands, without a word to the others."""
+        """Let a rank end where it is, without notifying the others."""
         if not rank.has_ended:
             rank.is_killed = True
             self.ready(rank, self.now_s)
 
     def stop(self, failure: BaseException) -> None:
-        """End the world: every other rank is unwound where it stands."""
+        """End the world: every other rank is unwound where it is."""
         self.failure = self.failure or failure
         if not self.is_stopping:
             self.is_stopping = True
-            self.now_s = NEVER  # nobody has to wait any more
+            self.now_s = NEVER  # no rank has to wait any more
             for rank in self.ranks:
                 rank.waits_in = None
             self._ready = [(0.0, rank.number) for rank in self.ranks if not rank.has_ended]
@@ -206,14 +206,14 @@ class Scheduler:
         raise Stopped if self.is_stopping else Killed
 
     def _park(self, rank: Rank) -> NoReturn:
-        """Let a rank that catches everything, and calls again and again, never run any more."""
+        """Never again run a rank that catches everything and keeps calling."""
         rank.has_ended = rank.is_parked = True
         self._hand_over(rank)
         while True:
             rank.baton.acquire()
 
     def _hand_over(self, rank: Rank) -> None:
-        """Pass the baton on for good."""
+        """Pass the baton on for the last time."""
         next_rank = self._next()
         if next_rank is None:
             self._all_ended.release()
@@ -256,5 +256,5 @@ class Scheduler:
             raise RuntimeError("the scheduler is not running")
         try:
             self.stop(self._on_deadlock())
-        except Exception as error:  # else nobody would hand over the baton
+        except Exception as error:  # otherwise no rank would hand over the baton
             self.stop(error)

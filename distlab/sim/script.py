@@ -1,8 +1,8 @@
 """Run a script on a simulated cluster as ``torchrun`` would: on every rank, as ``__main__``.
 
 Ranks are threads of this process. What a script defines exists once per rank, and pickles as in
-processes of their own; modules that it imports are shared, and so are their globals. A thread
-that a script starts itself sees the command's ``__main__`` and not the script's.
+separate processes. Modules that it imports are shared, and so are their globals. A thread that a
+script starts itself sees the command's ``__main__`` and not the script's.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ def run_script(
     """Run ``script`` with ``arguments`` on every rank; the ranks are in no process group yet.
 
     ``sys.argv``, ``sys.path`` and ``os.environ`` are as under torchrun. ``exit()`` ends a rank, and
-    so does ``exit(0)``. There are no GPUs to be seen, whatever the machine has.
+    so does ``exit(0)``. Ranks see no GPUs, whatever the machine has.
 
     Raises:
-        SimulationError: one of ``errors``, or the script is no Python; the message says where.
+        SimulationError: one of ``errors``, or the script is not valid Python; it says where.
     """
     code = _compiled(script)
     with _as_program(script, arguments) as mains:

@@ -44,7 +44,7 @@ FREE_CLOCK_READS = 100  # between two communication calls
 
 
 class Simulation:
-    """A world in the making. Parts of the simulator meet here; programs use ``simulate``."""
+    """A world while it runs. The simulator's parts meet here; programs use ``simulate``."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Simulation:
             hook.remove()
 
     def _note_leftovers(self) -> None:
-        """List what was posted and has met nobody: no rank waited for it, or it would hang.
+        """List what was posted and never matched; no rank waited for it, or the world would hang.
 
         Raises:
             Mismatch: in strict mode, if there is any.
@@ -139,14 +139,14 @@ class Simulation:
             count = "an operation was" if len(rows) == 1 else f"{len(rows)} operations were"
             raise mismatch(
                 "never met",
-                f"{count} posted, and met nobody until the end",
+                f"{count} posted, but never matched",
                 shorten(rows, MAX_LEFTOVERS),
-                "Every send needs its recv, every collective all ranks, every request its wait.",
+                "Every send needs a recv, every collective all ranks, and every request a wait().",
             )
         self.trace.leftovers = table(shorten(rows, MAX_LEFTOVERS))
 
     def _note_unwaited(self) -> None:
-        """List the handles that nobody waited for; a killed rank had no time to."""
+        """List the handles that were never waited for, except those of killed ranks."""
         rows = self.handles.rows(r.number for r in self.scheduler.ranks if not r.is_killed)
         self.trace.unwaited = table(shorten(rows, MAX_LEFTOVERS))
 
@@ -241,7 +241,7 @@ class Simulation:
     # Time
 
     def act(self, name: str) -> None:
-        """Before anything others can notice: let everyone who is earlier go first."""
+        """Let all earlier ranks go first; called before anything that others can notice."""
         rank = self.scheduler.current
         rank.num_clock_reads = 0
         if self._jitter:
@@ -253,9 +253,9 @@ class Simulation:
     def read_clock(self) -> float:
         """Return the running rank's time.
 
-        Reading it is free, unless a rank does nothing else: whoever waits for time to pass, as a
-        busy loop or asyncio does, must see it pass. Each hundred reads cost twice as much each as
-        the hundred before. No two readings are the same: whoever divides by their difference can.
+        Reading it is free, unless a rank does nothing else: code that waits for time to pass, such
+        as a busy loop or asyncio, must see it pass. In every hundred reads, each costs twice as
+        much as in the hundred before. No two readings are equal, so their difference is never 0.
         """
         rank = self.scheduler.current
         rank.num_clock_reads += 1
@@ -271,7 +271,7 @@ class Simulation:
         self.scheduler.current.clock_s += seconds
 
     def waited(self, pending: Pending, start_s: float) -> None:
-        """Record that the running rank stood still since ``start_s``; until then it computed."""
+        """Record that the running rank has waited since ``start_s``; until then it computed."""
         rank = self.scheduler.current
         self._note_compute(rank, start_s)
         self.trace.waited(pending, start_s, rank.clock_s)
@@ -341,7 +341,7 @@ class Simulation:
         )
 
     def _noted(self, error: SimulationError) -> SimulationError:
-        """Add what those to blame, if they have returned, were refused and did not wait for."""
+        """Add which errors and open handles the ranks to blame had, if they have returned."""
         if isinstance(error, Deadlock | Mismatch):
             ranks = self.scheduler.ranks
             gone = [r for r in error.ranks if ranks[r].has_ended and not ranks[r].is_killed]
@@ -371,8 +371,8 @@ def simulate(
             node with a switch and a GPU per rank.
         options: how to simulate.
         joined: False: the ranks are in no process group yet, as under torchrun.
-        running: where to note the rank that runs and, behind it, the thread of every rank; for a
-            supervisor that looks in from outside.
+        running: where to note the rank that runs, followed by the thread of every rank, for a
+            supervisor in another process.
 
     Returns:
         Results by rank, the trace, the virtual time.

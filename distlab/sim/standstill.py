@@ -3,7 +3,7 @@
     rank 4 ──▶ rank 3 ──▶ rank 1 ⇄ rank 2        ranks 1 and 2 are a knot, 3 and 4 its victims
     rank 5 ──▶ rank 0, which has returned        a second cause
 
-An arrow is "waits for". A knot is a set of ranks which wait for each other and for nobody else.
+An arrow is "waits for". A knot is a set of ranks that wait for each other and for no other rank.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from distlab.sim.pending import ANY_SOURCE, Pending
 from distlab.sim.report import join, rank_names, verb
 from distlab.sim.store import KeyWait
 
-MAX_CLAUSES = 3  # of a sentence; of more, the first two and how it ends
+MAX_CLAUSES = 3  # in a sentence; of more, the first two and the end are given
 
 Graph = Mapping[int, Sequence[int]]  # by blocked rank, the ranks it waits for
 
 
 def find_knots(waits_for: Graph) -> list[list[int]]:
-    """Find the sets of ranks that wait for each other, directly or not, and for nobody else."""
+    """Find the sets of ranks that wait only for each other, directly or not."""
     reach = {rank: sum(1 << peer for peer in peers) for rank, peers in waits_for.items()}
     for via in reach:
         for rank in reach:
@@ -35,9 +35,9 @@ def find_knots(waits_for: Graph) -> list[list[int]]:
 
 
 def find_cycle(waits_for: Graph) -> list[int]:
-    """Find ranks of which each waits for the next and the last for the first; [] if none do.
+    """Find ranks each of which waits for the next, and the last for the first; [] if none do.
 
-    Of all cycles through the lowest rank that is on one, it is a shortest.
+    The cycle is a shortest one through the lowest rank that is on any.
     """
     for start in sorted(waits_for):
         paths, seen = [[start]], {start}
@@ -79,7 +79,7 @@ class Standstill:
         self.waits_for = {rank: self._peers(wait) for rank, wait in self.blocked.items()}
 
     def _peers(self, wait: Pending) -> list[int]:
-        """Whom a rank waits for: where any of several would do, those that have not ended."""
+        """Return whom a rank waits for; if any of several would do, those that have not ended."""
         peers = list(wait.waits_for())
         running = [peer for peer in peers if peer not in self.ended]
         if isinstance(wait, KeyWait):
@@ -95,18 +95,18 @@ class Standstill:
         )
 
     def knots(self) -> list[list[int]]:
-        """Find the sets of ranks that wait for each other and for nobody else."""
+        """Find the sets of ranks that wait only for each other."""
         return find_knots(self.waits_for)
 
     @cached_property
     def mates(self) -> dict[int, list[int]]:
-        """By rank, those that wait for the same, itself included."""
+        """By rank, those that wait for the same thing, itself included."""
         return {rank: group for group in self._alike(self.blocked) for rank in group}
 
     # Words
 
     def sentence(self, ranks: Sequence[int]) -> str:
-        """Say what ranks wait for that wait for the same: ``rank 0 waits for rank 1 to send``."""
+        """Say what ranks with equal waits wait for: ``rank 0 waits for rank 1 to send``."""
         return f"{rank_names(ranks)} {verb(ranks, 'wait')} {self._wait(ranks[0])}"
 
     def sentences(self, ranks: Iterable[int]) -> str:
@@ -118,7 +118,7 @@ class Standstill:
         return join([*told[:2], f"{sum(map(len, groups[2:]))} more ranks wait"])
 
     def circle(self, groups: Sequence[Sequence[int]]) -> str:
-        """Say how ranks wait for the next ones and the last for the first; each group for one."""
+        """Say how groups of ranks wait for each other in a circle."""
         if len(groups) <= MAX_CLAUSES:
             return join([self.sentence(group) for group in groups])
         return ", ".join([*map(self.sentence, groups[:2]), "…", self.sentence(groups[-1])])
@@ -148,7 +148,7 @@ class Standstill:
         return f"in {wait.title()} for {rank_names(self.waits_for[rank])}"
 
     def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
-        """Put ranks together that wait for the same."""
+        """Group the ranks that wait for the same thing."""
         groups: dict[str, list[int]] = {}
         for rank in ranks:
             groups.setdefault(self._wait(rank), []).append(rank)

@@ -1,7 +1,7 @@
 """What a process has one of and each rank needs: c10d's tables, generators, variables, warnings.
 
-Ranks are threads of one process. Thanks to what is here ``torch.manual_seed(0)`` on one rank does
-not disturb another, and ``os.environ["RANK"]`` is right.
+Ranks are threads of one process. With this state, ``torch.manual_seed(0)`` on one rank does not
+disturb another, and ``os.environ["RANK"]`` is right.
 """
 
 import functools
@@ -65,7 +65,7 @@ class RankState:
 
     def __init__(self, rank: int, gpus_per_node: int, seed: int) -> None:
         self.tables = new_tables()
-        # As in processes of their own, ranks that do not seed draw different numbers.
+        # As in separate processes, ranks that do not seed draw different numbers.
         self.torch_rng = torch.Generator().manual_seed(seed * 1_000_003 + rank).get_state()
         node, local = divmod(rank, gpus_per_node)
         self.variables = {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class KeyWait(Pending):
-    """A rank that waits for keys which nobody has set yet."""
+    """A rank that waits for keys that no rank has set yet."""
 
     __slots__ = ("keys",)
     kind = "store"
@@ -33,7 +33,7 @@ class KeyWait(Pending):
 
 
 class SimStore(Store):
-    """A store all ranks share. It costs no virtual time, but for asking whether a key is there."""
+    """A store that all ranks share. Only asking whether a key is there costs virtual time."""
 
     def __init__(self, world: "Simulation") -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class SimStore(Store):
         self._waits: list[KeyWait] = []
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a key and let go on who waits for it."""
+        """Set a key, and wake the ranks that wait for it."""
         self._world.act("store.set")
         self._set(key, value)
 

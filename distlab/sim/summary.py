@@ -1,4 +1,4 @@
-"""A simulated run in words: a table of what each rank did, and what the numbers rest on."""
+"""A simulated run in words: a table of what each rank did, and the assumptions behind it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from distlab.sim.options import Simulated
 from distlab.words import counted
 
-LISTED = 16  # ranks that get a line each; of more, the spread and the slowest ones
+LISTED = 16  # ranks that get a line each; with more, only the spread and the slowest ones
 SLOWEST = 3
-BUSIEST = 3  # links that are named
+BUSIEST = 3  # number of links that are named
 
 SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
@@ -54,7 +54,7 @@ def totals(simulated: Simulated[Any]) -> list[Totals]:
 
 
 def summary(simulated: Simulated[Any]) -> str:
-    """Describe a run: per rank its time and where it went, bytes, memory; then the assumptions.
+    """Describe a run: where each rank's time went, its bytes and memory, and the assumptions.
 
         simulated, preset dgx-h100, not measured
         4 ranks on 1 x 8 GPUs (H100-80GB), rail-optimised: 38.4 µs
@@ -62,7 +62,7 @@ def summary(simulated: Simulated[Any]) -> str:
         rank     time  compute  exposed  idle      sent  messages  peak memory
            0  38.4 µs  4.07 µs  34.3 µs   0 s  6.00 MiB         6     5.00 MiB
 
-    Of more than 16 ranks: minimum, median, maximum, and the slowest ranks.
+    For more than 16 ranks: minimum, median, maximum, and the slowest ranks.
     """
     ranks = totals(simulated)
     rows: list[tuple[str, ...]] = [HEADINGS]
@@ -102,7 +102,8 @@ def has_compute(simulated: Simulated[Any]) -> bool:
 def settings(simulated: Simulated[Any]) -> list[str]:
     """List the options that are not the usual ones, and the faults."""
     options, faults = simulated.options, simulated.options.faults
-    lines = [f"{pattern} slowed {factor:g} times" for pattern, factor in simulated.cluster.faults]
+    slowed = simulated.cluster.faults
+    lines = [f"{pattern} is {factor:g} times slower" for pattern, factor in slowed]
     if options.algorithm != "auto":
         lines.append(f"built-in collectives: {options.algorithm}")
     if options.eager_bytes >= 0:
@@ -113,11 +114,11 @@ def settings(simulated: Simulated[Any]) -> list[str]:
     lines += [f"rank {rank} dies at {seconds_text(s)}" for rank, s in faults.kill_ranks.items()]
     lines += [f"rank {rank} dies in optimizer step {k}" for rank, k in faults.kill_at_steps.items()]
     lines += [
-        f"messages from rank {src} to rank {dst} are {seconds_text(s)} late"
+        f"messages from rank {src} to rank {dst} arrive {seconds_text(s)} late"
         for (src, dst), s in faults.delays_s.items()
     ]
     if faults.jitter_s:
-        lines.append(f"up to {seconds_text(faults.jitter_s)} lost before every call")
+        lines.append(f"every call starts up to {seconds_text(faults.jitter_s)} late")
     return lines
 
 
@@ -192,7 +193,7 @@ def _details(simulated: Simulated[Any]) -> list[str]:
         lines.append(f"busiest links: {', '.join(named)} of their capacity")
     trace = simulated.trace
     if trace.leftovers:
-        lines += ["posted, and never met by another rank:", *trace.leftovers]
+        lines += ["posted, but never matched by another rank:", *trace.leftovers]
     if trace.unwaited:
         lines += ["never waited for, so the tensor was never safe to use:", *trace.unwaited]
     fullest = max(range(len(trace.peak_bytes)), key=trace.peak_bytes.__getitem__)

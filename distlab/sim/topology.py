@@ -1,4 +1,4 @@
-"""Which links a cluster has, and which of them a message crosses. Names and bandwidths only.
+"""Which links a cluster has, and which of them a message crosses: names and bandwidths only.
 
     node    the GPUs that share an NVLink switch, or a host
     port    a GPU's way out of, or into, the switch of its node
@@ -134,7 +134,7 @@ class RailOptimised(Switch):
 
 
 class FatTree(Switch):
-    """Nodes hang on leaf switches, leaves on a spine; all nodes of a leaf share its up-link.
+    """Nodes are connected to leaf switches, these to a spine; nodes of a leaf share its up-link.
 
            ┌─── spine ───┐           leaf0.up, leaf1.down: NICs below / oversubscription
          leaf0         leaf1

@@ -40,13 +40,13 @@ class Trace:
     """Collects events and totals while the world runs.
 
     Args:
-        bytes_by_link: what has arrived over each link of the cluster; somebody else's, who adds.
+        bytes_by_link: what has arrived over each link of the cluster; the network updates it.
     """
 
     def __init__(self, num_ranks: int, bytes_by_link: list[float]) -> None:
         self.bytes_by_link = bytes_by_link
-        self.leftovers: list[str] = []  # what was posted and has met nobody, a line each
-        self.unwaited: list[str] = []  # handles that nobody waited for, a line each, by rank
+        self.leftovers: list[str] = []  # what was posted and never matched, a line each
+        self.unwaited: list[str] = []  # handles that were never waited for, a line each, by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> when
         self.network_s = 0.0  # when the last bytes had arrived, or the last rank had ended
         self._rows: list[tuple[Any, ...]] = []  # of Event's fields: plain tuples are made faster
@@ -68,12 +68,12 @@ class Trace:
         """Return the trace that another process has sent.
 
         Raises:
-            ValueError: it is no ``state``.
+            ValueError: it is not a ``state``.
         """
         trace = cls(1, [])
         wanted = {name: type(value) for name, value in vars(trace).items()}
         if not isinstance(state, dict) or {k: type(v) for k, v in state.items()} != wanted:
-            raise ValueError("what was sent is no trace")
+            raise ValueError("what was sent is not a trace")
         vars(trace).update(state)
         return trace
 
@@ -83,7 +83,7 @@ class Trace:
         return list(map(Event._make, self._rows))
 
     def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
-        """Count bytes and messages between two ranks, whoever asked for them."""
+        """Count bytes and messages between two ranks, whichever call they belong to."""
         self.bytes_sent[src] += num_bytes
         self.bytes_received[dst] += num_bytes
         self.messages[src] += messages
@@ -110,7 +110,7 @@ class Trace:
         )
 
     def waited(self, pending: "Pending", start_s: float, end_s: float) -> None:
-        """Record that a rank stood still for an operation."""
+        """Record that a rank waited for an operation."""
         self.exposed_s[pending.rank] += end_s - start_s
         row = (pending.rank, "wait", pending.name, start_s, end_s, 0, -1, pending.site, -1)
         self._rows.append(row)
@@ -138,13 +138,13 @@ class Trace:
 
 
 def departure_s(send: Event, recv: Event) -> float:
-    """Return when the bytes set out: at once if the send was buffered, else with the recv."""
+    """Return when the bytes set out: at once if the send was buffered, otherwise with the recv."""
     is_buffered = send.end_s == send.start_s
     return send.start_s if is_buffered else max(send.start_s, recv.start_s)
 
 
 def lanes(events: Iterable[Event]) -> list[list[Event]]:
-    """Share events out to as few lanes as possible, so that none overlap on a lane.
+    """Distribute events over as few lanes as possible, so that none overlap on a lane.
 
     0─────2
        1─────3         becomes   0─────2  3──4   and   1─────3

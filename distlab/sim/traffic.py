@@ -54,7 +54,7 @@ class Traffic:
         return end_s
 
     def run_events(self, now_s: float) -> None:
-        """Let bytes on their way, and tell everyone whose bytes have arrived."""
+        """Start transfers that are due, and notify the owners of bytes that have arrived."""
         while self._waiting and self._waiting[0][0] <= now_s:
             _, _, links, num_bytes, arrived = heapq.heappop(self._waiting)
             self.network.start(links, num_bytes, now_s).tag = arrived
@@ -65,5 +65,5 @@ class Traffic:
 def _arrived(flow: Flow) -> Callable[[float], None]:
     tag = flow.tag
     if not callable(tag):
-        raise TypeError(f"a flow carries {tag!r} instead of what to call on arrival")
+        raise TypeError(f"a flow carries {tag!r} instead of a function to call on arrival")
     return tag

@@ -1,4 +1,4 @@
-"""What may end a deadlock of messages: advice that holds for these ranks and calls, or none."""
+"""How to get out of a deadlock of messages: advice that fits these ranks and calls, or none."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,9 +15,9 @@ _ONE_BY_ONE = (
 
 
 def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
-    """Say how ranks get out that wait for each other's messages.
+    """Say how ranks that wait for each other's messages can go on.
 
-    Where messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
+    If messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
     """
     if len(ranks) == 1:
         both = "in one batch_isend_irecv" if still.is_in_order else "posted before the wait"
@@ -68,7 +68,7 @@ def _all_receive(ranks: Sequence[int]) -> str:
 
 
 def _counts(still: Standstill, ranks: Sequence[int]) -> str:
-    """Compare how many messages went each way before: ranks that disagree wait in a circle, too."""
+    """Compare how many messages went each way before: unequal counts also lead to a cycle."""
     if len(ranks) != 2:
         return ""
     arrived = still.arrived
@@ -86,7 +86,7 @@ def _counts(still: Standstill, ranks: Sequence[int]) -> str:
 def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:
     """Say why ranks do not come to the collective in which ``present`` waits; "" if not known.
 
-    A rank that waits for a message from one that is already there can never come.
+    A rank that waits for a message from one that is already there can never arrive.
     """
     call = still.blocked[present]
     for rank in missing:

@@ -10,7 +10,7 @@ from torch.autograd import Variable
 
 from distlab.sim.pending import Pending
 
-POLL_S = 1e-6  # what asking is_completed() costs; for nothing, a polling loop would never end
+POLL_S = 1e-6  # what asking is_completed() costs; if it were free, a polling loop would never end
 
 
 class SimWork(dist.Work):
@@ -36,7 +36,7 @@ class SimWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether it is done at this rank's time; asking takes a microsecond of it."""
+        """Return whether it is done at this rank's time; asking takes a microsecond."""
         scheduler = self.pending.world.scheduler
         scheduler.current.clock_s += POLL_S
         scheduler.act()
@@ -70,8 +70,8 @@ class SimWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a completed future, having blocked until the data is there.
 
-        C++ code (the reducer of DistributedDataParallel) waits for futures where no other rank
-        could be given the baton. So the block comes now, without moving this rank's clock; the
+        C++ code (the reducer of DistributedDataParallel) waits for futures in a place where no
+        other rank could get the baton. So it blocks here, without moving this rank's clock. The
         clock moves to the end of the operation when backward has ended, where the reducer waits.
         Async operations that ranks post in different orders therefore deadlock here; NCCL forbids
         them too.

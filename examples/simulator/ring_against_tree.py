@@ -93,7 +93,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
             axes.plot(GPUS, line, color=colour, linewidth=1, label=f"{name}, formula")
             axes.plot(GPUS, points, "o", color=colour, label=f"{name}, simulated")
         axes.set(title=f"all-reduce of {bytes_text(SIZES[i])}", xlabel="GPUs", xscale="log")
-        axes.set(ylabel="µs", ylim=(0, None))
+        axes.set(ylabel="virtual time (µs)", ylim=(0, None))
         axes.set_xticks(GPUS, map(str, GPUS))
         axes.minorticks_off()
         axes.grid(alpha=0.3)

@@ -226,7 +226,7 @@ def test_an_encoding_that_is_none_is_one_line(
         ("diff", "no task has passed yet: name one, with --spoil"),
         ("diff 99", "there is no task '99'; there are: 1.1, 1.2, "),
         ("diff 1.4", "1.4 has not passed yet: distlab check 1.4, or --spoil shows it anyway"),
-        ("reset 1.4", "nobody to ask here: distlab reset 1.4 --yes does it"),
+        ("reset 1.4", "cannot ask for confirmation here: use distlab reset 1.4 --yes"),
         ("hint 1.4 --level 4", "--level 4: a task has hints 1 to 3"),
         ("grade --phase 9", "there is no phase '9'; there are: 1"),
         ("grade --impl nowhere", "--impl nowhere: no such folder; use template, solution or a "),
@@ -622,7 +622,7 @@ def test_reset_puts_back_whatever_stands_where_the_function_was(
     assert distlab("reset", "1.4", "--yes") == 0
     kept = "" if end == SECOND else end
     assert (here.root / FILE).read_text() == (ROOT / FILE).read_text() + kept
-    assert f"Removed as well: {removed}" in capsys.readouterr().out or not removed
+    assert f"Also removed: {removed}" in capsys.readouterr().out or not removed
 
 
 def test_reset_takes_decorators_along(here: CourseFolder) -> None:
@@ -707,7 +707,7 @@ def test_reset_asks_first(
     questions: list[str] = []
     monkeypatch.setattr("typer.confirm", questions.append)
     assert distlab("reset", "1.4") == 1
-    assert questions == [f"Put exchange in {FILE} back to the template?"]
+    assert questions == [f"Replace exchange in {FILE} with the template?"]
     assert capsys.readouterr().out == "Nothing was changed.\n"
     assert WRONG in (here.root / FILE).read_text()
 
@@ -842,7 +842,7 @@ def test_grade_runs_everything_anew_and_writes_reports(
 ) -> None:
     has_come_out(here, t1_4="passed", t1_5="passed")
     assert distlab("grade", "--report", "json=a.json", "--report", "markdown=b.md") == 3
-    assert "the suite holds no test of it" in capfd.readouterr().out
+    assert "the suite has no test for it" in capfd.readouterr().out
     outcomes = {
         task["id"]: task["outcome"] for task in json.loads(Path("a.json").read_text())["tasks"]
     }
@@ -903,7 +903,7 @@ def test_trace_says_so_where_it_cannot_show_what_hung(
     write_exchange(here, RIGHT)
     has_come_out(here, t1_4="hang")
     assert distlab("trace", "1.4") == 0
-    assert "what hangs is another case of the tests" in capfd.readouterr().out
+    assert "the tests hang in another case" in capfd.readouterr().out
 
 
 def test_trace_draws_the_last_graded_or_the_next_by_default(here: CourseFolder) -> None:

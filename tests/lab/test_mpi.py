@@ -166,7 +166,7 @@ def test_what_cannot_be_moved_is_refused_at_the_call(folder: Path) -> None:
             *("ValueError", "TypeError", "ValueError"),
             *("TypeError", "TypeError"),
         ]
-        assert "MPI moves tensors on the CPU and got one on meta" in refusals[0]
+        assert "MPI moves tensors on the CPU, but got one on meta" in refusals[0]
 
 
 @needs_mpi
@@ -207,7 +207,7 @@ SAID: dict[str, Sequence[str]] = {
         "RankLeft: rank 0 of 2 in recv from rank 1, (1,) float32, tag 0: rank 1 returned or ended"
     ],
     "by_not_making_a_group": [
-        "RankLeft: rank 0 of 2 in the making of a group of ranks 0, 1: rank 1 returned or ended"
+        "RankLeft: rank 0 of 2 in new_group of ranks 0, 1: rank 1 returned or ended"
     ],
     "by_calling_something_else": [
         "called ",

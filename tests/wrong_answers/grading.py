@@ -85,5 +85,5 @@ def _verdict(
     except Exception as error:
         return verdict_on(error)
     if not grade.runs:
-        return Verdict(Outcome.GRADER_ERROR, "the test has not run the submission")
+        return Verdict(Outcome.GRADER_ERROR, "the test did not run the submission")
     return Verdict(Outcome.PASSED)

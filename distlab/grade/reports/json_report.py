@@ -1,4 +1,4 @@
-"""Everything that is known, for other programs."""
+"""Everything that is known about a run, for other programs."""
 
 import json
 from typing import Any
@@ -48,7 +48,7 @@ def _task(result: TaskResult, cause: Task | None) -> dict[str, Any]:
 
 
 def _write_next(result: TaskResult) -> dict[str, str] | None:
-    """Name what a TODO misses: a function of this task, or of an earlier one that it needs."""
+    """Name what a TODO lacks: a function of this task, or of an earlier one that it needs."""
     missing = result.verdict.missing
     return missing and {"task": missing[0], "function": missing[1]}
 

@@ -64,7 +64,7 @@ def _case(task: TaskResult, test: TestResult) -> ET.Element:
 
 
 def _printable(text: str) -> str:
-    """Leave out what XML cannot hold: a learner's output may be anything."""
+    """Leave out what XML cannot hold, because a learner's output may contain anything."""
     return "".join(
         c for c in text if c in "\t\n" or " " <= c < "\ud800" or "\ue000" <= c <= "\ufffd"
     )

@@ -102,8 +102,8 @@ def sends_half_precision() -> None:
     (),
     "new_group of ranks 0 and 1 on rank",
     "new_group of ranks 0-3 on rank",
-    "Every rank has to call new_group for every group in the same order, also for groups in which "
-    "it is not.",
+    "Every rank has to call new_group for every group in the same order, even for groups that it "
+    "is not in.",
 )
 def new_group_by_its_members_only() -> None:
     """A group is created by those that are in it."""

@@ -144,7 +144,7 @@ def crossed_groups() -> None:
     ORDER,
     (0, 1, 2, 3),
     "ranks 0 and 1 barrier (call 1 of ranks 0-3)",
-    "These groups have the same ranks, and yet they are two",
+    "These are two different groups of the same ranks",
 )
 def two_groups_of_the_same_ranks() -> None:
     """Two groups of all ranks, for gradients and for metrics, in crossed order."""

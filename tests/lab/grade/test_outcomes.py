@@ -63,14 +63,15 @@ def test_after_two_hangs_the_rest_is_known() -> None:
 def test_a_task_of_which_nothing_was_run_scores_nothing_and_is_not_the_graders_fault() -> None:
     task = a_task(expected=3)
     assert (task.outcome, task.points) == (Outcome.NOT_RUN, 0)
-    assert table.message(task) == "Task 1.5: none of its tests was run: pytest ended before."
+    expected = "Task 1.5: none of its tests were run, because pytest ended first."
+    assert table.message(task) == expected
     assert a_task(expected=0).outcome is Outcome.GRADER_ERROR
 
 
 def test_a_task_that_waits_for_another_one_says_for_which() -> None:
     missing = "Task 1.4: exchange, see guidelines.md#14-exchange"
     needs = a_task(("sim", verdict_on(raised("NotImplementedError", missing))))
-    assert table.message(needs) == f"Task 1.5 needs another one first. {missing}"
+    assert table.message(needs) == f"Task 1.5 needs another task first. {missing}"
     assert not needs.is_known, "a test that does without may tell more"
     own = a_task(("sim", verdict_on(raised("NotImplementedError", TODO))))
     assert (table.message(own), own.is_known) == (TODO, True)

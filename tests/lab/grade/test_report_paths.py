@@ -46,7 +46,7 @@ def test_what_is_no_report_is_never_replaced(tmp_path: Path, text: str) -> None:
     path, other = tmp_path / "mine", tmp_path / "report.json"
     path.write_text(text)
     reports.write(RESULT, [("json", other)])
-    with pytest.raises(pytest.UsageError, match="holds something else than an earlier report"):
+    with pytest.raises(pytest.UsageError, match="is not an earlier report"):
         reports.parse([f"json={other}", f"markdown={path}"])
     assert path.read_text() == text
     assert other.exists(), "nothing is removed before all are known to be ours"

@@ -361,8 +361,8 @@ def test_slowed_returns_a_slower_copy() -> None:
     assert speeds(sick)["node1.nic0.out"] == speeds(sick)["node1.nic0.in"] == 2.5e9
     assert speeds(sick)["node1.nic1.out"] == speeds(healthy)["node1.nic0.out"] == 25e9
     assert sick.route(0, 2) == healthy.route(0, 2)
-    assert sick.describe().endswith("node1.nic0.* slowed 10 times")
-    assert sick.assumptions()[-1] == "node1.nic0.* slowed 10 times"
+    assert sick.describe().endswith("node1.nic0.* is 10 times slower")
+    assert sick.assumptions()[-1] == "node1.nic0.* is 10 times slower"
 
 
 def test_faults_add_up() -> None:

@@ -148,7 +148,7 @@ def test_groups_of_the_same_ranks_are_told_apart() -> None:
     report = explain(collective([0, 1], range(4)) | collective([2, 3], range(4)))
     assert report.ranks == (0, 1, 2, 3)
     assert advice(report).endswith(
-        "These groups have the same ranks, and yet they are two: check group=."
+        "These are two different groups of the same ranks: check group=."
     )
     assert "  ranks 2 and 3  all_reduce" in str(report)
 
@@ -246,7 +246,7 @@ def test_further_causes_are_told_and_of_the_same_kind_all_are_blamed() -> None:
         ),
         (
             [send(0, 1), recv(1, 0)],
-            "Rank 0 sends to rank 1 on one group, but rank 1 receives on another one of the same "
+            "Rank 0 sends to rank 1 on one group, but rank 1 receives on another group of the same "
             "ranks: give both the same group.",
         ),
     ],

@@ -89,9 +89,9 @@ def test_jitter_changes_the_history_and_not_the_results() -> None:
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"jitter_s": -1e-6}, "seconds of 'jitter_s' must be from 0 on, got -1e-06"),
-        ({"delays_s": {(0, 1): -0.5}}, r"seconds of \(0, 1\) must be from 0 on, got -0.5"),
-        ({"kill_ranks": {2: math.nan}}, "seconds of 2 must be from 0 on, got nan"),
+        ({"jitter_s": -1e-6}, "seconds of 'jitter_s' must be 0 or more, got -1e-06"),
+        ({"delays_s": {(0, 1): -0.5}}, r"seconds of \(0, 1\) must be 0 or more, got -0.5"),
+        ({"kill_ranks": {2: math.nan}}, "seconds of 2 must be 0 or more, got nan"),
         ({"slow_ranks": {2: 0.0}}, "factor of 2 must be above 0, got 0.0"),
         ({"slow_links": {"node*": -1.0}}, r"factor of 'node\*' must be above 0, got -1.0"),
     ],
@@ -143,7 +143,7 @@ def test_the_last_step_may_be_the_deadly_one_and_nobody_misses_the_rank() -> Non
 
 
 def test_steps_count_from_one_and_ranks_must_exist() -> None:
-    with pytest.raises(ValueError, match="steps count from 1, rank 2 has 0"):
+    with pytest.raises(ValueError, match="steps count from 1, but rank 2 has 0"):
         Faults(kill_at_steps={2: 0})
     with pytest.raises(ValueError, match="kill_at_steps: there is no rank 7"):
         simulate(trains, 2, 1, options=Options(faults=Faults(kill_at_steps={7: 1})))

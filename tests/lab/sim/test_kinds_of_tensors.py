@@ -49,7 +49,7 @@ def test_what_gloo_or_nccl_cannot_do_is_refused_at_the_call() -> None:
                 assert text.startswith("ValueError"), (name, text)
                 assert "contiguous" in text, (name, text)
         assert found["mean of integers"].startswith("TypeError: gloo and NCCL have no AVG of")
-        assert found["scaled sum"].startswith("ValueError: reduction PREMUL_SUM")
+        assert found["scaled sum"].startswith("ValueError: only NCCL has the reduction PREMUL_SUM")
         assert found["sparse"].startswith("TypeError: all_reduce needs a dense")
 
 

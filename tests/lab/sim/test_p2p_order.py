@@ -12,7 +12,7 @@ from torch.distributed import batch_isend_irecv
 from distlab.sim import Cluster, Deadlock, Options, simulate
 
 PAIR = Options(p2p_order="pair")
-PLAIN_RULE = "on NCCL operations of a pair that are not batched run one after the other"
+PLAIN_RULE = "on NCCL, operations of a pair that are not batched run one after the other"
 Program = Callable[..., object]
 
 
@@ -155,7 +155,7 @@ def test_two_batches_run_one_after_the_other() -> None:
     assert simulate(batched, 3, 2).results == [2.0, 0.0, 1.0]
     text = str(report(batched, 3, 2))
     assert "Rank 0's irecv from rank 2 waits behind its batch with the isend to rank 1" in text
-    assert "on NCCL the batches of a group run one after the other" in text
+    assert "on NCCL, the batches of a group run one after the other" in text
     assert "behind its batch with the isend to rank 2, and so on: on NCCL" in text
     assert "one batch_isend_irecv" in text
 

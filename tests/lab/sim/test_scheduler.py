@@ -1,4 +1,4 @@
-"""The scheduler alone: who runs when, what a deadlock is, and that nobody is left behind."""
+"""The scheduler alone: who runs when, what a deadlock is, and that no thread is left behind."""
 
 import heapq
 import threading
@@ -51,7 +51,7 @@ def run(scheduler: Scheduler, body: Body) -> BaseException | None:
         ([[1, 1, 1], [2, 2]], [(1, 0), (2, 0), (2, 1), (3, 0), (4, 1)]),
         ([[3], [2], [1]], [(1, 2), (2, 1), (3, 0)]),
         ([[1], [1], [1]], [(1, 0), (1, 1), (1, 2)]),
-        ([[0, 0], [0]], [(0, 0), (0, 0), (0, 1)]),  # who runs goes on until its clock moves
+        ([[0, 0], [0]], [(0, 0), (0, 0), (0, 1)]),  # a rank goes on until its clock moves
         ([[5], [1, 1, 1, 1, 1]], [(1, 1), (2, 1), (3, 1), (4, 1), (5, 0), (5, 1)]),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_source_makes_things_happen_in_time() -> None:
 
 
 @pytest.mark.parametrize(("own_s", "ready_s", "after_s"), [(1.0, 3.0, 3.0), (4.0, 3.0, 4.0)])
-def test_who_is_let_go_on_has_the_later_of_both_times(
+def test_a_resumed_rank_has_the_later_of_both_times(
     own_s: float, ready_s: float, after_s: float
 ) -> None:
     clocks = {}
@@ -162,7 +162,7 @@ def test_who_is_let_go_on_has_the_later_of_both_times(
     assert clocks == {"after": after_s}
 
 
-def test_letting_go_who_does_not_wait_changes_nothing() -> None:
+def test_resuming_a_rank_that_does_not_wait_changes_nothing() -> None:
     log = []
 
     def body(scheduler: Scheduler, rank: Rank) -> None:
@@ -177,7 +177,7 @@ def test_letting_go_who_does_not_wait_changes_nothing() -> None:
     assert log == [(0, 1.0), (1, 1.0), (2, 1.0)]
 
 
-def test_an_event_lets_a_rank_go_on_at_its_time() -> None:
+def test_an_event_resumes_a_rank_at_its_time() -> None:
     log = []
 
     def body(scheduler: Scheduler, rank: Rank) -> None:
@@ -189,7 +189,7 @@ def test_an_event_lets_a_rank_go_on_at_its_time() -> None:
     assert log == [(2, 5.0), (1, 6.0), (0, 7.0)]
 
 
-def test_every_hand_over_is_told() -> None:
+def test_every_switch_is_reported() -> None:
     hands = []
     scheduler = Scheduler(3, lambda rank, to: hands.append((rank.number, to.number)))
 
@@ -208,13 +208,13 @@ def test_every_hand_over_is_told() -> None:
 # --- how a world ends ----------------------------------------------------------------------------
 
 
-def test_a_deadlock_is_known_at_once_and_everybody_is_unwound() -> None:
+def test_a_deadlock_is_known_at_once_and_every_rank_is_unwound() -> None:
     unwound = []
 
     def body(scheduler: Scheduler, rank: Rank) -> None:
         try:
             scheduler.block(f"recv of {rank.number}")
-        except Exception:  # what programs write must not stop it
+        except Exception:  # an except of the program must not stop the unwinding
             unwound.append("caught")
         finally:
             unwound.append(rank.number)
@@ -225,7 +225,7 @@ def test_a_deadlock_is_known_at_once_and_everybody_is_unwound() -> None:
     assert all(rank.has_ended for rank in scheduler.ranks)
 
 
-def test_who_waits_for_one_that_has_ended_is_in_a_deadlock() -> None:
+def test_a_rank_that_waits_for_one_that_has_ended_is_in_a_deadlock() -> None:
     ended = []
 
     def body(scheduler: Scheduler, rank: Rank) -> None:
@@ -258,7 +258,7 @@ def test_the_first_error_of_a_rank_ends_the_world() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_also_what_is_no_exception_ends_the_world(error: BaseException) -> None:
+def test_even_what_is_not_an_exception_ends_the_world(error: BaseException) -> None:
     def body(scheduler: Scheduler, rank: Rank) -> None:
         if rank.number == 1:
             raise error
@@ -267,7 +267,7 @@ def test_also_what_is_no_exception_ends_the_world(error: BaseException) -> None:
     assert run(new_scheduler(2), body) is error
 
 
-def test_who_is_unwound_may_not_act_again() -> None:
+def test_a_rank_that_is_unwound_may_not_act_again() -> None:
     acted = []
 
     def body(scheduler: Scheduler, rank: Rank) -> None:
@@ -283,7 +283,7 @@ def test_who_is_unwound_may_not_act_again() -> None:
     assert acted == []
 
 
-def test_who_acts_while_it_is_unwound_does_not_hold_up_the_end() -> None:
+def test_a_rank_that_acts_while_it_is_unwound_does_not_delay_the_end() -> None:
     def body(scheduler: Scheduler, rank: Rank) -> None:
         try:
             if rank.number == 3:
@@ -296,7 +296,7 @@ def test_who_acts_while_it_is_unwound_does_not_hold_up_the_end() -> None:
     assert str(run(new_scheduler(4), body)) == "boom"
 
 
-def test_who_is_unwound_lets_nobody_go_on() -> None:
+def test_a_rank_that_is_unwound_resumes_no_other() -> None:
     def body(scheduler: Scheduler, rank: Rank) -> None:
         try:
             if rank.number == 3:
@@ -313,7 +313,7 @@ def fail() -> None:
     raise ValueError("in an event")
 
 
-def test_an_error_in_an_event_is_not_that_of_the_rank_that_waits() -> None:
+def test_an_error_in_an_event_is_not_blamed_on_the_rank_that_waits() -> None:
     caught = []
 
     def body(scheduler: Scheduler, rank: Rank) -> None:
@@ -328,7 +328,7 @@ def test_an_error_in_an_event_is_not_that_of_the_rank_that_waits() -> None:
     assert caught == []
 
 
-def test_an_error_in_an_event_ends_the_world_also_when_all_ranks_have_ended() -> None:
+def test_an_error_in_an_event_ends_the_world_even_when_all_ranks_have_ended() -> None:
     scheduler = new_scheduler(2)
     scheduler.at(1.0, fail)
     assert str(run(scheduler, lambda _, __: None)) == "in an event"
@@ -349,7 +349,7 @@ def test_an_error_in_the_report_of_a_deadlock_ends_the_world_too() -> None:
     assert len(raised) == 1, "the scheduler hangs"
 
 
-def test_a_killed_rank_ends_where_it_stands_and_the_others_go_on() -> None:
+def test_a_killed_rank_ends_where_it_is_and_the_others_go_on() -> None:
     log = []
 
     def body(scheduler: Scheduler, rank: Rank) -> None:
@@ -383,7 +383,7 @@ def test_a_rank_is_also_killed_while_it_waits() -> None:
     assert ends == [(0, 1.0), (1, 3.0)]
 
 
-def test_killing_who_has_ended_changes_nothing() -> None:
+def test_killing_a_rank_that_has_ended_changes_nothing() -> None:
     scheduler = new_scheduler(2)
     scheduler.at(1.0, lambda: scheduler.kill(scheduler.ranks[0]))
     assert run(scheduler, lambda _, __: None) is None
@@ -441,7 +441,7 @@ def scheduled(steps: list[list[Step]]) -> list[object]:
     """What happens under the scheduler."""
     log: list[object] = []
     scheduler = new_scheduler(len(steps))
-    tokens: list[list[float]] = [[] for _ in steps]  # from when on they may be taken
+    tokens: list[list[float]] = [[] for _ in steps]  # the times from which they may be taken
 
     def give(rank: int, at_s: float) -> None:
         if scheduler.ranks[rank].waits_in:
@@ -475,7 +475,7 @@ def scheduled(steps: list[list[Step]]) -> list[object]:
 
 
 def modelled(steps: list[list[Step]]) -> list[object]:
-    """What should happen: always the earliest goes on, events first, then ranks by number."""
+    """What should happen: the earliest always goes on, events first, then ranks by number."""
     log: list[object] = []
     clocks = [0.0] * len(steps)
     tokens: list[list[float]] = [[] for _ in steps]
@@ -490,7 +490,7 @@ def modelled(steps: list[list[Step]]) -> list[object]:
             tokens[rank].append(at_s)
 
     def live(rank: int) -> Iterator[None]:
-        """Yield wherever somebody else may be earlier."""
+        """Yield wherever another rank may be earlier."""
         for what, other, duration in steps[rank]:
             if what == "compute":
                 clocks[rank] += duration

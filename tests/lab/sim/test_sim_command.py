@@ -201,7 +201,7 @@ def test_an_option_of_the_command_behind_the_script_is_explained_before_anything
     assert distlab("sim", script, "--kib", 4, *option.split()) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert f"{name} stands behind {script} and would be the script's: put it before" in printed.err
+    assert f"{name} comes after {script} and would be the script's: put it before" in printed.err
     assert f"distlab sim {script} -- --kib 4 {option}" in printed.err, "if it is the script's own"
 
 
@@ -224,7 +224,7 @@ def test_jitter_is_lost_before_every_call_and_the_seed_chooses_it(write, capsys)
     for seed in (1, 2, 1):
         assert distlab("sim", "--ranks", 1, "--fault", "jitter 1e-3", "--seed", seed, script) == 0
         report = capsys.readouterr().out
-        assert "up to 1.00 ms lost before every call" in report
+        assert "every call starts up to 1.00 ms late" in report
         ends.add(report.partition("\n")[0])
     assert len(ends) == 2
 
@@ -267,7 +267,7 @@ def test_ranks_fill_the_nodes(write, options: list[object], size: str, capsys) -
         (["--cluster", "dgx-h10"], "Did you mean 'dgx-h100'?"),
         (
             ["--nodes", "1", "--ranks", "9"],
-            "9 ranks need as many GPUs, and dgx-h100 has 8: take more nodes, or fewer ranks",
+            "9 ranks need as many GPUs, but dgx-h100 has only 8: use more nodes, or fewer ranks",
         ),
         (["--ranks", "1025"], "--ranks 1025 is too many: up to 1,024 can be simulated"),
         (["--nodes", "129"], "has 1,032 GPUs, and up to 1,024 ranks can be simulated"),
@@ -276,14 +276,14 @@ def test_ranks_fill_the_nodes(write, options: list[object], size: str, capsys) -
         (["--fault", "slow_link node0"], "must be like 'slow_link node0.nic* 10'"),
         (["--fault", "kill_at_step 1 2.5"], "must be like 'kill_at_step 5 3'"),
         (["--fault", "slow_rank x 2"], "'slow_rank x 2' must be like 'slow_rank 3 2.0'"),
-        (["--fault", "slow_rnk 3 2"], "there is no fault 'slow_rnk': valid are slow_rank, slow_l"),
+        (["--fault", "slow_rnk 3 2"], "there is no fault 'slow_rnk'; valid: slow_rank, slow_link"),
         (["--fault", ""], "there is no fault ''"),
         (["--fault", "kill_at_step 8 1"], "there is no rank 8; ranks are 0 to 7"),
         (["--fault", "kill_rank 8 0.1"], "there is no rank 8; ranks are 0 to 7"),
         (["--fault", "delay 0 8 0.1"], "there is no rank 8; ranks are 0 to 7"),
         (["--fault", "slow_link nvlink* 2"], "no link matches 'nvlink*'"),
         (["--fault", "slow_link node0.* 0.5"], "expected 1 or more, got 0.5"),
-        (["--fault", "jitter -1"], "the seconds of 'jitter_s' must be from 0 on, got -1.0"),
+        (["--fault", "jitter -1"], "the seconds of 'jitter_s' must be 0 or more, got -1.0"),
         (["--memory_gib", "0"], "--memory_gib 0 must be above 0"),
         (["--memory_gib", "nan"], "--memory_gib nan must be above 0"),
         (["--memory_gib", "1", "--no_devices"], "--memory_gib needs devices"),

@@ -94,12 +94,12 @@ def test_what_was_set_and_broken_on_purpose_is_listed() -> None:
     )
     text = summary(run(ring, 2, faults=faults, algorithm="ring", eager_bytes=2048))
     for line in (
-        "node0.gpu0.* slowed 10 times",
+        "node0.gpu0.* is 10 times slower",
         "built-in collectives: ring",
         "sends of up to 2.00 KiB are buffered",
         "rank 1 computes 2 times slower",
-        "messages from rank 0 to rank 1 are 1.00 ms late",
-        "up to 1.00 µs lost before every call",
+        "messages from rank 0 to rank 1 arrive 1.00 ms late",
+        "every call starts up to 1.00 µs late",
     ):
         assert f"  {line}\n" in text
 
