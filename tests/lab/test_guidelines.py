@@ -186,6 +186,6 @@ def test_program_at_the_end_trains(tmp_path: Path) -> None:
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
-    ends = re.findall(r"^(\d) workers: (loss .*, accuracy .*%)$", done.stdout, re.MULTILINE)
+    ends = re.findall(r"^workers: (\d), (loss .*, accuracy .*%)$", done.stdout, re.MULTILINE)
     assert [workers for workers, _ in ends] == ["1", "2"], done.stdout
     assert ends[0][1] == ends[1][1]

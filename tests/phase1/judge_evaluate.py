@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from phase1 import evaluation as b
 from phase1 import reference
 from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
@@ -44,30 +45,34 @@ def _check_shares(by_rank: list[Any], size: int) -> None:
         share = list(range(rank, size, n))
         check(
             sorted(result["fetched"]) == share,
-            f"{size} samples on {n} ranks: rank {rank} should fetch samples {short(share)}, each "
-            f"once; it fetched {short(result['fetched'])}. Rank r takes r, r+N, r+2N, … No "
-            "padding, and no rank evaluates the share of another.",
+            f"{counted(size, 'sample')} on {counted(n, 'rank')}: rank {rank} should fetch samples "
+            f"{short(share)}, each once; it fetched {short(result['fetched'])}. Rank r takes r, "
+            "r+N, r+2N, … No padding, and no rank evaluates another rank's share.",
         )
 
 
 def _check_numbers(by_rank: list[Any], rank: int, size: int, length: int) -> None:
     n, found = len(by_rank), by_rank[rank]["found"]
     alone = reference.evaluate_alone(size, length)
-    cause = "Add up sums over samples and ranks, and divide once at the end."
-    if same_loss([alone[0], alone[2]], [found[0], found[2]]):
-        cause = (
-            "Loss and number of targets are right. An answer is right where the largest of its "
-            "logits, along their last dim, is that of its target."
-        )
-    elif (
-        n > 1 and rank < size and same_loss(reference.evaluate_alone(size, length, rank, n), found)
-    ):
-        cause = "Those are the numbers of this rank's own samples: all-reduce the sums."
     check(
         same_loss(alone, found) and found == by_rank[0]["found"],
         f"rank {rank} of {n}: (loss, accuracy, targets) should be {alone} on every rank, they are "
-        f"{found}. {cause}",
+        f"{found}. {_why_other_numbers(found, rank, n, size, length)}",
     )
+
+
+def _why_other_numbers(found: list[Any], rank: int, n: int, size: int, length: int) -> str:
+    alone = reference.evaluate_alone(size, length)
+    if same_loss([alone[0], alone[2]], [found[0], found[2]]):
+        return (
+            "Loss and number of targets are right. An answer is right where the largest of its "
+            "logits, along their last dim, is that of its target."
+        )
+    if n > 1 and rank < size and same_loss(reference.evaluate_alone(size, length, rank, n), found):
+        return "Those are the numbers of this rank's own samples: all-reduce the sums."
+    if alone[2] != size == found[2]:
+        return f"A sample has {length} targets here: count targets, not samples."
+    return "Add up sums over samples and ranks, and divide once at the end."
 
 
 def _check_passes(rank: int, n: int, result: Any, size: int, batch_size: int) -> None:

@@ -70,7 +70,8 @@ def _check_line(line: list[float], sizes: list[int], seconds: list[float]) -> No
     check(
         _is_near(line[0], alpha_s) and _is_near(line[1], beta),
         f"{where}: α should be {alpha_s:.4g} s, and β {beta:.4g} s/byte; got {got}. Relative "
-        "errors count: weigh each point by 1 / seconds².",
+        "errors count: weigh each point by 1 / seconds². np.polyfit squares its w: give it "
+        "1 / seconds.",
     )
 
 

@@ -178,7 +178,7 @@ def test_a_run_ends_when_the_device_has_finished(grade: Grade) -> None:
         check(
             are_close(got, [seconds] * 2, 0.001),
             f"rank {rank} of 2: a strategy returns at once, and the GPU works on for {seconds} s; "
-            f"measured were {short(got)} s. Call _finish before you read the clock again.",
+            f"measured were {short(got)} s. Call finish before you read the clock again.",
         )
 
 

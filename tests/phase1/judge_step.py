@@ -41,6 +41,12 @@ def test_steps_are_those_of_one_process(grade: Grade, n: int) -> None:
 
 def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
     alone = reference.steps_alone(tuple(sizes), STEPS, length)
+    cause = "Are gradients from before the step gone?"
+    if len(sizes) > 1:
+        cause = (
+            "Does each target weigh 1/B in the gradient, also after average has divided by N? And "
+            "are gradients from before the step gone?"
+        )
     for rank, result in enumerate(by_rank):
         here = f"batches of {sizes}, rank {rank}"
         _check_first_loss(here, rank, result["losses"][0], sizes, length)
@@ -48,8 +54,7 @@ def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
             is_close(alone["state"], result["state"])
             and same_loss(alone["losses"], result["losses"]),
             f"{here}: after {STEPS} steps the weights differ from those of one process, losses are "
-            f"{short(result['losses'])} and should be {short(alone['losses'])}. Does each target "
-            "weigh 1/B in the gradient, and are gradients from before the step gone?",
+            f"{short(result['losses'])} and should be {short(alone['losses'])}. {cause}",
         )
         check(
             result["losses"] == by_rank[0]["losses"],
