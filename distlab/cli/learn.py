@@ -20,6 +20,7 @@ from distlab.learner import (
     status,
     templates,
 )
+from distlab.words import joined
 
 Backend = Literal["auto", "sim", "gloo", "nccl"]
 SomeTask = Annotated[
@@ -233,7 +234,7 @@ def reset(
     listed = here.task(task)
     if not yes and not sys.stdin.isatty():
         raise folder.LearnerError(f"nobody to ask here: distlab reset {listed.id} --yes does it")
-    names = " and ".join(templates.untouched(here, listed))
+    names = joined([*templates.untouched(here, listed)])
     if not yes and not typer.confirm(f"Put {names} in {listed.template} back to the template?"):
         typer.echo("Nothing was changed.")
         raise typer.Exit(1)

@@ -134,7 +134,7 @@ class Report:
 _TYPES: dict[str, type] = {"outcome": Outcome, "at_ns": int, "result": bytes, "modules": tuple}
 _TYPES |= dict.fromkeys(("exception", "headline", "traceback"), str)
 MAX_REPORT_BYTES = 2**32  # of one's own program: it may return tensors
-MAX_DUMP_BYTES = 16_000_000  # 1024 threads, 100 frames each, with room to spare
+MAX_DUMP_BYTES = 16 * 2**20  # 1024 threads, 100 frames each, with room to spare
 WORD_BYTES = 8  # of a rank or a thread
 MAX_TEXT = 100_000  # characters; a rank itself sends fewer
 

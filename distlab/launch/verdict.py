@@ -21,7 +21,7 @@ from distlab.launch.errors import (
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import CANNOT_REPORT, Outcome
 from distlab.launch.rank import Rank
-from distlab.words import signal_name
+from distlab.words import rank_names, signal_name, verb
 
 OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
 FATE_CHARACTERS = 120
@@ -105,8 +105,7 @@ def _hang(ranks: Sequence[Rank], exceeded: Exceeded) -> RankHung:
     to_blame = busy if busy else returned
     parts = [f"time is up after {exceeded}: {stacks.roll_call(running, len(ranks))}"]
     if returned:
-        verb = "has" if len(returned) == 1 else "have"
-        parts.append(f"{stacks.name_ranks(returned)} {verb} returned")
+        parts.append(f"{rank_names(returned)} {verb(returned, 'have', 'has')} returned")
     if not to_blame:
         parts.append(
             "All of them wait for each other: compare the calls above, rank by rank. "
@@ -152,9 +151,9 @@ def _lost_peer(ranks: Sequence[Rank]) -> LaunchError:
     traceback = lost.report.traceback.rstrip() if lost.report else ""
     if not returned:
         return _failure(lost, ranks)
-    verb = "has" if len(returned) == 1 else "have"
+    have = verb(returned, "have", "has")
     message = (
-        f"{stacks.name_ranks(returned)} of {len(ranks)} {verb} returned while rank {lost.number} "
+        f"{rank_names(returned)} of {len(ranks)} {have} returned while rank {lost.number} "
         "still waited for an answer. Every rank must make the same collective calls, and each "
         "send needs its recv. Ranks that call the same collective with different sizes or dtypes "
         'can look like this too: the same run with backend="sim" says exactly which.\n\n'
@@ -189,7 +188,7 @@ def _others(rank: Rank, ranks: Sequence[Rank]) -> list[str]:
     by_what: dict[str, list[int]] = {}
     for other in others:
         by_what.setdefault(_what(other), []).append(other.number)
-    lines = [f"  {stacks.name_ranks(numbers):<12} {what}" for what, numbers in by_what.items()]
+    lines = [f"  {rank_names(numbers):<16}  {what}" for what, numbers in by_what.items()]
     return ["The other ranks:\n" + "\n".join(lines)]
 
 

@@ -10,7 +10,7 @@ All bandwidths are bytes/s in one direction.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,6 +18,7 @@ from math import inf
 
 from distlab.sim.presets import CLUSTERS, GPUS, PRESETS, Number, assumed
 from distlab.sim.topology import TOPOLOGIES, Place, Shape, Topology
+from distlab.words import unknown_name
 
 __all__ = ["GPU", "PRESETS", "Cluster", "Link", "Route"]
 
@@ -42,7 +43,7 @@ class GPU:
     def preset(cls, name: str) -> "GPU":
         """Return a GPU of the table in presets.py, such as "H100-80GB"."""
         if name not in GPUS:
-            raise _unknown("GPU", name, tuple(GPUS))
+            raise unknown_name("GPU", name, GPUS)
         values = {key: number.value for key, number in GPUS[name].items()}
         return cls(
             name,
@@ -127,7 +128,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
-            raise _unknown("topology", self.topology, tuple(TOPOLOGIES))
+            raise unknown_name("topology", self.topology, TOPOLOGIES)
         if not self.nics_per_node:
             default = self.gpus_per_node if TOPOLOGIES[self.topology].nic_per_gpu else 1
             object.__setattr__(self, "nics_per_node", default)
@@ -151,7 +152,7 @@ class Cluster:
         Source: presets.py, for every number.
         """
         if name not in CLUSTERS:
-            raise _unknown("preset", name, PRESETS)
+            raise unknown_name("preset", name, PRESETS)
         preset = CLUSTERS[name]
         return cls(
             nodes,
@@ -304,10 +305,3 @@ def _assumed_lines(
 
 def _by_dtype(values: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {key[len(prefix) :]: value for key, value in values.items() if key.startswith(prefix)}
-
-
-def _unknown(kind: str, name: str, valid: Sequence[str]) -> ValueError:
-    by_lower = {known.lower(): known for known in valid}
-    nearest = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    question = f" Did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
-    return ValueError(f"unknown {kind} {name!r}; valid: {', '.join(valid)}.{question}")

@@ -217,18 +217,18 @@ def test_an_encoding_that_is_none_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("check 1.55", "there is no task '1.55'; did you mean 1.5?"),
-        ("hint broadcst", "there is no task 'broadcst'; did you mean broadcast?"),
+        ("check 1.55", "there is no task '1.55'. Did you mean '1.5'?"),
+        ("hint broadcst", "there is no task 'broadcst'. Did you mean 'broadcast'?"),
         (
             "check 2.1",
             "no task '2.1': phase 2 is not in this course's folder yet; there are 1.1 to 1.13",
         ),
         ("diff", "no task has passed yet: name one, with --spoil"),
-        ("diff 99", "there is no task '99'; there are: 1.1, 1.2, "),
+        ("diff 99", "there is no task '99'. There are: 1.1, 1.2, "),
         ("diff 1.4", "1.4 has not passed yet: distlab check 1.4, or --spoil shows it anyway"),
         ("reset 1.4", "nobody to ask here: distlab reset 1.4 --yes does it"),
         ("hint 1.4 --level 4", "--level 4: a task has hints 1 to 3"),
-        ("grade --phase 9", "there is no phase '9'; there are: 1"),
+        ("grade --phase 9", "there is no phase '9'. There are: 1"),
         ("grade --impl nowhere", "--impl nowhere: no such folder; use template, solution or a "),
         ("grade --report xml=a", "with one of json, junit, gradescope, markdown"),
         ("grade --backend x", "'auto', 'sim', 'gloo', 'nccl'"),

@@ -344,12 +344,14 @@ def test_a_cluster_describes_itself() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["cluster", "network", "presets", "topology"])
+@pytest.mark.parametrize(
+    "name", ["words", "sim.cluster", "sim.network", "sim.presets", "sim.topology"]
+)
 def test_the_network_needs_only_the_standard_library(name: str) -> None:
-    module = importlib.import_module(f"distlab.sim.{name}")
+    module = importlib.import_module(f"distlab.{name}")
     imports = re.findall(r"^(?:from|import) ([\w.]+)", inspect.getsource(module), re.MULTILINE)
     foreign = [name for name in imports if name.split(".")[0] not in sys.stdlib_module_names]
-    assert all(name.startswith("distlab.sim.") for name in foreign)
+    assert all(name.startswith(("distlab.sim.", "distlab.words")) for name in foreign)
 
 
 # ---------------------------------------------------------------------------------------- faults
