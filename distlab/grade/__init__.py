@@ -23,20 +23,15 @@ if TYPE_CHECKING:
     from distlab.grade.running import Grade, Run
     from distlab.grade.tasks import task
 
-_HOME_OF = {
-    "Wrong": "checks",
-    "check": "checks",
-    "Outcome": "outcomes",
-    "Grade": "running",
-    "Run": "running",
-    "task": "tasks",
-}
+_HOMES = ("checks", "tasks", "outcomes", "running")  # what loads least comes first
 
 __all__ = ["Grade", "Outcome", "Run", "Wrong", "check", "task"]
 
 
 def __getattr__(name: str) -> Any:
     """Load torch only when something is asked for that needs it: ``ahead`` must come before."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

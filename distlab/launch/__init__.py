@@ -27,15 +27,7 @@ if TYPE_CHECKING:
     )
     from distlab.launch.world import Context, context
 
-_HOMES = {
-    "api": ("run", "simulate"),
-    "errors": (
-        *("LaunchError", "RankCrashed", "RankExited", "RankFailed", "RankFate", "RankHung"),
-        *("RankOutOfMemory", "SetupError"),
-    ),
-    "world": ("Context", "context"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = ("errors", "world", "api")  # what loads least comes first
 
 __all__ = [
     "Context",
@@ -55,6 +47,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import on first use: a fork server can be started before torch is imported here."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
