@@ -88,7 +88,6 @@ class Cluster:
         rail-optimised     one switch                  NIC i of every node on rail i
         fat-tree           one switch                  leaf switches below a spine
         ethernet           PCIe                        one NIC per node and one big switch
-        hybrid-cube-mesh   direct NVLinks, relays      one NIC per node and one big switch
         torus              a ring, the x axis          rings, the y axis
 
     GPU g is number g % gpus_per_node of node g // gpus_per_node.
@@ -211,23 +210,6 @@ class Cluster:
             some = difflib.get_close_matches(pattern, names, cutoff=0.0)
             raise ValueError(f"no link matches {pattern!r}; there are {', '.join(some)}, ...")
         return replace(self, faults=(*self.faults, (pattern, factor)))
-
-    def describe(self) -> str:
-        """Return two or more lines of text: size, topology, speeds, slowed links."""
-        gpu = self.gpu.name if self.gpu else "compute is free"
-        shared = f" {self.oversubscription:g}:1" if self.oversubscription > 1 else ""
-        lines = [
-            f"{self.name}: {self.nodes} x {self.gpus_per_node} GPUs ({gpu}), "
-            f"{self.topology}{shared}, {len(self.links)} links",
-            f"inside a node: {self.nvlink_bytes_per_s / 1e9:g} GB/s per GPU, "
-            f"{self.latency_s * 1e6:.3g} µs",
-        ]
-        if self.nodes > 1:
-            lines.append(
-                f"between nodes: {self.nics_per_node} x {self.nic_bytes_per_s / 1e9:g} GB/s per "
-                f"node, {self.net_latency_s * 1e6:.3g} µs"
-            )
-        return "\n".join(lines + self._fault_lines())
 
     def assumptions(self) -> list[str]:
         """Return one line for every number that is neither on a data sheet nor measured.

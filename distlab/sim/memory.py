@@ -91,10 +91,6 @@ class MemoryTracker:
         """What was held when ``peak_bytes`` were; not the peaks of the categories."""
         return dict(self._update().peak)
 
-    def reset_peak(self) -> None:
-        """Start to look for the peak anew, from what is held now."""
-        self._update().reset_peak()
-
     def reclassify(self, tensor: Tensor, category: Category) -> None:
         """Say what a tensor is for, such as a hand-made momentum; it must be this rank's."""
         for storage in _storages(tensor):

@@ -107,7 +107,7 @@ def test_resizing_what_is_not_the_threads_own_changes_nothing() -> None:
     assert tracker.peak_bytes == 0
 
 
-actions = st.sampled_from(["new", "drop", "resize", "view", "parameters", "gradients", "reset"])
+actions = st.sampled_from(["new", "drop", "resize", "view", "parameters", "gradients"])
 
 
 @given(st.lists(st.tuples(actions, st.integers(0, 5)), max_size=30))
@@ -118,9 +118,7 @@ def test_the_books_balance(program: list[tuple[str, int]]) -> None:
     tensors: dict[int, Tensor] = {}
     with memory() as tracker:
         for action, key in program:
-            if action == "reset":
-                tracker.reset_peak()
-            elif action == "new":
+            if action == "new":
                 tensors[key] = torch.empty(10 * key + 1)
             elif key in tensors:
                 tensor = tensors[key]
@@ -289,15 +287,6 @@ def test_checkpointing_trades_activations_for_time() -> None:
     assert plain == 6 * 3 * one  # before and after GELU, and the result
     assert kept == 6 * one  # the results
     assert plain_peak - kept_peak > 8 * one  # one layer at a time is whole again
-
-
-def test_the_peak_can_be_looked_for_anew() -> None:
-    with memory() as tracker:
-        torch.ones(1000)
-        x = torch.ones(10)
-        tracker.reset_peak()
-        assert (tracker.peak_bytes, at_peak(tracker)) == (40, {"other": 40})
-        del x
 
 
 # --- threads and hooks ---------------------------------------------------------------------------
