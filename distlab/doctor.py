@@ -21,7 +21,7 @@ from rich.table import Table
 
 from distlab import data, launch
 from distlab.data.download import data_root
-from distlab.launch.joined import MPI_FIX
+from distlab.launch.external_launchers import MPI_FIX
 from distlab.torchvision_repair import import_torchvision
 from distlab.training import check_is_alone
 from distlab.words import bytes_text

@@ -10,7 +10,7 @@ import typer
 from distlab.cli import completion
 from distlab.course import Task
 from distlab.learner import (
-    children,
+    child_processes,
     compare,
     folder,
     grading,
@@ -138,11 +138,11 @@ def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.Run]:
     if num_tasks == 1:
         yield grading.captured_in(here)
         return
-    from distlab.learner.warm import WarmGrader
+    from distlab.learner.grader_server import WarmGrader
 
     grader = WarmGrader(here)
     try:
-        with children.ended_with_us():
+        with child_processes.ended_with_us():
             yield grader
     finally:
         grader.close()

@@ -29,7 +29,7 @@ __all__ = ["Grade", "Outcome", "Run", "Wrong", "check", "task"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load torch only when something is asked for that needs it: ``ahead`` must come before."""
+    """Load torch only when something is asked for that needs it: ``prestart`` must come before."""
     for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{home}")
         if hasattr(module, name):

@@ -22,7 +22,7 @@ from distlab.words import bytes_text
 
 # Imports that take about a second and that many functions need.
 SLOW_IMPORTS = (
-    *("torch._dynamo", "distlab.launch.simulated"),
+    *("torch._dynamo", "distlab.launch.simulation_process"),
     *("sklearn.datasets", "pytest", "hypothesis", "matplotlib.pyplot"),
 )
 MAX_HEADLINE = 2_000  # characters
