@@ -12,6 +12,14 @@
 
 The body runs in the ranks and returns values; what is asserted about them runs in pytest's process,
 where the learner's code is never imported.
+
+    suite        the tests of a phase, tests/test_phaseN.py
+    submission   the folder whose files are graded: templates, solutions, or any other
+    lesson       one of its files, as a body sees it
+    body         the function of a test that runs on every rank
+    run          what a world has returned, with what it sent, where the world counts that
+    outcome      passed, failed, todo, hang, crash and so on, of a test and of a task
+    verdict      an outcome with the message for the learner
 """
 
 import importlib

@@ -8,6 +8,14 @@
     launch.run(hello, 4)     # ['rank 0 of 4', 'rank 1 of 4', 'rank 2 of 4', 'rank 3 of 4']
 
 ``errors`` is the list of everything that can go wrong.
+
+    world         the ranks of one call, in one process group, with a folder of its own
+    rank          a process, as the parent knows it: what it said, printed and how it ended
+    fork server   a process with torch loaded, from which ranks are forked
+    supervisor    watches a world from the parent: exits, output, memory and the clock
+    place         what a rank is doing, and at which line of the program
+    report        a rank's own account of how it ended, with its result
+    verdict       which rank is to blame, and the one error that says so
 """
 
 import importlib

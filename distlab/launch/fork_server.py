@@ -23,7 +23,7 @@ from distlab.launch.errors import SetupError
 from distlab.launch.protocol import WorldFolder
 
 START_TIMEOUT_S = 120.0  # a cold disk may take long to read torch
-KILL_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 5.0  # a killed process is gone in milliseconds, unless it is in a disk access
 LOOK_S = 0.2  # how often a server that is waited for is looked at
 MAX_WORDS = 20_000  # bytes
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
