@@ -6,13 +6,14 @@ task.function, task.template          # "broadcast", phase1_data_parallel/templa
 task.guide                            # "guidelines.md#15-broadcast-along-a-tree"
 """
 
-import difflib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+
+from distlab.words import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -270,7 +271,9 @@ def _check_keys(
 ) -> None:
     for key in table:
         if key not in (*needed, *optional):
-            raise CourseError(f"{where}: unknown key {key!r}{_nearest(key, [*needed, *optional])}")
+            raise CourseError(
+                f"{where}: unknown key {key!r}. {_nearest(key, [*needed, *optional])}"
+            )
     for key in needed:
         if key not in table:
             raise CourseError(f"{where}: {key} is missing")
@@ -312,12 +315,10 @@ def _choice(where: str, table: Mapping[str, Any], key: str, valid: Sequence[int]
 
 def _look_up(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
     if name not in entries:
-        raise CourseError(f"there is no {kind} {name!r}{_nearest(name, entries)}")
+        raise CourseError(f"there is no {kind} {name!r}. {_nearest(name, entries)}")
     return entries[name]
 
 
-def _nearest(name: str, valid: Iterable[str]) -> str:
+def _nearest(name: str, valid: Collection[str]) -> str:
     """Name the most similar of the valid names, or all of them if none is similar."""
-    valid = list(valid)
-    nearest = difflib.get_close_matches(name, valid, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else f"; there are: {', '.join(valid)}"
+    return did_you_mean(name, valid) or f"There are: {', '.join(valid)}."

@@ -21,9 +21,10 @@ from rich.table import Table
 
 from distlab import data, launch
 from distlab.data.download import data_root
-from distlab.launch.joined import MPI_FIX
+from distlab.launch.external_launchers import MPI_FIX
 from distlab.torchvision_repair import import_torchvision
 from distlab.training import check_is_alone
+from distlab.words import bytes_text
 
 OK, ABSENT, BROKEN = "ok", "no", "broken"
 TESTED_TORCH = ("2.13",)
@@ -73,7 +74,7 @@ def check_machine() -> Finding:
     memory = psutil.virtual_memory()
     detail = (
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
-        f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"
+        f"{bytes_text(memory.available)} of {bytes_text(memory.total)} free"
     )
     return Finding("machine", OK, detail)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from distlab import data, launch, models, trainers
 from distlab.grade.outcomes import Outcome, verdict_on
 from distlab.grade.submission import Submission
-from distlab.launch.stacks import name_ranks
 from distlab.launch.world import (
     is_one_of_mpiruns,
     launcher_of_several,
@@ -25,7 +24,7 @@ from distlab.launch.world import (
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.counts import Counts
 from distlab.trainers import SOLVED
-from distlab.words import counted
+from distlab.words import bytes_text, counted, rank_names
 from phase1_data_parallel.given import EpochResult
 
 DEFAULT_WORKERS = 4
@@ -306,7 +305,7 @@ def _how_it_diverged(config: TrainConfig, answers: Sequence[object]) -> str:
     found = [answer for answer in answers if isinstance(answer, Diverged)]
     ranks = [rank for rank, answer in enumerate(found) if answer.is_mine]
     everywhere = len(ranks) in (0, config.num_workers)
-    where = f"all {config.num_workers} ranks" if everywhere else name_ranks(ranks)
+    where = f"all {config.num_workers} ranks" if everywhere else rank_names(ranks)
     default = RECIPES[config.model].lr
     smaller = default if config.lr > default else config.lr / 10
     return (
@@ -322,9 +321,9 @@ def _counts() -> Counts | None:
 
 
 def _traffic(counts: Counts, epochs: int) -> str:
-    """Write ``collectives per epoch: 177 all_reduce calls, 4.89 MB``; every epoch is alike."""
+    """Write ``collectives per epoch: 177 all_reduce calls, 4.66 MiB``; every epoch is alike."""
     totals = (
-        f"{calls / epochs:,.0f} {name} calls, {counts.num_bytes[name] / epochs / 1e6:,.2f} MB"
+        f"{calls / epochs:,.0f} {name} calls, {bytes_text(counts.num_bytes[name] / epochs)}"
         for name, calls in counts.calls.items()
     )
     return f"collectives per epoch: {'; '.join(totals) or 'none'}"

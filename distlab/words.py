@@ -1,17 +1,109 @@
-"""Words of the messages that people read."""
+"""How messages write numbers, ranks, times, sizes, lists and names that do not exist."""
 
+import difflib
+import functools
 import signal
-import traceback
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 
-Choose = Callable[[Collection[str]], Collection[str]]
-CALL = "__distlab_call__"  # attribute of an exception: the call that it came from, as text
+SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
+BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
+MAX_RUNS = 6  # of ranks that are named; of more, the first three and the last
+
+Units = Sequence[tuple[str, float]]
 
 
 def counted(number: int, noun: str) -> str:
     """Write ``1 rank``, ``2 ranks`` or ``1,024 ranks``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def verb(subjects: Sized, plural: str, singular: str = "") -> str:
+    """Return ``wait`` for several ranks, ``waits`` (or ``singular``) for one."""
+    return plural if len(subjects) > 1 else singular or f"{plural}s"
+
+
+def joined(items: Sequence[str], last: str = " and ") -> str:
+    """Write ``a``, ``a and b`` or ``a, b and c``; of nothing, ""."""
+    return last.join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
+
+
+def clauses(items: Sequence[str]) -> str:
+    """Write ``a``, ``a, and b`` or ``a, b, and c``, as sentences are joined."""
+    return joined(items, ", and ")
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """Write ``rank 3``, ``ranks 0-5 and 9``, or ``ranks 0, 2, 4, …, 254 (128 ranks)``."""
+    return _rank_names(tuple(sorted(ranks)))
+
+
+@functools.lru_cache
+def _rank_names(ordered: tuple[int, ...]) -> str:
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    runs = list(_runs(ordered))
+    if len(runs) > MAX_RUNS:
+        return f"ranks {', '.join(runs[:3])}, …, {runs[-1]} ({len(ordered)} ranks)"
+    return f"ranks {joined(runs)}"
+
+
+def _runs(ordered: Sequence[int]) -> Iterator[str]:
+    """Yield ``0-5`` for consecutive numbers, ``7`` for a single one."""
+    start = 0
+    for end in range(1, len(ordered) + 1):
+        if end == len(ordered) or ordered[end] != ordered[end - 1] + 1:
+            first, last = ordered[start], ordered[end - 1]
+            if last - first < 2:
+                yield from map(str, ordered[start:end])
+            else:
+                yield f"{first}-{last}"
+            start = end
+
+
+def seconds_text(seconds: float) -> str:
+    """Write a time with its unit: "38.4 µs"."""
+    return _with_unit(seconds, SECONDS)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write a size with its unit: "6.00 MiB"."""
+    return _with_unit(num_bytes, BYTES)
+
+
+def unit_of(largest: float, units: Units) -> tuple[str, float]:
+    """Choose the unit in which a number has one to three digits before the point."""
+    fitting = [unit for unit in units if largest >= 0.9995 * unit[1]]
+    return fitting[-1] if fitting else units[0]
+
+
+def _with_unit(value: float, units: Units) -> str:
+    if not value:
+        return f"0 {next(unit for unit, size in units if size == 1)}"
+    unit, size = unit_of(value, units)
+    return f"{value:.0f} B" if unit == "B" else f"{_digits(value / size)} {unit}"
+
+
+def _digits(value: float) -> str:
+    """Write three digits."""
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Write ``Did you mean 'digits'?``, or nothing if no known name is like the wrong one."""
+    by_lower = {name.lower(): name for name in known}
+    nearest = difflib.get_close_matches(wrong.lower(), by_lower, n=1)
+    return f"Did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
+
+
+def unknown_name(kind: str, wrong: str, valid: Collection[str]) -> ValueError:
+    """Return the error for a wrong name: one line with the valid names and the nearest of them.
+
+    >>> unknown_name("dataset", "digit", ("digits", "mnist"))
+    ValueError("unknown dataset 'digit'; valid: digits, mnist. Did you mean 'digits'?")
+    """
+    message = f"unknown {kind} {wrong!r}; valid: {', '.join(valid)}. {did_you_mean(wrong, valid)}"
+    return ValueError(message.rstrip())
 
 
 def signal_name(number: int) -> str:
@@ -20,29 +112,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def headline(error: BaseException) -> str:
-    """Write ``ZeroDivisionError: division by zero, in shard_indices(2, 0, 4)``.
-
-    The call is there if someone has noted it on the exception, as its attribute ``CALL``.
-    """
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    call = getattr(error, CALL, "")
-    return f"{text}, in {call}" if isinstance(call, str) and call else text
-
-
-def keep_frames(shown: traceback.TracebackException, choose: Choose) -> None:
-    """Drop frames, also in what an error was raised from.
-
-    Args:
-        shown: the error.
-        choose: given the files of a stack, says which of them to keep.
-    """
-    kept = set(choose({frame.filename for frame in shown.stack}))
-    frames = [frame for frame in shown.stack if frame.filename in kept]
-    shown.stack = traceback.StackSummary.from_list(frames)
-    group: Any = getattr(shown, "exceptions", None)  # Python 3.11: of an exception group
-    for inner in (shown.__cause__, shown.__context__, *(group or ())):
-        if inner is not None:
-            keep_frames(inner, choose)

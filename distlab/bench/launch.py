@@ -12,7 +12,7 @@ from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 from distlab import launch
-from distlab.launch import nursery
+from distlab.launch import fork_server
 from distlab.words import counted
 
 SPAWN_REPEATS = 3  # of seconds each
@@ -47,7 +47,7 @@ def _seconds(action: Callable[[], object], repeats: int) -> list[float]:
 
 
 def _cold(ranks: int) -> None:
-    nursery.close_idle()
+    fork_server.close_idle()
     launch.run(dist.get_rank, ranks, backend="gloo")
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distlab.sim import Simulated, simulate
+from distlab.words import bytes_text
 
 RING_RANKS = 256
 MANY_RANKS = 1024
@@ -30,7 +31,7 @@ class Measured:
 def print_table() -> None:
     """Measure and print."""
     simulate(_nothing, 2)  # imports and first allocations are not the simulator's
-    table = Table("", "real s", "MB", "messages", "µs each", "simulated s")
+    table = Table("", "real s", "memory", "messages", "µs each", "simulated s")
     table.columns[0].no_wrap = True
     for measured in (
         _measure(f"{MANY_RANKS:,} idle ranks", _nothing, MANY_RANKS),
@@ -41,15 +42,15 @@ def print_table() -> None:
         table.add_row(
             measured.what,
             f"{measured.seconds:.2f}",
-            f"{measured.grown_bytes / 1e6:.0f}",
+            bytes_text(measured.grown_bytes),
             f"{sent:,}",
             f"{measured.seconds / sent * 1e6:.1f}" if sent else "",
             f"{measured.simulated.seconds:.6f}",
         )
     Console().print(table)
     print("Ring by hand: an all-reduce by isend and recv. all_reduce: the built-in one.")
-    total = psutil.Process().memory_info().rss / 1e6
-    print(f"The whole process, torch included, now holds {total:.0f} MB.")
+    total = bytes_text(psutil.Process().memory_info().rss)
+    print(f"The whole process, torch included, now holds {total}.")
 
 
 def _measure(what: str, program: Callable[[], object], ranks: int) -> Measured:

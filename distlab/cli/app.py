@@ -19,7 +19,7 @@ from distlab.cli import (
     train,
     watch,
 )
-from distlab.cli.entry import INTERRUPTED, complain
+from distlab.cli.streams import INTERRUPTED, complain
 from distlab.cli.whole_help import Group
 
 # typer brings its own click or uses the installed one; either way this is its UsageError.

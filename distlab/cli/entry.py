@@ -13,8 +13,9 @@ from types import FrameType
 from typing import NoReturn
 
 from distlab import interrupts
+from distlab.cli.streams import INTERRUPTED, complain, drop
 
-FAILED, INTERRUPTED, PIPE_CLOSED = 1, 130, 141
+FAILED, PIPE_CLOSED = 1, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -43,27 +44,17 @@ def _run(arguments: Sequence[str] | None) -> int:
     return app.run(arguments)
 
 
-def complain(message: str, code: int) -> int:
-    """Print a line on standard error; return the exit code that was given."""
-    erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar may stand there
-    try:
-        print(erase_bar + message, file=sys.stderr, flush=True)
-    except OSError:
-        _drop(sys.stderr.fileno())
-    return code
-
-
 def _code_of(error: BaseException) -> int:
     """Say what went wrong, and return the exit code; a bug keeps its traceback."""
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
-        _drop(sys.stdout.fileno())  # click has made it a SystemExit(1)
+        drop(sys.stdout.fileno())  # click has made it a SystemExit(1)
         return PIPE_CLOSED
     if isinstance(error, KeyboardInterrupt):
         return complain("interrupted", INTERRUPTED)
     if type(error).__module__.startswith("distlab."):
         return complain(str(error), 2 if _is_about_options(error) else FAILED)
     if isinstance(error, OSError):
-        _drop(sys.stdout.fileno())  # it may be this one that is full
+        drop(sys.stdout.fileno())  # it may be this one that is full
         place = error.filename or "standard output"
         return complain(f"distlab: {place}: {error.strerror or error}", FAILED)
     raise error
@@ -123,10 +114,3 @@ def _open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115
-
-
-def _drop(number: int) -> None:
-    """Discard what Python still wants to write to a stream."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, number)
-    os.close(nowhere)

@@ -10,7 +10,7 @@ import typer
 from distlab.cli import completion
 from distlab.course import Task
 from distlab.learner import (
-    children,
+    child_processes,
     compare,
     folder,
     grading,
@@ -20,6 +20,7 @@ from distlab.learner import (
     status,
     templates,
 )
+from distlab.words import joined
 
 Backend = Literal["auto", "sim", "gloo", "nccl"]
 SomeTask = Annotated[
@@ -137,11 +138,11 @@ def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.Run]:
     if num_tasks == 1:
         yield grading.captured_in(here)
         return
-    from distlab.learner.warm import WarmGrader
+    from distlab.learner.grader_server import WarmGrader
 
     grader = WarmGrader(here)
     try:
-        with children.ended_with_us():
+        with child_processes.ended_with_us():
             yield grader
     finally:
         grader.close()
@@ -235,7 +236,7 @@ def reset(
         raise folder.LearnerError(
             f"cannot ask for confirmation here: use distlab reset {listed.id} --yes"
         )
-    names = " and ".join(templates.untouched(here, listed))
+    names = joined([*templates.untouched(here, listed)])
     if not yes and not typer.confirm(f"Replace {names} in {listed.template} with the template?"):
         typer.echo("Nothing was changed.")
         raise typer.Exit(1)

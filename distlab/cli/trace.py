@@ -7,8 +7,8 @@ import typer
 from distlab.cli import completion
 from distlab.cli.learn import waiting
 from distlab.course import HANG
-from distlab.launch import nursery
-from distlab.learner import folder, grading, programs, source, state, status
+from distlab.launch import fork_server
+from distlab.learner import folder, grading, source, state, status, trace_programs
 
 
 def trace(
@@ -30,14 +30,14 @@ def trace(
 ) -> None:
     """Run your function on simulated ranks; draw its messages, or report the deadlock."""
     here = folder.find()
-    listed = here.task(task) if task else programs.choose(here, state.load(here))
+    listed = here.task(task) if task else trace_programs.choose(here, state.load(here))
     choice = grading.find_impl(impl)
-    count = programs.count(listed.id, ranks)  # before anything is loaded
+    count = trace_programs.count(listed.id, ranks)  # before anything is loaded
     if choice == "template" and source.is_to_write(here, listed):
         typer.echo(status.not_written(listed))
         raise typer.Exit(1)
     with waiting(f"running {listed.function} …"):
-        nursery.start_ahead()
+        fork_server.start_ahead()
         from distlab.learner import trace as tracing
 
         traced = tracing.trace(here, listed, choice, count)

@@ -6,7 +6,7 @@ from queue import Queue
 import typer
 
 from distlab.cli.learn import SomeTask, WorldTimeout, check, choose, say
-from distlab.learner import children, folder, grading
+from distlab.learner import child_processes, folder, grading
 
 CLEAR = "\x1b[2J\x1b[3J\x1b[H"
 
@@ -17,8 +17,8 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
         check([task] if task else None, world_timeout)
         return
     from distlab.learner import watch as watching
+    from distlab.learner.grader_server import WarmGrader
     from distlab.learner.screen import Screen
-    from distlab.learner.warm import WarmGrader
 
     here = folder.find()
     first = choose(here, task)
@@ -27,7 +27,7 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
     grader = WarmGrader(here)
     try:
         with (
-            children.ended_with_us(),
+            child_processes.ended_with_us(),
             watching.saves_into(events, here),
             watching.keys_into(events, grader.stop),
         ):

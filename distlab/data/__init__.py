@@ -12,11 +12,11 @@ from typing import Any
 from distlab.data.digits import load_digits
 from distlab.data.download import data_root, rank_zero_first
 from distlab.data.folders import load_image_folder
-from distlab.data.names import unknown_name
 from distlab.data.sequences import TokenSplits, tokens
 from distlab.data.splits import DataError, ImageShape, ImageTensors, SizedDataset, Splits
 from distlab.data.standard import load_cifar10, load_mnist
 from distlab.data.synthetic import make_synthetic
+from distlab.words import unknown_name
 
 __all__ = [
     "DATASETS",

@@ -12,6 +12,14 @@
 
 The body runs in the ranks and returns values; what is asserted about them runs in pytest's process,
 where the learner's code is never imported.
+
+    suite        the tests of a phase, tests/test_phaseN.py
+    submission   the folder whose files are graded: templates, solutions, or any other
+    lesson       one of its files, as a body sees it
+    body         the function of a test that runs on every rank
+    run          what a world has returned, with what it sent, where the world counts that
+    outcome      passed, failed, todo, hang, crash and so on, of a test and of a task
+    verdict      an outcome with the message for the learner
 """
 
 import importlib
@@ -23,20 +31,15 @@ if TYPE_CHECKING:
     from distlab.grade.running import Grade, Run
     from distlab.grade.tasks import task
 
-_HOME_OF = {
-    "Wrong": "checks",
-    "check": "checks",
-    "Outcome": "outcomes",
-    "Grade": "running",
-    "Run": "running",
-    "task": "tasks",
-}
+_HOMES = ("checks", "tasks", "outcomes", "running")  # what loads least comes first
 
 __all__ = ["Grade", "Outcome", "Run", "Wrong", "check", "task"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load torch only when something that needs it is asked for: ``ahead`` must come first."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    """Load torch only when something that needs it is asked for: ``prestart`` must come first."""
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

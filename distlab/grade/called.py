@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distlab.words import CALL
+from distlab.tracebacks import CALL
 
 _SAYS_IT_ALL = NotImplementedError  # which task is to be written
 

@@ -18,8 +18,8 @@ from distlab.grade.called import Lesson
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, Limits, work
 from distlab.grade.submission import Submission
 from distlab.launch import LaunchError, RankExited, RankHung
+from distlab.launch.fork_server import load_ahead
 from distlab.launch.meter import metered
-from distlab.launch.nursery import load_ahead
 from distlab.sim import Cluster, Options, Trace
 
 CERTAIN = ("deadlock", "suspended")  # hangs that more time would not end

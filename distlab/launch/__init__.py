@@ -8,6 +8,14 @@
     launch.run(hello, 4)     # ['rank 0 of 4', 'rank 1 of 4', 'rank 2 of 4', 'rank 3 of 4']
 
 ``errors`` is the list of everything that can go wrong.
+
+    world         the ranks of one call, in one process group, with a folder of its own
+    rank          a process, as the parent knows it: what it said, printed and how it ended
+    fork server   a process with torch loaded, from which ranks are forked
+    supervisor    watches a world from the parent: exits, output, memory and the clock
+    place         what a rank is doing, and at which line of the program
+    report        a rank's own account of how it ended, with its result
+    verdict       which rank is to blame, and the one error that says so
 """
 
 import importlib
@@ -27,15 +35,7 @@ if TYPE_CHECKING:
     )
     from distlab.launch.world import Context, context
 
-_HOMES = {
-    "api": ("run", "simulate"),
-    "errors": (
-        *("LaunchError", "RankCrashed", "RankExited", "RankFailed", "RankFate", "RankHung"),
-        *("RankOutOfMemory", "SetupError"),
-    ),
-    "world": ("Context", "context"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = ("errors", "world", "api")  # what loads least comes first
 
 __all__ = [
     "Context",
@@ -55,6 +55,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import on first use: a fork server can be started before torch is imported here."""
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

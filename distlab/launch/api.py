@@ -14,13 +14,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from distlab.launch import nursery, plain, simulated, verdict, world
-from distlab.launch.accounts import SLOW_IMPORTS
+from distlab.launch import fork_server, safe_pickle, simulation_process, verdict, world
 from distlab.launch.errors import LaunchError, RankFailed, SetupError
-from distlab.launch.joined import run_joined, run_under_mpirun
+from distlab.launch.external_launchers import run_joined, run_under_mpirun
 from distlab.launch.limits import Exceeded, Limits
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder, pickled
-from distlab.launch.rank import Rank
+from distlab.launch.rank import RankProcess
+from distlab.launch.rank_report import SLOW_IMPORTS
 from distlab.launch.supervisor import Supervisor
 
 BACKENDS = ("auto", "gloo", "nccl", "sim", "mpi")
@@ -75,8 +75,8 @@ def run(
         memory_limit_bytes: that all ranks together may allocate, the processes that they start
             not counted; by default 90 % of what is free.
         plain_results: accept plain data alone, numbers, strings and containers of them, up to the
-            limits of ``plain``, and show 256 KiB of what ranks print: somebody else's code then
-            neither runs here nor fills this process.
+            limits of ``safe_pickle``, and show 256 KiB of what ranks print: somebody else's code
+            then neither runs here nor fills this process.
         output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``; of ranks
             that this call starts as processes, so not with "sim".
         cluster: with "sim", the cluster or the name of a preset; see ``simulate``.
@@ -126,13 +126,13 @@ def _options(given: Sequence[str]) -> "Options | None":
     return Options(given=tuple(given)) if given else None
 
 
-def _result(rank: Rank, world_size: int, plain_results: bool) -> object:
+def _result(rank: RankProcess, world_size: int, plain_results: bool) -> object:
     sent = rank.report.result if rank.report else b""
     if not plain_results:
         return pickle.loads(sent)
     try:
-        return plain.loads_result(sent)
-    except plain.NotPlainError as error:
+        return safe_pickle.loads_result(sent)
+    except safe_pickle.NotPlainError as error:
         who = f"rank {rank.number} of {world_size}"
         raise RankFailed(f"{who} returned {error}", rank=rank.number) from None
 
@@ -184,13 +184,13 @@ def _simulated(
     limits: Limits,
     plain_results: bool,
 ) -> object:
-    simulated.check(simulation)
+    simulation_process.check(simulation)
     with _refusals():
-        given = simulated.given_of(simulation)
+        given = simulation_process.given_of(simulation)
         spec = _spec(fn, args, "sim", ("cpu",), limits.timeout_s, given, plain_results)
         spec = replace(spec, simulation=simulation)
         with _world(spec, limits, None) as ((process,), folder, exceeded):
-            outcome = simulated.read_outcome(
+            outcome = simulation_process.read_outcome(
                 process,
                 simulation,
                 folder,
@@ -223,7 +223,7 @@ def _spec(
         working_dir=os.getcwd(),
         sys_path=tuple(sys.path),
         given=tuple(given),
-        max_result_bytes=plain.MAX_RESULT_BYTES if plain_results else None,
+        max_result_bytes=safe_pickle.MAX_RESULT_BYTES if plain_results else None,
     )
 
 
@@ -243,9 +243,9 @@ def _world(
     spec: Spec,
     limits: Limits,
     output_dir: Path | str | None,
-) -> Iterator[tuple[list[Rank], WorldFolder, Exceeded | None]]:
+) -> Iterator[tuple[list[RankProcess], WorldFolder, Exceeded | None]]:
     """Run a world to its end; yield its ranks, its folder and the time limit that it exceeded."""
-    with nursery.borrowed() as home, home.world_folder() as folder:
+    with fork_server.borrowed() as home, home.world_folder() as folder:
         folder.write_spec(spec)
         supervisor = Supervisor(home, folder, limits, _made(output_dir), spec.given)
         ranks = supervisor.run(spec.world_size)
@@ -365,7 +365,7 @@ def _limits(
     limits = Limits(_finite(timeout_s), cpu_s, idle_s, memory_bytes or free_bytes)
     if not plain_results:
         return limits
-    return replace(limits, report_bytes=plain.MAX_REPORT_BYTES, output_bytes=MAX_SHOWN_BYTES)
+    return replace(limits, report_bytes=safe_pickle.MAX_REPORT_BYTES, output_bytes=MAX_SHOWN_BYTES)
 
 
 def _made(output_dir: Path | str | None) -> Path | None:
@@ -376,7 +376,7 @@ def _made(output_dir: Path | str | None) -> Path | None:
     return path
 
 
-def _slow_imports(ranks: list[Rank]) -> list[str]:
+def _slow_imports(ranks: list[RankProcess]) -> list[str]:
     """What ranks say that they have imported, of what is known to be slow and harmless."""
     loaded = {name for rank in ranks if rank.report for name in rank.report.modules}
     return sorted(loaded.intersection(SLOW_IMPORTS))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from distlab import reading
-from distlab.launch import plain
+from distlab.launch import safe_pickle
 
 if TYPE_CHECKING:
     from distlab.sim import Cluster, Options
@@ -134,7 +134,7 @@ class Report:
 _TYPES: dict[str, type] = {"outcome": Outcome, "at_ns": int, "result": bytes, "modules": tuple}
 _TYPES |= dict.fromkeys(("exception", "headline", "traceback"), str)
 MAX_REPORT_BYTES = 2**32  # of one's own program: it may return tensors
-MAX_DUMP_BYTES = 16_000_000  # 1024 threads, 100 frames each, with room to spare
+MAX_DUMP_BYTES = 16 * 2**20  # 1024 threads, 100 frames each, with room to spare
 WORD_BYTES = 8  # of a rank or a thread
 MAX_TEXT = 100_000  # characters; a rank itself sends fewer
 
@@ -174,19 +174,19 @@ class WorldFolder:
             NotPlainError: that is no report.
         """
         path = self._report(rank)
-        values = plain.loads(reading.regular_file(path, max_bytes, follows_links=False))
+        values = safe_pickle.loads(reading.regular_file(path, max_bytes, follows_links=False))
         try:
             report = Report(**values)  # type: ignore[arg-type]
             report = replace(report, outcome=Outcome(report.outcome))
         except (TypeError, ValueError) as error:
-            raise plain.NotPlainError(f"no report ({error})") from None
+            raise safe_pickle.NotPlainError(f"no report ({error})") from None
         for field in fields(Report):
             value = getattr(report, field.name)
             if type(value) is not _TYPES[field.name]:
                 kind = type(value).__name__
-                raise plain.NotPlainError(f"a report whose {field.name} is of type {kind}")
+                raise safe_pickle.NotPlainError(f"a report whose {field.name} is of type {kind}")
         if any(type(name) is not str for name in report.modules):
-            raise plain.NotPlainError("a report of modules without a name")
+            raise safe_pickle.NotPlainError("a report of modules without a name")
         headline, traceback = report.headline[:MAX_TEXT], report.traceback[:MAX_TEXT]
         return replace(report, headline=headline, traceback=traceback)
 

@@ -17,7 +17,7 @@ POLLING_S = 0.03  # of processor time; eight ranks that wait on gloo use 0.01 s 
 
 
 @dataclass
-class Rank:
+class RankProcess:
     """What the parent knows of one rank."""
 
     number: int

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import distlab
+from distlab.words import rank_names, verb
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
@@ -121,8 +122,8 @@ def roll_call(places: Mapping[int, Place], world_size: int) -> str:
     """Group ranks by place: one sentence, then the source lines.
 
     3 of 4 wait in recv at ring.py:41 in exchange; rank 1 is at trainer.py:88 in step
-      ranks 0, 2, 3  ring.py:41     dist.recv(inbox, left)
-      rank 1         trainer.py:88  while True:
+      ranks 0, 2 and 3  ring.py:41     dist.recv(inbox, left)
+      rank 1            trainer.py:88  while True:
     """
     groups: dict[Place, list[int]] = {}
     for rank, place in sorted(places.items()):
@@ -130,7 +131,7 @@ def roll_call(places: Mapping[int, Place], world_size: int) -> str:
     largest_first = sorted(groups.items(), key=lambda group: -len(group[1]))
     sentence = "; ".join(_clause(place, ranks, world_size) for place, ranks in largest_first)
     lines = [
-        f"  {name_ranks(ranks):<16} {place.frame}  {place.frame.source}"
+        f"  {rank_names(ranks):<16}  {place.frame}  {place.frame.source}"
         for place, ranks in largest_first
         if place.frame
     ]
@@ -138,12 +139,6 @@ def roll_call(places: Mapping[int, Place], world_size: int) -> str:
 
 
 def _clause(place: Place, ranks: list[int], world_size: int) -> str:
-    one = len(ranks) == 1
-    who = f"rank {ranks[0]}" if one else f"{len(ranks)} of {world_size}"
-    verb = ("waits" if one else "wait") if place.operation else ("is" if one else "are")
-    return f"{who} {verb} {place}"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Write ``rank 1`` or ``ranks 0, 2, 3``."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} of {world_size}"
+    does = verb(ranks, "wait") if place.operation else verb(ranks, "are", "is")
+    return f"{who} {does} {place}"

@@ -16,9 +16,8 @@ from typing import IO
 
 from distlab.launch import meter, output, stacks
 from distlab.launch.errors import SetupError
+from distlab.launch.fork_server import ForkServer
 from distlab.launch.limits import Exceeded, Limits
-from distlab.launch.nursery import Nursery
-from distlab.launch.plain import NotPlainError
 from distlab.launch.protocol import (
     DUMP_SIGNAL,
     GO,
@@ -29,7 +28,8 @@ from distlab.launch.protocol import (
     Report,
     WorldFolder,
 )
-from distlab.launch.rank import Rank
+from distlab.launch.rank import RankProcess
+from distlab.launch.safe_pickle import NotPlainError
 from distlab.launch.starting import Display
 
 START_TIMEOUT_S = 120.0  # for all ranks to join the process group
@@ -49,15 +49,15 @@ class Supervisor:
 
     def __init__(
         self,
-        nursery: Nursery,
+        fork_server: ForkServer,
         folder: WorldFolder,
         limits: Limits,
         output_dir: Path | None,
         given: Sequence[str] = (),
     ) -> None:
-        self.nursery, self.folder, self.limits = nursery, folder, limits
+        self.fork_server, self.folder, self.limits = fork_server, folder, limits
         self.output_dir, self.given = output_dir, given
-        self.ranks: list[Rank] = []
+        self.ranks: list[RankProcess] = []
         self.exceeded: Exceeded | None = None  # the limit that ended the world, if one did
         self.limit_s: float | None = START_TIMEOUT_S  # from the last start of the clock on
         self._clock_started = time.monotonic()
@@ -70,7 +70,7 @@ class Supervisor:
         self._screen = output.Screen(limits.output_bytes)
         self._display = Display(0)
 
-    def run(self, world_size: int) -> list[Rank]:
+    def run(self, world_size: int) -> list[RankProcess]:
         """Start ``world_size`` ranks, watch them to the end, and return what is known of each.
 
         Afterwards no process that they started is left, whatever happened, ctrl-C included.
@@ -81,7 +81,7 @@ class Supervisor:
             for number in range(world_size):
                 self._start(number)
                 self._show_start()
-            self._selector.register(self.nursery, selectors.EVENT_READ, self._note_exits)
+            self._selector.register(self.fork_server, selectors.EVENT_READ, self._note_exits)
             self._note_exits()  # of ranks that ended while others were being started
             self._watch()
         finally:
@@ -98,8 +98,8 @@ class Supervisor:
             on_failure.callback(ours.close)
             with theirs, output.channel() as (reading, writing):
                 on_failure.callback(os.close, reading)
-                pid = self.nursery.start_rank(theirs, writing)
-            rank = Rank(number, pid, ours, reading)
+                pid = self.fork_server.start_rank(theirs, writing)
+            rank = RankProcess(number, pid, ours, reading)
             self.ranks.append(rank)
             on_failure.pop_all()
         if self.output_dir:
@@ -146,7 +146,7 @@ class Supervisor:
                 rank.control.sendall(GO)
 
     def _turn(self, seconds: float) -> None:
-        self.nursery.check()
+        self.fork_server.check()
         for key, _ in self._selector.select(seconds):
             react: Callable[[], None] = key.data
             react()
@@ -158,7 +158,7 @@ class Supervisor:
 
     # What ranks and fork server have to say
 
-    def _note_word(self, rank: Rank) -> None:
+    def _note_word(self, rank: RankProcess) -> None:
         try:
             words = rank.control.recv(16)
         except ConnectionResetError:
@@ -173,7 +173,7 @@ class Supervisor:
         if not words:  # the rank's end is closed; its exit comes through the fork server
             self._selector.unregister(rank.control)
 
-    def _read_report(self, rank: Rank) -> Report:
+    def _read_report(self, rank: RankProcess) -> Report:
         try:
             return self.folder.read_report(rank.number, self.limits.report_bytes)
         except (OSError, NotPlainError) as error:  # fn has meddled with it
@@ -182,13 +182,13 @@ class Supervisor:
 
     def _note_exits(self) -> None:
         by_pid = {rank.pid: rank for rank in self.ranks}
-        for pid, status in self.nursery.exits():
+        for pid, status in self.fork_server.exits():
             if rank := by_pid.get(pid):
                 rank.exit_status, rank.exited_at_ns = status, time.monotonic_ns()
                 if os.WIFSIGNALED(status) and not rank.place:
                     rank.place = stacks.read_crash(self.folder.read_stacks(rank.number), self.given)
 
-    def _note_output(self, rank: Rank) -> None:
+    def _note_output(self, rank: RankProcess) -> None:
         try:
             data = os.read(rank.output, 65536)
         except BlockingIOError:
@@ -254,7 +254,7 @@ class Supervisor:
     def _locate_running(self) -> None:
         self._locate([rank for rank in self.ranks if rank.is_running])
 
-    def _locate(self, ranks: list[Rank]) -> None:
+    def _locate(self, ranks: list[RankProcess]) -> None:
         """Have ranks dump their stacks, from C, and read where each one is."""
         if not self._has_gone:
             for rank in ranks:
@@ -269,7 +269,7 @@ class Supervisor:
                 place = stacks.read_place(self.folder.read_stacks(rank.number), given=self.given)
                 rank.place = stacks.SUSPENDED if rank.is_suspended() else place
 
-    def _has_dumped(self, rank: Rank) -> bool:
+    def _has_dumped(self, rank: RankProcess) -> bool:
         # The main thread comes last in a dump, and its outermost frame at the very end.
         return not rank.is_running or self.folder.read_stacks(rank.number).endswith(
             '"<string>", line 1 in <module>\n'
@@ -291,7 +291,7 @@ class Supervisor:
                 if rank.exit_status is None:
                     rank.was_stopped = rank.report is None
                     rank.kill()
-            self.nursery.kill_leftovers()
+            self.fork_server.kill_leftovers()
             self._turn_until(self._all_exited, EXIT_S)
             self._turn_until(lambda: all(rank.is_silent for rank in self.ranks), EXIT_S)
         for rank in self.ranks:

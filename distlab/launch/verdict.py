@@ -20,8 +20,8 @@ from distlab.launch.errors import (
 )
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import CANNOT_REPORT, Outcome
-from distlab.launch.rank import Rank
-from distlab.words import signal_name
+from distlab.launch.rank import RankProcess
+from distlab.words import rank_names, signal_name, verb
 
 OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
 FATE_CHARACTERS = 120
@@ -36,7 +36,7 @@ _HINTS = (
 )
 
 
-def judge(ranks: Sequence[Rank], exceeded: Exceeded | None) -> LaunchError | None:
+def judge(ranks: Sequence[RankProcess], exceeded: Exceeded | None) -> LaunchError | None:
     """Return the one error of a world that has ended, or None if every rank returned.
 
     Args:
@@ -53,7 +53,7 @@ def judge(ranks: Sequence[Rank], exceeded: Exceeded | None) -> LaunchError | Non
     return _lost_peer(ranks)
 
 
-def _failure(rank: Rank, ranks: Sequence[Rank]) -> LaunchError:
+def _failure(rank: RankProcess, ranks: Sequence[RankProcess]) -> LaunchError:
     """The error of a rank that failed by itself."""
     who = f"rank {rank.number} of {len(ranks)}"
     kind, headline = cause(rank)
@@ -67,7 +67,7 @@ def _failure(rank: Rank, ranks: Sequence[Rank]) -> LaunchError:
     return kind("\n\n".join(parts), rank=rank.number, fates=_fates(ranks), exception=exception)
 
 
-def cause(rank: Rank) -> tuple[type[LaunchError], str]:
+def cause(rank: RankProcess) -> tuple[type[LaunchError], str]:
     """Tell which error it is, and how the sentence about the rank goes on."""
     if rank.exceeded_memory:
         where = f" {rank.place}" if rank.place else ""
@@ -80,7 +80,7 @@ def cause(rank: Rank) -> tuple[type[LaunchError], str]:
     return _death(rank)
 
 
-def _death(rank: Rank) -> tuple[type[LaunchError], str]:
+def _death(rank: RankProcess) -> tuple[type[LaunchError], str]:
     """A rank that died without a word."""
     code = os.waitstatus_to_exitcode(rank.exit_status or 0)
     if code == CANNOT_REPORT:
@@ -95,7 +95,7 @@ def _death(rank: Rank) -> tuple[type[LaunchError], str]:
     return RankCrashed, f"was killed by {name}" + (f" {rank.place}" if rank.place else "")
 
 
-def _hang(ranks: Sequence[Rank], exceeded: Exceeded) -> RankHung:
+def _hang(ranks: Sequence[RankProcess], exceeded: Exceeded) -> RankHung:
     running = {rank.number: rank.place for rank in ranks if rank.place}
     busy = [
         number for number, place in running.items() if not place.operation and place != stacks.READY
@@ -105,8 +105,7 @@ def _hang(ranks: Sequence[Rank], exceeded: Exceeded) -> RankHung:
     to_blame = busy if busy else returned
     parts = [f"time is up after {exceeded}: {stacks.roll_call(running, len(ranks))}"]
     if returned:
-        verb = "has" if len(returned) == 1 else "have"
-        parts.append(f"{stacks.name_ranks(returned)} {verb} returned")
+        parts.append(f"{rank_names(returned)} {verb(returned, 'have', 'has')} returned")
     if not to_blame:
         parts.append(
             "All of them wait for each other: compare the calls above, rank by rank. "
@@ -145,16 +144,16 @@ def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspend
     return "endless loop" if has_place else RankHung.KIND
 
 
-def _lost_peer(ranks: Sequence[Rank]) -> LaunchError:
+def _lost_peer(ranks: Sequence[RankProcess]) -> LaunchError:
     """Only lost connections: then a rank that returned is the one they waited for."""
     lost = min((rank for rank in ranks if rank.has_failed), key=_failed_at_ns)
     returned = [rank.number for rank in ranks if rank.has_returned]
     traceback = lost.report.traceback.rstrip() if lost.report else ""
     if not returned:
         return _failure(lost, ranks)
-    verb = "has" if len(returned) == 1 else "have"
+    have = verb(returned, "have", "has")
     message = (
-        f"{stacks.name_ranks(returned)} of {len(ranks)} {verb} returned while rank {lost.number} "
+        f"{rank_names(returned)} of {len(ranks)} {have} returned while rank {lost.number} "
         "still waited for an answer. Every rank must make the same collective calls, and each "
         "send needs its recv. Ranks that call the same collective with different sizes or dtypes "
         'can look like this too: the same run with backend="sim" says exactly which.\n\n'
@@ -164,40 +163,40 @@ def _lost_peer(ranks: Sequence[Rank]) -> LaunchError:
     return RankExited(message, kind="returned", rank=blamed, fates=_fates(ranks))
 
 
-def _is_secondary(rank: Rank) -> bool:
+def _is_secondary(rank: RankProcess) -> bool:
     return rank.report is not None and rank.report.outcome is Outcome.SECONDARY
 
 
-def _failed_at_ns(rank: Rank) -> int:
+def _failed_at_ns(rank: RankProcess) -> int:
     return rank.report.at_ns if rank.report else rank.exited_at_ns
 
 
-def _hints(rank: Rank) -> list[str]:
+def _hints(rank: RankProcess) -> list[str]:
     return [hint for pattern, hint in _HINTS if pattern.search(rank.text())]
 
 
-def _output(rank: Rank) -> list[str]:
+def _output(rank: RankProcess) -> list[str]:
     lines = rank.text().rstrip().splitlines()[-OUTPUT_LINES:]
     shown = [f"  {_clipped(line, OUTPUT_CHARACTERS)}" for line in lines]
     return ["\n".join([f"The last output of rank {rank.number}:", *shown])] if shown else []
 
 
-def _others(rank: Rank, ranks: Sequence[Rank]) -> list[str]:
+def _others(rank: RankProcess, ranks: Sequence[RankProcess]) -> list[str]:
     others = [other for other in ranks if other is not rank]
     if not others:
         return []
     by_what: dict[str, list[int]] = {}
     for other in others:
         by_what.setdefault(_what(other), []).append(other.number)
-    lines = [f"  {stacks.name_ranks(numbers):<12} {what}" for what, numbers in by_what.items()]
+    lines = [f"  {rank_names(numbers):<16}  {what}" for what, numbers in by_what.items()]
     return ["The other ranks:\n" + "\n".join(lines)]
 
 
-def _fates(ranks: Sequence[Rank]) -> list[RankFate]:
+def _fates(ranks: Sequence[RankProcess]) -> list[RankFate]:
     return [RankFate(rank.number, _what(rank), rank.text()) for rank in ranks]
 
 
-def _what(rank: Rank) -> str:
+def _what(rank: RankProcess) -> str:
     if rank.has_returned:
         return "returned"
     if _is_secondary(rank):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.launch import accounts, prctl, world
+from distlab.launch import prctl, rank_report, world
 from distlab.launch.protocol import (
     CANNOT_REPORT,
     DUMP_SIGNAL,
@@ -66,10 +66,14 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
     device = torch.device(spec.devices[rank])
     try:
         if spec.simulation:
-            from distlab.launch import simulated  # with all of the simulator: only where needed
+            from distlab.launch import (
+                simulation_process,  # with all of the simulator: only where needed
+            )
 
             _start_together(control)
-            return accounts.of_result(simulated.simulate_in_child(spec, spec.simulation, folder))
+            return rank_report.of_result(
+                simulation_process.simulate_in_child(spec, spec.simulation, folder)
+            )
         with world.on_device(device):
             world.init_process_group(
                 spec.backend,
@@ -81,9 +85,9 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
             )
             _start_together(control)
             fn, args = spec.function_and_arguments()
-            return accounts.of_result(fn(*args), spec.max_result_bytes)
+            return rank_report.of_result(fn(*args), spec.max_result_bytes)
     except BaseException as error:
-        return accounts.of_error(error, __file__, spec.given)
+        return rank_report.of_error(error, __file__, spec.given)
 
 
 def _start_together(control: socket.socket) -> None:

@@ -1,12 +1,12 @@
 """The course's folder that a command works in, and the task that an argument names."""
 
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from distlab import course
 from distlab.course import Course, Phase, Task
+from distlab.words import did_you_mean
 
 PRIVATE = ".distlab"  # of the learner's commands; git ignores it
 
@@ -63,10 +63,8 @@ class CourseFolder:
                 f"{tasks[-1].id}"
             )
         valid = [word for task in self.course.tasks for word in (task.id, task.function)]
-        nearest = difflib.get_close_matches(name, valid, n=3)
-        if nearest:
-            return f"; did you mean {' or '.join(nearest)}?"
-        return f"; there are: {', '.join(task.id for task in self.course.tasks)}"
+        every_id = ", ".join(task.id for task in self.course.tasks)
+        return f". {did_you_mean(name, valid) or f'There are: {every_id}.'}"
 
 
 def find(start: Path | None = None) -> CourseFolder:

@@ -17,13 +17,13 @@ from typing import Any
 
 from distlab.course import GRADER_ERROR, PASSED, Phase, Task
 from distlab.grade import report_paths
-from distlab.learner import children, source, state, templates
+from distlab.learner import child_processes, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.words import signal_name
 
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
-REMEMBERING = "distlab.learner.remembering"  # what pytest would do without these commands
+REMEMBERING = "distlab.learner.pytest_progress"  # what pytest would do without these commands
 NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 REPORTS = tuple(report_paths.HEADS)
 
@@ -151,9 +151,9 @@ def shown_in(folder: CourseFolder) -> Run:
 
 def _run(folder: CourseFolder, arguments: list[str], *, is_shown: bool) -> tuple[int, str]:
     """Run pytest until it ends, or this process is told to; ctrl-C is for this one alone."""
-    with children.ended_with_us():
+    with child_processes.ended_with_us():
         process = subprocess.Popen(
-            children.command(PYTEST, *arguments),
+            child_processes.command(PYTEST, *arguments),
             stdout=_shown_on(sys.stdout) if is_shown else subprocess.PIPE,
             stderr=_shown_on(sys.stderr) if is_shown else subprocess.STDOUT,
             cwd=folder.root,
@@ -178,7 +178,7 @@ def _shown_on(stream: object) -> int | None:
 def _output(process: "subprocess.Popen[str]") -> str:
     """Wait for the end of a process; whatever cuts this off ends it."""
     try:
-        with children.not_left_stopped(process):
+        with child_processes.not_left_stopped(process):
             return process.communicate()[0] or ""
     except BaseException:
         process.kill()

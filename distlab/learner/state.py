@@ -15,7 +15,7 @@ from distlab.course import HINTS, OUTCOMES, PASSED, Task
 from distlab.learner.folder import CourseFolder
 
 FILE = "progress.json"
-MAX_BYTES = 1_000_000
+MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
-from distlab.learner.programs import MAX_RANKS, MIN_RANKS, PROGRAMS
 from distlab.learner.state import Progress
+from distlab.learner.trace_programs import MAX_RANKS, MIN_RANKS, PROGRAMS
 
 BAR_WIDTH = 24
 ALL_PASSED = "All tasks have passed.  Run: distlab grade"

@@ -10,10 +10,10 @@ from distlab.grade import submission
 from distlab.grade.outcomes import verdict_on
 from distlab.grade.running import on_rank
 from distlab.launch import LaunchError
-from distlab.learner import programs, status
-from distlab.learner.bodies import BODIES
+from distlab.learner import status, trace_programs
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
-from distlab.learner.programs import CLUSTER
+from distlab.learner.trace_bodies import BODIES
+from distlab.learner.trace_programs import CLUSTER
 from distlab.sim import Options, Simulated, diagram
 from distlab.sim.summary import summary
 
@@ -36,7 +36,7 @@ def trace(folder: CourseFolder, task: Task, impl: str, ranks: int) -> Traced:
         folder: the course's.
         task: one that sends messages.
         impl: "template", "solution" or a folder.
-        ranks: as ``programs.count`` allows.
+        ranks: as ``trace_programs.count`` allows.
 
     Raises:
         LearnerError: there is no phase in the folder.
@@ -46,7 +46,7 @@ def trace(folder: CourseFolder, task: Task, impl: str, ranks: int) -> Traced:
         handed_in = submission.find(impl, folder.root)
     except ValueError as error:
         raise LearnerError(str(error)) from None
-    program = programs.PROGRAMS[task.id]
+    program = trace_programs.PROGRAMS[task.id]
     try:
         simulated: Simulated[None] = launch.simulate(
             *(on_rank, ranks, handed_in, task, BODIES[task.id], ()),

@@ -85,11 +85,6 @@ class Account:
             self.live[block.category] -= block.nbytes
             self.live_bytes -= block.nbytes
 
-    def reset_peak(self) -> None:
-        """Start looking for a new peak, from what is held now."""
-        self.peak_bytes = -1
-        self._note_peak()
-
     def largest(self, count: int) -> list[tuple[Block, int]]:
         """Return the largest blocks, largest first, each with how many there are of its kind."""
         kinds: dict[tuple[object, ...], list[Block]] = {}

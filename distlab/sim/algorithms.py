@@ -47,9 +47,9 @@ from distlab.sim.patterns import (
     tree_broadcast,
     tree_scatter,
 )
-from distlab.sim.phases import Phase, Phases, bytes_sent, estimate_s, mirrored, round_s, together
+from distlab.sim.phases import Phase, Phases, mirrored, round_s, together
 
-__all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "bytes_sent", "estimate_s", "plan"]
+__all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan"]
 
 Members = Sequence[int]  # GPUs by position; the root comes first
 Nodes = Sequence[Members]  # the members of each node, equally many; the root is the very first
@@ -71,8 +71,9 @@ def plan(
             one phase, 6 times: 4→5, 5→6, 6→7 and 7→4, 250 bytes each
 
     Args:
-        collective, algorithm: see the table on top. "auto" takes the plan with the smallest
-            ``estimate_s(…, shared=True)``; among equals, the one with the fewest transfers.
+        collective, algorithm: see the table on top. "auto" takes the plan whose
+            rounds take the least time (`round_s`, of shared links); among equals, the one with the
+            fewest transfers.
         gpus: of the ranks of the group, in the order of the ring.
         num_bytes: all_reduce, reduce, broadcast: of the tensor. all_gather, reduce_scatter: of
             all shards together. scatter, gather: of all that the root sends or gets, its own part

@@ -9,9 +9,9 @@ from distlab.sim.group_hints import wrong_group
 from distlab.sim.mailbox import Message
 from distlab.sim.meetings import Attendance
 from distlab.sim.pending import Pending
-from distlab.sim.report import rank_names, verb
 from distlab.sim.standstill import Standstill, find_cycle
 from distlab.sim.store import KeyWait
+from distlab.words import rank_names, verb
 
 
 class Cause(NamedTuple):

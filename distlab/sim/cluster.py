@@ -10,7 +10,7 @@ All bandwidths are bytes/s in one direction.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,6 +18,7 @@ from math import inf
 
 from distlab.sim.presets import CLUSTERS, GPUS, PRESETS, Number, assumed
 from distlab.sim.topology import TOPOLOGIES, Place, Shape, Topology
+from distlab.words import unknown_name
 
 __all__ = ["GPU", "PRESETS", "Cluster", "Link", "Route"]
 
@@ -42,7 +43,7 @@ class GPU:
     def preset(cls, name: str) -> "GPU":
         """Return a GPU of the table in presets.py, such as "H100-80GB"."""
         if name not in GPUS:
-            raise _unknown("GPU", name, tuple(GPUS))
+            raise unknown_name("GPU", name, GPUS)
         values = {key: number.value for key, number in GPUS[name].items()}
         return cls(
             name,
@@ -87,7 +88,6 @@ class Cluster:
         rail-optimised     one switch                  NIC i of every node on rail i
         fat-tree           one switch                  leaf switches below a spine
         ethernet           PCIe                        one NIC per node and one big switch
-        hybrid-cube-mesh   direct NVLinks, relays      one NIC per node and one big switch
         torus              a ring, the x axis          rings, the y axis
 
     GPU g is number g % gpus_per_node of node g // gpus_per_node.
@@ -127,7 +127,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
-            raise _unknown("topology", self.topology, tuple(TOPOLOGIES))
+            raise unknown_name("topology", self.topology, TOPOLOGIES)
         if not self.nics_per_node:
             default = self.gpus_per_node if TOPOLOGIES[self.topology].nic_per_gpu else 1
             object.__setattr__(self, "nics_per_node", default)
@@ -151,7 +151,7 @@ class Cluster:
         Source: presets.py, for every number.
         """
         if name not in CLUSTERS:
-            raise _unknown("preset", name, PRESETS)
+            raise unknown_name("preset", name, PRESETS)
         preset = CLUSTERS[name]
         return cls(
             nodes,
@@ -210,23 +210,6 @@ class Cluster:
             some = difflib.get_close_matches(pattern, names, cutoff=0.0)
             raise ValueError(f"no link matches {pattern!r}; there are {', '.join(some)}, ...")
         return replace(self, faults=(*self.faults, (pattern, factor)))
-
-    def describe(self) -> str:
-        """Return two or more lines of text: size, topology, speeds, slowed links."""
-        gpu = self.gpu.name if self.gpu else "compute is free"
-        shared = f" {self.oversubscription:g}:1" if self.oversubscription > 1 else ""
-        lines = [
-            f"{self.name}: {self.nodes} x {self.gpus_per_node} GPUs ({gpu}), "
-            f"{self.topology}{shared}, {len(self.links)} links",
-            f"inside a node: {self.nvlink_bytes_per_s / 1e9:g} GB/s per GPU, "
-            f"{self.latency_s * 1e6:.3g} µs",
-        ]
-        if self.nodes > 1:
-            lines.append(
-                f"between nodes: {self.nics_per_node} x {self.nic_bytes_per_s / 1e9:g} GB/s per "
-                f"node, {self.net_latency_s * 1e6:.3g} µs"
-            )
-        return "\n".join(lines + self._fault_lines())
 
     def assumptions(self) -> list[str]:
         """Return one line for every number that is neither on a data sheet nor measured.
@@ -304,10 +287,3 @@ def _assumed_lines(
 
 def _by_dtype(values: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {key[len(prefix) :]: value for key, value in values.items() if key.startswith(prefix)}
-
-
-def _unknown(kind: str, name: str, valid: Sequence[str]) -> ValueError:
-    by_lower = {known.lower(): known for known in valid}
-    nearest = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    question = f" Did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
-    return ValueError(f"unknown {kind} {name!r}; valid: {', '.join(valid)}.{question}")

@@ -15,9 +15,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 from distlab.sim.options import Simulated
-from distlab.sim.summary import SECONDS, assumed, label, settings, totals, unit_of
+from distlab.sim.summary import assumed, label, settings, totals
 from distlab.sim.trace import Event, departure_s, lanes
-from distlab.words import counted
+from distlab.words import SECONDS, counted, unit_of
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
 ENDED = "#f6f6f6"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from distlab import words
+from distlab import tracebacks
 from distlab.sim.deadlock import History, explain
 from distlab.sim.errors import RankError, SimulationError
 from distlab.sim.mailbox import Mailbox
@@ -32,8 +32,8 @@ def rank_error(
         afterwards: what happened then, to be reported below the traceback.
     """
     shown = traceback.TracebackException.from_exception(error)
-    words.keep_frames(shown, partial(_of_program, places=places))
-    headline = words.headline(error)
+    tracebacks.keep_frames(shown, partial(_of_program, places=places))
+    headline = tracebacks.headline(error)
     text = "".join(shown.format())
     if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
         headline = f"OutOfMemory: {error}"

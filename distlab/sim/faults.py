@@ -3,12 +3,13 @@
 Faults(slow_ranks={3: 2.0}, kill_ranks={5: 0.010}, jitter_s=1e-6, seed=7)
 """
 
-import difflib
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
+
+from distlab.words import unknown_name
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class Faults:
         for text in texts:
             name, *words = text.split() or [""]
             if name not in FORMS:
-                nearest = difflib.get_close_matches(name, FORMS, n=1)
-                hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-                raise ValueError(f"there is no fault {name!r}; valid: {', '.join(FORMS)}{hint}")
+                raise unknown_name("fault", name, FORMS)
             key, value = FORMS[name].read(text, words)
             tables[FORMS[name].field][key] = value
         jitter_s = tables.pop("jitter_s").get((), 0.0)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 
 from distlab.sim.meetings import Attendance
-from distlab.sim.report import rank_names
 from distlab.sim.standstill import Standstill
+from distlab.words import rank_names
 
 
 def wrong_group(still: Standstill, ranks: Sequence[int], groups: Iterable[Sequence[int]]) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from distlab.sim import patches
 from distlab.sim.pending import Pending
-from distlab.sim.report import Row, rank_names
+from distlab.sim.report import Row
+from distlab.words import rank_names
 
 MAX_NOTES = 2
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from distlab.sim.mailbox import Message
 from distlab.sim.pending import ANY_SOURCE
-from distlab.sim.report import rank_names
+from distlab.words import rank_names
 
 Pair = tuple[Message, Message]  # a send and a recv
 

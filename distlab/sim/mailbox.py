@@ -16,7 +16,8 @@ from torch import Tensor
 from distlab.process_group.call import Form, describe
 from distlab.sim.lanes import Lanes, Turn
 from distlab.sim.pending import ANY_SOURCE, Pending
-from distlab.sim.report import mismatch, rank_names
+from distlab.sim.report import mismatch
+from distlab.words import rank_names
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation

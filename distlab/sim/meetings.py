@@ -15,7 +15,8 @@ from distlab.process_group.moves import MOVES
 from distlab.sim.algorithms import Phase, plan
 from distlab.sim.errors import Mismatch
 from distlab.sim.pending import Pending
-from distlab.sim.report import mismatch, rank_names
+from distlab.sim.report import mismatch
+from distlab.words import joined, rank_names
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation
@@ -136,7 +137,7 @@ def _compare(later: Attendance, first: Attendance) -> None:
 def _device(attendance: Attendance) -> str:
     """Write ``cpu`` or ``meta``: tensors without data match only others without data."""
     call = attendance.call
-    return " and ".join(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
+    return joined(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
 
 
 def _must_agree(attendance: Attendance) -> dict[str, object]:
@@ -153,7 +154,7 @@ def _disagreement(later: Attendance, first: Attendance) -> Mismatch:
         f"{first.name} with {_details(first, words)} on rank {first.rank}, "
         f"but with {_details(later, words)} on rank {later.rank}",
         [first.row(), later.row()],
-        f"In one collective call all ranks must give the same {' and '.join(words)}.",
+        f"In one collective call all ranks must give the same {joined(words)}.",
     )
 
 
@@ -162,8 +163,7 @@ def _details(attendance: Attendance, words: Iterable[str]) -> str:
     values = _must_agree(attendance)
     if "root" in values:
         values["root"] = attendance.group[attendance.call.root]
-    texts = (f"{word} {str(values.get(word)).removeprefix('torch.')}" for word in words)
-    return " and ".join(texts)
+    return joined([f"{word} {str(values.get(word)).removeprefix('torch.')}" for word in words])
 
 
 def _compare_parts(members: Sequence[Attendance]) -> None:

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from distlab.sim import hooks
 from distlab.sim.account import Account, Category
 from distlab.sim.flops import Operation, tensors_in
+from distlab.words import bytes_text
 
 _REMEDIES = {
     "parameters": "shard the parameters, or store them in 16 bits",
@@ -89,10 +90,6 @@ class MemoryTracker:
     def peak_by_category(self) -> dict[str, int]:
         """What was held when ``peak_bytes`` were; not the peaks of the categories."""
         return dict(self._update().peak)
-
-    def reset_peak(self) -> None:
-        """Start looking for a new peak, from what is held now."""
-        self._update().reset_peak()
 
     def reclassify(self, tensor: Tensor, category: Category) -> None:
         """Say what a tensor is for, such as a hand-made momentum; it must be this rank's."""
@@ -219,12 +216,12 @@ def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
     held = sorted(account.live.items(), key=lambda item: -item[1])
     return "\n".join(
         [
-            f"out of memory in {op_name}: it needs {_size(nbytes)} more, "
-            f"{_size(account.live_bytes)} of {_size(capacity)} are in use",
-            *(f"  {name:16}{_size(n):>12}{n / max(1, capacity):>7.0%}" for name, n in held),
+            f"out of memory in {op_name}: it needs {bytes_text(nbytes)} more, "
+            f"{bytes_text(account.live_bytes)} of {bytes_text(capacity)} are in use",
+            *(f"  {name:16}{bytes_text(n):>12}{n / max(1, capacity):>7.0%}" for name, n in held),
             "largest tensors",
             *(
-                f"  {block.category:16}{_size(block.nbytes):>12}  {tuple(block.shape)} "
+                f"  {block.category:16}{bytes_text(block.nbytes):>12}  {tuple(block.shape)} "
                 + str(block.dtype).removeprefix("torch.")
                 + (f", {count} of them" if count > 1 else "")
                 for block, count in account.largest(5)
@@ -232,10 +229,3 @@ def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
             f"what may help: {_REMEDIES[held[0][0]]}",
         ]
     )
-
-
-def _size(nbytes: int) -> str:
-    """Write 1536 as "1.50 KiB"."""
-    exponent = min(3, max(0, nbytes.bit_length() - 1) // 10)
-    unit = ("B", "KiB", "MiB", "GiB")[exponent]
-    return f"{nbytes / 1024**exponent:.2f} {unit}" if exponent else f"{nbytes} B"

@@ -133,13 +133,6 @@ class Network:
             finished.sort(key=_BY_FINISH)
         return finished
 
-    def set_bytes_per_s(self, link: int, value: float, now_s: float) -> None:
-        """Change the bandwidth of ``link`` from ``now_s`` on, also for flows in flight."""
-        _check_bandwidth(link, value)
-        self._advance(now_s)
-        self._bytes_per_s[link] = value
-        self._changed[link] = None
-
     def _advance(self, now_s: float) -> None:
         """Move the clock to ``now_s``, ending what ends on the way, each at its own time."""
         if now_s < self._now_s:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from distlab.sim.mailbox import Message
 from distlab.sim.pending import Pending
-from distlab.sim.report import join
+from distlab.words import clauses
 
 MAX_CLAUSES = 2
 _OF_PAIRS = (
@@ -44,9 +44,9 @@ def kept_apart(
     apart = list(_kept_apart([m for m in queued if m.rank in ranks], [*unmatched, *queued]))
     if not apart:
         return ""
-    clauses = [_clause(message, blocked) for message in apart[:MAX_CLAUSES]]
+    apart_words = [_clause(message, blocked) for message in apart[:MAX_CLAUSES]]
     is_of_batches = any(m.turn is not None and m.turn.lane.is_of_batches for m in apart)
-    words = join(clauses) + (", and so on" if len(apart) > MAX_CLAUSES else "")
+    words = clauses(apart_words) + (", and so on" if len(apart) > MAX_CLAUSES else "")
     return f"{words[0].upper()}{words[1:]}: {_OF_BATCHES if is_of_batches else _OF_PAIRS}"
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distlab.sim.report import Row, place
+from distlab.sim.scheduler import Rank
 
 if TYPE_CHECKING:
-    from distlab.sim.scheduler import Rank
     from distlab.sim.simulation import Simulation
 
 ANY_SOURCE = -1  # the peer of a recv from any rank

@@ -50,31 +50,16 @@ def together(plans: Iterable[Phases]) -> Phases:
     ]
 
 
-def bytes_sent(phases: Iterable[Phase]) -> dict[int, float]:
-    """Return how many bytes each GPU sends; 0 for those that only receive."""
-    sent: dict[int, float] = {}
-    for phase in phases:
-        for src, dst, size in phase.transfers:
-            sent[src] = sent.get(src, 0.0) + phase.repeat * size
-            sent.setdefault(dst, 0.0)
-    return sent
+def round_s(phase: Phase, cluster: Cluster, *, shared: bool) -> float:
+    """Return how long one of the phase's rounds takes if nothing else is on the way.
 
-
-def estimate_s(phases: Iterable[Phase], cluster: Cluster, *, shared: bool = False) -> float:
-    """Return how long the phases take if nothing else uses the network.
-
-    Each phase waits for its slowest transfer: repeat · (latency + bytes / slowest link).
+    It waits for its slowest transfer: latency + bytes / slowest link.
 
     Args:
-        shared: False: as if no two transfers of a phase met on a link, which is a lower bound.
-            True: a link that k of them cross gives each 1/k of its bandwidth, an upper bound.
-            Both are exact where nothing is shared.
+        shared: False: as if no two transfers met on a link, which is a lower bound. True: a link
+            that k of them cross gives each 1/k of its bandwidth, an upper bound. Both are exact
+            where nothing is shared.
     """
-    return sum(round_s(phase, cluster, shared=shared) * phase.repeat for phase in phases)
-
-
-def round_s(phase: Phase, cluster: Cluster, *, shared: bool) -> float:
-    """Return the seconds of one of the phase's rounds; see `estimate_s`."""
     routes = [cluster.route(src, dst) for src, dst, _ in phase.transfers]
     crossing = Counter(chain.from_iterable(route.links for route in routes))
     bytes_per_s = {

@@ -50,23 +50,18 @@ def _gpu(
     memory_tb_per_s: float,
     peak_tflops: Mapping[str, float],
     matmul: Number,
-    no_tensor_cores_for: str = "",
 ) -> dict[str, Number]:
     """Return the numbers of one GPU, under the names of the fields of `cluster.GPU`.
 
     Args:
         matmul: FLOP/s that the 16-bit dtypes reach. The others are assumed to reach the same
             share of their peaks.
-        no_tensor_cores_for: dtype that runs at the speed of float32.
     """
     numbers = {
         "memory_bytes": spec(memory_gib * GIB, sheet),
         "memory_bytes_per_s": spec(memory_tb_per_s * 1e12, sheet),
     }
     peaks = {dtype: spec(tflops * 1e12, sheet) for dtype, tflops in peak_tflops.items()}
-    if no_tensor_cores_for:
-        why = "computed in float32: no tensor cores for it"
-        peaks[no_tensor_cores_for] = assumed(peaks["float32"].value, why)
     share = matmul.value / peaks["float16"].value
     for dtype, peak in peaks.items():
         numbers[f"peak_flops.{dtype}"] = peak
@@ -78,14 +73,6 @@ def _gpu(
 
 # float32 is without TF32, float64 with tensor cores, as torch.matmul runs them by default.
 GPUS: dict[str, dict[str, Number]] = {
-    "V100-16GB": _gpu(
-        "NVIDIA V100 SXM2 data sheet",
-        memory_gib=16,
-        memory_tb_per_s=0.9,
-        peak_tflops={"float16": 125, "float32": 15.7, "float64": 7.8},
-        matmul=assumed(100e12, "80% of the peak, as later generations reach"),
-        no_tensor_cores_for="bfloat16",
-    ),
     "A100-40GB": _gpu(
         "NVIDIA A100 SXM4 40 GB data sheet",
         memory_gib=40,
@@ -240,19 +227,6 @@ CLUSTERS: dict[str, Preset] = {
         latency_s=assumed(3e-6, "near dgx-h200"),
         net_latency_s=assumed(10e-6, _NCCL_TABLE),
         hop_latency_s=_relayed(3e-6),
-    ),
-    "p3.16xlarge": Preset(
-        "hybrid-cube-mesh",
-        gpu="V100-16GB",
-        gpus_per_node=spec(8, "AWS P3"),
-        nics_per_node=spec(1, "AWS P3: 25 Gb/s per instance"),
-        nvlink_bytes_per_s=measured(
-            136e9, f"busbw over all six links, sheet 150e9; {_ALL_REDUCE_BENCH}"
-        ),
-        nic_bytes_per_s=spec(25 * Gbps, "AWS P3: 25 Gb/s per instance"),
-        latency_s=assumed(5e-6, "near dgx-a100"),
-        net_latency_s=assumed(50e-6, "TCP between cloud machines: 50 µs or more"),
-        hop_latency_s=_relayed(5e-6),
     ),
     "p4d": Preset(
         "switch",

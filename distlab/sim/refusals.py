@@ -14,8 +14,8 @@ import torch.distributed.c10d_logger as c10d_logger
 import torch.distributed.distributed_c10d as c10d
 
 from distlab.sim.errors import SimulationError
-from distlab.sim.report import rank_names
 from distlab.sim.scheduler import Killed, Stopped
+from distlab.words import rank_names
 
 if TYPE_CHECKING:
     from distlab.sim.simulation import Simulation

@@ -1,13 +1,11 @@
-"""How reports are written: ranks in words, one row per call, two calls that disagree."""
+"""How reports are written: one row per call, and two calls that disagree."""
 
-import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from distlab.sim.errors import Mismatch, MismatchKind
-
-MAX_RUNS = 6
+from distlab.words import rank_names
 
 
 class Row(NamedTuple):
@@ -18,37 +16,12 @@ class Row(NamedTuple):
     where: str
 
 
-def rank_names(ranks: Iterable[int]) -> str:
-    """Write ``rank 3``, ``ranks 0-5 and 9``, or ``ranks 0, 2, 4, …, 254 (128 ranks)``."""
-    return _rank_names(tuple(sorted(ranks)))
-
-
-@functools.lru_cache
-def _rank_names(ordered: tuple[int, ...]) -> str:
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    runs = list(_runs(ordered))
-    if len(runs) > MAX_RUNS:
-        return f"ranks {', '.join(runs[:3])}, …, {runs[-1]} ({len(ordered)} ranks)"
-    return f"ranks {' and '.join(filter(None, [', '.join(runs[:-1]), runs[-1]]))}"
-
-
 def place(site: tuple[str, int, str]) -> str:
     """Write ``ring.py:41 in exchange``."""
     file, line, function = site
     if not file:
         return f"in given code ({function})"
     return f"{Path(file).name}:{line} in {function}"
-
-
-def verb(subjects: Sequence[object], plural: str, singular: str = "") -> str:
-    """Return ``wait`` for several ranks, ``waits`` (or ``singular``) for one."""
-    return plural if len(subjects) > 1 else singular or f"{plural}s"
-
-
-def join(clauses: Sequence[str]) -> str:
-    """Write ``a``, ``a, and b`` or ``a, b, and c``."""
-    return ", and ".join(filter(None, [", ".join(clauses[:-1]), clauses[-1]]))
 
 
 def shorten(rows: Sequence[Row], limit: int) -> list[Row]:
@@ -74,16 +47,3 @@ def mismatch(kind: MismatchKind, headline: str, rows: Sequence[Row], advice: str
     """Make the error for calls that cannot belong together."""
     message = "\n".join([f"{kind}: {headline}", *table([*dict.fromkeys(rows)]), advice])
     return Mismatch(message, sorted({rank for row in rows for rank in row.ranks}), kind)
-
-
-def _runs(ordered: Sequence[int]) -> Iterator[str]:
-    """Yield ``0-5`` for consecutive numbers, ``7`` for a single one."""
-    start = 0
-    for end in range(1, len(ordered) + 1):
-        if end == len(ordered) or ordered[end] != ordered[end - 1] + 1:
-            first, last = ordered[start], ordered[end - 1]
-            if last - first < 2:
-                yield from map(str, ordered[start:end])
-            else:
-                yield f"{first}-{last}"
-            start = end

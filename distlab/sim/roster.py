@@ -9,7 +9,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from distlab.sim.places import Site
-from distlab.sim.report import Row, mismatch, place, rank_names
+from distlab.sim.report import Row, mismatch, place
+from distlab.words import rank_names
 
 
 class Entry(NamedTuple):

@@ -19,7 +19,7 @@ from itertools import count
 from typing import NoReturn, Protocol
 
 NEVER = float("inf")
-MAX_UNWOUND = 100
+MAX_UNWOUND = 100  # calls of a rank that ends: `finally` makes a few, `while` with `except` goes on
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for 1,024 ranks
 
 

@@ -40,7 +40,9 @@ T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
 MAX_LEFTOVERS = 12
 CLOCK_TICK_S = 1e-9  # that of time.perf_counter_ns
-FREE_CLOCK_READS = 100  # between two communication calls
+# Between two communication calls. A program that times its steps reads the clock a few times; one
+# that reads it more often than this waits for it, and torch reads it not at all in a step.
+FREE_CLOCK_READS = 100
 
 
 class Simulation:

@@ -12,8 +12,8 @@ from functools import cached_property
 from distlab.sim import order
 from distlab.sim.mailbox import Message
 from distlab.sim.pending import ANY_SOURCE, Pending
-from distlab.sim.report import join, rank_names, verb
 from distlab.sim.store import KeyWait
+from distlab.words import clauses, rank_names, verb
 
 MAX_CLAUSES = 3  # in a sentence; of more, the first two and the end are given
 
@@ -114,13 +114,13 @@ class Standstill:
         groups = self._alike(ranks)
         told = [self.sentence(group) for group in groups[:MAX_CLAUSES]]
         if len(groups) <= MAX_CLAUSES:
-            return join(told)
-        return join([*told[:2], f"{sum(map(len, groups[2:]))} more ranks wait"])
+            return clauses(told)
+        return clauses([*told[:2], f"{sum(map(len, groups[2:]))} more ranks wait"])
 
     def circle(self, groups: Sequence[Sequence[int]]) -> str:
         """Say how groups of ranks wait for each other in a circle."""
         if len(groups) <= MAX_CLAUSES:
-            return join([self.sentence(group) for group in groups])
+            return clauses([self.sentence(group) for group in groups])
         return ", ".join([*map(self.sentence, groups[:2]), "…", self.sentence(groups[-1])])
 
     def fates(self, ranks: Iterable[int]) -> str:
@@ -132,7 +132,7 @@ class Standstill:
             fates.append(f"{rank_names(returned)} {verb(returned, 'have', 'has')} returned")
         if killed:
             fates.append(f"{rank_names(killed)} {verb(killed, 'were', 'was')} killed by a fault")
-        return join(fates)
+        return clauses(fates)
 
     def _wait(self, rank: int) -> str:
         wait = self.blocked[rank]

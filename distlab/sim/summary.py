@@ -7,17 +7,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from distlab.sim.options import Simulated
-from distlab.words import counted
+from distlab.words import bytes_text, counted, seconds_text
 
 LISTED = 16  # ranks that get a line each; with more, only the spread and the slowest ones
 SLOWEST = 3
 BUSIEST = 3  # number of links that are named
 
-SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
-BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
 HEADINGS = ("rank", "time", "compute", "exposed", "idle", "sent", "messages", "peak memory")
-
-Units = Sequence[tuple[str, float]]
 
 
 class Totals(NamedTuple):
@@ -120,35 +116,6 @@ def settings(simulated: Simulated[Any]) -> list[str]:
     if faults.jitter_s:
         lines.append(f"every call starts up to {seconds_text(faults.jitter_s)} late")
     return lines
-
-
-def seconds_text(seconds: float) -> str:
-    """Write a time with its unit: "38.4 µs"."""
-    return _with_unit(seconds, SECONDS)
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Write a size with its unit: "6.00 MiB"."""
-    return _with_unit(num_bytes, BYTES)
-
-
-def unit_of(largest: float, units: Units) -> tuple[str, float]:
-    """Choose the unit in which a number has one to three digits before the point."""
-    fitting = [unit for unit in units if largest >= 0.9995 * unit[1]]
-    return fitting[-1] if fitting else units[0]
-
-
-def _with_unit(value: float, units: Units) -> str:
-    if not value:
-        return f"0 {next(unit for unit, size in units if size == 1)}"
-    unit, size = unit_of(value, units)
-    return f"{value:.0f} B" if unit == "B" else f"{_digits(value / size)} {unit}"
-
-
-def _digits(value: float) -> str:
-    """Write three digits."""
-    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{decimals}f}"
 
 
 def _row(name: str, what: Totals) -> tuple[str, ...]:

@@ -163,54 +163,6 @@ class FatTree(Switch):
         return node // self.shape.nodes_per_leaf
 
 
-# NVLinks between the eight GPUs of a DGX-1 with V100, as `nvidia-smi topo -m` prints them (NV1,
-# NV2; 0 is SYS, no NVLink). Every GPU has six. The same box is an AWS p3.16xlarge.
-_CUBE_MESH = (
-    (0, 1, 1, 2, 2, 0, 0, 0),
-    (1, 0, 2, 1, 0, 2, 0, 0),
-    (1, 2, 0, 2, 0, 0, 1, 0),
-    (2, 1, 2, 0, 0, 0, 0, 1),
-    (2, 0, 0, 0, 0, 1, 1, 2),
-    (0, 2, 0, 0, 1, 0, 2, 1),
-    (0, 0, 1, 0, 1, 2, 0, 2),
-    (0, 0, 0, 1, 2, 1, 2, 0),
-)
-
-
-class HybridCubeMesh(Switch):
-    """Eight GPUs, wired directly with one or two NVLinks; where there is none, one GPU relays.
-
-        0 ═══ 3      0 to 3: two NVLinks, 2/6 of the GPU's bandwidth
-        0 ─── 1      0 to 1: one,         1/6
-        0 ═ 4 ═ 7    0 to 7: relayed by the GPU with the widest way, here 4
-
-    Between the nodes: NICs and one big switch.
-    """
-
-    nic_per_gpu = False
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        if shape.gpus_per_node != len(_CUBE_MESH):
-            raise ValueError(f"hybrid-cube-mesh needs 8 GPUs per node, got {shape.gpus_per_node}")
-
-    def _links_inside(self, node: int) -> dict[str, float]:
-        one = self.shape.nvlink_bytes_per_s / sum(_CUBE_MESH[0])
-        return {
-            _cable(node, a, b): number * one
-            for a, row in enumerate(_CUBE_MESH)
-            for b, number in enumerate(row)
-            if number
-        }
-
-    def _inside(self, src: Place, dst: Place) -> Path:
-        node, a, b = src.node, src.gpu, dst.gpu
-        if _CUBE_MESH[a][b]:
-            return Path((_cable(node, a, b),))
-        relay = max(range(8), key=lambda gpu: min(_CUBE_MESH[a][gpu], _CUBE_MESH[gpu][b]))
-        return Path((_cable(node, a, relay), _cable(node, relay, b)), relays=1)
-
-
 class Torus:
     """Every GPU is wired to four neighbours; both axes close to a ring.
 
@@ -261,7 +213,6 @@ Topology = Switch | Torus
 
 TOPOLOGIES: dict[str, type[Topology]] = {
     "switch": Switch,
-    "hybrid-cube-mesh": HybridCubeMesh,
     "rail-optimised": RailOptimised,
     "fat-tree": FatTree,
     "torus": Torus,
@@ -275,10 +226,6 @@ def _duplex(name: str, bytes_per_s: float) -> dict[str, float]:
 
 def _gpu(place: Place) -> str:
     return f"node{place.node}.gpu{place.gpu}"
-
-
-def _cable(node: int, a: int, b: int) -> str:
-    return f"node{node}.gpu{a}->gpu{b}"
 
 
 def _directions(axis: str, size: int, bytes_per_s: float) -> dict[str, float]:

@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distlab.sim.places import Site
+
 if TYPE_CHECKING:
     from distlab.sim.pending import Pending
-    from distlab.sim.places import Site
 
 
-NOWHERE: "Site" = ("", 0, "")
+NOWHERE: Site = ("", 0, "")
 
 
 class Event(NamedTuple):
@@ -32,7 +33,7 @@ class Event(NamedTuple):
     end_s: float
     num_bytes: int = 0
     peer: int = -1
-    site: "Site" = NOWHERE
+    site: Site = NOWHERE
     message: int = -1
 
 

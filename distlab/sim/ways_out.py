@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 from distlab.sim.mailbox import Message
 from distlab.sim.pending import ANY_SOURCE
-from distlab.sim.report import rank_names, verb
 from distlab.sim.standstill import Standstill
+from distlab.words import counted, rank_names, verb
 
 _TOGETHER = "give the send and the recv of each rank to batch_isend_irecv"
 _ONE_BY_ONE = (
@@ -78,7 +78,7 @@ def _counts(still: Standstill, ranks: Sequence[int]) -> str:
         return ""
     missing = "recv" if still.blocked[src].name == "send" else "send"
     return (
-        f"Before, {there} {'message' if there == 1 else 'messages'} went from rank {src} to rank "
+        f"Before, {counted(there, 'message')} went from rank {src} to rank "
         f"{dst}, and {back or 'none'} back: is a {missing} missing on rank {dst}?"
     )
 

@@ -58,9 +58,9 @@ def test_reading_the_course_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("look_up", "says"),
     [
-        (lambda: COURSE.task("1.55"), "there is no task '1.55'; did you mean '1.5'?"),
-        (lambda: COURSE.task("x"), "there is no task 'x'; there are: 1.1, 1.2, 1.3, 1.4, 1.5, 1.6"),
-        (lambda: COURSE.phase(7), "there is no phase '7'; there are: 1"),
+        (lambda: COURSE.task("1.55"), "there is no task '1.55'. Did you mean '1.5'?"),
+        (lambda: COURSE.task("x"), "there is no task 'x'. There are: 1.1, 1.2, 1.3, 1.4, 1.5, 1.6"),
+        (lambda: COURSE.phase(7), "there is no phase '7'. There are: 1"),
     ],
 )
 def test_what_is_not_there_is_an_error_that_names_the_nearest(
@@ -116,7 +116,7 @@ def test_small_course_is_read(tmp_path: Path) -> None:
         (
             "minutes = 10",
             "minuets = 10",
-            "task 1.1: unknown key 'minuets'; did you mean 'minutes'?",
+            "task 1.1: unknown key 'minuets'. Did you mean 'minutes'?",
         ),
         ("minutes = 10\n", "", "task 1.1: minutes is missing"),
         ("points = 5", "points = 0", "points must be a whole number from 1 on, not 0"),
@@ -129,7 +129,7 @@ def test_small_course_is_read(tmp_path: Path) -> None:
         ('id = "1.2"', 'id = "1.4"', "task 1.4 stands where 1.2 should"),
         ('"subtract"', '"add"', "function add is listed twice"),
         ('name = "sums"', 'names = "sums"', "phase 1, lesson ?: unknown key 'names'"),
-        ("[[phase]]", "[[phases]]", "course: unknown key 'phases'; did you mean 'phase'?"),
+        ("[[phase]]", "[[phases]]", "course: unknown key 'phases'. Did you mean 'phase'?"),
         ("[[phase.lesson.task]]", "[phase.lesson.task]", "course.toml: "),
         ("[[phase.lesson]]", "[phase.lesson]", "lesson must be a list of tables, [[lesson]]"),
         ('title = "Small"', "title = ", "course.toml: "),

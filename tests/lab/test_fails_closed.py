@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from distlab.learner import folder
-from distlab.learner.warm import WarmGrader
+from distlab.learner.grader_server import WarmGrader
 
 ROOT = Path(__file__).parents[2]
 PHASE = "phase1_data_parallel"

@@ -12,7 +12,8 @@ from distlab.course import Phase, Task, load
 from distlab.sim import Cluster, Options, Simulated
 from distlab.sim.errors import SimulationError
 from distlab.sim.script import run_script
-from distlab.sim.summary import seconds_text, totals
+from distlab.sim.summary import totals
+from distlab.words import seconds_text
 
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)

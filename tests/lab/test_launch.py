@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import api, nursery
+from distlab.launch import api, fork_server
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def test_ranks_that_do_not_seed_draw_different_numbers(backend: str) -> None:
 
 
 def test_slow_imports_of_one_world_are_made_ahead_for_the_next() -> None:
-    nursery.close_idle()
+    fork_server.close_idle()
     first = launch.run(_optimizer_was_ready, 2)
     second = launch.run(_optimizer_was_ready, 2)
     assert first == [False, False]
@@ -180,7 +180,7 @@ def _optimizer_was_ready() -> bool:
 
 def test_a_world_can_be_asked_for_while_the_fork_server_is_busy_preloading() -> None:
     launch.run(rank_and_size, 2)
-    home = nursery._idle[-1]
+    home = fork_server._idle[-1]
     home.process.send_signal(signal.SIGSTOP)  # so that both requests are in its socket at once
     threading.Timer(0.3, home.process.send_signal, [signal.SIGCONT]).start()
     home.preload(["json"])

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import forkserver
+from distlab.launch import fork_server_main
 
 TIMEOUT_S = 2.0
 ERROR_CHARACTERS = 120  # of each error in the table
@@ -566,7 +566,7 @@ def test_ctrl_c_ends_the_ranks_and_reaches_the_caller() -> None:
 def processes_of_ranks() -> list[psutil.Process]:
     """What lives below this process besides idle fork servers, and what was left to init."""
     children = psutil.Process().children()
-    servers = [child for child in children if forkserver.COMMAND in child.cmdline()]
+    servers = [child for child in children if fork_server_main.COMMAND in child.cmdline()]
     below = [process for server in servers for process in server.children(recursive=True)]
     orphans = [
         process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ORPHAN

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import simulated
-from distlab.launch.rank import Rank
+from distlab.launch import simulation_process
+from distlab.launch.rank import RankProcess
 from distlab.sim import Cluster, Faults, Options
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
 
@@ -198,14 +198,14 @@ def test_a_trace_that_nobody_asked_for_stays_in_the_process_of_the_simulation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
-    read = simulated.read_outcome
+    read = simulation_process.read_outcome
 
-    def noted(process: Rank, *rest: Any, **options: Any) -> object:
+    def noted(process: RankProcess, *rest: Any, **options: Any) -> object:
         assert process.report
         sizes.append(len(process.report.result))
         return read(process, *rest, **options)
 
-    monkeypatch.setattr(simulated, "read_outcome", noted)
+    monkeypatch.setattr(simulation_process, "read_outcome", noted)
     launch.run(total, 16, "recursive_doubling", backend="sim")
     launch.simulate(total, 16, "recursive_doubling")
     assert sizes[0] < 1000 < sizes[1]

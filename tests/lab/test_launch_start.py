@@ -17,12 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import forkserver, nursery
-from distlab.launch.rank import Rank
+from distlab.launch import fork_server, fork_server_main
+from distlab.launch.rank import RankProcess
 
 MiB = 2**20
 
-StartRank = Callable[[nursery.Nursery, Any, int], int]
+StartRank = Callable[[fork_server.ForkServer, Any, int], int]
 
 
 @pytest.fixture
@@ -30,15 +30,15 @@ def on_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], 
     """Have something called with number and pid of each rank when its process has started."""
 
     def arrange(react: Callable[[int, int], None]) -> None:
-        original: StartRank = nursery.Nursery.start_rank
+        original: StartRank = fork_server.ForkServer.start_rank
         pids: list[int] = []
 
-        def start_rank(home: nursery.Nursery, control: Any, output: int) -> int:
+        def start_rank(home: fork_server.ForkServer, control: Any, output: int) -> int:
             pids.append(original(home, control, output))
             react(len(pids) - 1, pids[-1])
             return pids[-1]
 
-        monkeypatch.setattr(nursery.Nursery, "start_rank", start_rank)
+        monkeypatch.setattr(fork_server.ForkServer, "start_rank", start_rank)
 
     launch.run(dist.get_rank, 1)  # the fork server runs
     return arrange
@@ -47,10 +47,10 @@ def on_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], 
 @pytest.fixture
 def spawning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start ranks in fresh interpreters, as on macOS."""
-    nursery.close_idle()
-    monkeypatch.setattr(forkserver, "METHOD", "spawn")
+    fork_server.close_idle()
+    monkeypatch.setattr(fork_server_main, "METHOD", "spawn")
     yield
-    nursery.close_idle()
+    fork_server.close_idle()
 
 
 def python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -181,7 +181,7 @@ def _interrupted(after_s: float) -> None:
 
 
 def _interrupted_worlds_leave_no_process() -> None:
-    servers = [home.process.pid for home in nursery._idle]
+    servers = [home.process.pid for home in fork_server._idle]
     children = psutil.Process().children(recursive=True)
     assert sorted(child.pid for child in children) == sorted(servers)
 
@@ -204,7 +204,7 @@ def _descriptors() -> int:
 
 
 def _folders() -> list[Path]:
-    return [path for home in nursery._idle for path in home._folder.iterdir()]
+    return [path for home in fork_server._idle for path in home._folder.iterdir()]
 
 
 def test_the_folder_goes_when_the_launching_process_is_killed(tmp_path: Path) -> None:
@@ -367,8 +367,8 @@ def test_arguments_are_pickled_once() -> None:
 # Output
 
 
-def rank_with(tail: bytes) -> Rank:
-    return Rank(0, 0, None, 0, tail=bytearray(tail))  # type: ignore[arg-type]
+def rank_with(tail: bytes) -> RankProcess:
+    return RankProcess(0, 0, None, 0, tail=bytearray(tail))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

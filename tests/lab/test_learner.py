@@ -25,22 +25,22 @@ from distlab import course
 from distlab.cli import learn, main
 from distlab.grade import plugin, reports
 from distlab.grade.outcomes import Outcome
+from distlab.learner import folder as folders
 from distlab.learner import (
-    bodies,
     grading,
     hints,
-    programs,
     resetting,
     source,
     state,
     status,
     templates,
+    trace_bodies,
+    trace_programs,
     watch,
 )
-from distlab.learner import folder as folders
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
+from distlab.learner.grader_server import WarmGrader
 from distlab.learner.screen import Screen, wrapped
-from distlab.learner.warm import WarmGrader
 
 ROOT = Path(__file__).parents[2]
 COURSE = course.load(ROOT)
@@ -217,18 +217,18 @@ def test_an_encoding_that_is_none_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("check 1.55", "there is no task '1.55'; did you mean 1.5?"),
-        ("hint broadcst", "there is no task 'broadcst'; did you mean broadcast?"),
+        ("check 1.55", "there is no task '1.55'. Did you mean '1.5'?"),
+        ("hint broadcst", "there is no task 'broadcst'. Did you mean 'broadcast'?"),
         (
             "check 2.1",
             "no task '2.1': phase 2 is not in this course's folder yet; there are 1.1 to 1.13",
         ),
         ("diff", "no task has passed yet: name one, with --spoil"),
-        ("diff 99", "there is no task '99'; there are: 1.1, 1.2, "),
+        ("diff 99", "there is no task '99'. There are: 1.1, 1.2, "),
         ("diff 1.4", "1.4 has not passed yet: distlab check 1.4, or --spoil shows it anyway"),
         ("reset 1.4", "cannot ask for confirmation here: use distlab reset 1.4 --yes"),
         ("hint 1.4 --level 4", "--level 4: a task has hints 1 to 3"),
-        ("grade --phase 9", "there is no phase '9'; there are: 1"),
+        ("grade --phase 9", "there is no phase '9'. There are: 1"),
         ("grade --impl nowhere", "--impl nowhere: no such folder; use template, solution or a "),
         ("grade --report xml=a", "with one of json, junit, gradescope, markdown"),
         ("grade --backend x", "'auto', 'sim', 'gloo', 'nccl'"),
@@ -884,7 +884,7 @@ def test_trace_shows_the_learner_s_lines_alone(
     printed = capfd.readouterr().out
     assert "template_collectives.py" in printed
     assert "/distlab/" not in printed
-    assert "bodies.py" not in printed
+    assert "trace_bodies.py" not in printed
 
 
 def test_trace_runs_exchange_in_the_order_in_which_it_is_judged(
@@ -908,7 +908,7 @@ def test_trace_says_so_where_it_cannot_show_what_hung(
 
 def test_trace_draws_the_last_graded_or_the_next_by_default(here: CourseFolder) -> None:
     def chosen() -> str:
-        return programs.choose(here, state.load(here)).id
+        return trace_programs.choose(here, state.load(here)).id
 
     with pytest.raises(LearnerError, match=r"which task\? distlab trace draws 1\.3, 1\.4"):
         chosen()
@@ -922,18 +922,22 @@ def test_trace_draws_the_last_graded_or_the_next_by_default(here: CourseFolder) 
 
 def test_without_anything_graded_trace_draws_the_next(here: CourseFolder) -> None:
     has_come_out(here, t1_1="passed", t1_2="passed")
-    assert programs.choose(here, state.load(here)).id == "1.3"
+    assert trace_programs.choose(here, state.load(here)).id == "1.3"
 
 
 def test_whether_a_task_can_be_drawn_is_told_without_torch() -> None:
     code = (
-        "import sys\nfrom distlab.learner.programs import PROGRAMS\n"
+        "import sys\nfrom distlab.learner.trace_programs import PROGRAMS\n"
         "print('1.4' in PROGRAMS, '1.13' in PROGRAMS, 'torch' in sys.modules)"
     )
     environment = grading.environment()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.stdout.decode() == "True False False\n"
-    assert programs.PROGRAMS.keys() == bodies.BODIES.keys() <= {task.id for task in COURSE.tasks}
+    assert (
+        trace_programs.PROGRAMS.keys()
+        == trace_bodies.BODIES.keys()
+        <= {task.id for task in COURSE.tasks}
+    )
 
 
 def test_several_tasks_are_checked_one_by_one(
@@ -953,7 +957,7 @@ def test_several_tasks_are_checked_one_by_one(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("distlab.learner.warm.WarmGrader", Fake)
+    monkeypatch.setattr("distlab.learner.grader_server.WarmGrader", Fake)
     assert distlab("check", "1.5", "1.4", "broadcast") == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(("✔", "✘"))] == [

@@ -183,8 +183,8 @@ def test_training_prints_calls_and_bytes_of_both_ways_to_average(
     printed = (folder / f"printed-{world_size}").read_text()
     steps, parameters = 1437 // (-(-64 // world_size) * world_size), 8
     for calls in (steps * (1 + parameters) + 1, steps * (1 + 1) + 1):
-        line = f"rank 0/{world_size}  collectives per epoch: {calls} all_reduce calls, {{}} MB\n"
-        assert line.format("5.81" if steps == 22 else "5.54") in printed
+        line = f"rank 0/{world_size}  collectives per epoch: {calls} all_reduce calls, {{}} MiB\n"
+        assert line.format("5.54" if steps == 22 else "5.29") in printed
 
 
 @needs_mpi
@@ -194,7 +194,7 @@ def test_the_train_command_trains_under_mpirun() -> None:
     assert done.returncode == 0, done.stderr
     _, epoch, counts, last = done.stdout.splitlines()
     assert epoch.startswith("rank 0/2  epoch 1  loss 1.80")
-    assert counts == "rank 0/2  collectives per epoch: 45 all_reduce calls, 5.81 MB"
+    assert counts == "rank 0/2  collectives per epoch: 45 all_reduce calls, 5.54 MiB"
     assert last.startswith("test accuracy "), "one process reports"
 
 

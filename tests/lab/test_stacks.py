@@ -5,7 +5,7 @@ from pathlib import Path
 import torch.distributed.distributed_c10d as c10d
 
 from distlab.launch import stacks, worker
-from distlab.launch.stacks import Frame, Place, name_ranks, read_place, roll_call
+from distlab.launch.stacks import Frame, Place, read_place, roll_call
 
 LESSON = "/home/learner/course/collectives.py"
 
@@ -60,13 +60,12 @@ def test_the_roll_call_groups_ranks_and_shows_their_lines(tmp_path: Path) -> Non
     loops = Place("", Frame(str(lesson), 2, "step"))
     assert roll_call({0: waits, 1: loops, 2: waits, 3: waits}, 4).splitlines() == [
         "3 of 4 wait in recv at ring.py:1 in exchange; rank 1 is at ring.py:2 in step",
-        "  ranks 0, 2, 3    ring.py:1  dist.recv(inbox, left)",
-        "  rank 1           ring.py:2  while True: pass",
+        "  ranks 0, 2 and 3  ring.py:1  dist.recv(inbox, left)",
+        "  rank 1            ring.py:2  while True: pass",
     ]
 
 
-def test_one_rank_and_several_are_named_in_grammar() -> None:
-    assert (name_ranks([1]), name_ranks([0, 2])) == ("rank 1", "ranks 0, 2")
+def test_one_rank_waits_and_several_wait() -> None:
     waits = Place("recv", Frame(LESSON, 1, "f"))
     assert roll_call({2: waits}, 3).startswith("rank 2 waits in recv at")
 

@@ -18,7 +18,7 @@ from distlab import course, launch
 from distlab.grade.outcomes import Outcome, verdict_on
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission, reference
-from distlab.launch import nursery
+from distlab.launch import fork_server
 
 ROOT = Path(__file__).parents[3]
 PHASE = "phase1_data_parallel"
@@ -107,7 +107,7 @@ def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass")
 
 def survivors() -> list[psutil.Process]:
     """What is left of the worlds a moment later: below the fork servers, or come to us."""
-    servers = {home.process.pid for home in nursery._idle}
+    servers = {home.process.pid for home in fork_server._idle}
     deadline = time.monotonic() + 5
     while True:
         children = psutil.Process().children(recursive=True)

@@ -17,9 +17,9 @@ import pytest
 from distlab import course, interrupts, launch
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
-from distlab.launch import nursery
-from distlab.learner import children, folder, grading
-from distlab.learner.warm import WarmGrader
+from distlab.launch import fork_server
+from distlab.learner import child_processes, folder, grading
+from distlab.learner.grader_server import WarmGrader
 
 ROOT = Path(__file__).parents[3]
 GONE_S = 1.0  # for what was started to be gone, once its parent has ended
@@ -33,7 +33,7 @@ def returns_after(seconds: float) -> int:
 
 def server_of_next_world() -> int:
     launch.run(returns_after, 1, 0.0, backend="gloo")
-    return nursery._idle[-1].process.pid
+    return fork_server._idle[-1].process.pid
 
 
 def test_a_server_that_was_stopped_before_the_world_is_replaced() -> None:
@@ -73,18 +73,18 @@ def sleeper() -> Iterator["subprocess.Popen[str]"]:
 def test_a_child_that_was_stopped_is_ended(sleeper: "subprocess.Popen[str]") -> None:
     os.kill(sleeper.pid, signal.SIGSTOP)
     started = time.monotonic()
-    with children.not_left_stopped(sleeper):
+    with child_processes.not_left_stopped(sleeper):
         assert sleeper.communicate()[0] == ""
     assert sleeper.returncode == -signal.SIGKILL
     assert time.monotonic() - started < 4 * BUSY
 
 
 def test_a_child_that_goes_on_in_time_is_left_alone(sleeper: "subprocess.Popen[str]") -> None:
-    with children.not_left_stopped(sleeper):
+    with child_processes.not_left_stopped(sleeper):
         os.kill(sleeper.pid, signal.SIGSTOP)
-        time.sleep(children.LOOK_S)
+        time.sleep(child_processes.LOOK_S)
         os.kill(sleeper.pid, signal.SIGCONT)
-        time.sleep(children.STOPPED_S)
+        time.sleep(child_processes.STOPPED_S)
         assert sleeper.poll() is None
 
 

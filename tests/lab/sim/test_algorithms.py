@@ -11,13 +11,11 @@ from distlab.sim.algorithms import (
     ALGORITHMS,
     COLLECTIVES,
     Phase,
-    bytes_sent,
-    estimate_s,
     plan,
 )
 from distlab.sim.cluster import Cluster
 from distlab.sim.network import Network
-from distlab.sim.phases import mirrored
+from distlab.sim.phases import mirrored, round_s
 
 SIZES = (1, 2, 3, 4, 5, 8, 16)
 ODD_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16)
@@ -25,6 +23,21 @@ POWERS = (1, 2, 4, 8, 16)
 ALPHA_S, BETA_S = 7e-6, 1 / 13e9
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 PAIRS = list(itertools.product(COLLECTIVES, ALGORITHMS))
+
+
+def bytes_sent(phases: Sequence[Phase]) -> dict[int, float]:
+    """Return how many bytes each GPU sends; 0 for those that only receive."""
+    sent: dict[int, float] = {}
+    for phase in phases:
+        for src, dst, size in phase.transfers:
+            sent[src] = sent.get(src, 0.0) + phase.repeat * size
+            sent.setdefault(dst, 0.0)
+    return sent
+
+
+def estimate_s(phases: Sequence[Phase], cluster: Cluster, *, shared: bool = False) -> float:
+    """Return how long the phases take if nothing else is on the way."""
+    return sum(round_s(phase, cluster, shared=shared) * phase.repeat for phase in phases)
 
 
 def uniform(p: int) -> Cluster:
@@ -198,7 +211,6 @@ CLUSTERS = {
     "oversubscribed": Cluster(4, 4, topology="fat-tree", oversubscription=7.0),
     "rails": Cluster(3, 4, topology="rail-optimised"),
     "torus": Cluster(4, 4, topology="torus"),
-    "cube mesh": Cluster(2, 8, topology="hybrid-cube-mesh"),
 }
 
 

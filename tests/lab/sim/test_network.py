@@ -323,39 +323,6 @@ def test_only_the_component_is_solved_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert solved == [[(0, 1), (1, 2)], [(3,), (3,)]]
 
 
-# --------------------------------------------------------------------- bandwidth that changes
-
-
-def test_a_link_that_slows_down_delays_what_is_left() -> None:
-    network = Network([10.0, 10.0])
-    hit, spared = network.start((0,), 100.0, 0.0), network.start((1,), 100.0, 0.0)
-    network.set_bytes_per_s(0, 5.0, 4.0)  # 40 bytes have passed, 60 are left
-    assert network.pop_finished(10.0) == [spared]
-    assert network.next_finish_s() == 16.0
-    assert network.pop_finished(16.0) == [hit]
-
-
-def test_a_link_that_recovers_speeds_up_everyone_behind_it() -> None:
-    network = Network([1.0, 10.0])
-    behind, other = network.start((0, 1), 10.0, 0.0), network.start((1,), 90.0, 0.0)
-    assert (network.next_finish_s(), behind.rate, other.rate) == (10.0, 1.0, 9.0)
-    network.set_bytes_per_s(0, 100.0, 5.0)  # left: 5 and 45 bytes, now 5 bytes/s each
-    assert network.next_finish_s() == 6.0
-    assert network.pop_finished(6.0) == [behind]
-    assert network.next_finish_s() == 10.0
-
-
-def test_a_change_there_and_back_at_one_instant_changes_nothing() -> None:
-    network = Network([10.0])
-    flow = network.start((0,), 100.0, 0.0)
-    network.set_bytes_per_s(0, 5.0, 0.0)
-    assert network.next_finish_s() == 20.0
-    network.set_bytes_per_s(0, 10.0, 0.0)
-    assert network.next_finish_s() == 10.0
-    assert network.pop_finished(30.0) == [flow]
-    assert network.next_finish_s() == inf
-
-
 # -------------------------------------------------------------------------------------- errors
 
 
@@ -367,16 +334,12 @@ def test_time_never_runs_backwards() -> None:
         network.start((0,), 1.0, 4.0)
     with pytest.raises(ValueError, match=message):
         network.pop_finished(4.0)
-    with pytest.raises(ValueError, match=message):
-        network.set_bytes_per_s(0, 2.0, 4.0)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, inf, float("nan")])
 def test_a_bandwidth_must_be_positive_and_finite(value: float) -> None:
     with pytest.raises(ValueError, match=f"link 1 needs a finite bandwidth .* got {value}"):
         Network([1.0, value])
-    with pytest.raises(ValueError, match="link 0 needs a finite bandwidth"):
-        Network([1.0]).set_bytes_per_s(0, value, 0.0)
 
 
 def test_a_flow_cannot_have_fewer_than_no_bytes() -> None:

@@ -1,10 +1,7 @@
-"""Who waits for whom: cycles and knots of a graph, and ranks in words."""
-
-from collections.abc import Iterable
+"""Who waits for whom: cycles and knots of a graph."""
 
 import pytest
 
-from distlab.sim.report import join, rank_names
 from distlab.sim.standstill import find_cycle, find_knots
 
 
@@ -45,25 +42,3 @@ def test_knots_wait_for_nobody_else(
     waits_for: dict[int, list[int]], knots: list[list[int]]
 ) -> None:
     assert find_knots(waits_for) == knots
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ([3], "rank 3"),
-        ([1, 0], "ranks 0 and 1"),
-        ([0, 1, 2], "ranks 0-2"),
-        ([4, 0, 1, 2], "ranks 0-2 and 4"),
-        ([0, 2, 4], "ranks 0, 2 and 4"),
-        (range(0, 256, 2), "ranks 0, 2, 4, …, 254 (128 ranks)"),
-        ([*range(100), 200, 300], "ranks 0-99, 200 and 300"),
-    ],
-)
-def test_ranks_are_named_shortly(ranks: Iterable[int], words: str) -> None:
-    assert rank_names(ranks) == words
-
-
-def test_clauses_are_joined() -> None:
-    assert join(["a"]) == "a"
-    assert join(["a", "b"]) == "a, and b"
-    assert join(["a", "b", "c"]) == "a, b, and c"

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from pictured import compute, overlapped, ring, run
 
 from distlab.sim import Cluster, Faults, Simulated
-from distlab.sim.summary import bytes_text, label, seconds_text, summary, totals
+from distlab.sim.summary import label, summary, totals
+from distlab.words import seconds_text
 
 
 def uneven() -> None:
@@ -113,34 +114,3 @@ def test_the_busiest_links_and_the_fullest_memory_are_named() -> None:
 
 def test_a_run_in_which_nothing_happens_has_a_summary() -> None:
     assert "0 s" in summary(run(int, 2, cluster="laptop"))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (2.5e-8, "25.0 ns"),
-        (9.999e-7, "1.00 µs"),
-        (3.84e-5, "38.4 µs"),
-        (0.000_999_9, "1.00 ms"),
-        (0.1234, "123 ms"),
-        (1, "1.00 s"),
-        (5000, "5000 s"),
-    ],
-)
-def test_times_have_three_digits_and_a_fitting_unit(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1000, "1000 B"),
-        (1024, "1.00 KiB"),
-        (6 << 20, "6.00 MiB"),
-        (80 << 30, "80.0 GiB"),
-    ],
-)
-def test_sizes_have_binary_units(num_bytes: int, text: str) -> None:
-    assert bytes_text(num_bytes) == text

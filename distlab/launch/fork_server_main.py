@@ -39,7 +39,7 @@ RECORD = struct.Struct("=cqq")  # kind, pid, wait status
 READY, STARTED, EXITED = b"R", b"S", b"X"
 METHOD = "spawn" if sys.platform == "darwin" else "fork"
 # Not `python -m`: that would run this module a second time, with a warning.
-COMMAND = "from distlab.launch.forkserver import main; main()"
+COMMAND = "from distlab.launch.fork_server_main import main; main()"
 RANK_COMMAND = "from distlab.launch.worker import main_of_fresh_process; main_of_fresh_process()"
 
 SignalAction = signal.Handlers | Callable[[int, FrameType | None], None]

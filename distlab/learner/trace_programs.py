@@ -1,6 +1,6 @@
 """Which tasks have a small standard program that shows what their function sends.
 
-``distlab trace`` runs it; ``bodies`` holds what the ranks do. Here is no torch, for
+``distlab trace`` runs it; ``trace_bodies`` holds what the ranks do. Here is no torch, for
 those who only ask.
 """
 

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab import launch, sim
-from distlab.launch import plain
-from distlab.launch import sent as sent_module
+from distlab.launch import safe_pickle, simulation_report
 from distlab.launch.protocol import Outcome, Report, SimulationSpec, WorldFolder
 from distlab.sim import Cluster
 
@@ -30,7 +29,7 @@ class Runs:
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_plain_data_arrives_as_it_is(value: object) -> None:
-    assert plain.loads(cloudpickle.dumps(value)) == value
+    assert safe_pickle.loads(cloudpickle.dumps(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -38,20 +37,20 @@ def test_plain_data_arrives_as_it_is(value: object) -> None:
     [(Same([1]), "Same"), (Runs(), "exec"), (print, "print"), ([Outcome.OK], "Outcome")],
 )
 def test_anything_else_is_refused_and_not_run(value: object, name: str) -> None:
-    with pytest.raises(plain.NotPlainError, match=name):
-        plain.loads(cloudpickle.dumps(value))
+    with pytest.raises(safe_pickle.NotPlainError, match=name):
+        safe_pickle.loads(cloudpickle.dumps(value))
 
 
 def test_what_is_no_pickle_is_refused() -> None:
     for data in (b"", b"no pickle", pickle.dumps([1, 2])[:-3]):
-        with pytest.raises(plain.NotPlainError, match="cannot be read"):
-            plain.loads(data)
+        with pytest.raises(safe_pickle.NotPlainError, match="cannot be read"):
+            safe_pickle.loads(data)
 
 
 def test_a_key_too_deep_to_be_hashed_is_refused_and_not_the_end_of_this_process() -> None:
     deep = b"\x80\x04})" + b"\x85" * 400_000 + b"K\x01s."
-    with pytest.raises(plain.NotPlainError, match=r"signal 1[01]"):
-        plain.loads(deep)
+    with pytest.raises(safe_pickle.NotPlainError, match=r"signal 1[01]"):
+        safe_pickle.loads(deep)
 
 
 def shared(num_levels: int) -> bytes:
@@ -61,14 +60,14 @@ def shared(num_levels: int) -> bytes:
 
 @pytest.mark.parametrize("num_levels", [30, 70, 10_000])
 def test_a_key_whose_hash_never_ends_is_refused(num_levels: int) -> None:
-    with pytest.raises(plain.NotPlainError, match="a key of more than 1000 items"):
-        plain.loads(shared(num_levels))
+    with pytest.raises(safe_pickle.NotPlainError, match="a key of more than 1000 items"):
+        safe_pickle.loads(shared(num_levels))
 
 
 def test_what_takes_too_long_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "TRIAL_TIMEOUT_S", 1.0)
-    with pytest.raises(plain.NotPlainError, match="not read within 1 s"):
-        plain.loads(shared(plain.FEW_BYTES))
+    monkeypatch.setattr(safe_pickle, "TRIAL_TIMEOUT_S", 1.0)
+    with pytest.raises(safe_pickle.NotPlainError, match="not read within 1 s"):
+        safe_pickle.loads(shared(safe_pickle.FEW_BYTES))
 
 
 KEYED = [
@@ -83,7 +82,7 @@ KEYED = [
 def test_dicts_and_sets_arrive_as_they_are(value: object, protocol: int) -> None:
     if protocol < 4 and "frozenset" in repr(value) + repr({frozenset()}):
         value = [{number: (number,)} for number in range(5)]  # before, sets came as classes
-    assert plain.loads(pickle.dumps(value, protocol)) == value
+    assert safe_pickle.loads(pickle.dumps(value, protocol)) == value
 
 
 FORGED = (
@@ -95,8 +94,8 @@ FORGED = (
 
 def test_classes_of_distlab_are_refused_too() -> None:
     for data in (FORGED, pickle.dumps(Cluster(1, 2)), pickle.dumps(Report(Outcome.OK, 1))):
-        with pytest.raises(plain.NotPlainError, match="distlab"):
-            plain.loads(data)
+        with pytest.raises(safe_pickle.NotPlainError, match="distlab"):
+            safe_pickle.loads(data)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_classes_of_distlab_are_refused_too() -> None:
 def test_what_is_no_report_is_none(tmp_path: Path, forged: object) -> None:
     folder = WorldFolder(tmp_path)
     (tmp_path / "rank-0.report").write_bytes(pickle.dumps(forged))
-    with pytest.raises(plain.NotPlainError, match="report"):
+    with pytest.raises(safe_pickle.NotPlainError, match="report"):
         folder.read_report(0)
 
 
@@ -153,8 +152,8 @@ def sends_its_rank() -> list[int]:
 @pytest.mark.parametrize("sent", [None, [], {}, "error", {"error": "exec", "message": ""}])
 def test_what_is_no_simulation_is_refused(sent: object) -> None:
     spec = SimulationSpec(2, None, None, wants_trace=True)
-    with pytest.raises(plain.NotPlainError, match="no simulation"):
-        sent_module.read(pickle.dumps(sent), spec, plain_results=True)
+    with pytest.raises(safe_pickle.NotPlainError, match="no simulation"):
+        simulation_report.read(pickle.dumps(sent), spec, plain_results=True)
 
 
 def returns_a_list_that_equals_everything() -> object:

@@ -15,7 +15,7 @@ import os
 import subprocess
 from contextlib import redirect_stderr, redirect_stdout
 
-from distlab.learner import children
+from distlab.learner import child_processes
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import GRADER_FAILED, environment
 
@@ -33,7 +33,7 @@ class WarmGrader:
 
     def _start(self) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            children.command("from distlab.learner.warm import serve; serve()"),
+            child_processes.command("from distlab.learner.grader_server import serve; serve()"),
             cwd=self._folder.root,
             env=environment(),
             stdin=subprocess.PIPE,
@@ -51,7 +51,7 @@ class WarmGrader:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         try:
-            with children.not_left_stopped(self._server):
+            with child_processes.not_left_stopped(self._server):
                 self._server.stdin.write(json.dumps(arguments) + "\n")
                 self._server.stdin.flush()
                 line = self._server.stdout.readline()
@@ -100,7 +100,7 @@ def serve() -> None:
 
 def _load() -> None:
     """Load now what the first grading needs: the fork server and torch, side by side."""
-    importlib.import_module("distlab.grade.ahead")
+    importlib.import_module("distlab.grade.prestart")
     importlib.import_module("torch")
     _freeze()
 

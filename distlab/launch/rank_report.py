@@ -17,11 +17,12 @@ import torch
 
 from distlab.launch import stacks
 from distlab.launch.protocol import Outcome, Report
-from distlab.words import headline, keep_frames
+from distlab.tracebacks import headline, keep_frames
+from distlab.words import bytes_text
 
 # Imports that take about a second and that many functions need.
 SLOW_IMPORTS = (
-    *("torch._dynamo", "distlab.launch.simulated"),
+    *("torch._dynamo", "distlab.launch.simulation_process"),
     *("sklearn.datasets", "pytest", "hypothesis", "matplotlib.pyplot"),
 )
 MAX_HEADLINE = 2_000  # characters
@@ -59,8 +60,8 @@ def pickled_result(result: object, max_bytes: int | None = None) -> bytes:
         ) from None
     if max_bytes is not None and len(pickled) > max_bytes:
         raise TypeError(
-            f"the result, a {type(result).__name__}, has {len(pickled) / 1e6:.1f} MB; the limit is "
-            f"{max_bytes / 1e6:.1f} MB"
+            f"the result, a {type(result).__name__}, has {bytes_text(len(pickled))}; the limit is "
+            f"{bytes_text(max_bytes)}"
         )
     return pickled
 

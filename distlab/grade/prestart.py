@@ -12,9 +12,9 @@ from distlab import interrupts
 
 interrupts.end_at_once()  # otherwise pytest would show where it was importing
 
-from distlab.launch import nursery  # noqa: E402
+from distlab.launch import fork_server  # noqa: E402
 
-nursery.start_ahead("distlab.launch.simulated", "distlab.grade.running")
+fork_server.start_ahead("distlab.launch.simulation_process", "distlab.grade.running")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,10 +10,10 @@ import pickle
 from typing import Any
 
 from distlab import sim
-from distlab.launch import plain
-from distlab.launch.accounts import pickled_result
+from distlab.launch import safe_pickle
 from distlab.launch.errors import LaunchError, RankExited, RankFailed, RankHung, RankOutOfMemory
 from distlab.launch.protocol import MAX_TEXT, SimulationSpec
+from distlab.launch.rank_report import pickled_result
 
 _KINDS = {kind.__name__: kind for kind in (RankFailed, RankHung, RankExited, RankOutOfMemory)}
 _KIND_OF: dict[type, str] = {sim.Deadlock: "deadlock", sim.Mismatch: "mismatch"}
@@ -67,16 +67,16 @@ def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> obj
             plain.
     """
     try:
-        values: Any = plain.loads(sent)
+        values: Any = safe_pickle.loads(sent)
         return (
             _error(values) if "error" in values else _simulated(values, simulation, plain_results)
         )
     except RankFailed as error:
         return error
-    except plain.NotPlainError:
+    except safe_pickle.NotPlainError:
         raise
     except Exception as error:  # whatever what was sent may lead to
-        raise plain.NotPlainError(f"no simulation ({error})") from None
+        raise safe_pickle.NotPlainError(f"no simulation ({error})") from None
 
 
 def _own_results(pickled: list[bytes]) -> list[Any]:
@@ -87,8 +87,8 @@ def _plain_results(pickled: list[bytes]) -> list[Any]:
     results = []
     for rank, result in enumerate(pickled):
         try:
-            results.append(plain.loads_result(result))
-        except plain.NotPlainError as error:
+            results.append(safe_pickle.loads_result(result))
+        except safe_pickle.NotPlainError as error:
             who = f"rank {rank} of {len(pickled)}"
             raise RankFailed(f"{who} returned {error}", rank=rank) from None
     return results

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.learner.programs import BATCH
+from distlab.learner.trace_programs import BATCH
 
 NUMBERS = 65_994  # of float32: the gradient of the CNN of `make demo`, as in guidelines.md
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 WANTED = "which is no plain data: numbers, strings, and lists, tuples and dicts of them are"
-MAX_REPORT_BYTES = 64_000_000  # of a process, what a simulation has counted included
-MAX_RESULT_BYTES = 16_000_000  # of a rank, of a simulation all; suites need up to 64 kB
+MAX_REPORT_BYTES = 64 * 2**20  # of a process, what a simulation has counted included
+MAX_RESULT_BYTES = 16 * 2**20  # of a rank, of a simulation all; suites need up to 64 KiB
 MAX_DEPTH = 50  # a judge that walks deeper would run out of stack
 MAX_ITEMS = 2_000_000  # counted as often as a judge would meet them
 MAX_INT_BITS = 1000  # all of these fit into a float, and can be printed
 MAX_UNPICKLING_BYTES = 2**30  # of memory: a few bytes of a pickle can ask for any amount
 FEW_BYTES = 50_000  # of a pickle: Python's own unpickler takes as long as a process to start
 MAX_KEY_ITEMS = 1000  # of a key of a dict, or an item of a set: what holds it is hashed in C
-TRIAL_TIMEOUT_S = 10.0
+TRIAL_TIMEOUT_S = 10.0  # the process starts in 0.3 s on a busy machine
 _TRIAL = """
 import runpy, sys, threading
 load, data = runpy.run_path(sys.argv[1])["_load"], sys.stdin.buffer.read()
@@ -102,10 +102,10 @@ def check_size(num_bytes: int) -> None:
     Raises:
         NotPlainError: names the size and the limit.
     """
+    from distlab.words import bytes_text  # not above: _TRIAL runs this file where it is not found
+
     if num_bytes > MAX_RESULT_BYTES:
-        raise NotPlainError(
-            f"{num_bytes / 1e6:.1f} MB; the limit is {MAX_RESULT_BYTES / 1e6:.1f} MB"
-        )
+        raise NotPlainError(f"{bytes_text(num_bytes)}; the limit is {bytes_text(MAX_RESULT_BYTES)}")
 
 
 def check(result: object) -> None:

@@ -18,19 +18,19 @@ from pathlib import Path
 import psutil
 
 from distlab import interrupts
-from distlab.launch import forkserver
+from distlab.launch import fork_server_main
 from distlab.launch.errors import SetupError
 from distlab.launch.protocol import WorldFolder
 
 START_TIMEOUT_S = 120.0  # a cold disk may take long to read torch
-KILL_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 5.0  # a killed process is gone in milliseconds, unless it is in a disk access
 LOOK_S = 0.2  # how often a server that is waited for is looked at
 MAX_WORDS = 20_000  # bytes
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOPPED_S = 1.0  # it is in a session of its own: only a signal to itself can have stopped it
 
 
-class Nursery:
+class ForkServer:
     """One fork server and the ranks it started, at most one world at a time."""
 
     def __init__(self) -> None:
@@ -50,9 +50,9 @@ class Nursery:
         self._socket, theirs = socket.socketpair()
         _beginning.append(self)
         with theirs:
-            arguments = [str(theirs.fileno()), str(self._folder), forkserver.METHOD]
+            arguments = [str(theirs.fileno()), str(self._folder), fork_server_main.METHOD]
             self.process = subprocess.Popen(
-                [sys.executable, "-c", forkserver.COMMAND, *arguments],
+                [sys.executable, "-c", fork_server_main.COMMAND, *arguments],
                 pass_fds=[theirs.fileno()],
                 env=_server_environment(),
                 stdin=subprocess.DEVNULL,
@@ -61,7 +61,7 @@ class Nursery:
                 start_new_session=True,  # ctrl-C is for the parent, which ends the ranks itself
             )
         try:
-            self._await(forkserver.READY)
+            self._await(fork_server_main.READY)
             self._folder.mkdir(mode=0o700)  # not before: a server that loads removes nothing
         except (OSError, SetupError) as error:
             self.close()
@@ -83,8 +83,8 @@ class Nursery:
             SetupError: the fork server was killed, or does not answer.
         """
         try:
-            socket.send_fds(self._socket, [forkserver.START], [control.fileno(), output])
-            return self._await(forkserver.STARTED)
+            socket.send_fds(self._socket, [fork_server_main.START], [control.fileno(), output])
+            return self._await(fork_server_main.STARTED)
         except OSError as error:
             raise SetupError(f"the fork server did not start a rank: {error}") from error
 
@@ -133,7 +133,7 @@ class Nursery:
         if missing:
             self._preloaded.update(missing)
             with contextlib.suppress(OSError):  # a dead server is noticed by the next world
-                self._socket.sendall(forkserver.PRELOAD + " ".join(missing).encode() + b"\n")
+                self._socket.sendall(fork_server_main.PRELOAD + " ".join(missing).encode() + b"\n")
 
     def kill_leftovers(self) -> None:
         """Kill every process that the world's ranks started, also those that left their session."""
@@ -166,8 +166,8 @@ class Nursery:
         if self._owner_pid != os.getpid() or self.process.poll() is not None or self.is_stopped():
             return False
         try:
-            self._socket.sendall(forkserver.PING)
-            self._await(forkserver.READY)
+            self._socket.sendall(fork_server_main.PING)
+            self._await(fork_server_main.READY)
         except (OSError, SetupError):
             return False
         return True
@@ -227,10 +227,10 @@ class Nursery:
         return f". Its last words:\n{text}" if text else ""
 
     def _next_record(self) -> tuple[bytes, int, int] | None:
-        size = forkserver.RECORD.size
+        size = fork_server_main.RECORD.size
         if len(self._buffer) < size:
             return None
-        kind, pid, status = forkserver.RECORD.unpack(self._buffer[:size])
+        kind, pid, status = fork_server_main.RECORD.unpack(self._buffer[:size])
         self._buffer = self._buffer[size:]
         return kind, pid, status
 
@@ -248,31 +248,31 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-_idle: list[Nursery] = []
-_beginning: list[Nursery] = []  # whose servers load torch
+_idle: list[ForkServer] = []
+_beginning: list[ForkServer] = []  # whose servers load torch
 _lock = threading.Lock()
 _starting: threading.Thread | None = None  # of ``start_ahead``
 _is_leaving = False  # at exit
 
 
 @contextlib.contextmanager
-def borrowed() -> Iterator[Nursery]:
-    """Take an idle nursery, or start one; it waits for the next world afterwards.
+def borrowed() -> Iterator[ForkServer]:
+    """Take an idle fork server, or start one; it waits for the next world afterwards.
 
     One whose world was cut off, by ctrl-C or an error, is closed instead: it may still have
     something to say about that world. So is one that is stopped: it reaps nothing.
     """
-    nursery = _take()
+    fork_server = _take()
     try:
-        yield nursery
+        yield fork_server
     except BaseException:
-        nursery.close()
+        fork_server.close()
         raise
-    if nursery.is_stopped():
-        nursery.close()
+    if fork_server.is_stopped():
+        fork_server.close()
         return
     with _lock:
-        _idle.append(nursery)
+        _idle.append(fork_server)
 
 
 def start_ahead(*modules: str) -> None:
@@ -293,35 +293,35 @@ def load_ahead(modules: Iterable[str]) -> None:
     A rank that imports them itself takes a second more, and its limits count it as computing.
     """
     if modules:
-        with borrowed() as nursery:
-            nursery.preload(modules)
+        with borrowed() as fork_server:
+            fork_server.preload(modules)
 
 
 def _start_idle(*modules: str) -> None:
     with contextlib.suppress(SetupError, OSError):  # who needs one tries again, and reports
         if _is_leaving:
             return
-        nursery = Nursery()
-        nursery.preload(modules)
+        fork_server = ForkServer()
+        fork_server.preload(modules)
         with _lock:
-            _idle.append(nursery)
+            _idle.append(fork_server)
 
 
-def _take() -> Nursery:
+def _take() -> ForkServer:
     if _starting is not None:
         _starting.join()
-    while (nursery := _popped()) is not None:
+    while (fork_server := _popped()) is not None:
         try:
-            if nursery.is_usable():
-                return nursery
+            if fork_server.is_usable():
+                return fork_server
         except BaseException:  # ctrl-C while it was asked
-            nursery.close()
+            fork_server.close()
             raise
-        nursery.close()
-    return Nursery()
+        fork_server.close()
+    return ForkServer()
 
 
-def _popped() -> Nursery | None:
+def _popped() -> ForkServer | None:
     with _lock:
         return _idle.pop() if _idle else None
 
@@ -341,6 +341,6 @@ def _leave() -> None:
     global _is_leaving
     _is_leaving = True
     interrupts.ignore()  # this process is ending as it is
-    for nursery in list(_beginning):
-        nursery.abandon()
+    for fork_server in list(_beginning):
+        fork_server.abandon()
     close_idle()

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from distlab import sim
-from distlab.launch import plain, sent, stacks, verdict, world
+from distlab.launch import safe_pickle, simulation_report, stacks, verdict, world
 from distlab.launch.errors import (
     LaunchError,
     RankFailed,
@@ -22,7 +22,7 @@ from distlab.launch.errors import (
 )
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import WORD_BYTES, SimulationSpec, Spec, WorldFolder
-from distlab.launch.rank import Rank
+from distlab.launch.rank import RankProcess
 
 T = TypeVar("T")
 MAX_RANKS = 1024
@@ -49,7 +49,7 @@ def check(simulation: SimulationSpec) -> None:
 def simulate_in_child(
     spec: Spec, simulation: SimulationSpec, folder: WorldFolder
 ) -> dict[str, object]:
-    """Run the simulation that ``spec`` describes; return what ``sent`` makes of it.
+    """Run the simulation that ``spec`` describes; return what ``simulation_report`` makes of it.
 
     Raises:
         TypeError: a result cannot be pickled.
@@ -65,8 +65,8 @@ def simulate_in_child(
             running=running,
         )
     except sim.SimulationError as error:
-        return sent.of_error(error)
-    return sent.of_simulation(
+        return simulation_report.of_error(error)
+    return simulation_report.of_simulation(
         simulated, wants_trace=simulation.wants_trace, max_bytes=spec.max_result_bytes
     )
 
@@ -94,7 +94,7 @@ def _shared_words(path: Path, count: int) -> memoryview:
 
 
 def read_outcome(
-    process: Rank,
+    process: RankProcess,
     simulation: SimulationSpec,
     folder: WorldFolder,
     *,
@@ -112,8 +112,10 @@ def read_outcome(
     """
     if process.has_returned and process.report:
         try:
-            return sent.read(process.report.result, simulation, plain_results=plain_results)
-        except plain.NotPlainError as error:
+            return simulation_report.read(
+                process.report.result, simulation, plain_results=plain_results
+            )
+        except safe_pickle.NotPlainError as error:
             return RankFailed(f"a simulated rank returned {error}")
     return _lost_simulation(process, simulation, folder, exceeded)
 
@@ -127,7 +129,7 @@ def _running(folder: WorldFolder, num_ranks: int) -> tuple[int, int | None]:
 
 
 def _lost_simulation(
-    process: Rank, simulation: SimulationSpec, folder: WorldFolder, exceeded: Exceeded | None
+    process: RankProcess, simulation: SimulationSpec, folder: WorldFolder, exceeded: Exceeded | None
 ) -> LaunchError:
     """The error of a simulation that crashed, left or did not end: say which rank was running."""
     number, ident = _running(folder, simulation.num_ranks)

@@ -1,0 +1,34 @@
+"""What is shown of an exception: its headline, and the frames that are the program's."""
+
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any
+
+Choose = Callable[[Collection[str]], Collection[str]]
+CALL = "__distlab_call__"  # attribute of an exception: the call that it came from, as text
+
+
+def headline(error: BaseException) -> str:
+    """Write ``ZeroDivisionError: division by zero, in shard_indices(2, 0, 4)``.
+
+    The call is there if someone has noted it on the exception, as its attribute ``CALL``.
+    """
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    call = getattr(error, CALL, "")
+    return f"{text}, in {call}" if isinstance(call, str) and call else text
+
+
+def keep_frames(shown: traceback.TracebackException, choose: Choose) -> None:
+    """Drop frames, also in what an error was raised from.
+
+    Args:
+        shown: the error.
+        choose: given the files of a stack, says which of them to keep.
+    """
+    kept = set(choose({frame.filename for frame in shown.stack}))
+    frames = [frame for frame in shown.stack if frame.filename in kept]
+    shown.stack = traceback.StackSummary.from_list(frames)
+    group: Any = getattr(shown, "exceptions", None)  # Python 3.11: of an exception group
+    for inner in (shown.__cause__, shown.__context__, *(group or ())):
+        if inner is not None:
+            keep_frames(inner, choose)

@@ -1,0 +1,232 @@
+"""Who may import whom: folders in one direction, no cycles, solutions in plain torch."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Folders and files of distlab, from the lowest: what each may import besides itself and TOOLS.
+MAY_IMPORT = {
+    "process_group": set(),
+    "sim": {"process_group"},  # nothing of the course: no grade, learner, cli, course
+    "mpi": {"process_group"},
+    "launch": {"mpi", "sim"},
+    "data": set(),
+    "models": {"data"},
+    "plot": set(),
+    "course": set(),
+    "grade": {"course", "launch", "sim"},
+    "learner": {"course", "grade", "launch", "sim"},
+    "trainers": {"course", "grade", "learner"},
+    "training": {"data", "grade", "launch", "models", "process_group", "trainers"},
+    "demo": {"plot", "trainers", "training"},
+    "doctor": {"data", "launch", "training"},
+    "bench": {"launch", "sim", "trainers"},
+    "cli": {"bench", "course", "demo", "doctor", "launch", "learner", "sim", "training"},
+    "__main__": {"cli"},
+}
+TOOLS = {"interrupts", "reading", "torchvision_repair", "tracebacks", "words", "writing"}
+
+# Imports for the type checker alone that close a cycle inside sim, each with its reason.
+_WORLD = "is built by the Simulation, and calls it back"
+CYCLES_OF_TYPES = {
+    ("group", "simulation"): _WORLD,
+    ("mailbox", "simulation"): _WORLD,
+    ("meetings", "simulation"): _WORLD,
+    ("patches", "simulation"): _WORLD,
+    ("pending", "simulation"): _WORLD,
+    ("refusals", "simulation"): _WORLD,
+    ("store", "simulation"): _WORLD,
+    ("lanes", "mailbox"): "a lane queues messages, and a message knows its turn in the lane",
+    ("hooks", "memory"): "what sees torch's calls tells the tracker, which installs it",
+    ("trace", "pending"): "notes an operation that has finished, and every operation has a world",
+}
+
+PUBLIC = {
+    "sim": (
+        *("BlockedCall", "Cluster", "Deadlock", "Event", "Faults", "GPU", "Mismatch", "Options"),
+        *("PRESETS", "RankError", "Simulated", "SimulationError", "Trace", "choose_cluster"),
+        *("simulate", "unwaited"),
+    ),
+    "launch": (
+        *("Context", "LaunchError", "RankCrashed", "RankExited", "RankFailed", "RankFate"),
+        *("RankHung", "RankOutOfMemory", "SetupError", "context", "run", "simulate"),
+    ),
+    "grade": ("Grade", "Outcome", "Run", "Wrong", "check", "task"),
+}
+
+
+class Arrow(NamedTuple):
+    """One import of one module of distlab by another."""
+
+    importer: str
+    imported: str
+    is_for_types: bool
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> frozenset[str]:
+    return frozenset(map(module_name, (ROOT / "distlab").rglob("*.py")))
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Yield what a file imports, also inside its functions: ``a.b.c`` of ``from a.b import c``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def for_types_only(tree: ast.AST) -> set[ast.stmt]:
+    """Return the statements under ``if TYPE_CHECKING:``."""
+    return {
+        statement
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+    }
+
+
+def arrows_of(importer: str, text: str) -> Iterator[Arrow]:
+    tree = ast.parse(text)
+    types_only = for_types_only(tree)
+    for node, name in imported_names(tree):
+        home = name if name in modules() else name.rpartition(".")[0]
+        if home in modules() and home != importer:
+            yield Arrow(importer, home, node in types_only)
+
+
+@cache
+def arrows() -> frozenset[Arrow]:
+    files = (ROOT / "distlab").rglob("*.py")
+    return frozenset(arrow for f in files for arrow in arrows_of(module_name(f), f.read_text()))
+
+
+def folder(module: str) -> str:
+    """Return ``sim`` for ``distlab.sim.trace``; ``distlab`` itself holds nothing."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def reached_from(start: str, edges: set[tuple[str, str]]) -> set[str]:
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        module = waiting.pop()
+        following = {end for begin, end in edges if begin == module} - reached
+        reached |= following
+        waiting += following
+    return reached
+
+
+def refused(arrow: Arrow) -> bool:
+    importer, imported = folder(arrow.importer), folder(arrow.imported)
+    allowed = set() if importer in TOOLS else TOOLS | MAY_IMPORT.get(importer, set())
+    return imported not in {"", importer, *allowed}
+
+
+def in_cycles(edges: set[tuple[str, str]]) -> set[str]:
+    return {module for module, _ in edges if module in reached_from(module, edges)}
+
+
+def foreign(text: str) -> set[str]:
+    """Return the packages that a file of the lessons must not import."""
+    packages = {name.partition(".")[0] for _, name in imported_names(ast.parse(text))}
+    ours = {"torch", "numpy", "solutions", *(p.parent.name for p in ROOT.glob("phase*/given.py"))}
+    return packages - ours - sys.stdlib_module_names
+
+
+# The rules
+
+
+def test_folders_import_only_what_lies_below() -> None:
+    assert sorted(map(tuple, filter(refused, arrows()))) == []
+
+
+def test_every_folder_has_a_place() -> None:
+    assert {folder(module) for module in modules()} == {"", *MAY_IMPORT, *TOOLS}
+
+
+def test_the_table_of_folders_has_no_cycle() -> None:
+    assert in_cycles({(a, b) for a, others in MAY_IMPORT.items() for b in others}) == set()
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert in_cycles({(a.importer, a.imported) for a in arrows() if not a.is_for_types}) == set()
+
+
+def test_cycles_of_types_inside_sim_are_listed() -> None:
+    edges = {(a.importer, a.imported) for a in arrows()}
+    closing = {
+        (a.importer.removeprefix("distlab.sim."), a.imported.removeprefix("distlab.sim."))
+        for a in arrows()
+        if a.is_for_types and folder(a.importer) == "sim"
+        if a.importer in reached_from(a.imported, edges)
+    }
+    assert closing == set(CYCLES_OF_TYPES)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*ROOT.glob("solutions/**/*.py"), *ROOT.glob("phase*/given.py")],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_lessons_need_torch_numpy_and_the_standard_library_only(path: Path) -> None:
+    assert foreign(path.read_text()) == set()
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names(package: str) -> None:
+    module = importlib.import_module(f"distlab.{package}")
+    assert sorted(module.__all__) == sorted(PUBLIC[package])
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = module.nothing
+
+
+# What breaks them is found
+
+
+@pytest.mark.parametrize(
+    ("importer", "text"),
+    [
+        ("distlab.sim.trace", "from distlab.grade import outcomes"),
+        ("distlab.sim.trace", "def later():\n    import distlab.course"),
+        ("distlab.process_group.base", "from distlab.sim.trace import Trace"),
+        ("distlab.launch.api", "from distlab.grade.outcomes import Outcome"),
+        ("distlab.words", "from distlab.sim import Cluster"),
+        ("distlab.new_folder.file", "from distlab.sim import Cluster"),
+    ],
+)
+def test_an_import_from_above_is_refused(importer: str, text: str) -> None:
+    (arrow,) = arrows_of(importer, text)
+    assert refused(arrow)
+
+
+def test_an_import_for_types_is_told_from_others() -> None:
+    text = "if TYPE_CHECKING:\n    from distlab.sim import trace\nfrom distlab.sim.host import Host"
+    found = {(arrow.imported, arrow.is_for_types) for arrow in arrows_of("distlab.sim.new", text)}
+    assert found == {("distlab.sim.trace", True), ("distlab.sim.host", False)}
+
+
+def test_a_cycle_is_found() -> None:
+    assert in_cycles({("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")}) == {"b", "c"}
+
+
+def test_a_foreign_import_of_a_lesson_is_found() -> None:
+    text = "import torch.nn\nfrom distlab.sim import Cluster\ndef f():\n    import pydantic"
+    assert foreign(text) == {"distlab", "pydantic"}

@@ -1,0 +1,98 @@
+"""What messages are made of: numbers, ranks, times, sizes, lists, and names that do not exist."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from distlab.words import (
+    bytes_text,
+    clauses,
+    counted,
+    did_you_mean,
+    joined,
+    rank_names,
+    seconds_text,
+    unknown_name,
+    verb,
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0 and 1"),
+        ([0, 1, 2], "ranks 0-2"),
+        ([4, 0, 1, 2], "ranks 0-2 and 4"),
+        ([0, 2, 4], "ranks 0, 2 and 4"),
+        (range(0, 256, 2), "ranks 0, 2, 4, …, 254 (128 ranks)"),
+        ([*range(100), 200, 300], "ranks 0-99, 200 and 300"),
+    ],
+)
+def test_ranks_are_named_shortly(ranks: Iterable[int], words: str) -> None:
+    assert rank_names(ranks) == words
+
+
+@pytest.mark.parametrize(
+    ("items", "words", "sentences"),
+    [
+        ([], "", ""),
+        (["a"], "a", "a"),
+        (["a", "b"], "a and b", "a, and b"),
+        (["a", "b", "c"], "a, b and c", "a, b, and c"),
+    ],
+)
+def test_words_and_clauses_are_joined(items: list[str], words: str, sentences: str) -> None:
+    assert (joined(items), clauses(items)) == (words, sentences)
+
+
+def test_words_follow_the_number() -> None:
+    assert [counted(n, "rank") for n in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]
+    assert (verb([5], "wait"), verb([5, 6], "wait")) == ("waits", "wait")
+    assert (verb([5], "have", "has"), verb([5, 6], "have", "has")) == ("has", "have")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (2.5e-8, "25.0 ns"),
+        (9.999e-7, "1.00 µs"),
+        (3.84e-5, "38.4 µs"),
+        (0.000_999_9, "1.00 ms"),
+        (0.1234, "123 ms"),
+        (1, "1.00 s"),
+        (5000, "5000 s"),
+    ],
+)
+def test_times_have_three_digits_and_a_fitting_unit(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1000, "1000 B"),
+        (1024, "1.00 KiB"),
+        (6 << 20, "6.00 MiB"),
+        (80 << 30, "80.0 GiB"),
+    ],
+)
+def test_sizes_have_binary_units(num_bytes: int, text: str) -> None:
+    assert bytes_text(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "answer"),
+    [("digit", "Did you mean 'digits'?"), ("cifar10", "Did you mean 'CIFAR10'?"), ("resnet", "")],
+)
+def test_a_wrong_name_is_answered_with_the_one_it_is_like(wrong: str, answer: str) -> None:
+    assert did_you_mean(wrong, ["digits", "CIFAR10"]) == answer
+
+
+def test_the_error_for_a_wrong_name_lists_the_valid_ones() -> None:
+    assert str(unknown_name("model", "cn", ["cnn", "gpt"])) == (
+        "unknown model 'cn'; valid: cnn, gpt. Did you mean 'cnn'?"
+    )
+    assert str(unknown_name("model", "x", ["cnn", "gpt"])) == "unknown model 'x'; valid: cnn, gpt."
