@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RankOutOfMemory,
         SetupError,
     )
+    from distlab.launch.limits import Limits
     from distlab.launch.world import Context, context
 
 _HOMES = {
@@ -33,6 +34,7 @@ _HOMES = {
         *("LaunchError", "RankCrashed", "RankExited", "RankFailed", "RankFate", "RankHung"),
         *("RankOutOfMemory", "SetupError"),
     ),
+    "limits": ("Limits",),
     "world": ("Context", "context"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -40,6 +42,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Context",
     "LaunchError",
+    "Limits",
     "RankCrashed",
     "RankExited",
     "RankFailed",

@@ -71,7 +71,7 @@ class Runtime:
     def keep(self, operation: Operation) -> None:
         """Hold an operation, whose memory MPI uses, until it is done, whoever else forgets it.
 
-        MPI goes on with one that has failed for us: its memory is held for ever.
+        MPI goes on with one that has failed for us: its memory is held forever.
         """
         if len(self._unfinished) >= MANY_UNFINISHED:
             self._unfinished = {other for other in self._unfinished if not other.is_success()}

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import forkserver, nursery
+from distlab.launch import Limits, forkserver, nursery
 from distlab.launch.rank import Rank
 
 MiB = 2**20
@@ -134,7 +134,7 @@ def test_spawned_ranks_fail_as_clearly_as_forked_ones() -> None:
     with pytest.raises(launch.RankHung, match=r"rank 0 waits in barrier at .*; rank 1 is at"):
         launch.run(sleeps_on_one, 2, timeout_s=1)
     with pytest.raises(launch.RankOutOfMemory, match=r"outgrew the memory limit at .*allocates"):
-        launch.run(allocates, 1, timeout_s=60, memory_limit_bytes=100 * MiB)
+        launch.run(allocates, 1, limits=Limits(60, memory_bytes=100 * MiB))
 
 
 # Memory that does not count
@@ -142,8 +142,9 @@ def test_spawned_ranks_fail_as_clearly_as_forked_ones() -> None:
 
 def test_a_file_that_all_ranks_map_is_nobodys_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.ones(60 * MiB, dtype=np.uint8))
-    path, limit = str(tmp_path / "images.npy"), 150 * MiB  # the four of them read 240 MiB
-    assert launch.run(_sum_of_mapped_file, 4, path, memory_limit_bytes=limit) == [60 * MiB] * 4
+    path = str(tmp_path / "images.npy")
+    limits = Limits(memory_bytes=150 * MiB)  # the four of them read 240 MiB
+    assert launch.run(_sum_of_mapped_file, 4, path, limits=limits) == [60 * MiB] * 4
 
 
 def _sum_of_mapped_file(path: str) -> int:
