@@ -22,7 +22,9 @@ def train(
     num_workers: Annotated[
         int | None,
         typer.Option(
-            "--num_workers", min=1, help="Ranks. [default: 4; under torchrun or mpirun all of its]"
+            "--num_workers",
+            min=1,
+            help="Ranks. [default: 4; under torchrun, mpirun or srun all of its]",
         ),
     ] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from distlab.launch import choices, nursery, plain, simulated, verdict, world
+from distlab.launch import choices, nursery, plain, simulated, verdict
 from distlab.launch.accounts import SLOW_IMPORTS
 from distlab.launch.errors import LaunchError, RankFailed, SetupError
-from distlab.launch.joined import run_joined, run_under_mpirun
+from distlab.launch.joined import prepare, run_joined, run_under_mpirun
+from distlab.launch.launchers import launched
 from distlab.launch.limits import FOREVER_S, Exceeded, Limits
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder
 from distlab.launch.rank import Rank
@@ -42,8 +43,8 @@ def run(
         run(dist.get_rank, 3)  ->  [0, 1, 2]
 
     Inside, the process group is initialised and ``context()`` tells the device. The first call
-    starts a fork server, later ones only fork. Under torchrun or mpirun, this process joins their
-    world instead and every rank gets all results; torchrun or mpirun then watches the processes,
+    starts a fork server, later ones only fork. Under torchrun, mpirun or srun, this process joins
+    their world instead and every rank gets all results; the launcher then watches the processes,
     and the timeout bounds each collective. Ranks end without running what ``atexit`` holds.
 
     Args:
@@ -76,15 +77,17 @@ def run(
     """
     choices.check(fn, world_size, backend, device)
     limits = choices.limits_of(timeout_s, limits)
-    is_mpi = backend == "mpi" or (backend == "auto" and world.is_one_of_mpiruns())
+    found = launched(backend)
+    is_mpi = backend == "mpi" or (found is not None and found.launcher == "mpirun")
     choices.check_for_backend("mpi" if is_mpi else backend, device, cluster, output_dir)
     if backend == "sim":
         simulation = SimulationSpec(world_size, cluster, _options(given), wants_trace=False)
         return cast("list[T]", _simulated(fn, args, simulation, limits, plain_results))
     if is_mpi:
-        return run_under_mpirun(fn, world_size, args, limits.finite_timeout_s)
-    if world.started_by_torchrun():
-        chosen, own = choices.own_device(backend, device)
+        return run_under_mpirun(fn, world_size, args, found, limits.finite_timeout_s)
+    if found:
+        prepare(found, world_size)
+        chosen, own = choices.own_device(backend, device, found)
         return run_joined(fn, world_size, args, chosen, own, limits.finite_timeout_s)
 
     chosen, devices = choices.devices(backend, device, world_size)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from distlab.launch import world
+from distlab.launch import srun
 from distlab.launch.errors import SetupError
+from distlab.launch.launchers import Launched, launched
 from distlab.launch.limits import Limits
 from distlab.launch.protocol import pickled
 
@@ -39,28 +40,24 @@ def check(fn: object, world_size: int, backend: str, device: str) -> None:
     for name, value, valid in (("backend", backend, BACKENDS), ("device", device, DEVICES)):
         if value not in valid:
             raise SetupError(f"{name} must be one of {', '.join(valid)}; got {value!r}")
-    _check_launcher(world_size, backend)
-    if dist.is_initialized() and not _has_joined():
+    found = launched(backend)
+    if found and found.world_size > 1:
+        _check_launcher(found.launcher, world_size, backend)
+    if dist.is_initialized() and not found:
         raise SetupError("run was called inside a world: a rank cannot start another world")
 
 
-def _check_launcher(world_size: int, backend: str) -> None:
-    if world.is_one_of_mpiruns() and backend not in ("auto", "mpi"):
+def _check_launcher(launcher: str, world_size: int, backend: str) -> None:
+    if backend == "sim":
+        raise SetupError(
+            f"{launcher} started this process and its like, and each would simulate all "
+            f"{world_size} ranks: backend sim needs one process only, so leave {launcher} out"
+        )
+    if launcher == "mpirun" and backend not in ("auto", "mpi"):
         raise SetupError(
             f"mpirun started this process and its like, and each would start {world_size} ranks of "
             f"backend {backend}: use backend mpi, or leave mpirun out"
         )
-    if backend == "sim" and world.launcher_of_several() == "torchrun":
-        raise SetupError(
-            "torchrun, or what sets its variables, started this process and its like, and each "
-            f"would simulate all {world_size} ranks: backend sim needs one process only, so leave "
-            "torchrun out"
-        )
-
-
-def _has_joined() -> bool:
-    """Tell whether the world around is one that other launchers started: ``run`` only joins it."""
-    return world.started_by_torchrun() or world.mpirun_size() is not None
 
 
 def check_for_backend(
@@ -123,11 +120,18 @@ def devices(backend: str, device: str, num_ranks: int) -> tuple[str, tuple[str, 
     return backend, ("cpu",) * num_ranks
 
 
-def own_device(backend: str, device: str) -> tuple[str, torch.device]:
-    """Choose backend and device for this process, which torchrun has started."""
+def own_device(backend: str, device: str, found: Launched) -> tuple[str, torch.device]:
+    """Choose backend and device for this process, which torchrun or srun has started.
+
+    Raises:
+        SetupError: there are too few GPUs.
+    """
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if found.launcher == "srun" and srun.has_own_gpus():
+        num_local, local_rank = 1, 0
     chosen, of_ranks = devices(backend, device, num_local)
-    return chosen, torch.device(of_ranks[int(os.environ.get("LOCAL_RANK", "0"))])
+    return chosen, torch.device(of_ranks[local_rank])
 
 
 def payload(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:

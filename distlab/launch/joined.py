@@ -1,18 +1,42 @@
-"""``run`` under torchrun and mpirun: this process is a rank already and joins their world."""
+"""``run`` under torchrun, mpirun and srun: this process is a rank already and joins their world."""
 
 import atexit
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from distlab.launch import world
+from distlab.launch import srun, world
 from distlab.launch.errors import SetupError
+from distlab.launch.launchers import Launched
 from distlab.words import counted
 
 T = TypeVar("T")
 MPI_FIX = "pip install -c constraints.txt -e '.[mpi]' installs mpi4py and MPICH"
+
+
+def prepare(found: Launched, world_size: int) -> None:
+    """Put what torchrun would say into the environment, if srun has started this process.
+
+    Raises:
+        SetupError: the launcher started another number of ranks than ``world_size``.
+    """
+    _check_size(found, world_size)
+    if found.launcher == "srun" and (task := srun.this_task()):
+        os.environ.update(task.torchrun_variables())
+        if task.is_on_one_node:
+            world.use_loopback()
+
+
+def _check_size(found: Launched, world_size: int) -> None:
+    if found.world_size != world_size:
+        started = counted(found.world_size, "rank")
+        raise SetupError(
+            f"{found.launcher} started {started} and the script asks for {world_size}: "
+            "make the two numbers equal"
+        )
 
 
 def run_joined(
@@ -23,23 +47,14 @@ def run_joined(
     device: torch.device,
     timeout_s: float | None,
 ) -> list[T]:
-    """Call ``fn`` as this rank of torchrun's world; return the results of all ranks.
+    """Call ``fn`` as this rank of a world that torchrun or srun started; return all results.
 
     The process group is joined by the first call and left when the process ends. Errors are raised
-    as they are: torchrun watches and ends the ranks. ``timeout_s`` bounds each collective.
-
-    Raises:
-        SetupError: torchrun started another number of ranks than ``world_size``.
+    as they are: the launcher watches and ends the ranks. ``timeout_s`` bounds each collective.
     """
     if not dist.is_initialized():
         world.init_process_group(backend, device, init_method="env://", timeout_s=timeout_s)
         atexit.register(_leave)
-    if dist.get_world_size() != world_size:
-        started = counted(dist.get_world_size(), "rank")
-        raise SetupError(
-            f"torchrun started {started} and the script asks for {world_size}: "
-            "make the two numbers equal"
-        )
     with world.on_device(device):
         mine = fn(*args)
     results: list[T | None] = [None] * world_size
@@ -48,7 +63,11 @@ def run_joined(
 
 
 def run_under_mpirun(
-    fn: Callable[..., T], world_size: int, args: tuple[object, ...], timeout_s: float | None
+    fn: Callable[..., T],
+    world_size: int,
+    args: tuple[object, ...],
+    found: Launched | None,
+    timeout_s: float | None,
 ) -> list[T]:
     """Call ``fn`` as this rank of mpirun's world; return the results of all ranks.
 
@@ -59,17 +78,12 @@ def run_under_mpirun(
         SetupError: mpirun did not start this process, or started another number of ranks, or there
             is no mpi4py that works.
     """
-    num_started = world.mpirun_size()
-    if num_started is None:
+    if found is None:
         raise SetupError(
             "backend mpi needs ranks that mpirun started: put mpirun -np "
             f"{world_size} in front of the same command"
         )
-    if num_started != world_size:
-        raise SetupError(
-            f"mpirun started {counted(num_started, 'rank')} and the script asks for {world_size}: "
-            "make the two numbers equal"
-        )
+    _check_size(found, world_size)
     try:
         import mpi4py.MPI  # noqa: F401  (starts MPI, or tells why it cannot)
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
