@@ -44,13 +44,23 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def complain(message: str, code: int) -> int:
-    """Print a line on standard error; return the exit code that was given."""
+    """Print a line on standard error; return the exit code that was given.
+
+    All ranks of mpirun meet the same: one of each machine prints it.
+    """
+    from distlab.launch.launchers import speaks_for_its_machine  # rarely needed
+
+    if speaks_for_its_machine():
+        _print_line(message)
+    return code
+
+
+def _print_line(message: str) -> None:
     erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar may stand there
     try:
         print(erase_bar + message, file=sys.stderr, flush=True)
     except OSError:
         _drop(sys.stderr.fileno())
-    return code
 
 
 def _code_of(error: BaseException) -> int:
@@ -65,7 +75,8 @@ def _code_of(error: BaseException) -> int:
     if isinstance(error, OSError):
         _drop(sys.stdout.fileno())  # it may be this one that is full
         place = error.filename or "standard output"
-        return complain(f"distlab: {place}: {error.strerror or error}", FAILED)
+        _print_line(f"distlab: {place}: {error.strerror or error}")
+        return FAILED
     raise error
 
 

@@ -94,3 +94,12 @@ class RankHung(LaunchError):
     """
 
     KIND = "time is up"
+
+
+def is_message_enough(error: BaseException) -> bool:
+    """Tell whether it is one of distlab's own, whose message says what to do: no traceback helps.
+
+    One of ``distlab.mpi`` comes out of a line of the program, which its traceback shows.
+    """
+    module = type(error).__module__
+    return module.startswith("distlab.") and not module.startswith("distlab.mpi")

@@ -2,15 +2,17 @@
 
 import atexit
 import os
+import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from distlab.launch import srun, world
-from distlab.launch.errors import SetupError
-from distlab.launch.launchers import Launched
+from distlab.launch.errors import SetupError, is_message_enough
+from distlab.launch.launchers import Launched, speaks_for_its_machine
 from distlab.words import counted
 
 T = TypeVar("T")
@@ -83,6 +85,8 @@ def run_under_mpirun(
             "backend mpi needs ranks that mpirun started: put mpirun -np "
             f"{world_size} in front of the same command"
         )
+    if not dist.is_initialized():
+        _report_once()
     _check_size(found, world_size)
     try:
         import mpi4py.MPI  # noqa: F401  (starts MPI, or tells why it cannot)
@@ -94,6 +98,21 @@ def run_under_mpirun(
         mpi.init_process_group(timeout_s)
     with mpi.needed(), world.on_device(torch.device("cpu")):
         return mpi.share(fn(*args))
+
+
+def _report_once() -> None:
+    """Let an error that all ranks meet be a message of one rank, without a traceback of each."""
+    show = sys.excepthook
+
+    def show_once(
+        kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
+        if not is_message_enough(error):
+            show(kind, error, frames)
+        elif speaks_for_its_machine():
+            print(error, file=sys.stderr)
+
+    sys.excepthook = show_once
 
 
 def _leave() -> None:
