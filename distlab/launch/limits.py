@@ -53,9 +53,14 @@ def _is_positive(value: object) -> bool:
 class Exceeded:
     """The limit that ended a world: ``str()`` is "2 s of computing"."""
 
-    limit: Literal["time", "computing", "idle"]
+    limit: Literal["start", "time", "computing", "idle"]
     seconds: float
 
     def __str__(self) -> str:
-        behind = {"time": "", "computing": " of computing", "idle": " in which no rank computed"}
+        behind = {
+            "start": " to start",
+            "time": "",
+            "computing": " of computing",
+            "idle": " in which no rank computed",
+        }
         return f"{self.seconds:g} s{behind[self.limit]}"

@@ -16,7 +16,7 @@ from typing import IO
 
 import psutil
 
-from distlab.launch import meter, output, plain, stacks
+from distlab.launch import meter, output, plain, stacks, starting
 from distlab.launch.errors import SetupError
 from distlab.launch.limits import Exceeded, Limits
 from distlab.launch.nursery import Nursery
@@ -33,9 +33,7 @@ from distlab.launch.protocol import (
     WorldFolder,
 )
 from distlab.launch.rank import Rank
-from distlab.launch.starting import Display
 
-START_TIMEOUT_S = 120.0  # for all ranks to join the process group
 GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
 DUMP_S = 1.0  # for all stacks to be written
 EXIT_S = 3.0  # for released ranks to leave before they are killed
@@ -64,7 +62,8 @@ class Supervisor:
         self.output_dir = output_dir
         self.ranks: list[Rank] = []
         self.exceeded: Exceeded | None = None  # the limit that ended the world, if one did
-        self.limit_s: float | None = START_TIMEOUT_S  # from the last start of the clock on
+        # From the last start of the clock on.
+        self.limit_s: float | None = starting.timeout_s(spec.world_size, starting.num_cores())
         self._clock_started = time.monotonic()
         self._has_gone = False  # all ranks were told to call the function
         self._next_look = 0.0
@@ -76,7 +75,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
         self._screen = output.Screen(MAX_SHOWN_BYTES if is_plain else None)
-        self._display = Display(0)
+        self._display = starting.Display(0)
 
     def run(self) -> list[Rank]:
         """Start the ranks, watch them to the end, and return what is known of each.
@@ -84,7 +83,7 @@ class Supervisor:
         Afterwards no process that they started is left, whatever happened, ctrl-C included.
         """
         self._clock_started = time.monotonic()
-        self._display = Display(self.spec.world_size)
+        self._display = starting.Display(self.spec.world_size)
         try:
             for number in range(self.spec.world_size):
                 self._start(number)
@@ -223,7 +222,7 @@ class Supervisor:
 
     def _check_time(self, now: float) -> None:
         if self.limit_s is not None and now - self._clock_started > self.limit_s:
-            self.exceeded = Exceeded("time", self.limit_s)
+            self.exceeded = Exceeded("time" if self._has_gone else "start", self.limit_s)
         elif self._has_gone and (self.limits.cpu_s or self.limits.idle_s):
             self._check_computing(now)
 

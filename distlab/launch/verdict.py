@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from distlab.launch import stacks
+from distlab.launch import stacks, starting
 from distlab.launch.errors import (
     LaunchError,
     RankCrashed,
@@ -107,7 +107,9 @@ def _hang(ranks: Sequence[Rank], exceeded: Exceeded) -> RankHung:
     if returned:
         verb = "has" if len(returned) == 1 else "have"
         parts.append(f"{stacks.name_ranks(returned)} {verb} returned")
-    if not to_blame:
+    if exceeded.limit == "start":
+        parts.append(starting.explained(len(ranks), starting.num_cores()))
+    elif not to_blame:
         parts.append(
             "All of them wait for each other: compare the calls above, rank by rank. "
             "If they only need longer, raise the limit."
