@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import socket
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -16,6 +17,7 @@ from distlab.launch.launchers import Launched, speaks_for_its_machine
 from distlab.words import counted
 
 T = TypeVar("T")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 MPI_FIX = "pip install -c constraints.txt -e '.[mpi]' installs mpi4py and MPICH"
 
 
@@ -53,15 +55,39 @@ def run_joined(
 
     The process group is joined by the first call and left when the process ends. Errors are raised
     as they are: the launcher watches and ends the ranks. ``timeout_s`` bounds each collective.
+
+    Raises:
+        SetupError: the ranks do not find each other.
     """
     if not dist.is_initialized():
-        world.init_process_group(backend, device, init_method="env://", timeout_s=timeout_s)
+        _join(backend, device, timeout_s)
         atexit.register(_leave)
     with world.on_device(device):
         mine = fn(*args)
     results: list[T | None] = [None] * world_size
     dist.all_gather_object(results, mine)
     return results  # type: ignore[return-value]
+
+
+def _join(backend: str, device: torch.device, timeout_s: float | None) -> None:
+    try:
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # torch would try for half an hour
+        world.init_process_group(backend, device, init_method="env://", timeout_s=timeout_s)
+    except (OSError, RuntimeError) as error:
+        raise SetupError(_why_not_joined(error)) from error
+
+
+def _why_not_joined(error: Exception) -> str:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    reason = str(error).strip().partition("\n")[0]
+    set_ones = [f"{name}={os.environ.get(name, '(not set)')}" for name in INTERFACES]
+    return (
+        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join the process group "
+        f"at {where}: {reason}\n"
+        "If the ranks are on several machines, each must reach the others at the addresses that "
+        f"they give: here {' and '.join(set_ones)}. Set them to the interface that leads to the "
+        "other machines (ip -br address lists them); see docs/clusters.md"
+    )
 
 
 def run_under_mpirun(

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -331,6 +332,36 @@ def test_torchrun_with_another_number_of_ranks_is_refused(script: Path) -> None:
     done = torchrun(3, str(script))
     assert done.returncode != 0
     assert "torchrun started 3 ranks and the script asks for 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "nosuch0"),
+        (
+            {"MASTER_ADDR": "no-such-host.invalid"},
+            "Name or service not known|nodename nor servname",
+        ),
+    ],
+)
+def test_ranks_that_do_not_find_each_other_name_the_interface(
+    variables: dict[str, str], reason: str
+) -> None:
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    script = "from distlab import launch; launch.run(print, 1, backend='gloo')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, **one_rank, **variables},
+    )
+    assert done.returncode == 1
+    error = done.stderr.partition("SetupError: ")[2]
+    assert error.startswith("rank 0 of 1 could not join the process group at ")
+    assert re.search(reason, error)
+    assert f"GLOO_SOCKET_IFNAME={variables.get('GLOO_SOCKET_IFNAME', '(not set)')}" in error
+    assert "NCCL_SOCKET_IFNAME=(not set)" in error
 
 
 def torchrun(ranks: int, script: str) -> subprocess.CompletedProcess[str]:
