@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from distlab.launch import choices, nursery, plain, simulated, verdict
 from distlab.launch.accounts import SLOW_IMPORTS
 from distlab.launch.errors import LaunchError, RankFailed, SetupError
-from distlab.launch.joined import prepare, run_joined, run_under_mpirun
+from distlab.launch.joined import run_joined, run_under_mpirun
 from distlab.launch.launchers import launched
 from distlab.launch.limits import FOREVER_S, Exceeded, Limits
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder
@@ -86,9 +86,7 @@ def run(
     if is_mpi:
         return run_under_mpirun(fn, world_size, args, found, limits.finite_timeout_s)
     if found:
-        prepare(found, world_size)
-        chosen, own = choices.own_device(backend, device, found)
-        return run_joined(fn, world_size, args, chosen, own, limits.finite_timeout_s)
+        return run_joined(fn, world_size, args, found, backend, device, limits.finite_timeout_s)
 
     chosen, devices = choices.devices(backend, device, world_size)
     with _refusals():

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from distlab.launch import srun, world
+from distlab.launch import choices, srun, world
 from distlab.launch.errors import SetupError, is_message_enough
 from distlab.launch.launchers import Launched, speaks_for_its_machine
 from distlab.words import counted
@@ -21,17 +21,36 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 MPI_FIX = "pip install -c constraints.txt -e '.[mpi]' installs mpi4py and MPICH"
 
 
-def prepare(found: Launched, world_size: int) -> None:
-    """Put what torchrun would say into the environment, if srun has started this process.
+def run_joined(
+    fn: Callable[..., T],
+    world_size: int,
+    args: tuple[object, ...],
+    found: Launched,
+    backend: str,
+    device: str,
+    timeout_s: float | None,
+) -> list[T]:
+    """Call ``fn`` as this rank of a world that torchrun or srun started; return all results.
+
+    The process group is joined by the first call and left when the process ends. Errors are raised
+    as they are: the launcher watches and ends the ranks. ``timeout_s`` bounds each collective.
 
     Raises:
-        SetupError: the launcher started another number of ranks than ``world_size``.
+        SetupError: the launcher started another number of ranks than ``world_size``, there are
+            too few GPUs, or the ranks do not find each other.
     """
     _check_size(found, world_size)
     if found.launcher == "srun" and (task := srun.this_task()):
-        os.environ.update(task.torchrun_variables())
-        if task.is_on_one_node:
-            world.use_loopback()
+        _describe_as_torchrun_does(task)
+    chosen, own = choices.own_device(backend, device, found)
+    if not dist.is_initialized():
+        _join(chosen, own, timeout_s)
+        atexit.register(_leave)
+    with world.on_device(own):
+        mine = fn(*args)
+    results: list[T | None] = [None] * world_size
+    dist.all_gather_object(results, mine)
+    return results  # type: ignore[return-value]
 
 
 def _check_size(found: Launched, world_size: int) -> None:
@@ -43,30 +62,10 @@ def _check_size(found: Launched, world_size: int) -> None:
         )
 
 
-def run_joined(
-    fn: Callable[..., T],
-    world_size: int,
-    args: tuple[object, ...],
-    backend: str,
-    device: torch.device,
-    timeout_s: float | None,
-) -> list[T]:
-    """Call ``fn`` as this rank of a world that torchrun or srun started; return all results.
-
-    The process group is joined by the first call and left when the process ends. Errors are raised
-    as they are: the launcher watches and ends the ranks. ``timeout_s`` bounds each collective.
-
-    Raises:
-        SetupError: the ranks do not find each other.
-    """
-    if not dist.is_initialized():
-        _join(backend, device, timeout_s)
-        atexit.register(_leave)
-    with world.on_device(device):
-        mine = fn(*args)
-    results: list[T | None] = [None] * world_size
-    dist.all_gather_object(results, mine)
-    return results  # type: ignore[return-value]
+def _describe_as_torchrun_does(task: srun.Task) -> None:
+    os.environ.update(task.torchrun_variables())
+    if task.is_on_one_node:
+        world.use_loopback()
 
 
 def _join(backend: str, device: torch.device, timeout_s: float | None) -> None:

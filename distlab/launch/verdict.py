@@ -107,13 +107,7 @@ def _hang(ranks: Sequence[Rank], exceeded: Exceeded) -> RankHung:
     if returned:
         verb = "has" if len(returned) == 1 else "have"
         parts.append(f"{stacks.name_ranks(returned)} {verb} returned")
-    if exceeded.limit == "start":
-        parts.append(starting.explained(len(ranks), starting.num_cores()))
-    elif not to_blame:
-        parts.append(
-            "All of them wait for each other: compare the calls above, rank by rank. "
-            "If they only need longer, raise the limit."
-        )
+    parts += _advice(exceeded, len(ranks), all_wait=not to_blame)
     blamed = to_blame[0] if len(to_blame) == 1 else None
     parts += _output(ranks[blamed]) if blamed is not None else []
     return RankHung(
@@ -127,6 +121,17 @@ def _hang(ranks: Sequence[Rank], exceeded: Exceeded) -> RankHung:
         rank=blamed,
         fates=_fates(ranks),
     )
+
+
+def _advice(exceeded: Exceeded, world_size: int, *, all_wait: bool) -> list[str]:
+    if exceeded.limit == "start":
+        return [starting.explained(world_size, starting.num_cores())]
+    if not all_wait:
+        return []
+    return [
+        "All of them wait for each other: compare the calls above, rank by rank. "
+        "If they only need longer, raise the limit."
+    ]
 
 
 def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspended: bool) -> str:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 # torch keeps the name "mpi" for builds with an MPI inside and looks for no other under it.
 TORCH_NAME = "mpi4py"
 LOOPBACK = "127.0.0.1"
+_endings: list[Ending] = []  # this process's, once it has joined
 
 
 def init_process_group(timeout_s: float | None) -> None:
@@ -115,6 +116,3 @@ def needed() -> Iterator[None]:
     """While the others need this rank, let whatever stops it end the whole job, with a reason."""
     with _endings[-1].needed():
         yield
-
-
-_endings: list[Ending] = []  # this process's, once it has joined

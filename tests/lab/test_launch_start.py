@@ -113,7 +113,7 @@ def test_a_start_that_takes_too_long_says_how_long_it_may_take(
     with pytest.raises(launch.RankHung, match=r"^time is up after 0\.5 s to start: ") as caught:
         launch.run(dist.get_rank, 2)
     assert "2 of 2 are still starting, and not in the process group yet" in str(caught.value)
-    assert "within 0.5 s, and 5 s more for each rank beyond 4 of a core." in str(caught.value)
+    assert "within 0.5 s, and 2 s more for each rank beyond 4 of a core." in str(caught.value)
     assert caught.value.kind == "time is up"
 
 
