@@ -48,7 +48,7 @@ def this_task() -> Task | None:
     is_on_one_node = os.environ.get("SLURM_STEP_NUM_NODES") == "1"
     return Task(
         rank=int(os.environ["SLURM_PROCID"]),
-        world_size=int(os.environ["SLURM_NTASKS"]),
+        world_size=_num_tasks(),
         local_rank=int(os.environ["SLURM_LOCALID"]),
         local_world_size=_tasks_of_this_node(),
         is_on_one_node=is_on_one_node,
@@ -62,14 +62,20 @@ def has_own_gpus() -> bool:
     return "SLURM_GPUS_PER_TASK" in os.environ
 
 
+def _num_tasks() -> int:
+    """Of the step: in the shell that salloc opens, a step of one, the other is the allocation's."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"]))
+
+
 def _meeting_port() -> int:
     job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", "0"))
     return FIRST_PORT + (job * STEPS_APART + step) % NUM_PORTS
 
 
 def _tasks_of_this_node() -> int:
-    counts = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ["SLURM_NTASKS"])
-    return tasks_per_node(counts)[int(os.environ.get("SLURM_NODEID", "0"))]
+    if counts := os.environ.get("SLURM_STEP_TASKS_PER_NODE"):
+        return tasks_per_node(counts)[int(os.environ.get("SLURM_NODEID", "0"))]
+    return _num_tasks()
 
 
 def first_host(nodes: str) -> str:

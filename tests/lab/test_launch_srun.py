@@ -25,6 +25,7 @@ for rank in range(int(number)):
         "SLURM_JOB_ID": os.environ.get("FAKE_JOB_ID", "4711"),
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": number,
+        "SLURM_STEP_NUM_TASKS": number,
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank % 2),
         "SLURM_NODEID": str(rank // 2),
@@ -146,6 +147,23 @@ def test_a_batch_script_is_no_task_of_srun(as_task: Any, monkeypatch: pytest.Mon
     monkeypatch.delenv("SLURM_STEP_NODELIST")
     assert srun.this_task() is None
     assert launch.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_the_shell_of_an_allocation_is_one_process(as_task: Any) -> None:
+    of_the_step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    as_task(**of_the_step, SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    assert launchers.launched() is None
+
+
+def test_the_variables_that_older_versions_lack_are_not_needed(
+    as_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_task()
+    for name in ("NUM_NODES", "TASKS_PER_NODE", "ID"):
+        monkeypatch.delenv(f"SLURM_STEP_{name}")
+    task = srun.this_task()
+    assert task
+    assert (task.rank, task.world_size, task.master_address) == (3, 4, "node01")
 
 
 def test_two_jobs_and_two_steps_have_ports_of_their_own(as_task: Any) -> None:
