@@ -18,6 +18,15 @@ def headline(error: BaseException) -> str:
     return f"{text}, in {call}" if isinstance(call, str) and call else text
 
 
+def is_message_enough(error: BaseException) -> bool:
+    """Tell whether it is one of distlab's own, whose message says what to do: no traceback helps.
+
+    One of ``distlab.mpi`` comes out of a line of the program, which its traceback shows.
+    """
+    module = type(error).__module__
+    return module.startswith("distlab.") and not module.startswith("distlab.mpi")
+
+
 def keep_frames(shown: traceback.TracebackException, choose: Choose) -> None:
     """Drop frames, also in what an error was raised from.
 

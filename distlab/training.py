@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from distlab import data, launch, models, trainers
 from distlab.grade.outcomes import Outcome, verdict_on
 from distlab.grade.submission import Submission
-from distlab.launch.world import (
-    is_one_of_mpiruns,
-    launcher_of_several,
-    mpirun_size,
-    started_by_torchrun,
-)
+from distlab.launch.launchers import launched, launcher_of_several
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.counts import Counts
 from distlab.trainers import SOLVED
@@ -107,7 +102,7 @@ def make_config(
 
     Raises:
         ConfigError: the batch cannot be shared equally, the learning rate is no positive number, or
-            torchrun or mpirun started another number of workers.
+            torchrun, mpirun or srun started another number of workers.
         NotThereError: no solutions are here, or the learner's own trainer is not written yet.
     """
     workers = _workers(num_workers, backend)
@@ -146,21 +141,17 @@ def _learning_rate(asked: float | None, default: float) -> float:
 
 
 def _workers(asked: int | None, backend: str) -> int:
-    launcher, started = "mpirun", mpirun_size() if backend == "mpi" else None
-    if is_one_of_mpiruns():
-        started = mpirun_size()
-    elif started_by_torchrun():
-        launcher, started = "torchrun", int(os.environ["WORLD_SIZE"])
-    if started and asked not in (None, started):
+    found = launched(backend)
+    if found and asked not in (None, found.world_size):
         raise ConfigError(
-            f"{launcher} started {counted(started, 'worker')} and --num_workers asks for {asked}: "
-            f"leave --num_workers out under {launcher}"
+            f"{found.launcher} started {counted(found.world_size, 'worker')} and --num_workers "
+            f"asks for {asked}: leave --num_workers out under {found.launcher}"
         )
-    return started or asked or DEFAULT_WORKERS
+    return found.world_size if found else asked or DEFAULT_WORKERS
 
 
 def check_is_alone(command: str) -> None:
-    """Refuse what starts its own workers where mpirun or torchrun has started some already.
+    """Refuse what starts its own workers where mpirun, torchrun or srun has started some already.
 
     Raises:
         ConfigError: this process is one of several.

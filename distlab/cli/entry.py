@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from distlab import interrupts
-from distlab.cli.streams import INTERRUPTED, complain, drop
+from distlab.cli.streams import INTERRUPTED, complain, drop, print_line
 
 FAILED, PIPE_CLOSED = 1, 141
 
@@ -56,7 +56,8 @@ def _code_of(error: BaseException) -> int:
     if isinstance(error, OSError):
         drop(sys.stdout.fileno())  # it may be this one that is full
         place = error.filename or "standard output"
-        return complain(f"distlab: {place}: {error.strerror or error}", FAILED)
+        print_line(f"distlab: {place}: {error.strerror or error}")
+        return FAILED
     raise error
 
 

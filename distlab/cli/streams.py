@@ -7,13 +7,24 @@ INTERRUPTED = 130  # the exit code of ctrl-C
 
 
 def complain(message: str, code: int) -> int:
-    """Print a line on standard error; return the exit code that was given."""
+    """Print a line on standard error; return the exit code that was given.
+
+    All ranks of mpirun meet the same: one of each machine prints it.
+    """
+    from distlab.launch.launchers import speaks_for_its_machine  # rarely needed
+
+    if speaks_for_its_machine():
+        print_line(message)
+    return code
+
+
+def print_line(message: str) -> None:
+    """Print a line on standard error, or nothing where nobody reads that."""
     erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar may stand there
     try:
         print(erase_bar + message, file=sys.stderr, flush=True)
     except OSError:
         drop(sys.stderr.fileno())
-    return code
 
 
 def drop(number: int) -> None:

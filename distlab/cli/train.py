@@ -24,7 +24,7 @@ def train(
         typer.Option(
             "--num_workers",
             min=1,
-            help="Number of ranks. [default: 4, or as many as torchrun or mpirun started]",
+            help="Number of ranks. [default: 4, or as many as torchrun, mpirun or srun started]",
         ),
     ] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,

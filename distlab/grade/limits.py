@@ -6,11 +6,9 @@ what the reference needs for the same work at the same moment. In a copy of the 
 solutions, a piece of work whose usual time is known replaces the reference.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
+from distlab.launch import Limits
 from distlab.launch.meter import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
@@ -30,55 +28,38 @@ def work() -> None:
         x = x + 1
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Of one world.
+def limits_of(timeout_s: float) -> Limits:
+    """Return the limits of a world that go with one by the clock."""
+    return _limits(timeout_s, COMPUTING_SHARE * timeout_s, IDLE_SHARE * timeout_s)
 
-    Attributes:
-        timeout_s: by the clock.
-        cpu_s: of computing, for each process.
-        idle_s: in which no rank computes.
+
+def raised_to(limits: Limits, used: Used) -> Limits | None:
+    """Return limits that leave room for 10 times what the reference has used.
+
+    None: these leave as much room already.
     """
+    timeout_s, cpu_s, idle_s = _seconds(limits)
+    raised = _limits(
+        max(timeout_s, TIMES_THE_REFERENCE * used.wall_s),
+        max(cpu_s, TIMES_THE_REFERENCE * used.cpu_s),
+        max(idle_s, 2 * used.wall_s),
+    )
+    return None if raised == limits else raised
 
-    timeout_s: float
-    cpu_s: float
-    idle_s: float
 
-    @classmethod
-    def of(cls, timeout_s: float) -> "Limits":
-        """Return the limits that go with a limit by the clock."""
-        return cls(timeout_s, COMPUTING_SHARE * timeout_s, IDLE_SHARE * timeout_s)
+def scaled_by(limits: Limits, used: Used) -> Limits | None:
+    """Return limits for a machine on which ``work`` has used so much; None: no larger ones."""
+    timeout_s, cpu_s, idle_s = _seconds(limits)
+    clock, computing = max(1.0, used.wall_s / USUAL_S), max(1.0, used.cpu_s / USUAL_S)
+    if clock == computing == 1.0:
+        return None
+    return _limits(timeout_s * clock, cpu_s * computing, idle_s * clock)
 
-    def raised_to(self, used: Used) -> "Limits | None":
-        """Return limits that leave room for 10 times what the reference has used.
 
-        None: these leave as much room already.
-        """
-        raised = Limits(
-            max(self.timeout_s, TIMES_THE_REFERENCE * used.wall_s),
-            max(self.cpu_s, TIMES_THE_REFERENCE * used.cpu_s),
-            max(self.idle_s, 2 * used.wall_s),
-        )
-        return None if raised == self else raised
+def _limits(timeout_s: float, cpu_s: float, idle_s: float) -> Limits:
+    return Limits(timeout_s, cpu_s, idle_s, MEMORY_LIMIT_BYTES)
 
-    def scaled_by(self, used: Used) -> "Limits | None":
-        """Return limits for a machine on which ``work`` used this much; None: no larger ones."""
-        clock, computing = used.wall_s / USUAL_S, used.cpu_s / USUAL_S
-        if max(clock, computing) <= 1:
-            return None
-        return Limits(
-            self.timeout_s * max(1.0, clock),
-            self.cpu_s * max(1.0, computing),
-            self.idle_s * max(1.0, clock),
-        )
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """As ``launch.run`` and ``launch.simulate`` take them."""
-        return {
-            "timeout_s": self.timeout_s,
-            "cpu_limit_s": self.cpu_s,
-            "idle_limit_s": self.idle_s,
-            "memory_limit_bytes": MEMORY_LIMIT_BYTES,
-            "plain_results": True,
-        }
+def _seconds(limits: Limits) -> tuple[float, float, float]:
+    """Those of ``limits_of``: all three are set."""
+    return limits.timeout_s or 0.0, limits.cpu_s or 0.0, limits.idle_s or 0.0

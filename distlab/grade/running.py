@@ -15,9 +15,9 @@ from distlab import launch
 from distlab.course import Challenge, Task
 from distlab.grade import diagnosis
 from distlab.grade.called import Lesson
-from distlab.grade.limits import REFERENCE_TIMEOUT_S, Limits, work
+from distlab.grade.limits import REFERENCE_TIMEOUT_S, limits_of, raised_to, scaled_by, work
 from distlab.grade.submission import Submission
-from distlab.launch import LaunchError, RankExited, RankHung
+from distlab.launch import LaunchError, Limits, RankExited, RankHung
 from distlab.launch.fork_server import load_ahead
 from distlab.launch.meter import metered
 from distlab.sim import Cluster, Options, Trace
@@ -106,7 +106,7 @@ class Grade:
         self.world_size = 0
         self.random = random.Random(seed)
         self._submission, self._task, self._reference = submission, task, reference
-        self._limits = Limits.of(timeout_s)
+        self._limits = limits_of(timeout_s)
 
     @property
     def is_simulated(self) -> bool:
@@ -176,9 +176,9 @@ class Grade:
             if self._reference is None:
                 launch.run(work, 1, backend="sim", timeout_s=REFERENCE_TIMEOUT_S)
             else:
-                world(self._reference, Limits.of(REFERENCE_TIMEOUT_S))
-        scaled = self._limits.scaled_by if self._reference is None else self._limits.raised_to
-        return scaled(used)
+                world(self._reference, limits_of(REFERENCE_TIMEOUT_S))
+        larger = scaled_by if self._reference is None else raised_to
+        return larger(self._limits, used)
 
     def _has_processes_for(self, world_size: int) -> bool:
         """NCCL needs a GPU for each rank; worlds with more ranks stay simulated."""
@@ -198,7 +198,8 @@ class Grade:
             *(on_rank, world_size, submission, self._task, body, args),
             cluster=cluster,
             options=replace(options, given=given_with(body), is_strict=True),
-            **limits.arguments,
+            limits=limits,
+            plain_results=True,
         )
         if len(simulated.results) != world_size:
             raise RuntimeError(f"{len(simulated.results)} results of {world_size} ranks")
@@ -217,7 +218,8 @@ class Grade:
                 *(on_rank, world_size, submission, self._task, body, args),
                 backend=self.world,
                 given=given_with(body),
-                **limits.arguments,
+                limits=limits,
+                plain_results=True,
             )
         except LaunchError as error:
             same = partial(self._simulate, body, world_size, args, None, Options())

@@ -33,13 +33,15 @@ if TYPE_CHECKING:
         RankOutOfMemory,
         SetupError,
     )
+    from distlab.launch.limits import Limits
     from distlab.launch.world import Context, context
 
-_HOMES = ("errors", "world", "api")  # what loads least comes first
+_HOMES = ("errors", "limits", "world", "api")  # what loads least comes first
 
 __all__ = [
     "Context",
     "LaunchError",
+    "Limits",
     "RankCrashed",
     "RankExited",
     "RankFailed",

@@ -1,17 +1,24 @@
-"""``run`` under torchrun and mpirun: this process is a rank already and joins their world."""
+"""``run`` under torchrun, mpirun and srun: this process is a rank already and joins their world."""
 
 import atexit
+import os
+import socket
+import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from distlab.launch import world
+from distlab.launch import choices, srun, world
 from distlab.launch.errors import SetupError
+from distlab.launch.launchers import Launched, speaks_for_its_machine
+from distlab.tracebacks import is_message_enough
 from distlab.words import counted
 
 T = TypeVar("T")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 MPI_FIX = "pip install -c constraints.txt -e '.[mpi]' installs mpi4py and MPICH"
 
 
@@ -19,36 +26,76 @@ def run_joined(
     fn: Callable[..., T],
     world_size: int,
     args: tuple[object, ...],
+    found: Launched,
     backend: str,
-    device: torch.device,
+    device: str,
     timeout_s: float | None,
 ) -> list[T]:
-    """Call ``fn`` as this rank of torchrun's world; return the results of all ranks.
+    """Call ``fn`` as this rank of a world that torchrun or srun started; return all results.
 
     The process group is joined by the first call and left when the process ends. Errors are raised
-    as they are: torchrun watches and ends the ranks. ``timeout_s`` bounds each collective.
+    as they are: the launcher watches and ends the ranks. ``timeout_s`` bounds each collective.
 
     Raises:
-        SetupError: torchrun started another number of ranks than ``world_size``.
+        SetupError: the launcher started another number of ranks than ``world_size``, there are
+            too few GPUs, or the ranks do not find each other.
     """
+    _check_size(found, world_size)
+    if found.launcher == "srun" and (task := srun.this_task()):
+        _describe_as_torchrun_does(task)
+    chosen, own = choices.own_device(backend, device, found)
     if not dist.is_initialized():
-        world.init_process_group(backend, device, init_method="env://", timeout_s=timeout_s)
+        _join(chosen, own, timeout_s)
         atexit.register(_leave)
-    if dist.get_world_size() != world_size:
-        started = counted(dist.get_world_size(), "rank")
-        raise SetupError(
-            f"torchrun started {started} and the script asks for {world_size}: "
-            "make the two numbers equal"
-        )
-    with world.on_device(device):
+    with world.on_device(own):
         mine = fn(*args)
     results: list[T | None] = [None] * world_size
     dist.all_gather_object(results, mine)
     return results  # type: ignore[return-value]
 
 
+def _check_size(found: Launched, world_size: int) -> None:
+    if found.world_size != world_size:
+        started = counted(found.world_size, "rank")
+        raise SetupError(
+            f"{found.launcher} started {started} and the script asks for {world_size}: "
+            "make the two numbers equal"
+        )
+
+
+def _describe_as_torchrun_does(task: srun.Task) -> None:
+    os.environ.update(task.torchrun_variables())
+    if task.is_on_one_node:
+        world.use_loopback()
+
+
+def _join(backend: str, device: torch.device, timeout_s: float | None) -> None:
+    try:
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # torch would try for half an hour
+        world.init_process_group(backend, device, init_method="env://", timeout_s=timeout_s)
+    except (OSError, RuntimeError) as error:
+        raise SetupError(_why_not_joined(error)) from error
+
+
+def _why_not_joined(error: Exception) -> str:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    reason = str(error).strip().partition("\n")[0]
+    set_ones = [f"{name}={os.environ.get(name, '(not set)')}" for name in INTERFACES]
+    return (
+        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join the process group "
+        f"at {where}: {reason}\n"
+        "If the ranks are on several machines, each must reach the others at the addresses that "
+        f"they give: here {' and '.join(set_ones)}. Set them to the interface that leads to the "
+        "other machines (ip -br address lists them); see docs/clusters.md"
+    )
+
+
 def run_under_mpirun(
-    fn: Callable[..., T], world_size: int, args: tuple[object, ...], timeout_s: float | None
+    fn: Callable[..., T],
+    world_size: int,
+    args: tuple[object, ...],
+    found: Launched | None,
+    timeout_s: float | None,
 ) -> list[T]:
     """Call ``fn`` as this rank of mpirun's world; return the results of all ranks.
 
@@ -59,17 +106,14 @@ def run_under_mpirun(
         SetupError: mpirun did not start this process, or started another number of ranks, or there
             is no mpi4py that works.
     """
-    num_started = world.mpirun_size()
-    if num_started is None:
+    if found is None:
         raise SetupError(
             "backend mpi needs ranks that mpirun started: put mpirun -np "
             f"{world_size} in front of the same command"
         )
-    if num_started != world_size:
-        raise SetupError(
-            f"mpirun started {counted(num_started, 'rank')} and the script asks for {world_size}: "
-            "make the two numbers equal"
-        )
+    if not dist.is_initialized():
+        _report_once()
+    _check_size(found, world_size)
     try:
         import mpi4py.MPI  # noqa: F401  (starts MPI, or tells why it cannot)
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
@@ -80,6 +124,21 @@ def run_under_mpirun(
         mpi.init_process_group(timeout_s)
     with mpi.needed(), world.on_device(torch.device("cpu")):
         return mpi.share(fn(*args))
+
+
+def _report_once() -> None:
+    """Let an error that all ranks meet be a message of one rank, without a traceback of each."""
+    show = sys.excepthook
+
+    def show_once(
+        kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
+        if not is_message_enough(error):
+            show(kind, error, frames)
+        elif speaks_for_its_machine():
+            print(error, file=sys.stderr)
+
+    sys.excepthook = show_once
 
 
 def _leave() -> None:

@@ -55,7 +55,7 @@ def _try_elsewhere(data: bytes) -> None:
     """Unpickle in a process of its own first: a hash can overflow the stack, or never end.
 
     A key of tuples in tuples ends the process that unpickles it by SIGSEGV, which nothing can
-    catch; one that holds the same tuple twice, and so on, keeps it busy in C for ever.
+    catch; one that holds the same tuple twice, and so on, keeps it busy in C forever.
     """
     command = [sys.executable, "-I", "-S", "-c", _TRIAL, __file__]
     try:

@@ -69,7 +69,7 @@ class Place:
 
 FORK_SERVER = ("<string>", "<module>")  # the outermost frame of a rank: nobody's program
 SUSPENDED = Place("", None, "suspended (by SIGSTOP or ctrl-Z)")
-STARTING = Place("", None, "still starting: it has not joined the process group")
+STARTING = Place("", None, "still starting, and not in the process group yet")
 READY = Place("", None, "ready, and waiting for the others to start")
 
 

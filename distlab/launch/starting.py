@@ -1,4 +1,4 @@
-"""What a person at the terminal sees while many ranks are starting; nobody else sees anything."""
+"""How long ranks may take to start, and what a person at the terminal sees meanwhile."""
 
 import os
 import sys
@@ -7,6 +7,22 @@ import time
 QUIET_S = 1.0  # a world that is up sooner needs no words
 REDRAW_S = 0.2
 MAX_PER_CORE = 4
+TIMEOUT_S = 120.0  # for all ranks to join the process group
+# For each rank beyond MAX_PER_CORE of a core: ten times what 200 ranks took on two busy cores.
+MORE_S = 2.0
+
+
+def timeout_s(world_size: int, num_cores: int) -> float:
+    """Return how long ranks may take to join the process group: longer if many share a core."""
+    return TIMEOUT_S + MORE_S * max(0.0, world_size / num_cores - MAX_PER_CORE)
+
+
+def explained(world_size: int, num_cores: int) -> str:
+    """Say how ``timeout_s`` comes about, and what to do."""
+    return (
+        f"All ranks must have started within {TIMEOUT_S:g} s, and {MORE_S:g} s more for each rank "
+        f"beyond {MAX_PER_CORE} of a core. {crowd(world_size, num_cores)}"
+    ).rstrip()
 
 
 def crowd(world_size: int, num_cores: int) -> str:

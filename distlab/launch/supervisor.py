@@ -10,29 +10,30 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from distlab.launch import meter, output, stacks
+import psutil
+
+from distlab.launch import meter, output, safe_pickle, stacks, starting
 from distlab.launch.errors import SetupError
 from distlab.launch.fork_server import ForkServer
 from distlab.launch.limits import Exceeded, Limits
 from distlab.launch.protocol import (
     DUMP_SIGNAL,
     GO,
+    MAX_REPORT_BYTES,
     RELEASE,
     REPORTED,
     STARTED,
     Outcome,
     Report,
+    Spec,
     WorldFolder,
 )
 from distlab.launch.rank import RankProcess
-from distlab.launch.safe_pickle import NotPlainError
-from distlab.launch.starting import Display
 
-START_TIMEOUT_S = 120.0  # for all ranks to join the process group
 GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
 DUMP_S = 1.0  # for all stacks to be written
 EXIT_S = 3.0  # for released ranks to leave before they are killed
@@ -42,6 +43,8 @@ TICK_S = 0.1  # how often time and memory are looked at
 FILLING_SHARE, FILLING_TIMES = 0.2, 4
 TAIL_BYTES = 64 * 1024
 LINE_BYTES = 64 * 1024  # what is longer is shown in pieces
+MAX_SHOWN_BYTES = 256 * 1024  # of what ranks print, a world, where results must be plain
+MEMORY_SHARE = 0.9  # of what is free at the start, for all ranks together
 
 
 class Supervisor:
@@ -51,34 +54,38 @@ class Supervisor:
         self,
         fork_server: ForkServer,
         folder: WorldFolder,
+        spec: Spec,
         limits: Limits,
         output_dir: Path | None,
-        given: Sequence[str] = (),
     ) -> None:
-        self.fork_server, self.folder, self.limits = fork_server, folder, limits
-        self.output_dir, self.given = output_dir, given
+        self.fork_server, self.folder, self.spec, self.limits = fork_server, folder, spec, limits
+        self.output_dir = output_dir
         self.ranks: list[RankProcess] = []
         self.exceeded: Exceeded | None = None  # the limit that ended the world, if one did
-        self.limit_s: float | None = START_TIMEOUT_S  # from the last start of the clock on
+        # From the last start of the clock on.
+        self.limit_s: float | None = starting.timeout_s(spec.world_size, starting.num_cores())
         self._clock_started = time.monotonic()
         self._has_gone = False  # all ranks were told to call the function
         self._next_look = 0.0
         self._idle_since = 0.0
         self._used_bytes = 0
+        self._max_bytes = limits.memory_bytes or _share_of_free_bytes()
+        is_plain = spec.max_result_bytes is not None
+        self._max_report_bytes = safe_pickle.MAX_REPORT_BYTES if is_plain else MAX_REPORT_BYTES
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
-        self._screen = output.Screen(limits.output_bytes)
-        self._display = Display(0)
+        self._screen = output.Screen(MAX_SHOWN_BYTES if is_plain else None)
+        self._display = starting.Display(0)
 
-    def run(self, world_size: int) -> list[RankProcess]:
-        """Start ``world_size`` ranks, watch them to the end, and return what is known of each.
+    def run(self) -> list[RankProcess]:
+        """Start the ranks, watch them to the end, and return what is known of each.
 
         Afterwards no process that they started is left, whatever happened, ctrl-C included.
         """
         self._clock_started = time.monotonic()
-        self._display = Display(world_size)
+        self._display = starting.Display(self.spec.world_size)
         try:
-            for number in range(world_size):
+            for number in range(self.spec.world_size):
                 self._start(number)
                 self._show_start()
             self._selector.register(self.fork_server, selectors.EVENT_READ, self._note_exits)
@@ -138,7 +145,8 @@ class Supervisor:
         """Have all ranks call the function; their time starts now."""
         self._has_gone = True
         self._display.close()
-        self._clock_started, self.limit_s = time.monotonic(), self.limits.timeout_s
+        self._clock_started = time.monotonic()
+        self.limit_s = self.limits.finite_timeout_s
         self._start_to_wait(self._clock_started)
         for rank in self.ranks:
             rank.baseline_bytes, rank.baseline_cpu_s = rank.own_bytes(), rank.cpu_s()
@@ -175,8 +183,8 @@ class Supervisor:
 
     def _read_report(self, rank: RankProcess) -> Report:
         try:
-            return self.folder.read_report(rank.number, self.limits.report_bytes)
-        except (OSError, NotPlainError) as error:  # fn has meddled with it
+            return self.folder.read_report(rank.number, self._max_report_bytes)
+        except (OSError, safe_pickle.NotPlainError) as error:  # fn has meddled with it
             what = f"an error that its process did not report, but {error}"
             return Report(Outcome.EXCEPTION, time.monotonic_ns(), headline=what)
 
@@ -186,7 +194,9 @@ class Supervisor:
             if rank := by_pid.get(pid):
                 rank.exit_status, rank.exited_at_ns = status, time.monotonic_ns()
                 if os.WIFSIGNALED(status) and not rank.place:
-                    rank.place = stacks.read_crash(self.folder.read_stacks(rank.number), self.given)
+                    rank.place = stacks.read_crash(
+                        self.folder.read_stacks(rank.number), self.spec.given
+                    )
 
     def _note_output(self, rank: RankProcess) -> None:
         try:
@@ -212,15 +222,15 @@ class Supervisor:
 
     def _check_time(self, now: float) -> None:
         if self.limit_s is not None and now - self._clock_started > self.limit_s:
-            self.exceeded = Exceeded("time", self.limit_s)
+            self.exceeded = Exceeded("time" if self._has_gone else "start", self.limit_s)
         elif self._has_gone and (self.limits.cpu_s or self.limits.idle_s):
             self._check_computing(now)
 
     def _check_computing(self, now: float) -> None:
-        """Tell an endless loop from a busy machine, and a wait for ever from a long computation."""
+        """Tell an endless loop from a busy machine, and an endless wait from a long computation."""
         running = [rank for rank in self.ranks if rank.is_running]
         cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
-        if cpu_s is not None and self._used_bytes > FILLING_SHARE * self.limits.memory_bytes:
+        if cpu_s is not None and self._used_bytes > FILLING_SHARE * self._max_bytes:
             cpu_s *= FILLING_TIMES
         if cpu_s is not None and any(r.cpu_s() - r.baseline_cpu_s > cpu_s for r in running):
             self.exceeded = Exceeded("computing", cpu_s)
@@ -243,7 +253,7 @@ class Supervisor:
         running = [rank for rank in self.ranks if rank.is_running]
         used = {rank.number: rank.own_bytes() - rank.baseline_bytes for rank in running}
         self._used_bytes = sum(used.values())
-        if self._used_bytes > self.limits.memory_bytes:
+        if self._used_bytes > self._max_bytes:
             largest = self.ranks[max(used, key=lambda number: used[number])]
             largest.exceeded_memory = True
             self._locate([largest])
@@ -266,7 +276,9 @@ class Supervisor:
         self._turn_until(lambda: all(self._has_dumped(rank) for rank in ranks), DUMP_S)
         for rank in ranks:
             if rank.is_running:  # not one that ended meanwhile
-                place = stacks.read_place(self.folder.read_stacks(rank.number), given=self.given)
+                place = stacks.read_place(
+                    self.folder.read_stacks(rank.number), given=self.spec.given
+                )
                 rank.place = stacks.SUSPENDED if rank.is_suspended() else place
 
     def _has_dumped(self, rank: RankProcess) -> bool:
@@ -305,3 +317,7 @@ class Supervisor:
             os.close(rank.output)
         for file in self._files.values():
             file.close()
+
+
+def _share_of_free_bytes() -> int:
+    return int(MEMORY_SHARE * psutil.virtual_memory().available)

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from distlab.launch import stacks
+from distlab.launch import stacks, starting
 from distlab.launch.errors import (
     LaunchError,
     RankCrashed,
@@ -106,11 +106,7 @@ def _hang(ranks: Sequence[RankProcess], exceeded: Exceeded) -> RankHung:
     parts = [f"time is up after {exceeded}: {stacks.roll_call(running, len(ranks))}"]
     if returned:
         parts.append(f"{rank_names(returned)} {verb(returned, 'have', 'has')} returned")
-    if not to_blame:
-        parts.append(
-            "All of them wait for each other: compare the calls above, rank by rank. "
-            "If they only need longer, raise the limit."
-        )
+    parts += _advice(exceeded, len(ranks), all_wait=not to_blame)
     blamed = to_blame[0] if len(to_blame) == 1 else None
     parts += _output(ranks[blamed]) if blamed is not None else []
     return RankHung(
@@ -124,6 +120,17 @@ def _hang(ranks: Sequence[RankProcess], exceeded: Exceeded) -> RankHung:
         rank=blamed,
         fates=_fates(ranks),
     )
+
+
+def _advice(exceeded: Exceeded, world_size: int, *, all_wait: bool) -> list[str]:
+    if exceeded.limit == "start":
+        return [starting.explained(world_size, starting.num_cores())]
+    if not all_wait:
+        return []
+    return [
+        "All of them wait for each other: compare the calls above, rank by rank. "
+        "If they only need longer, raise the limit."
+    ]
 
 
 def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspended: bool) -> str:

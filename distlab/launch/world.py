@@ -78,31 +78,3 @@ def use_loopback() -> None:
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-_MPIRUN = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-
-
-def mpirun_size() -> int | None:
-    """Return how many ranks mpirun started, this process being one; None: it was not mpirun."""
-    for rank, size in _MPIRUN:
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[size])
-    return None
-
-
-def is_one_of_mpiruns() -> bool:
-    """Tell whether mpirun started this process and others. (Batch systems start single ones so.)"""
-    return (mpirun_size() or 1) > 1 and not started_by_torchrun()
-
-
-def started_by_torchrun() -> bool:
-    """Tell whether torchrun (or another launcher that sets its variables) started this process."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def launcher_of_several() -> str | None:
-    """Name what started this process and others, mpirun or torchrun; None: it is alone."""
-    if is_one_of_mpiruns():
-        return "mpirun"
-    return "torchrun" if started_by_torchrun() and os.environ["WORLD_SIZE"] != "1" else None

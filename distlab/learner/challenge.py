@@ -169,7 +169,7 @@ def _simulated(
             (challenge.function, num_elements),
             cluster=cluster,
             options=Options(given=(str(Path(distlab.__file__).parent),), is_strict=True),
-            timeout_s=TIMEOUT_S,
+            limits=launch.Limits(TIMEOUT_S),
             plain_results=True,
         )
     except LaunchError as error:

@@ -54,7 +54,7 @@ def trace(folder: CourseFolder, task: Task, impl: str, ranks: int) -> Traced:
             options=Options(
                 given=(str(Path(distlab.__file__).parent),), p2p_order=program.p2p_order
             ),
-            timeout_s=TIMEOUT_S,
+            limits=launch.Limits(TIMEOUT_S),
             plain_results=True,
         )
     except LaunchError as error:

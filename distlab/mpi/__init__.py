@@ -1,6 +1,7 @@
 """The world ``mpi``: ranks that mpirun started, a process group over mpi4py.
 
-    world       join the world, end the job when a rank fails
+    world       join the world, share results
+    ending      one rank says why the job ends
     runtime     what a rank knows of the others; how it waits
     group       the process group
     work        one operation under way

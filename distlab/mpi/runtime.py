@@ -8,10 +8,13 @@ MPI moves data only while one of its calls runs: all operations go on whenever t
 any of them, and none while it computes.
 """
 
+import contextlib
 import os
+import re
 import time
 from collections import Counter, deque
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 from mpi4py import MPI
@@ -61,6 +64,9 @@ class Runtime:
         self._news = MPI.COMM_WORLD.Dup()
         on_this_machine = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = on_this_machine.rank, on_this_machine.size
+        on_this_machine.Barrier()  # all have opened what the first removes
+        if self.local_rank == 0:
+            _unlink_shared_memory()
         on_this_machine.Free()
         self._left: set[int] = set()
         self._returns: Counter[int] = Counter()  # of functions, by rank
@@ -164,6 +170,17 @@ class Runtime:
             time.sleep(LONG_NAP_S)
             self.take_turns()
             self._hear_news()
+
+
+def _unlink_shared_memory() -> None:
+    """Remove the files of MPICH's shared memory; it lasts as long as the processes that map it.
+
+    MPICH removes them when it ends well, so one that is killed would leave megabytes behind.
+    """
+    with contextlib.suppress(OSError):  # only Linux has these files
+        maps = Path("/proc/self/maps").read_text()
+        for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps, re.MULTILINE)):
+            os.unlink(name)
 
 
 @cache

@@ -1,16 +1,13 @@
-"""Join the world that mpirun started; end the whole job when a rank fails."""
+"""Join the world that mpirun started, and share what its ranks return."""
 
 import atexit
 import contextlib
 import os
 import pickle
 import socket
-import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +15,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch._C._distributed_c10d import Store, TCPStore
 
+from distlab.mpi.ending import Ending
 from distlab.mpi.group import MpiGroup
 from distlab.mpi.runtime import runtime
 from distlab.mpi.work import MpiWork, Steps
@@ -26,7 +24,8 @@ T = TypeVar("T")
 
 # torch keeps the name "mpi" for builds with an MPI inside and looks for no other under it.
 TORCH_NAME = "mpi4py"
-FORWARD_S = 0.3  # for mpirun to pass on what a rank has printed: with the job it drops the rest
+LOOPBACK = "127.0.0.1"
+_endings: list[Ending] = []  # this process's, once it has joined
 
 
 def init_process_group(timeout_s: float | None) -> None:
@@ -40,14 +39,16 @@ def init_process_group(timeout_s: float | None) -> None:
         torch.set_num_threads(1)  # as under torchrun: the ranks share the cores
     if TORCH_NAME.upper() not in vars(dist.Backend):
         dist.Backend.register_backend(TORCH_NAME, _make_group, extended_api=True, devices=["cpu"])
+    store = _shared_store(here.comm)
     dist.init_process_group(
         TORCH_NAME,
-        store=_shared_store(here.comm),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
     )
-    _end_the_job_on_exceptions()
+    _endings.append(Ending(store, rank))
+    _endings[-1].watch()
     atexit.register(here.leave)
 
 
@@ -59,36 +60,30 @@ def _make_group(options: Any, _: object) -> MpiGroup:
 
 def _shared_store(comm: MPI.Intracomm) -> Store:
     """Make a store on a port that the system chooses, and tell the others by MPI."""
-    machines = set(comm.allgather(MPI.Get_processor_name()))
+    is_one_machine = len(set(comm.allgather(MPI.Get_processor_name()))) == 1
     address: tuple[str, int] | None = None
     if comm.rank == 0:
-        host = "127.0.0.1" if len(machines) == 1 else socket.gethostname()
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        address = (host, store.port)
+        store = _store_on_loopback() if is_one_machine else _store_for_all_machines()
+        address = (store.host, store.port)
     host, port = comm.bcast(address)
     return store if comm.rank == 0 else TCPStore(host, port, is_master=False)
 
 
-def _end_the_job_on_exceptions() -> None:
-    """Let an uncaught exception end all ranks, after its traceback."""
-    show = sys.excepthook  # torch's, which begins each line with the rank
+def _store_on_loopback() -> TCPStore:
+    """Make a store that no other machine can reach: anyone who reaches it can write to it."""
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        port = listening.getsockname()[1]
+        return TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
 
-    def show_and_end(
-        kind: type[BaseException], error: BaseException, frames: TracebackType | None
-    ) -> None:
-        show(kind, error, frames)
-        end_the_job(1)
 
-    sys.excepthook = show_and_end
-
-
-def end_the_job(code: int) -> NoReturn:
-    """End all ranks at once; mpirun returns ``code``."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(FORWARD_S)
-    MPI.COMM_WORLD.Abort(code)
-    os._exit(code)  # Abort may return before mpirun's signal comes
+def _store_for_all_machines() -> TCPStore:
+    return TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
 
 
 def share(mine: T) -> list[T]:
@@ -118,16 +113,6 @@ def share(mine: T) -> list[T]:
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """While others need this rank, let anything that stops it end the whole job, with a reason."""
-    try:
+    """While the others need this rank, let whatever stops it end the whole job, with a reason."""
+    with _endings[-1].needed():
         yield
-    except SystemExit as exit:
-        print(
-            f"[rank{dist.get_rank()}]: sys.exit({exit.code!r}) before its function returned, so "
-            "the job ends",
-            file=sys.stderr,
-        )
-        end_the_job(exit.code if isinstance(exit.code, int) and exit.code else 1)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        raise

@@ -1,16 +1,39 @@
-"""What mpirun starts in the tests and what is to fail there: ``mpi_failures.py PROGRAM``."""
+"""What mpirun starts in the tests and what is to fail there: ``mpi_failures.py PROGRAM``.
 
+Every rank first prints the files of the shared memory that MPI has made.
+"""
+
+import os
+import re
+import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from distlab import launch
+from distlab.learner.folder import LearnerError
 
 
 def by_raising() -> None:
     if dist.get_rank() == 1:
         raise ValueError("bad luck")
+    dist.barrier()
+
+
+def by_raising_everywhere() -> None:
+    raise ValueError("bad luck for all")
+
+
+def by_an_error_whose_message_is_enough() -> None:
+    raise LearnerError("there is no phase in this folder")
+
+
+def by_being_killed() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
@@ -39,16 +62,32 @@ def by_calling_something_else() -> None:
 
 
 def after_the_run_by_ending() -> None:
-    launch.run(dist.get_rank, 2)
     if dist.get_rank() == 0:
         dist.barrier()
+    sys.exit(0)
 
 
-FAILURES = [name for name in dir() if name.startswith(("by_", "after_"))]
+def before_the_ranks_have_joined() -> None:
+    launch.run(dist.get_rank, 5)
+
+
+def waits() -> None:
+    time.sleep(3600)
+
+
+def print_files_of_shared_memory() -> None:
+    maps = Path("/proc/self/maps")
+    text = maps.read_text() if maps.exists() else ""
+    print("up", *set(re.findall(r"/dev/shm/mpich_shm_\w+", text)), flush=True)
+
+
+FAILURES = [name for name in dir() if name.startswith(("by_", "after_", "before_"))]
 
 if __name__ == "__main__":
     failure = globals()[sys.argv[1]]
-    if failure is after_the_run_by_ending:
+    if sys.argv[1].startswith("before_"):
         failure()
-    else:
-        launch.run(failure, 2)
+    launch.run(print_files_of_shared_memory, 2)
+    if sys.argv[1].startswith("after_"):
+        failure()
+    launch.run(failure, 2)

@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import programs
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,6 +56,7 @@ def all_of_it() -> dict[str, object]:
         "not numbers": extremes_with_nan(),
         "refusals": what_is_refused(),
         "disagreements": what_ranks_disagree_on(),
+        "store listens on": where_the_store_listens(),
         "environment": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
         "losses": {
             gradients: training.train_on_rank(
@@ -62,6 +65,18 @@ def all_of_it() -> dict[str, object]:
             for gradients in ("per_parameter", "flat")
         },
     }
+
+
+def where_the_store_listens() -> list[str]:
+    """Addresses of this process's sockets with the port of the store in which all ranks meet."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    port = store.underlying_store.port
+    sockets = psutil.Process().net_connections("inet")
+    return [
+        socket.laddr.ip
+        for socket in sockets
+        if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port
+    ]
 
 
 def trainings_of_torch() -> dict[str, object]:

@@ -56,8 +56,8 @@ PUBLIC = {
         *("simulate", "unwaited"),
     ),
     "launch": (
-        *("Context", "LaunchError", "RankCrashed", "RankExited", "RankFailed", "RankFate"),
-        *("RankHung", "RankOutOfMemory", "SetupError", "context", "run", "simulate"),
+        *("Context", "LaunchError", "Limits", "RankCrashed", "RankExited", "RankFailed"),
+        *("RankFate", "RankHung", "RankOutOfMemory", "SetupError", "context", "run", "simulate"),
     ),
     "grade": ("Grade", "Outcome", "Run", "Wrong", "check", "task"),
 }

@@ -16,7 +16,7 @@ from distlab import data, demo, doctor, models, plot, trainers, training
 from distlab.bench import all_reduce
 from distlab.cli import main, train
 from distlab.data import DataError
-from distlab.launch import api
+from distlab.launch import choices
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
 from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS, EpochResult
 
@@ -121,9 +121,9 @@ def test_the_commands_offer_what_the_libraries_have() -> None:
     assert set(get_args(train.Model)) == set(models.MODELS) == set(training.RECIPES)
     assert set(get_args(train.AllReduce)) == set(ALL_REDUCES)
     assert set(get_args(train.Gradients)) == set(AVERAGE_GRADIENTS)
-    assert set(get_args(train.Backend)) == set(api.BACKENDS)
+    assert set(get_args(train.Backend)) == set(choices.BACKENDS)
     assert get_args(train.Impl) == trainers.CHOICES
-    assert set(get_args(train.Device)) == set(api.DEVICES)
+    assert set(get_args(train.Device)) == set(choices.DEVICES)
 
 
 def test_the_command_line_does_not_import_torch() -> None:

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import api, fork_server
+from distlab.launch import Limits, choices, fork_server
 
 
 @dataclass(frozen=True)
@@ -206,9 +208,11 @@ def test_a_rank_cannot_start_a_world() -> None:
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
         ({"timeout_s": 0}, "timeout_s must be positive or None, got 0"),
         ({"timeout_s": math.nan}, "timeout_s must be positive or None, got nan"),
-        ({"cpu_limit_s": 0}, "cpu_limit_s must be positive or None, got 0"),
-        ({"idle_limit_s": -1.0}, "idle_limit_s must be positive or None, got -1.0"),
         ({"timeout_s": "60"}, "timeout_s must be positive or None, got '60'"),
+        (
+            {"timeout_s": 5, "limits": Limits(timeout_s=60)},
+            r"timeout_s=5 is given beside limits=Limits\(timeout_s=60.*: put it into the limits",
+        ),
         ({"backend": "nccl"}, "needs a GPU per rank: 2 ranks, 0 GPUs"),
         ({"device": "cuda"}, "torch sees no GPU here"),
         ({"fn": "train"}, "run needs a function, got 'train'"),
@@ -223,13 +227,35 @@ def test_impossible_requests_get_one_line_that_says_what_is_possible(
         launch.run(request.pop("fn"), request.pop("world_size"), **request)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"timeout_s": -5}, "timeout_s must be positive or None, got -5"),
+        ({"cpu_s": 0}, "cpu_s must be positive or None, got 0"),
+        ({"idle_s": -1.0}, "idle_s must be positive or None, got -1.0"),
+        ({"memory_bytes": 0}, "memory_bytes must be positive or None, got 0"),
+        ({"memory_bytes": "4 GB"}, "memory_bytes must be positive or None, got '4 GB'"),
+    ],
+)
+def test_a_limit_that_is_not_positive_is_refused_where_it_is_written(
+    limit: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(launch.SetupError, match=f"^{message}$"):
+        Limits(**limit)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300, None])
-def test_without_an_end_to_waiting_a_world_waits_for_ever(
+def test_without_an_end_to_waiting_a_world_waits_forever(
     backend: str, timeout_s: float | None
 ) -> None:
     answers = launch.run(rank_and_size, 2, backend=backend, timeout_s=timeout_s)
     assert answers == [(0, 2), (1, 2)]
+
+
+def test_a_simulation_takes_the_same_limits() -> None:
+    outcome = launch.simulate(rank_and_size, 2, limits=Limits(60, 50, 40, 2**30))
+    assert outcome.results == [(0, 2), (1, 2)]
 
 
 def test_windows_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +290,7 @@ def test_the_backend_follows_the_gpus(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    name, devices = api._choose(backend, device, num_ranks)
+    name, devices = choices.devices(backend, device, num_ranks)
     assert (name, list(devices)) == chosen
 
 
@@ -306,6 +332,36 @@ def test_torchrun_with_another_number_of_ranks_is_refused(script: Path) -> None:
     done = torchrun(3, str(script))
     assert done.returncode != 0
     assert "torchrun started 3 ranks and the script asks for 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "nosuch0"),
+        (
+            {"MASTER_ADDR": "no-such-host.invalid"},
+            "Name or service not known|nodename nor servname",
+        ),
+    ],
+)
+def test_ranks_that_do_not_find_each_other_name_the_interface(
+    variables: dict[str, str], reason: str
+) -> None:
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    script = "from distlab import launch; launch.run(print, 1, backend='gloo')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, **one_rank, **variables},
+    )
+    assert done.returncode == 1
+    error = done.stderr.partition("SetupError: ")[2]
+    assert error.startswith("rank 0 of 1 could not join the process group at ")
+    assert re.search(reason, error)
+    assert f"GLOO_SOCKET_IFNAME={variables.get('GLOO_SOCKET_IFNAME', '(not set)')}" in error
+    assert "NCCL_SOCKET_IFNAME=(not set)" in error
 
 
 def torchrun(ranks: int, script: str) -> subprocess.CompletedProcess[str]:

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import fork_server_main
+from distlab.launch import Limits, fork_server_main
 
 TIMEOUT_S = 2.0
 ERROR_CHARACTERS = 120  # of each error in the table
-VERDICT_S = 20.0  # the table tells the time; this is only far below `for ever`
+VERDICT_S = 20.0  # the table tells the time; this is only far below "forever"
 MiB = 2**20
 ANY = -1
 ORPHAN = ["sleep", "3607.25"]
@@ -106,7 +106,7 @@ def is_stopped() -> None:
     dist.barrier()
 
 
-def allocates_for_ever() -> None:
+def allocates_forever() -> None:
     hoard = []
     while dist.get_rank() == 1:
         hoard.append(bytearray(os.urandom(1) * (8 * MiB)))
@@ -120,7 +120,7 @@ def asks_for_too_much() -> None:
     dist.barrier()
 
 
-def loops_for_ever() -> None:
+def loops_forever() -> None:
     while dist.get_rank() == 1:
         pass
     dist.barrier()
@@ -297,18 +297,18 @@ CASES = [
         kind="suspended",
     ),
     Case(
-        allocates_for_ever,
+        allocates_forever,
         launch.RankOutOfMemory,
         1,
-        ("rank 1 of 4 outgrew the memory limit", "in allocates_for_ever"),
+        ("rank 1 of 4 outgrew the memory limit", "in allocates_forever"),
         timeout_s=20.0,  # on a busy machine the memory grows slowly
     ),
     Case(asks_for_too_much, launch.RankOutOfMemory, 1, ("rank 1 of 4 ran out of memory",)),
     Case(
-        loops_for_ever,
+        loops_forever,
         launch.RankHung,
         1,
-        ("3 of 4 wait in barrier at", "rank 1 is at", "in loops_for_ever", "while dist.get_rank()"),
+        ("3 of 4 wait in barrier at", "rank 1 is at", "in loops_forever", "while dist.get_rank()"),
         kind="endless loop",
     ),
     Case(
@@ -407,7 +407,7 @@ def test_failure_is_one_clear_error_in_time_and_nothing_survives(
     launch.run(dist.get_rank, 4)  # so that the time is that of the verdict, not of importing torch
     start = time.monotonic()
     with pytest.raises(launch.LaunchError) as caught:
-        launch.run(case.fn, 4, timeout_s=case.timeout_s, memory_limit_bytes=600 * MiB)
+        launch.run(case.fn, 4, limits=Limits(case.timeout_s, memory_bytes=600 * MiB))
     seconds = time.monotonic() - start
     capsys.readouterr()  # megabytes of the ranks, which pytest -s would print after the test
 
@@ -436,12 +436,12 @@ def test_the_type_of_what_was_raised_is_known(backend: str) -> None:
 
 def test_an_endless_loop_is_told_by_what_it_computes() -> None:
     with pytest.raises(launch.RankHung, match=r"time is up after 0\.5 s of computing") as caught:
-        launch.run(loops_for_ever, 4, timeout_s=60, cpu_limit_s=0.5)
+        launch.run(loops_forever, 4, limits=Limits(60, cpu_s=0.5))
     assert caught.value.rank == 1
-    assert "in loops_for_ever" in str(caught.value)
+    assert "in loops_forever" in str(caught.value)
 
 
-def waits_for_ever_for_each_other() -> None:
+def waits_forever_for_each_other() -> None:
     dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size())
 
 
@@ -449,7 +449,7 @@ def test_ranks_that_wait_for_each_other_are_told_by_computing_nothing() -> None:
     with pytest.raises(
         launch.RankHung, match=r"time is up after 0\.5 s in which no rank computed"
     ) as caught:
-        launch.run(waits_for_ever_for_each_other, 4, timeout_s=60, idle_limit_s=0.5)
+        launch.run(waits_forever_for_each_other, 4, limits=Limits(60, idle_s=0.5))
     assert "4 of 4 wait in recv" in str(caught.value)
 
 
@@ -462,14 +462,14 @@ def waits_for_a_lock() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_who_waits_for_what_is_not_communication_is_blocked(backend: str) -> None:
     with pytest.raises(launch.RankHung, match="waits_for_a_lock") as caught:
-        launch.run(waits_for_a_lock, 1, backend=backend, timeout_s=60, idle_limit_s=0.5)
+        launch.run(waits_for_a_lock, 1, backend=backend, limits=Limits(60, idle_s=0.5))
     assert caught.value.kind == "blocked"
 
 
 def test_a_wait_in_given_code_is_no_line_that_blocks() -> None:
     here = str(Path(__file__).parent)
     with pytest.raises(launch.RankHung) as caught:
-        launch.run(waits_for_a_lock, 2, timeout_s=60, idle_limit_s=0.5, given=(here,))
+        launch.run(waits_for_a_lock, 2, limits=Limits(60, idle_s=0.5), given=(here,))
     assert caught.value.kind == "all wait"
     assert "<string>" not in str(caught.value)
 
@@ -492,8 +492,8 @@ def waits_for_a_child() -> bool:
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_who_waits_for_a_process_of_its_own_is_not_idle(backend: str) -> None:
-    limits: dict[str, float] = {"timeout_s": 60, "idle_limit_s": 1.0}
-    assert launch.run(waits_for_a_child, 2, backend=backend, **limits) == [True, True]
+    limits = Limits(60, idle_s=1.0)
+    assert launch.run(waits_for_a_child, 2, backend=backend, limits=limits) == [True, True]
 
 
 def says_again_that_it_has_started() -> None:
@@ -517,9 +517,9 @@ def test_a_rank_cannot_put_its_clock_back() -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_who_computes_is_not_idle_and_who_sleeps_does_not_compute(backend: str) -> None:
-    limits: dict[str, float] = {"timeout_s": 60, "idle_limit_s": 0.5}
-    assert launch.run(computes_for_1_s, 2, backend=backend, **limits) == [True, True]
-    assert launch.run(sleeps_for_1_s, 2, backend=backend, timeout_s=60, cpu_limit_s=0.5)
+    limits = Limits(60, idle_s=0.5)
+    assert launch.run(computes_for_1_s, 2, backend=backend, limits=limits) == [True, True]
+    assert launch.run(sleeps_for_1_s, 2, backend=backend, limits=Limits(60, cpu_s=0.5))
 
 
 def test_a_world_after_a_failure_is_healthy() -> None:
@@ -590,4 +590,4 @@ def replaces_what_the_parent_reads() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "sim"])
 def test_the_parent_waits_for_no_file_that_a_rank_has_replaced(backend: str) -> None:
     with pytest.raises(launch.RankHung):
-        launch.run(replaces_what_the_parent_reads, 1, backend=backend, cpu_limit_s=0.5)
+        launch.run(replaces_what_the_parent_reads, 1, backend=backend, limits=Limits(cpu_s=0.5))

@@ -19,7 +19,7 @@ from distlab.sim import Cluster, Faults, Options
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
 
 TIMEOUT_S = 3.0
-VERDICT_S = 30.0  # far below "for ever"; tests are no stopwatch
+VERDICT_S = 30.0  # far below "forever"; tests are no stopwatch
 
 
 def who_am_i() -> tuple[int, int, launch.Context]:
@@ -32,7 +32,7 @@ def total(name: str) -> float:
     return float(x.sum())
 
 
-def loops_for_ever() -> None:
+def loops_forever() -> None:
     if dist.get_rank() == 2:
         while True:
             pass
@@ -108,7 +108,7 @@ def test_simulate_gives_the_trace_too() -> None:
 
 
 ERRORS: dict[Callable[[], object], tuple[type[launch.LaunchError], int | None, str]] = {
-    loops_for_ever: (launch.RankHung, 2, "simulated rank 2 of 3 is at test_launch_simulated.py"),
+    loops_forever: (launch.RankHung, 2, "simulated rank 2 of 3 is at test_launch_simulated.py"),
     leaves: (launch.RankExited, 1, "simulated rank 1 of 3 was running when its process ended by"),
     exits: (launch.RankExited, 1, "rank 1 of 3 raised SystemExit: 0"),
     segfaults: (launch.RankCrashed, 1, "killed by SIGSEGV at test_launch_simulated.py"),

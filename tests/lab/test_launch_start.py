@@ -1,5 +1,6 @@
 """Starting and ending a world when the machine is slow, short of something, or interrupted."""
 
+import io
 import os
 import resource
 import signal
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import fork_server, fork_server_main
+from distlab.launch import Limits, fork_server, fork_server_main, starting
 from distlab.launch.rank import RankProcess
 
 MiB = 2**20
@@ -104,6 +105,49 @@ def test_a_rank_killed_while_others_are_started_is_the_one_to_blame(
     assert caught.value.fates[1].what.startswith("stopped while still starting")
 
 
+def test_a_start_that_takes_too_long_says_how_long_it_may_take(
+    on_start: Callable[[Callable[[int, int], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "TIMEOUT_S", 0.5)
+    on_start(lambda number, pid: os.kill(pid, signal.SIGSTOP) if number == 1 else None)
+    with pytest.raises(launch.RankHung, match=r"^time is up after 0\.5 s to start: ") as caught:
+        launch.run(dist.get_rank, 2)
+    assert "2 of 2 are still starting, and not in the process group yet" in str(caught.value)
+    assert "within 0.5 s, and 2 s more for each rank beyond 4 of a core." in str(caught.value)
+    assert caught.value.kind == "time is up"
+
+
+def test_many_ranks_on_few_cores_may_take_longer_to_start() -> None:
+    assert starting.timeout_s(8, num_cores=2) == starting.TIMEOUT_S
+    assert starting.timeout_s(200, num_cores=2) == starting.TIMEOUT_S + 96 * starting.MORE_S
+    assert starting.timeout_s(200, num_cores=64) == starting.TIMEOUT_S
+    assert "200 workers share 2 cores" in starting.explained(200, num_cores=2)
+    assert starting.explained(2, num_cores=2).endswith("of a core.")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_who_is_at_a_terminal_sees_how_far_the_start_is(
+    on_start: Callable[[Callable[[int, int], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hold_back(number: int, pid: int) -> None:
+        if number == 1:
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, [pid, signal.SIGCONT]).start()
+
+    monkeypatch.setattr(starting, "QUIET_S", 0.0)
+    monkeypatch.setattr(starting, "REDRAW_S", 0.0)
+    on_start(hold_back)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert launch.run(dist.get_rank, 2) == [0, 1]
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "starting 2 ranks: 2 have a process, 0 have joined the group" in shown
+    assert shown.endswith("\r\x1b[K"), "the line is erased"
+
+
 # Fresh interpreters
 
 
@@ -134,7 +178,7 @@ def test_spawned_ranks_fail_as_clearly_as_forked_ones() -> None:
     with pytest.raises(launch.RankHung, match=r"rank 0 waits in barrier at .*; rank 1 is at"):
         launch.run(sleeps_on_one, 2, timeout_s=1)
     with pytest.raises(launch.RankOutOfMemory, match=r"outgrew the memory limit at .*allocates"):
-        launch.run(allocates, 1, timeout_s=60, memory_limit_bytes=100 * MiB)
+        launch.run(allocates, 1, limits=Limits(60, memory_bytes=100 * MiB))
 
 
 # Memory that does not count
@@ -142,8 +186,9 @@ def test_spawned_ranks_fail_as_clearly_as_forked_ones() -> None:
 
 def test_a_file_that_all_ranks_map_is_nobodys_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.ones(60 * MiB, dtype=np.uint8))
-    path, limit = str(tmp_path / "images.npy"), 150 * MiB  # the four of them read 240 MiB
-    assert launch.run(_sum_of_mapped_file, 4, path, memory_limit_bytes=limit) == [60 * MiB] * 4
+    path = str(tmp_path / "images.npy")
+    limits = Limits(memory_bytes=150 * MiB)  # the four of them read 240 MiB
+    assert launch.run(_sum_of_mapped_file, 4, path, limits=limits) == [60 * MiB] * 4
 
 
 def _sum_of_mapped_file(path: str) -> int:

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -202,6 +204,10 @@ def test_the_train_command_trains_under_mpirun() -> None:
 
 SAID: dict[str, Sequence[str]] = {
     "by_raising": ["[rank1]: ValueError: bad luck", "raise ValueError("],
+    "by_raising_everywhere": ["ValueError: bad luck for all"],
+    "by_an_error_whose_message_is_enough": ["]: there is no phase in this folder\n"],
+    "by_being_killed": [],  # mpirun says so
+    "before_the_ranks_have_joined": ["mpirun started 2 ranks and the script asks for 5"],
     "by_exiting": ["[rank1]: sys.exit(3) before its function returned"],
     "by_returning_early": [
         "RankLeft: rank 0 of 2 in recv from rank 1, (1,) float32, tag 0: rank 1 returned or ended"
@@ -231,9 +237,73 @@ def failures() -> dict[str, subprocess.CompletedProcess[str]]:
 @pytest.mark.parametrize("name", mpi_failures.FAILURES)
 def test_a_rank_that_fails_ends_the_job_and_says_why(name: str) -> None:
     done = failures()[name]
-    assert done.returncode == (3 if name == "by_exiting" else 1), done.stderr
+    codes = {"by_exiting": 3, "by_being_killed": 9}
+    assert done.returncode == codes.get(name, 1), done.stderr
     for text in SAID[name]:
-        assert text in done.stderr
+        assert done.stderr.count(text) == 1, done.stderr
+
+
+MESSAGE_IS_ENOUGH = ("by_an_error_whose_message_is_enough", "before_the_ranks_have_joined")
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", mpi_failures.FAILURES)
+def test_a_failure_is_the_report_of_one_rank(name: str) -> None:
+    num_tracebacks = failures()[name].stderr.count("Traceback (most recent call last)")
+    has_traceback = SAID[name] and name not in (*MESSAGE_IS_ENOUGH, "by_exiting")
+    assert num_tracebacks == (1 if has_traceback else 0), failures()[name].stderr
+
+
+@needs_mpi
+@pytest.mark.skipif(sys.platform != "linux", reason="MPICH has these files on Linux only")
+@pytest.mark.parametrize("name", [n for n in mpi_failures.FAILURES if not n.startswith("before_")])
+def test_a_job_that_fails_leaves_no_shared_memory_behind(name: str) -> None:
+    files = set(re.findall(r"/dev/shm/\S+", failures()[name].stdout))
+    assert files
+    assert not [file for file in files if Path(file).exists()]
+
+
+@needs_mpi
+def test_ctrl_c_ends_the_job_with_a_line_and_its_exit_code() -> None:
+    command = [find_mpirun() or "", "-np", "2", sys.executable, str(HERE / "mpi_failures.py")]
+    with subprocess.Popen(
+        [*command, "waits"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout
+        assert job.stderr
+        files = [job.stdout.readline().split() for _ in range(2)]  # both ranks have joined
+        job.send_signal(signal.SIGINT)
+        said = [line for line in job.stderr if not line.startswith("[mpiexec@")]
+        assert job.wait(timeout=60) == 130
+    assert said == ["interrupted\n"]
+    assert not [name for _, *names in files for name in names if Path(name).exists()]
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["train", "--lr", "-1"], "--lr -1.0 is no learning rate"),
+        (["train", "--epoch", "3"], "distlab train: No such option: --epoch"),
+        (["train", "--num_workers", "5"], "mpirun started 2 workers and --num_workers asks for 5"),
+        (["demo"], "distlab demo starts its own workers: run it alone, without mpirun"),
+    ],
+)
+def test_what_all_ranks_refuse_one_rank_reports(options: list[str], said: str) -> None:
+    done = mpirun(2, "-m", "distlab", *options)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+
+
+@needs_mpi
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_ranks_of_one_machine_meet_where_no_other_machine_reaches_them(
+    world_size: int, folder: Path
+) -> None:
+    of_first, *others = part("store listens on", world_size, folder)
+    assert of_first == ["127.0.0.1"]
+    assert others == [[]] * (world_size - 1)
 
 
 DISAGREEMENTS = {

@@ -10,11 +10,18 @@ import torch
 import torch.distributed as dist
 
 from distlab import course
-from distlab.grade.limits import TIMES_THE_REFERENCE, USUAL_S, Limits
+from distlab.grade.limits import (
+    MEMORY_LIMIT_BYTES,
+    TIMES_THE_REFERENCE,
+    USUAL_S,
+    limits_of,
+    raised_to,
+    scaled_by,
+)
 from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission, reference
-from distlab.launch import RankHung
+from distlab.launch import Limits, RankHung
 from distlab.launch.meter import Used
 
 ROOT = Path(__file__).parents[3]
@@ -80,9 +87,10 @@ def test_an_endless_loop_hangs_beyond_what_the_reference_needs(tmp_path: Path, w
 
 
 def test_without_a_reference_limits_follow_the_speed_of_the_machine() -> None:
-    usual = Limits.of(10.0)
-    assert usual.scaled_by(Used(cpu_s=USUAL_S / 2, wall_s=USUAL_S)) is None
-    assert usual.scaled_by(Used(cpu_s=USUAL_S * 2, wall_s=USUAL_S * 4)) == Limits(40.0, 4.0, 8.0)
+    usual = limits_of(10.0)
+    assert scaled_by(usual, Used(cpu_s=USUAL_S / 2, wall_s=USUAL_S)) is None
+    scaled = scaled_by(usual, Used(cpu_s=USUAL_S * 2, wall_s=USUAL_S * 4))
+    assert scaled == Limits(40.0, 4.0, 8.0, MEMORY_LIMIT_BYTES)
 
 
 def test_without_a_reference_given_code_is_not_blamed(tmp_path: Path) -> None:
@@ -93,11 +101,12 @@ def test_without_a_reference_given_code_is_not_blamed(tmp_path: Path) -> None:
 
 
 def test_limits_are_raised_to_what_the_reference_needs_and_never_lowered() -> None:
-    usual = Limits.of(10.0)
-    assert usual.raised_to(Used(cpu_s=0.01, wall_s=0.1)) is None
-    raised = usual.raised_to(Used(cpu_s=1.0, wall_s=8.0))
-    assert raised == Limits(TIMES_THE_REFERENCE * 8.0, TIMES_THE_REFERENCE * 1.0, 16.0)
-    assert Limits(500.0, 100.0, 100.0).raised_to(Used(cpu_s=1.0, wall_s=8.0)) is None
+    usual = limits_of(10.0)
+    assert raised_to(usual, Used(cpu_s=0.01, wall_s=0.1)) is None
+    raised = raised_to(usual, Used(cpu_s=1.0, wall_s=8.0))
+    clock_s, computing_s = TIMES_THE_REFERENCE * 8.0, TIMES_THE_REFERENCE * 1.0
+    assert raised == Limits(clock_s, computing_s, 16.0, MEMORY_LIMIT_BYTES)
+    assert raised_to(limits_of(500.0), Used(cpu_s=1.0, wall_s=8.0)) is None
 
 
 def test_an_error_says_in_which_call_it_was_raised(tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""What ``run`` and ``simulate`` refuse before anything is started, and what they choose."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from distlab.launch import srun
+from distlab.launch.errors import SetupError
+from distlab.launch.launchers import Launched, launched
+from distlab.launch.limits import Limits
+from distlab.launch.protocol import pickled
+
+if TYPE_CHECKING:
+    from distlab.sim import Cluster
+
+BACKENDS = ("auto", "gloo", "nccl", "sim", "mpi")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def check(fn: object, world_size: int, backend: str, device: str) -> None:
+    """Refuse what cannot work in any world, and a world that would be started many times.
+
+    Raises:
+        SetupError: with what is possible instead.
+    """
+    if sys.platform == "win32":
+        raise SetupError(
+            "real processes need Linux or macOS: on Windows, use WSL2 (wsl --install) and run the "
+            "course inside it"
+        )
+    if not callable(fn):
+        raise SetupError(f"run needs a function, got {fn!r}")
+    if not isinstance(world_size, int) or world_size < 1:
+        raise SetupError(f"world_size must be a whole number from 1 on, got {world_size!r}")
+    for name, value, valid in (("backend", backend, BACKENDS), ("device", device, DEVICES)):
+        if value not in valid:
+            raise SetupError(f"{name} must be one of {', '.join(valid)}; got {value!r}")
+    found = launched(backend)
+    if found and found.world_size > 1:
+        _check_launcher(found.launcher, world_size, backend)
+    if dist.is_initialized() and not found:
+        raise SetupError("run was called inside a world: a rank cannot start another world")
+
+
+def _check_launcher(launcher: str, world_size: int, backend: str) -> None:
+    if backend == "sim":
+        raise SetupError(
+            f"{launcher} started this process and its like, and each would simulate all "
+            f"{world_size} ranks: backend sim needs one process only, so leave {launcher} out"
+        )
+    if launcher == "mpirun" and backend not in ("auto", "mpi"):
+        raise SetupError(
+            f"mpirun started this process and its like, and each would start {world_size} ranks of "
+            f"backend {backend}: use backend mpi, or leave mpirun out"
+        )
+
+
+def check_for_backend(
+    backend: str, device: str, cluster: "Cluster | str | None", output_dir: Path | str | None
+) -> None:
+    """Refuse what only other backends have.
+
+    Raises:
+        SetupError: with the backend that has it.
+    """
+    if cluster is not None and backend != "sim":
+        raise SetupError(f"cluster={cluster!r} is for backend sim, not for backend {backend}")
+    if backend == "mpi" and device == "cuda":
+        raise SetupError("backend mpi moves tensors on the CPU: use device cpu")
+    if backend != "sim":
+        return
+    if device == "cuda":
+        raise SetupError("backend sim computes on the CPU, with simulated GPUs: use device cpu")
+    if output_dir is not None:
+        raise SetupError(
+            f"output_dir={str(output_dir)!r} is for real processes: all ranks of backend sim print "
+            "to the output of one"
+        )
+
+
+def limits_of(timeout_s: float | None, limits: Limits | None) -> Limits:
+    """Return the limits of a call that takes ``timeout_s`` as the short form of them.
+
+    Raises:
+        SetupError: both are given, or one is not positive.
+    """
+    if limits is None:
+        return Limits(timeout_s)
+    if timeout_s != Limits.timeout_s:
+        raise SetupError(
+            f"timeout_s={timeout_s!r} is given beside limits={limits}: put it into the limits"
+        )
+    return limits
+
+
+def devices(backend: str, device: str, num_ranks: int) -> tuple[str, tuple[str, ...]]:
+    """Choose backend and devices for the ranks of this machine.
+
+    Raises:
+        SetupError: there are too few GPUs.
+    """
+    num_gpus = torch.cuda.device_count()
+    if backend == "auto":
+        fits = device != "cpu" and num_gpus >= num_ranks and dist.is_nccl_available()
+        backend = "nccl" if fits else "gloo"
+    if backend == "nccl" and (num_gpus < num_ranks or device == "cpu"):
+        raise SetupError(
+            f"backend nccl needs a GPU per rank: {num_ranks} ranks, {num_gpus} GPUs, device "
+            f"{device}. Use fewer ranks, or backend gloo"
+        )
+    if device == "cuda" and not num_gpus:
+        raise SetupError("device cuda: torch sees no GPU here. Use device cpu; see distlab doctor")
+    if backend == "nccl" or device == "cuda":
+        return backend, tuple(f"cuda:{rank % num_gpus}" for rank in range(num_ranks))
+    return backend, ("cpu",) * num_ranks
+
+
+def own_device(backend: str, device: str, found: Launched) -> tuple[str, torch.device]:
+    """Choose backend and device for this process, which torchrun or srun has started.
+
+    Raises:
+        SetupError: there are too few GPUs.
+    """
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if found.launcher == "srun" and srun.has_own_gpus():
+        num_local, local_rank = 1, 0
+    chosen, of_ranks = devices(backend, device, num_local)
+    return chosen, torch.device(of_ranks[local_rank])
+
+
+def payload(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    """Pickle what the ranks call.
+
+    Raises:
+        SetupError: it cannot be pickled; which part of it.
+    """
+    try:
+        return pickled((fn, args))
+    except Exception as error:
+        name, value = _unpicklable(fn, args)
+        raise SetupError(
+            f"{name}, {value!r}, cannot be sent to the ranks ({error}): build such objects "
+            "inside the function"
+        ) from error
+
+
+def _unpicklable(fn: object, args: tuple[object, ...]) -> tuple[str, object]:
+    for i, value in enumerate(args):
+        try:
+            pickled(value)
+        except Exception:
+            return f"argument {i}", value
+    return "the function", fn

@@ -1,0 +1,91 @@
+"""How a job of mpirun ends when a rank fails: one rank says why, and all of them end.
+
+MPI does not notice a rank that fails while others wait for it. Ranks often fail together, by the
+same error or by ctrl-C; the first one that reaches the shared store speaks for all.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NoReturn
+
+from mpi4py import MPI
+from torch._C._distributed_c10d import Store
+
+from distlab import interrupts
+from distlab.tracebacks import is_message_enough
+
+FAILED, INTERRUPTED = 1, 130
+FORWARD_S = 0.3  # for mpirun to pass on what a rank has printed: with the job it drops the rest
+STDERR = 2
+PATIENCE_S = 10.0  # for the rank that speaks to end the others
+_CLAIM = "distlab/the rank that says why the job ends"
+
+
+class Ending:
+    """What this rank does when something stops it while the others may need it."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        """``store`` is shared by all ranks."""
+        self._store, self._rank = store, rank
+        self._show = sys.excepthook  # torch's, which begins each line with the rank
+
+    def watch(self) -> None:
+        """Let an exception that nobody catches end all ranks."""
+
+        def end(
+            kind: type[BaseException], error: BaseException, frames: TracebackType | None
+        ) -> None:
+            self._end_the_job(error.with_traceback(frames))
+
+        sys.excepthook = end
+
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """While the others need this rank, let whatever stops it end the whole job."""
+        try:
+            yield
+        except BaseException as error:
+            self._end_the_job(error)
+
+    def _end_the_job(self, error: BaseException) -> NoReturn:
+        """Say why, if no other rank has; end all ranks. mpirun returns the exit code."""
+        interrupts.ignore()
+        code = _exit_code(error)
+        if not self._is_first():
+            time.sleep(PATIENCE_S)
+            os._exit(code)
+        self._say(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(FORWARD_S)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # MPI would add a line
+        MPI.COMM_WORLD.Abort(code)
+        os._exit(code)  # Abort may return before mpirun's signal comes
+
+    def _is_first(self) -> bool:
+        try:
+            return int(self._store.compare_set(_CLAIM, "", str(self._rank))) == self._rank
+        except RuntimeError:  # the rank that holds the store was killed
+            return True
+
+    def _say(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+        elif isinstance(error, SystemExit):
+            left = f"sys.exit({error.code!r}) before its function returned, so the job ends"
+            print(f"[rank{self._rank}]: {left}", file=sys.stderr)
+        elif is_message_enough(error):
+            print(f"[rank{self._rank}]: {error}", file=sys.stderr)
+        else:
+            self._show(type(error), error, error.__traceback__)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    is_code = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code
+    return int(is_code) if is_code else FAILED

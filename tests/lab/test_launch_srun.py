@@ -1,0 +1,269 @@
+"""launch.run and distlab train as tasks of Slurm's srun, which tells each who it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab import launch, training
+from distlab.launch import choices, launchers, srun
+
+# Runs a command as srun does, on two "nodes" with two tasks each, and ends as srun does: with the
+# highest exit code. The variables are those of Slurm 22.05.
+FAKE_SRUN = """
+import os, subprocess, sys
+
+number, *command = sys.argv[1:]
+tasks = []
+for rank in range(int(number)):
+    step = {
+        "SLURM_JOB_ID": os.environ.get("FAKE_JOB_ID", "4711"),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": number,
+        "SLURM_STEP_NUM_TASKS": number,
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(rank // 2),
+        "SLURM_STEP_NODELIST": "localhost,node[07-09]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
+    tasks.append(subprocess.Popen(command, env={**os.environ, **step}))
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+SCRIPT = """
+import os
+import torch, torch.distributed as dist
+from distlab import launch
+
+def total():
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return dist.get_rank(), float(x), [int(os.environ[name]) for name in names]
+
+first, again = launch.run(total, 4), launch.run(total, 4)
+assert first == again == [(rank, 4.0, [rank, 4, rank % 2, 2]) for rank in range(4)], first
+print("rank", dist.get_rank(), "agrees")
+"""
+
+
+@pytest.fixture
+def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    monkeypatch.setenv("FAKE_JOB_ID", str(os.getpid()))  # its port is one of its own
+    path = tmp_path / "srun.py"
+    path.write_text(FAKE_SRUN)
+
+    def run(num_tasks: int, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(path), str(num_tasks), sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    return run
+
+
+@pytest.fixture
+def as_task(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set what Slurm sets in task 3 of four, two on each of two nodes."""
+
+    def arrange(**others: str) -> None:
+        variables = {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_STEP_ID": "2",
+            "SLURM_NTASKS": "4",
+            "SLURM_PROCID": "3",
+            "SLURM_LOCALID": "1",
+            "SLURM_NODEID": "1",
+            "SLURM_STEP_NODELIST": "node[01-02]",
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        }
+        for name, value in {**variables, **others}.items():
+            monkeypatch.setenv(name, value)
+
+    return arrange
+
+
+def test_a_script_joins_the_world_that_srun_started(fake_srun: Any, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = fake_srun(4, str(tmp_path / "script.py"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} agrees" for rank in range(4)]
+
+
+def test_the_train_command_trains_under_srun(fake_srun: Any) -> None:
+    done = fake_srun(2, "-m", "distlab", "train", "--epochs", "1", "--backend", "gloo")
+    assert done.returncode == 0, done.stderr
+    headline, epoch, last = done.stdout.splitlines()
+    assert headline.startswith("rank 0/2  cnn ")
+    assert epoch.startswith("rank 0/2  epoch 1  loss 1.80")
+    assert last.startswith("test accuracy "), "one process reports"
+
+
+def test_a_task_is_described_as_torchrun_would(as_task: Any) -> None:
+    as_task()
+    task = srun.this_task()
+    assert task
+    assert task.torchrun_variables() == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node01",
+        "MASTER_PORT": str(srun.FIRST_PORT + (4711 * srun.STEPS_APART + 2) % srun.NUM_PORTS),
+    }
+
+
+def test_where_the_tasks_meet_can_be_chosen(as_task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_task()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    task = srun.this_task()
+    assert task
+    variables = task.torchrun_variables()
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "29500")
+
+
+def test_tasks_of_one_node_meet_on_the_loopback(as_task: Any) -> None:
+    as_task(SLURM_STEP_NUM_NODES="1", SLURM_STEP_TASKS_PER_NODE="4", SLURM_NODEID="0")
+    task = srun.this_task()
+    assert task
+    assert (task.master_address, task.local_world_size) == ("127.0.0.1", 4)
+
+
+def test_a_batch_script_is_no_task_of_srun(as_task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_task()
+    monkeypatch.delenv("SLURM_STEP_NODELIST")
+    assert srun.this_task() is None
+    assert launch.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_the_shell_of_an_allocation_is_one_process(as_task: Any) -> None:
+    of_the_step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    as_task(**of_the_step, SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    assert launchers.launched() is None
+
+
+def test_the_variables_that_older_versions_lack_are_not_needed(
+    as_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_task()
+    for name in ("NUM_NODES", "TASKS_PER_NODE", "ID"):
+        monkeypatch.delenv(f"SLURM_STEP_{name}")
+    task = srun.this_task()
+    assert task
+    assert (task.rank, task.world_size, task.master_address) == (3, 4, "node01")
+
+
+def test_two_jobs_and_two_steps_have_ports_of_their_own(as_task: Any) -> None:
+    ports = set()
+    for job in range(100, 110):
+        for step in range(5):
+            as_task(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))
+            task = srun.this_task()
+            assert task
+            ports.add(task.master_port)
+    assert len(ports) == 50
+    assert all(1024 < port < 32768 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node[01-03,07]", "node01"),
+        ("node[7,9-11]", "node7"),
+        ("login,node[01-03]", "login"),
+        ("rack[2-3]n[05-06],login", "rack2n05"),
+        ("gpu-a[10]-ib", "gpu-a10-ib"),
+    ],
+)
+def test_the_first_host_of_a_list_is_written_out(nodes: str, first: str) -> None:
+    assert srun.first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("counts", "expanded"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,12(x2)", [1, 12, 12])]
+)
+def test_the_tasks_of_each_node_are_written_out(counts: str, expanded: list[int]) -> None:
+    assert srun.tasks_per_node(counts) == expanded
+
+
+# What does not fit
+
+
+def test_another_number_of_tasks_is_refused(as_task: Any) -> None:
+    as_task()
+    with pytest.raises(training.ConfigError, match="srun started 4 workers and --num_workers asks"):
+        training.make_config(dataset="digits", model="cnn", epochs=1, num_workers=2)
+    with pytest.raises(launch.SetupError, match="srun started 4 ranks and the script asks for 2"):
+        launch.run(dist.get_rank, 2)
+
+
+def test_worlds_that_need_one_process_are_refused(as_task: Any) -> None:
+    as_task()
+    with pytest.raises(launch.SetupError, match="leave srun out"):
+        launch.run(dist.get_rank, 2, backend="sim")
+    with pytest.raises(training.ConfigError, match="run it alone, without srun"):
+        training.check_is_alone("distlab demo")
+
+
+def test_a_single_task_starts_its_own_ranks(as_task: Any) -> None:
+    as_task(SLURM_NTASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
+    assert launch.run(dist.get_rank, 2) == [0, 1]
+
+
+def test_ranks_of_an_mpi_that_srun_started_use_mpi_unless_told_otherwise(
+    as_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_task()
+    monkeypatch.setenv("PMI_RANK", "3")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    found = [launchers.launched(backend) for backend in ("auto", "mpi", "gloo", "nccl")]
+    assert [it and it.launcher for it in found] == ["mpirun", "mpirun", "srun", "srun"]
+
+
+def test_processes_of_an_mpirun_inside_a_job_are_mpiruns(
+    as_task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_task(SLURM_NTASKS="2", SLURM_PROCID="1")  # srun starts a helper of mpirun on each node
+    monkeypatch.setenv("PMI_RANK", "5")
+    monkeypatch.setenv("PMI_SIZE", "8")
+    with pytest.raises(launch.SetupError, match="mpirun started this process and its like"):
+        launch.run(dist.get_rank, 8, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_gpus", "device"),
+    [
+        ({}, 2, "cuda:1"),  # both tasks of a node see both GPUs
+        ({"SLURM_GPUS_PER_TASK": "1"}, 1, "cuda:0"),  # each sees its own
+    ],
+)
+def test_a_task_takes_a_gpu_of_its_own(
+    as_task: Any,
+    variables: dict[str, str],
+    num_gpus: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_task(**variables)
+    task, found = srun.this_task(), launchers.launched()
+    assert task
+    assert found
+    for name, value in task.torchrun_variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert choices.own_device("auto", "auto", found) == ("nccl", torch.device(device))
