@@ -2,7 +2,7 @@
 
 import signal
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 Choose = Callable[[Collection[str]], Collection[str]]
@@ -12,6 +12,12 @@ CALL = "__distlab_call__"  # attribute of an exception: the call that it came fr
 def counted(number: int, noun: str) -> str:
     """Write ``1 rank``, ``2 ranks`` or ``1,024 ranks``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Write ``a``, ``a and b`` or ``a, b and c``."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def signal_name(number: int) -> str:

@@ -197,7 +197,7 @@ class Grade:
         simulated = launch.simulate(
             *(on_rank, world_size, submission, self._task, body, args),
             cluster=cluster,
-            options=replace(options, given=given_with(body), is_strict=True),
+            options=replace(options, given=given_with(body, submission), is_strict=True),
             **limits.arguments,
         )
         if len(simulated.results) != world_size:
@@ -216,7 +216,7 @@ class Grade:
             results: list[Any] = launch.run(
                 *(on_rank, world_size, submission, self._task, body, args),
                 backend=self.world,
-                given=given_with(body),
+                given=given_with(body, submission),
                 **limits.arguments,
             )
         except LaunchError as error:
@@ -226,9 +226,10 @@ class Grade:
         return Run(results)
 
 
-def given_with(body: Body) -> tuple[str, str]:
-    """Return the folders none of whose lines is the learner's: of the bodies, and of distlab."""
-    return str(Path(body.__code__.co_filename).parent), str(Path(distlab.__file__).parent)
+def given_with(body: Body, submission: Submission) -> tuple[str, ...]:
+    """Return the folders none of whose lines is the learner's: bodies, distlab, what is lent."""
+    bodies, grader = Path(body.__code__.co_filename).parent, Path(distlab.__file__).parent
+    return str(bodies), str(grader), *submission.lenders
 
 
 @contextmanager

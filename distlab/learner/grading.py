@@ -17,6 +17,7 @@ from typing import Any
 
 from distlab.course import GRADER_ERROR, PASSED, Phase, Task
 from distlab.grade import report_paths
+from distlab.grade.lending import NO_LENDER, SOLUTIONS
 from distlab.learner import children, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.words import signal_name
@@ -38,6 +39,7 @@ class TaskGrade:
         kind: of its outcome, a short word: "deadlock", "endless loop", "wrong".
         write_next: the task and the function that a TODO waits for; an earlier one, perhaps.
         world_size: ranks of the world that decided it, if one did.
+        lent: ids of the tasks whose functions came from the solutions.
     """
 
     id: str
@@ -48,6 +50,7 @@ class TaskGrade:
     kind: str = ""
     write_next: tuple[str, str] | None = None
     world_size: int | None = None
+    lent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,17 @@ def world_timeout(seconds: float | None) -> list[str]:
     if not 0 < seconds < math.inf:
         raise LearnerError(f"--world-timeout {seconds:g}: a number of seconds above 0")
     return ["--world-timeout", str(seconds)]
+
+
+def lending(folder: CourseFolder, is_asked_for: bool) -> list[str]:
+    """Return pytest's arguments to lend what a task builds on.
+
+    Raises:
+        LearnerError: this copy of the course has nothing to lend.
+    """
+    if is_asked_for and not (folder.root / SOLUTIONS).is_dir():
+        raise LearnerError(NO_LENDER)
+    return ["--lend"] * is_asked_for
 
 
 def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
@@ -233,6 +247,7 @@ def _grade_of(entry: dict[str, Any]) -> TaskGrade:
         kind=entry.get("kind", ""),
         write_next=(following["task"], following["function"]) if following else None,
         world_size=entry.get("world_size") or None,
+        lent=tuple(entry.get("lent", ())),
     )
 
 

@@ -34,9 +34,13 @@ def _test(result: TaskResult) -> dict[str, Any]:
         "score": result.points,
         "max_score": result.task.points,
         "status": "passed" if has_passed else "failed",
-        "output": "" if has_passed else _output(result),
+        "output": "\n".join(filter(None, [_loan(result), "" if has_passed else _output(result)])),
         "visibility": "visible",
     }
+
+
+def _loan(result: TaskResult) -> str:
+    return f"This task was {table.lent(result)}." if result.lent else ""
 
 
 def _output(result: TaskResult) -> str:

@@ -62,6 +62,7 @@ def test_json_holds_everything() -> None:
         "kind": "all wait",
         "world_size": 4,
         "fix_first": None,
+        "lent": [],
         "write_next": None,
         "message": HANGS,
         "points": 0,
