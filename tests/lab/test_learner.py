@@ -38,7 +38,7 @@ from distlab.learner import (
     watch,
 )
 from distlab.learner import folder as folders
-from distlab.learner.folder import CourseFolder, LearnerError, WriteError
+from distlab.learner.folder import CourseFolder, WriteError
 from distlab.learner.screen import Screen, wrapped
 from distlab.learner.warm import WarmGrader
 
@@ -904,25 +904,6 @@ def test_trace_says_so_where_it_cannot_show_what_hung(
     has_come_out(here, t1_4="hang")
     assert distlab("trace", "1.4") == 0
     assert "what hangs is another case of the tests" in capfd.readouterr().out
-
-
-def test_trace_draws_the_last_graded_or_the_next_by_default(here: CourseFolder) -> None:
-    def chosen() -> str:
-        return programs.choose(here, state.load(here)).id
-
-    with pytest.raises(LearnerError, match=r"which task\? distlab trace draws 1\.3, 1\.4"):
-        chosen()
-    has_come_out(here, t1_7="failed")
-    has_come_out(here, t1_4="hang")
-    assert chosen() == "1.4"
-    has_come_out(here, t1_7="hang")
-    has_come_out(here, t1_5="todo", t1_13="failed")
-    assert chosen() == "1.7"
-
-
-def test_without_anything_graded_trace_draws_the_next(here: CourseFolder) -> None:
-    has_come_out(here, t1_1="passed", t1_2="passed")
-    assert programs.choose(here, state.load(here)).id == "1.3"
 
 
 def test_whether_a_task_can_be_drawn_is_told_without_torch() -> None:
