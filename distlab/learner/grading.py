@@ -3,6 +3,7 @@
 The score is what the report of this very run says. Exit codes are those of ``distlab grade``.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from distlab.words import signal_name
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
 REMEMBERING = "distlab.learner.remembering"  # what pytest would do without these commands
+NO_PYTEST = "grading needs pytest, which is not installed here: pip install pytest"
 NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 REPORTS = tuple(report_paths.HEADS)
 
@@ -143,7 +145,13 @@ def for_task(folder: CourseFolder, task: Task) -> list[str]:
 
 
 def grade(folder: CourseFolder, arguments: Sequence[str], run: Run | None = None) -> Grading:
-    """Run the grader, by default in a fresh process whose output is kept for the reader."""
+    """Run the grader, by default in a fresh process whose output is kept for the reader.
+
+    Raises:
+        LearnerError: pytest is not installed.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        raise LearnerError(NO_PYTEST)
     with tempfile.TemporaryDirectory(prefix="distlab-") as parent:
         report = Path(parent, "report.json")  # never an old one, or one that others write
         asked = [*arguments, "-p", f"no:{REMEMBERING}", "--report", f"json={report}"]
