@@ -39,8 +39,8 @@ class TaskResult:
     sha256: str
     expected: int = 0
     is_part: bool = False
-    loan: Loan | None = None
     tests: list[TestResult] = field(default_factory=list)
+    loan: Loan | None = None
 
     @property
     def lent(self) -> tuple[Task, ...]:
