@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from own_phases import shipped
 
 from distlab.course import Phase, Task, load
 from distlab.sim import Cluster, Options, Simulated
@@ -15,7 +16,7 @@ from distlab.sim.script import run_script
 from distlab.sim.summary import seconds_text, totals
 
 ROOT = Path(__file__).parents[2]
-COURSE = load(ROOT)
+COURSE = shipped(load(ROOT))
 PROGRAM = Path("scripts/phase1.py")
 MAX_FIGURE_BYTES = 100_000
 TIMEOUT_S = 120
