@@ -20,6 +20,7 @@ from typing import Any, get_args
 import psutil
 import pytest
 from fresh_pytest import FreshPytest
+from own_phases import copy_shipped
 
 from distlab import course
 from distlab.cli import learn, main
@@ -76,8 +77,8 @@ RIGHT = """    both = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.ir
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
-    for name in ("course.toml", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    copy_shipped(ROOT, tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in ("phase1_data_parallel", "solutions"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()

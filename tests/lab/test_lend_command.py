@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from own_phases import copy_shipped
 
 from distlab import course
 from distlab.cli import main
@@ -42,8 +43,8 @@ OWN = "def exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zer
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> folder.CourseFolder:
     """A copy in which 1.7 is right, and 1.4 wrong."""
-    for name in ("course.toml", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    copy_shipped(ROOT, tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in (PHASE, "solutions"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()

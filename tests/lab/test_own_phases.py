@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from own_phases import shipped
+from own_phases import copy_shipped, shipped
 
 from distlab import course
 from distlab.cli import main
@@ -46,7 +46,9 @@ def count(lesson):
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A course with another phase; returns its template."""
-    (tmp_path / "course.toml").write_text((ROOT / "course.toml").read_text() + PHASE)
+    copy_shipped(ROOT, tmp_path)
+    with (tmp_path / "course.toml").open("a") as file:
+        file.write(PHASE)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for folder in ("phase99_ours", "tests"):
         (tmp_path / folder).mkdir()
