@@ -8,7 +8,8 @@ from typing import Any
 
 from distlab.course import Task
 from distlab.grade import submission
-from distlab.grade.submission import COURSE, SOLUTIONS, Submission
+from distlab.grade.lending import SOLUTIONS
+from distlab.grade.submission import COURSE, Submission
 from distlab.learner import folder, source
 
 PHASE = "phase1_data_parallel"

@@ -59,6 +59,10 @@ WorldTimeout = Annotated[
         show_default=False,
     ),
 ]
+Lend = Annotated[
+    bool,
+    typer.Option("--lend", help="Take what it builds on from the solutions, where yours fails."),
+]
 COLOURS = {"✔": typer.colors.GREEN, "✘": typer.colors.RED}
 DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.colors.CYAN}
 
@@ -98,11 +102,11 @@ def choose(here: folder.CourseFolder, name: str | None) -> Task:
     return state.load(here).next_task(here) or here.course.tasks[-1]
 
 
-def check(tasks: SomeTasks = None, world_timeout: WorldTimeout = None) -> None:
+def check(tasks: SomeTasks = None, world_timeout: WorldTimeout = None, lend: Lend = False) -> None:
     """Grade a task, or several, and say what to do next."""
     here = folder.find()
     chosen = list(dict.fromkeys(here.task(name) for name in tasks or ())) or [choose(here, None)]
-    options = grading.world_timeout(world_timeout)
+    options = [*grading.world_timeout(world_timeout), *grading.lending(here, lend)]
     with _grader(here, len(chosen)) as run:
         codes = [_check(here, task, run, options, is_alone=len(chosen) == 1) for task in chosen]
     if len(chosen) > 1:
@@ -163,12 +167,14 @@ def grade(
         ),
     ] = None,
     world_timeout: WorldTimeout = None,
+    lend: Lend = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Messages in full.")] = False,
 ) -> None:
     """Grade everything: exit code 0 full marks, 1 not, 2 usage, 3 grader failed, 4 nothing ran."""
     here = folder.find()
     phases = here.course.phases if phase is None else (here.course.phase(phase),)
     arguments = grading.suites(here, phases) + grading.world_timeout(world_timeout)
+    arguments += grading.lending(here, lend)
     arguments += ["--impl", grading.find_impl(impl), "--backend", backend]
     arguments += grading.find_reports(report or ())
     graded = grading.grade(here, arguments + ["-v"] * verbose, grading.shown_in(here))

@@ -30,12 +30,14 @@ def trace(
 ) -> None:
     """Run your function on simulated ranks; draw its messages, or report the deadlock."""
     here = folder.find()
-    listed = here.task(task) if task else trace_programs.choose(here, state.load(here))
+    listed, why = (here.task(task), "") if task else trace_programs.choose(here, state.load(here))
     choice = grading.find_impl(impl)
     count = trace_programs.count(listed.id, ranks)  # before anything is loaded
     if choice == "template" and source.is_to_write(here, listed):
         typer.echo(status.not_written(listed))
         raise typer.Exit(1)
+    if why:
+        typer.echo(f"{listed.id} {listed.function}, {why}:")
     with waiting(f"running {listed.function} …"):
         fork_server.start_ahead()
         from distlab.learner import trace as tracing

@@ -20,9 +20,11 @@ import torch
 
 from distlab import course
 from distlab.grade import invocation, reports, submission, table
+from distlab.grade.lending import NO_LENDER, loan_for
 from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.running import Grade
+from distlab.grade.submission import Submission
 from distlab.grade.tasks import is_real_too, task_of
 
 TIMEOUT_S = 10.0  # of one world, by the clock; hangs are found in 2 s by what ranks compute
@@ -55,6 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="auto",
         choices=BACKENDS,
         help="auto: simulated, and real processes where a test says so",
+    )
+    group.addoption(
+        "--lend",
+        action="store_true",
+        help="grade each task with the solutions' versions of the tasks that it builds on and that "
+        "have no points: a wrong one costs its own points alone",
     )
     group.addoption("--world-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
     group.addoption(
@@ -105,6 +113,8 @@ class Grader:
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         self.reference = submission.reference(self.course_root)
+        if config.getoption("lend") and self.reference is None:
+            raise pytest.UsageError(NO_LENDER)
         chosen: int | None = config.getoption("grade_seed")
         self.seed = random.SystemRandom().randrange(10_000) if chosen is None else chosen
 
@@ -176,6 +186,17 @@ class Grader:
         return is_last_failed or any("::" in argument for argument in self.config.args)
 
     # Running
+
+    def submission_for(self, result: TaskResult) -> Submission:
+        """Return what a task is graded with: ``--lend`` adds what it builds on and has no points.
+
+        That is decided before its first test, and holds for all of them.
+        """
+        if self.reference and self.config.getoption("lend") and not result.tests:
+            passed = [task_id for task_id, other in self.results.items() if other.points]
+            listed, solutions = course.load(self.course_root), self.reference.root
+            result.loan = loan_for(result.task, listed, solutions, passed)
+        return replace(self.submission, loan=result.loan)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
@@ -293,10 +314,10 @@ def grade(request: pytest.FixtureRequest) -> Grade:
     mark = request.node.get_closest_marker("task")
     if mark is None or not isinstance(grader, Grader):
         raise pytest.UsageError(f"{request.node.name} uses grade: mark it with @task(…)")
-    listed = grader.results[str(mark.args[0])].task
+    result = grader.results[str(mark.args[0])]
     timeout_s = float(request.config.getoption("world_timeout"))
     run = Grade(
-        *(grader.submission, listed, request.param, timeout_s),
+        *(grader.submission_for(result), result.task, request.param, timeout_s),
         seed=grader.seed,
         reference=grader.reference,
     )

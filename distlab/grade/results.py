@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distlab.course import Task, used_by
+from distlab.grade.lending import Loan
 from distlab.grade.outcomes import Outcome, Verdict
 
 MAX_HANGS = 2  # of one task: each takes seconds
@@ -30,6 +31,7 @@ class TaskResult:
         expected: tests that the suite holds for it, before any selection.
         is_part: only part of the suite was collected.
         sha256: of the learner's file.
+        loan: functions of other tasks that it was graded with in place of the learner's.
     """
 
     task: Task
@@ -38,6 +40,12 @@ class TaskResult:
     expected: int = 0
     is_part: bool = False
     tests: list[TestResult] = field(default_factory=list)
+    loan: Loan | None = None
+
+    @property
+    def lent(self) -> tuple[Task, ...]:
+        """The tasks whose functions were lent to it."""
+        return self.loan.tasks if self.loan else ()
 
     @property
     def verdict(self) -> Verdict:
@@ -114,10 +122,14 @@ class GradeResult:
     seed: int = 0  # of what the tests have drawn
 
     def cause(self, result: TaskResult) -> Task | None:
-        """Return the first failed task that a failed one builds on; None if there is none."""
+        """Return the first failed task that a failed one builds on; None if there is none.
+
+        What was lent to it is no cause of its failure.
+        """
         failed = {other.task.id for other in self.tasks if result.has_failed and other.has_failed}
+        own = failed - {task.id for task in result.lent}
         used = used_by(result.task, [other.task for other in self.tasks])
-        return next((task for task in used if task.id in failed), None)
+        return next((task for task in used if task.id in own), None)
 
     @property
     def points(self) -> int:

@@ -197,7 +197,7 @@ class Grade:
         simulated = launch.simulate(
             *(on_rank, world_size, submission, self._task, body, args),
             cluster=cluster,
-            options=replace(options, given=given_with(body), is_strict=True),
+            options=replace(options, given=given_with(body, submission), is_strict=True),
             limits=limits,
             plain_results=True,
         )
@@ -217,7 +217,7 @@ class Grade:
             results: list[Any] = launch.run(
                 *(on_rank, world_size, submission, self._task, body, args),
                 backend=self.world,
-                given=given_with(body),
+                given=given_with(body, submission),
                 limits=limits,
                 plain_results=True,
             )
@@ -228,9 +228,10 @@ class Grade:
         return Run(results)
 
 
-def given_with(body: Body) -> tuple[str, str]:
-    """Return the folders without lines of the learner's: those of the bodies and of distlab."""
-    return str(Path(body.__code__.co_filename).parent), str(Path(distlab.__file__).parent)
+def given_with(body: Body, submission: Submission) -> tuple[str, ...]:
+    """Return the folders without lines of the learner's: bodies, distlab, and what is lent."""
+    bodies, grader = Path(body.__code__.co_filename).parent, Path(distlab.__file__).parent
+    return str(bodies), str(grader), *submission.lenders
 
 
 @contextmanager

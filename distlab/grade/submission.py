@@ -6,6 +6,7 @@ ROOT/phase1_data_parallel/collectives.py               the solution's, and a han
 ``given.py`` of a phase comes from the course, whatever a hand-in holds, because it has no tasks.
 """
 
+import ast
 import hashlib
 import importlib
 import importlib.abc
@@ -16,17 +17,19 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 import distlab
 from distlab import course, reading
+from distlab.grade import lending
+from distlab.grade.lending import SOLUTIONS, Functions, Loan
 from distlab.grade.outcomes import LessonError
 
-SOLUTIONS = "solutions"
 PREFIX = "template_"
 GIVEN = "given"
 COURSE = Path(distlab.__file__).parents[1]
@@ -39,10 +42,17 @@ class Submission:
 
     Attributes:
         is_solution: it is the course's own ``solutions/``, which may import itself.
+        loan: functions that it is graded with in place of its own.
     """
 
     root: Path
     is_solution: bool = False
+    loan: Loan | None = None
+
+    @property
+    def lenders(self) -> tuple[str, ...]:
+        """The folders of lent functions, none of whose lines is the learner's."""
+        return (str(self.loan.solutions),) if self.loan else ()
 
     def file(self, phase: str, lesson: str) -> Path:
         """Return the file of a lesson; the template's, where neither is there."""
@@ -82,7 +92,7 @@ class Submission:
                 f"{phase} holds {PREFIX}{lesson}.py and {lesson}.py: keep one of them"
             )
         if not any(isinstance(finder, _Lessons) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Lessons(self))
+            _Lessons.install(self)
         try:
             return importlib.import_module(f"{phase}.{file.stem}")
         except SyntaxError as error:
@@ -131,13 +141,29 @@ def _sha256(file: Path) -> str:
 
 
 class _Source(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time, because byte code beside it may differ."""
+    """Compiles the source each time, because byte code beside it may differ.
+
+    Lent functions take the place of those of the same names.
+    """
+
+    def __init__(self, name: str, file: str, lent: Functions) -> None:
+        super().__init__(name, file)
+        self._lent = lent
 
     def get_code(self, fullname: str) -> CodeType:
         """Read no byte code, and write none into the hand-in."""
         path = self.get_filename(fullname)
-        code: CodeType = self.source_to_code(self.get_data(path), path)
+        source: Any = self.get_data(path)
+        if self._lent:
+            source = lending.swapped(ast.parse(source, path), self._lent)
+        code: CodeType = self.source_to_code(source, path)
         return code
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the file, and see to it that what was lent is what is called."""
+        lending.lend(module, self._lent)
+        super().exec_module(module)
+        lending.keep(module, self._lent)
 
     def get_data(self, path: str) -> bytes:
         """Read a file of a size that a person may have written."""
@@ -152,6 +178,15 @@ class _Lessons(importlib.abc.MetaPathFinder):
 
     def __init__(self, submission: Submission) -> None:
         self._submission = submission
+        self._lent: Mapping[str, Functions] = {}
+
+    @classmethod
+    def install(cls, submission: Submission) -> None:
+        """Find lessons from now on; lent functions need what is given, as lessons do."""
+        finder = cls(submission)
+        sys.meta_path.insert(0, finder)
+        if submission.loan:
+            finder._lent = lending.borrowed(submission.loan)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -173,21 +208,22 @@ class _Lessons(importlib.abc.MetaPathFinder):
     def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
         """Never return None, because the next finder would look elsewhere."""
         if module == GIVEN:
-            return _spec(name, COURSE / phase / f"{GIVEN}.py")
+            return _spec(name, COURSE / phase / f"{GIVEN}.py", {})
         folder = self._submission.root.joinpath(*name.split("."))
         if folder.is_dir():
             spec = ModuleSpec(name, None, is_package=True)
             spec.submodule_search_locations = [str(folder)]
             return spec
-        other = self._submission.file(phase, module.removeprefix(PREFIX))
-        for file in (folder.with_suffix(".py"), other):
+        lesson = module.removeprefix(PREFIX)
+        lent = self._lent.get(f"{phase}.{lesson}", {})
+        for file in (folder.with_suffix(".py"), self._submission.file(phase, lesson)):
             if file.is_file():
-                return _spec(name, file)
+                return _spec(name, file, lent)
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def _spec(name: str, file: Path) -> ModuleSpec:
-    spec = ModuleSpec(name, _Source(name, str(file)), origin=str(file))
+def _spec(name: str, file: Path, lent: Functions) -> ModuleSpec:
+    spec = ModuleSpec(name, _Source(name, str(file), lent), origin=str(file))
     spec.has_location = True
     return spec
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from distlab.course import Task
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
+from distlab.words import joined
 
 WIDTH = 100
 DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
@@ -35,6 +36,12 @@ def message(result: TaskResult) -> str:
     if verdict.outcome is Outcome.TODO:
         return _todo(result)
     return f"Task {task.id}: {_sentence(verdict.message)} {next_step(result)}".rstrip()
+
+
+def lent(result: TaskResult) -> str:
+    """Write ``graded with the course's 1.4 and 1.6``, "" where nothing was lent."""
+    ids = [task.id for task in result.lent]
+    return f"graded with the course's {joined(ids)}" if ids else ""
 
 
 def _todo(result: TaskResult) -> str:
@@ -110,7 +117,7 @@ def _whole(task: TaskResult, *, verbose: bool) -> Iterator[str]:
     if verdict.output:
         yield "  printed:"
         yield from (f"    {line}" for line in tail(verdict.output).splitlines())
-    yield f"  in {task.worst.name}"
+    yield f"  in {task.worst.name}{f', {lent(task)}' if task.lent else ''}"
     yield ""
 
 
@@ -130,7 +137,9 @@ def rows(result: GradeResult) -> Iterator[str]:
         name += "" if task.is_complete or not task.tests else " *"
         row = f"{task.task.id:<6}{task.task.function:<32}{name:<15}{points:>8}{task.seconds:>9.1f}"
         cause = result.cause(task)
-        yield f"{row}  {_fix_first(cause)}" if cause else row
+        remarks = [_fix_first(cause)] if cause else []
+        remarks += [lent(task)] if task.lent else []
+        yield f"{row}  {', '.join(remarks)}" if remarks else row
     if any(task.tests and not task.is_complete for task in result.tasks):
         yield f"* {INCOMPLETE}"
     total = f"{result.points}/{result.max_points}"

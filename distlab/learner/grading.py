@@ -3,6 +3,7 @@
 The score is what the report of this very run says. Exit codes are those of ``distlab grade``.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 from distlab.course import GRADER_ERROR, PASSED, Phase, Task
 from distlab.grade import report_paths
+from distlab.grade.lending import NO_LENDER, SOLUTIONS
 from distlab.learner import child_processes, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.words import signal_name
@@ -24,6 +26,7 @@ from distlab.words import signal_name
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
 REMEMBERING = "distlab.learner.pytest_progress"  # what pytest would do without these commands
+NO_PYTEST = "grading needs pytest, which is not installed here: pip install pytest"
 NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 REPORTS = tuple(report_paths.HEADS)
 
@@ -38,6 +41,7 @@ class TaskGrade:
         kind: of its outcome, a short word: "deadlock", "endless loop", "wrong".
         write_next: the task and the function that a TODO waits for; an earlier one, perhaps.
         world_size: ranks of the world that decided it, if one did.
+        lent: ids of the tasks whose functions came from the solutions.
     """
 
     id: str
@@ -48,6 +52,7 @@ class TaskGrade:
     kind: str = ""
     write_next: tuple[str, str] | None = None
     world_size: int | None = None
+    lent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,17 @@ def world_timeout(seconds: float | None) -> list[str]:
     return ["--world-timeout", str(seconds)]
 
 
+def lending(folder: CourseFolder, is_asked_for: bool) -> list[str]:
+    """Return pytest's arguments to lend what a task builds on.
+
+    Raises:
+        LearnerError: this copy of the course has nothing to lend.
+    """
+    if is_asked_for and not (folder.root / SOLUTIONS).is_dir():
+        raise LearnerError(NO_LENDER)
+    return ["--lend"] * is_asked_for
+
+
 def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
     """Return the grading suites of phases.
 
@@ -129,7 +145,13 @@ def for_task(folder: CourseFolder, task: Task) -> list[str]:
 
 
 def grade(folder: CourseFolder, arguments: Sequence[str], run: Run | None = None) -> Grading:
-    """Run the grader, by default in a fresh process whose output is kept for the reader."""
+    """Run the grader, by default in a fresh process whose output is kept for the reader.
+
+    Raises:
+        LearnerError: pytest is not installed.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        raise LearnerError(NO_PYTEST)
     with tempfile.TemporaryDirectory(prefix="distlab-") as parent:
         report = Path(parent, "report.json")  # never an old one, or one that others write
         asked = [*arguments, "-p", f"no:{REMEMBERING}", "--report", f"json={report}"]
@@ -233,6 +255,7 @@ def _grade_of(entry: dict[str, Any]) -> TaskGrade:
         kind=entry.get("kind", ""),
         write_next=(following["task"], following["function"]) if following else None,
         world_size=entry.get("world_size") or None,
+        lent=tuple(entry.get("lent", ())),
     )
 
 

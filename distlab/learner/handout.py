@@ -1,14 +1,25 @@
-"""The student's version of the course: no solutions, no wrong answers, nothing of git."""
+"""The student's version of the course: no solutions, no wrong answers, nothing of git.
+
+Wrong answers are left out, as they are small changes of the solutions, and so are the pages for
+those who teach the course or work on it.
+"""
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
+from distlab.learner.pages import Page
 
-LEFT_OUT = ("solutions", "benchmarks", "scripts", "tests/lab", "tests/wrong_answers", "data", "out")
+LEFT_OUT = (
+    *("solutions", "tests/wrong_answers", "tests/lab", "benchmarks", "scripts"),
+    *("CONTRIBUTING.md", "docs/grading.md", "mkdocs.yml"),
+)
+MADE = ("data", "out")  # by commands
 NOT_OURS = ("__pycache__", "build", "dist", "ledger")
+HIDDEN = (".gitignore", ".devcontainer")  # but handed out
+NAMES_ALL = "AGENTS.md"  # what assistants must not read
 
 
 def write(folder: CourseFolder, target: Path) -> int:
@@ -30,18 +41,25 @@ def write(folder: CourseFolder, target: Path) -> int:
         for file in files:
             copy = target / file.relative_to(folder.root)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, copy)
+            _copy(file, copy, PurePosixPath(file.relative_to(folder.root)))
     except OSError as error:
         place = error.filename or target
         raise WriteError(f"{place} cannot be written: {error.strerror or error}") from None
     return len(files)
 
 
+def _copy(file: Path, copy: Path, path: PurePosixPath) -> None:
+    shutil.copy(file, copy)
+    if file.suffix == ".md":
+        page = Page(path, LEFT_OUT, may_name=path.name == NAMES_ALL)
+        copy.write_text(page.edited(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 def _files(root: Path, parent: Path) -> Iterator[Path]:
     for path in sorted(parent.iterdir()):
         name = path.relative_to(root).as_posix()
-        is_private = path.name.startswith(".") and path.name != ".gitignore"
-        is_left_out = is_private or name in LEFT_OUT or path.name in NOT_OURS
+        is_private = path.name.startswith(".") and path.name not in HIDDEN
+        is_left_out = is_private or name in (*LEFT_OUT, *MADE) or path.name in NOT_OURS
         if is_left_out or path.name.endswith(".egg-info") or path.is_symlink():
             continue
         if path.is_dir():

@@ -8,6 +8,7 @@ from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
 from distlab.learner.state import Progress
 from distlab.learner.trace_programs import MAX_RANKS, MIN_RANKS, PROGRAMS
+from distlab.words import joined
 
 BAR_WIDTH = 24
 ALL_PASSED = "All tasks have passed.  Run: distlab grade"
@@ -91,7 +92,8 @@ def verdict(task: Task, grade: TaskGrade) -> str:
         return f"· {task.id} {task.function}: {_what_is_missing(task, grade)}"
     sign = "✔" if grade.outcome == PASSED else "✘"
     score = f"{grade.points}/{grade.max_points} points, {grade.seconds:.1f} s"
-    return f"{sign} {task.id} {task.function}: {grade.outcome} ({score})"
+    lent = f", graded with the course's {joined(grade.lent)}" if grade.lent else ""
+    return f"{sign} {task.id} {task.function}: {grade.outcome} ({score}{lent})"
 
 
 def _what_is_missing(task: Task, grade: TaskGrade) -> str:
@@ -131,6 +133,8 @@ def fix_first(
     if grade is None or grade.outcome in (PASSED, TODO, GRADER_ERROR):
         return
     for other in folder.course.builds_on(task):
+        if other.id in grade.lent:
+            continue
         if progress.outcome(other) not in ("", PASSED, TODO, GRADER_ERROR):
             yield (
                 f"{task.id} builds on {other.function}, which fails too: fix {other.id} first: "

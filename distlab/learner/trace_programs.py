@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distlab.course import TODO, Task
+from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.learner.state import Progress
 
@@ -35,18 +36,24 @@ PROGRAMS: Mapping[str, Program] = {
 }
 
 
-def choose(folder: CourseFolder, progress: Progress) -> Task:
-    """Return the task to draw by default: the last one that was graded, or else the next one.
+def choose(folder: CourseFolder, progress: Progress) -> tuple[Task, str]:
+    """Return the task to draw by default, and why: of those with a program the last one graded.
+
+    Where none was, the first one that is written and has not passed, or else the next to write.
 
     Raises:
-        LearnerError: neither has a program; names the tasks that have.
+        LearnerError: no task of this course has a program.
     """
-    written = [task for task in progress.graded(folder) if progress.outcome(task) != TODO]
-    following = progress.next_task(folder)
-    for task in [*written, *([following] if following else [])]:
-        if task.id in PROGRAMS:
-            return task
-    raise LearnerError(f"which task? distlab trace draws {', '.join(PROGRAMS)}")
+    drawn = [task for task in folder.course.tasks if task.id in PROGRAMS]
+    graded = [task for task in progress.graded(folder) if progress.outcome(task) != TODO]
+    left = [task for task in drawn if not progress.has_passed(task)]
+    written = [task for task in left if not source.is_to_write(folder, task)]
+    groups = ((graded, "the last one graded"), (written, "which is written"), (left, "the next"))
+    for tasks, why in groups:
+        for task in tasks:
+            if task in drawn:
+                return task, why
+    raise LearnerError("distlab trace has no picture of any task of this course")
 
 
 def count(task_id: str, ranks: int | None) -> int:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from own_phases import shipped
 
 from distlab.course import Phase, Task, load
 from distlab.sim import Cluster, Options, Simulated
@@ -16,7 +17,7 @@ from distlab.sim.summary import totals
 from distlab.words import seconds_text
 
 ROOT = Path(__file__).parents[2]
-COURSE = load(ROOT)
+COURSE = shipped(load(ROOT))
 PROGRAM = Path("scripts/phase1.py")
 MAX_FIGURE_BYTES = 100_000
 TIMEOUT_S = 120

@@ -27,6 +27,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from own_phases import shipped
+
 from distlab import course
 from distlab.course import Task
 from distlab.grade.submission import Submission
@@ -41,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 OWN = Path(__file__).parent
 INDEPENDENT = (OWN / "independent_1", OWN / "independent_2")  # two draws, by different people
 EQUIVALENTS = OWN / "equivalent_mutants.toml"
-COURSE = course.load(ROOT)
+COURSE = shipped(course.load(ROOT))
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,20 @@
-"""Gradescope's ``results.json``: a visible test per task.
+"""Gradescope's ``results.json``: a visible test per task, with the learner's line on top.
 
 If the grader itself failed, students see that, and the score of the task is 0; what failed is in
 a test that only instructors see.
 """
 
 import json
+import re
+from pathlib import PurePath
 from typing import Any
 
 from distlab.grade import table
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
+
+_CALLED = re.compile(r'^ *File "(.+?)", line (\d+)', re.MULTILINE)
+_WAITS = re.compile(r"(\S+\.py):(\d+)\b")
 
 
 def text(result: GradeResult) -> str:
@@ -34,15 +39,31 @@ def _test(result: TaskResult) -> dict[str, Any]:
         "score": result.points,
         "max_score": result.task.points,
         "status": "passed" if has_passed else "failed",
-        "output": "" if has_passed else _output(result),
+        "output": "\n".join(filter(None, ["" if has_passed else _output(result), _loan(result)])),
         "visibility": "visible",
     }
+
+
+def _loan(result: TaskResult) -> str:
+    return f"This task was {table.lent(result)}." if result.lent else ""
 
 
 def _output(result: TaskResult) -> str:
     if result.outcome is Outcome.GRADER_ERROR:
         return "The grader failed on this task: tell your instructor."
-    return table.message(result)
+    details = result.verdict.details.splitlines()[-table.DETAILS :]
+    return "\n".join(filter(None, [_place(result), table.message(result), *details]))
+
+
+def _place(result: TaskResult) -> str:
+    """The learner's line that it is about, ``collectives.py:36``, "" if none is known.
+
+    Of a traceback the innermost one, of a report of who waits for whom the first.
+    """
+    details = result.verdict.details
+    called = _CALLED.findall(details)
+    found = called[-1:] or _WAITS.findall(details)[:1]
+    return "".join(f"{PurePath(file).name}:{line}" for file, line in found)
 
 
 def _hidden(result: TaskResult) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def _task(result: TaskResult, cause: Task | None) -> dict[str, Any]:
         "kind": result.verdict.kind,
         "world_size": result.worst.world_size if result.tests else 0,
         "fix_first": cause.id if cause else None,
+        "lent": [task.id for task in result.lent],
         "write_next": _write_next(result),
         "message": table.message(result),
         "points": result.points,

@@ -40,6 +40,9 @@ def _suite(result: TaskResult) -> ET.Element:
         skipped=str(kinds.count("skipped")),
         time=f"{result.seconds:.3f}",
     )
+    if result.lent:
+        properties = ET.SubElement(suite, "properties")
+        ET.SubElement(properties, "property", name="lent", value=table.lent(result))
     suite.extend(_case(result, test) for test in tests)
     return suite
 

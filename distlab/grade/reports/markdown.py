@@ -22,8 +22,9 @@ def text(result: GradeResult) -> str:
 
 def _row(result: TaskResult) -> str:
     points = f"{result.points}/{result.task.points}"
+    outcome = ", ".join(filter(None, [result.outcome.value, table.lent(result)]))
     return (
-        f"| {result.task.id} | `{result.task.function}` | {result.outcome.value} | {points} "
+        f"| {result.task.id} | `{result.task.function}` | {outcome} | {points} "
         f"| {result.seconds:.1f} |"
     )
 

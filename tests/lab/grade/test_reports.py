@@ -62,6 +62,7 @@ def test_json_holds_everything() -> None:
         "kind": "all wait",
         "world_size": 4,
         "fix_first": None,
+        "lent": [],
         "write_next": None,
         "message": HANGS,
         "points": 0,
@@ -92,7 +93,7 @@ def test_gradescope_has_the_fields_that_its_documentation_names() -> None:
     assert (found["score"], found["execution_time"]) == (4, 2)
     assert all(set(test) == GRADESCOPE_TEST for test in found["tests"])
     assert [test["status"] for test in found["tests"]] == ["passed", "failed"]
-    assert found["tests"][1]["output"] == HANGS
+    assert found["tests"][1]["output"] == f"a.py:3\n{HANGS}\n  a.py:3  dist.recv(x)"
 
 
 def test_gradescope_shows_a_grader_error_to_instructors_alone() -> None:

@@ -1,0 +1,164 @@
+"""Lent functions: what a task builds on comes from the solutions, the rest from the learner.
+
+Task 1.7 is graded with the solution's ``exchange``, task 1.4:
+
+    def exchange(…): …                          the learner's: the solution's takes its name
+    def all_reduce_recursive_doubling(…): …     the learner's: it calls the solution's exchange
+
+The swap happens where the learner's file defines the function: default arguments, tables and the
+imports of other lessons keep what a name meant when they were made.
+"""
+
+import ast
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from distlab.course import Course, Task
+
+SOLUTIONS = "solutions"
+NO_LENDER = (
+    f"--lend takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
+    "leave it out"
+)
+Functions = Mapping[str, Any]  # by name
+_NOT_LENT = ast.parse("raise NotImplementedError('this function is not lent')").body
+
+
+@dataclass(frozen=True)
+class Loan:
+    """What one task is graded with.
+
+    Attributes:
+        solutions: the folder that has the functions.
+        tasks: whose functions are lent.
+        hidden: functions that the solutions must not give away: all that is not lent, nor called
+            by what is.
+    """
+
+    solutions: Path
+    tasks: tuple[Task, ...]
+    hidden: frozenset[str]
+
+
+def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str]) -> Loan | None:
+    """Return what ``task`` borrows: functions of the tasks it builds on; None if there are none.
+
+    Args:
+        task: what is graded; nothing of its own is ever lent.
+        course: lists what it builds on.
+        solutions: the folder that has the functions.
+        passed: ids of tasks that need no help.
+    """
+    used = course.builds_on(task)
+    # A method cannot be lent without the rest of its class, which may be what is graded.
+    is_method = {other: any("." in name for name in other.functions) for other in used}
+    lent = [other for other in used if other.id not in passed and not is_method[other]]
+    others = [other for other in course.tasks if other not in used]
+    hidden = frozenset(name.partition(".")[0] for other in others for name in other.functions)
+    return Loan(solutions, tuple(lent), hidden) if lent else None
+
+
+def borrowed(loan: Loan) -> dict[str, Functions]:
+    """Import the lent functions, inside a rank; return them by "PHASE.LESSON".
+
+    The learner's code cannot import the rest of the solutions afterwards.
+    """
+    finder = _Solutions(loan)
+    sys.meta_path.insert(0, finder)
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for task in loan.tasks:
+            lesson = f"{task.folder}.{task.lesson}"
+            module = importlib.import_module(f"{SOLUTIONS}.{lesson}")
+            functions = {name: getattr(module, name) for name in task.functions}
+            found.setdefault(lesson, {}).update(functions)
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == SOLUTIONS]:
+            del sys.modules[name]
+    return dict(found)
+
+
+def swapped(tree: ast.Module, functions: Functions) -> ast.Module:
+    """Return a learner's file that takes each lent function where it would define its own."""
+    body = [_taken(node) if _name(node) in functions else node for node in tree.body]
+    return ast.fix_missing_locations(ast.Module(body, tree.type_ignores))
+
+
+def lend(module: ModuleType, functions: Functions) -> None:
+    """Make functions known to a ``swapped`` file that is about to run."""
+    vars(module).update({_alias(name): function for name, function in functions.items()})
+
+
+def keep(module: ModuleType, functions: Functions) -> None:
+    """Let a module that has run hold the lent functions, however it has come by its own."""
+    for name, function in functions.items():
+        with suppress(KeyError):
+            del vars(module)[_alias(name)]
+        vars(module)[name] = function
+
+
+def _taken(node: ast.stmt) -> ast.stmt:
+    """Return ``exchange = _lent_exchange`` in place of a definition."""
+    name = _name(node)
+    value = ast.Name(_alias(name), ast.Load())
+    return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value), node)
+
+
+def _name(node: ast.stmt) -> str:
+    """The name that a definition defines, "" for all else."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name
+    return ""
+
+
+def _alias(name: str) -> str:
+    return f"_lent_{name}"
+
+
+class _Solutions(importlib.abc.MetaPathFinder):
+    """Finds solutions, while functions are borrowed."""
+
+    def __init__(self, loan: Loan) -> None:
+        self._loan = loan
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a solution without what it must not give away; None for all else."""
+        package, _, rest = name.partition(".")
+        if package != SOLUTIONS:
+            return None
+        place = self._loan.solutions.joinpath(*rest.split(".")) if rest else self._loan.solutions
+        if place.is_dir():
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [str(place)]
+            return spec
+        file = str(place.with_suffix(".py"))
+        return ModuleSpec(name, _Redacted(name, file, self._loan.hidden), origin=file)
+
+
+class _Redacted(importlib.machinery.SourceFileLoader):
+    """Loads a solution; functions that are not to be had raise when called."""
+
+    def __init__(self, name: str, file: str, hidden: Collection[str]) -> None:
+        super().__init__(name, file)
+        self._hidden = hidden
+
+    def get_code(self, fullname: str) -> Any:
+        """Read no byte code: it would hold everything."""
+        path = self.get_filename(fullname)
+        tree = ast.parse(self.get_data(path), path)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in self._hidden:
+                node.body = [ast.Pass()] if isinstance(node, ast.ClassDef) else _NOT_LENT
+        return self.source_to_code(ast.fix_missing_locations(tree), path)

@@ -1,0 +1,293 @@
+"""``--lend``: what a task builds on comes from the solutions, so that one mistake costs once."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fresh_pytest import FreshPytest
+
+from distlab import course
+from distlab.grade import reports, table
+from distlab.grade.lending import Loan, loan_for
+from distlab.grade.outcomes import Outcome, Verdict, verdict_on
+from distlab.grade.plugin import TIMEOUT_S
+from distlab.grade.results import GradeResult, TaskResult, TestResult
+from distlab.grade.running import Grade
+from distlab.grade.submission import Submission
+from distlab.launch import LaunchError
+
+ROOT = Path(__file__).parents[3]
+SOLUTIONS = ROOT / "solutions"
+COURSE = course.load(ROOT)
+PHASE = "phase1_data_parallel"
+KEEPS_ITS_OWN = (
+    "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zero_()\n"
+)
+LENT = "graded with the course's 1.4"
+
+
+def hand_in(folder: Path, **files: str) -> Submission:
+    for name, text in files.items():
+        (folder / PHASE).mkdir(parents=True, exist_ok=True)
+        (folder / PHASE / f"{name}.py").write_text(text)
+    return Submission(folder)
+
+
+def loan(task: str, *passed: str) -> Loan:
+    found = loan_for(COURSE.task(task), COURSE, SOLUTIONS, passed)
+    assert found
+    return found
+
+
+def called(handed_in: Submission, task: str, body: Callable[..., Any]) -> Any:
+    """What a body returns that gets the lesson of a task, graded with a loan."""
+    lending = replace(handed_in, loan=loan(task))
+    return Grade(lending, COURSE.task(task), "sim", TIMEOUT_S).call(body)
+
+
+# --- the whole suite -----------------------------------------------------------------------------
+
+Table = dict[str, dict[str, Any]]  # a report's tasks
+
+
+@pytest.fixture(scope="module")
+def wrong_exchange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hand-in in which 1.4 is wrong and all else is the solutions'."""
+    folder = tmp_path_factory.mktemp("handed_in")
+    solved = (SOLUTIONS / PHASE / "collectives.py").read_text()
+    before, head, behind = solved.partition("def broadcast(")
+    hand_in(folder, collectives=f"{before}{KEEPS_ITS_OWN}\n\n{head}{behind}")
+    return folder
+
+
+def graded(fresh_pytest: FreshPytest, folder: Path, report: Path, *options: str) -> Table:
+    done = fresh_pytest(
+        *("tests/test_phase1.py", "--impl", folder, "-k", "1.4 or 1.7 or 1.8", *options),
+        *("--report", f"json={report}", "-q"),
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return {task["id"]: task for task in json.loads(report.read_text())["tasks"]}
+
+
+def test_without_a_loan_one_wrong_function_costs_three_tasks(
+    fresh_pytest: FreshPytest, wrong_exchange: Path, tmp_path: Path
+) -> None:
+    tasks = graded(fresh_pytest, wrong_exchange, tmp_path / "a.json", "--backend", "sim")
+    assert {id: task["outcome"] for id, task in tasks.items()} == {
+        "1.4": "failed",
+        "1.7": "failed",
+        "1.8": "failed",
+    }
+    assert not any(task["lent"] for task in tasks.values())
+
+
+def test_with_a_loan_it_costs_its_own_points_on_simulated_and_on_real_ranks(
+    fresh_pytest: FreshPytest, wrong_exchange: Path, tmp_path: Path
+) -> None:
+    tasks = graded(fresh_pytest, wrong_exchange, tmp_path / "a.json", "--lend")
+    assert {id: task["outcome"] for id, task in tasks.items()} == {
+        "1.4": "failed",
+        "1.7": "passed",
+        "1.8": "passed",
+    }
+    assert {test["world"] for test in tasks["1.7"]["tests"]} == {"sim", "gloo"}
+    assert {id: task["lent"] for id, task in tasks.items()} == {
+        "1.4": [],
+        "1.7": ["1.4"],
+        "1.8": ["1.4", "1.5", "1.6"],  # these two were not asked for; 1.7 has its points
+    }
+    assert tasks["1.8"]["points"] == COURSE.task("1.8").points
+
+
+def test_a_copy_without_solutions_has_nothing_to_lend(
+    fresh_pytest: FreshPytest, tmp_path: Path
+) -> None:
+    for name in ("course.toml", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in (PHASE, "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "lab", "wrong_answers")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    done = fresh_pytest("tests/test_phase1.py", "--lend", folder=tmp_path)
+    assert done.returncode == 4
+    assert "--lend takes functions from solutions/, which this copy of the course" in done.stderr
+
+
+# --- what is lent --------------------------------------------------------------------------------
+
+
+def test_what_a_task_builds_on_is_lent_and_not_the_task_itself() -> None:
+    assert [task.id for task in loan("1.7").tasks] == ["1.4"]
+    assert [task.id for task in loan("1.8").tasks] == ["1.4", "1.5", "1.6", "1.7"]
+    assert loan_for(COURSE.task("1.4"), COURSE, SOLUTIONS, ()) is None
+
+
+def test_what_has_its_points_is_not_lent() -> None:
+    assert [task.id for task in loan("1.8", "1.4", "1.6").tasks] == ["1.5", "1.7"]
+    assert loan_for(COURSE.task("1.7"), COURSE, SOLUTIONS, ["1.4"]) is None
+
+
+def test_a_method_is_not_lent_as_the_rest_of_its_class_may_be_graded() -> None:
+    method = replace(COURSE.task("1.4"), function="Link.exchange")
+    phase = COURSE.phases[0]
+    tasks = tuple(method if task.id == "1.4" else task for task in phase.tasks)
+    lessons = (replace(phase.lessons[0], tasks=tasks),)
+    other = replace(COURSE, phases=(replace(phase, lessons=lessons),))
+    assert loan_for(other.task("1.7"), other, SOLUTIONS, ()) is None
+
+
+# --- how it reaches the learner's function -------------------------------------------------------
+
+MINE = """
+def average_gradients(module, all_reduce=None, group=None):
+    return "mine"
+
+
+AVERAGE_GRADIENTS = {"per_parameter": average_gradients}
+
+
+def train_step(average=average_gradients):
+    return [average, AVERAGE_GRADIENTS["per_parameter"], average_gradients]
+"""
+
+
+def files_of_what_a_step_sees(lesson: Any) -> list[str]:
+    return [function.__code__.co_filename for function in lesson.train_step()]
+
+
+def test_defaults_and_tables_that_the_file_makes_hold_what_is_lent(tmp_path: Path) -> None:
+    files = called(hand_in(tmp_path, trainer=MINE), "1.11", files_of_what_a_step_sees)
+    assert files == [str(SOLUTIONS / PHASE / "trainer.py")] * 3
+
+
+def file_of_broadcast(lesson: Any) -> str:
+    return str(lesson.broadcast_parameters().__code__.co_filename)
+
+
+@pytest.mark.parametrize("name", ["collectives", "template_collectives"])
+def test_another_lesson_imports_what_is_lent(tmp_path: Path, name: str) -> None:
+    trainer = (
+        f"from {PHASE}.template_collectives import broadcast\n\n\n"
+        "def broadcast_parameters():\n    return broadcast\n"
+    )
+    files = {name: "def broadcast(x, src=0, group=None): pass\n", "trainer": trainer}
+    found = called(hand_in(tmp_path, **files), "1.9", file_of_broadcast)
+    assert found == str(SOLUTIONS / PHASE / "collectives.py")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "def exchange(x): pass\nexchange = print\n",
+        "if True:\n    def exchange(x): pass\n",
+        "from pprint import pprint as exchange\n",
+        "",
+    ],
+)
+def test_the_learner_s_own_is_replaced_however_it_came_there(tmp_path: Path, how: str) -> None:
+    mine = f"{how}\n\ndef all_reduce_recursive_doubling():\n    return exchange\n"
+    found = called(hand_in(tmp_path, collectives=mine), "1.7", file_of_exchange)
+    assert found == str(SOLUTIONS / PHASE / "collectives.py")
+
+
+def file_of_exchange(lesson: Any) -> str:
+    return str(lesson.all_reduce_recursive_doubling().__code__.co_filename)
+
+
+# --- nobody scores with lent code of the task itself ---------------------------------------------
+
+TAKES_IT = """
+def all_reduce_recursive_doubling(x, group=None):
+    exchange.__globals__["{name}"]{entry}(x, group)
+
+
+def exchange(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [("all_reduce_recursive_doubling", ""), ("ALL_REDUCES", '["recursive_doubling"]')],
+)
+def test_lent_functions_do_not_lead_to_the_solution_of_the_task(
+    tmp_path: Path, name: str, entry: str
+) -> None:
+    handed_in = hand_in(tmp_path, collectives=TAKES_IT.format(name=name, entry=entry))
+    with pytest.raises(LaunchError, match="this function is not lent"):
+        called(handed_in, "1.7", reduce_one)
+
+
+def reduce_one(lesson: Any) -> None:
+    import torch
+
+    lesson.all_reduce_recursive_doubling(torch.ones(1))
+
+
+@pytest.mark.parametrize("place", ["", "    "])
+def test_a_submission_still_cannot_import_the_solutions(tmp_path: Path, place: str) -> None:
+    taken = f"from solutions.{PHASE}.collectives import all_reduce_recursive_doubling as f\n"
+    head = "def all_reduce_recursive_doubling(x, group=None):\n"
+    mine = taken + head + "    f(x)\n" if not place else head + place + taken + "    f(x)\n"
+    with pytest.raises(LaunchError, match="a submission must not import solutions"):
+        called(hand_in(tmp_path, collectives=mine), "1.7", reduce_one)
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+
+def test_an_error_inside_a_lent_function_names_the_learner_s_line(tmp_path: Path) -> None:
+    mine = (
+        "import torch\n\n\ndef exchange(): pass\n\n\n"
+        "def all_reduce_recursive_doubling(x, group=None):\n"
+        "    exchange(x, 1, 'no tensor', 1)\n"
+    )
+    with pytest.raises(LaunchError) as raised:
+        called(hand_in(tmp_path, template_collectives=mine), "1.7", reduce_one)
+    verdict = verdict_on(raised.value)
+    assert "template_collectives.py" in verdict.details
+    assert "exchange(x, 1, 'no tensor', 1)" in verdict.details
+    assert str(SOLUTIONS) not in verdict.message + verdict.details
+
+
+def test_a_syntax_error_is_shown_as_without_a_loan(tmp_path: Path) -> None:
+    handed_in = hand_in(tmp_path, collectives="x = 1\ndef broken(:\n")
+    with pytest.raises(LaunchError) as raised:
+        called(handed_in, "1.7", reduce_one)
+    verdict = verdict_on(raised.value)
+    assert verdict.outcome is Outcome.IMPORT_ERROR
+    assert "collectives.py, line 2: invalid syntax" in verdict.message
+    assert verdict.details == "def broken(:\n           ^"
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def a_result(outcome: Outcome) -> GradeResult:
+    """1.4 has failed; 1.7 was graded with the course's 1.4."""
+    tasks = []
+    for task_id, verdict in (("1.4", Outcome.FAILED), ("1.7", outcome)):
+        task = COURSE.task(task_id)
+        test = TestResult("test_it", "sim", Verdict(verdict, "It is wrong."), 0.1)
+        result = TaskResult(task, "file.py", "", expected=1, tests=[test])
+        result.loan = loan_for(task, COURSE, SOLUTIONS, ())
+        tasks.append(result)
+    return GradeResult("here", tasks, 1.0)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.PASSED, Outcome.FAILED, Outcome.TODO])
+@pytest.mark.parametrize("kind", ["junit", "gradescope", "markdown"])
+def test_every_report_says_what_was_lent(kind: str, outcome: Outcome) -> None:
+    text = reports.FORMATS[kind](a_result(outcome))
+    assert text.count(LENT) == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.PASSED, Outcome.FAILED])
+def test_the_table_says_it_and_names_no_cause_that_was_lent(outcome: Outcome) -> None:
+    result = a_result(outcome)
+    rows = list(table.rows(result))
+    assert [row.endswith(LENT) for row in rows] == [False, False, True, False]
+    text = "\n".join([*rows, *table.failures(result, verbose=True)])
+    assert "fix 1.4 first" not in text

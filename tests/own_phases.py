@@ -1,0 +1,24 @@
+"""Phases that a school has added: the rules of form are for those of the course alone."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from distlab.course import FILE, Course
+
+FIRST_OWN = 9
+_HEAD = re.compile(r"^\[\[phase\]\]\nnumber = (9|\d\d+)$", re.MULTILINE)
+
+
+def shipped(course: Course) -> Course:
+    """Return the course without the phases from number 9 on."""
+    phases = tuple(phase for phase in course.phases if phase.number < FIRST_OWN)
+    return replace(course, phases=phases)
+
+
+def copy_shipped(root: Path, target: Path) -> None:
+    """Copy course.toml into a folder without these phases, which come last."""
+    shutil.copy(root / FILE, target)
+    text = (target / FILE).read_text(encoding="utf-8")
+    (target / FILE).write_text(_HEAD.split(text)[0], encoding="utf-8")
