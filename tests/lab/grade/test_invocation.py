@@ -49,7 +49,7 @@ def test_options_from_the_environment_pick_no_tests_and_no_submission(
     options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", options)
-    with pytest.raises(pytest.UsageError, match="options of the display only"):
+    with pytest.raises(pytest.UsageError, match="options for the display only"):
         invocation.check_environment()
 
 

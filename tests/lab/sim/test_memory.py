@@ -354,7 +354,7 @@ def memory_of_another_thread() -> Iterator[None]:
 
 
 def test_a_thread_has_one_tracker() -> None:
-    with memory(), pytest.raises(RuntimeError, match="one tracker for each thread"), memory():
+    with memory(), pytest.raises(RuntimeError, match="one tracker per thread"), memory():
         pass
 
 
