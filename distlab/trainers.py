@@ -1,7 +1,7 @@
 """Whose trainer trains: the solution's, or the learner's own."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from distlab.learner import folder, source
 
 PHASE = "phase1_data_parallel"
 TRAINER_TASK = "1.13"
+MEASURED_TASKS = ("1.6", "1.7", "1.8")
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
 
@@ -42,27 +43,41 @@ def find(impl: str, all_reduce: str) -> Submission:
         NotThereError: this copy has no solutions, or a task that the training needs is a TODO.
         LearnerError: "mine" outside of the course's folder.
     """
+    strategy = f"all_reduce_{all_reduce}"
+    return _of(impl, lambda task: task.id == TRAINER_TASK or strategy in task.functions)
+
+
+def find_measurement(impl: str) -> Submission:
+    """Return whose all-reduces are measured by whose task 1.8, before anything is started.
+
+    Raises:
+        NotThereError: this copy has no solutions, or a task that is measured is a TODO.
+        LearnerError: "mine" outside of the course's folder.
+    """
+    return _of(impl, lambda task: task.id in MEASURED_TASKS)
+
+
+def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:
     if impl == "solution":
         check_solutions()
         return SOLVED
     here = folder.find()
-    missing = [task for task in _needed(here, all_reduce) if source.is_to_write(here, task)]
+    needed = _with_what_they_use(here, filter(is_called, here.course.tasks))
+    missing = [task for task in needed if source.is_to_write(here, task)]
     if missing:
         first, names = missing[0], ", ".join(f"{task.id} {task.function}" for task in missing)
         raise NotThereError(
-            f"your trainer needs what is not written yet: {names}. Go on with: "
+            f"this needs what you have not written yet: {names}. Go on with: "
             f"distlab check {first.id}"
         )
     return Submission(here.root)
 
 
-def _needed(here: folder.CourseFolder, all_reduce: str) -> list[Task]:
-    """Return the tasks that a training calls, in order."""
-    last = here.course.task(TRAINER_TASK)
-    summing = [task for task in here.course.tasks if f"all_reduce_{all_reduce}" in task.functions]
-    chosen = {last, *here.course.builds_on(last), *summing}
-    for task in summing:
-        chosen.update(here.course.builds_on(task))
+def _with_what_they_use(here: folder.CourseFolder, tasks: Iterable[Task]) -> list[Task]:
+    """Return tasks and those that they build on, in order."""
+    chosen: set[Task] = set()
+    for task in tasks:
+        chosen.update((task, *here.course.builds_on(task)))
     return [task for task in here.course.tasks if task in chosen]
 
 
@@ -74,8 +89,7 @@ def check_solutions() -> None:
     """
     if submission.reference(COURSE) is None:
         raise NotThereError(
-            f"this copy of the course has no {SOLUTIONS}/: distlab train --impl mine trains with "
-            "what you have written"
+            f"this copy of the course has no {SOLUTIONS}/: --impl mine takes what you have written"
         )
 
 
@@ -85,11 +99,16 @@ def load(lessons: Submission) -> Parts:
     Raises:
         LessonError: a file of the learner's cannot be imported.
     """
-    trainer, collectives = _module(lessons, "trainer"), _module(lessons, "collectives")
+    trainer, collectives = lesson(lessons, "trainer"), lesson(lessons, "collectives")
     return Parts(trainer.Trainer, collectives.ALL_REDUCES, trainer.AVERAGE_GRADIENTS)
 
 
-def _module(lessons: Submission, lesson: str) -> ModuleType:
+def lesson(lessons: Submission, name: str) -> ModuleType:
+    """Import a lesson, inside a rank.
+
+    Raises:
+        LessonError: a file of the learner's cannot be imported.
+    """
     if lessons.is_solution:
-        return importlib.import_module(f"{SOLUTIONS}.{PHASE}.{lesson}")
-    return lessons.load(PHASE, lesson)
+        return importlib.import_module(f"{SOLUTIONS}.{PHASE}.{name}")
+    return lessons.load(PHASE, name)

@@ -1,31 +1,43 @@
 """The all-reduces of Phase 1 beside the library's own, and α and β of their messages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from distlab import launch, trainers
+from distlab.grade.submission import Submission
 from phase1_data_parallel.given import AllReduceTimes
 
 EXCHANGE = "exchange: no all-reduce, but one message sent while another one arrives"
 SIZES_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 
 
-def print_table(ranks: int, repeats: int) -> None:
-    """Measure and print; cells in microseconds, and as multiples of the native all-reduce."""
-    trainers.check_solutions()
-    times, *_ = launch.run(_measure_on_rank, ranks, SIZES_BYTES, repeats, backend="gloo")
+def print_table(ranks: int, repeats: int, impl: str) -> None:
+    """Measure and print; cells in microseconds, and as multiples of the native all-reduce.
+
+    Raises:
+        NotThereError: there are no solutions here, or one of the functions is a TODO.
+        LearnerError: ``impl`` is "mine" outside of the course's folder.
+        LaunchError: a rank failed.
+    """
+    lessons = trainers.find_measurement(impl)
+    times, *_ = launch.run(_measure_on_rank, ranks, lessons, SIZES_BYTES, repeats, backend="gloo")
     console = Console()
     console.print(_table(times, f"{ranks} gloo ranks: µs (times native), median of {repeats}"))
     console.print(EXCHANGE)
     console.print(times.fit)
 
 
-def _measure_on_rank(sizes_bytes: Sequence[int], repeats: int) -> AllReduceTimes:
-    from solutions.phase1_data_parallel.collectives import ALL_REDUCES, measure_all_reduce
-
-    return measure_all_reduce(ALL_REDUCES, sizes_bytes, repeats=repeats)
+def _measure_on_rank(
+    lessons: Submission, sizes_bytes: Sequence[int], repeats: int
+) -> AllReduceTimes:
+    collectives: Any = trainers.lesson(lessons, "collectives")
+    times: AllReduceTimes = collectives.measure_all_reduce(
+        collectives.ALL_REDUCES, sizes_bytes, repeats=repeats
+    )
+    return times
 
 
 def _table(times: AllReduceTimes, title: str) -> Table:

@@ -1,7 +1,10 @@
 """`distlab bench`: measurements of the course's own machinery, beside what it replaces."""
 
+from typing import Annotated
+
 import typer
 
+from distlab.cli.train import Impl
 from distlab.cli.whole_help import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure the course's own machinery.")
@@ -29,11 +32,14 @@ def all_reduce(
     repeats: int = typer.Option(
         9, "--repeats", min=1, help="Number of timed runs; the median counts."
     ),
+    impl: Annotated[
+        Impl, typer.Option("--impl", help="Whose all-reduces; mine: what you have written.")
+    ] = "solution",
 ) -> None:
     """Time the all-reduces of Phase 1 by size, and fit α and β of one message."""
     from distlab.bench import all_reduce as measurement
 
-    measurement.print_table(ranks, repeats)
+    measurement.print_table(ranks, repeats, impl)
 
 
 @app.command("sim")

@@ -236,6 +236,8 @@ def find(choice: str, course_root: Path) -> Submission:
     """
     solutions = course_root / SOLUTIONS
     root = {"template": course_root, "solution": solutions}.get(choice, Path(choice)).resolve()
+    if choice == "solution" and not root.is_dir():
+        raise ValueError(f"--impl solution: this copy of the course comes without {SOLUTIONS}/")
     if not root.is_dir():
         raise ValueError(f"--impl {choice}: no such folder; use template, solution or a folder")
     phases = [phase.folder for phase in course.load(course_root).phases]

@@ -4,10 +4,12 @@ Wrong answers are left out, as they are small changes of the solutions, and so a
 those who teach the course or work on it.
 """
 
+import ast
 import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from distlab.course import Challenge
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
 from distlab.learner.pages import Page
@@ -15,11 +17,13 @@ from distlab.learner.pages import Page
 LEFT_OUT = (
     *("solutions", "tests/wrong_answers", "tests/lab", "benchmarks", "scripts"),
     *("CONTRIBUTING.md", "docs/grading.md", "mkdocs.yml"),
+    "distlab/learner/students_readme.md",  # README.md there
 )
 MADE = ("data", "out")  # by commands
 NOT_OURS = ("__pycache__", "build", "dist", "ledger")
 HIDDEN = (".gitignore", ".devcontainer")  # but handed out
 NAMES_ALL = "AGENTS.md"  # what assistants must not read
+STUDENTS_README = Path(__file__).with_name("students_readme.md")  # its links start at the root
 
 
 def write(folder: CourseFolder, target: Path) -> int:
@@ -49,10 +53,10 @@ def write(folder: CourseFolder, target: Path) -> int:
 
 
 def _copy(file: Path, copy: Path, path: PurePosixPath) -> None:
-    shutil.copy(file, copy)
+    shutil.copy(STUDENTS_README if path.name == "README.md" else file, copy)
     if file.suffix == ".md":
         page = Page(path, LEFT_OUT, may_name=path.name == NAMES_ALL)
-        copy.write_text(page.edited(file.read_text(encoding="utf-8")), encoding="utf-8")
+        copy.write_text(page.edited(copy.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _files(root: Path, parent: Path) -> Iterator[Path]:
@@ -76,3 +80,16 @@ def _check_unwritten(folder: CourseFolder) -> None:
                 f"{task.function} in {task.template} is written, and students would get it: "
                 f"distlab reset {task.id}"
             )
+    for phase in folder.course.phases:
+        if phase.challenge and _is_solved(folder.root / phase.challenge.template, phase.challenge):
+            raise LearnerError(
+                f"{phase.challenge.function} in {phase.challenge.template} is solved, and students "
+                "would get it: put the one call back with which it begins"
+            )
+
+
+def _is_solved(path: Path, challenge: Challenge) -> bool:
+    """Whether an open task is more than its docstring and one call, as the course gives it."""
+    function = dict(source.defined(ast.parse(source.read(path)))).get(challenge.function)
+    is_call = function and isinstance(function.body[-1], ast.Expr)
+    return function is not None and (not is_call or len(function.body) > 2)

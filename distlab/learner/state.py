@@ -12,6 +12,7 @@ from typing import Any
 
 from distlab import reading, writing
 from distlab.course import HINTS, OUTCOMES, PASSED, Task
+from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 
 FILE = "progress.json"
@@ -47,6 +48,13 @@ class Progress:
     def has_passed(self, task: Task) -> bool:
         """Whether the task passed when it was last graded."""
         return self.outcome(task) == PASSED
+
+    def is_edited(self, folder: CourseFolder, task: Task) -> bool:
+        """Whether the learner's file is another one than was graded last."""
+        record = self.records.get(task.id)
+        if record is None or not record.digest:
+            return False
+        return record.digest != source.digest(folder, task)
 
     def graded(self, folder: CourseFolder) -> list[Task]:
         """Return what was graded, the last one first."""

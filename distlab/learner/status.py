@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor
-from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
 from distlab.learner.state import Progress
@@ -62,9 +61,7 @@ def task_line(folder: CourseFolder, task: Task, progress: Progress) -> str:
     """Write what is known of a task."""
     outcome = progress.outcome(task)
     sign = {PASSED: "✔", "": "·", TODO: "·"}.get(outcome, "✘")
-    record = progress.records.get(task.id)
-    is_edited = record and record.digest and record.digest != source.digest(folder, task)
-    words = f"{outcome}, edited since" if is_edited else outcome
+    words = f"{outcome}, edited since" if progress.is_edited(folder, task) else outcome
     return f"  {sign} {task.id:<5} {task.function:<32} {words}".rstrip()
 
 
@@ -136,10 +133,12 @@ def fix_first(
         if other.id in grade.lent:
             continue
         if progress.outcome(other) not in ("", PASSED, TODO, GRADER_ERROR):
-            yield (
-                f"{task.id} builds on {other.function}, which fails too: fix {other.id} first: "
-                f"distlab check {other.id}"
+            state = (
+                f"which had failed and was edited since: grade {other.id} again"
+                if progress.is_edited(folder, other)
+                else f"which fails too: fix {other.id} first"
             )
+            yield f"{task.id} builds on {other.function}, {state}: distlab check {other.id}"
             return
 
 
@@ -176,7 +175,8 @@ def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress
     """Yield what to do after a grading of one task."""
     grade = grading.tasks.get(task.id)
     if grade and grade.outcome == PASSED:
-        yield f"Your code beside the solution: distlab diff {task.id}"
+        if (folder.root / task.solution).is_file():
+            yield f"Your code beside the solution: distlab diff {task.id}"
         yield from built(folder.phase_of(task), progress)
         yield from whats_next(folder, progress, task)
     elif grade and grade.outcome != GRADER_ERROR and to_write(task, grade)[0] == task.id:

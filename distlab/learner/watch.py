@@ -99,7 +99,8 @@ class Watch:
         progress = state.load(self._folder)
         keys = ["h hint", "c check all", "q quit"]
         if progress.has_passed(self.task):
-            keys.insert(1, "d diff")
+            if (self._folder.root / self.task.solution).is_file():
+                keys.insert(1, "d diff")
             if progress.next_task(self._folder, self.task):
                 keys.insert(0, "n next")
         return f"{'  '.join(keys)}    (grades on every save)"

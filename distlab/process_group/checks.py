@@ -57,7 +57,7 @@ def check_peer(name: str, peer: int, group_size: int, me: int) -> None:
     if not 0 <= peer < group_size:
         # Only a neighbour's number is one step outside: other slips have nothing to do with a ring.
         step = {me + 1: "rank + 1", me - 1: "rank - 1"}.get(peer)
-        advice = f"; the neighbour in a ring is ({step}) % {group_size}" if step else ""
+        advice = f"; if this is a ring, the neighbour is ({step}) % {group_size}" if step else ""
         raise ValueError(
             f"{name}: the group has no rank {peer}, its ranks are 0 to {group_size - 1}{advice}"
         )
@@ -75,6 +75,7 @@ def check_contiguous(
         TypeError: a sparse tensor.
         ValueError: a tensor is not contiguous.
     """
+    received = "" if name == "send" else ", and copy back what it received"
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise TypeError(
@@ -83,7 +84,7 @@ def check_contiguous(
         if not (tensor.is_contiguous() or (or_channels_last and _is_channels_last(tensor))):
             raise ValueError(
                 f"{name} needs contiguous tensors, got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}: use .contiguous(), and copy back what it received"
+                f"{tensor.stride()}: use .contiguous(){received}"
             )
 
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "training": {"data", "grade", "launch", "models", "process_group", "trainers"},
     "demo": {"plot", "trainers", "training"},
     "doctor": {"data", "launch", "training"},
-    "bench": {"launch", "sim", "trainers"},
+    "bench": {"grade", "launch", "sim", "trainers"},
     "cli": {"bench", "course", "demo", "doctor", "launch", "learner", "sim", "training"},
     "__main__": {"cli"},
 }

@@ -62,6 +62,49 @@ def test_a_handout_holds_no_answer(students: Path) -> None:
     assert not list(students.rglob("ledger")), "it names what passes for right and wrong"
 
 
+def test_a_handout_has_a_readme_of_its_own(students: Path) -> None:
+    text = (students / "README.md").read_text()
+    assert "make demo" not in text, "it needs the solutions"
+    assert "students' version" in text
+    assert "solutions/" not in text
+
+
+def test_make_test_grades_the_templates_of_a_handout(students: Path) -> None:
+    (students / ".venv").mkdir(exist_ok=True)
+    (students / ".venv/.ready").touch()  # nothing is to be installed
+    done = subprocess.run(
+        ["make", "--dry-run", "test"], cwd=students, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [".venv/bin/python -m pytest tests/test_phase1.py"]
+
+
+def test_a_solved_open_task_is_not_handed_out(tmp_path: Path) -> None:
+    course = tmp_path / "course"
+    shutil.copytree(ROOT / PHASE, course / PHASE)
+    shutil.copy(ROOT / "course.toml", course)
+    shutil.copy(ROOT / "README.md", course)
+    here = CourseFolder(course, COURSE)
+    handout.write(here, tmp_path / "unsolved")
+    solution = (ROOT / "solutions" / PHASE / "challenge.py").read_text()
+    (course / PHASE / "template_challenge.py").write_text(solution)
+    with pytest.raises(
+        LearnerError, match=r"fast_all_reduce in .*template_challenge\.py is solved"
+    ):
+        handout.write(here, tmp_path / "solved")
+    assert not (tmp_path / "solved").exists()
+
+
+def test_nothing_offers_what_a_handout_has_not_got(mine: Path) -> None:
+    solve(mine, "collectives")
+    assert "distlab diff" not in distlab(mine, "check", "1.4").stdout
+    done = distlab(mine, "diff", "1.4")
+    assert done.returncode == 2
+    assert "comes without solutions/" in done.stderr
+    done = distlab(mine, "trace", "1.4", "--impl", "solution")
+    assert done.returncode == 2
+    assert "--impl solution: this copy of the course comes without solutions/" in done.stderr
+
+
 def test_grading_works_in_a_handout(mine: Path) -> None:
     solve(mine, "collectives")
     assert distlab(mine, "check", "1.4").returncode == 0
@@ -78,7 +121,7 @@ def test_what_needs_the_solutions_says_so_in_a_line(students: Path, command: str
     done = distlab(students, *command.split())
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
-    assert "no solutions/: distlab train --impl mine trains with" in done.stderr
+    assert "no solutions/: --impl mine takes what you have written" in done.stderr
 
 
 def test_the_doctor_needs_no_solutions(students: Path) -> None:
@@ -90,7 +133,7 @@ def test_the_doctor_needs_no_solutions(students: Path) -> None:
 def test_a_diff_without_solutions_is_a_line(students: Path) -> None:
     done = distlab(students, "diff", "1.4", "--spoil")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "has no exchange to compare with" in done.stderr
+    assert "comes without solutions/ to compare with" in done.stderr
 
 
 @pytest.mark.parametrize("target", ["inside", "full"])
@@ -146,7 +189,7 @@ def test_a_trainer_that_is_not_written_is_a_line_that_names_the_tasks(mine: Path
     done = distlab(mine, "train", "--impl", "mine", *SHORT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "your trainer needs what is not written yet: 1.5 broadcast, 1.9 broadcast_parameters, "
+        "this needs what you have not written yet: 1.5 broadcast, 1.9 broadcast_parameters, "
         "1.10 average_gradients, 1.11 train_step, 1.12 evaluate, 1.13 Trainer.fit. Go on with: "
         "distlab check 1.5\n"
     )

@@ -55,7 +55,7 @@ def test_a_task_builds_on_those_that_its_solution_calls(task: Task) -> None:
 
 
 def test_what_it_builds_on_includes_what_that_builds_on() -> None:
-    assert [t.id for t in COURSE.builds_on(COURSE.task("1.8"))] == ["1.4", "1.5", "1.6", "1.7"]
+    assert [t.id for t in COURSE.builds_on(COURSE.task("1.8"))] == ["1.4", "1.5", "1.6"]
     assert COURSE.builds_on(COURSE.task("1.4")) == ()
 
 
@@ -105,5 +105,12 @@ def test_a_check_of_one_task_knows_of_the_failure_that_it_builds_on(tmp_path: Pa
     failed = grading.Grading(1, {"1.8": grading.TaskGrade("1.8", "failed", 0, 10, 1.0)})
     lines = list(status.fix_first(here, task, failed, state.load(here)))
     assert lines == ["1.8 builds on exchange, which fails too: fix 1.4 first: distlab check 1.4"]
+    edited = state.Record("hang", digest="of another file")
+    state.remember(here, {"1.4": edited})
+    lines = list(status.fix_first(here, task, failed, state.load(here)))
+    assert lines == [
+        "1.8 builds on exchange, which had failed and was edited since: grade 1.4 again: "
+        "distlab check 1.4"
+    ]
     passed = grading.Grading(0, {"1.8": grading.TaskGrade("1.8", "passed", 10, 10, 1.0)})
     assert list(status.fix_first(here, task, passed, state.load(here))) == []

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distlab.tracebacks import CALL
+
 MEMBERS = (1, 2, 4)
 OUTER_WORLD_SIZE = 5
 WRONG_RANK = r"Invalid (destination|source) rank|not part of group"
@@ -31,7 +33,14 @@ def inside_group(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
     except TypeError as error:
         if re.search(WRONG_NAME, str(error)):
             raise TypeError(f"{error}. {RANK_NAMES}") from error
+        setattr(error, CALL, f"{getattr(error, CALL, 'the call')} {INSIDE}")
         raise
+
+
+INSIDE = (
+    f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, where ranks are given by "
+    "group_src= and group_dst="
+)
 
 
 def _which_numbers(group: Any) -> str:
