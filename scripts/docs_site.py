@@ -7,12 +7,14 @@ file; ``make docs`` runs it.
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+from typing import TYPE_CHECKING
 
 from distlab.course import anchor
+
+if TYPE_CHECKING:  # the tests of what follows run without mkdocs
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import File, Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 SHOWN = ("*.md", "docs/*.md", "docs/*.png", "docs/images/*", "phase*/*.md", "phase*/figures/*")
@@ -21,14 +23,16 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
+def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     """Give headings the anchors that GitHub gives them."""
     config.mdx_configs["toc"] = {"slugify": lambda text, _: anchor(text), "permalink": True}
     return config
 
 
-def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+def on_files(files: "Files", *, config: "MkDocsConfig") -> "Files":
     """Take the repository's files instead of those of docs/ alone; keep the theme's."""
+    from mkdocs.structure.files import Files
+
     theirs = [file for file in files if not file.src_uri.endswith((".md", ".png"))]
     return Files([*theirs, *(_file(path, config) for path in shown())])
 
@@ -41,11 +45,13 @@ def shown() -> Iterator[Path]:
                 yield path.relative_to(ROOT)
 
 
-def _file(path: Path, config: MkDocsConfig) -> File:
+def _file(path: Path, config: "MkDocsConfig") -> "File":
+    from mkdocs.structure.files import File
+
     return File.generated(config, path.as_posix(), abs_src_path=str(ROOT / path))
 
 
-def on_page_markdown(text: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(text: str, *, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Turn GitHub's Markdown into what mkdocs reads."""
     return for_mkdocs(text, Path(page.file.src_uri))
 

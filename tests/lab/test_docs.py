@@ -317,7 +317,6 @@ def test_what_is_printed_must_fit_but_for_what_is_left_out(
 
 
 def for_mkdocs(text: str) -> str:
-    pytest.importorskip("mkdocs", reason="make docs installs it")
     site = runpy.run_path(str(ROOT / "scripts/docs_site.py"))
     return site["for_mkdocs"](text, Path("docs/launch.md"))
 

@@ -25,18 +25,20 @@ BANKS = (bank.OWN, *bank.INDEPENDENT)
 
 
 class Conflict(Exception):
-    """The solution changed where the answer differs from it."""
+    """The solution changed where the answer differs from it, or became what the answer is."""
 
 
 def rebased(old: str, new: str, change: str, renamed: Mapping[str, str]) -> str:
     """Return the change of ``new`` that does what ``change`` did to ``old``.
 
     Raises:
-        Conflict: both changed the same lines.
+        Conflict: both changed the same lines, or ``new`` does already what ``change`` did.
         BankError: the change does not fit ``old``.
     """
     wrong = _with_new_names(changed(old, change), renamed)
     merged = _merged(_with_new_names(old, renamed), wrong, new)
+    if merged == new:
+        raise Conflict("the solution is now what the change made of it")
     try:
         if changed(new, change) == merged:
             return change
@@ -73,17 +75,29 @@ def rebase(answer: Answer, file: Path, commit: str, renamed: Mapping[str, str]) 
     text = file.read_text(encoding="utf-8")
     if answer.whole:
         now = _with_new_names(answer.whole, renamed)
-        file.write_text(text.replace(answer.whole, now), encoding="utf-8")
+        file.write_text(replaced(text, answer.name, answer.whole, now), encoding="utf-8")
         return ""
     new = (ROOT / answer.task.solution).read_text(encoding="utf-8")
     try:
         now = rebased(old_solution(answer, commit), new, answer.change, renamed)
     except (Conflict, BankError) as error:
         return str(error) or "conflict"
-    if answer.change not in text:
+    try:
+        file.write_text(replaced(text, answer.name, answer.change, now), encoding="utf-8")
+    except ValueError:
         return "its change is not written as it is read"
-    file.write_text(text.replace(answer.change, now), encoding="utf-8")
     return ""
+
+
+def replaced(text: str, name: str, old: str, new: str) -> str:
+    """Return a bank's text with another change in the table of one answer.
+
+    Raises:
+        ValueError: the table does not hold ``old``.
+    """
+    header = re.search(rf"^\[[^\]\n]*\.{re.escape(name)}\]$", text, re.MULTILINE)
+    start = text.index(old, header.end() if header else 0)
+    return text[:start] + new + text[start + len(old) :]
 
 
 def main() -> None:
@@ -95,11 +109,9 @@ def main() -> None:
     renamed = dict(entry.split("=") for entry in arguments.rename)
     for folder in BANKS:
         for answer in bank.load(folder):
-            phase, task = (
-                f"phase{answer.task.id.partition('.')[0]}",
-                answer.task.id.replace(".", "_"),
-            )
-            problem = rebase(answer, folder / phase / f"{task}.toml", arguments.commit, renamed)
+            phase, _, task = answer.task.id.partition(".")
+            file = folder / f"phase{phase}/{phase}_{task}.toml"
+            problem = rebase(answer, file, arguments.commit, renamed)
             if problem:
                 print(f"{folder.name}  {answer.id}: {problem.splitlines()[0]}")
     for answer in bank.load_equivalents():

@@ -56,3 +56,17 @@ def test_both_changed_the_same_line() -> None:
     new = OLD.replace("total / len(x)", "total / max(1, len(x))")
     with pytest.raises(rebase.Conflict):
         rebase.rebased(OLD, new, NO_DIVISION, {})
+
+
+def test_a_solution_that_is_now_what_the_answer_was_is_a_conflict() -> None:
+    new = OLD.replace("    return total / len(x)\n", "    return total\n")
+    with pytest.raises(rebase.Conflict, match="is now what the change made of it"):
+        rebase.rebased(OLD, new, NO_DIVISION, {})
+
+
+def test_a_change_that_another_answer_contains_is_replaced_in_its_own_table_alone() -> None:
+    table = "[wrong.{}]\nchange = '''\n{}'''\n"
+    longer = table.format("longer", NO_DIVISION + "+    # and more\n")
+    bank = longer + table.format("short", NO_DIVISION)
+    now = rebase.replaced(bank, "short", NO_DIVISION, "+    pass\n")
+    assert now == longer + table.format("short", "+    pass\n")
