@@ -161,7 +161,7 @@ def load(root: Path) -> Course:
     """Read course.toml of the course whose folder is ``root``.
 
     Raises:
-        CourseError: it is not there, is no TOML, or says something that cannot be; one line.
+        CourseError: it is not there, is not TOML, or says something that cannot be; one line.
     """
     path = root / FILE
     try:

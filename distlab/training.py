@@ -135,7 +135,7 @@ def _learning_rate(asked: float | None, default: float) -> float:
     lr = default if asked is None else asked
     if not 0 < lr < math.inf:  # nan is not either
         raise ConfigError(
-            f"--lr {lr} is no learning rate: it must be above 0 and finite, say {default}"
+            f"--lr {lr} is not a learning rate: it must be above 0 and finite, say {default}"
         )
     return lr
 

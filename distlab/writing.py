@@ -1,4 +1,4 @@
-"""Writing files such that whoever reads one meanwhile gets the old one or the new one."""
+"""Writing files so that a reader gets the old one or the new one, never half of one."""
 
 import contextlib
 import os

@@ -47,7 +47,7 @@ def scatter_batch() -> None:
 
 
 def both_send_first() -> None:
-    """Swap a number with a neighbour as one would write it first: it stands still."""
+    """Swap a number with a neighbour as one would write it first: it hangs."""
     partner = dist.get_rank() ^ 1
     x, arrived = torch.ones(1), torch.empty(1)
     dist.send(x, partner)

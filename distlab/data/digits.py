@@ -20,7 +20,7 @@ def load_digits() -> Splits:
     """Return scikit-learn's 1,797 bundled digits: 1,437 to train on and 360 to test on.
 
     The test half has 36 images of each of the 10 classes. The split never changes: numpy promises
-    that `RandomState` draws the same numbers for ever.
+    that `RandomState` draws the same numbers forever.
 
     Raises: DataError: if scikit-learn, which carries the file, is not installed.
     Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits, UCI repository.

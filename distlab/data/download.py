@@ -27,7 +27,7 @@ def rank_zero_first() -> Iterator[None]:
     `torch.distributed` world the body simply runs.
 
     Raises: DataError: if the body failed on a first rank, then on all other ranks, which would
-        otherwise wait for ever; it names that rank and its error.
+        otherwise wait forever; it names that rank and its error.
     Cost: one `all_gather_object` over the default group, which all ranks must reach.
     """
     if not (dist.is_available() and dist.is_initialized()):

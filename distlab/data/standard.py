@@ -84,7 +84,7 @@ def _advice(dataset: str, root: Path, files: str, error: Exception) -> str:
 
 @contextmanager
 def _give_up_after(seconds: float) -> Iterator[None]:
-    """Let a connection fail that is silent for ``seconds``; torchvision would wait for ever."""
+    """Let a connection fail that is silent for ``seconds``; torchvision would wait forever."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

@@ -204,7 +204,7 @@ def _refusals() -> Iterator[None]:
     """Turn what the operating system refuses, files or processes, into the error of a set-up."""
     try:
         yield
-    except BrokenPipeError:  # whoever read our output has gone: that is no fault of the world
+    except BrokenPipeError:  # the reader of our output has gone, which is not the world's fault
         raise
     except OSError as error:
         raise SetupError(f"this machine refuses what a world needs: {error}") from error

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-WANTED = "which is no plain data: numbers, strings, and lists, tuples and dicts of them are"
+WANTED = "which is not plain data: numbers, strings, and lists, tuples and dicts of them are"
 MAX_REPORT_BYTES = 64 * 2**20  # of a process, what a simulation has counted included
 MAX_RESULT_BYTES = 16 * 2**20  # of a rank, of a simulation all; suites need up to 64 KiB
 MAX_DEPTH = 50  # a judge that walks deeper would run out of stack

@@ -35,7 +35,7 @@ from distlab.launch.protocol import (
 )
 
 # A rank that has returned stays connected for so long while others still work. Then it closes, and
-# whoever waits for it learns at once that it has gone.
+# anyone who waits for it learns at once that it has gone.
 LINGER_S = 1.0
 
 

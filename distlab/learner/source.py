@@ -42,7 +42,7 @@ def decoded(data: bytes) -> tuple[str, str]:
 
 
 def parse(text: str) -> ast.Module | None:
-    """Return the syntax tree of a file, None if it has none; warnings are for whoever runs it."""
+    """Return the syntax tree of a file, None if it has none; warnings are for those who run it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,6 +1,6 @@
 """What a learner has done, by task id, in .distlab/progress.json.
 
-It only says where to go on. It is never trusted: whoever wants a score runs ``distlab grade``.
+It only says where to go on. It is never trusted: for a score, run ``distlab grade``.
 """
 
 import contextlib

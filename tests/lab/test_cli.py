@@ -82,13 +82,13 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
             "--num_workers 2 --batch_size 1438 --backend sim",
             "--batch_size 1438 is more than the 1437 training images of digits: use at most 1436",
         ),
-        ("--lr inf", "--lr inf is no learning rate: it must be above 0 and finite, say 0.05"),
+        ("--lr inf", "--lr inf is not a learning rate: it must be above 0 and finite, say 0.05"),
         (
             "--lr nan --model gpt",
-            "--lr nan is no learning rate: it must be above 0 and finite, say 0.003",
+            "--lr nan is not a learning rate: it must be above 0 and finite, say 0.003",
         ),
-        ("--lr 0", "--lr 0.0 is no learning rate: it must be above 0 and finite, say 0.05"),
-        ("--lr -1", "--lr -1.0 is no learning rate: it must be above 0 and finite, say 0.05"),
+        ("--lr 0", "--lr 0.0 is not a learning rate: it must be above 0 and finite, say 0.05"),
+        ("--lr -1", "--lr -1.0 is not a learning rate: it must be above 0 and finite, say 0.05"),
         ("--cluster dgx-h100", "cluster='dgx-h100' is for backend sim, not for backend auto"),
     ],
 )
