@@ -119,11 +119,13 @@ class Grader:
         self.seed = random.SystemRandom().randrange(10_000) if chosen is None else chosen
 
     def _task_filter(self) -> frozenset[str]:
-        """``-k 1.1`` is that task alone, and not 1.10 as well; ``-k "1.1 or 1.4"`` is two."""
+        """``-k 1.1`` is that task alone, and not 1.10 as well; ``-k "1.1 or 1.4"`` is two.
+
+        That holds in a grading suite; elsewhere ``-k`` is pytest's own.
+        """
         keyword = self.config.getoption("keyword")
         if not re.fullmatch(r"\s*\d+\.\d+(\s+or\s+\d+\.\d+)*\s*", keyword):
             return frozenset()
-        self.config.option.keyword = ""
         return frozenset(re.findall(r"\d+\.\d+", keyword))
 
     # Collection
@@ -145,7 +147,8 @@ class Grader:
         """Count what each task has, before anything is deselected; keep the task asked for."""
         tasks = {task_of(item) for item in items} - {None}
         self._expect(items, sorted({str(task).partition(".")[0] for task in tasks}))
-        if self.only:
+        if self.only and tasks:
+            self.config.option.keyword = ""  # else pytest would select by name again
             kept = [item for item in items if task_of(item) in self.only]
             dropped = [item for item in items if task_of(item) not in self.only]
             self.config.hook.pytest_deselected(items=dropped)

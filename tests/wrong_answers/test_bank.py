@@ -96,7 +96,16 @@ def test_the_table_in_the_documentation_counts_the_bank() -> None:
         wrong = sum(answer.task is task for answer in WRONG)
         right = sum(answer.task is task for answer in RIGHT)
         expected[task.id] = (wrong, wrong, right, 0)
-    assert counts == expected
+    assert counts == expected, "python tests/wrong_answers/table.py --only N.k writes a task's row"
+
+
+def test_the_summary_in_the_documentation_counts_the_bank() -> None:
+    text = (ROOT / "docs" / "grading.md").read_text()
+    own = [row for row in text.splitlines() if row.startswith("| own |")]
+    assert [[int(n) for n in re.findall(r"\d+", row)] for row in own] == [
+        [len(WRONG), len(WRONG)],
+        [len(RIGHT)],
+    ]
 
 
 # The format
