@@ -158,7 +158,7 @@ def test_a_cluster_can_be_named_built_or_broken() -> None:
     ("arguments", "message"),
     [
         ({"backend": "sim", "cluster": "dgx-h10"}, "Did you mean 'dgx-h100'"),
-        ({"backend": "sim", "cluster": Cluster(1, 2)}, "has 2"),
+        ({"backend": "sim", "cluster": Cluster(1, 2)}, "has only 2"),
         ({"backend": "gloo", "cluster": "laptop"}, "is for backend sim"),
     ],
 )

@@ -50,7 +50,7 @@ def total():
 
 first, again = launch.run(total, 4), launch.run(total, 4)
 assert first == again == [(rank, 4.0, [rank, 4, rank % 2, 2]) for rank in range(4)], first
-print("rank", dist.get_rank(), "agrees")
+print(f"rank {dist.get_rank()} agrees\\n", end="", flush=True)  # in one write
 """
 
 

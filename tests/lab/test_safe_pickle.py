@@ -168,6 +168,6 @@ def returns_a_cluster() -> object:
 def test_a_world_returns_plain_results_where_it_is_asked_to(backend: str) -> None:
     with pytest.raises(launch.RankFailed, match=r"returned .*Same, which is not plain data"):
         launch.run(returns_a_list_that_equals_everything, 2, backend=backend, plain_results=True)
-    with pytest.raises(launch.RankFailed, match=r"returned distlab.*Cluster, which is no plain"):
+    with pytest.raises(launch.RankFailed, match=r"returned distlab.*Cluster, which is not plain"):
         launch.run(returns_a_cluster, 2, backend=backend, plain_results=True)
     assert launch.run(returns_a_list_that_equals_everything, 2, backend=backend) == [Same(), Same()]
