@@ -34,7 +34,7 @@ from phase1_data_parallel.template_data_loader import build_loader
 def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
     """Make the parameters and buffers of all ranks equal to those of rank ``src``, in place.
 
-    "In place" means the same tensor objects, in the same memory. Gradients are left as they are.
+    The tensor objects and their memory stay the same. Gradients are left as they are.
     Buffers count too: BatchNorm's running mean is part of the model, and no gradient ever makes it
     equal.
 
