@@ -40,7 +40,7 @@ def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -
 
     Args:
         module: same architecture on all ranks, tensors of any dtype; overwritten except on ``src``.
-        src: rank inside ``group`` whose values everybody gets.
+        src: the rank inside ``group`` whose values all ranks get.
         group: the ranks that train together; all by default.
 
     Cost: at most one broadcast per parameter and buffer: ⌈log2 N⌉ rounds each. A tensor that two
@@ -174,7 +174,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     group: Group = None,
 ) -> Evaluation:
-    """Compute loss and accuracy over ``dataset``, every sample counted once.
+    """Compute loss and accuracy over ``dataset``, counting every sample once.
 
     Rank r takes samples r, r+N, r+2N, … without padding, and ranks add up sums, not means.
     10 samples, 4 ranks: 3, 3, 2, 2. Samplers made for training pad to 12 and count two samples
@@ -183,7 +183,7 @@ def evaluate(
     Args:
         model: equal on all ranks; in evaluation mode during the call; afterwards each module is in
             its previous mode again.
-        dataset: the whole data set, equal on all ranks, at least one sample.
+        dataset: the whole data set, the same on all ranks, with at least one sample.
         batch_size: samples per forward pass of one rank (its last may have fewer); does not change
             the result.
         device: where the model is. Batches are moved there, and the sums are computed there.

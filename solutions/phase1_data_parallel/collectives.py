@@ -24,10 +24,11 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
 
     Args:
         outgoing: contiguous; not changed. The caller may overwrite it as soon as this returns.
-        dst: the rank that receives it; not this rank.
+        dst: the rank that receives ``outgoing``; not this rank.
         incoming: contiguous, with the shape and dtype of what ``src`` sends, which may differ from
             those of ``outgoing``; on return it holds what arrived. Must not overlap ``outgoing``.
-        src: the rank that sends it; may differ from ``dst`` (a ring) or equal it (a pair).
+        src: the rank that sends ``incoming``; may differ from ``dst`` (a ring) or equal it (a
+            pair).
         group: the ranks that take part; all by default.
 
     Cost: one message each way at the same time, α + max(bytes out, bytes in)·β seconds; no

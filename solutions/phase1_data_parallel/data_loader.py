@@ -39,7 +39,7 @@ def shard_indices(
 
     Args:
         num_samples: size of the data set, at least 1.
-        rank: this rank, 0 … world_size - 1.
+        rank: number of this rank, 0 … world_size - 1.
         world_size: number of shards.
         epoch: 0 … 2^32 - 1, the same on all ranks. Each pair of seed and epoch has its own order.
         seed: seed of the run, 0 … 2^32 - 1, the same on all ranks.
