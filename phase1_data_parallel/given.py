@@ -1,6 +1,6 @@
-"""What phase 1 gives you: loaders, timing tables, the log, and the names of types.
+"""What phase 1 gives you: loaders, timing tables, the log, and type aliases.
 
-No task is in here, so leave it as it is. A hand-in is graded with the course's own copy.
+It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
 import random
@@ -30,16 +30,16 @@ AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in 
 class ShardSampler(Sampler[int]):
     """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order.
 
-    Shards are cut, not padded: a sample that comes twice would count twice in the gradient, and
-    padding could fill a global batch that one process would have left out.
+    Shards are cut, not padded: a sample that appears twice would count twice in the gradient, and
+    padding could complete a global batch that one process would have left out.
 
     Args:
-        shard_indices: your function of task 1.1; called once an epoch, with ``drop_last``.
+        shard_indices: your function of task 1.1; called once per epoch, with ``drop_last``.
         num_samples: size of the data set.
         rank: this rank.
         world_size: number of shards.
-        seed: of the run.
-        shuffle: whether each epoch has an order of its own.
+        seed: seed of the run.
+        shuffle: whether each epoch has its own order.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class ShardLoader(DataLoader[Sample]):
     generator: torch.Generator
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take what ``DataLoader`` takes.
+        """Accept the same arguments as ``DataLoader``.
 
         Raises:
-            TypeError: without a generator.
+            TypeError: if no generator is given.
         """
         if options.get("generator") is None:
             raise TypeError("ShardLoader needs a generator of its own: generator=torch.Generator()")
         super().__init__(*args, **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order and the augmentation of ``epoch``; call it on every rank, same number."""
+        """Set order and augmentation for ``epoch``; call it on every rank with the same number."""
         self.sampler.set_epoch(epoch)
         stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
         self.generator.manual_seed(int(stream.generate_state(1)[0]))
@@ -104,9 +104,9 @@ class ShardLoader(DataLoader[Sample]):
 
 @contextmanager
 def _seeded_from(generator: torch.Generator) -> Iterator[None]:
-    """Seed what augmentation draws from, and put it back, so that the training draws on as before.
+    """Seed the generators that augmentation uses, and restore them for the training afterwards.
 
-    Not ``torch.manual_seed``: it would seed the GPUs too, and dropout would repeat itself.
+    ``torch.manual_seed`` would seed the GPUs too, and dropout would repeat itself.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = int(torch.randint(2**32, (), generator=generator))
@@ -122,7 +122,7 @@ def _seeded_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def describe(batch: Batch | None) -> tuple[Shapes, str]:
-    """Return shape and dtype of images and labels, and what is wrong with them, "" if nothing."""
+    """Return shape and dtype of images and labels, and what is wrong with them ("" if nothing)."""
     if batch is None:
         return [], "it passed None; the source rank must pass (images, labels)"
     rows = [tensor.shape[:1] for tensor in batch]  # of a single number: none
@@ -134,7 +134,7 @@ def describe(batch: Batch | None) -> tuple[Shapes, str]:
 def empty_part(
     shape: torch.Size, dtype: torch.dtype, rank: int, world_size: int, device: torch.device | str
 ) -> Tensor:
-    """Return room for the rows of a tensor of ``shape`` that ``tensor_split`` gives this rank."""
+    """Return an empty tensor for the rows that ``tensor_split`` of ``shape`` gives this rank."""
     rows = shape[0] // world_size + (rank < shape[0] % world_size)
     return torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
 
@@ -152,7 +152,7 @@ def batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterat
 class AllReduceTimes:
     """What ``measure_all_reduce`` found; equal on all ranks.
 
-    ``str()`` draws the table: a row a size, a column a strategy, then α and 1/β.
+    ``str()`` draws the table, a row per size and a column per strategy, then α and 1/β.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -170,7 +170,7 @@ class AllReduceTimes:
 
     @property
     def fit(self) -> str:
-        """The line of α and 1/β."""
+        """The line that reports α and 1/β."""
         latency = f"α = {self.alpha_s * 1e6:.1f} µs"
         if not self.alpha_s:
             latency = "α not measurable: small messages took no longer than their bytes"
@@ -181,7 +181,7 @@ class AllReduceTimes:
 
 
 def finish(x: Tensor) -> None:
-    """Wait until ``x`` has been computed: a GPU's function returns before the GPU is done."""
+    """Wait until ``x`` has been computed: a call on a GPU returns before the GPU is done."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
 
@@ -190,12 +190,12 @@ def finish(x: Tensor) -> None:
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross entropies; one target per image (B) or per position (B, T)."""
+    """Return the sum of the cross entropies, with one target per image (B) or position (B, T)."""
     return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return how many there are, in float64: bfloat16 would make 302 of 301."""
+    """Return how many targets there are, in float64: bfloat16 would round 301 to 302."""
     return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
 
 
@@ -210,7 +210,7 @@ class Evaluation:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation, then every module back to what it was: some may be frozen."""
+    """Switch to evaluation mode, then each module back to its own mode: some may be frozen."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -222,7 +222,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class EpochResult:
-    """One epoch of ``Trainer.fit``; losses and accuracy are over all ranks."""
+    """Results of one epoch of ``Trainer.fit``; losses and accuracy cover all ranks."""
 
     epoch: int
     step_losses: tuple[float, ...]
@@ -245,12 +245,12 @@ class RankLog:
         self.shows_bar = self.rank == 0 and sys.stderr.isatty()
 
     def info(self, message: str) -> None:
-        """Print what is the same on all ranks: from rank 0 only."""
+        """Print a message that is the same on all ranks, on rank 0 only."""
         if self.rank == 0:
             self._print(message)
 
     def warning(self, message: str) -> None:
-        """Print what concerns this rank, whichever it is."""
+        """Print a message that concerns this rank, whichever it is."""
         self._print(message)
 
     def _print(self, message: str) -> None:

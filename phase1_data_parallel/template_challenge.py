@@ -1,4 +1,4 @@
-"""The open task of phase 1: your fastest all-reduce; ``distlab challenge`` says how fast it is."""
+"""The open task of phase 1: your fastest all-reduce, timed by ``distlab challenge``."""
 
 from torch import Tensor
 
@@ -9,17 +9,17 @@ from phase1_data_parallel.template_collectives import all_reduce_recursive_doubl
 def fast_all_reduce(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place, as fast as you can for 16 MiB.
 
-    It is timed on clusters that ``distlab challenge --seed`` draws: 2 to 16 ranks on 1
-    to 4 nodes, ranks numbered node by node, one network card per node; the environment variable
-    LOCAL_WORLD_SIZE is the number of ranks of a node. Its score is the time of recursive doubling
-    over its own, as a geometric mean over the clusters: you begin at about 1.0.
+    It is timed on clusters that ``distlab challenge`` draws at random: 2 to 16 ranks on 1 to 4
+    nodes, ranks numbered node by node, one network card per node; the environment variable
+    LOCAL_WORLD_SIZE is the number of ranks on a node. Its score is the time of recursive doubling
+    divided by its own, as a geometric mean over the clusters: you begin at about 1.0.
 
     Args:
         x: contiguous, same shape and dtype on all ranks, any number of elements; holds the sum on
             return, equal on all ranks.
         group: the ranks that take part; all by default.
 
-    Only messages: dist.send, dist.recv, dist.isend, dist.irecv, dist.batch_isend_irecv, and your
-    own functions made of them.
+    Use messages only: dist.send, dist.recv, dist.isend, dist.irecv, dist.batch_isend_irecv, and
+    your own functions made of them.
     """
     all_reduce_recursive_doubling(x, group)

@@ -1,9 +1,9 @@
 """Collectives from point-to-point messages alone: exchange, broadcast, two all-reduces, their cost.
 
-The collectives send and receive, and use no other collective. Ranks are ranks inside ``group``.
+They only send and receive, and use no other collective. Ranks are ranks inside ``group``.
 
-Tasks 1.4 to 1.8. The docstring says what a function promises, its TODO what you need for it,
-guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.4``.
+Tasks 1.4 to 1.8. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``pytest tests/test_phase1.py -k 1.4``.
 """
 
 import sys
@@ -26,18 +26,19 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
     they were started together.
 
     Args:
-        outgoing: contiguous; not changed. The caller may write it as soon as this returns.
-        dst: the rank that receives it; another one than this.
-        incoming: contiguous, shape and dtype of what ``src`` sends, which may differ from those of
-            ``outgoing``; holds it on return. Must not overlap ``outgoing``.
-        src: the rank that sends it; may differ from ``dst`` (a ring) or equal it (a pair).
+        outgoing: contiguous; not changed. The caller may overwrite it as soon as this returns.
+        dst: the rank that receives ``outgoing``; not this rank.
+        incoming: contiguous, with the shape and dtype of what ``src`` sends, which may differ from
+            those of ``outgoing``; on return it holds what arrived. Must not overlap ``outgoing``.
+        src: the rank that sends ``incoming``; may differ from ``dst`` (a ring) or equal it (a
+            pair).
         group: the ranks that take part; all by default.
 
     Cost: one message each way at the same time, α + max(bytes out, bytes in)·β seconds; no
         collective, no barrier.
     """
-    # TODO 1.4: on return ``incoming`` holds what src sent, and ``outgoing`` may be written again.
-    #   Tools: dist.P2POp, dist.batch_isend_irecv, wait. group_peer= counts inside the group.
+    # TODO 1.4: on return ``incoming`` holds what src sent, and ``outgoing`` may be overwritten.
+    #   Tools: dist.P2POp, dist.batch_isend_irecv, wait. group_peer= is a rank inside the group.
     #   Worked: ranks 0, 1, 2 send their number to the right neighbour: they receive 2, 0, 1.
     #   About 6 lines.
     raise NotImplementedError("Task 1.4: exchange, see guidelines.md#14-exchange-without-deadlock")
@@ -54,15 +55,15 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
 
     Args:
         x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``. The caller
-            may write it as soon as this returns.
+            may overwrite it as soon as this returns.
         src: the rank that has the data.
         group: the ranks that take part; all by default.
 
     Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
-        ⌈log2 N⌉ from one rank; no collective, and no memory beside ``x``.
+        ⌈log2 N⌉ from one rank; no collective, and no memory besides ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
-    # TODO 1.5: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src, any N.
+    # TODO 1.5: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src and any N must work.
     #   Tools: dist.send and dist.recv, with group_dst= and group_src=.
     #   Worked: N = 6, whatever src is: 5 messages in 3 rounds, at most 3 of them from src.
     #   About 10 lines.
@@ -74,12 +75,12 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 
     Args:
         x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
-            same on all ranks. The caller may write it as soon as this returns.
+            same on all ranks. The caller may overwrite it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: each other rank sends its n bytes to rank 0, one message after the other: (N-1)(α + nβ)
+    Cost: every other rank sends its n bytes to rank 0, one message after another: (N-1)(α + nβ)
         seconds. The broadcast adds ⌈log2 N⌉ rounds of α + nβ and N-1 messages of n bytes. No
-        collective; one more tensor of the size of ``x`` on rank 0, none elsewhere.
+        collective; one extra tensor of the size of ``x`` on rank 0, none elsewhere.
     """
     # TODO 1.6: all ranks hold the sum; rank 0 has added it up.
     #   Tools: dist.send, dist.recv, one tensor of the size of ``x`` on rank 0, your broadcast.
@@ -93,28 +94,29 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap and add.
 
-    N = 4; a cell is the partner, below it what the rank has summed afterwards:
+    N = 4; each cell shows the partner, and below it the sum that the rank holds afterwards:
                   r0      r1      r2      r3
         round 0   1       0       3       2
                   0+1     0+1     2+3     2+3
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
-    The order of the distances is free. If N is not a power of two, let core be the largest one
-    below it: each rank from core on hands its ``x`` to rank - core first, and gets the sum back
-    from there at the end; the ranks below core do the rest.
+    The distances may come in any order. If N is not a power of two, let core be the largest power
+    of two below it: each rank from core on first sends its ``x`` to rank - core, and gets the sum
+    back from there at the end; the ranks below core do the rest.
 
     Args:
         x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
-            same on all ranks. The caller may write it as soon as this returns.
+            same on all ranks. The caller may overwrite it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: N = 2^k: log2 N messages of n bytes sent per rank, log2 N (α + nβ) seconds. Otherwise two
-        more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds, and the messages that hand over and give back.
-        No collective; at most one more tensor of the size of ``x`` on each rank.
+    Cost: for N = 2^k, each rank sends log2 N messages of n bytes, in log2 N (α + nβ) seconds.
+        Otherwise two more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds, and the messages that hand ``x``
+        over and bring the sum back. No collective; at most one extra tensor of the size of ``x`` on
+        each rank.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling).
     """
     # TODO 1.7: all ranks hold the sum, after log2 N rounds if N is a power of two, otherwise after
-    #   two more than for the largest power below it.
+    #   two rounds more than for the largest power of two below N.
     #   Tools: your exchange, dist.send and dist.recv, one more tensor of the size of ``x``.
     #   Worked: N = 6: 12 messages in 4 rounds; ranks 0 and 1 send 3 of them each, 4 and 5 one each.
     #   About 20 lines.
@@ -145,32 +147,35 @@ def measure_all_reduce(
 ) -> AllReduceTimes:
     """Time every strategy at every size, and fit α and β of one message.
 
-    A cell is a strategy at a size. All ranks start each run of it together, and the run takes as
-    long as its slowest rank. The time of the cell is the median of its runs; of an even number of
-    runs, any time between the two in the middle.
+    A cell is one strategy at one size. All ranks start each run of a cell together, and a run takes
+    as long as its slowest rank. The time of a cell is the median of its runs; for an even number of
+    runs, any time between the middle two.
 
     Args:
-        strategies: by name; each sums a tensor in place, and is called with it and ``group``.
-        sizes_bytes: of the float32 tensor, in any order: multiples of 4, at least two different.
-        repeats: timed runs of each cell, after one that is not timed.
-        device: where the tensors live; a run lasts until it has finished.
+        strategies: functions by name; each is called with a tensor and ``group``, and sums the
+            tensor in place.
+        sizes_bytes: sizes of the float32 tensor, in any order: multiples of 4, at least two of them
+            different.
+        repeats: timed runs of each cell, after one untimed run.
+        device: where the tensors live; a run lasts until the device has finished.
         group: at least two ranks; all by default.
 
     Returns:
-        The table, equal on all ranks: sizes in the order given, and beside the strategies a column
-        ``exchange``, one message to the right neighbour. α and 1/β are ``fit_alpha_beta``'s of it.
+        The table, the same on all ranks: sizes in the order given, and next to the strategies a
+        column ``exchange``, the time of one message to the right neighbour. α and 1/β are what
+        ``fit_alpha_beta`` finds for that column.
 
     Raises:
-        ValueError: the same on all ranks: fewer than two ranks, two different sizes or one repeat,
-            a size that is not a multiple of 4, or a strategy called "exchange".
+        ValueError: the same on all ranks, for fewer than two ranks, two different sizes or one
+            repeat, a size that is not a multiple of 4, or a strategy called "exchange".
 
-    Cost: repeats + 1 runs of each cell, and what it takes to start together and to share times.
+    Cost: repeats + 1 runs of each cell, plus the time to start together and to share the results.
     """
-    # TODO 1.8: the table of seconds, and α and 1/β of its column "exchange".
+    # TODO 1.8: return the table of seconds, and α and 1/β of its column "exchange".
     #   Tools: time.perf_counter, _exchange_in_ring and finish (given), median, dist.barrier, your
     #   all-reduces and fit_alpha_beta.
     #   Worked: α = 7 µs, 1/β = 13 GB/s, 4 ranks, 40,000 bytes: exchange takes 10.1 µs,
-    #   all_reduce_naive 3 + 2 messages, 50.4 µs.
+    #   all_reduce_naive takes 3 + 2 messages, 50.4 µs.
     #   About 35 lines with a helper of your own.
     raise NotImplementedError(
         "Task 1.8: measure_all_reduce, see guidelines.md#18-measure-latency-and-bandwidth"
@@ -180,18 +185,18 @@ def measure_all_reduce(
 def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit seconds = α + bytes·β by least squares of the relative errors.
 
-    Absolute errors would see the largest message only; small ones carry α.
+    With absolute errors only the largest message would count, but α shows in the small ones.
         [0, 1000, 2000] bytes in [5, 6, 7] µs  ->  α = 5 µs, β = 1 ns/byte
 
-    Where noise asks for a negative α or β, it is 0 and the other one alone is fitted: the best of
-    all lines without negative coefficients.
+    If noise would make α or β negative, that one is set to 0 and only the other is fitted, which
+    gives the best line without negative coefficients.
 
     Args:
-        sizes_bytes: in any order, at least two different ones.
-        seconds: one for each size, above 0.
+        sizes_bytes: in any order, at least two of them different.
+        seconds: one time for each size, above 0.
 
     Returns:
-        α in seconds per message; β in seconds per byte, ``sys.float_info.min`` in place of 0, so
+        α in seconds per message; β in seconds per byte, or ``sys.float_info.min`` in place of 0, so
         that 1/β is finite. Both are floats.
     """
     # TODO 1.8: return α and β of the line through the measured points.
@@ -204,6 +209,6 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
 
 
 def _exchange_in_ring(x: Tensor, group: Group) -> None:
-    """One message to the right neighbour, one from the left."""
+    """Send one message to the right neighbour, and receive one from the left."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     exchange(x, (rank + 1) % world_size, torch.empty_like(x), (rank - 1) % world_size, group)

@@ -1,7 +1,7 @@
 """Data-parallel training: equal parameters, averaged gradients, one step, exact evaluation.
 
-Tasks 1.9 to 1.13. The docstring says what a function promises, its TODO what you need for it,
-guidelines.md why and how. To grade one: ``pytest tests/test_phase1.py -k 1.9``.
+Tasks 1.9 to 1.13. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``pytest tests/test_phase1.py -k 1.9``.
 """
 
 import time
@@ -32,22 +32,23 @@ from phase1_data_parallel.template_data_loader import build_loader
 
 
 def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
-    """Make parameters and buffers of all ranks equal to those of rank ``src``, in place.
+    """Make the parameters and buffers of all ranks equal to those of rank ``src``, in place.
 
-    In place: the same tensor objects, in the same memory. Gradients are left as they are. Buffers
-    count too: BatchNorm's running mean is part of the model and no gradient ever repairs it.
+    The tensor objects and their memory stay the same. Gradients are left as they are.
+    Buffers count too: BatchNorm's running mean is part of the model, and no gradient ever makes it
+    equal.
 
     Args:
         module: same architecture on all ranks, tensors of any dtype; overwritten except on ``src``.
-        src: rank inside ``group`` whose values everybody gets.
+        src: the rank inside ``group`` whose values all ranks get.
         group: the ranks that train together; all by default.
 
-    Cost: at most one broadcast per parameter and buffer: ⌈log2 N⌉ rounds each. What two layers
-        share is sent once.
+    Cost: at most one broadcast per parameter and buffer: ⌈log2 N⌉ rounds each. A tensor that two
+        layers share is sent once.
     """
     # TODO 1.9: all ranks hold src's values in the same tensor objects as before.
-    #   Tools: module.parameters, module.buffers, your broadcast. It wants contiguous memory, which
-    #   not every parameter has; and autograd must not see the write.
+    #   Tools: module.parameters, module.buffers, your broadcast. It needs contiguous memory, which
+    #   not every parameter has, and autograd must not record the write.
     #   Worked: Linear(2, 2) and BatchNorm1d(2): 4 parameters and 3 buffers, 7 broadcasts.
     #   About 5 lines.
     raise NotImplementedError(
@@ -60,24 +61,25 @@ def average_gradients(
 ) -> None:
     """Replace every gradient by its mean over all ranks, in place.
 
-    2 ranks, one weight: gradients 1.0 and 3.0 are 2.0 and 2.0 afterwards (not 4.0).
+    2 ranks, one weight: gradients of 1.0 and 3.0 become 2.0 on both (not 4.0).
 
     Args:
-        module: after backward. A trainable parameter that got no gradient on this rank counts as
-            zero: other ranks may have one, and every rank must make the same calls. (One that no
-            rank uses then has a gradient of zero instead of none, and weight decay moves it.)
-            A frozen parameter is left as it is, also if it has a gradient.
+        module: the model after backward. A trainable parameter that got no gradient on this rank
+            counts as zero: other ranks may have one, and every rank must make the same calls. (A
+            parameter that no rank uses then has a gradient of zero instead of none, so weight decay
+            changes it.) A frozen parameter is left as it is, even if it has a gradient.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
-    Cost: one all-reduce per trainable parameter, of its gradient's bytes, and nothing else is sent;
-        a parameter shared by two layers counts once.
+    Cost: one all-reduce per trainable parameter, of the size of its gradient, and nothing else; a
+        parameter shared by two layers counts once.
     """
     # TODO 1.10: every trainable parameter's gradient is the mean over all ranks.
     #   All ranks make the same calls in the same order, whatever gradients they have.
-    #   Tools: module.parameters, requires_grad, grad, the argument all_reduce. It sums, and wants
+    #   Tools: module.parameters, requires_grad, grad, the argument all_reduce. It sums, and needs
     #   contiguous memory, which not every gradient has.
-    #   Worked: gradients 1.0 and none on 2 ranks: 0.5 on both. A frozen parameter: not touched.
+    #   Worked: 2 ranks, one with a gradient of 1.0 and one without: 0.5 on both. A frozen parameter
+    #   is not touched.
     #   About 8 lines.
     raise NotImplementedError(
         "Task 1.10: average_gradients, see guidelines.md#110-average-the-gradients"
@@ -87,21 +89,21 @@ def average_gradients(
 def average_gradients_flat(
     module: nn.Module, all_reduce: AllReduce = native_all_reduce, group: Group = None
 ) -> None:
-    """Replace every gradient by its mean over all ranks, in one message instead of many.
+    """Replace every gradient by its mean over all ranks, with one all-reduce instead of many.
 
-    All gradients are copied into one flat bucket, one behind the other, and back:
+    All gradients are copied into one flat bucket, one after another, and back:
         w (2, 2) | b (2,)  ->  [w00 w01 w10 w11 b0 b1]  ->  all-reduce  ->  w | b
 
     Args:
-        module: as for ``average_gradients``; all gradients of one dtype and on one device.
+        module: as for ``average_gradients``; all gradients have one dtype and are on one device.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
-    Cost: one all-reduce of as many bytes, none if nothing is trainable: α is paid once, not per
-        parameter. Memory for one more copy of the gradients, the bucket. (And nothing is sent
-        before backward has ended.)
+    Cost: one all-reduce of all gradients, or none if nothing is trainable: α is paid once, not once
+        per parameter. The bucket takes as much memory as the gradients. (And nothing is sent before
+        backward has ended.)
     """
-    # TODO 1.10: as above, with one call of all_reduce; none if nothing is trainable.
+    # TODO 1.10: as above, but with a single call of all_reduce, or none if nothing is trainable.
     #   Tools: torch.cat, flatten, torch.split, view, and what you share with average_gradients.
     #   Worked: gradients of 6 and 2 numbers on 4 ranks: one all-reduce of 8 numbers on each.
     #   About 10 lines.
@@ -126,31 +128,33 @@ def train_step(
     average: AverageGradients = average_gradients,
     group: Group = None,
 ) -> float:
-    """Do one optimizer step on the batches of all ranks, as one process on all of them would.
+    """Do one optimizer step on the batches of all ranks, as one process with all of them would.
 
-    One process minimises (sum of all losses) / B with B targets in all. A rank with b targets that
-    averages its own b would weigh each of them 1/(N·b), wrong as soon as the shards differ:
+    With B targets in all, one process minimises (sum of all losses) / B. A rank that takes the mean
+    over its own b targets gives each a weight of 1/(N·b), which is wrong as soon as the batches
+    differ in size:
         rank 0 has 3 samples, rank 1 has 1:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
 
     Args:
         model: equal on all ranks; maps inputs to logits (…, classes).
-        optimizer: of ``model``'s parameters, equal settings on all ranks. Gradients from before the
-            step do not count.
-        batch: this rank's inputs, and targets (…) int64; batches may differ in size, also be empty.
-            Only read.
+        optimizer: for ``model``'s parameters, with the same settings on all ranks. Gradients left
+            from before the step do not count.
+        batch: this rank's inputs, and targets (…) int64; batches may differ in size, and may be
+            empty. It is not changed.
         all_reduce: sums a tensor over the group, in place.
-        average: of the gradients: one all-reduce per parameter, or one flat bucket. Called once,
-            with ``model``, ``all_reduce`` and ``group``.
+        average: averages the gradients, with one all-reduce per parameter or in one flat bucket.
+            Called once, with ``model``, ``all_reduce`` and ``group``.
         group: the ranks that train together; all by default.
 
     Returns:
         The mean loss over the targets of all ranks, before the step; the same float on all ranks.
 
     Raises:
-        ValueError: the same on every rank, if no rank has any target; no parameter has changed.
+        ValueError: the same on every rank, if no rank has any target; the parameters are left
+            unchanged.
 
     Cost: one forward pass over this rank's batch; one all-reduce of two numbers, in float32 or
-        float64 whatever the model computes in, and those of ``average``.
+        float64 whatever the model computes in, and the all-reduces of ``average``.
     """
     # TODO 1.11: do one step as one process would on all batches; return its loss.
     #   Tools: summed_loss and count_targets (given), the arguments all_reduce and average,
@@ -170,22 +174,24 @@ def evaluate(
     device: torch.device | str = "cpu",
     group: Group = None,
 ) -> Evaluation:
-    """Compute loss and accuracy over ``dataset``, every sample counted once.
+    """Compute loss and accuracy over ``dataset``, counting every sample once.
 
     Rank r takes samples r, r+N, r+2N, … without padding, and ranks add up sums, not means.
-    10 samples, 4 ranks: 3, 3, 2, 2. Samplers made for training pad to 12 and count two twice.
+    10 samples, 4 ranks: 3, 3, 2, 2. Samplers made for training pad to 12 and count two samples
+    twice.
 
     Args:
-        model: equal on all ranks; in evaluation mode during the call, each module as before after.
-        dataset: the whole data set, equal on all ranks, at least one sample.
-        batch_size: samples per forward pass of one rank, but for its last; does not change the
-            result.
-        device: where the model is. Batches are moved there, and the sums are added up there.
+        model: equal on all ranks; in evaluation mode during the call; afterwards each module is in
+            its previous mode again.
+        dataset: the whole data set, the same on all ranks, with at least one sample.
+        batch_size: samples per forward pass of one rank (its last may have fewer); does not change
+            the result.
+        device: where the model is. Batches are moved there, and the sums are computed there.
         group: the ranks that share the work; all by default.
 
     Returns:
-        The same numbers on all ranks as one process would get, up to rounding: a batch is
-        summed in the dtype of its logits, batches and ranks in float32 or float64.
+        On all ranks, the numbers that one process would get, up to rounding: a batch is summed in
+        the dtype of its logits, and the sums of batches and ranks are added in float32 or float64.
 
     Raises:
         ValueError: the same on every rank, if the data set is empty.
@@ -204,15 +210,16 @@ def evaluate(
 class Trainer:
     """Trains one model on N ranks as if one process had done it.
 
-    (BatchNorm excepted: each rank normalises by its own shard. Rank 0's running statistics are
-    given to all before each evaluation, and all train on with them.)
+    (BatchNorm is the exception: each rank normalises with statistics of its own shard. Before each
+    evaluation all ranks get rank 0's running statistics, and they continue training with them.)
 
     Args:
         model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
-        optimizer: of the model's parameters.
-        all_reduce: sums over the group, in place; any of the lesson's. Used in each step.
-        average: of the gradients, one of AVERAGE_GRADIENTS. Used in each step.
-        device: of this rank; batches are moved there.
+        optimizer: for the model's parameters.
+        all_reduce: sums a tensor over the group, in place; any all-reduce of the lesson will do.
+            Used in each step.
+        average: averages the gradients; one of AVERAGE_GRADIENTS. Used in each step.
+        device: this rank's device; batches are moved there.
         group: the ranks that train together; all by default.
     """
 
@@ -241,35 +248,36 @@ class Trainer:
         global_batch_size: int,
         seed: int = 0,
     ) -> list[EpochResult]:
-        """Train for ``epochs``, evaluate after each, and return the history (on every rank).
+        """Train for ``epochs`` epochs, evaluate after each, and return the history (on every rank).
 
-        All of the model is in training mode in every step. Rank 0 logs a line after each epoch, in
-        words of your own, with the number of the epoch and "loss"; the other ranks print nothing:
+        The whole model is in training mode in every step. Rank 0 logs a line after each epoch,
+        worded as you like, that contains the epoch number and "loss"; the other ranks print
+        nothing:
             rank 0/4  epoch 1  loss 1.8002  test loss 0.6068  accuracy 80.0%  2,057 images/s
 
         Args:
-            train_data: whole training set, equal on all ranks.
-            test_data: whole test set, equal on all ranks.
-            epochs: passes over the training set, each in an order of its own; its last incomplete
-                global batch is left out. 0 trains nothing, and the history is empty.
+            train_data: the whole training set, the same on all ranks.
+            test_data: the whole test set, the same on all ranks.
+            epochs: number of passes over the training set, each in its own order and without the
+                last, incomplete global batch. With 0, nothing is trained and the history is empty.
             global_batch_size: samples of all ranks in one step; a multiple of N.
-            seed: fixes the order of the samples, whatever N.
+            seed: fixes the order of the samples, whatever N is.
 
         Returns:
-            One ``EpochResult`` for each epoch of this call, numbered from 1: called again, ``fit``
-            trains on from the weights there are. The same on every rank, but for ``images_per_s``,
-            which each rank takes from its own clock.
+            One ``EpochResult`` for each epoch of this call, numbered from 1; called again, ``fit``
+            continues from the current weights. The same on every rank, except for ``images_per_s``,
+            which each rank measures by its own clock.
 
         Raises:
             ValueError: from ``build_loader``, if the global batch cannot be shared equally.
 
-        Cost: the broadcast of the model once; per step that of ``train_step``; per epoch one
-            broadcast per buffer and the evaluation's all-reduce.
+        Cost: one broadcast of the model; in each step, the cost of ``train_step``; in each epoch,
+            one broadcast per buffer and the evaluation's all-reduce.
         """
         # TODO 1.13: train, evaluate after every epoch, return the same history on every rank.
-        #   Tools: build_loader, broadcast_parameters, broadcast, evaluate: all yours; self.step
-        #   (your train_step, which wants the batch alone), self.log, batches_on and EpochResult
-        #   (given), time.perf_counter.
+        #   Tools: your build_loader, broadcast_parameters, broadcast and evaluate; self.step (your
+        #   train_step, which takes only the batch), self.log, batches_on and EpochResult (given),
+        #   time.perf_counter.
         #   Worked: 1,437 images, global batch 64: 22 losses in each EpochResult, also on 4 ranks.
         #   About 35 lines; write helper methods.
         raise NotImplementedError(

@@ -9,12 +9,12 @@ from solutions.phase1_data_parallel.collectives import exchange
 
 
 def fast_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Sum ``x`` over all ranks, in place, in pieces that travel round a ring.
+    """Sum ``x`` over all ranks, in place, in pieces that travel around a ring.
 
-    Each rank sends a piece to its right neighbour and receives another from its left one. N - 1
-    times the receiver adds what arrives: then each rank holds the sum of one piece. N - 1 times
-    the sums themselves are passed on. Neighbours are on the same node but at its edges, so each
-    network card carries one piece at a time.
+    In each step a rank sends one piece to its right neighbour and receives another from its left
+    neighbour. In the first N - 1 steps the receiver adds what arrives, after which each rank holds
+    the sum of one piece. In the next N - 1 steps these sums are passed on. Except at the ends of a
+    node, neighbours share a node, so each network card carries one piece at a time.
 
     Args:
         x: contiguous, same shape and dtype on all ranks, any number of elements; holds the sum on

@@ -1,6 +1,6 @@
 """Collectives from point-to-point messages alone: exchange, broadcast, two all-reduces, their cost.
 
-The collectives send and receive, and use no other collective. Ranks are ranks inside ``group``.
+They only send and receive, and use no other collective. Ranks are ranks inside ``group``.
 """
 
 import sys
@@ -23,11 +23,12 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
     they were started together.
 
     Args:
-        outgoing: contiguous; not changed. The caller may write it as soon as this returns.
-        dst: the rank that receives it; another one than this.
-        incoming: contiguous, shape and dtype of what ``src`` sends, which may differ from those of
-            ``outgoing``; holds it on return. Must not overlap ``outgoing``.
-        src: the rank that sends it; may differ from ``dst`` (a ring) or equal it (a pair).
+        outgoing: contiguous; not changed. The caller may overwrite it as soon as this returns.
+        dst: the rank that receives ``outgoing``; not this rank.
+        incoming: contiguous, with the shape and dtype of what ``src`` sends, which may differ from
+            those of ``outgoing``; on return it holds what arrived. Must not overlap ``outgoing``.
+        src: the rank that sends ``incoming``; may differ from ``dst`` (a ring) or equal it (a
+            pair).
         group: the ranks that take part; all by default.
 
     Cost: one message each way at the same time, α + max(bytes out, bytes in)·β seconds; no
@@ -52,12 +53,12 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
 
     Args:
         x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``. The caller
-            may write it as soon as this returns.
+            may overwrite it as soon as this returns.
         src: the rank that has the data.
         group: the ranks that take part; all by default.
 
     Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
-        ⌈log2 N⌉ from one rank; no collective, and no memory beside ``x``.
+        ⌈log2 N⌉ from one rank; no collective, and no memory besides ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     world_size = dist.get_world_size(group)
@@ -77,12 +78,12 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 
     Args:
         x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
-            same on all ranks. The caller may write it as soon as this returns.
+            same on all ranks. The caller may overwrite it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: each other rank sends its n bytes to rank 0, one message after the other: (N-1)(α + nβ)
+    Cost: every other rank sends its n bytes to rank 0, one message after another: (N-1)(α + nβ)
         seconds. The broadcast adds ⌈log2 N⌉ rounds of α + nβ and N-1 messages of n bytes. No
-        collective; one more tensor of the size of ``x`` on rank 0, none elsewhere.
+        collective; one extra tensor of the size of ``x`` on rank 0, none elsewhere.
     """
     if dist.get_rank(group) == 0:
         arrived = torch.empty_like(x)
@@ -97,24 +98,25 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap and add.
 
-    N = 4; a cell is the partner, below it what the rank has summed afterwards:
+    N = 4; each cell shows the partner, and below it the sum that the rank holds afterwards:
                   r0      r1      r2      r3
         round 0   1       0       3       2
                   0+1     0+1     2+3     2+3
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
-    The order of the distances is free. If N is not a power of two, let core be the largest one
-    below it: each rank from core on hands its ``x`` to rank - core first, and gets the sum back
-    from there at the end; the ranks below core do the rest.
+    The distances may come in any order. If N is not a power of two, let core be the largest power
+    of two below it: each rank from core on first sends its ``x`` to rank - core, and gets the sum
+    back from there at the end; the ranks below core do the rest.
 
     Args:
         x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
-            same on all ranks. The caller may write it as soon as this returns.
+            same on all ranks. The caller may overwrite it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: N = 2^k: log2 N messages of n bytes sent per rank, log2 N (α + nβ) seconds. Otherwise two
-        more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds, and the messages that hand over and give back.
-        No collective; at most one more tensor of the size of ``x`` on each rank.
+    Cost: for N = 2^k, each rank sends log2 N messages of n bytes, in log2 N (α + nβ) seconds.
+        Otherwise two more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds, and the messages that hand ``x``
+        over and bring the sum back. No collective; at most one extra tensor of the size of ``x`` on
+        each rank.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -164,26 +166,29 @@ def measure_all_reduce(
 ) -> AllReduceTimes:
     """Time every strategy at every size, and fit α and β of one message.
 
-    A cell is a strategy at a size. All ranks start each run of it together, and the run takes as
-    long as its slowest rank. The time of the cell is the median of its runs; of an even number of
-    runs, any time between the two in the middle.
+    A cell is one strategy at one size. All ranks start each run of a cell together, and a run takes
+    as long as its slowest rank. The time of a cell is the median of its runs; for an even number of
+    runs, any time between the middle two.
 
     Args:
-        strategies: by name; each sums a tensor in place, and is called with it and ``group``.
-        sizes_bytes: of the float32 tensor, in any order: multiples of 4, at least two different.
-        repeats: timed runs of each cell, after one that is not timed.
-        device: where the tensors live; a run lasts until it has finished.
+        strategies: functions by name; each is called with a tensor and ``group``, and sums the
+            tensor in place.
+        sizes_bytes: sizes of the float32 tensor, in any order: multiples of 4, at least two of them
+            different.
+        repeats: timed runs of each cell, after one untimed run.
+        device: where the tensors live; a run lasts until the device has finished.
         group: at least two ranks; all by default.
 
     Returns:
-        The table, equal on all ranks: sizes in the order given, and beside the strategies a column
-        ``exchange``, one message to the right neighbour. α and 1/β are ``fit_alpha_beta``'s of it.
+        The table, the same on all ranks: sizes in the order given, and next to the strategies a
+        column ``exchange``, the time of one message to the right neighbour. α and 1/β are what
+        ``fit_alpha_beta`` finds for that column.
 
     Raises:
-        ValueError: the same on all ranks: fewer than two ranks, two different sizes or one repeat,
-            a size that is not a multiple of 4, or a strategy called "exchange".
+        ValueError: the same on all ranks, for fewer than two ranks, two different sizes or one
+            repeat, a size that is not a multiple of 4, or a strategy called "exchange".
 
-    Cost: repeats + 1 runs of each cell, and what it takes to start together and to share times.
+    Cost: repeats + 1 runs of each cell, plus the time to start together and to share the results.
     """
     world_size = dist.get_world_size(group)
     sizes_fit = len(set(sizes_bytes)) >= 2 and not any(size % 4 for size in sizes_bytes)
@@ -205,18 +210,18 @@ def measure_all_reduce(
 def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit seconds = α + bytes·β by least squares of the relative errors.
 
-    Absolute errors would see the largest message only; small ones carry α.
+    With absolute errors only the largest message would count, but α shows in the small ones.
         [0, 1000, 2000] bytes in [5, 6, 7] µs  ->  α = 5 µs, β = 1 ns/byte
 
-    Where noise asks for a negative α or β, it is 0 and the other one alone is fitted: the best of
-    all lines without negative coefficients.
+    If noise would make α or β negative, that one is set to 0 and only the other is fitted, which
+    gives the best line without negative coefficients.
 
     Args:
-        sizes_bytes: in any order, at least two different ones.
-        seconds: one for each size, above 0.
+        sizes_bytes: in any order, at least two of them different.
+        seconds: one time for each size, above 0.
 
     Returns:
-        α in seconds per message; β in seconds per byte, ``sys.float_info.min`` in place of 0, so
+        α in seconds per message; β in seconds per byte, or ``sys.float_info.min`` in place of 0, so
         that 1/β is finite. Both are floats.
     """
     n, t = np.array(sizes_bytes), np.array(seconds)
@@ -229,7 +234,7 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
 
 
 def _exchange_in_ring(x: Tensor, group: Group) -> None:
-    """One message to the right neighbour, one from the left."""
+    """Send one message to the right neighbour, and receive one from the left."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     exchange(x, (rank + 1) % world_size, torch.empty_like(x), (rank - 1) % world_size, group)
 
@@ -237,7 +242,7 @@ def _exchange_in_ring(x: Tensor, group: Group) -> None:
 def _slowest_rank_s(
     run: AllReduce, size_bytes: int, repeats: int, device: torch.device | str, group: Group
 ) -> float:
-    """Seconds of the slowest rank, median over the repeats."""
+    """Return the seconds that the slowest rank takes, the median over the repeats."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     x = torch.zeros(size_bytes // 4, device=device)
     run(x, group)  # opens connections and allocates; not timed
