@@ -61,8 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--lend",
         action="store_true",
-        help="grade each task with the solutions' versions of the tasks that it builds on and that "
-        "have no points: a wrong one costs its own points alone",
+        help="grade each task with the solutions' versions of those tasks that it builds on and "
+        "that got no points, so that a mistake costs points only once",
     )
     group.addoption("--world-timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
     group.addoption(
@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=None,
         metavar="NUMBER",
-        help="seed of what the tests draw in each run; a failure names it",
+        help="seed of the random numbers that the tests draw; every failure names it",
     )
     group.addoption(
         "--report",

@@ -243,8 +243,8 @@ def find(choice: str, course_root: Path) -> Submission:
     phases = [phase.folder for phase in course.load(course_root).phases]
     if not any((root / phase).is_dir() for phase in phases):
         raise ValueError(
-            f"--impl {choice}: holds none of {', '.join(phases)}; put the files of a hand-in into "
-            f"{Path(choice) / phases[0]}"
+            f"--impl {choice}: contains none of {', '.join(phases)}; put the files of a hand-in "
+            f"into {Path(choice) / phases[0]}"
         )
     return Submission(root, is_solution=root == solutions.resolve())
 

@@ -36,7 +36,7 @@ def check(fn: object, world_size: int, backend: str, device: str) -> None:
     if not callable(fn):
         raise SetupError(f"run needs a function, got {fn!r}")
     if not isinstance(world_size, int) or world_size < 1:
-        raise SetupError(f"world_size must be a whole number from 1 on, got {world_size!r}")
+        raise SetupError(f"world_size must be a whole number of at least 1, got {world_size!r}")
     for name, value, valid in (("backend", backend, BACKENDS), ("device", device, DEVICES)):
         if value not in valid:
             raise SetupError(f"{name} must be one of {', '.join(valid)}; got {value!r}")
@@ -50,13 +50,13 @@ def check(fn: object, world_size: int, backend: str, device: str) -> None:
 def _check_launcher(launcher: str, world_size: int, backend: str) -> None:
     if backend == "sim":
         raise SetupError(
-            f"{launcher} started this process and its like, and each would simulate all "
+            f"{launcher} started several of these processes, and each would simulate all "
             f"{world_size} ranks: backend sim needs one process only, so leave {launcher} out"
         )
     if launcher == "mpirun" and backend not in ("auto", "mpi"):
         raise SetupError(
-            f"mpirun started this process and its like, and each would start {world_size} ranks of "
-            f"backend {backend}: use backend mpi, or leave mpirun out"
+            f"mpirun started several of these processes, and each would start {world_size} ranks "
+            f"of backend {backend}: use backend mpi, or leave mpirun out"
         )
 
 
@@ -93,7 +93,7 @@ def limits_of(timeout_s: float | None, limits: Limits | None) -> Limits:
         return Limits(timeout_s)
     if timeout_s != Limits.timeout_s:
         raise SetupError(
-            f"timeout_s={timeout_s!r} is given beside limits={limits}: put it into the limits"
+            f"timeout_s={timeout_s!r} is given as well as limits={limits}: put it into the limits"
         )
     return limits
 

@@ -224,7 +224,7 @@ class ForkServer:
             self.process.wait(timeout=KILL_TIMEOUT_S)  # a traceback may still be on its way
         self._log.seek(0)
         text = self._log.read(MAX_WORDS).decode(errors="replace").strip()
-        return f". Its last words:\n{text}" if text else ""
+        return f". The last output was:\n{text}" if text else ""
 
     def _next_record(self) -> tuple[bytes, int, int] | None:
         size = fork_server_main.RECORD.size

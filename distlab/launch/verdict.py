@@ -84,7 +84,7 @@ def _death(rank: RankProcess) -> tuple[type[LaunchError], str]:
     """A rank that died without a word."""
     code = os.waitstatus_to_exitcode(rank.exit_status or 0)
     if code == CANNOT_REPORT:
-        return RankFailed, "could not report how it ended; why, is the last it printed"
+        return RankFailed, "could not report how it ended; the last lines that it printed say why"
     if code >= 0:
         return RankExited, f"ended by os._exit({code}) without a result"
     name = signal_name(-code)

@@ -135,7 +135,7 @@ def checked_s(
             element, value, right = wrong
             raise ChallengeError(
                 f"of {cluster.num_gpus} ranks with {counted(num_elements, 'number')} each, element "
-                f"{element} of rank {rank} should be {right:g} and is {value:g}. It must be the "
+                f"{element} of rank {rank} should be {right:g}, but is {value:g}. It must be the "
                 "sum over all ranks, for any number of them and of elements."
             )
     return simulated.seconds
@@ -177,8 +177,8 @@ def _simulated(
         if verdict.missing:
             missing = verdict.missing[0]
             raise ChallengeError(
-                f"{challenge.function} calls what task {missing} has not written yet: write that, "
-                f"or replace the call in {challenge.template}"
+                f"{challenge.function} calls the function of task {missing}, which is not written "
+                f"yet: write it, or replace the call in {challenge.template}"
             ) from None
         where = f"{counted(cluster.num_gpus, 'rank')}, {counted(num_elements, 'number')}"
         text = f"{challenge.function} on {where}: {verdict.message}\n{verdict.details}"

@@ -111,7 +111,7 @@ def world_timeout(seconds: float | None) -> list[str]:
     if seconds is None:
         return []
     if not 0 < seconds < math.inf:
-        raise LearnerError(f"--world-timeout {seconds:g}: a number of seconds above 0")
+        raise LearnerError(f"--world-timeout {seconds:g}: must be a number of seconds above 0")
     return ["--world-timeout", str(seconds)]
 
 

@@ -84,7 +84,7 @@ def _check_unwritten(folder: CourseFolder) -> None:
         if phase.challenge and _is_solved(folder.root / phase.challenge.template, phase.challenge):
             raise LearnerError(
                 f"{phase.challenge.function} in {phase.challenge.template} is solved, and students "
-                "would get it: put the one call back with which it begins"
+                "would get it: put back the single call that it begins with"
             )
 
 

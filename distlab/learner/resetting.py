@@ -249,7 +249,7 @@ def _indent(line: str) -> str:
 def _removed(found: Mapping[str, Sequence[Place]]) -> Iterator[str]:
     for name, (place, *others) in found.items():
         if place.stop > place.end:
-            yield f"lines {place.end + 1} to {place.stop} below {name}, which were outside of it"
+            yield f"lines {place.end + 1} to {place.stop} below {name}, which are not part of it"
         for other in others:
             yield f"another definition of {name} in lines {other.first + 1} to {other.stop}"
 

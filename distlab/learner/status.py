@@ -165,7 +165,7 @@ def _how_to_write(folder: CourseFolder, task: Task, grade: TaskGrade) -> Iterato
 def failure(grading: Grading) -> Iterator[str]:
     """Yield what went wrong in a run that the grader itself did not bring to its end."""
     if grading.code == NOTHING_RAN:
-        yield "Nothing ran: the suite holds no test of what was asked for."
+        yield "Nothing ran: the suite has no test for the tasks that were asked for."
     elif grading.code not in (FULL_MARKS, NOT_FULL):
         yield "The grader failed; this is not your fault, and nothing was scored for it."
         yield from (grading.advice or grading.output.strip().splitlines())[-LAST_LINES:]

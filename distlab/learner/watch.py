@@ -125,14 +125,14 @@ class Watch:
     def _hint(self) -> None:
         with self._refusals():
             taken = hints.take(self._folder, self.task, state.load(self._folder))
-            rest = "Once more h: the next hint"
+            rest = "Press h again for the next hint"
             if taken.level == len(HINTS):
                 rest = "That was the last hint."
             self._answer(taken.title, "", *paragraphs(taken.text), "", rest)
 
     def _diff(self) -> None:
         if not state.load(self._folder).has_passed(self.task):
-            self._answer(f"{self.task.id} has not passed yet: the solution comes afterwards")
+            self._answer(f"{self.task.id} has not passed yet: the solution is shown once it has")
             return
         with self._refusals():
             found = compare.diff(self._folder, self.task).splitlines()

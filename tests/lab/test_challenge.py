@@ -71,7 +71,7 @@ def test_a_slow_one_is_timed_too(tmp_path: Path) -> None:
     ("body", "said"),
     [
         ("\n    dist.all_reduce(x, group=group)\n", "it calls a built-in collective"),
-        ("\n    pass\n", r"element 0 of rank 0 should be 3 and is 1\. It must be the sum"),
+        ("\n    pass\n", r"element 0 of rank 0 should be 3, but is 1\. It must be the sum"),
         (NAIVE.replace("x += arrived", "x[:5] += arrived[:5]"), "of 3 ranks with 8 numbers each"),
         (only_when_small("dist.all_reduce(x, group=group)"), "it calls a built-in collective"),
         (only_when_small("x = x[:1000]"), "numbers each, element 1000 of rank 0 should be"),
@@ -121,5 +121,7 @@ def test_the_command_shows_who_stands_where(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_the_template_begins_with_is_named_if_it_is_not_written() -> None:
-    with pytest.raises(ChallengeError, match=r"calls what task 1\.7 has not written yet"):
+    with pytest.raises(
+        ChallengeError, match=r"calls the function of task 1\.7, which is not written yet"
+    ):
         run("template")

@@ -202,7 +202,7 @@ def test_a_rank_cannot_start_a_world() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"world_size": 0}, "world_size must be a whole number from 1 on, got 0"),
+        ({"world_size": 0}, "world_size must be a whole number of at least 1, got 0"),
         ({"world_size": 2.5}, "world_size must be a whole number"),
         ({"backend": "ncll"}, "backend must be one of auto, gloo, nccl, sim, mpi; got 'ncll'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
@@ -211,7 +211,7 @@ def test_a_rank_cannot_start_a_world() -> None:
         ({"timeout_s": "60"}, "timeout_s must be positive or None, got '60'"),
         (
             {"timeout_s": 5, "limits": Limits(timeout_s=60)},
-            r"timeout_s=5 is given beside limits=Limits\(timeout_s=60.*: put it into the limits",
+            r"timeout_s=5 is given as well as limits=Limits\(timeout_s=60.*: put it into",
         ),
         ({"backend": "nccl"}, "needs a GPU per rank: 2 ranks, 0 GPUs"),
         ({"device": "cuda"}, "torch sees no GPU here"),

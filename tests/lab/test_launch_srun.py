@@ -240,7 +240,7 @@ def test_processes_of_an_mpirun_inside_a_job_are_mpiruns(
     as_task(SLURM_NTASKS="2", SLURM_PROCID="1")  # srun starts a helper of mpirun on each node
     monkeypatch.setenv("PMI_RANK", "5")
     monkeypatch.setenv("PMI_SIZE", "8")
-    with pytest.raises(launch.SetupError, match="mpirun started this process and its like"):
+    with pytest.raises(launch.SetupError, match="mpirun started several of these processes"):
         launch.run(dist.get_rank, 8, backend="gloo")
 
 

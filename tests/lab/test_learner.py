@@ -241,10 +241,16 @@ def test_an_encoding_that_is_none_is_one_line(
             "trace 1.13",
             "there is no picture of 1.13; distlab trace draws 1.3, 1.4, 1.5, 1.6, 1.7, 1.9",
         ),
-        ("grade --world-timeout 0", "--world-timeout 0: a number of seconds above 0"),
-        ("check 1.4 --world-timeout -1", "--world-timeout -1: a number of seconds above 0"),
-        ("check 1.4 --world-timeout nan", "--world-timeout nan: a number of seconds above 0"),
-        ("watch 1.4 --world-timeout inf", "--world-timeout inf: a number of seconds above 0"),
+        ("grade --world-timeout 0", "--world-timeout 0: must be a number of seconds above 0"),
+        ("check 1.4 --world-timeout -1", "--world-timeout -1: must be a number of seconds above 0"),
+        (
+            "check 1.4 --world-timeout nan",
+            "--world-timeout nan: must be a number of seconds above 0",
+        ),
+        (
+            "watch 1.4 --world-timeout inf",
+            "--world-timeout inf: must be a number of seconds above 0",
+        ),
         ("trace 1.4 --ranks 9", "--ranks 9: the simulated laptop has 2 to 8"),
     ],
 )
@@ -603,7 +609,7 @@ SECOND = (
 @pytest.mark.parametrize(
     ("body", "end", "removed"),
     [
-        (PASTED, "", f"lines {PASTE} to {PASTE + 2} below exchange, which were outside of it"),
+        (PASTED, "", f"lines {PASTE} to {PASTE + 2} below exchange, which are not part of it"),
         (PASTED + "return\n", "", f"lines {PASTE} to {PASTE + 3} below exchange"),
         ("if dst:\n" + PASTED, "", f"lines {PASTE} to {PASTE + 3} below exchange"),
         (WRONG, SECOND, "another definition of exchange in lines "),
@@ -1130,7 +1136,7 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
         "Hint 1: a question",
         "Hint 2: the idea",
     ]
-    assert "1.4 has not passed yet: the solution comes afterwards" in lines
+    assert "1.4 has not passed yet: the solution is shown once it has" in lines
     assert any(f"0/{len(COURSE.tasks)} tasks" in line for line in lines)
     _, lines = session(here, saying(0, ("1.4", "passed", 5)), "d")
     assert "+++ solution: exchange" in lines
@@ -1140,7 +1146,7 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
     ("run", "says"),
     [
         (saying(3, text="INTERNALERROR> no disk"), "INTERNALERROR> no disk"),
-        (saying(5), "Nothing ran: the suite holds no test of what was asked for."),
+        (saying(5), "Nothing ran: the suite has no test for the tasks that were asked for."),
     ],
 )
 def test_c_says_why_the_grader_failed(here: CourseFolder, run: grading.Run, says: str) -> None:

@@ -45,17 +45,18 @@ INSIDE = (
 
 def _which_numbers(group: Any) -> str:
     return (
-        f"a send or recv names the wrong rank. The group is {list(MEMBERS)} of "
+        f"a send or recv names the wrong rank. The group contains {list(MEMBERS)} of "
         f"{OUTER_WORLD_SIZE} ranks: rank {dist.get_rank()} of the world is {dist.get_rank(group)} "
-        "in the group. dst= and src= count in the world, group_dst= and group_src= in the group"
+        "in the group. dst= and src= take ranks in the world, group_dst= and group_src= in the "
+        "group"
     )
 
 
 RANK_NAMES = (
-    "Ranks inside a group are group_dst= of send and isend, group_src= of recv and irecv, "
-    "group_peer= of P2POp, and src= of your broadcast"
+    "For ranks inside a group, send and isend take group_dst=, recv and irecv take group_src=, "
+    "P2POp takes group_peer=, and your broadcast takes src="
 )
 STUCK_IN_GROUP = (
     f"The group is {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks: give group= to every call, and "
-    "ranks by group_dst=, group_src= or group_peer=, which count inside it."
+    "name ranks by group_dst=, group_src= or group_peer=, which take ranks in the group."
 )

@@ -48,14 +48,14 @@ def _check_who_sends(run: Run) -> None:
     to_rank_0 = [src for src, dst in edges if dst == 0]
     check(
         to_rank_0 == list(range(1, n)),
-        f"{n} ranks: rank 0 should receive one message from each other rank and add up; it "
+        f"{n} ranks: rank 0 should receive one message from each other rank and add them up; it "
         f"receives from {to_rank_0}.",
     )
     tree = [edge for edge in edges if edge[1] != 0]
     check(
         sorted(dst for _, dst in tree) == list(range(1, n)),
-        f"{n} ranks: each but rank 0 should receive one message, the sum; the other messages are "
-        f"{short(tree)}, as (from, to).",
+        f"{n} ranks: each rank except rank 0 should receive one message, the sum; the messages "
+        f"that do not go to rank 0 are {short(tree)}, as (from, to).",
     )
     _check_rounds(run, n - 1 + rounds_of_tree(tree, 0))
 
@@ -65,10 +65,10 @@ def _check_rounds(run: Run, rounds: float) -> None:
     most = ceil(log2(n))
     check(
         run.messages[0] <= most and rounds <= n - 1 + most + 0.01,
-        f"{n} ranks: rank 0 should take {counted(n - 1, 'round')} to add up and {most} to give the "
-        f"sum to all by your broadcast; yours takes {rounds:g}, and rank 0 sends "
-        f"{counted(run.messages[0], 'message')} where {most} would do. Ranks that have the sum "
-        "pass it on.",
+        f"{n} ranks: the all-reduce should take {counted(n - 1, 'round')} to add up on rank 0 and "
+        f"{most} to broadcast the sum with your broadcast; yours takes {rounds:g}, and rank 0 "
+        f"sends {counted(run.messages[0], 'message')} where {most} would be enough. Ranks that "
+        "have the sum pass it on.",
     )
 
 
@@ -79,7 +79,7 @@ def _check_sums_of_powers(by_rank: list[Any]) -> None:
         seen = f"{least}" if least == greatest else f"between {least} and {greatest}"
         check(
             least == greatest == total,
-            f"rank {rank} of {n}: rank r holds 2^r, so the sum is {total}; x is {seen}. "
+            f"rank {rank} of {n}: rank r holds 2^r, so the sum is {total}, but x is {seen}. "
             f"{_why_not_the_sum(by_rank, rank)}",
         )
 
@@ -89,13 +89,16 @@ def _why_not_the_sum(by_rank: list[Any], rank: int) -> str:
     value = by_rank[rank][0]
     if value == 2.0**rank:
         return (
-            "That is what it held before: x itself must be written. `x = x + …` makes a new "
-            "tensor, `x += …` writes into the caller's."
+            "That is the value that x had before: write the sum into x itself. `x = x + …` makes a "
+            "new tensor, `x += …` writes into the caller's."
         )
     if value.is_integer() and 0 < value < 2 ** len(by_rank):
         held = [r for r in range(len(by_rank)) if int(value) >> r & 1]
-        return f"That is the sum of ranks {held}: is every rank's number added once, and sent on?"
-    return "Is every rank's number added once, and the sum given to all?"
+        return (
+            f"That is the sum of ranks {held}: is every rank's number added exactly once and "
+            "passed on?"
+        )
+    return "Is every rank's number added once, and the sum sent to all ranks?"
 
 
 @task("1.6")
@@ -106,8 +109,8 @@ def test_naive_needs_one_more_tensor_on_rank_0_alone(grade: Grade) -> None:
     _check_who_sends(run)
     check_peak(
         *(run, [8 * num_elements + 256] + [4 * num_elements + 256] * 4),
-        "Rank 0 needs x and one tensor to receive into, again and again; the others x alone. Add "
-        "in place: x += …",
+        "Rank 0 needs x and one tensor to receive into, which it can reuse for every message; the "
+        "others need x alone. Add in place: x += …",
     )
 
 
@@ -133,8 +136,8 @@ def _check_sums(by_rank: list[Any]) -> None:
             check(
                 got == wanted,
                 f"rank {rank} of {len(by_rank)}, {kind[1]} of shape {kind[0]}: the sum should be "
-                f"{short(wanted)}, it is {short(got)}. Is x itself the sum on return? A cast on "
-                "the way loses digits: send x's own dtype.",
+                f"{short(wanted)}, but x is {short(got)}. Is x itself the sum on return? A cast on "
+                "the way loses digits: send x in its own dtype.",
             )
 
 
@@ -151,13 +154,13 @@ def _check_same_bits(grade: Grade, name: str, n: int) -> None:
             where = f"rank {rank} of {n}, {dtype}"
             check(
                 len(got) == num_elements,
-                f"{where}: x had {num_elements} elements, it has {len(got)}.",
+                f"{where}: x had {num_elements} elements, and afterwards it has {len(got)}.",
             )
             differ = sum(a != b for a, b in zip(first, got, strict=True))
             check(
                 not differ,
-                f"{where}: x differs from rank 0's at {differ} of {len(got)} elements, in the last "
-                "bits or more. Ranks that add in different orders round differently, and their "
+                f"{where}: x differs from rank 0's x in {differ} of {len(got)} elements, at least "
+                "in the last bits. Ranks that add in different orders round differently, and their "
                 "models drift apart.",
             )
 
@@ -187,10 +190,10 @@ def test_doubling_takes_logarithmically_many_rounds(grade: Grade, n: int) -> Non
     is_power = n & (n - 1) == 0
     rounds = floor(log2(n)) + (0 if is_power else 2)
     taken = rounds_of(run, 4 * num_elements)
-    core = f", and all {n} ranks are the core" if is_power else ""
+    core = f", and all {n} ranks belong to the core" if is_power else ""
     check(
         taken <= rounds + 0.01,
-        f"{counted(n, 'rank')} should take {counted(rounds, 'round')}, yours takes {taken:g}. "
+        f"{counted(n, 'rank')} should take {counted(rounds, 'round')}, but yours takes {taken:g}. "
         f"Partners are at distance 1, 2, 4, … and swap at the same time{core}.",
     )
     _check_partners(run)
@@ -204,9 +207,9 @@ def _check_partners(run: Run) -> None:
         wanted, got = ([dst for src, dst in edges if src == rank] for edges in (expected, found))
         check(
             got == wanted,
-            f"rank {rank} of {n} should send to {wanted}, each once; it sends to {got}. Partners "
-            f"among the first {_core(n)} ranks differ in one bit; the ranks from P = {_core(n)} on "
-            "hand over to rank - P, and get the sum back from there.",
+            f"rank {rank} of {n} should send once to each of {wanted}; it sends to {got}. Among "
+            f"the first {_core(n)} ranks, the numbers of two partners differ in one bit; the ranks "
+            f"from P = {_core(n)} on hand over to rank - P, and get the sum back from it.",
         )
 
 
@@ -230,7 +233,8 @@ def test_doubling_needs_one_more_tensor(grade: Grade) -> None:
     _check_partners(run)
     check_peak(
         *(run, [8 * num_elements + 256] * 5),
-        "It needs x and one tensor to receive into, for all rounds. Add in place: x += …",
+        "A rank needs x and one tensor to receive into, which it can reuse in every round. Add in "
+        "place: x += …",
     )
 
 

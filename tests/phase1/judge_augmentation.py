@@ -27,7 +27,7 @@ def _check_processes(epoch: Mapping[str, Any], workers: int, here: str) -> None:
     check(
         (epoch["others"], epoch["is_own"]) == (workers, not workers),
         f"{here}: with num_loader_workers={workers}, {expected} should make the samples; "
-        f"{epoch['others']} other processes{' and the rank itself' * epoch['is_own']} do.",
+        f"{epoch['others']} other processes{' and the rank itself' * epoch['is_own']} made them.",
     )
 
 
@@ -41,13 +41,14 @@ def test_augmentation_differs_by_rank_and_epoch_and_can_be_repeated(grade: Grade
             [epoch["noise"] for epoch in one["epochs"]]
             == [epoch["noise"] for epoch in two["epochs"]],
             f"rank {rank} of 3: two loaders with the same arguments augment in two ways. Seed and "
-            "epoch should fix what is drawn, not what the training has drawn before.",
+            "epoch alone should determine the random numbers, whatever the training has drawn "
+            "before.",
         )
         untouched, asked = (epoch["noise"] for epoch in one["epochs"][:2])
         check(
             untouched == asked,
-            f"rank {rank}: epoch 0 was augmented in two ways. A new loader must be in epoch 0 "
-            "already: put it there before you return it.",
+            f"rank {rank}: epoch 0 was augmented differently before and after set_epoch(0). A new "
+            "loader must already be in epoch 0: call set_epoch before you return it.",
         )
     _check_augmentation(first, epochs, "without loader processes")
 
@@ -59,8 +60,8 @@ def _check_augmentation(by_rank: Loaded, epochs: list[int], how: str) -> None:
         again = loaded["epochs"][-1]["noise"], loaded["epochs"][epochs.index(0)]["noise"]
         check(
             again[0] == again[1],
-            f"rank {rank}, {how}: epoch 0, loaded again, is augmented in another way. Give the "
-            "DataLoader the generator that set_epoch seeds.",
+            f"rank {rank}, {how}: epoch 0 is augmented differently when it is loaded again. Give "
+            "the DataLoader the generator that set_epoch seeds.",
         )
         for epoch, found in zip(epochs, loaded["epochs"], strict=True):
             where = rank, max(epoch, 0)
@@ -70,8 +71,8 @@ def _check_augmentation(by_rank: Loaded, epochs: list[int], how: str) -> None:
                     check(
                         other == where,
                         f"{how}, rank {rank} in epoch {epoch} and rank {other[0]} in epoch "
-                        f"{other[1]} draw the same augmentation from {source}. Rank and epoch "
-                        "should both be in its seed: ShardLoader's set_epoch does it.",
+                        f"{other[1]} draw the same augmentation from {source}. Its seed should "
+                        "depend on both rank and epoch, as in ShardLoader's set_epoch.",
                     )
 
 
@@ -86,8 +87,9 @@ def test_augmentation_is_drawn_anew_where_nothing_is_shuffled(grade: Grade) -> N
     for rank, (one, other) in enumerate(by_rank):
         check(
             one["epochs"][0]["noise"] != other["epochs"][0]["noise"],
-            f"rank {rank} of 2: with shuffle=False, seeds {seeds[0]} and {seeds[1]} augment in the "
-            "same way. The seed fixes the augmentation too: pass it on whatever shuffle is.",
+            f"rank {rank} of 2: with shuffle=False, seeds {seeds[0]} and {seeds[1]} give the same "
+            "augmentation. The seed determines the augmentation too: pass it on whatever shuffle "
+            "is.",
         )
 
 
@@ -102,10 +104,11 @@ def _check_left_alone(loaded: Mapping[str, Any], here: str) -> None:
     moved = [("building the loader", loaded["building"], "")]
     for epoch in loaded["epochs"]:
         moved += [("set_epoch", epoch["set_epoch"], "")]
-        moved += [("loading", epoch["loading"], " Put them back after each batch.")]
+        moved += [("loading", epoch["loading"], " Restore their states after each batch.")]
     for what, names, advice in moved:
         check(
             not names,
             f"{here}: {what} moved or seeded the global generator of {' and '.join(names)}, from "
-            f"which dropout draws. Augmentation takes no numbers from the training.{advice}",
+            "which dropout draws. Augmentation must not use up the training's random "
+            f"numbers.{advice}",
         )

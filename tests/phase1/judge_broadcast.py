@@ -43,8 +43,8 @@ def _check_holds_src(run: Run, src: int) -> None:
     for rank, got in enumerate(run.results):
         check(
             got == float(src),
-            f"rank {rank} of {n} holds {got}, src = {src} had {src}.0. Number the ranks by their "
-            "distance from src, wrapping around.",
+            f"rank {rank} of {n} should hold {src}.0, as src = {src} does; it holds {got}. Number "
+            "the ranks by their distance from src, wrapping around.",
         )
 
 
@@ -52,8 +52,9 @@ def _check_tree(run: Run, src: int) -> None:
     n, edges = len(run.results), edges_of(run)
     check(
         len(edges) == n - 1,
-        f"{counted(n, 'rank')} need {counted(n - 1, 'message')}, one for each that lacks the data; "
-        f"with src = {src}, yours sends {run.messages} by rank.",
+        f"{counted(n, 'rank')} need {counted(n - 1, 'message')}, one for each rank that lacks the "
+        f"data; with src = {src}, the numbers of messages that your ranks send are "
+        f"{run.messages}.",
     )
     _check_rounds(run, src, rounds_of_tree(edges, src))
 
@@ -63,9 +64,10 @@ def _check_rounds(run: Run, src: int, rounds: float) -> None:
     most = ceil(log2(n))
     check(
         max(run.messages) <= most and rounds <= most + 0.01,
-        f"{counted(n, 'rank')} need {counted(most, 'round')}, and no rank more messages than that; "
-        f"with src = {src}, yours takes {rounds:g}, and messages by rank are {run.messages}. Every "
-        "rank that has the data passes it on, first to the rank that will pass it on most.",
+        f"{counted(n, 'rank')} need {counted(most, 'round')}, in which no rank sends more than "
+        f"{counted(most, 'message')}; with src = {src}, yours takes {rounds:g}, and the numbers of "
+        f"messages by rank are {run.messages}. Every rank that has the data passes it on, first to "
+        "the rank that has the most others to send it to.",
     )
 
 
@@ -77,7 +79,7 @@ def test_broadcast_needs_no_memory(grade: Grade) -> None:
     _check_tree(run, 1)
     check_peak(
         *(run, [4 * num_elements + 256] * 5),
-        "Send and receive x itself: a copy, or a tensor to receive into, is not needed.",
+        "Send and receive x itself: no copy or second tensor is needed.",
     )
 
 
@@ -101,8 +103,8 @@ def _check_broadcast(by_rank: list[Any]) -> None:
             for kind, wanted, got in zip(c.KINDS, expected, by_rank[rank][src], strict=True):
                 check(
                     got == wanted,
-                    f"rank {rank} of {n}, src {src}, {kind[1]} of shape {kind[0]}: should be "
-                    f"{short(wanted)}, is {short(got)}. Write into x itself, and keep its "
+                    f"rank {rank} of {n}, src {src}, {kind[1]} of shape {kind[0]}: x should be "
+                    f"{short(wanted)}, but is {short(got)}. Write into x itself, and keep its "
                     "dtype on the way: a cast loses digits.",
                 )
 
@@ -114,9 +116,9 @@ def test_two_broadcasts_do_not_mix(grade: Grade) -> None:
             expected = [float(srcs[0]), 10.0 + srcs[1]]
             check(
                 got == expected,
-                f"rank {rank} of 8: broadcasts from {srcs} while rank 2 comes late should bring "
-                f"{expected}, it got {got}. Name the rank that you receive from: without "
-                "group_src= any message will do, also one of the next broadcast.",
+                f"rank {rank} of 8: two broadcasts, from ranks {srcs}, while rank 2 is late should "
+                f"give {expected}; they gave {got}. Name the rank that you receive from: without "
+                "group_src=, recv accepts any message, even one of the next broadcast.",
             )
 
 

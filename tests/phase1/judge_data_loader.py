@@ -60,14 +60,15 @@ def _check_steps(by_rank: Loaded, case: d.Case) -> None:
             sizes = [len(step) for step in epoch["steps"]]
             check(
                 sizes == [batch // n] * (samples // batch),
-                f"rank {rank} of {n}: a global batch of {batch} from {samples} samples is "
-                f"{samples // batch} steps of {batch // n}; iteration {number} loads "
-                f"{short(sizes)}. Each rank loads 1/N, and the incomplete last batch is left out.",
+                f"rank {rank} of {n}: a global batch of {batch} from {samples} samples gives "
+                f"{samples // batch} steps of {batch // n} samples on each rank; the steps of "
+                f"iteration {number} load {short(sizes)}. Each rank loads 1/N, and the incomplete "
+                "last batch is left out.",
             )
         check(
             loaded["len"] == samples // batch,
-            f"rank {rank} of {n}: len(loader) is {loaded['len']}, the loader yields "
-            f"{samples // batch} batches. Progress bars and schedules rely on it.",
+            f"rank {rank} of {n}: len(loader) is {loaded['len']}, but the loader yields "
+            f"{samples // batch} batches. Progress bars and schedules rely on its length.",
         )
 
 
@@ -78,8 +79,9 @@ def _check_samples(by_rank: Loaded, number: int, case: d.Case) -> None:
     everything = [index for shard in drawn for index in shard]
     check(
         len(everything) == len(set(everything)),
-        f"{here}: ranks load the same sample twice, {short(drawn)}. Does each rank "
-        "give the sampler its own rank inside the group, and the same seed?",
+        f"{here}: at least one sample is loaded more than once; by rank, the samples are "
+        f"{short(drawn)}. Does each rank give the sampler its own rank inside the group, and the "
+        "same seed?",
     )
     for rank, loaded in enumerate(by_rank):
         expected = loaded["shards"][number][: len(drawn[rank])]
@@ -91,8 +93,9 @@ def _check_samples(by_rank: Loaded, number: int, case: d.Case) -> None:
         fetched = loaded["epochs"][number]["fetched"]
         check(
             not loaded["epochs"][number]["is_own"] or sorted(fetched) == sorted(drawn[rank]),
-            f"{here}: rank {rank} of {n} yields {len(drawn[rank])} samples, and fetched "
-            f"{len(fetched)} from the data set: {short(fetched)}.",
+            f"{here}: rank {rank} of {n} yields {len(drawn[rank])} samples, but fetched "
+            f"{len(fetched)} from the data set: {short(fetched)}. Fetch only the samples that are "
+            "yielded, each once.",
         )
 
 
@@ -110,8 +113,8 @@ def test_the_number_of_ranks_does_not_change_the_global_batches(grade: Grade) ->
     together = [sorted(index for part in step for index in part) for step in parts]
     check(
         together == [sorted(step) for step in steps],
-        f"step 0 of one process holds {sorted(steps[0])}, of 4 ranks together {together[0]}. "
-        "The number of workers must not change the training.",
+        f"in step 0, one process loads {sorted(steps[0])}, and 4 ranks together load "
+        f"{together[0]}. The number of workers must not change the training.",
     )
 
 
@@ -161,7 +164,7 @@ def test_arguments_that_are_left_out_have_their_defaults(grade: Grade) -> None:
             found, should = (loaded["epochs"][0][what] for loaded in (mine, expected))
             check(
                 found == should,
-                f"rank {rank} of 2: without {', '.join(defaults)}, a loader should be as with "
+                f"rank {rank} of 2: without {', '.join(defaults)}, a loader should behave as with "
                 f"{defaults}; its {WHAT[what]} {short(found)} in place of {short(should)}.",
             )
 
@@ -173,8 +176,9 @@ def test_the_order_stays_without_set_epoch(grade: Grade) -> None:
         fresh, again, first, still, zeroth = (epoch["steps"] for epoch in loaded["epochs"])
         check(
             fresh == again == zeroth and first == still,
-            f"rank {rank} of 2: the order should be that of epoch 0 at first, and stay until "
-            "set_epoch; the loader goes on by itself, or begins elsewhere.",
+            f"rank {rank} of 2: the order should be that of epoch 0 at first, and stay the same "
+            "until set_epoch; the loader changes epochs by itself, or does not begin with epoch "
+            "0.",
         )
 
 
@@ -196,8 +200,8 @@ def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade, is_in_group: boo
             _check_refusal(refusal, here, names)
             check(
                 len(names) != 1 or not re.search(NO_ADVICE, refusal["text"]),
-                f"{where}: 3 is the nearest multiple to {batch}, and suggesting 0 makes no sense. "
-                f"The message is: {refusal['text']}",
+                f"{where}: for a global batch of {batch}, the error should suggest 3 only: 0 is a "
+                f"multiple too, but is not a batch size. The message is: {refusal['text']}",
             )
 
 

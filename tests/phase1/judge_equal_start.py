@@ -11,7 +11,7 @@ from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_grou
 from phase1.judging import BYTE_S, LATENCY_S, UNIFORM, of_members
 
 PARAMETERS = {name for name, _ in models.Odd(0).named_parameters()}
-ON_EVERY_RANK = "A broadcast is for all ranks: each calls it, for the same tensors in one order."
+ON_EVERY_RANK = "Every rank must call each broadcast, for the same tensors in the same order."
 
 
 @task("1.9", real=True)
@@ -28,11 +28,15 @@ def _check_models(by_rank: list[Any], src: int) -> None:
         wrong = [name for name, values in expected.items() if model["state"].get(name) != values]
         check(
             not wrong,
-            f"{here}: after a broadcast from rank {src}, {', '.join(wrong)} should be those of "
-            f"rank {src}. Parameters, frozen ones too, and buffers: all are part of the model.",
+            f"{here}: after a broadcast from rank {src}, {', '.join(wrong)} should be equal to "
+            f"those of rank {src}. Broadcast all parameters, even frozen ones, and all buffers: "
+            "all are part of the model.",
         )
-        check(model["trainable"], f"{here}: requires_grad was changed.")
-        check(model["gradients"], f"{here}: gradients were changed: only the model is broadcast.")
+        check(model["trainable"], f"{here}: requires_grad was changed: leave it as it is.")
+        check(
+            model["gradients"],
+            f"{here}: gradients were changed: broadcast only parameters and buffers.",
+        )
 
 
 def _check_in_their_place(here: str, model: Any) -> None:
@@ -41,11 +45,11 @@ def _check_in_their_place(here: str, model: Any) -> None:
     check(
         not replaced,
         f"{here}: there are new tensors in place of {', '.join(replaced)}{held}. Write into the "
-        "tensors that are there.",
+        "existing tensors.",
     )
     check(
         not moved,
-        f"{here}: {', '.join(moved)} should be overwritten in place, and now lie in other memory, "
+        f"{here}: {', '.join(moved)} should be overwritten in place, but are now in other memory, "
         "as after t.data = …: views of the old memory keep the old values. Use copy_.",
     )
 
@@ -57,21 +61,22 @@ def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
     sent, needed = int(sum(run.bytes_sent)), (n - 1) * sum(sizes)
     check(
         sent <= needed,
-        f"{n} ranks need {needed} bytes, each tensor once to each of {n - 1} ranks; {sent} were "
-        "sent. A weight that two layers share counts once.",
+        f"{n} ranks need {needed} bytes, to send each tensor once to each of {n - 1} ranks; {sent} "
+        "were sent. A weight that two layers share counts once.",
     )
     messages = (n - 1) * len(sizes)
     check(
         sum(run.messages) <= messages,
-        f"{len(sizes)} tensors for {n - 1} ranks are {messages} messages, a broadcast each; "
-        f"{sum(run.messages)} were sent. Each message costs α, however small it is.",
+        f"{len(sizes)} tensors for {n - 1} ranks should take {messages} messages, one broadcast "
+        f"per tensor; {sum(run.messages)} were sent. Each message costs α, however small it is.",
     )
     rounds = n.bit_length() - 1
     most_s = sum(rounds * (LATENCY_S + size * BYTE_S) for size in sizes)
     check(
         run.seconds <= most_s * (1 + 1e-6),
-        f"{len(sizes)} broadcasts to {n} ranks of {rounds} rounds each take {most_s * 1e6:.1f} µs; "
-        f"it took {run.seconds * 1e6:.1f} µs. Does one rank send to all others, one by one?",
+        f"on {n} ranks, {len(sizes)} broadcasts of {rounds} rounds each take {most_s * 1e6:.1f} "
+        f"µs; yours took {run.seconds * 1e6:.1f} µs. Does one rank send to all others, one by "
+        "one?",
     )
 
 

@@ -56,8 +56,8 @@ def _check_numbers(by_rank: list[Any], rank: int, size: int, length: int) -> Non
     alone = reference.evaluate_alone(size, length)
     check(
         same_loss(alone, found) and found == by_rank[0]["found"],
-        f"rank {rank} of {n}: (loss, accuracy, targets) should be {alone} on every rank, they are "
-        f"{found}. {_why_other_numbers(found, rank, n, size, length)}",
+        f"rank {rank} of {n}: (loss, accuracy, targets) should be {alone} on every rank, but here "
+        f"they are {found}. {_why_other_numbers(found, rank, n, size, length)}",
     )
 
 
@@ -65,14 +65,14 @@ def _why_other_numbers(found: list[Any], rank: int, n: int, size: int, length: i
     alone = reference.evaluate_alone(size, length)
     if same_loss([alone[0], alone[2]], [found[0], found[2]]):
         return (
-            "Loss and number of targets are right. An answer is right where the largest of its "
-            "logits, along their last dim, is that of its target."
+            "The loss and the number of targets are right. An answer is right if its largest "
+            "logit, along their last dim, is the one of its target."
         )
     if n > 1 and rank < size and same_loss(reference.evaluate_alone(size, length, rank, n), found):
-        return "Those are the numbers of this rank's own samples: all-reduce the sums."
+        return "Those are the results of this rank's own samples: all-reduce the sums."
     if alone[2] != size == found[2]:
         return f"A sample has {length} targets here: count targets, not samples."
-    return "Add up sums over samples and ranks, and divide once at the end."
+    return "Add up over all samples and ranks, and divide once at the end."
 
 
 def _check_passes(rank: int, n: int, result: Any, size: int, batch_size: int) -> None:
@@ -82,9 +82,9 @@ def _check_passes(rank: int, n: int, result: Any, size: int, batch_size: int) ->
     found = [rows for rows in result["rows"] if rows]
     check(
         found == expected,
-        f"rank {rank} of {n}: its {share} samples with batch_size {batch_size} should come in "
-        f"forward passes of {short(expected)} samples; they came in {short(found)}. The caller "
-        "sets batch_size to what fits in memory.",
+        f"rank {rank} of {n}: its {share} samples with batch_size {batch_size} should go through "
+        f"forward passes of {short(expected)} samples; they went through passes of {short(found)}. "
+        "The caller sets batch_size to what fits in memory.",
     )
 
 
@@ -124,10 +124,14 @@ def test_modes_are_restored(grade: Grade, mode: bool) -> None:
         )
         check(
             result["restored"],
-            f"rank {rank}: afterwards every module should be in the mode it was in before, also a "
-            "part that was frozen in evaluation mode.",
+            f"rank {rank}: afterwards every module should be in the mode it was in before, "
+            "including a part that was frozen in evaluation mode.",
         )
-        check(not result["changed"], f"rank {rank}: the model's parameters or buffers changed.")
+        check(
+            not result["changed"],
+            f"rank {rank}: the model's parameters or buffers have changed; evaluation should leave "
+            "them as they are.",
+        )
 
 
 @task("1.12")
@@ -136,18 +140,21 @@ def test_evaluating_takes_one_small_all_reduce(grade: Grade) -> None:
     run = grade.run(b.evaluate, n, size, 0, {"batch_size": 2})
     check(
         max(run.collectives) <= 1,
-        f"one all-reduce of the sums is enough; collectives by rank are {run.collectives}.",
+        "one all-reduce of the sums is enough; the numbers of collectives by rank are "
+        f"{run.collectives}.",
     )
     sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # log2 8 messages
     check(
         max(sent) <= most,
-        f"three sums of 8 bytes are all that ranks must tell each other, {most} bytes from each of "
-        f"{n} in an all-reduce; they sent {sent} bytes. Add up on each rank, then all-reduce once.",
+        f"ranks need to exchange only three sums of 8 bytes, for which each of {n} ranks sends at "
+        f"most {most} bytes in an all-reduce; by rank, yours sent {sent} bytes. Add up on each "
+        "rank, then all-reduce once.",
     )
     check(
         min(run.bytes_received) >= 3 * 4,
-        f"in an all-reduce of three numbers every rank receives them; bytes received by rank are "
-        f"{[int(number) for number in run.bytes_received]}. Does every rank evaluate everything?",
+        "every rank should receive the three sums in an all-reduce; the numbers of bytes received "
+        f"by rank are {[int(number) for number in run.bytes_received]}. Does every rank evaluate "
+        "everything?",
     )
     _check_evaluated(run.results, size, batch_size=2)
 
@@ -167,9 +174,10 @@ def test_sums_are_exact_in_bfloat16(grade: Grade) -> None:
             is_close(
                 [1.0] * 3, [got / want for got, want in zip(found, expected, strict=True)], 1e-6
             ),
-            f"a model in bfloat16, {size} targets of which {num_wrong} cost 64 and are wrong: "
-            f"(loss, accuracy, targets) should be {expected}, on rank {rank} of 2 they are "
-            f"{found}. bfloat16 has 8 bits: 303 becomes 304. Add up in float32 or float64.",
+            f"a model in bfloat16, {size} targets, of which {num_wrong} have a wrong answer and a "
+            f"loss of 64: (loss, accuracy, targets) should be {expected}, but on rank {rank} of 2 "
+            f"they are {found}. bfloat16 has 8 significant bits: 303 becomes 304. Add up in "
+            "float32 or float64.",
         )
 
 
@@ -182,9 +190,10 @@ def test_everything_happens_on_the_device(grade: Grade) -> None:
         device, called, sent = result["device"], result["devices"], result["sent"]
         check(
             called == [device] and set(sent) == {device},
-            f"rank {rank}: with device={device!r} the model should be called with tensors there, "
-            "and the sums all-reduced from there, as NCCL moves tensors of GPUs only; it was "
-            f"called with tensors on {' and '.join(called)}, what was sent was on {short(sent)}.",
+            f"rank {rank}: with device={device!r} the model should be called with tensors on that "
+            "device, and the sums should be all-reduced from there, as NCCL only sends tensors on "
+            f"GPUs; the model was called with tensors on {' and '.join(called)}, and the tensors "
+            f"sent were on {short(sent)}.",
         )
 
 

@@ -23,8 +23,8 @@ from phase1.judging import (
 
 AS_NCCL = Options(p2p_order="pair")
 NOT_BATCHED = (
-    "Are the send and the receive in one batch_isend_irecv? Otherwise one may wait for the "
-    "other; on NCCL, isend and irecv with the same rank do so too."
+    "Are the send and the receive in one batch_isend_irecv? Otherwise one may wait for the other; "
+    "on NCCL, a separate isend and irecv with the same rank wait for each other too."
 )
 
 
@@ -76,24 +76,24 @@ def _check_exchanged(by_rank: list[Any], dsts: Sequence[int]) -> None:
         for kind, wanted, got in zip(c.KINDS, came, held["incoming"], strict=True):
             check(
                 got == wanted,
-                f"{where}, {kind[1]} of shape {kind[0]}: incoming should be {short(wanted)}, it is "
-                f"{short(got)}. {_why_not(got, c.plain(c.tensors_of(dsts[rank])))}",
+                f"{where}, {kind[1]} of shape {kind[0]}: incoming should be {short(wanted)}, but "
+                f"is {short(got)}. {_why_not(got, c.plain(c.tensors_of(dsts[rank])))}",
             )
         for kind, wanted, got in zip(c.KINDS, sent, held["outgoing"], strict=True):
             check(
                 got == wanted,
                 f"rank {rank} of {len(dsts)} sent {short(wanted)}, {kind[1]} of shape {kind[0]}, "
-                f"and afterwards its outgoing is {short(got)}. It belongs to the caller, who may "
-                "need it again: only incoming is written.",
+                f"but afterwards its outgoing is {short(got)}. It belongs to the caller, who may "
+                "need it again: write into incoming only.",
             )
 
 
 def _why_not(got: Any, of_dst: list[Any]) -> str:
     """Say why something else may have arrived."""
     if got in of_dst:
-        return "That is what rank dst has: dst is whom you send to, src whom you receive from."
+        return "That is rank dst's tensor: send to dst, and receive from src."
     return (
-        "Is dst whom you send to, src whom you receive from? Is the receive waited for, and into "
+        "Do you send to dst and receive from src? Do you wait for the receive, and receive into "
         "incoming itself, in its own dtype?"
     )
 
@@ -102,8 +102,9 @@ def _check_one_message_each(run: Run, num_calls: int = 1) -> None:
     check_no_collective(run, "an exchange is one message from each rank and nothing else")
     check(
         all(messages == num_calls for messages in run.messages),
-        f"each rank should send {num_calls} messages in {num_calls} exchanges; by rank they are "
-        f"{run.messages}. The receiver knows shape and dtype: nothing but the tensor is sent.",
+        f"each rank should send {num_calls} messages in {num_calls} exchanges; by rank, the "
+        f"numbers of messages are {run.messages}. The receiver knows shape and dtype: send nothing "
+        "but the tensor.",
     )
 
 
@@ -118,9 +119,10 @@ def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
     expected = LATENCY_S + 4 * max(lengths) * BYTE_S
     check(
         run.seconds <= 1.001 * expected,
-        f"{n} ranks exchange {lengths} float32 at the same time in {expected * 1e6:.2f} µs, as "
-        f"long as the longest message; yours takes {run.seconds * 1e6:.2f} µs. Give send and "
-        "receive to one batch, and wait for both afterwards.",
+        f"{n} ranks that exchange {lengths} float32 numbers at the same time take "
+        f"{expected * 1e6:.2f} µs, the time of the longest message; yours takes "
+        f"{run.seconds * 1e6:.2f} µs. Put send and receive into one batch, and wait for both "
+        "afterwards.",
     )
 
 
@@ -130,13 +132,13 @@ def test_outgoing_may_be_written_afterwards(grade: Grade) -> None:
     at_once, later = ([held[i] for held in run.results] for i in (0, 1))
     check(
         later == [2.0, 0.0, 1.0],
-        f"the caller wrote outgoing after exchange had returned, and the receivers got {later} "
-        "where [2.0, 0.0, 1.0] had been sent. Wait for the send as well.",
+        f"the caller overwrote outgoing after exchange had returned, and the receivers got {later} "
+        "although [2.0, 0.0, 1.0] had been sent. Wait for the send as well.",
     )
     check(
         at_once == [2.0, 0.0, 1.0],
-        f"when exchange returns, incoming should hold [2.0, 0.0, 1.0] by rank, as one rank comes "
-        f"late: it holds {at_once}, and {later} later. Wait for the receive as well.",
+        "when exchange returns, incoming should hold [2.0, 0.0, 1.0] by rank, even if one rank is "
+        f"late; it holds {at_once}, and only later {later}. Wait for the receive as well.",
     )
     check_waited(run)
 

@@ -56,22 +56,23 @@ def _check_line(line: list[float], sizes: list[int], seconds: list[float]) -> No
         most = 1e-12 * alpha_s / max(sizes) if is_level else 1e-300
         check(
             0 < line[1] <= most and 1 / line[1] < float("inf") and _is_near(line[0], alpha_s),
-            f"{where}: larger messages were not slower, so β should be {float_info.min} and α the "
-            f"mean, each time weighing 1 / seconds², {alpha_s:.4g} s; got {got}.",
+            f"{where}: larger messages were not slower, so β should be {float_info.min}, and α "
+            f"should be the mean of the times with weights 1 / seconds², {alpha_s:.4g} s; got "
+            f"{got}.",
         )
         return
     if alpha_s == 0:
         check(
             line[0] == 0 and _is_near(line[1], beta),
-            f"{where}: the best line has a negative α, so α should be 0, and β alone is fitted: "
-            f"{beta:.4g} s/byte; got {got}.",
+            f"{where}: the best line has a negative α, so α should be 0, and β alone is fitted, "
+            f"which gives {beta:.4g} s/byte; got {got}.",
         )
         return
     check(
         _is_near(line[0], alpha_s) and _is_near(line[1], beta),
-        f"{where}: α should be {alpha_s:.4g} s, and β {beta:.4g} s/byte; got {got}. Relative "
-        "errors count: weigh each point by 1 / seconds². np.polyfit squares its w: give it "
-        "1 / seconds.",
+        f"{where}: α should be {alpha_s:.4g} s, and β {beta:.4g} s/byte; got {got}. Minimize the "
+        "relative errors: weight each point by 1 / seconds². np.polyfit squares its w: give it 1 / "
+        "seconds.",
     )
 
 

@@ -13,7 +13,7 @@ from phase1.judging import MEASURED, check_peak, is_close, of_members, short
 FUNCTIONS = ("average_gradients", "average_gradients_flat")
 PARAMETERS = dict(models.Odd(0).named_parameters())
 TRAINABLE = {name: p for name, p in PARAMETERS.items() if p.requires_grad}
-WITHOUT_ONE = "Does a rank that has no gradient for a parameter make the calls of the others?"
+WITHOUT_ONE = "Does a rank that has no gradient for a parameter make the same calls as the others?"
 
 
 @task("1.10", real=True)
@@ -48,13 +48,13 @@ def _check_means(by_rank: list[Any], what: str) -> None:
             check(
                 is_close(expected, got),
                 f"{what}, rank {rank} of {n}: the gradient of {name} should be {short(expected)}, "
-                f"it is {short(got)}. {_why_no_mean(name, n, mean, got, own)}",
+                f"but is {short(got)}. {_why_no_mean(name, n, mean, got, own)}",
             )
         check(
             not result["moved"],
             f"{what}, rank {rank}: the gradients of {', '.join(result['moved'])} should be "
-            "overwritten in place, and are other tensors now, or lie in other memory. Copy the "
-            "means back into p.grad: who holds it would go on with the old values.",
+            "overwritten in place, but are now other tensors or in other memory. Copy the means "
+            "back into p.grad: code that holds the old tensor would keep the old values.",
         )
 
 
@@ -74,9 +74,11 @@ def _why_no_mean(name: str, n: int, mean: list[float], got: Any, own: Any) -> st
     if name == "frozen":
         return "It is frozen: leave it as it is."
     if got is None:
-        return "A rank that has no gradient takes part with zeros."
+        return (
+            "A rank that has no gradient takes part with zeros, and gets the mean as its gradient."
+        )
     if n > 1 and own is not None and is_close(own, got):
-        return "That is this rank's own, as it was before."
+        return "That is this rank's own gradient, as it was before."
     return "That is the sum: divide by N." if is_close([n * x for x in mean], got) else ""
 
 
@@ -96,9 +98,10 @@ def _check_calls(run: Run, function: str, expected: list[int]) -> None:
         calls = sorted(result["num_bytes"])
         check(
             calls == sorted(expected),
-            f"{function}, rank {rank}: the all-reduce it was given should be called with "
-            f"{sorted(expected)} bytes, it was with {calls}. Trainable parameters only, shared "
-            "ones once, in their own dtype; flat means one bucket.",
+            f"{function}, rank {rank}: the all-reduce that it was given should be called with "
+            f"{sorted(expected)} bytes; it was called with {calls}. Send gradients of trainable "
+            "parameters only, those of shared ones once, in their own dtype; flat means one "
+            "bucket.",
         )
     _check_nothing_besides(run, function, len(expected))
 
@@ -107,8 +110,8 @@ def _check_nothing_besides(run: Run, what: str, num_calls: int) -> None:
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     check(
         run.collectives == [num_calls] * len(run.results) and not sends,
-        f"{what}: {num_calls} all-reduces by its argument all_reduce are all it needs; collectives "
-        f"by rank are {run.collectives}, other messages {sends}.",
+        f"{what}: {num_calls} all-reduces by its argument all_reduce are all it needs; the numbers "
+        f"of collectives by rank are {run.collectives}, and {sends} other messages were sent.",
     )
 
 
@@ -117,8 +120,8 @@ def test_nothing_is_sent_where_nothing_is_trainable(grade: Grade) -> None:
     run = grade.run(b.average_nothing, 2)
     check(
         run.results == [[], []] and run.collectives == [0, 0],
-        "a module where nothing is trainable needs no all-reduce; it was called with so many "
-        f"numbers, by rank: {run.results}.",
+        "a module where nothing is trainable needs no all-reduce; by rank, all_reduce was called "
+        f"with tensors of these sizes: {run.results}.",
     )
 
 
@@ -128,8 +131,8 @@ def test_flat_takes_memory_for_one_bucket(grade: Grade) -> None:
     run = grade.run(b.average_large, 1, "average_gradients_flat", size, options=MEASURED)
     check_peak(
         *(run, [3 * 4 * size**2 + 64]),
-        "average_gradients_flat: parameters, gradients, and one bucket as large as these. Divide "
-        "the bucket in place, and copy the means from views of it.",
+        "average_gradients_flat needs parameters, gradients, and one bucket as large as the "
+        "gradients. Divide the bucket in place, and copy the means from views of it.",
     )
 
 
@@ -140,8 +143,8 @@ def test_large_gradients_are_not_cut(grade: Grade, function: str) -> None:
     (sizes,) = grade.run(b.average_large, 1, function, size).results
     check(
         sizes == [size**2],
-        f"{function}: one parameter of {size**2:,} numbers should be one all-reduce, however large "
-        f"it is; all_reduce was called with {short(sizes)} numbers.",
+        f"{function}: one parameter of {size**2:,} numbers should take one all-reduce, however "
+        f"large it is; all_reduce was called with {short(sizes)} numbers.",
     )
 
 

@@ -21,7 +21,11 @@ def test_the_slowest_rank_counts_in_the_median_run(grade: Grade, repeats: int) -
     for rank, table in enumerate(run.results):
         for name, schedule in schedules.items():
             got = table["seconds"].get(name, [])
-            check(len(got) == len(sizes), f"rank {rank}: {name} has {len(got)} times of 2.")
+            check(
+                len(got) == len(sizes),
+                f"rank {rank}: strategy {name} should have 2 times, one for each size; it has "
+                f"{len(got)}.",
+            )
             are_equal = all(other["seconds"].get(name) == got for other in run.results)
             for seconds, cell in zip(got, schedule, strict=True):
                 _check_median(seconds, cell, rank, are_equal)
@@ -54,18 +58,24 @@ def _mistakes(cell: list[list[float]]) -> dict[str, float]:
         "That is the mean of the runs: take the median.": fmean(slowest[1:]),
         "That is the fastest run: take the median.": min(slowest[1:]),
         "That is the slowest run: take the median.": max(slowest[1:]),
-        "The first run, which opens connections, is not timed.": median(slowest),
-        "The first run is not timed, and all that follow are.": median(slowest[:-1]),
-        "Another rank is the slowest in each run: take the slowest rank of every run first, and "
-        "then the median of the runs.": max(median(times[1:]) for times in cell),
+        "Do not time the first run, which opens the connections.": median(slowest),
+        "Do not time the first run, but time every run after it.": median(slowest[:-1]),
+        "A different rank may be the slowest in each run: first take the slowest rank of every "
+        "run, and then the median of the runs.": max(median(times[1:]) for times in cell),
     }
 
 
 def _cause(got: float, cell: list[list[float]], are_equal: bool) -> str:
     if got < 0.01:
-        return "Does your clock run while a rank sleeps? time.perf_counter does, process_time not."
+        return (
+            "Does your clock run while a rank sleeps? time.perf_counter does, but "
+            "time.process_time does not."
+        )
     if not are_equal:
-        return "The ranks' tables differ: not their own times count, but the slowest of all ranks."
+        return (
+            "The ranks' tables differ: in each run, the time that counts is that of the slowest of "
+            "all ranks."
+        )
     found = (text for text, seconds in _mistakes(cell).items() if _is_in(got, seconds))
     return next(found, "Take the slowest rank of each timed run, and then the median.")
 
@@ -76,7 +86,7 @@ def _check_median(got: float, cell: list[list[float]], rank: int, are_equal: boo
     check(
         _is_in(got, low, high),
         f"rank {rank} of 3: the slowest ranks of the timed runs take {slowest} s, so the median is "
-        f"{low if low == high else f'{low} to {high}'} s; measured was {got:.4g} s. "
+        f"{low if low == high else f'{low} to {high}'} s; you measured {got:.4g} s. "
         f"{_cause(got, cell, are_equal)}",
     )
 
@@ -96,6 +106,6 @@ def test_all_ranks_start_each_run_together(grade: Grade) -> None:
             check(
                 len(got) == 2 and are_close(got, [expected] * 2, 0.001),
                 f"rank {rank} of 3: two ranks that sleep {seconds} s, one after the other, take "
-                f"{expected} s; measured were {short(got)}. All ranks must start each run "
-                "together: nobody begins before everybody is there.",
+                f"{expected} s; you measured {short(got)} s. All ranks must start each run "
+                "together: no rank may begin before all are ready.",
             )

@@ -14,8 +14,8 @@ from phase1.line import are_close, best_line, in_us
 
 DEFAULT_REPEATS = 5
 NO_COMMON_CALLS = (
-    "Do all ranks take the same branches, whatever they measure? All must call the same strategies "
-    "and all-reduces equally often."
+    "Do all ranks take the same branches, whatever they measure? All ranks must call the same "
+    "strategies and all-reduces, each the same number of times."
 )
 
 # The measurement
@@ -50,17 +50,17 @@ def _check_names(table: dict[str, Any], names: list[str], sizes: list[int], rank
     found = sorted(table["seconds"])
     check(
         found == sorted(names) and table["sizes"] == sizes,
-        f"rank {rank}: the table should have the columns {sorted(names)} at {sizes} bytes, in this "
-        f"order; it has {found} at {table['sizes']}.",
+        f"rank {rank}: the table should have the columns {sorted(names)} and the sizes {sizes}, in "
+        f"this order; it has {found} and {table['sizes']}.",
     )
 
 
 def _check_column(got: list[float], expected: list[float], sizes: list[int], where: str) -> None:
     check(
         len(got) == len(expected) and are_close(got, expected, 0.01),
-        f"{where}: at {sizes} bytes it takes {in_us(expected)}, measured were {in_us(got)}. "
-        "Is each run timed alone, from a common start, in seconds of time.perf_counter? Has the "
-        "tensor bytes / 4 elements?",
+        f"{where}: at {sizes} bytes it takes {in_us(expected)}, but you measured {in_us(got)}. Is "
+        "each run timed by itself, from a common start, in seconds, by time.perf_counter? Does the "
+        "tensor have bytes / 4 elements?",
     )
 
 
@@ -73,8 +73,8 @@ def _check_line_of_exchange(table: dict[str, Any]) -> None:
         check(
             abs(got / wanted - 1) < 1e-3,
             f"the line through column exchange, {in_us(table['seconds']['exchange'])} at "
-            f"{table['sizes']} bytes, has {name} = {wanted:.4g}; yours is {got:.4g}. Pass sizes "
-            "and times of this column to fit_alpha_beta, in bytes and seconds.",
+            f"{table['sizes']} bytes, has {name} = {wanted:.4g}; yours is {got:.4g}. Pass the "
+            "sizes in bytes and the times of this column in seconds to fit_alpha_beta.",
         )
 
 
@@ -93,7 +93,7 @@ def test_all_ranks_have_the_same_table(grade: Grade) -> None:
         _check_names(table, ["exchange", "naive"], [4000, 4], rank)
         check(
             table == tables[0],
-            f"rank {rank} has another table than rank 0: {short(table['seconds'])}, "
+            f"rank {rank} has a different table from rank 0: {short(table['seconds'])} instead of "
             f"{short(tables[0]['seconds'])}. Share the times before you take the slowest.",
         )
 
@@ -124,14 +124,15 @@ def _check_calls(
             wanted = {size: runs * sizes.count(size) for size in sizes}
             check(
                 dict(got) == wanted,
-                f"rank {rank}: with {how}, strategy {name} should run {runs} times at each of "
-                f"{sizes} bytes, one of them not timed; by bytes it ran {dict(got)} times.",
+                f"rank {rank}: with {how}, strategy {name} should run {runs} times for each entry "
+                f"of sizes_bytes = {sizes}, the first time untimed; the numbers of runs by bytes "
+                f"are {dict(got)}.",
             )
             for _, *given in found:
                 check(
                     given == ["float32", device, num_ranks],
                     f"rank {rank}: a strategy should get a float32 tensor on {device}, and a group "
-                    f"of {num_ranks} ranks; it got {given}. Pass device= and group on.",
+                    f"of {num_ranks} ranks; it got {given}. Pass on device= and group.",
                 )
 
 
@@ -144,7 +145,8 @@ def _check_exchanges(run: Run, sizes: list[int], repeats: int | None) -> None:
         check(
             got == ring,
             f"in column exchange each rank should send {wanted} messages of {size} bytes to its "
-            f"right neighbour, one of {runs} not timed; as (from, to): number there were {got}.",
+            f"right neighbour, and the first of {runs} runs is not timed; the numbers of messages, "
+            f"by (from, to), are {got}.",
         )
 
 
@@ -166,8 +168,8 @@ def test_the_tensors_are_on_the_device(grade: Grade) -> None:
         _check_calls([{"a": found["calls"]}], sizes, 2, device, 2)
         check(
             found["sent"] == [device],
-            f"rank {rank}: with device={device} all that is sent should be there, as NCCL can send "
-            f"nothing else; sent was from {found['sent']}.",
+            f"rank {rank}: with device={device} every tensor that is sent should be on that "
+            f"device, as NCCL can send nothing else; tensors were sent from {found['sent']}.",
         )
 
 
@@ -177,8 +179,8 @@ def test_a_run_ends_when_the_device_has_finished(grade: Grade) -> None:
     for rank, got in enumerate(grade.run(m.measure_unfinished, 2, seconds).results):
         check(
             are_close(got, [seconds] * 2, 0.001),
-            f"rank {rank} of 2: a strategy returns at once, and the GPU works on for {seconds} s; "
-            f"measured were {short(got)} s. Call finish before you read the clock again.",
+            f"rank {rank} of 2: the strategy returns at once, but the GPU works for {seconds} s "
+            f"more; you measured {short(got)} s. Call finish before you read the clock again.",
         )
 
 

@@ -14,8 +14,8 @@ from phase1.judging import MEASURED, check_peak, check_refused, of_members, shor
 
 HEADER_BYTES, HEADER_CALLS = 1_000, 2  # of a broadcast_object_list: a length, then the object
 ONLY_SOURCE_RAISES = (
-    "An error that only the source raises leaves the others waiting: send it as the header, so "
-    "that every rank raises it."
+    "An error that only the source raises leaves the others waiting: send it in place of the "
+    "header, so that every rank raises it."
 )
 KINDS = [  # number of ranks, source, what
     (4, 0, s.Kind(10)),
@@ -59,7 +59,8 @@ def _check_scattered(by_rank: Sequence[Any], kind: s.Kind, src: int) -> None:
     for rank, found in enumerate(by_rank):
         check(
             found["class"] == "tuple",
-            f"rank {rank} of {n}: scatter_batch should return a tuple; it is a {found['class']}.",
+            f"rank {rank} of {n}: scatter_batch should return a tuple; it returned a "
+            f"{found['class']}.",
         )
         for what, whole in batch.items():
             rows = _rows_of(kind.rows, n, rank)
@@ -68,8 +69,8 @@ def _check_scattered(by_rank: Sequence[Any], kind: s.Kind, src: int) -> None:
             )
         check(
             rank != src or all(found["is_view"]),
-            f"rank {rank} of {n} is the source: its rows should be views of the batch; they are in "
-            "memory of their own. Slices and tensor_split copy nothing.",
+            f"rank {rank} of {n} is the source: its rows should be views of the batch, but they "
+            "are copies in other memory. Slices and tensor_split copy nothing.",
         )
 
 
@@ -84,13 +85,14 @@ def _check_part(found: Any, expected: Any, here: str, rows: range) -> None:
     check(
         (shape, dtype, device) == (list(expected.shape), str(expected.dtype), "cpu"),
         f"{here} should be {expected.dtype} of {list(expected.shape)} on the CPU; they are {dtype} "
-        f"of {shape} on {device}. 10 rows on 4 ranks are 3, 3, 2, 2; dtypes and shapes come with "
-        "the header.",
+        f"of {shape} on {device}. 10 rows on 4 ranks are 3, 3, 2, 2; every rank gets dtypes and "
+        "shapes from the header.",
     )
     check(
         numbers == s.bytes_of(expected),
-        f"{here} should be the rows {[*rows]} of the batch, bit by bit; other numbers came. "
-        "10 rows on 4 ranks are rows 0-2, 3-5, 6-7, 8-9, in every dtype, and of strided batches.",
+        f"{here} should be the rows {[*rows]} of the batch, bit by bit; other numbers arrived. 10 "
+        "rows on 4 ranks are rows 0-2, 3-5, 6-7, 8-9, whatever the dtype, and also if the batch is "
+        "not contiguous.",
     )
 
 
@@ -109,7 +111,11 @@ def _check_traffic(run: Run, kind: s.Kind, src: int, members: Sequence[int]) -> 
             f"rows; it sends {_messages(got)}. {_cause(got, wanted, kind, rows)}",
         )
     others = sorted({(e.rank, e.peer) for e in sends if e.rank != members[src]})
-    check(not others, f"only the source has something to send; (from, to) are {short(others)}.")
+    check(
+        not others,
+        f"only the source should send; other ranks sent messages too, which are {short(others)}, "
+        "as (from, to).",
+    )
     _check_header(run, src, members)
 
 
@@ -121,16 +127,18 @@ def _messages(num_bytes: Sequence[int]) -> str:
 
 def _cause(got: Sequence[int], wanted: Sequence[int], kind: s.Kind, rows: int) -> str:
     if not wanted:
-        return "Zero rows need no message, and what the source keeps does not travel."
+        return "Zero rows need no message, and neither do the rows that the source keeps."
     if len(got) > len(wanted) and sum(got) == sum(wanted):
         return "Send a rank's rows as one tensor: each message costs α."
     if len(got) == len(wanted) and sum(got) == sum(wanted) * kind.rows / rows:
-        return "Every row goes to one rank only."
+        return "Send every row to one rank only."
     if len(got) == len(wanted):
-        return "Rows travel in the dtype that they have."
+        return "Send the rows in their own dtype."
     if not got:
-        return "Broadcasting the whole batch does that: every row goes to one rank only."
-    return "Images and labels are a message each, and the shapes go to all in one broadcast."
+        return "Was the whole batch broadcast? Send every row to one rank only."
+    return (
+        "Send images and labels as one message each, and the shapes to all ranks in one broadcast."
+    )
 
 
 def _check_header(run: Run, src: int, members: Sequence[int]) -> None:
@@ -142,21 +150,21 @@ def _check_header(run: Run, src: int, members: Sequence[int]) -> None:
         names = Counter(event.name for event in mine)
         check(
             names.total() <= HEADER_CALLS and not names.keys() - {"broadcast"},
-            f"rank {rank} of {len(members)}: one broadcast_object_list for the shapes is "
-            f"{HEADER_CALLS} collectives; it called {dict(names)}. One list can hold all that the "
-            "others must know.",
+            f"rank {rank} of {len(members)}: one broadcast_object_list for the shapes makes "
+            f"{HEADER_CALLS} collective calls; this rank called {dict(names)}. One list can hold "
+            "everything that the others must know.",
         )
         check(
             num_bytes < HEADER_BYTES,
-            f"rank {rank} of {len(members)}: shapes and dtypes are less than {HEADER_BYTES:,} "
-            f"bytes; its header has {num_bytes:,}. Every row goes to one rank only, the header to "
-            "all.",
+            f"rank {rank} of {len(members)}: shapes and dtypes take less than {HEADER_BYTES:,} "
+            f"bytes; the header has {num_bytes:,}. Send every row to one rank only, and the header "
+            "to all.",
         )
     unwaited = run.trace.unwaited
     check(
         not unwaited,
-        f"sends are under way when scatter_batch returns:\n{chr(10).join(unwaited[:4])}\nThe "
-        "network may still read the rows: wait for each.",
+        f"sends are still under way when scatter_batch returns:\n{chr(10).join(unwaited[:4])}\nThe "
+        "network may still read the rows: wait for each send.",
     )
 
 
@@ -174,8 +182,8 @@ def test_nobody_holds_more_than_it_needs(grade: Grade) -> None:
     check_peak(
         run,
         needed,
-        f"Those are its rows, on rank {src} the whole batch, and the header: rows that are "
-        "contiguous are sent from where they lie, and received where they stay.",
+        f"It needs its rows (rank {src}: the whole batch) and the header: send contiguous rows "
+        "without copying them, and receive rows into the tensors that you return.",
     )
 
 
@@ -200,20 +208,20 @@ def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
         given = repr(device) if is_text else f"torch.device({device!r})"
         check(
             found["devices"] == [device] * 2,
-            f"rank {rank} of {n}: with device={given}, images and labels should be there; they "
-            f"are on {' and '.join(found['devices'])}.",
+            f"rank {rank} of {n}: with device={given}, images and labels should be on that device; "
+            f"they are on {' and '.join(found['devices'])}.",
         )
         last = found["travelled"][-(2 * (n - 1) if rank == src else 2) :]
         check(
             {*last} == {device},
             f"rank {rank} of {n}: rows should be sent from {device} and received there; they went "
-            f"through {' and '.join(sorted({*last}))}. NCCL sends nothing else.",
+            f"through {' and '.join(sorted({*last}))}. NCCL only sends tensors on GPUs.",
         )
         expected = [s.bytes_of(t[rows.start : rows.stop]) for t in kind.batch()]
         check(
             found["numbers"] == expected,
             f"rank {rank} of {n}: with device={given}, the rows {[*rows]} should arrive; other "
-            "numbers came.",
+            "numbers arrived.",
         )
 
 

@@ -26,18 +26,26 @@ def test_shards_cover_the_data_set_and_do_not_overlap(grade: Grade) -> None:
         lengths, places = [len(shard) for shard in shards], ceil(n / ranks) * ranks
         check(
             lengths == [ceil(n / ranks)] * ranks,
-            f"{here}: every shard should hold {ceil(n / ranks)}, they hold {short(lengths)}. "
-            "Shards of unequal length leave ranks waiting in an all-reduce.",
+            f"{here}: every shard should hold {counted(ceil(n / ranks), 'sample')}; the shards "
+            f"hold {short(lengths)}. Shards of unequal length leave ranks waiting in an "
+            "all-reduce.",
         )
         drawn = Counter(index for shard in shards for index in shard)
         missing, strange = set(range(n)) - drawn.keys(), drawn.keys() - set(range(n))
-        check(not strange, f"{here}: there are no samples {short(sorted(strange))}.")
-        check(not missing, f"{here}: nobody sees the samples {short(sorted(missing))}.")
+        check(
+            not strange,
+            f"{here}: indices go from 0 to {n - 1}; shards contain {short(sorted(strange))}.",
+        )
+        check(
+            not missing,
+            f"{here}: every sample should be in a shard; {short(sorted(missing))} are in none.",
+        )
         [(index, count)] = drawn.most_common(1)
         check(
             count <= ceil(places / n),
-            f"{here}: sample {index} comes {count} times, where "
-            f"{ceil(places / n)} would do. Does every rank compute the same order?",
+            f"{here}: no sample should appear more than {counted(ceil(places / n), 'time')}; "
+            f"sample {index} appears {counted(count, 'time')}. Does every rank compute the same "
+            "order?",
         )
 
 
@@ -48,13 +56,14 @@ def test_shards_that_are_cut_count_nothing_twice(grade: Grade) -> None:
         lengths = [len(shard) for shard in shards]
         check(
             lengths == [n // ranks] * ranks,
-            f"{_here(n, ranks)} with drop_last: every shard should hold {n // ranks}, "
-            f"they hold {lengths}.",
+            f"{_here(n, ranks)} with drop_last: every shard should hold "
+            f"{counted(n // ranks, 'sample')}; the shards hold {lengths}.",
         )
         drawn = [index for shard in shards for index in shard]
         check(
             len(set(drawn)) == len(drawn) and set(drawn) <= set(range(n)),
-            f"{_here(n, ranks)} with drop_last: a sample comes twice, {short(shards)}.",
+            f"{_here(n, ranks)} with drop_last: every sample should appear at most once, with an "
+            f"index from 0 to {n - 1}; shards are {short(shards)}.",
         )
 
 
@@ -99,20 +108,21 @@ def _check_order(order: list[int], shards: s.Shards, drop_last: bool) -> None:
     lengths = [len(shard) for shard in shards]
     check(
         lengths == [len(shard) for shard in expected],
-        f"{here}: shards should hold {len(expected[0])}, not {lengths}.",
+        f"{here}: every shard should hold {counted(len(expected[0]), 'sample')}; the shards hold "
+        f"{lengths}.",
     )
     turns, wanted = (
         [i for step in zip(*of, strict=True) for i in step] for of in (shards, expected)
     )
     check(
         turns[: len(order)] == wanted[: len(order)],
-        f"{here}: read step by step, the shards should be the order of one process, "
-        f"{short(wanted)}; they are {short(turns)}. Do ranks take turns, not blocks, and "
-        "does the order depend on the number of ranks, or on drop_last?",
+        f"{here}: read step by step, the shards should give the order of one process, "
+        f"{short(wanted)}; they give {short(turns)}. Do ranks take turns, not blocks, and does the "
+        "order depend on the number of ranks, or on drop_last?",
     )
     check(
         turns == wanted,
-        f"{here}: the places after the last sample should go round to the beginning of the same "
+        f"{here}: the places after the last sample should be filled from the beginning of the same "
         f"order, {short(wanted[len(order) :])}; they hold {short(turns[len(order) :])}.",
     )
 
@@ -134,7 +144,11 @@ def test_the_order_is_fixed_by_seed_and_epoch_alone(grade: Grade) -> None:
     keys = [*dict.fromkeys(keys)]
     cases = [(50, 1, {"seed": seed, "epoch": epoch}) for seed, epoch in [*keys, keys[0]]]
     *orders, again = (shards[0] for shards in grade.call(s.shards, cases))
-    check(orders[0] == again, "the same seed and epoch gave two orders. Use your own generator.")
+    check(
+        orders[0] == again,
+        "the same seed and epoch gave two different orders. Use your own generator, seeded with "
+        "both.",
+    )
     for key, order in zip(keys, orders, strict=True):
         check(order != [*range(50)], "shuffle=True should permute the samples; they are in order.")
         same = [other for other, found in zip(keys, orders, strict=True) if found == order]
@@ -150,8 +164,8 @@ def test_processes_agree_on_the_order(grade: Grade) -> None:
     here, there = grade.call(s.shard_by_process, {"seed": grade.random.randrange(10**6)})
     check(
         here == there,
-        "two processes have two orders for the same seed and epoch. hash() of a text is another "
-        "number in each process: seed with numbers.",
+        "two processes have different orders for the same seed and epoch. hash() of a string "
+        "differs from process to process: seed with numbers.",
     )
 
 
@@ -166,9 +180,9 @@ def test_every_order_is_equally_likely(grade: Grade) -> None:
         [(most, count)] = counts.most_common(1)
         check(
             len(counts) == ORDERS_OF_4 and count <= 3 * DRAWS // ORDERS_OF_4,
-            f"4 samples have {ORDERS_OF_4} orders, and {DRAWS} {what} should show each about "
-            f"{DRAWS // ORDERS_OF_4} times; they show {len(counts)} of them, {most} {count} times. "
-            f"Is it a random permutation, and another one for each of the {what}?",
+            f"4 samples have {ORDERS_OF_4} orders, and {DRAWS} {what} should give each about "
+            f"{DRAWS // ORDERS_OF_4} times; they give {len(counts)} of them, and {most} {count} "
+            f"times. Is it a random permutation, and a different one for each of the {what}?",
         )
 
 
@@ -179,14 +193,15 @@ def test_a_large_data_set_is_mixed_as_a_whole(grade: Grade) -> None:
     moved = sum(abs(place - index) for place, index in enumerate(order)) / n
     check(
         0.28 * n <= moved <= 0.39 * n,
-        f"{n} samples in random order are {n // 3} places from where they were, on average; these "
-        f"are {moved:.0f}. Was all of the data set permuted, at random?",
+        f"on average, {n} samples in random order are {n // 3} places from where they were; these "
+        f"are {moved:.0f}. Was the whole data set permuted at random?",
     )
     steps = len({(after - before) % n for before, after in pairwise(order)})
     check(
         steps >= n // 2,
-        f"{n} samples in random order have about {0.63 * n:.0f} different steps from one to the "
-        f"next; these have {steps}. A rotation, or blocks that stay together, are not random.",
+        f"{n} samples in random order have about {0.63 * n:.0f} different distances from one "
+        f"sample to the next; these have {steps}. A rotation is not a random order, and neither is "
+        "one of blocks that stay together.",
     )
 
 
@@ -200,7 +215,7 @@ def test_shards_have_defaults_for_what_is_left_out(grade: Grade) -> None:
     for name, got, expected in zip(defaults, found[:4], found[4:], strict=True):
         check(
             got == expected,
-            f"without {name}, shards should be those of {name}={defaults[name]}, "
+            f"without {name}, shards should be those of {name}={defaults[name]}, which are "
             f"{short(expected)}; they are {short(got)}.",
         )
 
@@ -212,8 +227,9 @@ def test_global_generators_are_left_alone(grade: Grade) -> None:
     for options, moved in zip(cases, grade.call(s.generators_moved, cases), strict=True):
         check(
             not moved,
-            f"shard_indices moved the global generator of {' and '.join(moved)}, with {options}. "
-            "Dropout and augmentation draw from it too: make a generator of your own.",
+            f"with {options}, shard_indices drew from or seeded the global generator of "
+            f"{' and '.join(moved)}. Dropout and augmentation draw from it too: make a generator "
+            "of your own.",
         )
 
 
@@ -226,8 +242,9 @@ def test_impossible_shards_are_refused(grade: Grade) -> None:
         (n, rank, ranks, given), got = case, f"{found['type']}: {short(found['text'])}"
         check(
             found["type"] == "ValueError",
-            f"{n} samples for rank {rank} of {ranks}, {given or 'nothing else given'}: should be a "
-            f"ValueError; it is {got if found['type'] else 'none'}.",
+            f"{n} samples for rank {rank} of {ranks}, {given or 'nothing else given'}: "
+            "shard_indices should raise a ValueError; it raised "
+            f"{got if found['type'] else 'none'}.",
         )
 
 
@@ -239,12 +256,15 @@ def test_every_rank_computes_its_shard_alone(grade: Grade) -> None:
     [shards] = grade.call(s.shards, [(20, 3, options)])
     check(
         run.results == shards,
-        f"on 3 ranks that call once each, the shards are {short(run.results)}; one process that "
-        f"asks for all three gets {short(shards)}. The rank is an argument: do not ask dist.",
+        f"on 3 ranks that call shard_indices once each, the shards are {short(run.results)}; one "
+        f"process that asks for all three gets {short(shards)}. The rank is an argument: do not "
+        "ask torch.distributed for it.",
     )
 
 
-SLOW_SHARD = "200,000 samples should take less than a second: is the time O(num_samples)?"
+SLOW_SHARD = (
+    "the shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
+)
 
 
 @task("1.1")
@@ -254,7 +274,7 @@ def test_the_cost_grows_with_the_data_set_alone(grade: Grade) -> None:
     check(
         peak <= BYTES_PER_SAMPLE * samples,
         f"the shard of one rank of {ranks} took {peak:,} bytes for {samples:,} samples, "
-        f"{peak / samples:.0f} per sample; a few lists of all samples are less than "
+        f"{peak / samples:.0f} per sample; a few lists of all samples take less than "
         f"{BYTES_PER_SAMPLE}. Does it build something for every rank?",
     )
     grade.run(s.shards, 1, [(200_000, 2, {})], if_slow=SLOW_SHARD)

@@ -44,8 +44,8 @@ def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
     cause = "Are gradients from before the step gone?"
     if len(sizes) > 1:
         cause = (
-            "Does each target weigh 1/B in the gradient, also after average has divided by N? And "
-            "are gradients from before the step gone?"
+            "Does each target have weight 1/B in the gradient, even after average has divided by "
+            "N? And are gradients from before the step gone?"
         )
     for rank, result in enumerate(by_rank):
         here = f"batches of {sizes}, rank {rank}"
@@ -53,13 +53,15 @@ def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
         check(
             is_close(alone["state"], result["state"])
             and same_loss(alone["losses"], result["losses"]),
-            f"{here}: after {STEPS} steps the weights differ from those of one process, losses are "
-            f"{short(result['losses'])} and should be {short(alone['losses'])}. {cause}",
+            f"{here}: after {STEPS} steps the weights differ from those of one process, or the "
+            f"losses do: they are {short(result['losses'])} and should be "
+            f"{short(alone['losses'])}. {cause}",
         )
         check(
             result["losses"] == by_rank[0]["losses"],
-            f"{here}: the losses {result['losses']} are not the very numbers of rank 0, "
-            f"{by_rank[0]['losses']}. Compute them from what the all-reduce gave to all.",
+            f"{here}: the losses {result['losses']} are not exactly those of rank 0, "
+            f"{by_rank[0]['losses']}. Compute them from the result of the all-reduce, which is the "
+            "same on all ranks.",
         )
         _check_is_its_own(here, result, STEPS * sizes[rank])
 
@@ -72,12 +74,12 @@ def _check_first_loss(here: str, rank: int, got: float, sizes: list[int], length
     if len(sizes) > 1 and same_loss(got, means[rank]):
         cause = " That is the mean of this rank's own batch."
     elif len(sizes) > 1 and same_loss(got, sum(known) / len(known)):
-        cause = " That is the mean of the ranks' means, where small batches count too much."
+        cause = " That is the mean of the ranks' means, in which small batches count too much."
     check(
         same_loss(expected, got),
-        f"{here}: the first loss of one process on all of them is {expected:.6f}, train_step "
-        f"returned {got:.6f}. It is the mean over all targets of all ranks, before the step."
-        f"{cause}",
+        f"{here}: one process that trains on all the batches has a first loss of {expected:.6f}; "
+        f"train_step returned {got:.6f}. The loss is the mean over all targets of all ranks, "
+        f"before the step.{cause}",
     )
 
 
@@ -85,13 +87,13 @@ def _check_is_its_own(here: str, result: Any, num_rows: int) -> None:
     """What the step did with its batch, and what it returned."""
     check(
         result["are_buffers_kept"],
-        f"{here}: a step is no time to change the model's buffers: loss, targets and gradients are "
-        "all that the ranks need to share.",
+        f"{here}: train_step should leave the model's buffers as the forward pass leaves them, but "
+        "has changed them: ranks need to share only loss, number of targets and gradients.",
     )
     check(
         not result["changed"],
-        f"{here}: train_step has changed the {' and '.join(result['changed'])} of its batch. "
-        "They belong to the caller, who may show them again: compute in tensors of your own.",
+        f"{here}: train_step has changed the {' and '.join(result['changed'])} of its batch. They "
+        "belong to the caller, who may use them again: compute in tensors of your own.",
     )
     check(
         sum(result["rows"]) == num_rows,
@@ -110,8 +112,8 @@ def _check_calls(run: Run, expected: int) -> None:
     check(
         run.collectives == [expected] * len(run.results) and not sends,
         f"{STEPS} steps need {expected} all-reduces on each rank: one of two numbers a step, and "
-        f"one for each of {TRAINABLE} trainable parameters. Collectives by rank are "
-        f"{run.collectives}, other messages {sends}.",
+        f"one for each of {TRAINABLE} trainable parameters. The numbers of collectives by rank are "
+        f"{run.collectives}, and {sends} other messages were sent.",
     )
 
 
@@ -132,13 +134,13 @@ def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
         here = f"rank {rank} of {len(MEMBERS)}"
         check(
             len(used["average"]) == 1,
-            f"{here}: the average given should be called once a step, it was called "
+            f"{here}: the average given should be called once in a step; it was called "
             f"{len(used['average'])} times.",
         )
         check(
             all(used["average"][0]),
             f"{here}: average should get the model, the all_reduce and the group that train_step "
-            f"was given; whether it did: {used['average'][0]}.",
+            f"was given; whether it got each of the three: {used['average'][0]}.",
         )
         check(
             used["sizes"] == [2],
@@ -156,7 +158,7 @@ def _check_moved(here: str, moved: dict[str, list[float]], by: float) -> None:
             any(is_close(found, [one] * len(found)) for one in (by, by / 3)),
             f"{here}: after average, the gradient of {name} is {by / -0.5:.4f}, and the optimizer "
             f"should move it by {by:.4f}; it moved by {short(found)}. The gradients that average "
-            "leaves are those of the step.",
+            "leaves are those of the step: do not change them afterwards.",
         )
 
 
@@ -164,8 +166,8 @@ def _check_nothing_besides(run: Run) -> None:
     expected = [int(rank in MEMBERS) for rank in range(OUTER_WORLD_SIZE)]
     check(
         run.collectives == expected,
-        f"with an average that sends nothing, the all-reduce of two numbers is all that a step "
-        f"needs; collectives by rank are {run.collectives}, and should be {expected}.",
+        "with an average that sends nothing, a step needs only the all-reduce of two numbers; the "
+        f"numbers of collectives by rank are {run.collectives}, and should be {expected}.",
     )
 
 
@@ -176,8 +178,8 @@ def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> Non
     for rank, result in enumerate(results):
         check(
             not result["changed"],
-            f"rank {rank} of 3: no rank has a target, and still the parameters have changed. "
-            "Raise before the step.",
+            f"rank {rank} of 3: no rank has a target, but the parameters have still changed. Raise "
+            "the error before the optimizer's step.",
         )
 
 
@@ -189,9 +191,10 @@ def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
     for rank, got in enumerate(grade.run(b.step_in_bfloat16, 2, sizes, wrong).results):
         check(
             isclose(got, expected, rel_tol=1e-6),
-            f"a model in bfloat16, {sizes} targets on 2 ranks, of which {wrong} cost 64 and the "
-            f"others nothing: the loss should be {expected:.6f}, rank {rank} returned {got:.6f}. "
-            "bfloat16 has 8 bits: 303 becomes 304. Count and add up in float32 or float64.",
+            f"a model in bfloat16, {sizes} targets on 2 ranks, of which {wrong} have a loss of 64 "
+            f"and the others of 0: train_step should return {expected:.6f}, but on rank {rank} it "
+            f"returned {got:.6f}. bfloat16 has 8 significant bits: 303 becomes 304. Count and add "
+            "up in float32 or float64.",
         )
 
 

@@ -14,8 +14,8 @@ from phase1.models import GLOBAL_BATCH, LR, NUM_TEST, STEPS
 
 EPOCHS = 2
 STATISTICS = (
-    "Running statistics follow each rank's shard: give rank 0's buffers to all after each epoch, "
-    "before the evaluation."
+    "Running statistics follow each rank's shard: broadcast rank 0's buffers to all ranks after "
+    "each epoch, before the evaluation."
 )
 UNDER_IF = "Every rank must make every collective call: is one of them under a condition?"
 
@@ -26,9 +26,9 @@ def test_training_is_that_of_one_process(grade: Grade, n: int) -> None:
     results = grade.run(t.fit, n, [EPOCHS], if_stuck=UNDER_IF if n > 1 else "").results
     orders = orders_of(results, EPOCHS)
     first, second = _batches(orders[:STEPS]), _batches(orders[STEPS:])
-    cause = "Call set_epoch before each."
+    cause = "Call set_epoch before each epoch."
     if first[0] == list(range(GLOBAL_BATCH)):
-        cause = "It is that of the data set: let build_loader shuffle."
+        cause = "It is the order of the data set: let build_loader shuffle."
     check(first != second, f"epochs 1 and 2 see the samples in the same order. {cause}")
     _check_fitted(results, [EPOCHS])
 
@@ -40,8 +40,8 @@ def orders_of(by_rank: list[Any], epochs: int) -> reference.Steps:
     for rank, result in enumerate(by_rank):
         check(
             len(result["fetched"]) == wanted,
-            f"rank {rank} of {n}: {epochs} epochs of {STEPS} steps of {share} samples are "
-            f"{wanted}; it fetched {len(result['fetched'])}.",
+            f"rank {rank} of {n}: in {epochs} epochs of {STEPS} steps of {share} samples, a rank "
+            f"should fetch {wanted} samples; it fetched {len(result['fetched'])}.",
         )
     return tuple(
         tuple(tuple(result["fetched"][start : start + share]) for result in by_rank)
@@ -70,20 +70,23 @@ def _check_fitted(by_rank: list[Any], calls: list[int], **settings: Any) -> None
         statistics = f" {STATISTICS}" if any("running" in name for name in wrong) else ""
         check(
             not wrong,
-            f"{here}: at the end {', '.join(wrong)} are not those of one process that starts from "
-            f"rank 0's weights.{statistics}",
+            f"{here}: at the end, {', '.join(wrong)} differ from those of one process that starts "
+            f"from rank 0's weights.{statistics}",
         )
         _check_share_of_test(here, result["num_tested"], sum(calls), len(by_rank))
-        check(not result["types"], f"{here}: in the history, {short(result['types'])}.")
+        check(
+            not result["types"],
+            f"{here}: the history contains values of wrong types: {short(result['types'])}.",
+        )
 
 
 def _check_share_of_test(here: str, num_tested: int, epochs: int, n: int) -> None:
     share = NUM_TEST / n
     check(
         abs(num_tested - epochs * share) < epochs,
-        f"{here}: {epochs} evaluations of {NUM_TEST} samples are about {epochs * share:.0f} "
-        f"samples for each of {n} ranks; it fetched {num_tested}. Ranks share the "
-        "evaluation, as in 1.12.",
+        f"{here}: in {epochs} evaluations of {NUM_TEST} samples, each of {n} ranks should fetch "
+        f"about {epochs * share:.0f}; it fetched {num_tested}. Ranks share the evaluation, as in "
+        "1.12.",
     )
 
 
@@ -113,8 +116,8 @@ def _check_epoch(here: str, want: Any, got: Any) -> None:
     check(
         same_loss(want["test"], got["test"]),
         f"{here}: one process has the test loss and accuracy {want['test']}; here they are "
-        f"{got['test']}, and the losses of the steps are right. Is the model evaluated after the "
-        f"epoch's last step, as rank 0 has it? {STATISTICS}",
+        f"{got['test']}, although the losses of the steps are right. Is the model evaluated after "
+        f"the epoch's last step, with rank 0's buffers? {STATISTICS}",
     )
 
 
@@ -139,8 +142,9 @@ def test_no_epoch_is_an_empty_history(grade: Grade) -> None:
         here = f"rank {rank} of 2, epochs=0"
         check(
             result["histories"] == [[]] and not result["fetched"] and not result["printed"],
-            f"{here}: nothing is trained and nothing printed, and the history is empty; it is "
-            f"{short(result['histories'])}.",
+            f"{here}: fit should train nothing, print nothing and return an empty history; the "
+            f"history is {short(result['histories'])}, {len(result['fetched'])} samples were "
+            f"fetched, and {short(result['printed'])} was printed.",
         )
         check(result["state"] == start, f"{here}: all ranks should have rank 0's model.")
 
@@ -157,14 +161,14 @@ def _check_printed(by_rank: list[Any]) -> None:
         len(lines) == EPOCHS
         and all("loss" in line.lower() for line in lines)
         and all(_names(epoch, line) for epoch, line in enumerate(lines, start=1)),
-        f"rank 0 should print one line an epoch, with its number and the loss; it printed "
+        "rank 0 should print one line per epoch, with its number and the loss; it printed "
         f"{short(first['printed'])}.",
     )
     next_epochs = first["fetched_s"][:: len(first["fetched"]) // EPOCHS][1:]
     check(
         all(line <= begin for line, begin in zip(first["printed_s"], next_epochs, strict=False)),
-        "rank 0 should print the line of an epoch when the epoch is over, and printed it after "
-        "the next had begun.",
+        "rank 0 should print the line of an epoch when the epoch is over, but printed it after the "
+        "next epoch had begun.",
     )
     for rank, result in enumerate(others, start=1):
         text = result["printed"]
@@ -182,8 +186,9 @@ def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> Non
     for rank, result in enumerate(results):
         check(
             not result["modes"],
-            f"rank {rank} of 2: {' and '.join(result['modes'])} were in evaluation mode in a step. "
-            "Switch to training mode at the start of each epoch: an evaluation may come before.",
+            f"rank {rank} of 2: {' and '.join(result['modes'])} were in evaluation mode during a "
+            "step. Switch to training mode at the start of each epoch: the caller may have "
+            "evaluated the model before.",
         )
     _check_fitted(results, [EPOCHS], normalised=True)
 
@@ -241,9 +246,9 @@ def test_average_and_all_reduce_are_used(grade: Grade) -> None:
         check(
             result["average"] == [True] * STEPS and result["sizes"] == [2] * STEPS,
             f"rank {rank} of {n}: the trainer's average should be called {STEPS} times in {STEPS} "
-            f"steps, with its all_reduce; it was called {len(result['average'])} times, the "
-            f"all_reduce with {short(result['sizes'])} numbers. self.step(batch) "
-            "passes both on to train_step.",
+            f"steps, with its all_reduce; average was called {len(result['average'])} times, and "
+            f"all_reduce with {short(result['sizes'])} numbers. self.step(batch) passes both on to "
+            "train_step.",
         )
     _check_fitted(results, [1], lr=n * LR)  # the average given sums
 
@@ -260,7 +265,7 @@ def test_the_training_happens_on_the_device(grade: Grade) -> None:
     for rank, result in enumerate(results):
         check(
             result["devices"] == [result["device"]],
-            f"rank {rank}: the model was on {result['device']}, and is on "
+            f"rank {rank}: the model was on {result['device']}, but is on "
             f"{' and '.join(result['devices'])} after fit. Move batches, not the model.",
         )
     _check_fitted(results, [1], normalised=True)

@@ -20,7 +20,7 @@ def test_the_speed_is_that_of_all_ranks(grade: Grade) -> None:
         check(
             calls == EPOCHS * REDUCED,
             f"rank {rank}: the trainer's all_reduce should be called {EPOCHS * REDUCED} times, "
-            f"{PARAMETERS + 1} a step; it was called {calls} times.",
+            f"{PARAMETERS + 1} in each step; it was called {calls} times.",
         )
     _check_speeds(run.results)
 
@@ -40,7 +40,7 @@ def _check_speeds(by_rank: list[Any]) -> None:
         check(
             _within_1_percent(found, expected),
             f"rank {rank} of {n}: {images} images in {_rounded(seconds)} s of training are "
-            f"{_rounded(expected)} images/s; the history has {_rounded(found)}. {cause}",
+            f"{_rounded(expected)} images/s; the history says {_rounded(found)}. {cause}",
         )
 
 
@@ -65,9 +65,9 @@ def test_nothing_else_is_sent(grade: Grade) -> None:
         found <= allowed + 1e-6,
         f"{EPOCHS} epochs of {STEPS} steps on {n} ranks sent {run.messages[0]} messages and called "
         f"{run.collectives[0]} collectives on rank 0. Counted as broadcasts that is {found:.0f}, "
-        f"and {allowed:.0f} would do: the model is broadcast once, when fit starts (equal "
-        f"gradients keep it equal), each of {buffers} buffers once an epoch, and there is one "
-        "evaluation an epoch.",
+        f"and {allowed:.0f} would be enough: the model is broadcast once, when fit starts (equal "
+        f"gradients keep it equal), each of {buffers} buffers once per epoch, and there is one "
+        "evaluation per epoch.",
     )
 
 

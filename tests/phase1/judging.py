@@ -75,8 +75,8 @@ def check_refused(by_rank: Sequence[Mapping[str, str]], what: str, *names: str) 
         check(found["type"] == "ValueError", f"{here} it is {got}.")
         check(
             _without_own_rank(found, rank) == _without_own_rank(by_rank[0], 0),
-            f"{here} it says {short(found['text'])}, on rank 0 {short(by_rank[0]['text'])}. Decide "
-            "by what all ranks know, so that all raise the same.",
+            f"{here} it says {short(found['text'])}, but on rank 0 {short(by_rank[0]['text'])}. "
+            "Decide by what all ranks know, so that all raise the same error.",
         )
         missing = [name for name in names if name not in found["text"]]
         check(not missing, f"{here} it should name {' and '.join(names)}; it is {got}.")
@@ -91,8 +91,8 @@ def check_silent(run: Run, what: str) -> None:
     """Check that nothing was sent and no collective was called."""
     check(
         not any(run.messages) and not any(run.collectives),
-        f"{what} needs no communication: every rank can compute it alone. Messages by rank are "
-        f"{run.messages}, collectives {run.collectives}.",
+        f"{what} needs no communication: every rank can compute it alone. By rank, the numbers of "
+        f"messages are {run.messages}, and those of collectives {run.collectives}.",
     )
 
 
@@ -147,7 +147,8 @@ def check_no_collective(run: Run, what: str) -> None:
     """
     check(
         not any(run.collectives),
-        f"{what}; yours calls a built-in collective, or a barrier: {run.collectives} by rank.",
+        f"{what}; yours calls a built-in collective, or a barrier: the numbers of these calls by "
+        f"rank are {run.collectives}.",
     )
 
 
@@ -156,8 +157,9 @@ def check_waited(run: Run) -> None:
     left = run.trace.unwaited if run.trace else []
     check(
         not left,
-        "on return all sends and receives should be done, so that the caller may write what was "
-        f"sent. Nobody has waited for: {'; '.join(' '.join(row.split()) for row in left[:2])}",
+        "all sends and receives should be complete on return, so that the caller may overwrite the "
+        "tensors that were sent. Nobody has waited for: "
+        f"{'; '.join(' '.join(row.split()) for row in left[:2])}",
     )
 
 
@@ -168,9 +170,10 @@ def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
         wanted, got = expected.get(num_bytes, 0), found[num_bytes]
         check(
             got == wanted,
-            f"there should be {wanted} messages of {num_bytes:,} bytes, there are {got}; of all "
-            f"messages, {sum(found.values())} came and {sum(expected.values())} should. Send the "
-            "tensor as it is, in one message and in its own dtype, whatever its shape and size.",
+            f"there should be {wanted} messages of {num_bytes:,} bytes, but there are {got}; in "
+            f"all, there should be {sum(expected.values())} messages, and there are "
+            f"{sum(found.values())}. Send the tensor as it is, in one message and in its own "
+            "dtype, whatever its shape and size.",
         )
 
 

@@ -52,7 +52,7 @@ def _as_dict(times: Any) -> dict[str, Any]:
 def _check_floats(what: str, values: Any) -> None:
     is_sequence = isinstance(values, Sequence)
     if not is_sequence or not all(isinstance(value, float) for value in values):
-        raise TypeError(f"{what} should be floats; {values!r:.70} is something else")
+        raise TypeError(f"{what} should be floats, not {values!r:.70}")
 
 
 def measure_sleepers(
@@ -117,7 +117,9 @@ def measure_counting(
     strategies = {name: counting(name) for name in names}
     times = lesson.measure_all_reduce(strategies, sizes, **arguments)
     if list(strategies) != list(names):
-        raise ValueError(f"the caller's strategies {names} should stay; now {list(strategies)}")
+        raise ValueError(
+            f"the caller's strategies should stay {names}; now they are {list(strategies)}"
+        )
     if _as_dict(times)["sizes"] != list(sizes):
         raise ValueError(f"sizes_bytes of the table should be {sizes}, not {times.sizes_bytes}")
     return calls

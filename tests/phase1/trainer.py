@@ -122,7 +122,9 @@ def _entry(result: Any) -> dict[str, Any]:
 
 def _wrong_types(lesson: Any, histories: list[Any]) -> list[str]:
     """Which values are not of the type that the lesson declares."""
-    found = {f"a {type(h).__name__} for a list" for h in histories if not isinstance(h, list)}
+    found = {
+        f"a {type(h).__name__} instead of a list" for h in histories if not isinstance(h, list)
+    }
     for result in (result for history in histories for result in history):
         values = {"EpochResult": result, **vars(result)}
         kinds = {"EpochResult": lesson.EpochResult, "epoch": int, "step_losses": tuple}
