@@ -73,7 +73,11 @@ def test_make_test_grades_the_templates_of_a_handout(students: Path) -> None:
     (students / ".venv").mkdir(exist_ok=True)
     (students / ".venv/.ready").touch()  # nothing is to be installed
     done = subprocess.run(
-        ["make", "--dry-run", "test"], cwd=students, capture_output=True, text=True
+        ["make", "--no-print-directory", "--dry-run", "test"],
+        cwd=students,
+        capture_output=True,
+        text=True,
+        env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
     )
     assert done.stdout.splitlines() == [".venv/bin/python -m pytest tests/test_phase1.py"]
 
