@@ -18,7 +18,7 @@ def diff(folder: CourseFolder, task: Task) -> str:
     Raises:
         LearnerError: there is no solution, or the learner's file does not parse.
     """
-    if not (folder.root / task.solution).is_file():
+    if not folder.has_solution(task):
         raise LearnerError("this copy of the course comes without solutions/ to compare with")
     own_text = source.read(folder.root / task.template)
     solved_text = source.read(folder.root / task.solution)

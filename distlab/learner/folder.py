@@ -39,6 +39,10 @@ class CourseFolder:
         """Return the phase that a task belongs to."""
         return next(phase for phase in self.course.phases if task in phase.tasks)
 
+    def has_solution(self, task: Task) -> bool:
+        """Whether the solution is there: the students' version comes without."""
+        return (self.root / task.solution).is_file()
+
     def guide(self, task: Task) -> Path:
         """Return the guidelines of the task's phase."""
         return self.root / task.folder / "guidelines.md"

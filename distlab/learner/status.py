@@ -175,7 +175,7 @@ def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress
     """Yield what to do after a grading of one task."""
     grade = grading.tasks.get(task.id)
     if grade and grade.outcome == PASSED:
-        if (folder.root / task.solution).is_file():
+        if folder.has_solution(task):
             yield f"Your code beside the solution: distlab diff {task.id}"
         yield from built(folder.phase_of(task), progress)
         yield from whats_next(folder, progress, task)

@@ -99,7 +99,7 @@ class Watch:
         progress = state.load(self._folder)
         keys = ["h hint", "c check all", "q quit"]
         if progress.has_passed(self.task):
-            if (self._folder.root / self.task.solution).is_file():
+            if self._folder.has_solution(self.task):
                 keys.insert(1, "d diff")
             if progress.next_task(self._folder, self.task):
                 keys.insert(0, "n next")

@@ -82,7 +82,8 @@ def test_make_test_grades_the_templates_of_a_handout(students: Path) -> None:
     assert done.stdout.splitlines() == [".venv/bin/python -m pytest tests/test_phase1.py"]
 
 
-def test_a_solved_open_task_is_not_handed_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["", "\ndef broken(:\n"], ids=["solved", "does not parse"])
+def test_a_solved_open_task_is_not_handed_out(tmp_path: Path, more: str) -> None:
     course = tmp_path / "course"
     shutil.copytree(ROOT / PHASE, course / PHASE)
     shutil.copy(ROOT / "course.toml", course)
@@ -90,7 +91,7 @@ def test_a_solved_open_task_is_not_handed_out(tmp_path: Path) -> None:
     here = CourseFolder(course, COURSE)
     handout.write(here, tmp_path / "unsolved")
     solution = (ROOT / "solutions" / PHASE / "challenge.py").read_text()
-    (course / PHASE / "template_challenge.py").write_text(solution)
+    (course / PHASE / "template_challenge.py").write_text(solution + more)
     with pytest.raises(
         LearnerError, match=r"fast_all_reduce in .*template_challenge\.py is solved"
     ):

@@ -19,11 +19,12 @@ from typing import Any, get_args
 
 import psutil
 import pytest
+from commands import distlab
 from fresh_pytest import FreshPytest
 from own_phases import copy_shipped
 
 from distlab import course
-from distlab.cli import learn, main
+from distlab.cli import learn
 from distlab.grade import plugin, reports
 from distlab.grade.outcomes import Outcome
 from distlab.learner import folder as folders
@@ -85,13 +86,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
     (tmp_path / "tests/test_phase1.py").write_text(SUITE)
     monkeypatch.chdir(tmp_path)
     return folders.find()
-
-
-def distlab(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def write_exchange(here: CourseFolder, body: str) -> None:

@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import distlab
 from own_phases import copy_shipped
 
 from distlab import course
-from distlab.cli import main
 from distlab.learner import folder, grading, state, status
 
 ROOT = Path(__file__).parents[2]
@@ -55,13 +55,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> folder.CourseFolder
     (tmp_path / PHASE / "template_collectives.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     return folder.find()
-
-
-def distlab(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def test_a_check_says_what_it_lends_and_remembers_what_passed(

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import distlab
 
 from distlab import course
-from distlab.cli import main
 from distlab.learner import folder, state, trace_programs
 from distlab.learner.folder import CourseFolder, LearnerError
 
@@ -22,13 +22,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
     shutil.copytree(ROOT / PHASE, tmp_path / PHASE, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
     return folder.find()
-
-
-def distlab(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def solve_collectives(here: CourseFolder) -> None:
