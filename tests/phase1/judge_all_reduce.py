@@ -159,7 +159,7 @@ def _check_same_bits(grade: Grade, name: str, n: int) -> None:
             differ = sum(a != b for a, b in zip(first, got, strict=True))
             check(
                 not differ,
-                f"{where}: x differs from rank 0's x in {differ} of {len(got)} elements, at least "
+                f"{where}: x differs from rank 0's x in {differ} of {len(got)} elements, if only "
                 "in the last bits. Ranks that add in different orders round differently, and their "
                 "models drift apart.",
             )

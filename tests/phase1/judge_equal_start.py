@@ -67,8 +67,9 @@ def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
     messages = (n - 1) * len(sizes)
     check(
         sum(run.messages) <= messages,
-        f"{len(sizes)} tensors for {n - 1} ranks should take {messages} messages, one broadcast "
-        f"per tensor; {sum(run.messages)} were sent. Each message costs α, however small it is.",
+        f"broadcasting {len(sizes)} tensors to {n - 1} other ranks, each tensor once, should take "
+        f"{messages} messages; {sum(run.messages)} were sent. Each message costs α, however small "
+        "it is.",
     )
     rounds = n.bit_length() - 1
     most_s = sum(rounds * (LATENCY_S + size * BYTE_S) for size in sizes)

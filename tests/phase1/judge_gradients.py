@@ -120,8 +120,8 @@ def test_nothing_is_sent_where_nothing_is_trainable(grade: Grade) -> None:
     run = grade.run(b.average_nothing, 2)
     check(
         run.results == [[], []] and run.collectives == [0, 0],
-        "a module where nothing is trainable needs no all-reduce; by rank, all_reduce was called "
-        f"with tensors of these sizes: {run.results}.",
+        "a module without trainable parameters needs no all-reduce, but all_reduce was called with "
+        f"tensors of these sizes, by rank: {run.results}.",
     )
 
 
