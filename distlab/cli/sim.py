@@ -68,6 +68,10 @@ def sim(
     gantt: Annotated[
         Path | None, typer.Option("--gantt", help="Draw where each rank's time went.")
     ] = None,
+    title: Annotated[
+        str | None,
+        typer.Option("--title", help="Of the pictures.  [default: the script's first line]"),
+    ] = None,
     algorithm: Annotated[
         Algorithm, typer.Option("--algorithm", help="How built-in collectives work.")
     ] = "auto",
@@ -113,7 +117,7 @@ def sim(
         capacity_bytes = _capacity(memory_gib, no_devices)
 
     from distlab.sim import Options
-    from distlab.sim.script import run_script
+    from distlab.sim.script import run_script, title_of
     from distlab.sim.summary import summary
 
     with _usage_errors(context):
@@ -128,8 +132,8 @@ def sim(
         )
     simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated)}\n")
-    title = " ".join([script.name, *own_arguments])
-    _write(simulated, title, trace=trace, links=links, plot=plot, gantt=gantt)
+    heading = title or title_of(script)
+    _write(simulated, heading, trace=trace, links=links, plot=plot, gantt=gantt)
 
 
 @contextmanager

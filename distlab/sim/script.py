@@ -5,6 +5,7 @@ separate processes. Modules that it imports are shared, and so are their globals
 script starts itself sees the command's ``__main__`` and not the script's.
 """
 
+import ast
 import contextlib
 import os
 import sys
@@ -36,6 +37,12 @@ def run_script(
     with _as_program(script, arguments) as mains:
         be_main = partial(_be_main, code, script, mains)
         return simulate(be_main, num_ranks, cluster=cluster, options=options, joined=False)
+
+
+def title_of(script: Path) -> str:
+    """Return the first sentence of the script's docstring, or its name if it has none."""
+    docstring = ast.get_docstring(ast.parse(script.read_bytes()))
+    return docstring.splitlines()[0].rstrip(".") if docstring else script.stem
 
 
 class _Mains(threading.local):

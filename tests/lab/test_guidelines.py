@@ -1,6 +1,7 @@
 """guidelines.md has a complete section for every task, and what it quotes is what comes out."""
 
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -19,6 +20,7 @@ from distlab.words import seconds_text
 ROOT = Path(__file__).parents[2]
 COURSE = shipped(load(ROOT))
 PROGRAM = Path("scripts/phase1.py")
+FIGURES = runpy.run_path(str(ROOT / "scripts/figures.py"))["FIGURES"]
 MAX_FIGURE_BYTES = 100_000
 TIMEOUT_S = 120
 
@@ -107,9 +109,18 @@ def test_section_has_a_formula_worked_out(task: Task) -> None:
 def test_figures_are_small_and_each_is_shown_and_there(phase: Phase) -> None:
     shown = re.findall(r"!\[[^\]]+\]\((figures/[^)]+)\)", text_of(phase.folder))
     figures = {f"figures/{path.name}": path for path in (ROOT / phase.folder).glob("figures/*")}
-    assert sorted(shown) == sorted(figures)
+    drawn = [f"figures/{figure.name}.svg" for figure in FIGURES if figure.phase == phase.number]
+    assert sorted(shown) == sorted(figures) == sorted(drawn)
     for path in figures.values():
         assert path.stat().st_size < MAX_FIGURE_BYTES, path
+
+
+@each_phase
+def test_figures_are_titled_as_they_are_drawn_today(phase: Phase) -> None:
+    for figure in FIGURES:
+        if figure.phase == phase.number:
+            shown = ROOT / phase.folder / f"figures/{figure.name}.svg"
+            assert f"<!-- {figure.title} -->" in shown.read_text()
 
 
 @each_phase

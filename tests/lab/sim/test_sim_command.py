@@ -193,6 +193,25 @@ def test_the_command_prints_the_output_then_the_summary_and_writes_files(
         assert f"{tmp_path / name}: " in report
 
 
+@pytest.mark.parametrize(
+    ("docstring", "options", "title"),
+    [
+        ('"""Sum by pairs.\n\nMore of it."""', [], "Sum by pairs"),
+        ('"""Who waits?"""', [], "Who waits?"),
+        ('""" """', [], "script"),
+        ("", [], "script"),
+        ('"""Sum by pairs."""', ["--title", "Three rounds"], "Three rounds"),
+    ],
+)
+def test_a_picture_is_titled_as_asked_or_as_the_script_says(
+    tmp_path: Path, docstring: str, options: list[str], title: str
+) -> None:
+    script, picture = tmp_path / "script.py", tmp_path / "picture.svg"
+    script.write_text(f"{docstring}\nimport torch.distributed as dist\ndist.init_process_group()")
+    assert distlab("sim", "--ranks", 2, "--plot", picture, *options, script) == 0
+    assert f"<!-- {title} -->" in picture.read_text()
+
+
 @pytest.mark.parametrize("option", ["--ranks 4", "--ranks=4", "--eager-bytes 8", "--strict"])
 def test_an_option_of_the_command_behind_the_script_is_explained_before_anything_runs(
     write, option: str, capsys
