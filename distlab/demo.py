@@ -1,5 +1,7 @@
 """The demo: the same training on 1 and on 4 workers, side by side."""
 
+from __future__ import annotations
+
 import os
 import statistics
 import tempfile
@@ -7,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +17,9 @@ from rich.table import Table
 from distlab import plot, trainers, training
 from distlab.training import ConfigError
 from distlab.words import counted
-from phase1_data_parallel.given import EpochResult
+
+if TYPE_CHECKING:
+    from phase1_data_parallel.given import EpochResult
 
 WORKERS = (1, 4)
 EPOCHS = 10

@@ -1,12 +1,17 @@
 """Pictures of what was measured (matplotlib, without a screen)."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from distlab.words import counted
-from phase1_data_parallel.given import EpochResult
+
+if TYPE_CHECKING:
+    from phase1_data_parallel.given import EpochResult
 
 STYLES = ("-", "--", ":", "-.")  # curves that coincide must both be seen
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from distlab.course import FILE as COURSE_FILE
 from distlab.course import Task
 from distlab.grade import submission
 from distlab.grade.lending import SOLUTIONS
@@ -87,6 +88,11 @@ def check_solutions() -> None:
     Raises:
         NotThereError: with what works there.
     """
+    if not (COURSE / COURSE_FILE).exists():
+        raise NotThereError(
+            "distlab is installed without the course, whose trainer this runs: in a copy of the "
+            "course, pip install --editable ."
+        )
     if submission.reference(COURSE) is None:
         raise NotThereError(
             f"this copy of the course has no {SOLUTIONS}/: --impl mine takes what you have written"

@@ -1,12 +1,14 @@
 """The course's own trainer, run on real data: what `distlab train` and `distlab demo` do."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,9 @@ from distlab.process_group.base import BaseGroup
 from distlab.process_group.counts import Counts
 from distlab.trainers import SOLVED
 from distlab.words import bytes_text, counted, rank_names
-from phase1_data_parallel.given import EpochResult
+
+if TYPE_CHECKING:
+    from phase1_data_parallel.given import EpochResult
 
 DEFAULT_WORKERS = 4
 DEFAULT_BATCH_SIZE = 64
@@ -177,7 +181,7 @@ def train(config: TrainConfig) -> list[EpochResult]:
     return answer
 
 
-def _answers(config: TrainConfig) -> "list[list[EpochResult] | ConfigError | Diverged]":
+def _answers(config: TrainConfig) -> list[list[EpochResult] | ConfigError | Diverged]:
     """Run the ranks; a file of the learner's that cannot train yet is an error without frames."""
     try:
         return launch.run(
@@ -197,7 +201,7 @@ def _answers(config: TrainConfig) -> "list[list[EpochResult] | ConfigError | Div
         raise
 
 
-def _history_or_refusal(config: TrainConfig) -> "list[EpochResult] | ConfigError | Diverged":
+def _history_or_refusal(config: TrainConfig) -> list[EpochResult] | ConfigError | Diverged:
     """What ends the training of all ranks is every rank's answer, not the failure of one."""
     try:
         return train_on_rank(config)

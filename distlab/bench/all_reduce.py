@@ -1,14 +1,18 @@
 """The all-reduces of Phase 1 beside the library's own, and α and β of their messages."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from distlab import launch, trainers
 from distlab.grade.submission import Submission
-from phase1_data_parallel.given import AllReduceTimes
+
+if TYPE_CHECKING:
+    from phase1_data_parallel.given import AllReduceTimes
 
 EXCHANGE = "exchange: no all-reduce, but one message sent while another one arrives"
 SIZES_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)

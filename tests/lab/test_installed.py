@@ -1,5 +1,6 @@
 """distlab as ``pip install .`` leaves it: without pytest, and started anywhere."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,48 @@ def test_outside_of_the_course_it_says_where_to_go(tmp_path: Path, command: str)
     assert done.stderr == (
         f"{tmp_path} is not in the course's folder: no course.toml here or above; cd {ROOT}\n"
     )
+
+
+WHEEL = """
+import sys
+sys.modules["solutions"] = sys.modules["phase1_data_parallel"] = None  # a wheel has neither
+sys.path.insert(0, sys.argv.pop(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that a wheel has, in a folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "distlab", folder / "distlab")
+    return folder
+
+
+def distlab_of(wheel: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    code = f"{WHEEL}from distlab.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(wheel), *arguments]
+    return subprocess.run(command, cwd=wheel, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("command", ["train", "demo", "bench all_reduce"])
+def test_without_the_course_a_training_says_where_its_trainer_is(wheel: Path, command: str) -> None:
+    done = distlab_of(wheel, *command.split())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "distlab is installed without the course, whose trainer this runs: in a copy of the "
+        "course, pip install --editable .\n"
+    )
+
+
+def test_without_the_course_the_simulator_works(wheel: Path) -> None:
+    script = wheel / "program.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group()\n"
+        "x = torch.ones(2)\n"
+        "dist.all_reduce(x)\n"
+        "print(x.tolist())\n"
+    )
+    done = distlab_of(wheel, "sim", "--ranks", "2", str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[2.0, 2.0]\n") == 2
