@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distlab.learner.challenge import Standings
 
 SEEDS = 10_000
+SHOWN_BESIDE = 5  # clusters in a line of 80 to 90 characters
 
 
 def challenge(
@@ -50,10 +51,18 @@ def challenge(
 
 
 def _rows(standings: "Standings") -> Iterator[str]:
-    """Yield a line for each algorithm, the fastest first, below the shapes of the clusters."""
+    """Yield a line for each algorithm, the fastest first, below the shapes of a few clusters."""
+    names = sorted(standings.seconds, key=standings.speedup, reverse=True)
     shapes = [f"{c.nodes}x{c.gpus_per_node} GPUs" for c in standings.clusters]
-    yield f"{'':20}" + "".join(f"{shape:>11}" for shape in shapes) + "   times as fast"
-    for name in sorted(standings.seconds, key=standings.speedup, reverse=True):
-        cells = "".join(f"{seconds * 1e3:>11.2f}" for seconds in standings.seconds[name])
-        mark = "  <" if name == "yours" else ""
-        yield f"{name:20}{cells}{standings.speedup(name):>16.2f}{mark}"
+    for first in range(0, len(shapes), SHOWN_BESIDE):
+        shown = slice(first, first + SHOWN_BESIDE)
+        is_last = first + SHOWN_BESIDE >= len(shapes)
+        head = "".join(f"{shape:>11}" for shape in shapes[shown])
+        yield f"{'':20}{head}" + "   times as fast" * is_last
+        for name in names:
+            cells = "".join(f"{seconds * 1e3:>11.2f}" for seconds in standings.seconds[name][shown])
+            mark = "  <" if name == "yours" else ""
+            score = f"{standings.speedup(name):>16.2f}{mark}" if is_last else ""
+            yield f"{name:20}{cells}{score}"
+        if not is_last:
+            yield ""

@@ -24,7 +24,6 @@ Algorithm = Literal[
 ]
 PICTURES = (".png", ".svg", ".pdf")
 GIB = 2**30
-MAX_RANKS = 1024
 
 
 def sim(
@@ -216,16 +215,9 @@ def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster,
     """Return the cluster and how many ranks run on it: one per GPU unless given."""
     from distlab.sim import Cluster, choose_cluster
 
-    if ranks and ranks > MAX_RANKS:
-        raise ValueError(f"--ranks {ranks} is too many: up to {MAX_RANKS:,} can be simulated")
     one = Cluster.preset(preset, nodes or 1)
     cluster = one if nodes or not ranks else choose_cluster(preset, ranks)
     num_ranks = ranks or cluster.num_gpus
-    if num_ranks > MAX_RANKS:
-        raise ValueError(
-            f"{cluster.name} has {num_ranks:,} GPUs, and up to {MAX_RANKS:,} ranks can be "
-            "simulated: take fewer nodes, or --ranks"
-        )
     choose_cluster(cluster, num_ranks)  # refuses too many
     return cluster, num_ranks
 

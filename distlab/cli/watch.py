@@ -5,16 +5,16 @@ from queue import Queue
 
 import typer
 
-from distlab.cli.learn import SomeTask, WorldTimeout, check, choose, say
+from distlab.cli.learn import Lend, SomeTask, WorldTimeout, check, choose, say
 from distlab.learner import child_processes, folder, grading
 
 CLEAR = "\x1b[2J\x1b[3J\x1b[H"
 
 
-def watch(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
+def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend = False) -> None:
     """Grade the current task on every save; without a terminal, once."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        check([task] if task else None, world_timeout)
+        check([task] if task else None, world_timeout, lend)
         return
     from distlab.learner import watch as watching
     from distlab.learner.grader_server import WarmGrader
@@ -22,7 +22,7 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None) -> None:
 
     here = folder.find()
     first = choose(here, task)
-    options = grading.world_timeout(world_timeout)
+    options = [*grading.world_timeout(world_timeout), *grading.lending(here, lend)]
     events: watching.Events = Queue()
     grader = WarmGrader(here)
     try:

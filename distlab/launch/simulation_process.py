@@ -25,7 +25,6 @@ from distlab.launch.protocol import WORD_BYTES, SimulationSpec, Spec, WorldFolde
 from distlab.launch.rank import RankProcess
 
 T = TypeVar("T")
-MAX_RANKS = 1024
 
 
 def check(simulation: SimulationSpec) -> None:
@@ -34,10 +33,6 @@ def check(simulation: SimulationSpec) -> None:
     Raises:
         SetupError: with what there is instead.
     """
-    if simulation.num_ranks > MAX_RANKS:
-        raise SetupError(
-            f"a simulated world has 1 to {MAX_RANKS} ranks, got {simulation.num_ranks}"
-        )
     try:
         sim.choose_cluster(simulation.cluster, simulation.num_ranks)
         if simulation.options:

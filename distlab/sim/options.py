@@ -10,6 +10,7 @@ from distlab.sim.lanes import ORDERS
 from distlab.sim.trace import Trace
 
 T = TypeVar("T")
+MAX_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,14 @@ def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
     """Return the cluster that is meant, large enough for the ranks.
 
     Raises:
-        ValueError: it has fewer GPUs than there are ranks, or there is no preset of that name.
+        ValueError: it has fewer GPUs than there are ranks, there is no preset of that name, or
+            these are more ranks than can be simulated.
     """
+    if num_ranks > MAX_RANKS:
+        raise ValueError(
+            f"a simulated world has 1 to {MAX_RANKS:,} ranks, got {num_ranks:,}: take fewer "
+            "nodes or ranks"
+        )
     if cluster is None:
         return Cluster(1, num_ranks)
     if isinstance(cluster, str):

@@ -8,6 +8,7 @@ import typer.testing
 
 from distlab import course
 from distlab.cli.app import app
+from distlab.cli.challenge import _rows
 from distlab.course import Challenge
 from distlab.learner import challenge
 from distlab.learner.challenge import ChallengeError, Standings
@@ -118,6 +119,16 @@ def test_the_command_shows_who_stands_where(monkeypatch: pytest.MonkeyPatch) -> 
     assert [line.split()[0] for line in lines if line.endswith("<")] == ["yours"]
     figures = [float(line.split("<")[0].split()[-1]) for line in lines[3:]]
     assert figures == sorted(figures, reverse=True)
+
+
+def test_many_clusters_are_shown_a_few_at_a_time() -> None:
+    clusters = tuple(Cluster(2, number + 1) for number in range(12))
+    seconds = {challenge.BASELINE: (2e-3,) * 12, "yours": (1e-3,) * 12}
+    lines = [*_rows(Standings(clusters, seconds))]
+    heads = [line for line in lines if "GPUs" in line]
+    assert [line.count("GPUs") for line in heads] == [5, 5, 2]
+    assert [line.split()[-1] for line in lines if line.startswith("yours")] == ["1.00", "1.00", "<"]
+    assert max(map(len, lines)) <= 90
 
 
 def test_what_the_template_begins_with_is_named_if_it_is_not_written() -> None:

@@ -174,7 +174,7 @@ def test_an_impossible_cluster_is_refused_before_anything_starts(
     [
         ({"output_dir": "logs"}, "output_dir='logs' is for real processes"),
         ({"device": "cuda"}, "backend sim computes on the CPU"),
-        ({"world_size": 1025}, "has 1 to 1024 ranks, got 1025"),
+        ({"world_size": 1025}, "has 1 to 1,024 ranks, got 1,025"),
     ],
 )
 def test_what_a_simulation_cannot_do_is_refused_before_it_starts(

@@ -70,6 +70,13 @@ def test_a_check_says_what_it_lends_and_remembers_what_passed(
     assert state.load(here).outcome(here.task("1.7")) == "passed"
 
 
+def test_watch_lends_as_check_does(
+    here: folder.CourseFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert distlab("watch", "1.7", "--lend") == 0
+    assert "graded with the course's 1.4)" in capsys.readouterr().out
+
+
 def test_a_task_that_builds_on_nothing_is_judged_as_ever(
     here: folder.CourseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,7 +67,7 @@ def unused_parameter_on_one_rank() -> None:
     "does rank 0 receive once too often?",
 )
 def server_without_an_end() -> None:
-    """The parameter server listens for ever; the workers meet in a barrier and expect it there."""
+    """The parameter server listens forever; the workers meet in a barrier and expect it there."""
     if me() == 0:
         while True:
             dist.recv(data())

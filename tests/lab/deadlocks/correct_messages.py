@@ -133,7 +133,7 @@ def messages_without_content() -> object:
 
 @returns([None, 7])
 def waits_twice() -> object:
-    """To wait again for what is done does nothing. (gloo waits for ever.)"""
+    """To wait again for what is done does nothing. (gloo waits forever.)"""
     x = value(7) if me() == 0 else empty()
     work = dist.isend(x, 1) if me() == 0 else dist.irecv(x, 0)
     work.wait()
