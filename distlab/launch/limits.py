@@ -18,7 +18,8 @@ class Limits:
     Args:
         timeout_s: by the clock; None or inf waits forever.
         cpu_s: that each process may compute. It finds an endless loop before ``timeout_s`` does,
-            which also counts what a busy machine takes; None: no limit.
+            which also counts what a busy machine takes; with it, a process that waits for a
+            processor when ``timeout_s`` is over may go on. None: no limit.
         idle_s: that may pass with no rank computing, not even its share of a collective. It finds
             ranks that wait for each other before ``timeout_s`` does; None: no limit.
         memory_bytes: that all ranks together may allocate, the processes that they start not

@@ -52,6 +52,14 @@ class RankProcess:
     def is_running(self) -> bool:
         return self.report is None and self.exit_status is None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it was waiting for a processor or a disk, or using it, at each of the last looks.
+
+        ``is_idle`` looks.
+        """
+        return self.looks_ready >= READY_LOOKS
+
     def text(self) -> str:
         """The tail of what the rank printed, as a terminal would show it."""
         text = bytes(self.tail).decode(errors="replace").replace("\r\n", "\n")
@@ -87,7 +95,7 @@ class RankProcess:
         is_ready = not states.isdisjoint("RD")
         self.looks_ready = self.looks_ready + 1 if is_ready else 0
         has_computed = self.cpu_s() - self.idle_cpu_s > POLLING_S
-        return bool(states) and self.looks_ready < READY_LOOKS and not has_computed
+        return bool(states) and not self.is_ready and not has_computed
 
     def has_children(self) -> bool:
         """Whether it waits for processes that it has started, perhaps."""

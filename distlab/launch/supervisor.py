@@ -41,6 +41,9 @@ TICK_S = 0.1  # how often time and memory are looked at
 # A world that holds so much of what it may hold gets so many times the computing: filling memory
 # takes long on a busy machine, and what grows without end should be reported as that.
 FILLING_SHARE, FILLING_TIMES = 0.2, 4
+# A rank that is waiting for a processor when time is up, and may compute for longer, gets so many
+# times the clock: the machine is busy, and how much the rank computes tells a loop from that.
+STARVED_TIMES = 12
 TAIL_BYTES = 64 * 1024
 LINE_BYTES = 64 * 1024  # what is longer is shown in pieces
 MAX_SHOWN_BYTES = 256 * 1024  # of what ranks print, a world, where results must be plain
@@ -221,21 +224,28 @@ class Supervisor:
     # Time and memory
 
     def _check_time(self, now: float) -> None:
-        if self.limit_s is not None and now - self._clock_started > self.limit_s:
-            self.exceeded = Exceeded("time" if self._has_gone else "start", self.limit_s)
+        limit_s, clock_s = self.limit_s, now - self._clock_started
+        if limit_s is not None and clock_s > limit_s and not self._is_starved(clock_s / limit_s):
+            self.exceeded = Exceeded("time" if self._has_gone else "start", limit_s)
         elif self._has_gone and (self.limits.cpu_s or self.limits.idle_s):
             self._check_computing(now)
+
+    def _is_starved(self, times: float) -> bool:
+        """Whether a rank that may still compute waits for a processor, after so many limits."""
+        if not self._has_gone or self.limits.cpu_s is None or times > STARVED_TIMES:
+            return False
+        return any(rank.is_ready for rank in self.ranks if rank.is_running)
 
     def _check_computing(self, now: float) -> None:
         """Tell an endless loop from a busy machine, and an endless wait from a long computation."""
         running = [rank for rank in self.ranks if rank.is_running]
+        idle = [rank for rank in running if rank.is_idle()]
         cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
         if cpu_s is not None and self._used_bytes > FILLING_SHARE * self._max_bytes:
             cpu_s *= FILLING_TIMES
         if cpu_s is not None and any(r.cpu_s() - r.baseline_cpu_s > cpu_s for r in running):
             self.exceeded = Exceeded("computing", cpu_s)
         elif idle_s is not None:
-            idle = [rank for rank in running if rank.is_idle()]
             if len(idle) < len(running):
                 self._start_to_wait(now)
             if now - self._idle_since > idle_s and not any(r.has_children() for r in running):

@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -481,6 +482,17 @@ def computes_for_1_s() -> bool:
     return True
 
 
+def uses_a_processor_for_1_s() -> bool:
+    start = time.process_time()  # not virtual
+    while time.process_time() - start < 1:
+        pass
+    return True
+
+
+def waits_for_60_s() -> None:
+    select.select([], [], [], 60)  # not virtual
+
+
 def sleeps_for_1_s() -> bool:
     time.sleep(1)
     return True
@@ -520,6 +532,17 @@ def test_who_computes_is_not_idle_and_who_sleeps_does_not_compute(backend: str) 
     limits = Limits(60, idle_s=0.5)
     assert launch.run(computes_for_1_s, 2, backend=backend, limits=limits) == [True, True]
     assert launch.run(sleeps_for_1_s, 2, backend=backend, limits=Limits(60, cpu_s=0.5))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads wait for")
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_who_may_compute_for_longer_is_not_stopped_by_the_clock(backend: str) -> None:
+    limits = Limits(0.7, cpu_s=30)
+    assert launch.run(uses_a_processor_for_1_s, 2, backend=backend, limits=limits) == [True] * 2
+    with pytest.raises(launch.RankHung, match=r"time is up after 0\.7 s: "):
+        launch.run(uses_a_processor_for_1_s, 2, backend=backend, limits=Limits(0.7))
+    with pytest.raises(launch.RankHung, match=r"time is up after 0\.7 s: "):
+        launch.run(waits_for_60_s, 2, backend=backend, limits=limits)
 
 
 def test_a_world_after_a_failure_is_healthy() -> None:
