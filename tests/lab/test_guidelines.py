@@ -161,7 +161,7 @@ def test_seconds_under_a_picture_are_those_of_the_simulator(
     text = section(COURSE.task(id))
     assert quoted in text
     if cluster == "dgx-h100":
-        assert f"{seconds_text(totals(run)[0].exposed_s)} are messages" in text
+        assert f"{seconds_text(totals(run)[0].exposed_s)} are spent on messages" in text
 
 
 def test_deadlock_that_is_quoted_is_the_one_that_comes() -> None:
