@@ -26,6 +26,7 @@ SLOW_IMPORTS = (
     *("sklearn.datasets", "pytest", "hypothesis", "matplotlib.pyplot"),
 )
 MAX_HEADLINE = 2_000  # characters
+MAX_SEARCHED = 20_000
 MAX_TRACEBACK = 20_000
 
 _LOST_PEER = re.compile(
@@ -91,7 +92,9 @@ def _report(outcome: Outcome, **account: Any) -> Report:
 
 
 def _outcome(error: BaseException) -> Outcome:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(_text(error)):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(
+        _beginning(error)
+    ):
         return Outcome.OUT_OF_MEMORY
     if any(map(_tells_of_a_lost_peer, _chain(error))):
         return Outcome.SECONDARY
@@ -103,7 +106,7 @@ def _tells_of_a_lost_peer(error: BaseException) -> bool:
         return True
     return (
         isinstance(error, RuntimeError)
-        and _LOST_PEER.search(_text(error)) is not None
+        and _LOST_PEER.search(_beginning(error)) is not None
         and _is_of_distributed(error)
     )
 
@@ -111,7 +114,7 @@ def _tells_of_a_lost_peer(error: BaseException) -> bool:
 def _is_of_distributed(error: BaseException) -> bool:
     """Whether a process group or its store raised it, not a download that the function made."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    named = re.search("gloo|nccl|store", _text(error), re.IGNORECASE)
+    named = re.search("gloo|nccl|store", _beginning(error), re.IGNORECASE)
     return bool(named) or any("torch/distributed" in file for file in files)
 
 
@@ -122,6 +125,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _beginning(error: BaseException) -> str:
+    """As much of its text as can be searched at once: megabytes would take seconds."""
+    return _text(error)[:MAX_SEARCHED]
 
 
 def _text(error: BaseException) -> str:
