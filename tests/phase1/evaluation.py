@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from phase1.calls import refusal_of, returned
+from judging.calls import refusal_of, returned
+from judging.pretend_device import PretendDevice, devices_sent
+
 from phase1.models import Moody, Saturated, Signs, Watched, classifier, state_of
-from phase1.pretend_device import PretendDevice, devices_sent
 
 
 def evaluate(

@@ -4,12 +4,7 @@ from math import ceil, floor, log2
 from typing import Any
 
 import pytest
-
-from distlab.grade import Grade, Run, check, task
-from distlab.words import counted
-from phase1 import collectives as c
-from phase1.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import (
+from judging.checks import (
     MEASURED,
     UNIFORM,
     Edge,
@@ -24,6 +19,11 @@ from phase1.judging import (
     short,
     uneven,
 )
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+
+from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
+from phase1 import collectives as c
 
 NAIVE, DOUBLING = "all_reduce_naive", "all_reduce_recursive_doubling"
 OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exchange and broadcast)"

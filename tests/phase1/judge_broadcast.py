@@ -4,12 +4,7 @@ from math import ceil, log2
 from typing import Any
 
 import pytest
-
-from distlab.grade import Grade, Run, check, task
-from distlab.words import counted
-from phase1 import collectives as c
-from phase1.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import (
+from judging.checks import (
     MEASURED,
     UNIFORM,
     check_no_collective,
@@ -23,6 +18,11 @@ from phase1.judging import (
     short,
     uneven,
 )
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+
+from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
+from phase1 import collectives as c
 
 
 @task("1.5")

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from judging.checks import check_silent, of_members, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
 
 from distlab.grade import Grade, check, task
 from phase1 import data_loader as d
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
-from phase1.judging import check_silent, of_members, short
 
 WHAT = {
     "is_own": "loading in this process is",

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+from judging.checks import BYTE_S, LATENCY_S, UNIFORM, of_members
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, check, task
 from phase1 import gradients as b
 from phase1 import models, reference
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import BYTE_S, LATENCY_S, UNIFORM, of_members
 
 PARAMETERS = {name for name, _ in models.Odd(0).named_parameters()}
 ON_EVERY_RANK = "Every rank must call each broadcast, for the same tensors in the same order."

@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
+from judging.checks import check_refused, is_close, of_members, same_loss, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, check, task
 from distlab.words import counted
 from phase1 import evaluation as b
 from phase1 import reference
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import check_refused, is_close, of_members, same_loss, short
 from phase1.models import CLASSES, Moody
 
 DEFAULT_BATCH_SIZE = 256

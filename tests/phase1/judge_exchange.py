@@ -4,12 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-
-from distlab.grade import Grade, Run, check, task
-from distlab.sim import Options
-from phase1 import collectives as c
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import (
+from judging.checks import (
     BYTE_S,
     LATENCY_S,
     UNIFORM,
@@ -20,6 +15,11 @@ from phase1.judging import (
     short,
     uneven,
 )
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+
+from distlab.grade import Grade, Run, check, task
+from distlab.sim import Options
+from phase1 import collectives as c
 
 AS_NCCL = Options(p2p_order="pair")
 NOT_BATCHED = (

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
+from judging.checks import MEASURED, check_peak, is_close, of_members, short
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
 from phase1 import gradients as b
 from phase1 import models
-from phase1.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import MEASURED, check_peak, is_close, of_members, short
 
 FUNCTIONS = ("average_gradients", "average_gradients_flat")
 PARAMETERS = dict(models.Odd(0).named_parameters())

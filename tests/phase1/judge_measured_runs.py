@@ -5,10 +5,10 @@ from random import Random
 from statistics import fmean, median, median_high, median_low
 
 import pytest
+from judging.checks import UNIFORM, short
 
 from distlab.grade import Grade, check, task
 from phase1 import measurement as m
-from phase1.judging import UNIFORM, short
 from phase1.line import are_close
 
 

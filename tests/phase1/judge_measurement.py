@@ -4,12 +4,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from judging.checks import check_refused, edges_with, of_members, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster
 from phase1 import measurement as m
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import check_refused, edges_with, of_members, short
 from phase1.line import are_close, best_line, in_us
 
 DEFAULT_REPEATS = 5

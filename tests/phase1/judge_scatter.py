@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from judging.checks import MEASURED, check_peak, check_refused, of_members, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
 from phase1 import scatter as s
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import MEASURED, check_peak, check_refused, of_members, short
 
 HEADER_BYTES, HEADER_CALLS = 1_000, 2  # of a broadcast_object_list: a length, then the object
 ONLY_SOURCE_RAISES = (

@@ -6,11 +6,11 @@ from math import ceil
 from typing import Any
 
 import pytest
+from judging.checks import check_silent, short
 
 from distlab.grade import Grade, check, task
 from distlab.words import counted
 from phase1 import shards as s
-from phase1.judging import check_silent, short
 
 SHARDED = [(n, ranks) for n in (10, 7, 16, 101, 2, 1) for ranks in (4, 3, 1, 2, 5, 8)]
 ORDERS_OF_4, DRAWS = 24, 600  # a fair draw misses one of them once in 10^9 runs

@@ -4,12 +4,12 @@ from math import isclose
 from typing import Any
 
 import pytest
+from judging.checks import check_refused, is_close, of_members, same_loss, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
 from phase1 import reference
 from phase1 import step as b
-from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase1.judging import check_refused, is_close, of_members, same_loss, short
 from phase1.models import Stepped
 
 STEPS = 3

@@ -4,12 +4,12 @@ import re
 from typing import Any
 
 import pytest
+from judging.checks import check_refused, is_close, same_loss, short
+from judging.groups import STUCK_IN_GROUP
 
 from distlab.grade import Grade, check, task
 from phase1 import reference
 from phase1 import trainer as t
-from phase1.groups import STUCK_IN_GROUP
-from phase1.judging import check_refused, is_close, same_loss, short
 from phase1.models import GLOBAL_BATCH, LR, NUM_TEST, STEPS
 
 EPOCHS = 2

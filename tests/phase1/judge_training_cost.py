@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from judging.checks import UNIFORM, distance
+
 from distlab.grade import Grade, Run, check, task
 from phase1 import trainer as t
 from phase1.judge_trainer import EPOCHS, orders_of
-from phase1.judging import UNIFORM, distance
 from phase1.models import GLOBAL_BATCH, STEPS, network
 
 PARAMETERS = len(list(network(0, normalised=False).parameters()))

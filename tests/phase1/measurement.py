@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from judging.calls import numbers, refusal_of, returned
+from judging.pretend_device import PretendDevice, devices_sent
 from torch import Tensor
-
-from phase1.calls import numbers, refusal_of, returned
-from phase1.pretend_device import PretendDevice, devices_sent
 
 Strategy = Callable[[Tensor, Any], None]
 Schedule = Sequence[Sequence[Sequence[float]]]  # cell, rank, run: seconds

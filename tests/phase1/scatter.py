@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from judging.calls import pair, refusal_of
+from judging.pretend_device import PretendDevice, device_of, devices_sent
 from torch import Tensor
-
-from phase1.calls import pair, refusal_of
-from phase1.pretend_device import PretendDevice, device_of, devices_sent
 
 Shape = tuple[int, ...]
 

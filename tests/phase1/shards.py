@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
-from phase1.calls import int_list, refusal_of
+from judging.calls import int_list, refusal_of
 
 Shards = list[list[int]]  # by rank
 

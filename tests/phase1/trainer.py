@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from judging.calls import refusal_of, returned
+from judging.pretend_device import PretendDevice, device_of
 from torch import nn
 
-from phase1.calls import refusal_of, returned
 from phase1.gradients import Counted, averaging
 from phase1.models import (
     FIRST_SEED,
@@ -23,7 +24,6 @@ from phase1.models import (
     state_of,
     tensors_of,
 )
-from phase1.pretend_device import PretendDevice, device_of
 
 _PRINTED: dict[int, list[tuple[float, str]]] = {}
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from judging.pretend_device import CPU, PretendDevice, device_of, devices_sent
 from phase1.models import classifier
-from phase1.pretend_device import CPU, PretendDevice, device_of, devices_sent
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset

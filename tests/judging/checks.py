@@ -12,7 +12,7 @@ from typing import Any
 
 from distlab.grade import Run, check
 from distlab.sim import Cluster, Faults, Options
-from phase1.groups import MEMBERS
+from judging.groups import MEMBERS
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
 UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all pairs alike

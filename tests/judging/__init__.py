@@ -1,0 +1,1 @@
+"""What the judges of all phases share: calling a lesson, groups, devices, comparing."""
