@@ -110,6 +110,7 @@ class Phase:
     folder: str
     lessons: tuple[Lesson, ...]
     challenge: Challenge | None = None
+    unfinished: bool = False  # tasks are still to come: ids may leave gaps, points miss the hundred
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -211,15 +212,27 @@ def _check_uses(tasks: Sequence[Task]) -> None:
 
 def _phase(table: dict[str, Any]) -> Phase:
     where = f"phase {table.get('number', '?')}"
-    _check_keys(where, table, ["number", "title", "folder", "lesson"], ["challenge"])
+    optional = ["challenge", "unfinished"]
+    _check_keys(where, table, ["number", "title", "folder", "lesson"], optional)
     number, folder = _count(where, table, "number"), _text(where, table, "folder")
     lessons = tuple(_lesson(number, folder, lesson) for lesson in _tables(table, "lesson"))
     challenge = _challenge(folder, table["challenge"]) if "challenge" in table else None
-    phase = Phase(number, _text(where, table, "title"), folder, lessons, challenge)
-    for place, task in enumerate(phase.tasks, start=1):
-        if task.id != f"{number}.{place}":
-            raise CourseError(f"task {task.id} stands where {number}.{place} should")
+    unfinished = _flag(where, table, "unfinished")
+    phase = Phase(number, _text(where, table, "title"), folder, lessons, challenge, unfinished)
+    _check_ids(phase)
     return phase
+
+
+def _check_ids(phase: Phase) -> None:
+    """Check that the ids count the tasks, without gaps once all are there."""
+    place = 0
+    for task in phase.tasks:
+        expected = f"{phase.number}.{place + 1}"
+        prefix, _, number = task.id.partition(".")
+        is_later = prefix == str(phase.number) and number.isdecimal() and int(number) > place
+        if not is_later or (task.id != expected and not phase.unfinished):
+            raise CourseError(f"task {task.id} stands where {expected} should")
+        place = int(number)
 
 
 def _challenge(folder: str, table: object) -> Challenge:
@@ -264,6 +277,13 @@ def _names(where: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise CourseError(f'{where}: {key} must be like ["name"], not {names!r}')
     return tuple(names)
+
+
+def _flag(where: str, table: Mapping[str, Any], key: str) -> bool:
+    value = table.get(key, False)
+    if not isinstance(value, bool):
+        raise CourseError(f"{where}: {key} must be true or false, not {value!r}")
+    return value
 
 
 def _check_keys(

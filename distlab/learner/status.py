@@ -48,7 +48,8 @@ def phase_line(phase: Phase, progress: Progress) -> str:
     full = BAR_WIDTH * len(passed) // len(phase.tasks)
     bar = "█" * full + "░" * (BAR_WIDTH - full)
     counts = f"{len(passed)}/{len(phase.tasks)} tasks  {points}/{phase.points} points"
-    return f"Phase {phase.number}  {phase.title}  {bar}  {counts}"
+    more = "  (more tasks to come)" if phase.unfinished else ""
+    return f"Phase {phase.number}  {phase.title}  {bar}  {counts}{more}"
 
 
 def built(phase: Phase, progress: Progress) -> Iterator[str]:
