@@ -67,6 +67,12 @@ FIGURES = (
         4,
         cluster="dgx-h100",
     ),
+    # gradient_accumulation
+    # mixed_precision
+    # activation_checkpointing
+    # model_parallel
+    # pipeline_parallel
+    # tensor_parallel
 )
 
 
