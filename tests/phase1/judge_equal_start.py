@@ -41,16 +41,17 @@ def _check_models(by_rank: list[Any], src: int) -> None:
 
 def _check_in_their_place(here: str, model: Any) -> None:
     replaced, moved = model["replaced"], model["moved"]
-    held = ", which the optimizer holds" if PARAMETERS.intersection(replaced) else ""
+    held = "; the optimizer still holds the old ones" if PARAMETERS.intersection(replaced) else ""
     check(
         not replaced,
-        f"{here}: there are new tensors in place of {', '.join(replaced)}{held}. Write into the "
-        "existing tensors.",
+        f"{here}: {', '.join(replaced)} should be overwritten in place, but were replaced by new "
+        f"tensors{held}. Write into the existing tensors.",
     )
     check(
         not moved,
         f"{here}: {', '.join(moved)} should be overwritten in place, but are now in other memory, "
-        "as after t.data = …: views of the old memory keep the old values. Use copy_.",
+        "as they would be after t.data = …: views of the old memory keep the old values. Use "
+        "copy_.",
     )
 
 
@@ -61,8 +62,8 @@ def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
     sent, needed = int(sum(run.bytes_sent)), (n - 1) * sum(sizes)
     check(
         sent <= needed,
-        f"{n} ranks need {needed} bytes, to send each tensor once to each of {n - 1} ranks; {sent} "
-        "were sent. A weight that two layers share counts once.",
+        f"sending each tensor once to each of {n - 1} ranks takes {needed} bytes; {sent} were "
+        "sent. Send a weight that two layers share only once.",
     )
     messages = (n - 1) * len(sizes)
     check(
