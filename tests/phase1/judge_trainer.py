@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import verb
 from phase1 import reference
 from phase1 import trainer as t
 from phase1.groups import STUCK_IN_GROUP
@@ -70,8 +71,8 @@ def _check_fitted(by_rank: list[Any], calls: list[int], **settings: Any) -> None
         statistics = f" {STATISTICS}" if any("running" in name for name in wrong) else ""
         check(
             not wrong,
-            f"{here}: at the end, {', '.join(wrong)} differ from those of one process that starts "
-            f"from rank 0's weights.{statistics}",
+            f"{here}: at the end, the values of {', '.join(wrong)} differ from those of one "
+            f"process that starts from rank 0's weights.{statistics}",
         )
         _check_share_of_test(here, result["num_tested"], sum(calls), len(by_rank))
         check(
@@ -186,9 +187,10 @@ def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> Non
     for rank, result in enumerate(results):
         check(
             not result["modes"],
-            f"rank {rank} of 2: {' and '.join(result['modes'])} were in evaluation mode during a "
-            "step. Switch to training mode at the start of each epoch: the caller may have "
-            "evaluated the model before.",
+            f"rank {rank} of 2: {' and '.join(result['modes'])} "
+            f"{verb(result['modes'], 'were', 'was')} in evaluation mode during a step. Switch to "
+            "training mode at the start of each epoch: the caller may have evaluated the model "
+            "before.",
         )
     _check_fitted(results, [EPOCHS], normalised=True)
 
