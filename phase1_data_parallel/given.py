@@ -246,7 +246,7 @@ class RankLog:
         self.shows_bar = self.rank == 0 and sys.stderr.isatty()
 
     def info(self, message: str) -> None:
-        """Print a message that all ranks would print alike; only rank 0 prints it."""
+        """Print a message that is the same on all ranks; only rank 0 prints it."""
         if self.rank == 0:
             self._print(message)
 

@@ -9,8 +9,8 @@ from phase1_data_parallel.template_collectives import all_reduce_recursive_doubl
 def fast_all_reduce(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place, as fast as you can for 16 MiB.
 
-    ``distlab challenge`` times it on clusters drawn at random, with 2 to 16 ranks on 1 to 4 nodes,
-    ranks numbered node by node, and one network card per node. The environment variable
+    ``distlab challenge`` times your function on clusters drawn at random, with 2 to 16 ranks on 1
+    to 4 nodes, ranks numbered node by node, and one network card per node. The environment variable
     LOCAL_WORLD_SIZE holds the number of ranks on a node. Your score is the time of recursive
     doubling divided by the time of your function, as a geometric mean over the clusters, so you
     begin at about 1.0.

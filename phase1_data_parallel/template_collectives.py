@@ -1,4 +1,4 @@
-"""Collectives made of point-to-point messages: exchange, broadcast, two all-reduces, their cost.
+"""Collectives of point-to-point messages: exchange, broadcast, two all-reduces, and their cost.
 
 They only send and receive messages. Rank numbers are those inside ``group``, not global ones.
 
@@ -94,7 +94,7 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 
 
 def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
-    """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap sums and add.
+    """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap sums and add them.
 
     N = 4; each cell shows the partner, and below it the sum that the rank holds afterwards:
                   r0      r1      r2      r3

@@ -31,7 +31,7 @@ def shard_indices(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> list[int]:
-    """List the samples that ``rank`` sees in ``epoch``; all ranks get equally many.
+    """List the samples that ``rank`` sees in ``epoch``; every rank gets the same number of them.
 
     Ranks take turns along the epoch's order, so the samples of step k on all ranks together are one
     slice of that order. The order depends on num_samples, seed, epoch and shuffle alone, so every

@@ -49,7 +49,7 @@ def _check_who_sends(run: Run) -> None:
     check(
         to_rank_0 == list(range(1, n)),
         f"on {counted(n, 'rank')}, rank 0 should receive one message from every other rank and add "
-        f"them up; it receives messages from {to_rank_0}.",
+        f"them up; it receives messages from ranks {to_rank_0}.",
     )
     tree = [edge for edge in edges if edge[1] != 0]
     check(
@@ -68,7 +68,7 @@ def _check_rounds(run: Run, rounds: float) -> None:
         f"on {counted(n, 'rank')}, adding up on rank 0 should take {counted(n - 1, 'round')}, and "
         f"broadcasting the sum {most} more; yours takes {rounds:g} in all. Rank 0 should send at "
         f"most {counted(most, 'message')}; it sends {run.messages[0]:,}. Send the sum with your "
-        "broadcast: ranks that have it pass it on.",
+        "broadcast, in which every rank that has the sum passes it on.",
     )
 
 
@@ -195,8 +195,8 @@ def test_doubling_takes_logarithmically_many_rounds(grade: Grade, n: int) -> Non
     check(
         taken <= rounds + 0.01,
         f"recursive doubling on {counted(n, 'rank')} should take {counted(rounds, 'round')}, but "
-        f"yours takes {taken:g}. Partners are at distance 1, 2, 4, … and swap at the same "
-        f"time.{core}",
+        f"yours takes {taken:g}. Partners are at distance 1, 2, 4, … and swap their sums at the "
+        f"same time.{core}",
     )
     _check_partners(run)
     check_waited(run)
@@ -211,8 +211,8 @@ def _check_partners(run: Run) -> None:
         check(
             got == wanted,
             f"rank {rank} of {n} should send one message to each of the ranks {wanted}; it sends "
-            f"messages to {got}. Among the first {core} ranks, the numbers of two partners differ "
-            f"in one bit.{handed if n > core else ''}",
+            f"messages to ranks {got}. Among the first {core} ranks, the numbers of two partners "
+            f"differ in one bit.{handed if n > core else ''}",
         )
 
 

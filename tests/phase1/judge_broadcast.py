@@ -53,8 +53,7 @@ def _check_tree(run: Run, src: int) -> None:
     check(
         len(edges) == n - 1,
         f"a broadcast on {counted(n, 'rank')} needs {counted(n - 1, 'message')}, one for each rank "
-        f"that lacks the data; with src = {src}, the numbers of messages sent are, by rank, "
-        f"{run.messages}.",
+        f"that lacks the data; messages sent per rank, with src = {src}: {run.messages}.",
     )
     _check_rounds(run, src, rounds_of_tree(edges, src))
 
@@ -65,9 +64,9 @@ def _check_rounds(run: Run, src: int, rounds: float) -> None:
     check(
         max(run.messages) <= most and rounds <= most + 0.01,
         f"a broadcast on {counted(n, 'rank')} needs {counted(most, 'round')}, in which no rank "
-        f"sends more than {counted(most, 'message')}; with src = {src}, yours takes {rounds:g}, "
-        f"and the numbers of messages sent are, by rank, {run.messages}. Every rank that has the "
-        "data passes it on, first to the rank that then has the most others to reach.",
+        f"sends more than {counted(most, 'message')}; with src = {src}, yours takes {rounds:g}. "
+        f"Messages sent per rank: {run.messages}. Every rank that has the data passes it on, and "
+        "sends first to the rank that must pass it on to the most others.",
     )
 
 

@@ -203,7 +203,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade, is_in_group: boo
             check(
                 len(names) != 1 or not re.search(NO_ADVICE, refusal["text"]),
                 f"{where}: for a global batch of {batch}, the error should suggest only 3: 0 is a "
-                f"multiple too, but is not a batch size. The message is: {refusal['text']}",
+                f"multiple too, but not a valid batch size. The message is: {refusal['text']}",
             )
 
 

@@ -140,21 +140,20 @@ def test_evaluating_takes_one_small_all_reduce(grade: Grade) -> None:
     run = grade.run(b.evaluate, n, size, 0, {"batch_size": 2})
     check(
         max(run.collectives) <= 1,
-        "one all-reduce of the sums is enough; the numbers of collective calls are, by rank, "
-        f"{run.collectives}.",
+        f"one all-reduce of the sums is enough; collective calls per rank: {run.collectives}.",
     )
     sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # log2 8 messages
     check(
         max(sent) <= most,
         f"ranks need to exchange only three sums of 8 bytes, for which each of {n} ranks sends at "
-        f"most {most} bytes in an all-reduce; yours sent, by rank, {sent} bytes. Add up on each "
-        "rank, then all-reduce once.",
+        f"most {most} bytes in an all-reduce; bytes sent per rank: {sent}. Add up on each rank, "
+        "then all-reduce once.",
     )
     check(
         min(run.bytes_received) >= 3 * 4,
-        "every rank should receive the three sums in an all-reduce; the numbers of bytes received "
-        f"are, by rank, {[int(number) for number in run.bytes_received]}. Does every rank evaluate "
-        "the whole data set?",
+        "every rank should receive the three sums in an all-reduce; bytes received per rank: "
+        f"{[int(number) for number in run.bytes_received]}. Does every rank evaluate the whole "
+        "data set?",
     )
     _check_evaluated(run.results, size, batch_size=2)
 

@@ -104,8 +104,8 @@ def _check_one_message_each(run: Run, num_calls: int = 1) -> None:
     check(
         all(messages == num_calls for messages in run.messages),
         f"each rank should send {counted(num_calls, 'message')} in "
-        f"{counted(num_calls, 'exchange')}; the numbers of messages sent are, by rank, "
-        f"{run.messages}. The receiver knows shape and dtype: send nothing but the tensor.",
+        f"{counted(num_calls, 'exchange')}; messages sent per rank: {run.messages}. The receiver "
+        "knows shape and dtype: send nothing but the tensor.",
     )
 
 

@@ -101,8 +101,8 @@ def _check_calls(run: Run, function: str, expected: list[int]) -> None:
             calls == sorted(expected),
             f"{function}, rank {rank}: the all-reduce that it was given should be called with "
             f"tensors of {sorted(expected)} bytes; it was called with {calls}. Send only the "
-            "gradients of trainable parameters, in their own dtype, and those of shared ones once; "
-            "the flat version sends one bucket.",
+            "gradients of trainable parameters, in their own dtype, and that of a shared parameter "
+            "only once; the flat version sends one bucket.",
         )
     _check_nothing_besides(run, function, len(expected))
 
@@ -112,8 +112,8 @@ def _check_nothing_besides(run: Run, what: str, num_calls: int) -> None:
     check(
         run.collectives == [num_calls] * len(run.results) and not sends,
         f"{what}: calling its argument all_reduce {counted(num_calls, 'time')} should be its only "
-        f"communication; the numbers of collective calls are, by rank, {run.collectives}, and "
-        f"{sends} other messages were sent.",
+        f"communication; collective calls per rank: {run.collectives}; other messages sent: "
+        f"{sends}.",
     )
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_sent_where_nothing_is_trainable(grade: Grade) -> None:
     check(
         run.results == [[], []] and run.collectives == [0, 0],
         "a module without trainable parameters needs no all-reduce, but all_reduce was called with "
-        f"tensors of these sizes, by rank: {run.results}.",
+        f"tensors of these sizes, per rank: {run.results}.",
     )
 
 

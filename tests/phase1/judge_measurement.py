@@ -126,8 +126,8 @@ def _check_calls(
             check(
                 dict(got) == wanted,
                 f"rank {rank}: with {how}, strategy {name} should run {runs} times for each entry "
-                f"of sizes_bytes = {sizes}, the first time untimed; the numbers of runs are, by "
-                f"size in bytes, {dict(got)}.",
+                f"of sizes_bytes = {sizes}, the first time untimed; runs per size in bytes: "
+                f"{dict(got)}.",
             )
             for _, *given in found:
                 check(
@@ -145,9 +145,9 @@ def _check_exchanges(run: Run, sizes: list[int], repeats: int | None) -> None:
         ring = {(rank, (rank + 1) % n): wanted for rank in range(n)}
         check(
             got == ring,
-            f"for column exchange, each rank should send {wanted} messages of {size} bytes to its "
-            f"right neighbour: {runs} for each time that sizes_bytes lists this size, the first of "
-            f"them untimed. The numbers of messages sent, by (from, to), are {got}.",
+            f"for the column exchange, each rank should send {wanted} messages of {size} bytes to "
+            f"its right neighbour: {runs} for each time that sizes_bytes lists this size, the "
+            f"first of them untimed. Messages sent, by (from, to): {got}.",
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
 from phase1 import scatter as s
 from phase1.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1.judging import MEASURED, check_peak, check_refused, of_members, short
@@ -84,9 +85,9 @@ def _check_part(found: Any, expected: Any, here: str, rows: range) -> None:
     shape, dtype, device, numbers = found
     check(
         (shape, dtype, device) == (list(expected.shape), str(expected.dtype), "cpu"),
-        f"{here} should be {expected.dtype} of {list(expected.shape)} on the CPU; they are {dtype} "
-        f"of {shape} on {device}. 4 ranks share 10 rows as 3, 3, 2 and 2; every rank learns dtypes "
-        "and shapes from the source.",
+        f"{here} should be {expected.dtype} of shape {list(expected.shape)} on the CPU; they are "
+        f"{dtype} of shape {shape} on {device}. 4 ranks share 10 rows as 3, 3, 2 and 2; every rank "
+        "learns dtypes and shapes from the source.",
     )
     check(
         numbers == s.bytes_of(expected),
@@ -107,8 +108,9 @@ def _check_traffic(run: Run, kind: s.Kind, src: int, members: Sequence[int]) -> 
         got = [e.num_bytes for e in sends if (e.rank, e.peer) == (members[src], member)]
         check(
             Counter(got) == Counter(wanted),
-            f"the source should send rank {rank} of {len(members)} {_messages(wanted)}, for {rows} "
-            f"rows; it sends {_messages(got)}. {_cause(got, wanted, kind, rows)}",
+            f"the source should send {_messages(wanted)} to rank {rank} of {len(members)}, which "
+            f"gets {counted(rows, 'row')} from it; it sends {_messages(got)}. "
+            f"{_cause(got, wanted, kind, rows)}",
         )
     others = sorted({(e.rank, e.peer) for e in sends if e.rank != members[src]})
     check(

@@ -196,7 +196,8 @@ def test_a_large_data_set_is_mixed_as_a_whole(grade: Grade) -> None:
     check(
         0.28 * n <= moved <= 0.39 * n,
         f"in a random order of {n} samples, a sample is on average {n // 3} places away from where "
-        f"it was; in yours, {moved:.0f}. Was the whole data set permuted at random?",
+        f"it was; in your order, it is {moved:.0f} places away. Was the whole data set permuted at "
+        "random?",
     )
     steps = len({(after - before) % n for before, after in pairwise(order)})
     check(
@@ -265,7 +266,7 @@ def test_every_rank_computes_its_shard_alone(grade: Grade) -> None:
 
 
 SLOW_SHARD = (
-    "the shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
+    "a shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
 )
 
 

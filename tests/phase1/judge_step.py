@@ -113,8 +113,8 @@ def _check_calls(run: Run, expected: int) -> None:
     check(
         run.collectives == [expected] * len(run.results) and not sends,
         f"{STEPS} steps need {expected} all-reduces on each rank: in each step, one of two "
-        f"numbers, and one for each of {TRAINABLE} trainable parameters. The numbers of collective "
-        f"calls are, by rank, {run.collectives}, and {sends} other messages were sent.",
+        f"numbers, and one for each of {TRAINABLE} trainable parameters. Collective calls per "
+        f"rank: {run.collectives}; other messages sent: {sends}.",
     )
 
 
@@ -170,8 +170,8 @@ def _check_nothing_besides(run: Run) -> None:
     expected = [int(rank in MEMBERS) for rank in range(OUTER_WORLD_SIZE)]
     check(
         run.collectives == expected,
-        "with an average that sends nothing, a step needs only the all-reduce of two numbers; the "
-        f"numbers of collective calls should be, by rank, {expected}, but are {run.collectives}.",
+        "with an average that sends nothing, a step needs only the all-reduce of two numbers; "
+        f"collective calls per rank should be {expected}, but are {run.collectives}.",
     )
 
 

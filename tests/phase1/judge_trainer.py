@@ -30,7 +30,7 @@ def test_training_is_that_of_one_process(grade: Grade, n: int) -> None:
     cause = "Call set_epoch before each epoch."
     if first[0] == list(range(GLOBAL_BATCH)):
         cause = "It is the order of the data set: let build_loader shuffle."
-    check(first != second, f"epochs 1 and 2 have the samples in the same order. {cause}")
+    check(first != second, f"epochs 1 and 2 use the samples in the same order. {cause}")
     _check_fitted(results, [EPOCHS])
 
 
@@ -86,8 +86,8 @@ def _check_share_of_test(here: str, num_tested: int, epochs: int, n: int) -> Non
     check(
         abs(num_tested - epochs * share) < epochs,
         f"{here}: in {epochs} evaluations of {NUM_TEST} samples, each of {n} ranks should fetch "
-        f"about {epochs * share:.0f}; it fetched {num_tested}. Ranks share the evaluation, as in "
-        "1.12.",
+        f"about {epochs * share:.0f} samples; this rank fetched {num_tested}. Ranks share the "
+        "evaluation, as in 1.12.",
     )
 
 
@@ -111,12 +111,12 @@ def _check_histories(here: str, expected: list[Any], result: Any) -> None:
 def _check_epoch(here: str, want: Any, got: Any) -> None:
     check(
         same_loss(want["step_losses"], got["step_losses"]),
-        f"{here}: one process that starts from rank 0's weights has the step losses "
+        f"{here}: one process that starts from rank 0's weights gets the step losses "
         f"{short(want['step_losses'])}; here they are {short(got['step_losses'])}.",
     )
     check(
         same_loss(want["test"], got["test"]),
-        f"{here}: one process has the test loss and accuracy {want['test']}; here they are "
+        f"{here}: one process gets the test loss and accuracy {want['test']}; here they are "
         f"{got['test']}, although the losses of the steps are right. Is the model evaluated after "
         f"the epoch's last step, with rank 0's buffers? {STATISTICS}",
     )
@@ -168,8 +168,8 @@ def _check_printed(by_rank: list[Any]) -> None:
     next_epochs = first["fetched_s"][:: len(first["fetched"]) // EPOCHS][1:]
     check(
         all(line <= begin for line, begin in zip(first["printed_s"], next_epochs, strict=False)),
-        "rank 0 should print the line of an epoch as soon as the epoch is over, but printed it "
-        "only after the next epoch had begun.",
+        "rank 0 should print an epoch's line as soon as the epoch is over, but printed it only "
+        "after the next epoch had begun.",
     )
     for rank, result in enumerate(others, start=1):
         text = result["printed"]
@@ -201,7 +201,7 @@ def test_the_seed_fixes_the_order_whatever_the_number_of_ranks(grade: Grade) -> 
     drawn = _check_order(grade, seed, seed)
     check(
         drawn != _check_order(grade, None, 0),
-        f"seeds {seed} and 0 (the default) give the same order of the samples. Pass seed on to "
+        f"seeds {seed} and 0 (the default) give the same order of samples. Pass seed on to "
         "build_loader.",
     )
 
@@ -235,8 +235,8 @@ def test_runs_of_different_seeds_share_no_epoch(grade: Grade) -> None:
         twins = [key for key, other in epochs.items() if other == order]
         check(
             twins == [(one, epoch)],
-            f"(seed, epoch) {' and '.join(map(str, twins))} give the same order of the samples. "
-            "Pass the seed to build_loader as it is, and the epoch to set_epoch.",
+            f"(seed, epoch) {' and '.join(map(str, twins))} give the same order of samples. Pass "
+            "the seed to build_loader as it is, and the epoch to set_epoch.",
         )
 
 

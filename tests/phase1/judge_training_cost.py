@@ -64,10 +64,10 @@ def test_nothing_else_is_sent(grade: Grade) -> None:
     check(
         found <= allowed + 1e-6,
         f"in {EPOCHS} epochs of {STEPS} steps on {n} ranks, rank 0 sent {run.messages[0]} messages "
-        f"and called {run.collectives[0]} collectives. If {n - 1} messages of any ranks count as "
-        f"one collective, the ranks used {found:.0f} collectives, where {allowed:.0f} would be "
-        "enough: the model is broadcast once, when fit starts (equal gradients keep it equal), "
-        f"each of {buffers} buffers once per epoch, and there is one evaluation per epoch.",
+        f"and called {run.collectives[0]} collectives. With every {n - 1} messages counted as one "
+        f"collective, the ranks used {found:.0f} collectives, where {allowed:.0f} would be enough: "
+        "the model is broadcast once, when fit starts (equal gradients keep it equal), each of "
+        f"{buffers} buffers once per epoch, and there is one evaluation per epoch.",
     )
 
 
