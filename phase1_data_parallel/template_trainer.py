@@ -105,7 +105,7 @@ def average_gradients_flat(
         before backward has ended.)
     """
     # TODO 1.10: as above, but with a single call of all_reduce, or none if nothing is trainable.
-    #   Tools: torch.cat, flatten, torch.split, view, any helper of average_gradients.
+    #   Tools: torch.cat, flatten, torch.split, view, the helpers of average_gradients.
     #   Example: gradients of 6 and 2 numbers on 4 ranks: one all-reduce of 8 numbers on each.
     #   About 10 lines.
     raise NotImplementedError(

@@ -79,8 +79,8 @@ def _check_sums_of_powers(by_rank: list[Any]) -> None:
         seen = f"{least}" if least == greatest else f"between {least} and {greatest}"
         check(
             least == greatest == total,
-            f"rank {rank} of {n}: rank r holds 2^r, so the sum is {total}, but x is {seen}. "
-            f"{_why_not_the_sum(by_rank, rank)}",
+            f"rank {rank} of {n}: before the call, rank r holds 2^r, so the sum is {total}, but x "
+            f"is {seen}. {_why_not_the_sum(by_rank, rank)}",
         )
 
 

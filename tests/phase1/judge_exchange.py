@@ -84,8 +84,8 @@ def _check_exchanged(by_rank: list[Any], dsts: Sequence[int]) -> None:
             check(
                 got == wanted,
                 f"rank {rank} of {len(dsts)} sent {short(wanted)}, {kind[1]} of shape {kind[0]}, "
-                f"but afterwards its outgoing is {short(got)}. It belongs to the caller, who may "
-                "need it again: write into incoming only.",
+                f"but afterwards its outgoing is {short(got)}. outgoing belongs to the caller, who "
+                "may need it again: write into incoming only.",
             )
 
 

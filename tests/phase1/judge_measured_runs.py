@@ -85,7 +85,7 @@ def _check_median(got: float, cell: list[list[float]], rank: int, are_equal: boo
     slowest = [max(run) for run in zip(*cell, strict=True)][1:]
     check(
         _is_in(got, low, high),
-        f"rank {rank} of 3: the slowest ranks of the timed runs took {slowest} s, so the median is "
+        f"rank {rank} of 3: the slowest rank took {slowest} s in the timed runs, so the median is "
         f"{low if low == high else f'{low} to {high}'} s; you measured {got:.4g} s. "
         f"{_cause(got, cell, are_equal)}",
     )

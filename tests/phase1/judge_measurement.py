@@ -72,7 +72,7 @@ def _check_line_of_exchange(table: dict[str, Any]) -> None:
     ):
         check(
             abs(got / wanted - 1) < 1e-3,
-            f"the line through column exchange, {in_us(table['seconds']['exchange'])} at "
+            f"the line through the column exchange, {in_us(table['seconds']['exchange'])} at "
             f"{table['sizes']} bytes, has {name} = {wanted:.4g}; yours is {got:.4g}. Pass the "
             "sizes in bytes and the times of this column in seconds to fit_alpha_beta.",
         )
@@ -170,7 +170,7 @@ def test_the_tensors_are_on_the_device(grade: Grade) -> None:
         check(
             found["sent"] == [device],
             f"rank {rank}: with device={device} every tensor that is sent should be on that "
-            f"device, as NCCL can send nothing else; tensors were sent from {found['sent']}.",
+            f"device, as NCCL only sends tensors on GPUs; tensors were sent from {found['sent']}.",
         )
 
 

@@ -91,9 +91,9 @@ def _check_part(found: Any, expected: Any, here: str, rows: range) -> None:
     )
     check(
         numbers == s.bytes_of(expected),
-        f"{here} should be the rows {[*rows]} of the batch, bit for bit, but other numbers "
-        "arrived. Of 10 rows, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9, whatever the dtype, and even "
-        "if the batch is not contiguous.",
+        f"{here} should be rows {[*rows]} of the batch, bit for bit, but other numbers arrived. Of "
+        "10 rows, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9, whatever the dtype, and even if the "
+        "batch is not contiguous.",
     )
 
 
@@ -216,13 +216,13 @@ def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
         last = found["travelled"][-(2 * (n - 1) if rank == src else 2) :]
         check(
             {*last} == {device},
-            f"rank {rank} of {n}: rows should be sent from {device} and received there; they went "
-            f"through {' and '.join(sorted({*last}))}. NCCL only sends tensors on GPUs.",
+            f"rank {rank} of {n}: rows should be sent from {device} and received there; the "
+            f"tensors were on {' and '.join(sorted({*last}))}. NCCL only sends tensors on GPUs.",
         )
         expected = [s.bytes_of(t[rows.start : rows.stop]) for t in kind.batch()]
         check(
             found["numbers"] == expected,
-            f"rank {rank} of {n}: with device={given}, the rows {[*rows]} should arrive, but other "
+            f"rank {rank} of {n}: with device={given}, rows {[*rows]} should arrive, but other "
             "numbers arrived.",
         )
 

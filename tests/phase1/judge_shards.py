@@ -117,7 +117,7 @@ def _check_order(order: list[int], shards: s.Shards, drop_last: bool) -> None:
     )
     check(
         turns[: len(order)] == wanted[: len(order)],
-        f"{here}: read step by step, the shards should give the order of one process, "
+        f"{here}: read step by step, the shards should give the order of a single process, "
         f"{short(wanted)}; they give {short(turns)}. Ranks should take turns, not blocks, and the "
         "order should not depend on the number of ranks or on drop_last.",
     )

@@ -89,7 +89,8 @@ def _check_is_its_own(here: str, result: Any, num_rows: int) -> None:
     check(
         result["are_buffers_kept"],
         f"{here}: train_step should leave the model's buffers as the forward pass leaves them, but "
-        "has changed them: ranks need to share only loss, number of targets and gradients.",
+        "has changed them: ranks need to share only the loss, the number of targets and the "
+        "gradients.",
     )
     check(
         not result["changed"],
@@ -112,7 +113,7 @@ def _check_calls(run: Run, expected: int) -> None:
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     check(
         run.collectives == [expected] * len(run.results) and not sends,
-        f"{STEPS} steps need {expected} all-reduces on each rank: in each step, one of two "
+        f"{STEPS} steps need {expected} all-reduces on each rank: each step needs one for two "
         f"numbers, and one for each of {TRAINABLE} trainable parameters. Collective calls per "
         f"rank: {run.collectives}; other messages sent: {sends}.",
     )

@@ -102,7 +102,7 @@ def _check_histories(here: str, expected: list[Any], result: Any) -> None:
         check(
             found == numbers,
             f"{here}: call {call} of fit should return a history of the epochs {numbers}; it "
-            f"returned one of {found}.",
+            f"returned a history of {found}.",
         )
         for want, entry in zip(wanted, got, strict=True):
             _check_epoch(f"{here}, call {call}, epoch {want['epoch']}", want, entry)
@@ -162,8 +162,8 @@ def _check_printed(by_rank: list[Any]) -> None:
         len(lines) == EPOCHS
         and all("loss" in line.lower() for line in lines)
         and all(_names(epoch, line) for epoch, line in enumerate(lines, start=1)),
-        "rank 0 should print one line per epoch, with its number and the loss; it printed "
-        f"{short(first['printed'])}.",
+        "rank 0 should print one line per epoch, with the number of the epoch and the loss; it "
+        f"printed {short(first['printed'])}.",
     )
     next_epochs = first["fetched_s"][:: len(first["fetched"]) // EPOCHS][1:]
     check(
