@@ -159,7 +159,7 @@ def _check_header(run: Run, src: int, members: Sequence[int]) -> None:
         check(
             num_bytes < HEADER_BYTES,
             f"rank {rank} of {len(members)}: shapes and dtypes take less than {HEADER_BYTES:,} "
-            f"bytes; your broadcasts have {num_bytes:,}. Send every row to one rank only, and "
+            f"bytes; your broadcasts take {num_bytes:,}. Send every row to one rank only, and "
             "broadcast only shapes and dtypes.",
         )
     unwaited = run.trace.unwaited
