@@ -167,9 +167,9 @@ def measure_all_reduce(
 ) -> AllReduceTimes:
     """Time every strategy at every size, and fit α and β of one message.
 
-    A cell is one strategy at one size. All ranks start each run of a cell together, and a run takes
-    as long as its slowest rank. The time of a cell is the median of its runs; for an even number of
-    runs, any time between the middle two will do.
+    A cell of the table is one strategy, or the exchange, at one size. All ranks start each run of a
+    cell together, and a run takes as long as its slowest rank. The time of a cell is the median of
+    its runs; for an even number of runs, any time between the middle two will do.
 
     Args:
         strategies: functions by name; each is called with a tensor and ``group``, and sums the

@@ -123,8 +123,9 @@ def _check_order(order: list[int], shards: s.Shards, drop_last: bool) -> None:
     )
     check(
         turns == wanted,
-        f"{here}: the places after the last sample should be filled from the beginning of the same "
-        f"order, {short(wanted[len(order) :])}; they hold {short(turns[len(order) :])}.",
+        f"{here}: once the samples run out, the shards should be padded from the beginning of the "
+        f"epoch's order, with {short(wanted[len(order) :])}; yours are padded with "
+        f"{short(turns[len(order) :])}.",
     )
 
 
