@@ -248,8 +248,15 @@ class Supervisor:
         elif idle_s is not None:
             if len(idle) < len(running):
                 self._start_to_wait(now)
-            if now - self._idle_since > idle_s and not any(r.has_children() for r in running):
-                self.exceeded = Exceeded("idle", idle_s)
+            self._check_waiting(now, running, idle_s)
+
+    def _check_waiting(self, now: float, running: list[RankProcess], idle_s: float) -> None:
+        """Stop a world that waits; time in which a rank waits for its own processes is no part."""
+        waited_s = now - self._idle_since
+        if waited_s > idle_s / 2 and any(rank.has_children() for rank in running):
+            self._start_to_wait(now)
+        elif waited_s > idle_s:
+            self.exceeded = Exceeded("idle", idle_s)
 
     def _start_to_wait(self, now: float) -> None:
         self._idle_since = now

@@ -33,6 +33,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # of a core that 
 RealPopen = subprocess.Popen
 _lock = threading.Lock()
 _source: socket.socket | None = None
+source_pid = 0  # of a child of this process, once there is one
 
 
 class Request(NamedTuple):
@@ -108,6 +109,7 @@ def _started(source: socket.socket, request: Request, descriptors: Sequence[int]
 @contextmanager
 def source() -> Iterator[socket.socket]:
     """Start a process that programs are forked from."""
+    global source_pid
     ours, theirs = socket.socketpair()
     process = RealPopen(
         [sys.executable, "-c", SERVE, str(theirs.fileno())],
@@ -117,6 +119,7 @@ def source() -> Iterator[socket.socket]:
         stdout=subprocess.DEVNULL,
     )
     theirs.close()
+    source_pid = process.pid
     with process, ours:
         yield ours
         ours.close()

@@ -1,8 +1,15 @@
 """Finding processes that a test has started, however many parents ended in between."""
 
+import forked_python
 import psutil
 
 MARK = "DISTLAB_OF_TEST"  # in the environment of the first, and so of all that it starts
+
+
+def children(*, recursive: bool = True) -> list[psutil.Process]:
+    """Return what this process has started, but for the source that programs are forked from."""
+    found = psutil.Process().children(recursive=recursive)
+    return [process for process in found if process.pid != forked_python.source_pid]
 
 
 def marked(mark: str) -> list[psutil.Process]:

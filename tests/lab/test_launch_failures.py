@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import processes
 import psutil
 import pytest
 import torch
@@ -588,7 +589,7 @@ def test_ctrl_c_ends_the_ranks_and_reaches_the_caller() -> None:
 
 def processes_of_ranks() -> list[psutil.Process]:
     """What lives below this process besides idle fork servers, and what was left to init."""
-    children = psutil.Process().children()
+    children = processes.children(recursive=False)
     servers = [child for child in children if fork_server_main.COMMAND in child.cmdline()]
     below = [process for server in servers for process in server.children(recursive=True)]
     orphans = [

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import psutil
 import pytest
 import torch.distributed as dist
@@ -205,7 +206,6 @@ def test_a_world_after_ctrl_c_at_any_moment_is_healthy_and_nothing_leaks() -> No
         raise KeyboardInterrupt
 
     launch.run(dist.get_rank, 3)
-    others = _other_processes()
     previous = signal.signal(signal.SIGALRM, strike)
     try:
         for after_s in (0.002, 0.02, 0.04, 0.1):
@@ -213,7 +213,7 @@ def test_a_world_after_ctrl_c_at_any_moment_is_healthy_and_nothing_leaks() -> No
             assert launch.run(dist.get_rank, 3, timeout_s=20) == [0, 1, 2]
     finally:
         signal.signal(signal.SIGALRM, previous)
-    assert _other_processes() == others
+    _interrupted_worlds_leave_no_process()
 
 
 def _interrupted(after_s: float) -> None:
@@ -226,10 +226,10 @@ def _interrupted(after_s: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _other_processes() -> set[int]:
-    """What this process has started, but for the fork servers that wait for a world."""
-    servers = {home.process.pid for home in fork_server._idle}
-    return {child.pid for child in psutil.Process().children(recursive=True)} - servers
+def _interrupted_worlds_leave_no_process() -> None:
+    servers = [home.process.pid for home in fork_server._idle]
+    children = processes.children()
+    assert sorted(child.pid for child in children) == sorted(servers)
 
 
 def test_worlds_leave_no_descriptor_and_no_folder() -> None:
@@ -266,11 +266,9 @@ def test_the_folder_goes_when_the_launching_process_is_killed(tmp_path: Path) ->
 
 
 def test_a_fork_server_that_its_world_stopped_holds_nothing_of_it() -> None:
-    launch.run(dist.get_rank, 2)
-    others = _other_processes()
     with pytest.raises(launch.RankHung):  # before anyone has noticed
         launch.run(_stop_the_server, 2, timeout_s=0.5)
-    assert _other_processes() == others
+    _interrupted_worlds_leave_no_process()
     assert launch.run(dist.get_rank, 2) == [0, 1]
 
 

@@ -444,7 +444,7 @@ def test_each_hint_says_more_and_the_last_says_so(
     assert titles == ["Hint 1: a question", "Hint 2: the idea"] + 2 * ["Hint 3: names"]
     assert "That was the last hint. Read on in phase1_data_parallel/guidelines.md#15-b" in printed
     assert distlab("hint", "broadcast", "--level", "1") == 0
-    assert "how many ranks have the data?" in capsys.readouterr().out
+    assert "how many ranks have the data, and" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("outcome", ["hang", "failed"])

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import processes
 import psutil
 import pytest
 import torch
@@ -110,8 +111,7 @@ def survivors() -> list[psutil.Process]:
     servers = {home.process.pid for home in fork_server._idle}
     deadline = time.monotonic() + 5
     while True:
-        children = psutil.Process().children(recursive=True)
-        left = [child for child in children if child.pid not in servers]
+        left = [child for child in processes.children() if child.pid not in servers]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.05)  # servers reap what has ended in their own time
