@@ -68,6 +68,13 @@ FIGURES = (
         cluster="dgx-h100",
     ),
     # gradient_accumulation
+    Figure(
+        "accumulate_over_ranks",
+        "4, 3, 4 and 2 micro-batches, then one all-reduce of all gradients",
+        4,
+        cluster="dgx-h100",
+        phase=2,
+    ),
     # mixed_precision
     # activation_checkpointing
     # model_parallel

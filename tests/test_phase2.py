@@ -8,6 +8,9 @@ run, is asserted in tests/phase2/judge_*.py, task by task; pytest collects it fr
 import sys
 
 # gradient_accumulation
+from phase2.judge_micro_batches import *
+from phase2.judge_accumulation import *
+from phase2.judge_accumulation_over_ranks import *
 
 # mixed_precision
 

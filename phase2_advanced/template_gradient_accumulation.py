@@ -1,0 +1,149 @@
+"""Gradient accumulation: a batch in micro-batches, one optimizer step, one all-reduce.
+
+Tasks 2.1 to 2.3. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.1``.
+"""
+
+from math import inf
+
+import torch
+from torch import Tensor, nn
+
+from phase2_advanced.given import (
+    AllReduce,
+    Batch,
+    Group,
+    LossSum,
+    all_reduce,
+    cross_entropy_sum,
+)
+
+
+def split_micro_batches(batch: Batch, size: int) -> list[Batch]:
+    """Split a batch into micro-batches of ``size`` rows, without copying anything.
+
+    7 rows, size 3:  rows 0 1 2 | 3 4 5 | 6
+
+    Args:
+        batch: tensors of any shape and dtype, with the same number of rows (their first dim).
+        size: rows of a micro-batch; the last micro-batch may have fewer.
+
+    Returns:
+        The micro-batches in the order of their rows, each a tuple with a view of every tensor. For
+        a batch without rows, an empty list.
+
+    Raises:
+        ValueError: size is below 1, and the message gives it; or the tensors have different numbers
+            of rows, and the message gives these numbers.
+    """
+    # TODO 2.1: return consecutive rows, at most size at a time, as views of all tensors.
+    #   Tools: len, range, slices of a tensor, tuple.
+    #   Worked: 7 rows of inputs (7, 4) and targets (7,), size 3: shapes (3, 4) and (3,) twice, then
+    #   (1, 4) and (1,).
+    #   About 8 lines.
+    raise NotImplementedError(
+        "Task 2.1: split_micro_batches, see guidelines.md#21-split-a-batch-into-micro-batches"
+    )
+
+
+def accumulate_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    size: int,
+    loss_sum: LossSum = cross_entropy_sum,
+) -> float:
+    """Do one optimizer step on the whole batch, in the memory of one micro-batch.
+
+    With B targets in the batch, an ordinary step minimises (sum of all losses) / B. So does this
+    one, whichever micro-batches the targets are in:
+        3 targets in the first, 1 in the second:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
+
+    Args:
+        model: any without BatchNorm, which would normalise each micro-batch by itself. Dropout
+            draws a mask for each micro-batch.
+        optimizer: for ``model``'s parameters. Gradients left from before the step do not count. A
+            parameter that no micro-batch uses gets no gradient, so the optimizer leaves it alone.
+        batch: inputs, targets, and whatever else ``loss_sum`` reads. It is not changed.
+        size: rows of a micro-batch, as for ``split_micro_batches``.
+        loss_sum: called once for each micro-batch, in order, with the model and all tensors of the
+            micro-batch. It returns the sum of the losses, which may be of several kinds, and the
+            number of targets. That number, which may be zero, decides how much the micro-batch
+            weighs.
+
+    Returns:
+        The mean loss per target of the batch, before the step.
+
+    Raises:
+        ValueError: the batch has no target; the parameters are left unchanged.
+
+    Cost: one forward and one backward pass over each micro-batch. Memory: parameters, gradients,
+        optimizer state, the batch, and the activations of one micro-batch, which are freed before
+        the next forward pass.
+    """
+    # TODO 2.2: do one step as if the whole batch had gone through the model at once, and return the
+    #   loss; never hold the activations of two micro-batches.
+    #   Tools: split_micro_batches, loss_sum, backward, model.parameters, the optimizer's methods.
+    #   Worked: losses 1, 2, 3 in one micro-batch and 6 in the next: return 3.0 (not 4.0, the mean
+    #   of the means 2 and 6), and each of the four targets weighs 1/4 in the gradient.
+    #   About 14 lines.
+    raise NotImplementedError(
+        "Task 2.2: accumulate_step, see guidelines.md#22-accumulate-gradients"
+    )
+
+
+def accumulate_step_over_ranks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    size: int,
+    *,
+    max_norm: float = inf,
+    loss_sum: LossSum = cross_entropy_sum,
+    all_reduce: AllReduce = all_reduce,
+    group: Group = None,
+) -> float:
+    """Do one optimizer step on the batches of all ranks, each computed in micro-batches.
+
+    Ranks may have different numbers of micro-batches and of targets:
+        rank 0   forward backward  forward backward  forward backward  all-reduce  step
+        rank 1   forward backward                                      all-reduce  step
+
+    Args:
+        model: as for ``accumulate_step``; equal on all ranks. Its gradients have one dtype, float32
+            or float64. A trainable parameter that got no gradient on this rank counts as zero:
+            other ranks may have one. (A parameter that no rank uses then has a gradient of zero
+            instead of none, so weight decay changes it.)
+        optimizer: as for ``accumulate_step``, with the same settings on all ranks.
+        batch: this rank's; it may be empty. It is not changed.
+        size: rows of a micro-batch; ranks may have different sizes.
+        max_norm: the largest norm that the gradient of the step may have, over all parameters
+            together; a larger gradient is scaled down to it. What counts is the gradient of the
+            mean loss over the targets of all ranks, so all ranks scale by the same factor.
+        loss_sum: as for ``accumulate_step``.
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Returns:
+        The mean loss per target of all batches, before the step; the same float on all ranks.
+
+    Raises:
+        ValueError: the same on every rank, if no rank has any target; the parameters are left
+            unchanged.
+
+    Cost: passes as for ``accumulate_step``. One all-reduce of the gradients of all trainable
+        parameters in one flat bucket, however many micro-batches there are; a parameter that two
+        layers share counts once. The sum of the losses and the number of targets may ride in the
+        bucket or take an all-reduce of their own; nothing else is sent. Memory: that of
+        ``accumulate_step``, or without any activations, but with the bucket, which is as large as
+        the gradients.
+    """
+    # TODO 2.3: do one clipped step as one process would on all batches, and return the loss.
+    #   Tools: what you wrote for 2.2, torch.cat, flatten, split, view, norm, the argument
+    #   all_reduce. It sums, and every rank must call it equally often.
+    #   Worked: rank 0 has 2 targets, each with the gradient (3, 0), and rank 1 one with (0, 12):
+    #   the mean is (2, 4), of norm 4.47. With max_norm = 1 the step uses (0.447, 0.894) on both.
+    #   About 25 lines; write helper functions.
+    raise NotImplementedError(
+        "Task 2.3: accumulate_step_over_ranks, see guidelines.md#23-accumulate-over-ranks"
+    )

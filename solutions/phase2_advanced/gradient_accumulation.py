@@ -1,0 +1,185 @@
+"""Gradient accumulation: a batch in micro-batches, one optimizer step, one all-reduce."""
+
+from math import inf
+
+import torch
+from torch import Tensor, nn
+
+from phase2_advanced.given import (
+    AllReduce,
+    Batch,
+    Group,
+    LossSum,
+    all_reduce,
+    cross_entropy_sum,
+)
+
+
+def split_micro_batches(batch: Batch, size: int) -> list[Batch]:
+    """Split a batch into micro-batches of ``size`` rows, without copying anything.
+
+    7 rows, size 3:  rows 0 1 2 | 3 4 5 | 6
+
+    Args:
+        batch: tensors of any shape and dtype, with the same number of rows (their first dim).
+        size: rows of a micro-batch; the last micro-batch may have fewer.
+
+    Returns:
+        The micro-batches in the order of their rows, each a tuple with a view of every tensor. For
+        a batch without rows, an empty list.
+
+    Raises:
+        ValueError: size is below 1, and the message gives it; or the tensors have different numbers
+            of rows, and the message gives these numbers.
+    """
+    rows = [len(tensor) for tensor in batch]
+    if size < 1:
+        raise ValueError(f"split_micro_batches: size must be at least 1, got {size}")
+    if len(set(rows)) > 1:
+        raise ValueError(f"split_micro_batches: the tensors of the batch have {rows} rows")
+    starts = range(0, rows[0], size)
+    return [tuple(tensor[start : start + size] for tensor in batch) for start in starts]
+
+
+def accumulate_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    size: int,
+    loss_sum: LossSum = cross_entropy_sum,
+) -> float:
+    """Do one optimizer step on the whole batch, in the memory of one micro-batch.
+
+    With B targets in the batch, an ordinary step minimises (sum of all losses) / B. So does this
+    one, whichever micro-batches the targets are in:
+        3 targets in the first, 1 in the second:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
+
+    Args:
+        model: any without BatchNorm, which would normalise each micro-batch by itself. Dropout
+            draws a mask for each micro-batch.
+        optimizer: for ``model``'s parameters. Gradients left from before the step do not count. A
+            parameter that no micro-batch uses gets no gradient, so the optimizer leaves it alone.
+        batch: inputs, targets, and whatever else ``loss_sum`` reads. It is not changed.
+        size: rows of a micro-batch, as for ``split_micro_batches``.
+        loss_sum: called once for each micro-batch, in order, with the model and all tensors of the
+            micro-batch. It returns the sum of the losses, which may be of several kinds, and the
+            number of targets. That number, which may be zero, decides how much the micro-batch
+            weighs.
+
+    Returns:
+        The mean loss per target of the batch, before the step.
+
+    Raises:
+        ValueError: the batch has no target; the parameters are left unchanged.
+
+    Cost: one forward and one backward pass over each micro-batch. Memory: parameters, gradients,
+        optimizer state, the batch, and the activations of one micro-batch, which are freed before
+        the next forward pass.
+    """
+    optimizer.zero_grad()
+    total_loss, num_targets = _accumulate_gradients(model, batch, size, loss_sum)
+    if not num_targets:
+        raise ValueError("accumulate_step: the batch has no target")
+
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= num_targets
+    optimizer.step()
+    return total_loss / num_targets
+
+
+def _accumulate_gradients(
+    model: nn.Module, batch: Batch, size: int, loss_sum: LossSum
+) -> tuple[float, int]:
+    """Add the gradient of the sum of all losses to ``.grad``; return that sum and the targets."""
+    total_loss, num_targets = 0.0, 0
+    for micro_batch in split_micro_batches(batch, size):
+        loss, count = loss_sum(model, micro_batch)
+        loss.backward()  # frees the activations, before the next forward pass
+        total_loss += loss.item()
+        num_targets += count
+    return total_loss, num_targets
+
+
+def accumulate_step_over_ranks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    size: int,
+    *,
+    max_norm: float = inf,
+    loss_sum: LossSum = cross_entropy_sum,
+    all_reduce: AllReduce = all_reduce,
+    group: Group = None,
+) -> float:
+    """Do one optimizer step on the batches of all ranks, each computed in micro-batches.
+
+    Ranks may have different numbers of micro-batches and of targets:
+        rank 0   forward backward  forward backward  forward backward  all-reduce  step
+        rank 1   forward backward                                      all-reduce  step
+
+    Args:
+        model: as for ``accumulate_step``; equal on all ranks. Its gradients have one dtype, float32
+            or float64. A trainable parameter that got no gradient on this rank counts as zero:
+            other ranks may have one. (A parameter that no rank uses then has a gradient of zero
+            instead of none, so weight decay changes it.)
+        optimizer: as for ``accumulate_step``, with the same settings on all ranks.
+        batch: this rank's; it may be empty. It is not changed.
+        size: rows of a micro-batch; ranks may have different sizes.
+        max_norm: the largest norm that the gradient of the step may have, over all parameters
+            together; a larger gradient is scaled down to it. What counts is the gradient of the
+            mean loss over the targets of all ranks, so all ranks scale by the same factor.
+        loss_sum: as for ``accumulate_step``.
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Returns:
+        The mean loss per target of all batches, before the step; the same float on all ranks.
+
+    Raises:
+        ValueError: the same on every rank, if no rank has any target; the parameters are left
+            unchanged.
+
+    Cost: passes as for ``accumulate_step``. One all-reduce of the gradients of all trainable
+        parameters in one flat bucket, however many micro-batches there are; a parameter that two
+        layers share counts once. The sum of the losses and the number of targets may ride in the
+        bucket or take an all-reduce of their own; nothing else is sent. Memory: that of
+        ``accumulate_step``, or without any activations, but with the bucket, which is as large as
+        the gradients.
+    """
+    optimizer.zero_grad()
+    loss, count = _accumulate_gradients(model, batch, size, loss_sum)
+    gradients = _gradients(model)
+    numbers = gradients[0].new_tensor([loss, count])
+    bucket = torch.cat([*(gradient.flatten() for gradient in gradients), numbers])
+    all_reduce(bucket, group)
+
+    total_loss, num_targets = bucket[-2:].tolist()
+    if not num_targets:
+        raise ValueError("accumulate_step_over_ranks: the batches of all ranks have no target")
+    mean = bucket[:-2].div_(num_targets)
+    norm = mean.norm()  # the same on all ranks, and so is the decision
+    if norm > max_norm:
+        mean *= max_norm / norm
+    _copy_back(mean, gradients)
+    optimizer.step()
+    return float(total_loss / num_targets)
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of all trainable parameters."""
+    return [_gradient(parameter) for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter; zero if this rank has none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _copy_back(bucket: Tensor, gradients: list[Tensor]) -> None:
+    """Copy the parts of a bucket to the gradients that it was made of."""
+    parts = bucket.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view(gradient.shape))
