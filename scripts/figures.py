@@ -69,6 +69,13 @@ FIGURES = (
     ),
     # gradient_accumulation
     # mixed_precision
+    Figure(
+        "step_in_float16",
+        "A step in mixed precision: three all-reduces, the last of one number",
+        4,
+        cluster="dgx-h100",
+        phase=2,
+    ),
     # activation_checkpointing
     # model_parallel
     # pipeline_parallel

@@ -10,6 +10,8 @@ import sys
 # gradient_accumulation
 
 # mixed_precision
+from phase2.judge_loss_scaling import *
+from phase2.judge_mixed_steps import *
 
 # activation_checkpointing
 
