@@ -157,7 +157,7 @@ def _check_steps(here: str, steps: Any, plan: Sequence[b.Bad]) -> None:
         is_bad = bad is not None and bad[0] != LARGE
         what = f"a gradient has {bad[0]} on rank {bad[1]}" if bad else "all gradients are finite"
         check(
-            step["taken"] is not is_bad,
+            step["taken"] is (not is_bad),
             f"{here}: {what}, so step should return {not is_bad} on every rank; here it returned "
             f"{step['taken']}. {_why_wrong(bad)}",
         )

@@ -88,7 +88,8 @@ class TorchScaler:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         is_finite = self.unscale(optimizer)
-        self._scaler.step(optimizer)
+        if is_finite:
+            optimizer.step()
         return is_finite
 
     def update(self) -> None:
