@@ -215,8 +215,8 @@ def mixed_precision_step(
         gradient counts as zero; and that of ``scaler``.
     """
     # TODO 2.5: one step as one process would do it on all batches, computed in 16 bits.
-    #   Tools: torch.autocast, the arguments scaler, loss_sum and all_reduce, torch.cat, split,
-    #   clip_grad_norm_.
+    #   Tools: torch.autocast, the arguments scaler, loss_sum and all_reduce, torch.cat,
+    #   torch.split, clip_grad_norm_.
     #   Worked: losses 1, 2, 3 on rank 0 and 6 on rank 1: a loss of 3.0 on both (not 4.0, the mean
     #   of the means 2 and 6). A scaled gradient of 131072 on rank 1, which is inf in float16: both
     #   ranks skip, and both scales fall from 65536 to 32768.

@@ -223,6 +223,6 @@ def _sum_gradients(
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     bucket = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
     all_reduce(bucket, group)
-    sums = bucket.split([gradient.numel() for gradient in gradients])
+    sums = torch.split(bucket, [gradient.numel() for gradient in gradients])
     for parameter, gradient, total in zip(parameters, gradients, sums, strict=True):
         parameter.grad = gradient.copy_(total.view_as(gradient))
