@@ -4,6 +4,7 @@ It contains no task, so leave it as it is. Submissions are graded with the cours
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,14 @@ def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 
 
 # Mixed precision
+
+
+class StepResult(NamedTuple):
+    """What a step in mixed precision reports, the same on every rank."""
+
+    loss: float  # mean over the targets of all ranks, before the step; not scaled
+    is_skipped: bool  # whether some gradient was not finite, so that nothing has changed
+    norm: float  # of the averaged and unscaled gradient, before clipping; not finite if skipped
 
 
 # Activation checkpointing

@@ -76,6 +76,13 @@ FIGURES = (
         phase=2,
     ),
     # mixed_precision
+    Figure(
+        "step_in_float16",
+        "A step in mixed precision: three all-reduces, the last of one number",
+        4,
+        cluster="dgx-h100",
+        phase=2,
+    ),
     # activation_checkpointing
     # model_parallel
     # pipeline_parallel

@@ -10,9 +10,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Subset
 
+from distlab.data.digits import load_digits
+from phase2_advanced.given import Batch, LossSum, cross_entropy_sum
 from solutions.phase2_advanced import gradient_accumulation
+from solutions.phase2_advanced.mixed_precision import LossScaler, mixed_precision_step
 
 
 def main() -> None:
@@ -45,6 +50,92 @@ def accumulate_over_ranks() -> None:
 
 # mixed_precision
 
+
+def step_in_float16() -> None:
+    """Do one step of two layers on 256 samples a rank, computed in 16 bits."""
+    _step_of_two_layers(cross_entropy_sum)
+
+
+def step_in_float32() -> None:
+    """Do the same step without autocast."""
+    _step_of_two_layers(_without_autocast)
+
+
+def _step_of_two_layers(loss_sum: LossSum) -> None:
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(256, 1024), torch.randint(10, (256,))
+    mixed_precision_step(model, optimizer, LossScaler(), batch, loss_sum=loss_sum)
+
+
+def _without_autocast(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    with torch.autocast("cpu", enabled=False):
+        return cross_entropy_sum(model, batch)
+
+
+def precisions() -> None:
+    """Train four times on 1,280 digits with a loss of small weight; print what becomes of it."""
+    rows = {
+        "float32": _losses(_digits_model(), LossScaler(1.0), _small_loss_in_float32),
+        "float16 everywhere": _losses_of_half(_digits_model().half()),
+        "float16, scale 1": _losses(_digits_model(), LossScaler(1.0), _small_loss),
+        "float16, scaled": _losses(_digits_model(), LossScaler(), _small_loss),
+    }
+    if dist.get_rank() == 0:
+        print(f"{'':20}{'first':>7}{'last':>7}")
+        for name, losses in rows.items():
+            print(f"{name:20}{losses[0]:7.2f}{losses[-1]:7.2f}")
+
+
+def _digits_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def _share_of_digits() -> Batch:
+    share = Subset(load_digits().train, range(dist.get_rank(), 1280, dist.get_world_size()))
+    images, labels = next(iter(DataLoader(share, batch_size=len(share))))
+    return images, labels
+
+
+SMALL_WEIGHT, NUM_STEPS, LR = 1e-4, 60, 0.01
+
+
+def _losses(model: nn.Module, scaler: LossScaler, loss_sum: LossSum) -> list[float]:
+    optimizer, batch = torch.optim.Adam(model.parameters(), lr=LR), _share_of_digits()
+    steps = [
+        mixed_precision_step(model, optimizer, scaler, batch, loss_sum=loss_sum)
+        for _ in range(NUM_STEPS)
+    ]
+    return [step.loss / SMALL_WEIGHT for step in steps]
+
+
+def _small_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """Weigh the loss as one of several."""
+    loss, num_targets = cross_entropy_sum(model, batch)
+    return SMALL_WEIGHT * loss, num_targets
+
+
+def _small_loss_in_float32(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    with torch.autocast("cpu", enabled=False):
+        return _small_loss(model, batch)
+
+
+def _losses_of_half(model: nn.Module) -> list[float]:
+    """Train as if nothing but the dtype had to change: weights, gradients and Adam in float16."""
+    optimizer, (images, labels) = torch.optim.Adam(model.parameters(), lr=LR), _share_of_digits()
+    losses = []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = SMALL_WEIGHT * cross_entropy(model(images.half()), labels)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+        optimizer.step()
+        losses.append(loss.item() / SMALL_WEIGHT)
+    return losses
+
+
 # activation_checkpointing
 
 # model_parallel
@@ -58,6 +149,9 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     "memory_of_micro_batches": memory_of_micro_batches,
     "accumulate_over_ranks": accumulate_over_ranks,
     # mixed_precision
+    "step_in_float16": step_in_float16,
+    "step_in_float32": step_in_float32,
+    "precisions": precisions,
     # activation_checkpointing
     # model_parallel
     # pipeline_parallel

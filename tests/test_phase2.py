@@ -13,6 +13,8 @@ from phase2.judge_accumulation import *
 from phase2.judge_accumulation_over_ranks import *
 
 # mixed_precision
+from phase2.judge_loss_scaling import *
+from phase2.judge_mixed_steps import *
 
 # activation_checkpointing
 

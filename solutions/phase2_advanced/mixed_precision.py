@@ -1,0 +1,228 @@
+"""Mixed precision: compute in 16 bits, keep and update the weights in 32."""
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from phase2_advanced.given import (
+    AllReduce,
+    Batch,
+    Group,
+    LossSum,
+    StepResult,
+    all_reduce,
+    cross_entropy_sum,
+)
+
+
+class LossScaler:
+    """Moves gradients into the range of float16 and back, and skips a step if one is not finite.
+
+    Multiplying the loss by a scale multiplies every gradient by it, too. The scale falls after an
+    overflow, and rises after many steps without one. All ranks have the same scale:
+        scale 65536, an inf on rank 1 only    no rank steps, then the scale is 32768 on all ranks
+        2000 updates without an overflow      the scale is 65536 again
+
+    In each step: ``scale``, backward, ``unscale`` if anything needs the gradients, ``step``,
+    ``update``.
+
+    Args:
+        init_scale: the scale at the beginning.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` good updates.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: how many updates in a row must be good before the scale grows.
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Attributes:
+        value: the scale.
+        good_steps: updates without an overflow since the scale last changed.
+        is_finite: what ``unscale`` found, by optimizer, since the last update.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        all_reduce: AllReduce = all_reduce,
+        group: Group = None,
+    ) -> None:
+        self.value = init_scale
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval = growth_interval
+        self.all_reduce, self.group = all_reduce, group
+        self.good_steps = 0
+        self.is_finite: dict[Optimizer, bool] = {}
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale, for backward.
+
+        Args:
+            loss: a scalar of any floating dtype; it is not changed.
+
+        Returns:
+            In float64 if the loss is in float64, otherwise in float32: a scaled loss may exceed
+            65504, where float16 ends.
+        """
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """Divide the gradients of ``optimizer`` by the scale, and tell whether all are finite.
+
+        A second call before ``update`` changes nothing, sends nothing, and returns the same.
+
+        Args:
+            optimizer: its parameters' gradients are divided in place. A parameter without a
+                gradient stays without; ranks may differ in which have one.
+
+        Returns:
+            Whether every number in the gradients of all ranks is finite; the same on all ranks.
+
+        Cost: one all-reduce of one number.
+        """
+        if optimizer not in self.is_finite:
+            self.is_finite[optimizer] = self._divide(optimizer)
+        return self.is_finite[optimizer]
+
+    def _divide(self, optimizer: Optimizer) -> bool:
+        parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
+        num_bad = torch.zeros(1, device=parameters[0].device)
+        for gradient in (p.grad for p in parameters if p.grad is not None):
+            num_bad += gradient.isfinite().logical_not().sum()
+            gradient.div_(self.value)
+        self.all_reduce(num_bad, self.group)
+        return num_bad.item() == 0
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Take the optimizer's step if all gradients are finite, on all ranks or on none.
+
+        Unscales first, unless that was done since the last update. Gradients that were clipped
+        after ``unscale`` are used as they are.
+
+        Returns:
+            Whether the step was taken. If it was not, the parameters and the optimizer's state are
+            as before.
+        """
+        is_finite = self.unscale(optimizer)
+        if is_finite:
+            optimizer.step()
+        return is_finite
+
+    def update(self) -> None:
+        """Adapt the scale to what was found since the last update.
+
+        If the gradients of any optimizer were not finite: the scale times ``backoff_factor``, and
+        the count of good steps begins again. Otherwise one more good step; the last of
+        ``growth_interval`` multiplies the scale by ``growth_factor``, and the count begins again.
+        Either way ``unscale`` will divide again.
+        """
+        is_good = all(self.is_finite.values())
+        self.is_finite.clear()
+        self.good_steps = self.good_steps + 1 if is_good else 0
+        if not is_good:
+            self.value *= self.backoff_factor
+        elif self.good_steps == self.growth_interval:
+            self.value *= self.growth_factor
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a checkpoint must hold of this scaler, as plain numbers by name.
+
+        Later calls do not change what was returned.
+        """
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on exactly as the scaler that returned ``state`` would have.
+
+        Args:
+            state: from ``state_dict`` of a scaler made with the same arguments.
+        """
+        self.value, self.good_steps = state["value"], int(state["good_steps"])
+
+
+def mixed_precision_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: LossScaler,
+    batch: Batch,
+    *,
+    dtype: torch.dtype = torch.float16,
+    reduce_dtype: torch.dtype = torch.float32,
+    max_norm: float = inf,
+    loss_sum: LossSum = cross_entropy_sum,
+    all_reduce: AllReduce = all_reduce,
+    group: Group = None,
+) -> StepResult:
+    """Do one step on the batches of all ranks: compute in 16 bits, update weights of 32 bits.
+
+    The parameters are the master weights. They and their gradients stay in float32, while autocast
+    computes with 16-bit copies of them:
+        weight 1.0, update 0.0001    float32: 0.9999    float16: 1.0, the update is lost
+
+    With B targets on all ranks, the gradient is that of (sum of all losses) / B.
+
+    Args:
+        model: equal on all ranks; trainable parameters in float32.
+        optimizer: for ``model``'s parameters. Gradients left from before the step do not count.
+        scaler: equal on all ranks, with the same group; updated once.
+        batch: this rank's tensors; ranks may have different numbers of rows and targets, or none.
+        dtype: what autocast computes in, float16 or bfloat16.
+        reduce_dtype: what gradients are sent and summed in, while they are scaled. A sum that
+            overflows there counts as a gradient that is not finite.
+        max_norm: the unscaled gradient is clipped to this norm, taken over all parameters.
+        loss_sum: returns the sum of this rank's losses and the number of its targets; called once,
+            under autocast.
+        all_reduce: sums a tensor over the group, in place.
+        group: the ranks that train together; all by default.
+
+    Returns:
+        Loss, decision and norm. If the step is skipped, it is skipped on all ranks: the parameters
+        and the optimizer's state are as before, and the scale has fallen.
+
+    Raises:
+        ValueError: the same on every rank, if no rank has any target; the parameters are left
+            unchanged.
+
+    Cost: one all-reduce of two numbers, in float32 or float64; one of the gradients of all
+        trainable parameters, in one bucket of ``reduce_dtype``, in which a parameter without a
+        gradient counts as zero; and that of ``scaler``.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    device = parameters[0].device
+    optimizer.zero_grad()
+    with torch.autocast(device.type, dtype):
+        loss, num_targets = loss_sum(model, batch)
+
+    totals = torch.tensor([loss.item(), num_targets], dtype=torch.float64, device=device)
+    all_reduce(totals, group)
+    total_loss, total_targets = totals.tolist()
+    if not total_targets:
+        raise ValueError("mixed_precision_step: no rank has any target")
+
+    (scaler.scale(loss) / total_targets).backward()
+    _sum_gradients(parameters, reduce_dtype, all_reduce, group)
+    scaler.unscale(optimizer)
+    norm = clip_grad_norm_(parameters, max_norm)
+    is_skipped = not scaler.step(optimizer)
+    scaler.update()
+    return StepResult(total_loss / total_targets, is_skipped, norm.item())
+
+
+def _sum_gradients(
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype, all_reduce: AllReduce, group: Group
+) -> None:
+    """Sum the gradients over the ranks in one bucket of ``dtype``; who has none adds zero."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    bucket = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
+    all_reduce(bucket, group)
+    sums = torch.split(bucket, [gradient.numel() for gradient in gradients])
+    for parameter, gradient, total in zip(parameters, gradients, sums, strict=True):
+        parameter.grad = gradient.copy_(total.view_as(gradient))

@@ -1,0 +1,210 @@
+"""Bodies for task 2.4."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from judging.calls import returned
+from torch import Tensor, nn
+
+SHAPES = ((3, 2), (5,), (), (2, 2))
+Bad = tuple[float, int, int] | None  # a number, the rank and the parameter whose gradient has it
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def scale_losses(lesson: Any, loss: float, scale: float) -> dict[str, dict[str, Any]]:
+    """Each scaled loss, its dtype and the gradient behind it, by the dtype of the loss."""
+    return {
+        str(dtype).removeprefix("torch."): _scaled(lesson, loss, scale, dtype) for dtype in DTYPES
+    }
+
+
+def _scaled(lesson: Any, value: float, scale: float, dtype: torch.dtype) -> dict[str, Any]:
+    leaf = torch.tensor(value, dtype=dtype, requires_grad=True)
+    loss = leaf * 1
+    out = returned("scale", lesson.LossScaler(scale).scale(loss))
+    out.backward()
+    return {
+        "value": float(out.detach()),
+        "dtype": str(out.dtype).removeprefix("torch."),
+        "gradient": float(leaf.grad) if leaf.grad is not None else 0.0,
+        "is_kept": loss.item() == value,
+    }
+
+
+# Gradients that are set as a backward pass would have left them
+
+
+def _parameters() -> list[nn.Parameter]:
+    """One of them in float64, which some models have for a part."""
+    dtypes = (torch.float32, torch.float32, torch.float64, torch.float32)
+    pairs = zip(SHAPES, dtypes, strict=True)
+    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in pairs]
+
+
+def gradient_of(rank: int, number: int) -> Tensor:
+    """What a parameter's gradient should be once it is divided: whole numbers and a half."""
+    generator = torch.Generator().manual_seed(10 * rank + number)
+    return torch.randint(-8, 8, SHAPES[number], generator=generator) + 0.5
+
+
+def _set_gradients(
+    parameters: Sequence[nn.Parameter], has_one: Sequence[bool], rank: int, scale: float
+) -> None:
+    for number, parameter in enumerate(parameters):
+        gradient = (gradient_of(rank, number) * scale).to(parameter.dtype)
+        parameter.grad = gradient if has_one[number] else None
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[list[float] | None]:
+    return [None if p.grad is None else p.grad.flatten().tolist() for p in parameters]
+
+
+def unscale_twice(
+    lesson: Any, has_gradient: list[list[bool]], scale: float, group: Any = None
+) -> dict[str, Any]:
+    """What unscale answers, and the gradients after each call; those used in the step are halved.
+
+    The last parameter is not the optimizer's.
+    """
+    rank, parameters = dist.get_rank(group), _parameters()
+    settings = [{"params": parameters[:1]}, {"params": parameters[1:3], "lr": 0.25}]
+    optimizer = torch.optim.SGD(settings, lr=0.5)
+    scaler = lesson.LossScaler(scale, **({} if group is None else {"group": group}))
+    _set_gradients(parameters, has_gradient[rank], rank, scale)
+    before = [(p.grad, p.grad.data_ptr()) if p.grad is not None else None for p in parameters]
+    answers, after = [scaler.unscale(optimizer)], [_gradients(parameters)]
+    now = [(p.grad, p.grad.data_ptr()) if p.grad is not None else None for p in parameters]
+    moved = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if _is_other(a, b)]
+    answers.append(scaler.unscale(optimizer))
+    after.append(_gradients(parameters))
+    _halve(parameters)
+    answers.append(scaler.step(optimizer))
+    weights = [p.detach().flatten().tolist() for p in parameters]
+    scaler.update()
+    _set_gradients(parameters, has_gradient[rank], rank, scale)
+    answers.append(scaler.unscale(optimizer))
+    after.append(_gradients(parameters))
+    return {"answers": answers, "after": after, "moved": moved, "weights": weights}
+
+
+def _is_other(before: Any, after: Any) -> bool:
+    if before is None or after is None:
+        return before is not after
+    return before[0] is not after[0] or bool(before[1] != after[1])
+
+
+def _halve(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+# Many steps, some of them with a bad number
+
+
+def follow(
+    lesson: Any, arguments: dict[str, Any], plan: Sequence[Bad], group: Any = None
+) -> list[dict[str, Any]]:
+    """What each step answers, whether it changes anything, and the scale after its update."""
+    given = {} if group is None else {"group": group}
+    return _follow(lesson.LossScaler(**arguments, **given), plan, dist.get_rank(group))
+
+
+def _follow(scaler: Any, plan: Sequence[Bad], rank: int) -> list[dict[str, Any]]:
+    parameters = _parameters()
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    return [_one_step(scaler, parameters, optimizer, bad, rank) for bad in plan]
+
+
+def _one_step(
+    scaler: Any, parameters: Sequence[nn.Parameter], optimizer: Any, bad: Bad, rank: int
+) -> dict[str, Any]:
+    _set_gradients(parameters, [True] * len(parameters), 0, 4.0)
+    if bad and bad[1] == rank:
+        gradient = parameters[bad[2]].grad
+        assert gradient is not None
+        gradient.view(-1)[-2:] = bad[0]  # of two large numbers, the sum is not finite
+    before = _everything(parameters, optimizer)
+    taken = scaler.step(optimizer)
+    has_changed = before != _everything(parameters, optimizer)
+    scaler.update()
+    return {"taken": taken, "has_changed": has_changed, "value": float(scaler.value)}
+
+
+def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
+    """Weights and state of the optimizer, which counts its steps."""
+    return repr([[p.tolist() for p in parameters], optimizer.state_dict()])
+
+
+def resume(
+    lesson: Any, arguments: dict[str, Any], before: list[Bad], after: list[Bad]
+) -> dict[str, Any]:
+    """Save after some steps, go on otherwise, load into a scaler that was in use: the scales."""
+    rank = dist.get_rank()
+    saved, loaded = lesson.LossScaler(**arguments), lesson.LossScaler(**arguments)
+    _follow(saved, before, rank)
+    state = returned("state_dict", saved.state_dict())
+    odd = [
+        f"{name!r}: {value!r:.40}" for name, value in dict(state).items() if not _is_plain(value)
+    ]
+    first = repr(state)
+    _follow(saved, [(torch.inf, 0, 0), None], rank)
+    has_changed = repr(state) != first
+    _follow(loaded, [None], rank)
+    loaded.load_state_dict(state if odd else json.loads(json.dumps(state)))
+    values = [float(loaded.value), *(step["value"] for step in _follow(loaded, after, rank))]
+    return {"odd": odd, "has_changed": has_changed, "values": values}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (int, float, bool)
+
+
+def count_with_defaults(lesson: Any) -> list[float]:
+    """The scale at first, after 1,999 and 2,000 good updates, an overflow, and one more update."""
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    scaler = lesson.LossScaler(all_reduce=lambda x, group=None: None)
+    values = [float(scaler.value)]
+    for number in range(1, 2003):
+        parameter.grad = torch.full((1,), torch.inf if number == 2001 else 1.0)
+        scaler.unscale(optimizer)
+        scaler.update()
+        if number >= 1999:
+            values.append(float(scaler.value))
+    return values
+
+
+def two_optimizers(lesson: Any, bad_rank: int) -> list[dict[str, Any]]:
+    """Two steps; in the first, the second optimizer's gradient is bad on one rank."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
+    scaler, found = lesson.LossScaler(8.0, growth_interval=1), []
+    for is_bad in (dist.get_rank() == bad_rank, False):
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full((2,), torch.nan if is_bad and number else 8.0)
+        taken = [scaler.step(optimizer) for optimizer in optimizers]
+        scaler.update()
+        weights = [parameter[0].item() for parameter in parameters]
+        found.append({"taken": taken, "weights": weights, "value": float(scaler.value)})
+    return found
+
+
+def sums_of(lesson: Any, group: Any = None) -> list[Any]:
+    """What the all-reduce that a scaler is given is called with, in a step that was unscaled."""
+    calls = []
+
+    def noted(x: Tensor, group_given: Any = None) -> None:
+        calls.append([x.numel(), group_given is group])
+        dist.all_reduce(x, group=group_given)
+
+    parameters = _parameters()
+    _set_gradients(parameters, [True] * len(parameters), 0, 1.0)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scaler = lesson.LossScaler(all_reduce=noted, group=group)
+    scaler.unscale(optimizer)
+    scaler.step(optimizer)
+    return calls

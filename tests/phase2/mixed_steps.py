@@ -1,0 +1,194 @@
+"""Bodies for task 2.5, and the functions that they give to a lesson."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from judging.calls import refusal_of, returned
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from phase2.mixed_models import (
+    FEATURES,
+    LR,
+    MOMENTUM,
+    Noted,
+    Stepped,
+    TorchScaler,
+    batch_of,
+    state_of,
+    weighted,
+)
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def _result(found: Any) -> tuple[float, bool, float]:
+    """Loss, decision and norm of what the learner's step has returned.
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    result = returned("mixed_precision_step", found)
+    if not all(hasattr(result, name) for name in ("loss", "is_skipped", "norm")):
+        raise TypeError(f"mixed_precision_step should return a StepResult, not {result!r:.70}")
+    return float(result.loss), bool(result.is_skipped), float(result.norm)
+
+
+def train_steps(
+    lesson: Any, sizes: list[int], num_steps: int, max_norm: float, group: Any = None
+) -> dict[str, Any]:
+    """Losses, norms, final weights and rows seen; the model is in float64, so all is exact."""
+    rank, model, scaler = dist.get_rank(group), Stepped(), TorchScaler(2.0**10, 2, group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    given = {} if group is None else {"group": group}
+    results, is_kept = [], True
+    for step in range(num_steps):
+        batch = batch_of(sizes, rank, step)
+        found = lesson.mixed_precision_step(
+            *(model, optimizer, scaler, batch),
+            reduce_dtype=torch.float64,
+            max_norm=max_norm,
+            **given,
+        )
+        results.append(_result(found))
+        untouched = batch_of(sizes, rank, step)
+        is_kept &= all(torch.equal(a, b) for a, b in zip(batch, untouched, strict=True))
+    losses, skipped, norms = zip(*results, strict=True)
+    return {
+        "losses": list(losses),
+        "skipped": list(skipped),
+        "norms": list(norms),
+        "state": state_of(model),
+        "rows": model.rows,
+        "is_kept": is_kept,
+        "updates": [scaler.num_updates, scaler.value],
+    }
+
+
+def step_noted(lesson: Any, dtype: str) -> dict[str, Any]:
+    """In which dtypes one step computes, and which its parameters and gradients have."""
+    model, autocast = Noted(), list[tuple[bool, str]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = [(p, p.data_ptr()) for p in model.parameters()]
+
+    def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        inside = torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))
+        autocast.append(inside)
+        return cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    batch = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
+    chosen = {} if dtype == "float16" else {"dtype": DTYPES[dtype]}  # that is the default
+    result = lesson.mixed_precision_step(
+        model, optimizer, TorchScaler(8.0), batch, loss_sum=loss_sum, **chosen
+    )
+    now = [(p, p.data_ptr()) for p in model.parameters()]
+    return {
+        "loss": _result(result)[0],
+        "computed": sorted(model.dtypes),
+        "autocast": autocast,
+        "kept": sorted({str(t.dtype) for p in model.parameters() for t in (p, p.grad)}),
+        "is_same": all(a[0] is b[0] and a[1] == b[1] for a, b in zip(kept, now, strict=True)),
+    }
+
+
+def small_updates(lesson: Any, num_steps: int) -> float:
+    """A weight of 1 after many steps of 2**-13 each, which float16 would round to nothing."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-13)
+    scaler, batch = TorchScaler(2.0**10), (torch.ones(1, 1),)
+    for _ in range(num_steps):
+        lesson.mixed_precision_step(
+            model, optimizer, scaler, batch, loss_sum=weighted([1.0] * dist.get_world_size())
+        )
+    return model.weight.item()
+
+
+def small_gradients(
+    lesson: Any, factors: list[float], num_rows: list[int], scale: float, reduce_dtype: str
+) -> dict[str, Any]:
+    """How far a weight moves in a step, by lr 2**20; gradients are of the size of the factors."""
+    rank, model = dist.get_rank(), nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**20)
+    scaler = TorchScaler(scale)
+    result = lesson.mixed_precision_step(
+        *(model, optimizer, scaler, (torch.ones(num_rows[rank], 1),)),
+        reduce_dtype=DTYPES[reduce_dtype],
+        loss_sum=weighted(factors),
+    )
+    return {"skipped": _result(result)[1], "moved": model.weight.item(), "scale": scaler.value}
+
+
+def overflow(
+    lesson: Any, by_step: list[list[float]], reduce_dtype: str, group: Any = None
+) -> list[dict[str, Any]]:
+    """Steps with gradients of the size of the rank's factor, and what they have changed."""
+    torch.manual_seed(9)
+    model = nn.Linear(FEATURES, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler, found = TorchScaler(2.0**16, group=group), []
+    for factors in by_step:
+        before = repr([state_of(model), optimizer.state_dict()])
+        result = lesson.mixed_precision_step(
+            *(model, optimizer, scaler, (torch.ones(1, FEATURES),)),
+            reduce_dtype=DTYPES[reduce_dtype],
+            max_norm=1.0,
+            loss_sum=weighted(factors, group),
+            group=group,
+        )
+        has_changed = before != repr([state_of(model), optimizer.state_dict()])
+        loss, is_skipped, norm = _result(result)
+        is_finite = abs(norm) < torch.inf
+        found.append(
+            {
+                "is_skipped": is_skipped,
+                "has_changed": has_changed,
+                "scale": scaler.value,
+                "updates": scaler.num_updates,
+                "has_finite_norm": is_finite,
+                "state": state_of(model),
+                "loss": loss,
+            }
+        )
+    return found
+
+
+def sums_of(lesson: Any, reduce_dtype: str, group: Any = None) -> list[Any]:
+    """What the all-reduce that a step is given is called with: elements, dtype, group."""
+    calls = []
+
+    def noted(x: Tensor, group_given: Any = None) -> None:
+        calls.append([x.numel(), str(x.dtype).removeprefix("torch."), group_given is group])
+        dist.all_reduce(x, group=group_given)
+
+    model = Noted()
+    model.register_parameter("unused", nn.Parameter(torch.ones(5)))
+    model.second.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
+    chosen = {} if reduce_dtype == "float32" else {"reduce_dtype": DTYPES[reduce_dtype]}
+    lesson.mixed_precision_step(
+        *(model, optimizer, TorchScaler(8.0, group=group), batch),
+        all_reduce=noted,
+        group=group,
+        **chosen,
+    )
+    return calls
+
+
+NOTED_TRAINABLE = FEATURES * 8 + 8 + 8 * 3 + 5  # of sums_of
+
+
+def step_without_targets(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
+    """How the step is refused, and whether the parameters are as before."""
+    model, rank = Stepped(), dist.get_rank()
+    before = state_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    inputs, targets = batch_of(sizes, rank, 0)
+    batch = inputs, torch.full_like(targets, -100)
+    step = lesson.mixed_precision_step
+    refusal = refusal_of(lambda: step(model, optimizer, TorchScaler(8.0), batch))
+    return {**refusal, "changed": state_of(model) != before}
