@@ -8,7 +8,11 @@ A torch.distributed program like any other: it says ``init_process_group`` and r
 import sys
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
+from torch import nn
+
+from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
 
 
 def main() -> None:
@@ -24,6 +28,17 @@ def main() -> None:
 
 # activation_checkpointing
 
+
+def checkpoint_segments() -> None:
+    """Do a step of 36 layers: rank 0 keeps all activations, the others take 36 to 1 segments."""
+    options = {"device": torch.device("meta"), "dtype": torch.bfloat16}
+    layers = [nn.Sequential(nn.Linear(4096, 4096, **options), nn.ReLU()) for _ in range(36)]
+    x = torch.empty(32768, 4096, **options, requires_grad=True)
+    segments = (0, 36, 12, 6, 3, 1)[dist.get_rank()]
+    y = checkpoint_sequential(layers, segments, x) if segments else nn.Sequential(*layers)(x)
+    y.sum().backward()
+
+
 # model_parallel
 
 # pipeline_parallel
@@ -34,6 +49,7 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     # gradient_accumulation
     # mixed_precision
     # activation_checkpointing
+    "checkpoint_segments": checkpoint_segments,
     # model_parallel
     # pipeline_parallel
     # tensor_parallel

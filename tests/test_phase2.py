@@ -12,6 +12,8 @@ import sys
 # mixed_precision
 
 # activation_checkpointing
+from phase2.judge_checkpoint import *
+from phase2.judge_segments import *
 
 # model_parallel
 
