@@ -70,13 +70,14 @@ def a_module(checkpoint: Checkpoint) -> Found:
 
 def keyword_arguments(checkpoint: Checkpoint) -> Found:
     x, y, layer = leaf(3, 4), leaf(3, 4), linear()
+    other = y.sin()
 
     def fn(x: Tensor, power: int, *, other: Tensor, scale: float, kind: str, mask: Any) -> Tensor:
         assert (kind, mask) == ("tanh", None)
         return getattr(torch, kind)(layer(x) ** power) * other * scale
 
-    result = checkpoint(fn, x, 2, other=y.sin(), scale=0.5, kind="tanh", mask=None)
-    return finished((result**2).sum(), x=x, other=y, layer=layer)
+    result = checkpoint(fn, x, 2, other=other, scale=0.5, kind="tanh", mask=None)
+    return finished((result**2 + other).sum(), x=x, other=y, layer=layer)
 
 
 def nested_arguments(checkpoint: Checkpoint) -> Found:
@@ -88,9 +89,10 @@ def nested_arguments(checkpoint: Checkpoint) -> Found:
         mixed = torch.where(options["mask"], a * b, options["third"].exp())
         return mixed[rows[0]] * rows[1]
 
-    options = {"mask": mask, "third": before(z)}
+    third = before(z).sin()
+    options = {"mask": mask, "third": third}
     result = checkpoint(fn, [x.cos(), y], options, (torch.tensor([2, 0, 2]), 3))
-    return finished((result**2).sum(), x=x, y=y, third=z, before=before)
+    return finished((result**2 + third).sum(), x=x, y=y, third=z, before=before)
 
 
 def several_results(checkpoint: Checkpoint) -> Found:
@@ -157,31 +159,26 @@ def checkpoint_in_checkpoint(checkpoint: Checkpoint) -> Found:
     return finished((y**2).sum(), x=x, layers=layers)
 
 
-CASES: dict[str, Callable[[Checkpoint], Found]] = {
-    case.__name__: case
-    for case in (
-        a_module,
-        keyword_arguments,
-        nested_arguments,
-        several_results,
-        only_parameters,
-        some_need_none,
-        used_twice,
-        argument_returned,
-        checkpoint_in_checkpoint,
-    )
+CASES: dict[str, tuple[Callable[[Checkpoint], Found], ...]] = {
+    "arguments": (a_module, keyword_arguments, nested_arguments),
+    "results": (several_results, argument_returned, used_twice),
+    "parameters": (only_parameters, some_need_none, checkpoint_in_checkpoint),
 }
 
 
-def run_case(lesson: Any, name: str, seed: int) -> Found:
-    """Loss and gradients of one case.
+def run_cases(lesson: Any, about: str, seed: int) -> dict[str, Found]:
+    """Loss and gradients of the cases about something, by name.
 
     Raises:
         RuntimeError: with its cause, where the graph of the outside was walked through twice.
     """
     torch.manual_seed(seed)
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        return returned("checkpoint", lesson.checkpoint(*args, **kwargs))
+
     try:
-        return CASES[name](lambda *args, **kwargs: given_back(lesson.checkpoint(*args, **kwargs)))
+        return {case.__name__: case(checkpoint) for case in CASES[about]}
     except RuntimeError as error:
         if TWICE in str(error):
             raise RuntimeError(OUTSIDE) from error
@@ -225,13 +222,17 @@ def _callers() -> str:
     return files
 
 
-def watch_calls(lesson: Any, needing: list[bool]) -> Found:
-    """What the calls of a function got, where ``needing`` says whether x and y need a gradient."""
+def watch_calls(lesson: Any) -> list[Found]:
+    """What the calls of a function got where x needs a gradient, and where y does."""
+    return [_watch(lesson, needing) for needing in ([True, False], [False, True])]
+
+
+def _watch(lesson: Any, needing: list[bool]) -> Found:
     fn = Watched()
     x, y = (torch.randn(3, 4).requires_grad_(needs) for needs in needing)
     ids = torch.tensor([0, 2, 1, 1])
     given_back(lesson.checkpoint(fn, x, y, ids, 2.0)).sum().backward()
-    return {"calls": fn.requires_grad, "is_of_torch": fn.is_of_torch}
+    return {"calls": fn.requires_grad, "needing": needing, "is_of_torch": fn.is_of_torch}
 
 
 def call_without_gradients(lesson: Any) -> dict[str, list[Any]]:
@@ -286,9 +287,19 @@ def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
 
 Autocast = tuple[str, bool]  # dtype, whether it is enabled
 OFF = ("bfloat16", False)
+CASTS: list[tuple[Autocast, Autocast]] = [  # of the forward pass, of the backward pass
+    (("float16", True), OFF),
+    (("bfloat16", True), ("float16", True)),
+    (OFF, ("bfloat16", True)),
+]
 
 
-def cast(lesson: Any, forward: Autocast, backward: Autocast, seed: int) -> Found:
+def cast(lesson: Any, seed: int) -> list[Found]:
+    """What comes out where autocast is not the same in both passes."""
+    return [_cast(lesson, forward, backward, seed) for forward, backward in CASTS]
+
+
+def _cast(lesson: Any, forward: Autocast, backward: Autocast, seed: int) -> Found:
     """What autocast was in the calls of a function, and after the backward pass; gradients."""
     torch.manual_seed(seed)
     layer, x = nn.Linear(8, 8), torch.randn(5, 8, requires_grad=True)
@@ -383,7 +394,12 @@ class Layer(nn.Module):
         return dropout(self.inner(x), 0.2)
 
 
-def run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Found:
+def run_segments(lesson: Any, cases: list[tuple[int, int]], seed: int) -> list[Found]:
+    """What comes out for several numbers of layers and segments."""
+    return [_run_segments(lesson, *case, seed) for case in cases]
+
+
+def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Found:
     """Loss, gradients, and which layers were called in which pass.
 
     The input needs no gradient; of an odd number of layers, the first embeds integers.
@@ -411,8 +427,12 @@ def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
     return sum(p.nbytes for layer in layers for p in layer.parameters())
 
 
-def refuse_segments(lesson: Any, num_layers: int, segments: int) -> dict[str, str]:
-    """How a number of segments is refused that does not fit the layers."""
+def refuse_segments(lesson: Any, cases: list[tuple[int, int]]) -> list[dict[str, str]]:
+    """How numbers of segments are refused that do not fit the numbers of layers."""
+    return [_refuse(lesson, *case) for case in cases]
+
+
+def _refuse(lesson: Any, num_layers: int, segments: int) -> dict[str, str]:
     layers = [nn.Linear(4, 4) for _ in range(num_layers)]
     x = torch.randn(2, 4)
     return refusal_of(lambda: lesson.checkpoint_sequential(layers, segments, x))

@@ -10,17 +10,20 @@ from distlab.grade import Grade, check, task
 from phase2 import checkpointing as b
 from phase2.judge_checkpoint import COUNTING, SLACK, alone, check_gradients, flops_of
 
-NUM_LAYERS = 36
+NUM_LAYERS = 36  # where memory is measured
+SIZES = [(10, 4), (9, 5), (7, 7), (6, 1), (1, 1), (11, 3)]  # numbers of layers and of segments
 
 
 @task("2.7")
-@pytest.mark.parametrize(
-    ("num_layers", "segments"), [(1, 1), (10, 4), (9, 5), (7, 7), (6, 1), (11, 3)]
-)
-def test_segments_are_of_equal_size(grade: Grade, num_layers: int, segments: int) -> None:
+def test_segments_are_of_equal_size(grade: Grade) -> None:
     seed = grade.random.randrange(2**31)
-    found = grade.call(b.run_segments, num_layers, segments, seed)
-    expected = alone(b.run_segments, num_layers, segments, seed)
+    by_case = grade.call(b.run_segments, SIZES, seed)
+    plain = alone(b.run_segments, SIZES, seed)
+    for (num_layers, segments), found, expected in zip(SIZES, by_case, plain, strict=True):
+        _check_run(num_layers, segments, expected, found)
+
+
+def _check_run(num_layers: int, segments: int, expected: Any, found: Any) -> None:
     here = f"{num_layers} layers, {segments} segments"
     check(
         found["forward"] == [*range(num_layers)],
@@ -99,8 +102,9 @@ def test_memory_is_that_of_inputs_and_one_segment(grade: Grade, segments: int) -
 
 
 @task("2.7")
-@pytest.mark.parametrize(("num_layers", "segments"), [(4, 5), (4, 0), (12, -1), (0, 1)])
-def test_segments_that_cannot_be_are_refused(grade: Grade, num_layers: int, segments: int) -> None:
-    found: Any = grade.call(b.refuse_segments, num_layers, segments)
-    what = f"{num_layers} layers and {segments} segments"
-    check_refused([found], what, str(num_layers), str(segments))
+def test_segments_that_cannot_be_are_refused(grade: Grade) -> None:
+    cases = [(4, 5), (4, 0), (12, -1), (0, 1)]
+    found = grade.call(b.refuse_segments, cases)
+    for (num_layers, segments), refusal in zip(cases, found, strict=True):
+        what = f"Cutting {num_layers} layers into {segments} segments"
+        check_refused([refusal], what, str(num_layers), str(segments))
