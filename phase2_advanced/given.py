@@ -3,13 +3,14 @@
 It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Batch = tuple[Tensor, ...]  # inputs (B, …), targets (B, …), and whatever else has B rows
 Group = dist.ProcessGroup | None  # None: all ranks
@@ -53,6 +54,39 @@ class StepResult(NamedTuple):
 
 
 # Activation checkpointing
+
+
+def take_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """Take the tensors out of a value: those inside tuples, lists and dicts too.
+
+        (x, {"mask": m, "scale": 2.0})    ->  [x, m], put_back
+        put_back([y, n])                  ->  (y, {"mask": n, "scale": 2.0})
+
+    Returns:
+        The tensors, and a function that returns the value with other tensors in their places. It
+        does not keep the tensors that were taken out.
+    """
+    leaves, spec = tree_flatten(value)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[place] for place in places]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def put_back(others: Sequence[Tensor]) -> Any:
+        filled = [*rest]
+        for place, tensor in zip(places, others, strict=True):
+            filled[place] = tensor
+        return tree_unflatten(filled, spec)
+
+    return tensors, put_back
+
+
+def generators_of(tensors: Sequence[Tensor]) -> list[torch.Generator]:
+    """Return torch's generators from which a computation with ``tensors`` may draw.
+
+    These are the CPU's, and those of the GPUs that the tensors are on.
+    """
+    gpus = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    return [torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)]
 
 
 # Model parallelism

@@ -10,12 +10,15 @@ Each is a subject of ``scripts/phaseN.py``, run as ``distlab sim`` runs it, and 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
+from matplotlib import figure as matplotlib_figure
 from matplotlib import rcParams
 
 from distlab.sim import Cluster, Options, Simulated
 from distlab.sim.diagram import space_time
 from distlab.sim.script import run_script
+from distlab.sim.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,6 +46,43 @@ class Figure:
         path = folder / f"figures/{self.name}.svg"
         space_time(self.run(), self.title).savefig(path, metadata={"Date": None})
         return path
+
+
+@dataclass(frozen=True)
+class MemoryFigure(Figure):
+    """The memory that ranks hold over the virtual time, a curve for each rank that has a label."""
+
+    labels: tuple[tuple[int, str], ...] = ()
+
+    def draw(self) -> Path:
+        """Draw it as ``Figure`` does."""
+        picture = matplotlib_figure.Figure(figsize=(10, 4), layout="constrained")
+        axes = picture.subplots()
+        curves = self._measure()
+        for rank, label in self.labels:
+            seconds, held = zip(*curves[rank], strict=True)
+            axes.plot([1e3 * s for s in seconds], [n / 2**30 for n in held], label=label)
+        axes.set(title=self.title, xlabel="virtual time (ms)", ylabel="GiB", ylim=(0, None))
+        axes.legend()
+        (folder,) = ROOT.glob(f"phase{self.phase}_*")
+        path = folder / f"figures/{self.name}.svg"
+        picture.savefig(path, metadata={"Date": None})
+        return path
+
+    def _measure(self) -> dict[int, list[tuple[float, int]]]:
+        """Return seconds and live bytes after every operation, by rank."""
+        curves: dict[int, list[tuple[float, int]]] = {rank: [] for rank in range(self.ranks)}
+        compute = Simulation.compute
+
+        def note(simulation: Simulation, seconds: float, name: str) -> None:
+            compute(simulation, seconds, name)
+            rank = simulation.scheduler.current
+            live_bytes = simulation._devices[rank.number].memory.live_bytes
+            curves[rank.number].append((rank.clock_s, live_bytes))
+
+        with patch.object(Simulation, "compute", note):
+            self.run()
+        return curves
 
 
 FIGURES = (
@@ -84,6 +124,19 @@ FIGURES = (
         phase=2,
     ),
     # activation_checkpointing
+    MemoryFigure(
+        "checkpoint_segments",
+        "Memory in a step of 36 layers",
+        6,
+        cluster="dgx-h100",
+        phase=2,
+        labels=(
+            (0, "everything is kept"),
+            (1, "36 segments of 1 layer"),
+            (3, "6 segments of 6 layers"),
+            (5, "1 segment of 36 layers"),
+        ),
+    ),
     # model_parallel
     # pipeline_parallel
     # tensor_parallel

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from distlab.data.digits import load_digits
 from phase2_advanced.given import Batch, LossSum, cross_entropy_sum
 from solutions.phase2_advanced import gradient_accumulation
+from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
 from solutions.phase2_advanced.mixed_precision import LossScaler, mixed_precision_step
 
 
@@ -138,6 +139,17 @@ def _losses_of_half(model: nn.Module) -> list[float]:
 
 # activation_checkpointing
 
+
+def checkpoint_segments() -> None:
+    """Do a step of 36 layers: rank 0 keeps all activations, the others take 36 to 1 segments."""
+    options = {"device": torch.device("meta"), "dtype": torch.bfloat16}
+    layers = [nn.Sequential(nn.Linear(4096, 4096, **options), nn.ReLU()) for _ in range(36)]
+    x = torch.empty(32768, 4096, **options, requires_grad=True)
+    segments = (0, 36, 12, 6, 3, 1)[dist.get_rank()]
+    y = checkpoint_sequential(layers, segments, x) if segments else nn.Sequential(*layers)(x)
+    y.sum().backward()
+
+
 # model_parallel
 
 # pipeline_parallel
@@ -153,6 +165,7 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     "step_in_float32": step_in_float32,
     "precisions": precisions,
     # activation_checkpointing
+    "checkpoint_segments": checkpoint_segments,
     # model_parallel
     # pipeline_parallel
     # tensor_parallel

@@ -17,6 +17,8 @@ from phase2.judge_loss_scaling import *
 from phase2.judge_mixed_steps import *
 
 # activation_checkpointing
+from phase2.judge_checkpoint import *
+from phase2.judge_segments import *
 
 # model_parallel
 

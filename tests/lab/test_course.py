@@ -343,7 +343,6 @@ def imports_of(path: Path) -> set[str]:
 def test_template_imports_what_the_solution_does_but_other_templates_for_solutions(
     template: Path,
 ) -> None:
-    folder = template.parent.name
     allowed = {
         re.sub(r"^solutions\.(\w+)\.", r"\1.template_", name)
         for name in imports_of(solution_of(template))

@@ -1,0 +1,93 @@
+"""Activation checkpointing: keep what goes into a function, recompute what lies inside it.
+
+Tasks 2.6 to 2.7. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.6``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phase2_advanced.given import generators_of, take_tensors
+
+
+def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``fn(*args, **kwargs)``, and keep only the arguments for the backward pass.
+
+    What ``fn`` computes on the way is freed at once. The backward pass calls ``fn`` a second time:
+                        forward        kept       backward
+        fn(x)           x → a → b → y  x, a, b    y → b → a → x
+        checkpointed    x → a → b → y  x          x → a → b → y, then y → b → a → x
+
+    The second call repeats the first. It draws the same random numbers, so that dropout drops the
+    same elements, and autocast is as it was in the first call. Afterwards torch's generators are
+    where they were before the second call.
+
+    Parameters that ``fn`` uses get their gradients too, whether or not an argument requires one. If
+    there is nothing to compute a gradient for, ``fn`` is called once, as if it were not
+    checkpointed: where gradients are disabled, and where no argument requires one and ``fn`` is a
+    module without trainable parameters.
+
+    Args:
+        fn: returns a tensor, or a tuple of tensors and anything else, and the same for the same
+            arguments, random numbers and autocast. It may call ``checkpoint`` itself.
+        args, kwargs: for ``fn``: anything, and tensors inside tuples, lists and dicts as well. In
+            the second call a tensor requires a gradient exactly if it did in the first.
+
+    Returns:
+        What ``fn`` returns.
+
+    Raises:
+        RuntimeError: in the backward pass, if a tensor among the arguments has changed meanwhile.
+
+    Cost: between forward and backward pass, the memory of the arguments and of the generators'
+        states, and during its backward pass that of ``fn``'s activations; one more call of ``fn``,
+        which makes a step 4/3 times as long if a backward pass takes twice as long as a forward
+        pass. Messages that ``fn`` sends are sent twice.
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
+    """
+    # TODO 2.6: return what fn returns; the backward pass has only the arguments to begin with.
+    #   Tools: take_tensors and generators_of (given), torch.autograd.Function, save_for_backward,
+    #   detach, torch.enable_grad, torch.autograd.backward; torch.autocast and the functions that
+    #   tell its state, such as torch.is_autocast_enabled.
+    #   torch.utils.checkpoint is not a tool here.
+    #   Worked: 4 layers with activations of 1 MiB each: between the two passes 1 MiB is kept, the
+    #   argument, instead of 4 MiB; after the backward pass each layer has been called twice.
+    #   About 50 lines, with a class and its helpers.
+    raise NotImplementedError("Task 2.6: checkpoint, see guidelines.md#26-checkpoint-a-function")
+
+
+def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor) -> Tensor:
+    """Run ``x`` through the layers, one after the other, and checkpoint them segment by segment.
+
+    A segment is a number of consecutive layers that is checkpointed as one function. The sizes of
+    the segments differ by at most 1:
+        10 layers, 4 segments    3, 3, 2 and 2 layers, in any order
+
+    Args:
+        layers: each takes what the one before it returns.
+        segments: 1 to the number of layers. About √L of them need the least memory for L layers.
+        x: the first layer's input, of any dtype; it may need no gradient.
+
+    Returns:
+        What the last layer returns.
+
+    Raises:
+        ValueError: there are not that many layers, or ``segments`` is below 1; gives both numbers.
+
+    Cost: at most the inputs of all segments and the activations of one segment at once: for L
+        layers of equal size, segments + L/segments activations instead of L. Each layer is called
+        once in the forward pass and at most once more in the backward pass.
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
+    """
+    # TODO 2.7: return what the last layer returns; only the segments' inputs wait for the backward
+    #   pass.
+    #   Tools: your checkpoint, nn.Sequential.
+    #   Worked: 16 layers with activations of 1 MiB each, 4 segments: at most about 4 inputs and 4
+    #   activations at once, 8 MiB instead of 16.
+    #   About 8 lines.
+    raise NotImplementedError(
+        "Task 2.7: checkpoint_sequential, see guidelines.md#27-checkpoint-by-segments"
+    )

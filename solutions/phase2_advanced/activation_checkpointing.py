@@ -1,0 +1,156 @@
+"""Activation checkpointing: keep what goes into a function, recompute what lies inside it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phase2_advanced.given import generators_of, take_tensors
+
+
+def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``fn(*args, **kwargs)``, and keep only the arguments for the backward pass.
+
+    What ``fn`` computes on the way is freed at once. The backward pass calls ``fn`` a second time:
+                        forward        kept       backward
+        fn(x)           x → a → b → y  x, a, b    y → b → a → x
+        checkpointed    x → a → b → y  x          x → a → b → y, then y → b → a → x
+
+    The second call repeats the first. It draws the same random numbers, so that dropout drops the
+    same elements, and autocast is as it was in the first call. Afterwards torch's generators are
+    where they were before the second call.
+
+    Parameters that ``fn`` uses get their gradients too, whether or not an argument requires one. If
+    there is nothing to compute a gradient for, ``fn`` is called once, as if it were not
+    checkpointed: where gradients are disabled, and where no argument requires one and ``fn`` is a
+    module without trainable parameters.
+
+    Args:
+        fn: returns a tensor, or a tuple of tensors and anything else, and the same for the same
+            arguments, random numbers and autocast. It may call ``checkpoint`` itself.
+        args, kwargs: for ``fn``: anything, and tensors inside tuples, lists and dicts as well. In
+            the second call a tensor requires a gradient exactly if it did in the first.
+
+    Returns:
+        What ``fn`` returns.
+
+    Raises:
+        RuntimeError: in the backward pass, if a tensor among the arguments has changed meanwhile.
+
+    Cost: between forward and backward pass, the memory of the arguments and of the generators'
+        states, and during its backward pass that of ``fn``'s activations; one more call of ``fn``,
+        which makes a step 4/3 times as long if a backward pass takes twice as long as a forward
+        pass. Messages that ``fn`` sends are sent twice.
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
+    """
+    tensors, put_back = take_tensors((args, kwargs))
+    if not _needs_gradient(fn, tensors):
+        return fn(*args, **kwargs)
+
+    def run(*tensors: Tensor) -> Any:
+        args, kwargs = put_back(tensors)
+        return fn(*args, **kwargs)
+
+    anchor = torch.empty(0, requires_grad=True)  # parameters of fn may be all that needs a gradient
+    return _Recomputed.apply(run, anchor, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _needs_gradient(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether anything may need one; a function that is not a module may use any parameters."""
+    if not torch.is_grad_enabled():
+        return False
+    if not isinstance(fn, nn.Module):
+        return True
+    return any(tensor.requires_grad for tensor in (*tensors, *fn.parameters()))
+
+
+class _Recomputed(torch.autograd.Function):
+    """``run(*tensors)``; only the tensors are kept, and ``backward`` runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.run, ctx.generators = run, generators_of(tensors)
+        ctx.states = [generator.get_state() for generator in ctx.generators]
+        ctx.autocast = _autocast_now(tensors)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return run(*tensors)  # nothing inside is recorded: gradients are disabled in a Function
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Detached, or the inner backward pass would go on into the graph of the outside.
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        with torch.enable_grad(), ctx.autocast, _rewound(ctx.generators, ctx.states):
+            found = ctx.run(*inputs)
+        outputs = found if isinstance(found, tuple) else (found,)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        return None, None, *(x.grad for x in inputs)
+
+
+def _autocast_now(tensors: Sequence[Tensor]) -> torch.autocast:
+    """Return a context in which autocast is what it is now."""
+    kind = "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
+    return torch.autocast(
+        kind,
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_enabled(kind),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+@contextmanager
+def _rewound(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> Iterator[None]:
+    """Let generators draw from earlier states, and afterwards continue where they are now."""
+    now = [generator.get_state() for generator in generators]
+    _set_states(generators, states)
+    try:
+        yield
+    finally:
+        _set_states(generators, now)
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor) -> Tensor:
+    """Run ``x`` through the layers, one after the other, and checkpoint them segment by segment.
+
+    A segment is a number of consecutive layers that is checkpointed as one function. The sizes of
+    the segments differ by at most 1:
+        10 layers, 4 segments    3, 3, 2 and 2 layers, in any order
+
+    Args:
+        layers: each takes what the one before it returns.
+        segments: 1 to the number of layers. About √L of them need the least memory for L layers.
+        x: the first layer's input, of any dtype; it may need no gradient.
+
+    Returns:
+        What the last layer returns.
+
+    Raises:
+        ValueError: there are not that many layers, or ``segments`` is below 1; gives both numbers.
+
+    Cost: at most the inputs of all segments and the activations of one segment at once: for L
+        layers of equal size, segments + L/segments activations instead of L. Each layer is called
+        once in the forward pass and at most once more in the backward pass.
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
+    """
+    num_layers = len(layers)
+    if not 1 <= segments <= num_layers:
+        raise ValueError(
+            f"{num_layers} layers cannot be cut into {segments} segments: take 1 to {num_layers}"
+        )
+    bounds = [num_layers * segment // segments for segment in range(segments + 1)]
+    for start, end in pairwise(bounds):
+        x = checkpoint(nn.Sequential(*layers[start:end]), x)
+    return x
