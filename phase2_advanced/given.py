@@ -49,6 +49,12 @@ def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 # Model parallelism
 
 
+def group_device(group: Group = None) -> torch.device:
+    """Return where tensors must be to travel in ``group``: this rank's GPU with NCCL, else CPU."""
+    is_nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
 # Pipeline parallelism
 
 
