@@ -323,7 +323,7 @@ def test_each_stub_has_one_todo_that_names_tools_a_worked_number_and_lines(templ
     todos = todos_of(template)
     assert [id for id, _ in todos] == [task_of_stub(template, name).id for name in stubs(template)]
     for id, text in todos:
-        for needed in ("Tools: ", "Worked: ", "About "):
+        for needed in ("Tools: ", "Example: ", "About "):
             assert needed in text, f"TODO {id} does not say {needed.strip()}"
     text = (ROOT / template).read_text(encoding="utf-8")
     assert text.count("# TODO") == text.count("NotImplementedError") == len(todos)

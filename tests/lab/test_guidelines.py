@@ -17,6 +17,8 @@ from distlab.sim.script import run_script
 from distlab.sim.summary import totals
 from distlab.words import seconds_text
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 COURSE = shipped(load(ROOT))
 PROGRAM = Path("scripts/phase1.py")
