@@ -195,7 +195,7 @@ def _train(layers: list[nn.Module], mine: range) -> list[float]:
         output = runner.forward(images) if mine.start == 0 else runner.forward()
         runner.backward(cross_entropy(output, labels) if isinstance(output, Tensor) else None)
         loss = cross_entropy(alone(images), labels)
-        torch.autograd.backward(loss)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -170,7 +170,7 @@ class StageRunner:
         """
         outputs = [x for x in self.outputs if x.requires_grad]
         if loss is not None:
-            torch.autograd.backward(loss)
+            loss.backward()
         elif outputs:
             torch.autograd.backward(outputs, recv_tensors(self.rank + 1, self.group))
         gradients = [_gradient(x) for x in self.inputs if x.requires_grad and self.rank > 0]
@@ -217,7 +217,7 @@ def _train(layers: list[nn.Module], mine: range) -> list[float]:
         output = runner.forward(images) if mine.start == 0 else runner.forward()
         runner.backward(cross_entropy(output, labels) if isinstance(output, Tensor) else None)
         loss = cross_entropy(alone(images), labels)
-        torch.autograd.backward(loss)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
