@@ -155,7 +155,7 @@ class StageRunner:
         """
         # TODO 2.9: each parameter's grad has grown by what one process would add to it.
         #   Tools: torch.autograd.backward, x.grad, your send_tensors and recv_tensors, wait.
-        #   Example: with y = w·x and x = 5 on rank 0, and a loss of 3·y on rank 1, w.grad grows by 15.
+        #   Example: with y = w·x and x = 5 on rank 0, and loss = 3·y on rank 1, w.grad grows by 15.
         #   About 11 lines.
         raise NotImplementedError(
             "Task 2.9: StageRunner.backward, see guidelines.md#29-run-a-stage"
