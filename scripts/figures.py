@@ -138,6 +138,13 @@ FIGURES = (
         ),
     ),
     # model_parallel
+    Figure(
+        "model_parallel",
+        "Four stages: one rank computes, the other three wait",
+        4,
+        cluster="dgx-h100",
+        phase=2,
+    ),
     # pipeline_parallel
     # tensor_parallel
 )

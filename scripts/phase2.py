@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 from distlab.data.digits import load_digits
 from phase2_advanced.given import Batch, LossSum, cross_entropy_sum
-from solutions.phase2_advanced import gradient_accumulation
+from solutions.phase2_advanced import gradient_accumulation, model_parallel
 from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
 from solutions.phase2_advanced.mixed_precision import LossScaler, mixed_precision_step
 
@@ -152,6 +152,15 @@ def checkpoint_segments() -> None:
 
 # model_parallel
 
+
+def four_stages() -> None:
+    """Run one step of stages of four layers each, with a batch of 1,024 rows."""
+    stage = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    runner = model_parallel.StageRunner(stage)
+    output = runner.forward(torch.ones(1024, 1024)) if runner.rank == 0 else runner.forward()
+    runner.backward(output.sum() if isinstance(output, torch.Tensor) else None)
+
+
 # pipeline_parallel
 
 # tensor_parallel
@@ -167,6 +176,7 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     # activation_checkpointing
     "checkpoint_segments": checkpoint_segments,
     # model_parallel
+    "model_parallel": four_stages,
     # pipeline_parallel
     # tensor_parallel
 }

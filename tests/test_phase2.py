@@ -21,6 +21,9 @@ from phase2.judge_checkpoint import *
 from phase2.judge_segments import *
 
 # model_parallel
+from phase2.judge_partition import *
+from phase2.judge_stage_messages import *
+from phase2.judge_stage_runner import *
 
 # pipeline_parallel
 

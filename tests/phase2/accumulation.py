@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from judging.calls import refusal_of, returned
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from judging.calls import refusal_of, returned
 from phase2.accumulation_models import (
     Deep,
     Dropping,

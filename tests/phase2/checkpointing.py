@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from judging.calls import refusal_of, returned
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from distlab.sim.hooks import this_tracker
+from judging.calls import refusal_of, returned
 
 ROWS, WIDTH = 512, 64
 UNIT = 4 * ROWS * WIDTH  # bytes of an activation

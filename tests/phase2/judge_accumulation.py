@@ -5,9 +5,9 @@ from math import hypot
 from typing import Any
 
 import pytest
-from judging.checks import MEASURED, check_peak, check_refused, is_close, same_loss, short
 
 from distlab.grade import Grade, Run, check, task
+from judging.checks import MEASURED, check_peak, check_refused, is_close, same_loss, short
 from phase2 import accumulation as b
 from phase2 import accumulation_reference as reference
 from phase2.accumulation_models import (

@@ -5,6 +5,8 @@ from math import hypot, inf
 from typing import Any
 
 import pytest
+
+from distlab.grade import Grade, Run, check, task
 from judging.checks import (
     MEASURED,
     check_peak,
@@ -15,8 +17,6 @@ from judging.checks import (
     short,
 )
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-
-from distlab.grade import Grade, Run, check, task
 from phase2 import accumulation as b
 from phase2 import accumulation_reference as reference
 from phase2.accumulation_models import Deep, Share, Worn, deep_batch

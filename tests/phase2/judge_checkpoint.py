@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from judging.checks import MEASURED, distance, is_close, short
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import GPU, Cluster
+from judging.checks import MEASURED, distance, is_close, short
 from phase2 import checkpointing as b
 
 FLOPS_PER_S = 1e12

@@ -5,10 +5,10 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from judging.checks import is_close, of_members, short
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
+from judging.checks import is_close, of_members, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import loss_scaling as b
 from phase2 import mixed_reference as reference
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from judging.checks import check_refused, check_silent, short
 
 from distlab.grade import Grade, check, task
+from judging.checks import check_refused, check_silent, short
 from phase2 import accumulation as b
 
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from judging.checks import check_refused, is_close, of_members, same_loss, short
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
+from judging.checks import check_refused, is_close, of_members, same_loss, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import mixed_reference as reference
 from phase2 import mixed_steps as b
 

@@ -4,9 +4,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from judging.checks import MEASURED, check_refused, is_close
 
 from distlab.grade import Grade, check, task
+from judging.checks import MEASURED, check_refused, is_close
 from phase2 import checkpointing as b
 from phase2.judge_checkpoint import COUNTING, SLACK, alone, check_gradients, flops_of
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from judging.calls import returned
 from torch import Tensor, nn
+
+from judging.calls import returned
 
 SHAPES = ((3, 2), (5,), (), (2, 2))
 Bad = tuple[float, int, int] | None  # a number, the rank and the parameter whose gradient has it
