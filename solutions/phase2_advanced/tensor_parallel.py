@@ -30,7 +30,7 @@ def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
 
     Source: Shoeybi et al. 2019, section 3, the operator f.
     """
-    return _region(x, group, forward=_same, backward=_summed)
+    return _region(x, group, forward=_same, backward=_reduced)
 
 
 def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
@@ -51,7 +51,7 @@ def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
 
     Source: Shoeybi et al. 2019, section 3, the operator g.
     """
-    return _region(x, group, forward=_summed, backward=_same)
+    return _region(x, group, forward=_reduced, backward=_same)
 
 
 _Operation = Callable[[Tensor, Group], Tensor]
@@ -80,7 +80,7 @@ def _same(x: Tensor, group: Group) -> Tensor:
     return x.view_as(x)
 
 
-def _summed(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def _reduced(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Reduce a copy of ``x`` over the ranks: in ``x`` itself, its other users would see the sum."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, op, group)
@@ -374,7 +374,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
 
     Source: Shoeybi et al. 2019, section 3.
     """
-    greatest = _summed(logits.detach().amax(-1), group, dist.ReduceOp.MAX)
+    greatest = _reduced(logits.detach().amax(-1), group, dist.ReduceOp.MAX)
     shifted = logits - greatest.unsqueeze(-1)
     total = reduce_from_tensor_region(shifted.exp().sum(-1), group)
     columns, is_here = _rows_here(targets, logits.shape[-1], group)
@@ -477,7 +477,7 @@ def parallelize_block(block: Block, group: Group = None) -> None:
     for module in (block.attention, block.mlp):
         _before(module, gather_from_sequence_region, group)
     for parameter in _parameters_on_positions(block):
-        parameter.register_hook(partial(_summed, group=group))
+        parameter.register_hook(partial(_reduced, group=group))
 
 
 class _RowWithScatter(RowParallelLinear):

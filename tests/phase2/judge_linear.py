@@ -14,6 +14,7 @@ from phase2.sharding import own, passed
 from phase2.sharding_checks import (
     Calls,
     check_calls,
+    check_is_independent,
     check_parameters,
     check_same,
     sizes_for,
@@ -39,7 +40,6 @@ def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = ""
     for rank, got in enumerate(by_rank):
         here = f"{layer}, {case}, rank {rank} of {n}{where}"
         place, is_column = (rank, n), layer == COLUMN
-        check(got["is_kept"], f"{here}: the full layer that it is made from should not change.")
         whole = not is_column or case.gathers
         output = full["output"] if whole else own(full["output"], *place, -1)
         check_same(here, "the output", output, got["output"], n, _cause_of_output(layer))
@@ -50,11 +50,7 @@ def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = ""
         check_parameters(
             *(here, got["state"], full, place, PARTS[layer]), {} if is_column else causes
         )
-        check(
-            got["is_freed"],
-            f"{here}: the full weight is still in memory after the full layer was deleted. Keep "
-            "neither it nor a view of it.",
-        )
+        check_is_independent(here, got)
 
 
 def _full(case: Case) -> Mapping[str, Any]:

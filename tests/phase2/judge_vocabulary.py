@@ -14,6 +14,7 @@ from phase2.sharding import own, passed
 from phase2.sharding_checks import (
     calls_of,
     check_calls,
+    check_is_independent,
     check_parameters,
     check_same,
     sizes_for,
@@ -39,12 +40,8 @@ def _check_embedding(case: Tokens, by_rank: Sequence[Any], where: str = "") -> N
             "A token's row is on one rank; each of the others adds zeros for it.",
         )
         check_parameters(here, got["state"], full, (rank, n), {"weight": 0})
-        check(got["is_kept"], f"{here}: the full embedding should not change.")
         check(got["are_tokens_kept"], f"{here}: tokens belong to the caller: do not change them.")
-        check(
-            got["is_freed"],
-            f"{here}: the full weight is still in memory after the full embedding was deleted.",
-        )
+        check_is_independent(here, got)
 
 
 def passed_tokens(case: Tokens) -> Any:

@@ -67,8 +67,8 @@ def linear_case(lesson: Any, layer: str, case: Case, group: Any = None) -> dict[
     made = _made(lesson, layer, full, case, group)
     is_kept = before == [listed(p) for p in full.parameters()]
     trained = [p.requires_grad for p in full.parameters()]
-    watched = ref(full.weight)
     is_alike = trained == [p.requires_grad for p in case.full().parameters()]
+    is_own, watched = is_untouched_by(full, made), ref(full.weight)
     del full
     gc.collect()
     is_column = layer == COLUMN
@@ -85,8 +85,17 @@ def linear_case(lesson: Any, layer: str, case: Case, group: Any = None) -> dict[
         "input": listed(x.grad),
         "state": state_of(made),
         "is_kept": is_kept and is_alike,
+        "is_own": is_own,
         "is_freed": watched() is None,
     }
+
+
+def is_untouched_by(full: nn.Module, made: nn.Module) -> bool:
+    """Whether the parameters of a layer stay as they are when those of the full one change."""
+    before = [listed(p) for p in made.parameters()]
+    for parameter in full.parameters():
+        parameter.detach().zero_()
+    return before == [listed(p) for p in made.parameters()]
 
 
 def _made(lesson: Any, layer: str, full: nn.Linear, case: Case, group: Any) -> Any:

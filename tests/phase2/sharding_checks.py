@@ -121,6 +121,21 @@ def _check_parameter(
     )
 
 
+def check_is_independent(here: str, got: Mapping[str, Any]) -> None:
+    """Check that a layer has left the full one as it was, and needs it no more."""
+    check(got["is_kept"], f"{here}: the full layer that it is made from should not change.")
+    check(
+        got["is_own"],
+        f"{here}: when the full layer's parameters change, so do this layer's. They should share "
+        "no memory: copy all that you keep.",
+    )
+    check(
+        got["is_freed"],
+        f"{here}: the full weight is still in memory after the full layer was deleted. Keep "
+        "neither it nor a view of it.",
+    )
+
+
 def calls_of(run: Run) -> list[list[Calls]]:
     """By rank, the collectives and sends in each stage; the body's barriers separate stages."""
     by_rank: list[list[Calls]] = [[[]] for _ in run.results]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from judging.calls import refusal_of, returned
 from torch import Tensor, nn
 
+from phase2.sharded_layers import is_untouched_by
 from phase2.sharding import (
     drawn,
     group_argument,
@@ -60,6 +61,7 @@ def embedding_case(lesson: Any, case: Tokens, group: Any = None) -> dict[str, An
     before, watched = listed(full.weight), ref(full.weight)
     made = lesson.VocabParallelEmbedding(full, **group_argument(group))
     is_kept = before == listed(full.weight)
+    is_own = is_untouched_by(full, made)
     del full
     gc.collect()
     tokens = case.tokens()
@@ -72,6 +74,7 @@ def embedding_case(lesson: Any, case: Tokens, group: Any = None) -> dict[str, An
         "output": listed(output),
         "state": state_of(made),
         "is_kept": is_kept,
+        "is_own": is_own,
         "is_freed": watched() is None,
         "are_tokens_kept": torch.equal(tokens, case.tokens()),
     }
