@@ -425,7 +425,7 @@ def parallelize_block(block: Block, group: Group = None) -> None:
 
     Source: Korthikanti et al. 2022, section 4.2.2.
     """
-    # TODO 2.19: as in 2.17, with positions divided wherever the weights are not.
+    # TODO 2.19: as in 2.17, with positions split wherever the weights are not.
     #   Tools: as in 2.17, your sequence regions, register_hook on a parameter, which may replace
     #   the gradient that arrives.
     #   Worked: (1, 8, E) on 2 ranks: each norm sees (1, 4, E), and attention computes with (1, 8,
