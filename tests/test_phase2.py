@@ -28,6 +28,11 @@ from phase2.judge_stage_runner import *
 # pipeline_parallel
 
 # tensor_parallel
+from phase2.judge_regions import *
+from phase2.judge_linear import *
+from phase2.judge_blocks import *
+from phase2.judge_vocabulary import *
+from phase2.judge_sequence import *
 
 from distlab.grade.plugin import main
 

@@ -1,0 +1,436 @@
+"""Tensor parallelism: every layer on all ranks, each rank with its slice of the weights.
+
+Tasks 2.14 to 2.19. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.14``.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phase2_advanced.given import MLP, Attention, Block, Group
+
+
+def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
+    """Pass ``x`` on; in the backward pass, sum its gradient over the ranks.
+
+    It stands where the ranks begin to compute with different weights on the same input:
+        2 ranks, gradients of 1.0 and 3.0 arrive  ->  4.0 leaves on both
+
+    Args:
+        x: (…), in the region's input equal on all ranks; any layout.
+        group: the ranks that share the layer; all by default.
+
+    Returns:
+        The values of ``x``, without a copy.
+
+    Cost: forward nothing; backward one all-reduce of the gradient, in its dtype. The gradient that
+        arrives is not changed: another operation may hold it too.
+
+    Source: Shoeybi et al. 2019, section 3, the operator f.
+    """
+    # TODO 2.14: x forward, the sum of the ranks' gradients backward.
+    #   Tools: torch.autograd.Function, dist.all_reduce, which sums in place and needs contiguous
+    #   memory: y.sum(), for one, sends back a gradient that is not.
+    #   Worked: x = 5.0 on 2 ranks, and gradients of 1.0 and 3.0: y = 5.0, and x.grad = 4.0 on both.
+    #   About 10 lines.
+    raise NotImplementedError(
+        "Task 2.14: copy_to_tensor_region, see guidelines.md#214-enter-and-leave-a-region"
+    )
+
+
+def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
+    """Sum ``x`` over the ranks; in the backward pass, pass the gradient on.
+
+    It stands where the ranks' partial results become one. What follows is the same on all ranks, so
+    each rank's gradient is already that of the sum:
+        2 ranks, 1.0 and 3.0 arrive  ->  4.0 on both;  a gradient of 1.0 on both stays 1.0
+
+    Args:
+        x: (…), this rank's part of the sum, of any layout; it is not changed.
+        group: the ranks that share the layer; all by default.
+
+    Returns:
+        The sum, the same on all ranks.
+
+    Cost: forward one all-reduce of ``x``, in its dtype; backward nothing.
+
+    Source: Shoeybi et al. 2019, section 3, the operator g.
+    """
+    # TODO 2.14: the sum over the ranks forward, the gradient as it comes backward.
+    #   Tools: as above.
+    #   Worked: x = 1.0 and 3.0 on 2 ranks, and a gradient of 1.0 on both: y = 4.0 and x.grad = 1.0
+    #   on both (not 2.0).
+    #   About 8 lines.
+    raise NotImplementedError(
+        "Task 2.14: reduce_from_tensor_region, see guidelines.md#214-enter-and-leave-a-region"
+    )
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose outputs are split over the ranks.
+
+    Rank r of N computes the r-th of N equal parts of the output features:
+        full weight (6, 4), 2 ranks  ->  rows 0 … 2 on rank 0, rows 3 … 5 on rank 1
+
+    (The name comes from the paper, which writes Y = XA: a column of A is a row of torch's weight.)
+
+    Attributes:
+        weight: (out / N, in), this rank's rows of the full weight.
+        bias: (out / N,), this rank's part of the full bias; None if there is none.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(self, full: nn.Linear, group: Group = None, gather_output: bool = False) -> None:
+        """Take this rank's slice of ``full``.
+
+        Args:
+            full: equal on all ranks; it is not changed. Slices keep its dtype, are frozen where it
+                is frozen, and share no memory with it, so that ``full`` can be freed.
+            group: the ranks that share the layer; all by default.
+            gather_output: whether ``forward`` returns all output features on every rank.
+
+        Raises:
+            ValueError: the same on every rank, if N does not divide the number of output features;
+                it names both.
+        """
+        # TODO 2.15: keep this rank's rows of the weight and entries of the bias, and nothing else
+        #   of full.
+        #   Tools: super().__init__, nn.Parameter, dist.get_rank, dist.get_world_size, chunk. What
+        #   chunk returns is a view, which keeps the whole tensor in memory.
+        #   Worked: Linear(4, 6) on 3 ranks: weight (2, 4) and bias (2,), 10 numbers instead of 30.
+        #   About 10 lines.
+        raise NotImplementedError(
+            "Task 2.15: ColumnParallelLinear.__init__, see guidelines.md#215-split-the-outputs"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute this rank's output features, or all of them.
+
+        In the backward pass, ``x`` gets the gradient of the full layer on every rank, and weight
+        and bias get the matching slices of the full gradients.
+
+        Args:
+            x: (…, in), the same on all ranks.
+
+        Returns:
+            (…, out / N), or with ``gather_output`` (…, out), the same on all ranks, which must then
+            all compute the same with it.
+
+        Cost: forward nothing, or with ``gather_output`` one all-gather of (…, out / N); backward
+            one all-reduce of the gradient of ``x``.
+        """
+        # TODO 2.15: this rank's outputs, or all of them, with the gradients of the full layer.
+        #   Tools: torch.nn.functional.linear, your copy_to_tensor_region, dist.all_gather. After
+        #   the gather all ranks compute the same: what is the gradient of this rank's part?
+        #   Worked: Linear(4, 6) on 3 ranks, x (5, 4): y (5, 2), with gather_output (5, 6).
+        #   About 5 lines, and 12 for the gather.
+        raise NotImplementedError(
+            "Task 2.15: ColumnParallelLinear.forward, see guidelines.md#215-split-the-outputs"
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose inputs are split over the ranks.
+
+    Rank r of N multiplies the r-th of N equal parts of the input features, which is what a
+    column-parallel layer has left there, and the partial results are summed:
+        full weight (4, 6), 2 ranks  ->  columns 0 … 2 on rank 0, columns 3 … 5 on rank 1
+
+    Attributes:
+        weight: (out, in / N), this rank's columns of the full weight.
+        bias: (out,), the full bias, on every rank; None if there is none.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(self, full: nn.Linear, group: Group = None) -> None:
+        """Take this rank's slice of ``full``.
+
+        Args:
+            full: equal on all ranks; it is not changed. Slices keep its dtype, are frozen where it
+                is frozen, and share no memory with it, so that ``full`` can be freed.
+            group: the ranks that share the layer; all by default.
+
+        Raises:
+            ValueError: the same on every rank, if N does not divide the number of input features;
+                it names both.
+        """
+        # TODO 2.16: keep this rank's columns of the weight, and the whole bias.
+        #   Tools: as for ColumnParallelLinear.
+        #   Worked: Linear(6, 4) on 3 ranks: weight (4, 2) and bias (4,), 12 numbers instead of 28.
+        #   About 5 lines.
+        raise NotImplementedError(
+            "Task 2.16: RowParallelLinear.__init__, see guidelines.md#216-split-the-inputs"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply this rank's input features, sum over the ranks, and add the bias once.
+
+        In the backward pass, ``x`` and weight get the matching slices of the full gradients, and
+        the bias gets its full gradient on every rank.
+
+        Args:
+            x: (…, in / N), this rank's part of the input features.
+
+        Returns:
+            (…, out), the same on all ranks, which must then all compute the same with it.
+
+        Cost: forward one all-reduce of (…, out); backward nothing.
+        """
+        # TODO 2.16: the output of the full layer on every rank, with the gradients of the full
+        #   layer.
+        #   Tools: torch.nn.functional.linear, your reduce_from_tensor_region.
+        #   Worked: partial products 1.0 and 2.0 on 2 ranks, and a bias of 10.0: 13.0 on both (not
+        #   23.0).
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 2.16: RowParallelLinear.forward, see guidelines.md#216-split-the-inputs"
+        )
+
+
+def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
+    """Split an MLP over the ranks, in place: the hidden features, 1/N on each rank.
+
+        x  ->  up: its rows  ->  gelu of each feature by itself  ->  down: its columns  ->  sum
+
+    Afterwards ``mlp`` maps the same input to the same output as before, on every rank.
+
+    Args:
+        mlp: equal on all ranks, with the layers ``up`` and ``down``. In their place come layers
+            with ``weight`` and ``bias`` as in ``ColumnParallelLinear`` and ``RowParallelLinear``.
+        group: the ranks that share the module; all by default.
+
+    Raises:
+        ValueError: the same on every rank, if N does not divide the number of hidden features; it
+            names both, and ``mlp`` is left as it is.
+
+    Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
+        else.
+    """
+    # TODO 2.17: the layers of mlp are replaced, and one all-reduce forward is enough.
+    #   Tools: your ColumnParallelLinear and RowParallelLinear.
+    #   Worked: MLP(8) on 2 ranks: up.weight (16, 8) and down.weight (8, 16) on each.
+    #   About 2 lines.
+    raise NotImplementedError(
+        "Task 2.17: parallelize_mlp, see guidelines.md#217-two-layers-one-all-reduce"
+    )
+
+
+def parallelize_attention(attention: Attention, group: Group = None) -> None:
+    """Split attention over the ranks, in place: whole heads, 1/N of them on each rank.
+
+    Three layers read the same input, but its gradient is summed over the ranks only once.
+    Afterwards ``attention`` maps the same input to the same output as before, on every rank.
+
+    Args:
+        attention: equal on all ranks, with the layers ``query``, ``key``, ``value`` and ``out``,
+            and ``head_width``. In place of the first three come layers with ``weight`` and ``bias``
+            as in ``ColumnParallelLinear``, in place of ``out`` one as ``RowParallelLinear``.
+        group: the ranks that share the module; all by default.
+
+    Raises:
+        ValueError: the same on every rank, if N does not divide the number of heads; it names both,
+            and ``attention`` is left as it is.
+
+    Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
+        else.
+    """
+    # TODO 2.17: the layers of attention are replaced, with one all-reduce forward and one backward.
+    #   Tools: your layers and regions, setattr, register_forward_pre_hook, which may replace what a
+    #   module is called with.
+    #   Worked: Attention(8, heads=4) on 2 ranks: query.weight (4, 8), which is 2 heads, on each.
+    #   About 12 lines.
+    raise NotImplementedError(
+        "Task 2.17: parallelize_attention, see guidelines.md#217-two-layers-one-all-reduce"
+    )
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding whose rows, one for each token of the vocabulary, are split over the ranks.
+
+        full weight (6, 4), 2 ranks  ->  tokens 0 … 2 on rank 0, tokens 3 … 5 on rank 1
+
+    Attributes:
+        weight: (V / N, width), this rank's rows of the full weight.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(self, full: nn.Embedding, group: Group = None) -> None:
+        """Take this rank's rows of ``full``.
+
+        Args:
+            full: equal on all ranks; it is not changed. It has no ``padding_idx`` and no other
+                option. The slice keeps its dtype, is frozen if it is frozen, and shares no memory
+                with it.
+            group: the ranks that share the layer; all by default.
+
+        Raises:
+            ValueError: the same on every rank, if N does not divide the size V of the vocabulary;
+                it names both.
+        """
+        # TODO 2.18: keep this rank's rows of the weight.
+        #   Tools: as for ColumnParallelLinear.
+        #   Worked: Embedding(6, 4) on 3 ranks: weight (2, 4), of tokens 2 and 3 on rank 1.
+        #   About 3 lines.
+        raise NotImplementedError(
+            "Task 2.18: VocabParallelEmbedding.__init__, see guidelines.md#218-split-the-vocabulary"
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up tokens; a rank contributes zeros for those whose rows are on other ranks.
+
+        In the backward pass, weight gets the matching rows of the full gradient.
+
+        Args:
+            tokens: (…) int64, 0 to V - 1, the same on all ranks; not changed.
+
+        Returns:
+            (…, width), the same on all ranks, which must then all compute the same with it.
+
+        Cost: forward one all-reduce of (…, width); backward nothing.
+        """
+        # TODO 2.18: the embeddings of all tokens on every rank.
+        #   Tools: torch.nn.functional.embedding, which refuses a row that is not there; where,
+        #   masked_fill, your reduce_from_tensor_region.
+        #   Worked: 6 tokens on 3 ranks, token 3: row 1 of rank 1, plus zeros of ranks 0 and 2.
+        #   About 6 lines.
+        raise NotImplementedError(
+            "Task 2.18: VocabParallelEmbedding.forward, see guidelines.md#218-split-the-vocabulary"
+        )
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
+    """Return the cross-entropy of each target, from logits that are split over the ranks.
+
+    No rank ever holds the logits of the whole vocabulary, or sends its own. With m the greatest
+    logit and z_t the target's, over all ranks, the loss is log(sum of exp(z - m)) - (z_t - m).
+
+    Args:
+        logits: (…, V / N), this rank's part of the vocabulary: entries r·V/N to (r+1)·V/N - 1; not
+            changed. They may be so large that exp(z) is infinite.
+        targets: (…) int64, 0 to V - 1, the same on all ranks; -100 does not count: its loss is 0,
+            and its logits get a gradient of 0. Not changed.
+        group: the ranks that share the vocabulary; all by default.
+
+    Returns:
+        (…) losses, the same on all ranks, which must then all compute the same with them. In the
+        backward pass, ``logits`` gets the matching part of the full gradient.
+
+    Cost: forward at most three all-reduces, together of three numbers per target; backward nothing.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+    # TODO 2.18: the losses of the full logits on every rank, from three numbers per target.
+    #   Tools: amax, dist.all_reduce with ReduceOp.MAX, exp, gather, log, your
+    #   reduce_from_tensor_region.
+    #   Worked: logits [0.0] and [ln 3] on 2 ranks, target 1: ln(4/3) = 0.288 on both.
+    #   About 12 lines.
+    raise NotImplementedError(
+        "Task 2.18: vocab_parallel_cross_entropy, see guidelines.md#218-split-the-vocabulary"
+    )
+
+
+SEQUENCE = 1  # the dim of the positions in (B, T, …)
+
+
+def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
+    """Join the ranks' positions; in the backward pass, sum the gradient and return this rank's.
+
+    It stands where ``copy_to_tensor_region`` stands without sequence parallelism.
+
+    Args:
+        x: (B, T / N, …), this rank's part of the positions, in the order of the ranks; any layout.
+        group: the ranks that share the sequence; all by default.
+
+    Returns:
+        (B, T, …), the same on all ranks.
+
+    Cost: forward one all-gather of ``x``; backward one reduce-scatter of the gradient, which is not
+        changed. Together they send the bytes of one all-reduce of (B, T, …).
+
+    Source: Korthikanti et al. 2022, section 4.2.2, the operator g.
+    """
+    # TODO 2.19: all positions forward, this rank's part of the summed gradient backward.
+    #   Tools: torch.autograd.Function, dist.all_gather, dist.reduce_scatter, torch.cat, chunk.
+    #   Worked: (1, 1, 1) with 5.0 and 7.0 on 2 ranks, gradients [1, 2] and [10, 20]: y = [5, 7] on
+    #   both, and x.grad = 11 on rank 0 and 22 on rank 1.
+    #   About 15 lines.
+    raise NotImplementedError(
+        "Task 2.19: gather_from_sequence_region, see guidelines.md#219-split-the-sequence"
+    )
+
+
+def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
+    """Sum ``x`` over the ranks and keep this rank's positions; backward, join the gradients.
+
+    It stands where ``reduce_from_tensor_region`` stands without sequence parallelism.
+
+    Args:
+        x: (B, T, …), this rank's part of the sum, of any layout; it is not changed.
+        group: the ranks that share the sequence; all by default.
+
+    Returns:
+        (B, T / N, …): positions r·T/N to (r+1)·T/N - 1 of the sum on rank r.
+
+    Raises:
+        ValueError: the same on every rank, if N does not divide the number of positions T; it names
+            both.
+
+    Cost: forward one reduce-scatter of ``x``; backward one all-gather of the gradient.
+
+    Source: Korthikanti et al. 2022, section 4.2.2, the operator g-bar.
+    """
+    # TODO 2.19: this rank's positions of the sum forward, all positions' gradients backward.
+    #   Tools: as above.
+    #   Worked: [1, 2] and [10, 20] on 2 ranks: y = 11 on rank 0 and 22 on rank 1; gradients of 5
+    #   and 7: x.grad = [5, 7] on both.
+    #   About 5 lines.
+    raise NotImplementedError(
+        "Task 2.19: reduce_scatter_to_sequence_region, see guidelines.md#219-split-the-sequence"
+    )
+
+
+def parallelize_block(block: Block, group: Group = None) -> None:
+    """Split a transformer block over the ranks, in place: weights, and between them positions.
+
+        x (B, T/N, E)  ->  norm  ->  gather  ->  attention: whole heads  ->  reduce-scatter  ->  +
+                       ->  norm  ->  gather  ->  MLP: hidden features  ->  reduce-scatter  ->  +
+
+    Afterwards ``block`` maps this rank's positions of the input to this rank's positions of the
+    output, and each norm sees only these.
+
+    Args:
+        block: equal on all ranks. The layers of ``attention`` and ``mlp`` are replaced as by
+            ``parallelize_attention`` and ``parallelize_mlp``. The parameters of the norms, and the
+            biases of ``out`` and ``down``, work on T/N positions: their gradients are summed over
+            the ranks in each backward pass, so that every rank gets the full gradient. Frozen
+            parameters stay frozen.
+        group: the ranks that share the block; all by default.
+
+    Raises:
+        ValueError: the same on every rank, if N does not divide the number of heads; it names both,
+            and ``block`` is left as it is.
+
+    Cost: for n bytes of (B, T, E), two all-gathers and two reduce-scatters forward, and the same
+        backward: together the bytes of four all-reduces of n bytes. Besides, backward sums the
+        gradients of 6E numbers.
+
+    Source: Korthikanti et al. 2022, section 4.2.2.
+    """
+    # TODO 2.19: as in 2.17, with positions split wherever the weights are not.
+    #   Tools: as in 2.17, your sequence regions, register_hook on a parameter, which may replace
+    #   the gradient that arrives.
+    #   Worked: (1, 8, E) on 2 ranks: each norm sees (1, 4, E), and attention computes with (1, 8,
+    #   E).
+    #   About 25 lines.
+    raise NotImplementedError(
+        "Task 2.19: parallelize_block, see guidelines.md#219-split-the-sequence"
+    )

@@ -1,0 +1,495 @@
+"""Tensor parallelism: every layer on all ranks, each rank with its slice of the weights."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phase2_advanced.given import MLP, Attention, Block, Group
+
+
+def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
+    """Pass ``x`` on; in the backward pass, sum its gradient over the ranks.
+
+    It stands where the ranks begin to compute with different weights on the same input:
+        2 ranks, gradients of 1.0 and 3.0 arrive  ->  4.0 leaves on both
+
+    Args:
+        x: (…), in the region's input equal on all ranks; any layout.
+        group: the ranks that share the layer; all by default.
+
+    Returns:
+        The values of ``x``, without a copy.
+
+    Cost: forward nothing; backward one all-reduce of the gradient, in its dtype. The gradient that
+        arrives is not changed: another operation may hold it too.
+
+    Source: Shoeybi et al. 2019, section 3, the operator f.
+    """
+    return _region(x, group, forward=_same, backward=_reduced)
+
+
+def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
+    """Sum ``x`` over the ranks; in the backward pass, pass the gradient on.
+
+    It stands where the ranks' partial results become one. What follows is the same on all ranks, so
+    each rank's gradient is already that of the sum:
+        2 ranks, 1.0 and 3.0 arrive  ->  4.0 on both;  a gradient of 1.0 on both stays 1.0
+
+    Args:
+        x: (…), this rank's part of the sum, of any layout; it is not changed.
+        group: the ranks that share the layer; all by default.
+
+    Returns:
+        The sum, the same on all ranks.
+
+    Cost: forward one all-reduce of ``x``, in its dtype; backward nothing.
+
+    Source: Shoeybi et al. 2019, section 3, the operator g.
+    """
+    return _region(x, group, forward=_reduced, backward=_same)
+
+
+_Operation = Callable[[Tensor, Group], Tensor]
+
+
+def _region(x: Tensor, group: Group, *, forward: _Operation, backward: _Operation) -> Tensor:
+    """Apply one operation to ``x``, and in the backward pass another to the gradient."""
+    y: Tensor = _Region.apply(x, group, forward, backward)
+    return y
+
+
+class _Region(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, forward: _Operation, backward: _Operation
+    ) -> Any:
+        ctx.group, ctx.operation = group, backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.operation(gradient, ctx.group), None, None, None
+
+
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _reduced(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce a copy of ``x`` over the ranks: in ``x`` itself, its other users would see the sum."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, op, group)
+    return total
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose outputs are split over the ranks.
+
+    Rank r of N computes the r-th of N equal parts of the output features:
+        full weight (6, 4), 2 ranks  ->  rows 0 … 2 on rank 0, rows 3 … 5 on rank 1
+
+    (The name comes from the paper, which writes Y = XA: a column of A is a row of torch's weight.)
+
+    Attributes:
+        weight: (out / N, in), this rank's rows of the full weight.
+        bias: (out / N,), this rank's part of the full bias; None if there is none.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(self, full: nn.Linear, group: Group = None, gather_output: bool = False) -> None:
+        """Take this rank's slice of ``full``.
+
+        Args:
+            full: equal on all ranks; it is not changed. Slices keep its dtype, are frozen where it
+                is frozen, and share no memory with it, so that ``full`` can be freed.
+            group: the ranks that share the layer; all by default.
+            gather_output: whether ``forward`` returns all output features on every rank.
+
+        Raises:
+            ValueError: the same on every rank, if N does not divide the number of output features;
+                it names both.
+        """
+        super().__init__()
+        self.weight = _slice(full.weight, 0, group, "output features")
+        self.bias = None if full.bias is None else _slice(full.bias, 0, group, "output features")
+        self.group, self.gather_output = group, gather_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute this rank's output features, or all of them.
+
+        In the backward pass, ``x`` gets the gradient of the full layer on every rank, and weight
+        and bias get the matching slices of the full gradients.
+
+        Args:
+            x: (…, in), the same on all ranks.
+
+        Returns:
+            (…, out / N), or with ``gather_output`` (…, out), the same on all ranks, which must then
+            all compute the same with it.
+
+        Cost: forward nothing, or with ``gather_output`` one all-gather of (…, out / N); backward
+            one all-reduce of the gradient of ``x``.
+        """
+        y = F.linear(copy_to_tensor_region(x, self.group), self.weight, self.bias)
+        if not self.gather_output:
+            return y
+        return _region(y, self.group, forward=_all_features, backward=_own_features)
+
+
+def _slice(full: Tensor, dim: int, group: Group, what: str) -> nn.Parameter:
+    """Return this rank's part of a dim, as a copy: a view would keep all of ``full`` in memory."""
+    part = _parts(full.detach(), dim, group, what)[dist.get_rank(group)]
+    return nn.Parameter(part.clone(), requires_grad=full.requires_grad)
+
+
+def _parts(x: Tensor, dim: int, group: Group, what: str) -> tuple[Tensor, ...]:
+    """Split a dim of ``x`` evenly over the ranks."""
+    size, world_size = x.shape[dim], dist.get_world_size(group)
+    if size % world_size:
+        raise ValueError(f"{size} {what} cannot be split evenly over {world_size} ranks")
+    return x.chunk(world_size, dim)
+
+
+def _all_features(x: Tensor, group: Group) -> Tensor:
+    return _gathered(x, -1, group)
+
+
+def _own_features(x: Tensor, group: Group) -> Tensor:
+    return _parts(x, -1, group, "features")[dist.get_rank(group)]
+
+
+def _gathered(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Join the ranks' parts of a dim, in the order of the ranks."""
+    mine = x.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group)
+    return torch.cat(parts, dim)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose inputs are split over the ranks.
+
+    Rank r of N multiplies the r-th of N equal parts of the input features, which is what a
+    column-parallel layer has left there, and the partial results are summed:
+        full weight (4, 6), 2 ranks  ->  columns 0 … 2 on rank 0, columns 3 … 5 on rank 1
+
+    Attributes:
+        weight: (out, in / N), this rank's columns of the full weight.
+        bias: (out,), the full bias, on every rank; None if there is none.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(self, full: nn.Linear, group: Group = None) -> None:
+        """Take this rank's slice of ``full``.
+
+        Args:
+            full: equal on all ranks; it is not changed. Slices keep its dtype, are frozen where it
+                is frozen, and share no memory with it, so that ``full`` can be freed.
+            group: the ranks that share the layer; all by default.
+
+        Raises:
+            ValueError: the same on every rank, if N does not divide the number of input features;
+                it names both.
+        """
+        super().__init__()
+        self.weight = _slice(full.weight, 1, group, "input features")
+        self.bias = None if full.bias is None else _copy(full.bias)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply this rank's input features, sum over the ranks, and add the bias once.
+
+        In the backward pass, ``x`` and weight get the matching slices of the full gradients, and
+        the bias gets its full gradient on every rank.
+
+        Args:
+            x: (…, in / N), this rank's part of the input features.
+
+        Returns:
+            (…, out), the same on all ranks, which must then all compute the same with it.
+
+        Cost: forward one all-reduce of (…, out); backward nothing.
+        """
+        y = reduce_from_tensor_region(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+def _copy(full: Tensor) -> nn.Parameter:
+    return nn.Parameter(full.detach().clone(), requires_grad=full.requires_grad)
+
+
+def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
+    """Split an MLP over the ranks, in place: the hidden features, 1/N on each rank.
+
+        x  ->  up: its rows  ->  gelu of each feature by itself  ->  down: its columns  ->  sum
+
+    Afterwards ``mlp`` maps the same input to the same output as before, on every rank.
+
+    Args:
+        mlp: equal on all ranks, with the layers ``up`` and ``down``. In their place come layers
+            with ``weight`` and ``bias`` as in ``ColumnParallelLinear`` and ``RowParallelLinear``.
+        group: the ranks that share the module; all by default.
+
+    Raises:
+        ValueError: the same on every rank, if N does not divide the number of hidden features; it
+            names both, and ``mlp`` is left as it is.
+
+    Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
+        else.
+    """
+    _replace(mlp, "up", ColumnParallelLinear, group)
+    _replace(mlp, "down", RowParallelLinear, group)
+
+
+def parallelize_attention(attention: Attention, group: Group = None) -> None:
+    """Split attention over the ranks, in place: whole heads, 1/N of them on each rank.
+
+    Three layers read the same input, but its gradient is summed over the ranks only once.
+    Afterwards ``attention`` maps the same input to the same output as before, on every rank.
+
+    Args:
+        attention: equal on all ranks, with the layers ``query``, ``key``, ``value`` and ``out``,
+            and ``head_width``. In place of the first three come layers with ``weight`` and ``bias``
+            as in ``ColumnParallelLinear``, in place of ``out`` one as ``RowParallelLinear``.
+        group: the ranks that share the module; all by default.
+
+    Raises:
+        ValueError: the same on every rank, if N does not divide the number of heads; it names both,
+            and ``attention`` is left as it is.
+
+    Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
+        else.
+    """
+    _check_heads(attention, group)
+    for name in ("query", "key", "value"):
+        _replace(attention, name, _ColumnWithoutCopy, group)
+    _replace(attention, "out", RowParallelLinear, group)
+    _before(attention, copy_to_tensor_region, group)
+
+
+def _replace(
+    module: nn.Module, name: str, layer: Callable[[nn.Linear, Group], nn.Module], group: Group
+) -> None:
+    setattr(module, name, layer(getattr(module, name), group))
+
+
+def _before(module: nn.Module, region: _Operation, group: Group) -> None:
+    """Let the input pass ``region`` once, however many layers of the module read it."""
+    module.register_forward_pre_hook(lambda _, inputs: (region(inputs[0], group),))
+
+
+def _check_heads(attention: Attention, group: Group) -> None:
+    heads = attention.query.out_features // attention.head_width
+    if heads % dist.get_world_size(group):
+        raise ValueError(
+            f"{heads} heads cannot be split evenly over {dist.get_world_size(group)} ranks"
+        )
+
+
+class _ColumnWithoutCopy(ColumnParallelLinear):
+    """For an input that has entered the region before it reached this layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding whose rows, one for each token of the vocabulary, are split over the ranks.
+
+        full weight (6, 4), 2 ranks  ->  tokens 0 … 2 on rank 0, tokens 3 … 5 on rank 1
+
+    Attributes:
+        weight: (V / N, width), this rank's rows of the full weight.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(self, full: nn.Embedding, group: Group = None) -> None:
+        """Take this rank's rows of ``full``.
+
+        Args:
+            full: equal on all ranks; it is not changed. It has no ``padding_idx`` and no other
+                option. The slice keeps its dtype, is frozen if it is frozen, and shares no memory
+                with it.
+            group: the ranks that share the layer; all by default.
+
+        Raises:
+            ValueError: the same on every rank, if N does not divide the size V of the vocabulary;
+                it names both.
+        """
+        super().__init__()
+        self.weight = _slice(full.weight, 0, group, "tokens")
+        self.group = group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up tokens; a rank contributes zeros for those whose rows are on other ranks.
+
+        In the backward pass, weight gets the matching rows of the full gradient.
+
+        Args:
+            tokens: (…) int64, 0 to V - 1, the same on all ranks; not changed.
+
+        Returns:
+            (…, width), the same on all ranks, which must then all compute the same with it.
+
+        Cost: forward one all-reduce of (…, width); backward nothing.
+        """
+        rows, is_here = _rows_here(tokens, len(self.weight), self.group)
+        y = F.embedding(rows, self.weight).masked_fill(~is_here.unsqueeze(-1), 0)
+        return reduce_from_tensor_region(y, self.group)
+
+
+def _rows_here(ids: Tensor, num_rows: int, group: Group) -> tuple[Tensor, Tensor]:
+    """Return which row of this rank belongs to each id, 0 for ids elsewhere, and which are here."""
+    rows = ids - num_rows * dist.get_rank(group)
+    is_here = (rows >= 0) & (rows < num_rows)
+    return rows.where(is_here, 0), is_here
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
+    """Return the cross-entropy of each target, from logits that are split over the ranks.
+
+    No rank ever holds the logits of the whole vocabulary, or sends its own. With m the greatest
+    logit and z_t the target's, over all ranks, the loss is log(sum of exp(z - m)) - (z_t - m).
+
+    Args:
+        logits: (…, V / N), this rank's part of the vocabulary: entries r·V/N to (r+1)·V/N - 1; not
+            changed. They may be so large that exp(z) is infinite.
+        targets: (…) int64, 0 to V - 1, the same on all ranks; -100 does not count: its loss is 0,
+            and its logits get a gradient of 0. Not changed.
+        group: the ranks that share the vocabulary; all by default.
+
+    Returns:
+        (…) losses, the same on all ranks, which must then all compute the same with them. In the
+        backward pass, ``logits`` gets the matching part of the full gradient.
+
+    Cost: forward at most three all-reduces, together of three numbers per target; backward nothing.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+    greatest = _reduced(logits.detach().amax(-1), group, dist.ReduceOp.MAX)
+    shifted = logits - greatest.unsqueeze(-1)
+    total = reduce_from_tensor_region(shifted.exp().sum(-1), group)
+    columns, is_here = _rows_here(targets, logits.shape[-1], group)
+    mine = shifted.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
+    losses = total.log() - reduce_from_tensor_region(mine, group)
+    return losses.masked_fill(targets == -100, 0)
+
+
+SEQUENCE = 1  # the dim of the positions in (B, T, …)
+
+
+def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
+    """Join the ranks' positions; in the backward pass, sum the gradient and return this rank's.
+
+    It stands where ``copy_to_tensor_region`` stands without sequence parallelism.
+
+    Args:
+        x: (B, T / N, …), this rank's part of the positions, in the order of the ranks; any layout.
+        group: the ranks that share the sequence; all by default.
+
+    Returns:
+        (B, T, …), the same on all ranks.
+
+    Cost: forward one all-gather of ``x``; backward one reduce-scatter of the gradient, which is not
+        changed. Together they send the bytes of one all-reduce of (B, T, …).
+
+    Source: Korthikanti et al. 2022, section 4.2.2, the operator g.
+    """
+    return _region(x, group, forward=_all_positions, backward=_summed_positions)
+
+
+def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
+    """Sum ``x`` over the ranks and keep this rank's positions; backward, join the gradients.
+
+    It stands where ``reduce_from_tensor_region`` stands without sequence parallelism.
+
+    Args:
+        x: (B, T, …), this rank's part of the sum, of any layout; it is not changed.
+        group: the ranks that share the sequence; all by default.
+
+    Returns:
+        (B, T / N, …): positions r·T/N to (r+1)·T/N - 1 of the sum on rank r.
+
+    Raises:
+        ValueError: the same on every rank, if N does not divide the number of positions T; it names
+            both.
+
+    Cost: forward one reduce-scatter of ``x``; backward one all-gather of the gradient.
+
+    Source: Korthikanti et al. 2022, section 4.2.2, the operator g-bar.
+    """
+    return _region(x, group, forward=_summed_positions, backward=_all_positions)
+
+
+def _all_positions(x: Tensor, group: Group) -> Tensor:
+    return _gathered(x, SEQUENCE, group)
+
+
+def _summed_positions(x: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks, and keep this rank's positions of the sum."""
+    parts = [part.contiguous() for part in _parts(x, SEQUENCE, group, "positions")]
+    total = torch.empty_like(parts[0])
+    dist.reduce_scatter(total, parts, group=group)
+    return total
+
+
+def parallelize_block(block: Block, group: Group = None) -> None:
+    """Split a transformer block over the ranks, in place: weights, and between them positions.
+
+        x (B, T/N, E)  ->  norm  ->  gather  ->  attention: whole heads  ->  reduce-scatter  ->  +
+                       ->  norm  ->  gather  ->  MLP: hidden features  ->  reduce-scatter  ->  +
+
+    Afterwards ``block`` maps this rank's positions of the input to this rank's positions of the
+    output, and each norm sees only these.
+
+    Args:
+        block: equal on all ranks. The layers of ``attention`` and ``mlp`` are replaced as by
+            ``parallelize_attention`` and ``parallelize_mlp``. The parameters of the norms, and the
+            biases of ``out`` and ``down``, work on T/N positions: their gradients are summed over
+            the ranks in each backward pass, so that every rank gets the full gradient. Frozen
+            parameters stay frozen.
+        group: the ranks that share the block; all by default.
+
+    Raises:
+        ValueError: the same on every rank, if N does not divide the number of heads; it names both,
+            and ``block`` is left as it is.
+
+    Cost: for n bytes of (B, T, E), two all-gathers and two reduce-scatters forward, and the same
+        backward: together the bytes of four all-reduces of n bytes. Besides, backward sums the
+        gradients of 6E numbers.
+
+    Source: Korthikanti et al. 2022, section 4.2.2.
+    """
+    _check_heads(block.attention, group)
+    for name in ("query", "key", "value"):
+        _replace(block.attention, name, _ColumnWithoutCopy, group)
+    _replace(block.attention, "out", _RowWithScatter, group)
+    _replace(block.mlp, "up", _ColumnWithoutCopy, group)
+    _replace(block.mlp, "down", _RowWithScatter, group)
+    for module in (block.attention, block.mlp):
+        _before(module, gather_from_sequence_region, group)
+    for parameter in _parameters_on_positions(block):
+        parameter.register_hook(partial(_reduced, group=group))
+
+
+class _RowWithScatter(RowParallelLinear):
+    """Leaves each rank with its positions of the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = reduce_scatter_to_sequence_region(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+def _parameters_on_positions(block: Block) -> list[nn.Parameter]:
+    """Return the trainable parameters that every rank holds whole and applies to its positions."""
+    biases = [block.attention.out.bias, block.mlp.down.bias]
+    norms = [*block.attention_norm.parameters(), *block.mlp_norm.parameters()]
+    return [p for p in (*norms, *biases) if p is not None and p.requires_grad]

@@ -1,0 +1,196 @@
+"""Judges tasks 2.15 and 2.16: a linear layer split by its outputs, or by its inputs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distlab.grade import Grade, Run, check, task
+from judging.checks import check_refused, of_members
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from phase2 import sharded_layers as b
+from phase2.sharded_layers import COLUMN, ROW, Case
+from phase2.sharding import own, passed
+from phase2.sharding_checks import (
+    Calls,
+    check_calls,
+    check_is_independent,
+    check_parameters,
+    check_same,
+    sizes_for,
+)
+
+STAGES = ("making it", "forward", "backward")
+PARTS: dict[str, dict[str, int | None]] = {
+    COLUMN: {"weight": 0, "bias": 0},
+    ROW: {"weight": 1, "bias": None},
+}
+NUM_BYTES = torch.float64.itemsize
+
+
+def _cases(grade: Grade, n: int) -> list[Case]:
+    """Sizes of which each number of ranks makes odd ones, with bias and without."""
+    a, c = grade.random.randint(1, 3), 2 * grade.random.randint(1, 2) + 1
+    rows = (grade.random.choice((1, 3, 5)), 7)
+    return [Case(a * n, c * n, rows), Case(c * n, a * n, (rows[0],), has_bias=False)]
+
+
+def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = "") -> None:
+    full, n = _full(case), len(by_rank)
+    for rank, got in enumerate(by_rank):
+        here = f"{layer}, {case}, rank {rank} of {n}{where}"
+        place, is_column = (rank, n), layer == COLUMN
+        whole = not is_column or case.gathers
+        output = full["output"] if whole else own(full["output"], *place, -1)
+        check_same(here, "the output", output, got["output"], n, _cause_of_output(layer))
+        dim = None if is_column else -1
+        x_grad = None if full["input"] is None else own(full["input"], *place, dim)
+        check_same(here, "the gradient of x", x_grad, got["input"], n, _cause_of_x(layer))
+        causes = {"bias": "Each rank's output is the same: add the whole bias once, to the sum."}
+        check_parameters(
+            *(here, got["state"], full, place, PARTS[layer]), {} if is_column else causes
+        )
+        check_is_independent(here, got)
+
+
+def _full(case: Case) -> Mapping[str, Any]:
+    """What one rank makes of it, with the whole layer."""
+    return passed(case.full(), case.x().requires_grad_(case.is_input_trained), case.weights())
+
+
+def _cause_of_output(layer: str) -> str:
+    if layer == COLUMN:
+        return "Rank r has the r-th of N equal parts of the output features, in their order."
+    return "Sum the partial products over the ranks, and add the bias once, to the sum."
+
+
+def _cause_of_x(layer: str) -> str:
+    if layer == COLUMN:
+        return (
+            "Each rank's outputs add to the gradient of x: it is summed over the ranks once, where "
+            "x enters. After a gather, all ranks compute the same, and no sum is needed."
+        )
+    return "What follows the sum is the same on all ranks: its gradient is passed on as it is."
+
+
+def _check_column_calls(run: Run, case: Case) -> None:
+    n, rows = len(run.results), torch.Size(case.rows).numel()
+    gather = [("all_gather", rows * case.out_features // n * NUM_BYTES)]
+    backward: Calls = [("all_reduce", rows * case.in_features * NUM_BYTES)]
+    expected: list[Calls] = [[], gather if case.gathers else [], backward]
+    check_calls(run, f"{COLUMN}, {case}", STAGES, expected)
+
+
+@task("2.15", real=True)
+def test_a_column_parallel_layer_is_its_part_of_the_full_one(grade: Grade) -> None:
+    for n in sizes_for(grade):
+        for case in _cases(grade, n):
+            run = grade.run(b.linear_case, n, COLUMN, case)
+            _check_layer(COLUMN, case, run.results)
+            if grade.is_simulated:
+                _check_column_calls(run, case)
+
+
+@task("2.15", real=True)
+def test_a_column_parallel_layer_gathers_its_output(grade: Grade) -> None:
+    for n in sizes_for(grade)[:3]:
+        first, second = _cases(grade, n)
+        for case in (_gathering(first), _gathering(second)):
+            run = grade.run(b.linear_case, n, COLUMN, case)
+            _check_layer(COLUMN, case, run.results)
+            if grade.is_simulated:
+                _check_column_calls(run, case)
+
+
+def _gathering(case: Case) -> Case:
+    return Case(case.in_features, case.out_features, case.rows, case.has_bias, gathers=True)
+
+
+@task("2.15")
+def test_a_column_parallel_layer_is_frozen_as_the_full_one(grade: Grade) -> None:
+    for case in _frozen_cases(4, 6):
+        _check_layer(COLUMN, case, grade.run(b.linear_case, 2, COLUMN, case).results)
+
+
+def _frozen_cases(in_features: int, out_features: int) -> list[Case]:
+    size = in_features, out_features, (3,)
+    return [
+        Case(*size, frozen="weight"),
+        Case(*size, frozen="bias"),
+        Case(*size, is_input_trained=False),
+    ]
+
+
+@task("2.15")
+def test_a_column_parallel_layer_keeps_the_dtype(grade: Grade) -> None:
+    _check_dtype(grade, COLUMN)
+
+
+def _check_dtype(grade: Grade, layer: str) -> None:
+    case = Case(4, 6, (3,), dtype="float32")
+    for rank, got in enumerate(grade.run(b.linear_case, 2, layer, case).results):
+        for name, about in got["state"].items():
+            check(
+                about["dtype"] == "torch.float32",
+                f"{layer}, {case}, rank {rank}: {name} should keep the dtype of the full layer, "
+                f"torch.float32, but has {about['dtype']}.",
+            )
+
+
+@task("2.15")
+def test_a_column_parallel_layer_inside_a_group(grade: Grade) -> None:
+    case = Case(4, 9, (5,), gathers=True)
+    for one in (case, Case(4, 9, (5,))):
+        _check_layer(COLUMN, one, _in_group(grade, COLUMN, one), _where())
+
+
+def _in_group(grade: Grade, layer: str, case: Case) -> list[Any]:
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.linear_case, layer, case), if_stuck=STUCK_IN_GROUP
+    )
+    return of_members(run)
+
+
+def _where() -> str:
+    return f" inside the group {list(MEMBERS)}"
+
+
+@task("2.15")
+def test_outputs_that_cannot_be_split_are_refused(grade: Grade) -> None:
+    results = grade.run(b.refused_linear, 4, COLUMN, 8, 10).results
+    check_refused(results, "Linear(8, 10) on 4 ranks", "10", "4")
+
+
+@task("2.16", real=True)
+def test_a_row_parallel_layer_is_the_full_one(grade: Grade) -> None:
+    for n in sizes_for(grade):
+        for case in _cases(grade, n):
+            run = grade.run(b.linear_case, n, ROW, case)
+            _check_layer(ROW, case, run.results)
+            if grade.is_simulated:
+                rows = torch.Size(case.rows).numel()
+                total: Calls = [("all_reduce", rows * case.out_features * NUM_BYTES)]
+                check_calls(run, f"{ROW}, {case}", STAGES, [[], total, []])
+
+
+@task("2.16")
+def test_a_row_parallel_layer_is_frozen_as_the_full_one(grade: Grade) -> None:
+    for case in _frozen_cases(6, 4):
+        _check_layer(ROW, case, grade.run(b.linear_case, 2, ROW, case).results)
+
+
+@task("2.16")
+def test_a_row_parallel_layer_keeps_the_dtype(grade: Grade) -> None:
+    _check_dtype(grade, ROW)
+
+
+@task("2.16")
+def test_a_row_parallel_layer_inside_a_group(grade: Grade) -> None:
+    case = Case(9, 4, (5,))
+    _check_layer(ROW, case, _in_group(grade, ROW, case), _where())
+
+
+@task("2.16")
+def test_inputs_that_cannot_be_split_are_refused(grade: Grade) -> None:
+    results = grade.run(b.refused_linear, 4, ROW, 10, 8).results
+    check_refused(results, "Linear(10, 8) on 4 ranks", "10", "4")

@@ -1,0 +1,221 @@
+"""Judges task 2.19: positions split where the weights are not, for the bytes of the all-reduces."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distlab.grade import Grade, Run, check, task
+from judging.checks import check_refused, of_members
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from phase2 import regions as r
+from phase2 import sharded_blocks as b
+from phase2.sharded_blocks import Case
+from phase2.sharding import own, passed
+from phase2.sharding_checks import (
+    Calls,
+    calls_of,
+    check_calls,
+    check_parameters,
+    check_same,
+    sizes_for,
+)
+
+GATHER, SCATTER = "gather_from_sequence_region", "reduce_scatter_to_sequence_region"
+NUM_BYTES = torch.float64.itemsize
+WHERE = f" inside the group {list(MEMBERS)}"
+ON_POSITIONS = (
+    "Each rank has this gradient for its own positions: it is summed over the ranks once, in every "
+    "backward pass."
+)
+CAUSES = dict.fromkeys(
+    (
+        *(f"{norm}.{name}" for norm in b.NORMS for name in ("weight", "bias")),
+        "attention.out.bias",
+        "mlp.down.bias",
+    ),
+    ON_POSITIONS,
+)
+
+
+def _shapes(function: str, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of what goes in, and of what comes out."""
+    part, whole = (3, 2, 5), (3, 2 * n, 5)
+    return (part, whole) if function == GATHER else (whole, part)
+
+
+def _check_regions(function: str, by_rank: Sequence[Any], where: str = "") -> None:
+    n = len(by_rank)
+    for rank, of_rank in enumerate(by_rank):
+        for place, (kind, found) in enumerate(zip(r.SEQUENCE_KINDS, of_rank, strict=True)):
+            here = f"{function}, rank {rank} of {n}{where}, {kind}"
+            xs = [torch.tensor(other[place]["x"]) for other in by_rank]
+            gradients = [torch.tensor(other[place]["gradient"]) for other in by_rank]
+            output, x_grad = _expected(function, xs, gradients, rank)
+            check_same(here, "the output", output, found["y"], n, _CAUSE)
+            check_same(here, "the gradient of x", x_grad, found["x_grad"], n, _CAUSE)
+            check(
+                found["x"] == found["x_after"] and found["gradient"] == found["after"],
+                f"{here}: x or the gradient that arrives has changed. Another operation may hold "
+                "the same tensor: write into memory of your own.",
+            )
+
+
+_CAUSE = (
+    "One direction joins the ranks' positions in the order of the ranks; the other sums over the "
+    "ranks, and keeps this rank's positions."
+)
+
+
+def _expected(
+    function: str, xs: list[Tensor], gradients: list[Tensor], rank: int
+) -> tuple[Tensor, Tensor]:
+    joined, summed = (xs, gradients) if function == GATHER else (gradients, xs)
+    results = torch.cat(joined, 1), own(sum(summed, torch.zeros(())), rank, len(xs), 1)
+    return results if function == GATHER else (results[1], results[0])
+
+
+@task("2.19", real=True)
+@pytest.mark.parametrize("function", [GATHER, SCATTER])
+def test_a_region_joins_positions_one_way_and_sums_the_other(grade: Grade, function: str) -> None:
+    for n in sizes_for(grade):
+        run = grade.run(r.through_region, n, function, r.SEQUENCE_KINDS, _shapes(function, n))
+        _check_regions(function, run.results)
+        if grade.is_simulated:
+            sizes = [
+                r.tensors_of(kind, 0, 0, _shapes(GATHER, n)[0]).nbytes for kind in r.SEQUENCE_KINDS
+            ]
+            gathers = [("all_gather", size) for size in sizes]
+            scatters = [("reduce_scatter", size * n) for size in sizes]
+            expected: list[Calls] = [gathers, scatters]
+            check_calls(
+                *(run, f"{function} of {len(sizes)} tensors", ("forward", "backward")),
+                expected if function == GATHER else expected[::-1],
+                "Send what each rank keeps, and no more: an all-reduce sends twice the bytes of a "
+                "reduce-scatter.",
+            )
+
+
+@task("2.19")
+def test_positions_that_cannot_be_split_are_refused(grade: Grade) -> None:
+    results = grade.run(r.refused_positions, 4, 10).results
+    check_refused(results, f"{SCATTER} of 10 positions on 4 ranks", "10", "4")
+
+
+@task("2.19")
+@pytest.mark.parametrize("function", [GATHER, SCATTER])
+def test_sequence_regions_inside_a_group(grade: Grade, function: str) -> None:
+    shapes = _shapes(function, len(MEMBERS))
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, r.through_region, function, r.SEQUENCE_KINDS, shapes),
+        if_stuck=STUCK_IN_GROUP,
+    )
+    _check_regions(function, of_members(run), WHERE)
+
+
+def _full(case: Case) -> Mapping[str, Any]:
+    """What one rank makes of all passes, whose gradients add up."""
+    model = case.full()
+    passes = [
+        passed(model, case.x(step).requires_grad_(), case.weights(step))
+        for step in range(case.num_passes)
+    ]
+    return {**passes[-1], "passes": passes}
+
+
+def _check_block(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
+    full, n = _full(case), len(by_rank)
+    for rank, got in enumerate(by_rank):
+        here = f"{case}, rank {rank} of {n}{where}"
+        part = [case.batch_size, case.length // n, case.width]
+        check(
+            got["norms"] == [part] * (2 * case.num_passes),
+            f"{here}: each norm should see this rank's positions only, {part}, once in a pass; "
+            f"the norms were called with {got['norms']}.",
+        )
+        for step, expected in enumerate(full["passes"]):
+            output, x_grad = (own(expected[name], rank, n, 1) for name in ("output", "input"))
+            check_same(here, "the output", output, got["outputs"][step], n, _CAUSE_OF_BLOCK)
+            check_same(here, "the gradient of x", x_grad, got["inputs"][step], n, _CAUSE_OF_BLOCK)
+        check_parameters(here, got["state"], full, (rank, n), causes=CAUSES)
+
+
+_CAUSE_OF_BLOCK = (
+    "Positions are gathered once before attention and once before the MLP, and the partial results "
+    "of each are summed and scattered."
+)
+
+
+def _check_bytes(run: Run, case: Case) -> None:
+    """Gathers and scatters each way; what is summed besides is small."""
+    n, num_bytes = len(run.results), NUM_BYTES * case.batch_size * case.length * case.width
+    small = 6 * NUM_BYTES * case.width
+    moved = sorted(2 * [("all_gather", num_bytes // n), ("reduce_scatter", num_bytes)])
+    for rank, by_stage in enumerate(calls_of(run)) if n > 1 else ():
+        here = f"{case}, rank {rank} of {n}"
+        check(len(by_stage) == 3, f"{here}: it calls a barrier, which it does not need.")
+        made, forward, backward = by_stage
+        check(not made, f"{here}: splitting a block needs no communication; it made {made}.")
+        sums = sum(size for name, size in backward if name == "all_reduce")
+        others = [call for call in backward if call[0] != "all_reduce"]
+        for stage, calls in (("forward", forward), ("backward", others)):
+            check(
+                sorted(calls) == moved,
+                f"{here}: {stage} needs two all-gathers of {num_bytes // n:,} bytes and two "
+                f"reduce-scatters of {num_bytes:,}; it made {calls}.",
+            )
+        check(
+            sums <= small,
+            f"{here}: backward sums the gradients of 6E = {6 * case.width} numbers, {small:,} "
+            f"bytes; it all-reduced {sums:,} bytes.",
+        )
+
+
+def _case(grade: Grade, n: int, **more: Any) -> Case:
+    heads = n * grade.random.randint(1, 2)
+    length = n * grade.random.randint(1, 2)
+    return Case("block", 3 * heads, heads, grade.random.choice((1, 3)), length, **more)
+
+
+@task("2.19", real=True)
+def test_a_block_on_split_positions_computes_what_it_did(grade: Grade) -> None:
+    for n in sizes_for(grade):
+        case = _case(grade, n)
+        run = grade.run(b.block_case, n, case)
+        _check_block(case, run.results)
+        if grade.is_simulated:
+            _check_bytes(run, case)
+
+
+@task("2.19")
+def test_blocks_without_bias_frozen_and_passed_twice(grade: Grade) -> None:
+    frozen = ("mlp_norm.weight", "attention_norm.bias", "down.bias", "query.weight")
+    for case in (
+        _case(grade, 2, without_bias=True),
+        _case(grade, 3, frozen=frozen),
+        _case(grade, 2, num_passes=2),
+    ):
+        n = 3 if case.frozen else 2
+        _check_block(case, grade.run(b.block_case, n, case).results)
+
+
+@task("2.19")
+def test_a_block_is_split_inside_a_group(grade: Grade) -> None:
+    case = _case(grade, len(MEMBERS))
+    run = grade.run(*(inside_group, OUTER_WORLD_SIZE, b.block_case, case), if_stuck=STUCK_IN_GROUP)
+    _check_block(case, of_members(run), WHERE)
+
+
+@task("2.19")
+def test_a_block_whose_heads_cannot_be_split_is_refused(grade: Grade) -> None:
+    case = Case("block", 12, 3, 1, 2)
+    results = grade.run(b.refused_block, 2, case).results
+    check_refused(results, f"{case} on 2 ranks", "3", "2")
+    for rank, found in enumerate(results):
+        check(
+            found["is_kept"],
+            f"{case} on 2 ranks: on rank {rank} a layer has been replaced before the error. Check "
+            "first.",
+        )

@@ -1,0 +1,70 @@
+"""Bodies for the regions of tasks 2.14 and 2.19."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from judging.calls import refusal_of, returned
+from phase2.sharding import drawn, group_argument, listed, place
+
+KINDS = ("contiguous", "transposed", "expanded gradient", "a number", "float32", "bfloat16")
+SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", "float32")
+
+
+def tensors_of(kind: str, rank: int, seed: int = 0, shape: tuple[int, ...] = (3, 5)) -> Tensor:
+    """Small whole numbers over 8, which sum exactly in every dtype."""
+    dtype = getattr(torch, kind) if kind.startswith(("float", "bfloat")) else torch.float64
+    shape = () if kind == "a number" else shape
+    generator = torch.Generator().manual_seed(97 * seed + rank)
+    numbers = torch.randint(-15, 16, shape, generator=generator).to(dtype) / 8
+    if kind == "transposed":
+        return numbers.transpose(0, 1).contiguous().transpose(0, 1)
+    if kind == "expanded gradient" and seed:
+        return numbers.flatten()[0].expand(shape)
+    return numbers
+
+
+def through_region(
+    lesson: Any,
+    function: str,
+    kinds: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    group: Any = None,
+) -> list[dict[str, Any]]:
+    """Pass every kind of tensor through a region, and a gradient back; barriers lie between.
+
+    Args:
+        shapes: of what goes in, and of what comes out.
+    """
+    rank, _ = place(group)
+    given = [tensors_of(kind, rank, 0, shapes[0]).requires_grad_() for kind in kinds]
+    gradients = [tensors_of(kind, rank, 1, shapes[1]) for kind in kinds]
+    region = getattr(lesson, function)
+    outputs = [returned(function, region(x, **group_argument(group))) for x in given]
+    found = [_found(x, y, g) for x, y, g in zip(given, outputs, gradients, strict=True)]
+    dist.barrier(group)
+    for y, gradient in zip(outputs, gradients, strict=True):
+        y.backward(gradient)
+    for entry, x, gradient in zip(found, given, gradients, strict=True):
+        entry |= {"x_grad": listed(x.grad), "x_after": listed(x), "after": listed(gradient)}
+    return found
+
+
+def _found(x: Tensor, y: Tensor, gradient: Tensor) -> dict[str, Any]:
+    if y.shape != gradient.shape:
+        raise TypeError(f"the shape should be {[*gradient.shape]}, but is {[*y.shape]}")
+    return {
+        "x": listed(x),
+        "y": listed(y),
+        "gradient": listed(gradient),
+        "is_copied": y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(),
+        "dtype": str(y.dtype),
+    }
+
+
+def refused_positions(lesson: Any, num_positions: int) -> dict[str, str]:
+    """How a sequence that cannot be split evenly is refused."""
+    x = drawn(2, num_positions, 3, seed=1)
+    return refusal_of(lambda: lesson.reduce_scatter_to_sequence_region(x))
