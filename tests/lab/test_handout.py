@@ -79,7 +79,8 @@ def test_make_test_grades_the_templates_of_a_handout(students: Path) -> None:
         text=True,
         env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
     )
-    assert done.stdout.splitlines() == [".venv/bin/python -m pytest tests/test_phase1.py"]
+    suites = " ".join(f"tests/test_phase{phase.number}.py" for phase in COURSE.phases)
+    assert done.stdout.splitlines() == [f".venv/bin/python -m pytest {suites}"]
 
 
 @pytest.mark.parametrize("more", ["", "\ndef broken(:\n"], ids=["solved", "does not parse"])
