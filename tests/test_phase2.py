@@ -16,6 +16,8 @@ import sys
 # model_parallel
 
 # pipeline_parallel
+from phase2.judge_schedules import *
+from phase2.judge_pipeline import *
 
 # tensor_parallel
 
