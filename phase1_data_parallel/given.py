@@ -1,6 +1,7 @@
-"""What phase 1 gives you: loaders, timing tables, the log, and type aliases.
+"""The code that phase 1 gives you: loaders, timing tables, the log, and type aliases.
 
-It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
+This file contains no task, so leave it as it is. Submissions are graded with the course's own
+copy of it.
 """
 
 import random
@@ -28,13 +29,13 @@ AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in 
 
 
 class ShardSampler(Sampler[int]):
-    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` draws a new order.
+    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` chooses the order.
 
     Shards are cut, not padded: a sample that appears twice would count twice in the gradient, and
     padding could complete a global batch that one process would have left out.
 
     Args:
-        shard_indices: your function of task 1.1; called once per epoch, with ``drop_last``.
+        shard_indices: your function from task 1.1; called once per epoch, with ``drop_last``.
         num_samples: size of the data set.
         rank: this rank.
         world_size: number of shards.
@@ -86,7 +87,7 @@ class ShardLoader(DataLoader[Sample]):
         super().__init__(*args, **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set order and augmentation for ``epoch``; call it on every rank with the same number."""
+        """Set order and augmentation for ``epoch``; call it with the same epoch on every rank."""
         self.sampler.set_epoch(epoch)
         stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
         self.generator.manual_seed(int(stream.generate_state(1)[0]))
@@ -106,7 +107,7 @@ class ShardLoader(DataLoader[Sample]):
 def _seeded_from(generator: torch.Generator) -> Iterator[None]:
     """Seed the generators that augmentation uses, and restore them for the training afterwards.
 
-    ``torch.manual_seed`` would seed the GPUs too, and dropout would repeat itself.
+    ``torch.manual_seed`` would also seed the GPUs, and dropout there would repeat itself.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = int(torch.randint(2**32, (), generator=generator))
@@ -122,10 +123,10 @@ def _seeded_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def describe(batch: Batch | None) -> tuple[Shapes, str]:
-    """Return shape and dtype of images and labels, and what is wrong with them ("" if nothing)."""
+    """Return the shapes and dtypes of a batch, and what is wrong with it ("" if nothing)."""
     if batch is None:
         return [], "it passed None; the source rank must pass (images, labels)"
-    rows = [tensor.shape[:1] for tensor in batch]  # of a single number: none
+    rows = [tensor.shape[:1] for tensor in batch]  # empty for a single number
     if rows[0] != rows[1] or not rows[0]:
         return [], f"it passed images {tuple(batch[0].shape)} and labels {tuple(batch[1].shape)}"
     return [(tensor.shape, tensor.dtype) for tensor in batch], ""
@@ -134,13 +135,13 @@ def describe(batch: Batch | None) -> tuple[Shapes, str]:
 def empty_part(
     shape: torch.Size, dtype: torch.dtype, rank: int, world_size: int, device: torch.device | str
 ) -> Tensor:
-    """Return an empty tensor for the rows that ``tensor_split`` of ``shape`` gives this rank."""
+    """Return an uninitialised tensor for the rows that ``tensor_split`` would give this rank."""
     rows = shape[0] // world_size + (rank < shape[0] % world_size)
     return torch.empty((rows, *shape[1:]), dtype=dtype, device=device)
 
 
 def batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
-    """Yield a loader's batches on a device."""
+    """Move a loader's batches to a device, and yield them."""
     for inputs, targets in loader:
         yield inputs.to(device), targets.to(device)
 
@@ -150,9 +151,9 @@ def batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterat
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """What ``measure_all_reduce`` found; equal on all ranks.
+    """The result of ``measure_all_reduce``, equal on all ranks.
 
-    ``str()`` draws the table, a row per size and a column per strategy, then α and 1/β.
+    ``str()`` gives a table with a row per size and a column per strategy, and below it α and 1/β.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -170,7 +171,7 @@ class AllReduceTimes:
 
     @property
     def fit(self) -> str:
-        """The line that reports α and 1/β."""
+        """A line that reports α and 1/β."""
         latency = f"α = {self.alpha_s * 1e6:.1f} µs"
         if not self.alpha_s:
             latency = "α not measurable: small messages took no longer than their bytes"
@@ -195,13 +196,13 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return how many targets there are, in float64: bfloat16 would round 301 to 302."""
+    """Return the number of targets in float64: bfloat16 would round 303 to 304."""
     return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss and accuracy over a whole data set; equal on all ranks, for any number of them."""
+    """Loss and accuracy over a whole data set, equal on all ranks."""
 
     loss: float  # mean cross entropy per target
     accuracy: float  # 0 … 1
@@ -210,7 +211,7 @@ class Evaluation:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, then each module back to its own mode: some may be frozen."""
+    """Switch to evaluation mode, then restore the mode of each module: some may be frozen."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -245,16 +246,16 @@ class RankLog:
         self.shows_bar = self.rank == 0 and sys.stderr.isatty()
 
     def info(self, message: str) -> None:
-        """Print a message that is the same on all ranks, on rank 0 only."""
+        """Print a message that is the same on all ranks; only rank 0 prints it."""
         if self.rank == 0:
             self._print(message)
 
     def warning(self, message: str) -> None:
-        """Print a message that concerns this rank, whichever it is."""
+        """Print a message that concerns only this rank; any rank may print it."""
         self._print(message)
 
     def _print(self, message: str) -> None:
-        # One write with its newline: ranks that share a pipe would mix halves of lines.
+        # Text and newline in one write: otherwise, lines of ranks that share a pipe could mix.
         print(f"{self.prefix}  {message}\n", end="", flush=True)
 
     def progress(self, label: str, done: int, total: int) -> None:

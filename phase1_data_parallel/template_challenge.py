@@ -9,17 +9,18 @@ from phase1_data_parallel.template_collectives import all_reduce_recursive_doubl
 def fast_all_reduce(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place, as fast as you can for 16 MiB.
 
-    It is timed on clusters that ``distlab challenge`` draws at random: 2 to 16 ranks on 1 to 4
-    nodes, ranks numbered node by node, one network card per node; the environment variable
-    LOCAL_WORLD_SIZE is the number of ranks on a node. Its score is the time of recursive doubling
-    divided by its own, as a geometric mean over the clusters: you begin at about 1.0.
+    ``distlab challenge`` times your function on clusters drawn at random, with 2 to 16 ranks on 1
+    to 4 nodes, ranks numbered node by node, and one network card per node. The environment variable
+    LOCAL_WORLD_SIZE holds the number of ranks on a node. Your score is the time of recursive
+    doubling divided by the time of your function, as a geometric mean over the clusters, so you
+    begin at about 1.0.
 
     Args:
         x: contiguous, same shape and dtype on all ranks, any number of elements; holds the sum on
             return, equal on all ranks.
         group: the ranks that take part; all by default.
 
-    Use messages only: dist.send, dist.recv, dist.isend, dist.irecv, dist.batch_isend_irecv, and
-    your own functions made of them.
+    Use only point-to-point messages: dist.send, dist.recv, dist.isend, dist.irecv,
+    dist.batch_isend_irecv, and your own functions built on them.
     """
     all_reduce_recursive_doubling(x, group)

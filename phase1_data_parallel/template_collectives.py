@@ -1,9 +1,10 @@
-"""Collectives from point-to-point messages alone: exchange, broadcast, two all-reduces, their cost.
+"""Collectives of point-to-point messages: exchange, broadcast, two all-reduces, and their cost.
 
-They only send and receive, and use no other collective. Ranks are ranks inside ``group``.
+They only send and receive messages. Rank numbers are those inside ``group``, not global ones.
 
-Tasks 1.4 to 1.8. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``pytest tests/test_phase1.py -k 1.4``.
+Tasks 1.4 to 1.8. Each docstring says what the function promises, the TODO lists what you need for
+it, and guidelines.md explains why and how.
+To grade one task: ``pytest tests/test_phase1.py -k 1.4``.
 """
 
 import sys
@@ -21,9 +22,9 @@ from phase1_data_parallel.given import AllReduce, AllReduceTimes, Group, finish
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
-    Neither waits for the other, so no order of calls can hang, not even on NCCL, which runs the
-    operations between two ranks one after the other, even those of ``isend`` and ``irecv``, unless
-    they were started together.
+    The send and the receive do not wait for each other, so ranks cannot deadlock, whatever the
+    order of their calls. This holds even on NCCL, which runs the operations between two ranks one
+    after the other, even those of ``isend`` and ``irecv``, unless they were started together.
 
     Args:
         outgoing: contiguous; not changed. The caller may overwrite it as soon as this returns.
@@ -39,7 +40,7 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
     """
     # TODO 1.4: on return ``incoming`` holds what src sent, and ``outgoing`` may be overwritten.
     #   Tools: dist.P2POp, dist.batch_isend_irecv, wait. group_peer= is a rank inside the group.
-    #   Worked: ranks 0, 1, 2 send their number to the right neighbour: they receive 2, 0, 1.
+    #   Example: ranks 0, 1 and 2 send their own numbers to the right: they receive 2, 0 and 1.
     #   About 6 lines.
     raise NotImplementedError("Task 1.4: exchange, see guidelines.md#14-exchange-without-deadlock")
 
@@ -47,11 +48,12 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
 def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
     """Copy ``x`` of rank ``src`` to all ranks, in place, along a binomial tree.
 
-    In every round each rank that has the data passes it on. One such tree, N = 6, src = 0:
+    In every round, ranks that have the data pass it on to ranks that lack it. One such tree, for
+    N = 6 and src = 0:
         round 0    0→1
         round 1    0→2  1→3
         round 2    0→4  1→5
-    Any tree of the same cost will do, and a rank may post its sends all at once.
+    Any tree of the same cost will do, and a rank may start all its sends at once.
 
     Args:
         x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``. The caller
@@ -60,12 +62,12 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
-        ⌈log2 N⌉ from one rank; no collective, and no memory besides ``x``.
+        ⌈log2 N⌉ from any one rank; no collective, and no memory besides ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     # TODO 1.5: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src and any N must work.
     #   Tools: dist.send and dist.recv, with group_dst= and group_src=.
-    #   Worked: N = 6, whatever src is: 5 messages in 3 rounds, at most 3 of them from src.
+    #   Example: N = 6, whatever src is: 5 messages in 3 rounds, at most 3 of them from src.
     #   About 10 lines.
     raise NotImplementedError("Task 1.5: broadcast, see guidelines.md#15-broadcast-along-a-tree")
 
@@ -82,9 +84,9 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
         seconds. The broadcast adds ⌈log2 N⌉ rounds of α + nβ and N-1 messages of n bytes. No
         collective; one extra tensor of the size of ``x`` on rank 0, none elsewhere.
     """
-    # TODO 1.6: all ranks hold the sum; rank 0 has added it up.
+    # TODO 1.6: all ranks hold the sum, which rank 0 has computed.
     #   Tools: dist.send, dist.recv, one tensor of the size of ``x`` on rank 0, your broadcast.
-    #   Worked: three ranks hold 1, 2 and 4: all hold 7 at the end, after four messages.
+    #   Example: three ranks hold 1, 2 and 4: all hold 7 at the end, after four messages.
     #   About 9 lines.
     raise NotImplementedError(
         "Task 1.6: all_reduce_naive, see guidelines.md#16-all-reduce-the-naive-way"
@@ -92,7 +94,7 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 
 
 def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
-    """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap and add.
+    """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap sums and add them.
 
     N = 4; each cell shows the partner, and below it the sum that the rank holds afterwards:
                   r0      r1      r2      r3
@@ -101,8 +103,8 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
     The distances may come in any order. If N is not a power of two, let core be the largest power
-    of two below it: each rank from core on first sends its ``x`` to rank - core, and gets the sum
-    back from there at the end; the ranks below core do the rest.
+    of two below it: each rank r ≥ core first sends its ``x`` to rank r - core, and gets the sum
+    back from that rank at the end; the ranks below core do the rest.
 
     Args:
         x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
@@ -110,15 +112,15 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: for N = 2^k, each rank sends log2 N messages of n bytes, in log2 N (α + nβ) seconds.
-        Otherwise two more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds, and the messages that hand ``x``
-        over and bring the sum back. No collective; at most one extra tensor of the size of ``x`` on
-        each rank.
+        Otherwise it takes two more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds in all, and the messages
+        that hand ``x`` over and bring the sum back. No collective; at most one extra tensor of the
+        size of ``x`` on each rank.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling).
     """
     # TODO 1.7: all ranks hold the sum, after log2 N rounds if N is a power of two, otherwise after
-    #   two rounds more than for the largest power of two below N.
+    #   two more rounds than for the largest power of two below N.
     #   Tools: your exchange, dist.send and dist.recv, one more tensor of the size of ``x``.
-    #   Worked: N = 6: 12 messages in 4 rounds; ranks 0 and 1 send 3 of them each, 4 and 5 one each.
+    #   Example: N = 6: 12 messages in 4 rounds; ranks 0 and 1 send 3 each, ranks 4 and 5 one each.
     #   About 20 lines.
     raise NotImplementedError(
         "Task 1.7: all_reduce_recursive_doubling, see guidelines.md#17-all-reduce-by-doubling"
@@ -126,7 +128,7 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
 
 
 def native_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Sum ``x`` over all ranks, in place, by the library's own all-reduce."""
+    """Sum ``x`` over all ranks, in place, with the library's own all-reduce."""
     dist.all_reduce(x, group=group)
 
 
@@ -147,9 +149,9 @@ def measure_all_reduce(
 ) -> AllReduceTimes:
     """Time every strategy at every size, and fit α and β of one message.
 
-    A cell is one strategy at one size. All ranks start each run of a cell together, and a run takes
-    as long as its slowest rank. The time of a cell is the median of its runs; for an even number of
-    runs, any time between the middle two.
+    A cell of the table is one strategy, or the exchange, at one size. All ranks start each run of a
+    cell together, and a run takes as long as its slowest rank. The time of a cell is the median of
+    its runs; for an even number of runs, any time between the middle two will do.
 
     Args:
         strategies: functions by name; each is called with a tensor and ``group``, and sums the
@@ -161,22 +163,24 @@ def measure_all_reduce(
         group: at least two ranks; all by default.
 
     Returns:
-        The table, the same on all ranks: sizes in the order given, and next to the strategies a
-        column ``exchange``, the time of one message to the right neighbour. α and 1/β are what
-        ``fit_alpha_beta`` finds for that column.
+        The table, the same on all ranks: the sizes in the order given, a column for each strategy,
+        and a column ``exchange`` with the time of one message to the right neighbour. α and 1/β are
+        what ``fit_alpha_beta`` finds for that column.
 
     Raises:
-        ValueError: the same on all ranks, for fewer than two ranks, two different sizes or one
-            repeat, a size that is not a multiple of 4, or a strategy called "exchange".
+        ValueError: the same on all ranks, if there are fewer than two ranks, fewer than two
+            different sizes or no repeats, if a size is not a multiple of 4, or if a strategy is
+            called "exchange".
 
-    Cost: repeats + 1 runs of each cell, plus the time to start together and to share the results.
+    Cost: repeats + 1 runs of each cell, plus the time to start them together and to share the
+        results.
     """
     # TODO 1.8: return the table of seconds, and α and 1/β of its column "exchange".
     #   Tools: time.perf_counter, _exchange_in_ring and finish (given), median, dist.barrier, your
     #   all-reduces and fit_alpha_beta.
-    #   Worked: α = 7 µs, 1/β = 13 GB/s, 4 ranks, 40,000 bytes: exchange takes 10.1 µs,
-    #   all_reduce_naive takes 3 + 2 messages, 50.4 µs.
-    #   About 35 lines with a helper of your own.
+    #   Example: α = 7 µs, 1/β = 13 GB/s, 4 ranks, 40,000 bytes: exchange takes 10.1 µs,
+    #   all_reduce_naive 50.4 µs, the time of 3 + 2 messages.
+    #   About 35 lines, with a helper of your own.
     raise NotImplementedError(
         "Task 1.8: measure_all_reduce, see guidelines.md#18-measure-latency-and-bandwidth"
     )
@@ -185,11 +189,11 @@ def measure_all_reduce(
 def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit seconds = α + bytes·β by least squares of the relative errors.
 
-    With absolute errors only the largest message would count, but α shows in the small ones.
+    With absolute errors the largest messages would count most, but α shows in the small ones.
         [0, 1000, 2000] bytes in [5, 6, 7] µs  ->  α = 5 µs, β = 1 ns/byte
 
-    If noise would make α or β negative, that one is set to 0 and only the other is fitted, which
-    gives the best line without negative coefficients.
+    If noise would make α or β negative, that coefficient is set to 0 and only the other is fitted,
+    which gives the best line without negative coefficients.
 
     Args:
         sizes_bytes: in any order, at least two of them different.
@@ -201,7 +205,7 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
     """
     # TODO 1.8: return α and β of the line through the measured points.
     #   Tools: numpy.
-    #   Worked: as above. And [1000, 2000] bytes in [1, 3] µs: α = 0, β = 15/13 ns per byte.
+    #   Example: as above; and [1000, 2000] bytes in [1, 3] µs: α = 0, β = 15/13 ns per byte.
     #   About 7 lines.
     raise NotImplementedError(
         "Task 1.8: fit_alpha_beta, see guidelines.md#18-measure-latency-and-bandwidth"

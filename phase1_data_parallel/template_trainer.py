@@ -1,7 +1,8 @@
 """Data-parallel training: equal parameters, averaged gradients, one step, exact evaluation.
 
-Tasks 1.9 to 1.13. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``pytest tests/test_phase1.py -k 1.9``.
+Tasks 1.9 to 1.13. Each docstring says what the function promises, the TODO lists what you need for
+it, and guidelines.md explains why and how.
+To grade one task: ``pytest tests/test_phase1.py -k 1.9``.
 """
 
 import time
@@ -34,9 +35,9 @@ from phase1_data_parallel.template_data_loader import build_loader
 def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
     """Make the parameters and buffers of all ranks equal to those of rank ``src``, in place.
 
-    The tensor objects and their memory stay the same. Gradients are left as they are.
-    Buffers count too: BatchNorm's running mean is part of the model, and no gradient ever makes it
-    equal.
+    The tensor objects and their memory stay the same. Gradients are left as they are. Buffers are
+    included: BatchNorm's running mean is part of the model, and averaging gradients never makes it
+    equal on all ranks.
 
     Args:
         module: same architecture on all ranks, tensors of any dtype; overwritten except on ``src``.
@@ -47,9 +48,9 @@ def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -
         layers share is sent once.
     """
     # TODO 1.9: all ranks hold src's values in the same tensor objects as before.
-    #   Tools: module.parameters, module.buffers, your broadcast. It needs contiguous memory, which
-    #   not every parameter has, and autograd must not record the write.
-    #   Worked: Linear(2, 2) and BatchNorm1d(2): 4 parameters and 3 buffers, 7 broadcasts.
+    #   Tools: module.parameters, module.buffers, your broadcast, which needs contiguous memory. Not
+    #   every parameter is contiguous, and autograd must not record the write.
+    #   Example: Linear(2, 2) and BatchNorm1d(2) have 4 parameters and 3 buffers: 7 broadcasts.
     #   About 5 lines.
     raise NotImplementedError(
         "Task 1.9: broadcast_parameters, see guidelines.md#19-start-from-equal-parameters"
@@ -61,13 +62,13 @@ def average_gradients(
 ) -> None:
     """Replace every gradient by its mean over all ranks, in place.
 
-    2 ranks, one weight: gradients of 1.0 and 3.0 become 2.0 on both (not 4.0).
+    With 2 ranks and one weight, gradients of 1.0 and 3.0 become 2.0 on both ranks (not 4.0).
 
     Args:
-        module: the model after backward. A trainable parameter that got no gradient on this rank
-            counts as zero: other ranks may have one, and every rank must make the same calls. (A
-            parameter that no rank uses then has a gradient of zero instead of none, so weight decay
-            changes it.) A frozen parameter is left as it is, even if it has a gradient.
+        module: the model after backward. If a trainable parameter got no gradient on this rank,
+            zeros take its place: other ranks may have one, and every rank must make the same calls.
+            (A parameter that no rank uses then has a gradient of zero instead of none, so weight
+            decay changes it.) A frozen parameter is left as it is, even if it has a gradient.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
@@ -76,10 +77,10 @@ def average_gradients(
     """
     # TODO 1.10: every trainable parameter's gradient is the mean over all ranks.
     #   All ranks make the same calls in the same order, whatever gradients they have.
-    #   Tools: module.parameters, requires_grad, grad, the argument all_reduce. It sums, and needs
-    #   contiguous memory, which not every gradient has.
-    #   Worked: 2 ranks, one with a gradient of 1.0 and one without: 0.5 on both. A frozen parameter
-    #   is not touched.
+    #   Tools: module.parameters, requires_grad, grad, the argument all_reduce, which sums and needs
+    #   contiguous memory. Not every gradient is contiguous.
+    #   Example: 2 ranks, one with a gradient of 1.0 and one without: 0.5 on both. A frozen
+    #   parameter is not touched.
     #   About 8 lines.
     raise NotImplementedError(
         "Task 1.10: average_gradients, see guidelines.md#110-average-the-gradients"
@@ -91,7 +92,7 @@ def average_gradients_flat(
 ) -> None:
     """Replace every gradient by its mean over all ranks, with one all-reduce instead of many.
 
-    All gradients are copied into one flat bucket, one after another, and back:
+    All gradients are copied into one flat bucket, one after another, and back again:
         w (2, 2) | b (2,)  ->  [w00 w01 w10 w11 b0 b1]  ->  all-reduce  ->  w | b
 
     Args:
@@ -100,12 +101,12 @@ def average_gradients_flat(
         group: the ranks that train together; all by default.
 
     Cost: one all-reduce of all gradients, or none if nothing is trainable: α is paid once, not once
-        per parameter. The bucket takes as much memory as the gradients. (And nothing is sent before
-        backward has ended.)
+        per parameter. The bucket takes as much memory as the gradients. (However, nothing is sent
+        before backward has ended.)
     """
     # TODO 1.10: as above, but with a single call of all_reduce, or none if nothing is trainable.
-    #   Tools: torch.cat, flatten, torch.split, view, and what you share with average_gradients.
-    #   Worked: gradients of 6 and 2 numbers on 4 ranks: one all-reduce of 8 numbers on each.
+    #   Tools: torch.cat, flatten, torch.split, view, the helpers of average_gradients.
+    #   Example: gradients of 6 and 2 numbers on 4 ranks: one all-reduce of 8 numbers on each.
     #   About 10 lines.
     raise NotImplementedError(
         "Task 1.10: average_gradients_flat, see guidelines.md#110-average-the-gradients"
@@ -131,16 +132,16 @@ def train_step(
     """Do one optimizer step on the batches of all ranks, as one process with all of them would.
 
     With B targets in all, one process minimises (sum of all losses) / B. A rank that takes the mean
-    over its own b targets gives each a weight of 1/(N·b), which is wrong as soon as the batches
-    differ in size:
-        rank 0 has 3 samples, rank 1 has 1:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
+    over its own b targets gives each of them a weight of 1/(N·b), which is wrong as soon as the
+    batches differ in size:
+        rank 0 has 3 samples, rank 1 has 1:  weights 1/6 1/6 1/6 | 1/2  instead of 1/4 each
 
     Args:
         model: equal on all ranks; maps inputs to logits (…, classes).
         optimizer: for ``model``'s parameters, with the same settings on all ranks. Gradients left
-            from before the step do not count.
-        batch: this rank's inputs, and targets (…) int64; batches may differ in size, and may be
-            empty. It is not changed.
+            over from before the step are discarded.
+        batch: this rank's inputs, and targets (…) int64; the ranks' batches may differ in size, and
+            may be empty. The batch is not changed.
         all_reduce: sums a tensor over the group, in place.
         average: averages the gradients, with one all-reduce per parameter or in one flat bucket.
             Called once, with ``model``, ``all_reduce`` and ``group``.
@@ -159,7 +160,7 @@ def train_step(
     # TODO 1.11: do one step as one process would on all batches; return its loss.
     #   Tools: summed_loss and count_targets (given), the arguments all_reduce and average,
     #   backward.
-    #   Worked: losses 1, 2, 3 on rank 0 and 6 on rank 1: return 3.0 on both (not 4.0, the mean of
+    #   Example: losses 1, 2, 3 on rank 0 and 6 on rank 1: return 3.0 on both (not 4.0, the mean of
     #   the means 2 and 6), and each of the four samples weighs 1/4 in the gradient.
     #   About 12 lines.
     raise NotImplementedError("Task 1.11: train_step, see guidelines.md#111-one-training-step")
@@ -176,13 +177,13 @@ def evaluate(
 ) -> Evaluation:
     """Compute loss and accuracy over ``dataset``, counting every sample once.
 
-    Rank r takes samples r, r+N, r+2N, … without padding, and ranks add up sums, not means.
-    10 samples, 4 ranks: 3, 3, 2, 2. Samplers made for training pad to 12 and count two samples
-    twice.
+    Rank r takes samples r, r+N, r+2N, … without padding, and the ranks' sums are added up, not
+    their means. Of 10 samples, 4 ranks take 3, 3, 2 and 2. A sampler made for training would pad
+    them to 12 and count two samples twice.
 
     Args:
-        model: equal on all ranks; in evaluation mode during the call; afterwards each module is in
-            its previous mode again.
+        model: equal on all ranks; put in evaluation mode for the call; afterwards each module is
+            back in its previous mode.
         dataset: the whole data set, the same on all ranks, with at least one sample.
         batch_size: samples per forward pass of one rank (its last may have fewer); does not change
             the result.
@@ -202,16 +203,17 @@ def evaluate(
     # TODO 1.12: return loss and accuracy as one process would compute them.
     #   Tools: Subset, DataLoader, batches_on, evaluation_mode, summed_loss and count_targets
     #   (given), dist.all_reduce.
-    #   Worked: 10 samples, 4 ranks, 7 answers right: accuracy 0.7 and 10 targets on every rank.
+    #   Example: 10 samples, 4 ranks, 7 right answers: accuracy 0.7 and 10 targets on every rank.
     #   About 15 lines.
     raise NotImplementedError("Task 1.12: evaluate, see guidelines.md#112-evaluate-exactly")
 
 
 class Trainer:
-    """Trains one model on N ranks as if one process had done it.
+    """Trains one model on N ranks as one process would.
 
-    (BatchNorm is the exception: each rank normalises with statistics of its own shard. Before each
-    evaluation all ranks get rank 0's running statistics, and they continue training with them.)
+    (BatchNorm is the exception: each rank normalises with the statistics of its own shard. Before
+    each evaluation, all ranks get rank 0's running statistics, and they continue training with
+    those.)
 
     Args:
         model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
@@ -250,9 +252,9 @@ class Trainer:
     ) -> list[EpochResult]:
         """Train for ``epochs`` epochs, evaluate after each, and return the history (on every rank).
 
-        The whole model is in training mode in every step. Rank 0 logs a line after each epoch,
-        worded as you like, that contains the epoch number and "loss"; the other ranks print
-        nothing:
+        The whole model is in training mode in every step. After each epoch, rank 0 logs a line that
+        contains the epoch number and the word "loss"; the rest of the wording is up to you. The
+        other ranks print nothing. For example:
             rank 0/4  epoch 1  loss 1.8002  test loss 0.6068  accuracy 80.0%  2,057 images/s
 
         Args:
@@ -265,8 +267,8 @@ class Trainer:
 
         Returns:
             One ``EpochResult`` for each epoch of this call, numbered from 1; called again, ``fit``
-            continues from the current weights. The same on every rank, except for ``images_per_s``,
-            which each rank measures by its own clock.
+            continues from the current weights. The results are the same on every rank, except for
+            ``images_per_s``, which each rank measures with its own clock.
 
         Raises:
             ValueError: from ``build_loader``, if the global batch cannot be shared equally.
@@ -275,10 +277,10 @@ class Trainer:
             one broadcast per buffer and the evaluation's all-reduce.
         """
         # TODO 1.13: train, evaluate after every epoch, return the same history on every rank.
-        #   Tools: your build_loader, broadcast_parameters, broadcast and evaluate; self.step (your
-        #   train_step, which takes only the batch), self.log, batches_on and EpochResult (given),
+        #   Tools: your build_loader, broadcast_parameters, broadcast and evaluate; self.step(batch)
+        #   (it calls your train_step), self.log, batches_on and EpochResult (given),
         #   time.perf_counter.
-        #   Worked: 1,437 images, global batch 64: 22 losses in each EpochResult, also on 4 ranks.
+        #   Example: 1,437 images, global batch 64: 22 losses in each EpochResult, also on 4 ranks.
         #   About 35 lines; write helper methods.
         raise NotImplementedError(
             "Task 1.13: Trainer.fit, see guidelines.md#113-the-whole-training"

@@ -14,6 +14,9 @@ import sys
 # activation_checkpointing
 
 # model_parallel
+from phase2.judge_partition import *
+from phase2.judge_stage_messages import *
+from phase2.judge_stage_runner import *
 
 # pipeline_parallel
 from phase2.judge_schedules import *

@@ -1,6 +1,6 @@
-"""Collectives from point-to-point messages alone: exchange, broadcast, two all-reduces, their cost.
+"""Collectives of point-to-point messages: exchange, broadcast, two all-reduces, and their cost.
 
-They only send and receive, and use no other collective. Ranks are ranks inside ``group``.
+They only send and receive messages. Rank numbers are those inside ``group``, not global ones.
 """
 
 import sys
@@ -18,9 +18,9 @@ from phase1_data_parallel.given import AllReduce, AllReduceTimes, Group, finish
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
-    Neither waits for the other, so no order of calls can hang, not even on NCCL, which runs the
-    operations between two ranks one after the other, even those of ``isend`` and ``irecv``, unless
-    they were started together.
+    The send and the receive do not wait for each other, so ranks cannot deadlock, whatever the
+    order of their calls. This holds even on NCCL, which runs the operations between two ranks one
+    after the other, even those of ``isend`` and ``irecv``, unless they were started together.
 
     Args:
         outgoing: contiguous; not changed. The caller may overwrite it as soon as this returns.
@@ -45,11 +45,12 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
 def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
     """Copy ``x`` of rank ``src`` to all ranks, in place, along a binomial tree.
 
-    In every round each rank that has the data passes it on. One such tree, N = 6, src = 0:
+    In every round, ranks that have the data pass it on to ranks that lack it. One such tree, for
+    N = 6 and src = 0:
         round 0    0→1
         round 1    0→2  1→3
         round 2    0→4  1→5
-    Any tree of the same cost will do, and a rank may post its sends all at once.
+    Any tree of the same cost will do, and a rank may start all its sends at once.
 
     Args:
         x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``. The caller
@@ -58,7 +59,7 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
-        ⌈log2 N⌉ from one rank; no collective, and no memory besides ``x``.
+        ⌈log2 N⌉ from any one rank; no collective, and no memory besides ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     world_size = dist.get_world_size(group)
@@ -96,7 +97,7 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 
 
 def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
-    """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap and add.
+    """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap sums and add them.
 
     N = 4; each cell shows the partner, and below it the sum that the rank holds afterwards:
                   r0      r1      r2      r3
@@ -105,8 +106,8 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
     The distances may come in any order. If N is not a power of two, let core be the largest power
-    of two below it: each rank from core on first sends its ``x`` to rank - core, and gets the sum
-    back from there at the end; the ranks below core do the rest.
+    of two below it: each rank r ≥ core first sends its ``x`` to rank r - core, and gets the sum
+    back from that rank at the end; the ranks below core do the rest.
 
     Args:
         x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
@@ -114,9 +115,9 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: for N = 2^k, each rank sends log2 N messages of n bytes, in log2 N (α + nβ) seconds.
-        Otherwise two more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds, and the messages that hand ``x``
-        over and bring the sum back. No collective; at most one extra tensor of the size of ``x`` on
-        each rank.
+        Otherwise it takes two more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds in all, and the messages
+        that hand ``x`` over and bring the sum back. No collective; at most one extra tensor of the
+        size of ``x`` on each rank.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -145,7 +146,7 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
 
 
 def native_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Sum ``x`` over all ranks, in place, by the library's own all-reduce."""
+    """Sum ``x`` over all ranks, in place, with the library's own all-reduce."""
     dist.all_reduce(x, group=group)
 
 
@@ -166,9 +167,9 @@ def measure_all_reduce(
 ) -> AllReduceTimes:
     """Time every strategy at every size, and fit α and β of one message.
 
-    A cell is one strategy at one size. All ranks start each run of a cell together, and a run takes
-    as long as its slowest rank. The time of a cell is the median of its runs; for an even number of
-    runs, any time between the middle two.
+    A cell of the table is one strategy, or the exchange, at one size. All ranks start each run of a
+    cell together, and a run takes as long as its slowest rank. The time of a cell is the median of
+    its runs; for an even number of runs, any time between the middle two will do.
 
     Args:
         strategies: functions by name; each is called with a tensor and ``group``, and sums the
@@ -180,15 +181,17 @@ def measure_all_reduce(
         group: at least two ranks; all by default.
 
     Returns:
-        The table, the same on all ranks: sizes in the order given, and next to the strategies a
-        column ``exchange``, the time of one message to the right neighbour. α and 1/β are what
-        ``fit_alpha_beta`` finds for that column.
+        The table, the same on all ranks: the sizes in the order given, a column for each strategy,
+        and a column ``exchange`` with the time of one message to the right neighbour. α and 1/β are
+        what ``fit_alpha_beta`` finds for that column.
 
     Raises:
-        ValueError: the same on all ranks, for fewer than two ranks, two different sizes or one
-            repeat, a size that is not a multiple of 4, or a strategy called "exchange".
+        ValueError: the same on all ranks, if there are fewer than two ranks, fewer than two
+            different sizes or no repeats, if a size is not a multiple of 4, or if a strategy is
+            called "exchange".
 
-    Cost: repeats + 1 runs of each cell, plus the time to start together and to share the results.
+    Cost: repeats + 1 runs of each cell, plus the time to start them together and to share the
+        results.
     """
     world_size = dist.get_world_size(group)
     sizes_fit = len(set(sizes_bytes)) >= 2 and not any(size % 4 for size in sizes_bytes)
@@ -210,11 +213,11 @@ def measure_all_reduce(
 def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Fit seconds = α + bytes·β by least squares of the relative errors.
 
-    With absolute errors only the largest message would count, but α shows in the small ones.
+    With absolute errors the largest messages would count most, but α shows in the small ones.
         [0, 1000, 2000] bytes in [5, 6, 7] µs  ->  α = 5 µs, β = 1 ns/byte
 
-    If noise would make α or β negative, that one is set to 0 and only the other is fitted, which
-    gives the best line without negative coefficients.
+    If noise would make α or β negative, that coefficient is set to 0 and only the other is fitted,
+    which gives the best line without negative coefficients.
 
     Args:
         sizes_bytes: in any order, at least two of them different.

@@ -1,4 +1,4 @@
-"""Which rank sees which sample: shards of an epoch, loaders over them, batches from one rank."""
+"""Share samples among ranks: shards of an epoch, loaders over shards, batches from one rank."""
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ def shard_indices(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> list[int]:
-    """List the samples that ``rank`` sees in ``epoch``; all ranks get the same number.
+    """List the samples that ``rank`` sees in ``epoch``; every rank gets the same number of them.
 
-    Ranks take turns in the epoch's order, so step k of all ranks together is one slice of that
-    order. The order depends on num_samples, seed, epoch and shuffle alone, so every rank computes
-    the same one. 7 samples, 3 ranks, not shuffled:
+    Ranks take turns along the epoch's order, so the samples of step k on all ranks together are one
+    slice of that order. The order depends on num_samples, seed, epoch and shuffle alone, so every
+    rank computes the same order. 7 samples on 3 ranks, not shuffled:
         order      0 1 2 3 4 5 6           drop_last=True
         padded     0 1 2 3 4 5 6 0 1       0 1 2 3 4 5
         rank 0     0     3     6           0     3
@@ -43,8 +43,8 @@ def shard_indices(
         world_size: number of shards.
         epoch: 0 … 2^32 - 1, the same on all ranks. Each pair of seed and epoch has its own order.
         seed: seed of the run, 0 … 2^32 - 1, the same on all ranks.
-        shuffle: draw a random order, each as likely as any other; False keeps the order of the data
-            set.
+        shuffle: draw a random order, with all orders equally likely; False keeps the order of the
+            data set.
         drop_last: drop the samples at the end that cannot be shared equally. Otherwise the order
             wraps around, as often as needed if there are fewer samples than ranks.
 
@@ -52,7 +52,7 @@ def shard_indices(
         ⌈num_samples / world_size⌉ indices, or ⌊…⌋ with ``drop_last``, as a list of Python ints.
 
     Raises:
-        ValueError: if ``rank`` is outside the world, or there are no samples.
+        ValueError: if ``rank`` is not in 0 … world_size - 1, or there are no samples.
 
     Cost: no communication; time and memory O(num_samples + world_size). The global generators of
         random, numpy and torch are left as they are.
@@ -79,28 +79,29 @@ def build_loader(
     num_loader_workers: int = 0,
     group: Group = None,
 ) -> ShardLoader:
-    """Build a DataLoader over this rank's shard that yields its 1/N of every global batch.
+    """Build a DataLoader over this rank's shard that yields 1/N of every global batch.
 
     Together, the N batches of a step are the global batch that one process would have drawn, so the
-    number of workers does not change the training. global_batch_size 64:
+    number of workers does not change the training. With global_batch_size 64:
         1 rank: 64 a step        4 ranks: 16 each        3 ranks: ValueError (use 63 or 66)
     The samples are those of ``shard_indices`` with ``drop_last``, in the same order. The last,
-    incomplete global batch of an epoch is left out (the next epoch's order differs).
+    incomplete global batch of an epoch is left out (with shuffling, the next epoch leaves out other
+    samples).
 
     Args:
         dataset: map-style, the same on all ranks; yields (image, label).
         global_batch_size: samples of all ranks in one step; a multiple of N.
         seed: seed of the run; fixes the order and the augmentation. The random numbers that
             augmentation draws from torch, numpy or ``random`` differ by rank and epoch, repeat when
-            the run is repeated, and are not taken from the training: building the loader and
-            loading leave the global generators alone.
+            the run is repeated, and do not affect those of the training: building the loader and
+            loading samples leave the global generators as they are.
         shuffle: draw a new order in every epoch; False keeps the order of the data set.
         num_loader_workers: number of processes that load data; with 0, this process loads it.
         group: the ranks that share the data; all by default.
 
     Returns:
-        The loader, in epoch 0; its length is the number of steps. Call ``set_epoch(epoch)`` before
-        each epoch; otherwise every epoch has the same order.
+        The loader, set to epoch 0; its length is the number of steps in an epoch. Call
+        ``set_epoch(epoch)`` before each epoch; otherwise every epoch has the same order.
 
     Raises:
         ValueError: if the global batch is less than 1, larger than the data set, or not a multiple
@@ -151,8 +152,8 @@ def scatter_batch(
 ) -> Batch:
     """Give every rank its part of a global batch that only ``src`` holds.
 
-    10 samples, 4 ranks: rows 0-2, 3-5, 6-7, 8-9. With fewer samples than ranks, or none at all, the
-    last ranks get tensors with zero rows.
+    Of 10 samples, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9. With fewer samples than ranks, or none at
+    all, the last ranks get tensors with zero rows.
 
     Args:
         batch: on ``src``, images (B, …) and labels (B, …) of any shape, dtype and strides; None

@@ -30,9 +30,9 @@ from solutions.phase1_data_parallel.data_loader import build_loader
 def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -> None:
     """Make the parameters and buffers of all ranks equal to those of rank ``src``, in place.
 
-    The tensor objects and their memory stay the same. Gradients are left as they are.
-    Buffers count too: BatchNorm's running mean is part of the model, and no gradient ever makes it
-    equal.
+    The tensor objects and their memory stay the same. Gradients are left as they are. Buffers are
+    included: BatchNorm's running mean is part of the model, and averaging gradients never makes it
+    equal on all ranks.
 
     Args:
         module: same architecture on all ranks, tensors of any dtype; overwritten except on ``src``.
@@ -57,13 +57,13 @@ def average_gradients(
 ) -> None:
     """Replace every gradient by its mean over all ranks, in place.
 
-    2 ranks, one weight: gradients of 1.0 and 3.0 become 2.0 on both (not 4.0).
+    With 2 ranks and one weight, gradients of 1.0 and 3.0 become 2.0 on both ranks (not 4.0).
 
     Args:
-        module: the model after backward. A trainable parameter that got no gradient on this rank
-            counts as zero: other ranks may have one, and every rank must make the same calls. (A
-            parameter that no rank uses then has a gradient of zero instead of none, so weight decay
-            changes it.) A frozen parameter is left as it is, even if it has a gradient.
+        module: the model after backward. If a trainable parameter got no gradient on this rank,
+            zeros take its place: other ranks may have one, and every rank must make the same calls.
+            (A parameter that no rank uses then has a gradient of zero instead of none, so weight
+            decay changes it.) A frozen parameter is left as it is, even if it has a gradient.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
@@ -82,7 +82,7 @@ def average_gradients_flat(
 ) -> None:
     """Replace every gradient by its mean over all ranks, with one all-reduce instead of many.
 
-    All gradients are copied into one flat bucket, one after another, and back:
+    All gradients are copied into one flat bucket, one after another, and back again:
         w (2, 2) | b (2,)  ->  [w00 w01 w10 w11 b0 b1]  ->  all-reduce  ->  w | b
 
     Args:
@@ -91,8 +91,8 @@ def average_gradients_flat(
         group: the ranks that train together; all by default.
 
     Cost: one all-reduce of all gradients, or none if nothing is trainable: α is paid once, not once
-        per parameter. The bucket takes as much memory as the gradients. (And nothing is sent before
-        backward has ended.)
+        per parameter. The bucket takes as much memory as the gradients. (However, nothing is sent
+        before backward has ended.)
     """
     gradients = _gradients(module)
     if not gradients:
@@ -136,16 +136,16 @@ def train_step(
     """Do one optimizer step on the batches of all ranks, as one process with all of them would.
 
     With B targets in all, one process minimises (sum of all losses) / B. A rank that takes the mean
-    over its own b targets gives each a weight of 1/(N·b), which is wrong as soon as the batches
-    differ in size:
-        rank 0 has 3 samples, rank 1 has 1:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
+    over its own b targets gives each of them a weight of 1/(N·b), which is wrong as soon as the
+    batches differ in size:
+        rank 0 has 3 samples, rank 1 has 1:  weights 1/6 1/6 1/6 | 1/2  instead of 1/4 each
 
     Args:
         model: equal on all ranks; maps inputs to logits (…, classes).
         optimizer: for ``model``'s parameters, with the same settings on all ranks. Gradients left
-            from before the step do not count.
-        batch: this rank's inputs, and targets (…) int64; batches may differ in size, and may be
-            empty. It is not changed.
+            over from before the step are discarded.
+        batch: this rank's inputs, and targets (…) int64; the ranks' batches may differ in size, and
+            may be empty. The batch is not changed.
         all_reduce: sums a tensor over the group, in place.
         average: averages the gradients, with one all-reduce per parameter or in one flat bucket.
             Called once, with ``model``, ``all_reduce`` and ``group``.
@@ -188,13 +188,13 @@ def evaluate(
 ) -> Evaluation:
     """Compute loss and accuracy over ``dataset``, counting every sample once.
 
-    Rank r takes samples r, r+N, r+2N, … without padding, and ranks add up sums, not means.
-    10 samples, 4 ranks: 3, 3, 2, 2. Samplers made for training pad to 12 and count two samples
-    twice.
+    Rank r takes samples r, r+N, r+2N, … without padding, and the ranks' sums are added up, not
+    their means. Of 10 samples, 4 ranks take 3, 3, 2 and 2. A sampler made for training would pad
+    them to 12 and count two samples twice.
 
     Args:
-        model: equal on all ranks; in evaluation mode during the call; afterwards each module is in
-            its previous mode again.
+        model: equal on all ranks; put in evaluation mode for the call; afterwards each module is
+            back in its previous mode.
         dataset: the whole data set, the same on all ranks, with at least one sample.
         batch_size: samples per forward pass of one rank (its last may have fewer); does not change
             the result.
@@ -231,10 +231,11 @@ def evaluate(
 
 
 class Trainer:
-    """Trains one model on N ranks as if one process had done it.
+    """Trains one model on N ranks as one process would.
 
-    (BatchNorm is the exception: each rank normalises with statistics of its own shard. Before each
-    evaluation all ranks get rank 0's running statistics, and they continue training with them.)
+    (BatchNorm is the exception: each rank normalises with the statistics of its own shard. Before
+    each evaluation, all ranks get rank 0's running statistics, and they continue training with
+    those.)
 
     Args:
         model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
@@ -273,9 +274,9 @@ class Trainer:
     ) -> list[EpochResult]:
         """Train for ``epochs`` epochs, evaluate after each, and return the history (on every rank).
 
-        The whole model is in training mode in every step. Rank 0 logs a line after each epoch,
-        worded as you like, that contains the epoch number and "loss"; the other ranks print
-        nothing:
+        The whole model is in training mode in every step. After each epoch, rank 0 logs a line that
+        contains the epoch number and the word "loss"; the rest of the wording is up to you. The
+        other ranks print nothing. For example:
             rank 0/4  epoch 1  loss 1.8002  test loss 0.6068  accuracy 80.0%  2,057 images/s
 
         Args:
@@ -288,8 +289,8 @@ class Trainer:
 
         Returns:
             One ``EpochResult`` for each epoch of this call, numbered from 1; called again, ``fit``
-            continues from the current weights. The same on every rank, except for ``images_per_s``,
-            which each rank measures by its own clock.
+            continues from the current weights. The results are the same on every rank, except for
+            ``images_per_s``, which each rank measures with its own clock.
 
         Raises:
             ValueError: from ``build_loader``, if the global batch cannot be shared equally.

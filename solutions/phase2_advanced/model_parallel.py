@@ -1,33 +1,79 @@
 """Model parallelism: every rank holds a stage, a run of layers, and one rank works at a time."""
 
+import copy
 import pickle
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from phase2_advanced.given import Group, group_device
+from phase2_advanced.given import Group, digit_layers, group_device, load_digits
+
+STEPS = 100  # of ``main``
+
+
+def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Cut a model's layers into stages so that the most expensive stage is as cheap as possible.
+
+    Costs of 3, 1, 1, 1, 3 in 3 stages:
+        3 | 1 1 1 | 3      the largest stage costs 3: the best cut
+        3 1 | 1 1 | 3      it costs 4: this cut balances the numbers of layers, not their costs
+
+    Args:
+        costs: of the layers in their order, in any unit (seconds, FLOPs, parameters); none is
+            negative. Not changed.
+        num_stages: at least 1, and at most the number of layers.
+
+    Returns:
+        The layers of each stage as a ``range``, in order: the first starts with layer 0, each of
+        the others where the one before it stops, and the last stops after the last layer. None is
+        empty. If several cuts are equally good, any of them.
+
+    Raises:
+        ValueError: if ``num_stages`` is less than 1 or more than the number of layers; it names
+            both numbers.
+
+    Cost: for L layers, at most about L²·num_stages steps.
+    """
+    if not 1 <= num_stages <= len(costs):
+        raise ValueError(f"cannot cut {len(costs)} layers into {num_stages} stages")
+    before = [0, *accumulate(costs)]  # before[i]: cost of all layers before layer i
+
+    @cache
+    def best(stages: int, end: int) -> tuple[float, int]:
+        """Of the layers before ``end``: the largest stage, and where the last stage starts."""
+        if stages == 1:
+            return before[end], 0
+        starts = range(stages - 1, end)  # at least one layer for each stage on the left
+        return min((max(best(stages - 1, i)[0], before[end] - before[i]), i) for i in starts)
+
+    ends = [len(costs)]
+    for stages in range(num_stages, 0, -1):
+        ends.append(best(stages, ends[-1])[1])
+    return [range(start, end) for start, end in pairwise(reversed(ends))]
 
 
 def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
-    """Start to send tensors that the receiver knows nothing about, and return without waiting.
+    """Start to send tensors to a rank that knows nothing about them, and return without waiting.
 
-    A header goes first. It tells how many tensors follow, and the dtype and the shape of each, and
-    whether it requires a gradient.
+    A header goes first, which tells how many tensors follow, and the dtype and the shape of each,
+    and whether it requires a gradient. Its form is up to you.
 
     Args:
-        tensors: any number, of any shapes and dtypes, contiguous or not; not changed. The caller
-            leaves them as they are until all works are done, but need not hold on to them.
+        tensors: any number, even none, of any shapes and dtypes, contiguous or not. Not changed.
+            The caller does not write into them until all works are done, but may drop them.
         dst: the rank inside ``group`` that calls ``recv_tensors``.
         group: the ranks among which ``dst`` is counted; all by default.
 
     Returns:
-        The handles of all messages: ``wait`` for each of them.
+        The works of all messages, to ``wait`` for.
 
-    Cost: a message of its own size for each tensor, after a header of at most two messages, which
-        take at most 1 kB together for up to four tensors. No collective.
+    Cost: one message for each tensor, of its own bytes; before these at most two for the header,
+        which together take at most 1,024 bytes for up to four tensors. No collective.
     """
     device = group_device(group)
     header = pickle.dumps([(x.dtype, x.shape, x.requires_grad) for x in tensors])
@@ -36,20 +82,20 @@ def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> li
         torch.tensor([*header], dtype=torch.uint8, device=device),
         *(x.detach().contiguous() for x in tensors),
     ]
-    # Each work holds on to its tensor until it is done, also to the header and to a copy.
+    # Each work keeps its tensor until it is done, so the header and copies live long enough.
     return [dist.isend(x, group=group, group_dst=dst) for x in messages]  # type: ignore[misc]
 
 
 def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
-    """Receive the tensors of one ``send_tensors`` of ``src``, and return them in its order.
+    """Receive what one ``send_tensors`` of ``src`` sends, in its order.
 
     Args:
         src: the rank inside ``group`` that sends.
         group: the ranks among which ``src`` is counted; all by default.
 
     Returns:
-        Tensors of the same values, shapes and dtypes, where ``group_device`` says. Each is a leaf
-        of a new graph, and requires a gradient if the one that was sent does.
+        New tensors on ``group_device(group)``, with the values, shapes and dtypes of those sent.
+        Each is a leaf, and requires a gradient if the one that was sent does.
     """
     receive = partial(_receive, src=src, group=group)
     length = receive([1], torch.int64)
@@ -64,3 +110,121 @@ def _receive(shape: Sequence[int], dtype: torch.dtype, src: int, group: Group) -
     x = torch.empty(shape, dtype=dtype, device=group_device(group))
     dist.recv(x, group=group, group_src=src)
     return x
+
+
+class StageRunner:
+    """One stage of a model, on its own rank: rank 0 holds the first layers, the last rank the last.
+
+    A stage knows nothing of its neighbours: how many tensors come, and of which shapes and dtypes,
+    may differ from stage to stage and from step to step.
+        forward     rank 0 ─ activations ─► rank 1 ─ activations ─► rank 2 ─► output
+        backward    rank 0 ◄─── gradients ─ rank 1 ◄─── gradients ─ rank 2 ◄─ loss
+
+    Outputs and gradients are those of one process that holds all stages, step after step. An
+    evaluation pass is a ``forward`` of all ranks under ``torch.no_grad()`` without ``backward``.
+
+    Args:
+        stage: this rank's layers, called with the tensors that the stage before it returns: one or
+            a tuple of them, of any dtypes, with or without a gradient. All or some of its
+            parameters may be frozen, and it may have none. It does not write into its inputs.
+        group: the ranks that hold the stages, in order; all by default.
+    """
+
+    def __init__(self, stage: nn.Module, group: Group = None) -> None:
+        self.stage, self.group = stage, group
+        self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...] | None:
+        """Run the stage on ``inputs``, or on what the rank before sends, and pass the result on.
+
+        Args:
+            inputs: what the whole model takes, of any dtypes; on rank 0 only, none elsewhere. One
+                that requires a gradient gets it from ``backward``.
+
+        Returns:
+            On the last rank, what its stage returns; None elsewhere.
+
+        Cost: what ``send_tensors`` costs for the result of each stage but the last, and no other
+            message. All that was sent has arrived on return.
+        """
+        inputs = inputs if self.rank == 0 else tuple(recv_tensors(self.rank - 1, self.group))
+        result: Tensor | tuple[Tensor, ...] = self.stage(*inputs)
+        self.inputs, self.outputs = inputs, result if isinstance(result, tuple) else (result,)
+        if self.rank == self.num_stages - 1:
+            return result
+        for work in send_tensors(self.outputs, self.rank + 1, self.group):
+            work.wait()
+        return None
+
+    def backward(self, loss: Tensor | None = None) -> None:
+        """Add the gradients of the last ``forward`` to those of the parameters of all stages.
+
+        A tensor that requires a gradient on its way forward gets one back, zeros if the loss does
+        not depend on it. Nothing is sent back for other tensors.
+
+        Args:
+            loss: a scalar computed from the output; on the last rank only, None elsewhere.
+
+        Cost: what ``send_tensors`` costs for these gradients, or nothing if there are none. All
+            that was sent has arrived on return, and no tensor of the step is kept for the next.
+        """
+        outputs = [x for x in self.outputs if x.requires_grad]
+        if loss is not None:
+            loss.backward()
+        elif outputs:
+            torch.autograd.backward(outputs, recv_tensors(self.rank + 1, self.group))
+        gradients = [_gradient(x) for x in self.inputs if x.requires_grad and self.rank > 0]
+        if gradients:
+            for work in send_tensors(gradients, self.rank - 1, self.group):
+                work.wait()
+        self.inputs = self.outputs = ()
+
+
+def _gradient(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def main() -> None:
+    """Train on digits with a stage on each rank, and compare the weights with one process's."""
+    dist.init_process_group()
+    rank, num_stages = dist.get_rank(), dist.get_world_size()
+    layers = digit_layers()
+    costs = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    try:
+        stages = partition_layers(costs, num_stages)
+    except ValueError as error:
+        raise SystemExit(f"model_parallel.py: {error}") from None
+    if rank == 0:
+        print("parameters by stage:", [sum(costs[i] for i in stage) for stage in stages])
+    losses = _train(layers, stages[rank])
+    if rank == num_stages - 1:
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on {num_stages} ranks as in one process")
+    dist.destroy_process_group()
+
+
+def _train(layers: list[nn.Module], mine: range) -> list[float]:
+    """Train this rank's layers, and the whole model beside them; return the losses of both.
+
+    Raises:
+        AssertionError: the weights are not those of the whole model.
+    """
+    images, labels = load_digits()
+    alone = copy.deepcopy(nn.Sequential(*layers))
+    runner = StageRunner(nn.Sequential(*layers[mine.start : mine.stop]))
+    optimizer = torch.optim.SGD([*runner.stage.parameters(), *alone.parameters()], lr=0.5)
+    losses = []
+    for _ in range(STEPS):
+        output = runner.forward(images) if mine.start == 0 else runner.forward()
+        runner.backward(cross_entropy(output, labels) if isinstance(output, Tensor) else None)
+        loss = cross_entropy(alone(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    ours, theirs = runner.stage.parameters(), alone[mine.start : mine.stop].parameters()
+    torch.testing.assert_close(list(ours), list(theirs))
+    return losses
+
+
+if __name__ == "__main__":
+    main()

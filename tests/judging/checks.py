@@ -91,8 +91,8 @@ def check_silent(run: Run, what: str) -> None:
     """Check that nothing was sent and no collective was called."""
     check(
         not any(run.messages) and not any(run.collectives),
-        f"{what} needs no communication: every rank can compute it alone. By rank, the numbers of "
-        f"messages are {run.messages}, and those of collectives {run.collectives}.",
+        f"{what} needs no communication: every rank can compute it alone. Messages sent per rank: "
+        f"{run.messages}; collective calls per rank: {run.collectives}.",
     )
 
 
@@ -147,8 +147,8 @@ def check_no_collective(run: Run, what: str) -> None:
     """
     check(
         not any(run.collectives),
-        f"{what}; yours calls a built-in collective, or a barrier: the numbers of these calls by "
-        f"rank are {run.collectives}.",
+        f"{what}; yours calls a built-in collective, or a barrier. Collective calls per rank: "
+        f"{run.collectives}.",
     )
 
 

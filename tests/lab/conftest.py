@@ -1,7 +1,11 @@
 """What several files of tests share."""
 
+import socket
+import sys
 from collections.abc import Iterator
 
+import forked_python
+import fresh_pytest as fresh_pytest_module
 import pytest
 from fresh_pytest import FreshPytest
 from hypothesis import HealthCheck, settings
@@ -11,9 +15,25 @@ settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_
 settings.load_profile("any machine")
 
 
-@pytest.fixture(scope="module")
-def fresh_pytest() -> Iterator[FreshPytest]:
+@pytest.fixture(scope="session")
+def program_source() -> Iterator[socket.socket | None]:
+    """The process that programs are forked from; started when a test first wants it."""
+    if sys.platform != "linux":
+        yield None
+        return
+    with forked_python.source() as source:
+        yield source
+
+
+@pytest.fixture
+def forked(program_source: socket.socket | None) -> Iterator[None]:
+    """Fork what is started in Python, the grader and fork servers too, so that torch is there."""
+    forked_python.fork_from(program_source)
+    yield
+    forked_python.fork_from(None)
+
+
+@pytest.fixture
+def fresh_pytest(forked: None) -> FreshPytest:
     """Run pytest in a process of its own."""
-    running = FreshPytest()
-    yield running
-    running.close()
+    return fresh_pytest_module.run

@@ -15,6 +15,8 @@ from distlab.learner.challenge import ChallengeError, Standings
 from distlab.learner.folder import CourseFolder
 from distlab.sim import Cluster
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 HERE = CourseFolder(ROOT, course.load(ROOT))
 PHASE = "phase1_data_parallel"

@@ -178,6 +178,7 @@ def test_ctrl_c_ends_the_training_with_one_line() -> None:
     assert psutil.wait_procs(family, timeout=5)[1] == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_train_joins_the_world_of_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["train", "--epochs", "1", "--all_reduce", "naive", "--backend", "gloo"]

@@ -323,7 +323,7 @@ def test_each_stub_has_one_todo_that_names_tools_a_worked_number_and_lines(templ
     todos = todos_of(template)
     assert [id for id, _ in todos] == [task_of_stub(template, name).id for name in stubs(template)]
     for id, text in todos:
-        for needed in ("Tools: ", "Worked: ", "About "):
+        for needed in ("Tools: ", "Example: ", "About "):
             assert needed in text, f"TODO {id} does not say {needed.strip()}"
     text = (ROOT / template).read_text(encoding="utf-8")
     assert text.count("# TODO") == text.count("NotImplementedError") == len(todos)
@@ -344,7 +344,7 @@ def test_template_imports_what_the_solution_does_but_other_templates_for_solutio
     template: Path,
 ) -> None:
     allowed = {
-        name.replace("solutions.phase1_data_parallel.", "phase1_data_parallel.template_")
+        re.sub(r"^solutions\.(\w+)\.", r"\1.template_", name)
         for name in imports_of(solution_of(template))
     }
     assert imports_of(template) <= allowed
@@ -359,7 +359,7 @@ def test_template_begins_as_the_solution_does_and_names_its_tasks(template: Path
     assert of_template.splitlines()[0] == of_solution.splitlines()[0]
     ids = [task.id for task in TASKS if task.template == template]
     assert f"Tasks {ids[0]} to {ids[-1]}." in of_template
-    assert f"pytest tests/test_phase1.py -k {ids[0]}" in of_template
+    assert f"pytest tests/test_phase{ids[0].partition('.')[0]}.py -k {ids[0]}" in of_template
 
 
 def call_without_arguments(function: Callable[..., object]) -> None:

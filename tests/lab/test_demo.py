@@ -8,6 +8,8 @@ import pytest
 from distlab import demo, training
 from distlab.cli import main
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_demo_trains_twice_compares_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

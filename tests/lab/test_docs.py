@@ -18,6 +18,8 @@ from distlab.cli import main
 from distlab.cli.app import app
 from distlab.course import anchor, load
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
 README = ROOT / "README.md"

@@ -182,6 +182,7 @@ SIX_AT_ONCE = {
 }
 
 
+@pytest.mark.usefixtures("forked")
 def test_six_bad_functions_of_one_submission_have_six_verdicts(tmp_path: Path) -> None:
     """One run of pytest: what one task does to the machine changes no other one's verdict."""
     bad = READS_THE_TESTS + LEAVES_BY_EXIT + ALLOCATES + HOLDS_THE_GIL

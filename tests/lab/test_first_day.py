@@ -126,6 +126,7 @@ def test_the_rank_where_the_loss_left_the_numbers_is_named() -> None:
     assert line.endswith("Try a smaller --lr than 0.01, say 0.001")
 
 
+@pytest.mark.usefixtures("forked")
 def test_every_rank_of_torchrun_ends_with_the_loss() -> None:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["train", "--lr", "1e9", "--epochs", "1", "--backend", "gloo"]

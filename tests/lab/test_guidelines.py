@@ -17,6 +17,8 @@ from distlab.sim.script import run_script
 from distlab.sim.summary import totals
 from distlab.words import seconds_text
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 COURSE = shipped(load(ROOT))
 PROGRAM = Path("scripts/phase1.py")
@@ -69,13 +71,13 @@ def test_section_begins_with_what_the_course_says_of_the_task(task: Task) -> Non
 
 @each_task
 def test_section_is_complete_and_of_readable_length(task: Task) -> None:
-    text = section(task)
+    text, suite = section(task), f"tests/test_phase{task.id.partition('.')[0]}.py"
     places = [
         text.find(part)
         for part in (
             "**Cost.**",
             "**Pitfalls.**",
-            f"**It must pass.**\n\n```console\n$ pytest tests/test_phase1.py -k {task.id}\n```",
+            f"**It must pass.**\n\n```console\n$ pytest {suite} -k {task.id}\n```",
             "<summary>Hint 1: a question</summary>",
             "<summary>Hint 2: the idea</summary>",
             "<summary>Hint 3: names</summary>",

@@ -14,6 +14,8 @@ from distlab.course import load
 from distlab.learner import handout
 from distlab.learner.folder import CourseFolder, LearnerError
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
 PHASE = "phase1_data_parallel"

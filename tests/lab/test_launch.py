@@ -318,16 +318,19 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_needs_no_main_guard(script: Path) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
     assert done.stdout == "results [(0, 2.0), (1, 2.0)]\n", done.stderr
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_same_script_joins_the_world_that_torchrun_started(script: Path) -> None:
     done = torchrun(2, str(script))
     assert done.stdout.count("results [(0, 2.0), (1, 2.0)]") == 2, done.stderr
 
 
+@pytest.mark.usefixtures("forked")
 def test_torchrun_with_another_number_of_ranks_is_refused(script: Path) -> None:
     done = torchrun(3, str(script))
     assert done.returncode != 0
@@ -344,6 +347,7 @@ def test_torchrun_with_another_number_of_ranks_is_refused(script: Path) -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_ranks_that_do_not_find_each_other_name_the_interface(
     variables: dict[str, str], reason: str
 ) -> None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from distlab import launch, training
 from distlab.launch import choices, launchers, srun
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 # Runs a command as srun does, on two "nodes" with two tasks each, and ends as srun does: with the
 # highest exit code. The variables are those of Slurm 22.05.
 FAKE_SRUN = """

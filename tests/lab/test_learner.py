@@ -822,6 +822,7 @@ def test_what_pytest_says_of_the_templates_counts_in_status_too(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_the_first_hour(here: CourseFolder, capfd: pytest.CaptureFixture[str]) -> None:
     write_exchange(here, DEADLOCK)
     assert distlab("check", "1.4") == 1
@@ -844,6 +845,7 @@ def test_the_first_hour(here: CourseFolder, capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_grade_runs_everything_anew_and_writes_reports(
     here: CourseFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -956,6 +958,7 @@ def test_several_tasks_are_checked_one_by_one(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_several_tasks_share_one_process(
     here: CourseFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1296,6 +1299,7 @@ def test_the_last_verdict_leads_to_what_was_built(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_save_gets_its_verdict_from_the_warm_process(here: CourseFolder) -> None:
     events: Queue[str] = Queue()
     grader = WarmGrader(here)

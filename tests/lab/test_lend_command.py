@@ -10,6 +10,8 @@ from own_phases import copy_shipped
 from distlab import course
 from distlab.learner import folder, grading, state, status
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 COURSE = course.load(ROOT)
 PHASE = "phase1_data_parallel"

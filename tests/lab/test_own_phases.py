@@ -9,6 +9,8 @@ from own_phases import copy_shipped, shipped
 from distlab import course
 from distlab.cli import main
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 PHASE = """
 [[phase]]

@@ -18,11 +18,15 @@ from distlab.learner.source import defined
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
 OWNERS = {name: task for task in COURSE.tasks for name in task.functions}
+OWNERS |= {name.partition(".")[0]: task for name, task in OWNERS.items()}  # and the class of each
 
 
 @cache
 def functions_of(path: Path) -> dict[str, ast.AST]:
-    return dict(defined(ast.parse((ROOT / path).read_text())))
+    """Functions and methods by name, and the classes that hold methods."""
+    tree = ast.parse((ROOT / path).read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return classes | dict(defined(tree))
 
 
 def names_in(node: ast.AST, holder: str) -> Iterator[str]:
@@ -36,9 +40,8 @@ def names_in(node: ast.AST, holder: str) -> Iterator[str]:
 def called_by(task: Task) -> set[str]:
     """Ids of the tasks whose functions a solution calls, itself or through its helpers."""
     nodes = functions_of(task.solution)
-    reached = [*task.functions, *(name for name in nodes if name.endswith(".__init__"))]
-    if "." not in task.function:
-        reached = list(task.functions)
+    inits = {f"{name.partition('.')[0]}.__init__" for name in task.functions if "." in name}
+    reached = [*task.functions, *(inits & nodes.keys())]
     found = set()
     for name in reached:  # it grows
         for other in names_in(nodes[name], name.rpartition(".")[0]):

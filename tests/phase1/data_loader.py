@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from judging.calls import refusal_of, returned
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from judging.calls import refusal_of, returned
 from phase1.shards import Generators
 
 SOURCES = ("torch", "numpy", "random")  # of augmentation

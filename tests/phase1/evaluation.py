@@ -4,7 +4,6 @@ from typing import Any
 
 from judging.calls import refusal_of, returned
 from judging.pretend_device import PretendDevice, devices_sent
-
 from phase1.models import Moody, Saturated, Signs, Watched, classifier, state_of
 
 

@@ -4,6 +4,9 @@ from math import ceil, floor, log2
 from typing import Any
 
 import pytest
+
+from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
 from judging.checks import (
     MEASURED,
     UNIFORM,
@@ -20,9 +23,6 @@ from judging.checks import (
     uneven,
 )
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-
-from distlab.grade import Grade, Run, check, task
-from distlab.words import counted
 from phase1 import collectives as c
 
 NAIVE, DOUBLING = "all_reduce_naive", "all_reduce_recursive_doubling"
@@ -48,14 +48,14 @@ def _check_who_sends(run: Run) -> None:
     to_rank_0 = [src for src, dst in edges if dst == 0]
     check(
         to_rank_0 == list(range(1, n)),
-        f"{n} ranks: rank 0 should receive one message from each other rank and add them up; it "
-        f"receives from {to_rank_0}.",
+        f"on {counted(n, 'rank')}, rank 0 should receive one message from every other rank and add "
+        f"them up; it receives messages from ranks {to_rank_0}.",
     )
     tree = [edge for edge in edges if edge[1] != 0]
     check(
         sorted(dst for _, dst in tree) == list(range(1, n)),
-        f"{n} ranks: each rank except rank 0 should receive one message, the sum; the messages "
-        f"that do not go to rank 0 are {short(tree)}, as (from, to).",
+        f"on {counted(n, 'rank')}, each rank except rank 0 should receive one message, the sum; "
+        f"the messages to these ranks, as (from, to), are {short(tree)}.",
     )
     _check_rounds(run, n - 1 + rounds_of_tree(tree, 0))
 
@@ -65,10 +65,10 @@ def _check_rounds(run: Run, rounds: float) -> None:
     most = ceil(log2(n))
     check(
         run.messages[0] <= most and rounds <= n - 1 + most + 0.01,
-        f"{n} ranks: the all-reduce should take {counted(n - 1, 'round')} to add up on rank 0 and "
-        f"{most} to broadcast the sum with your broadcast; yours takes {rounds:g}, and rank 0 "
-        f"sends {counted(run.messages[0], 'message')} where {most} would be enough. Ranks that "
-        "have the sum pass it on.",
+        f"on {counted(n, 'rank')}, adding up on rank 0 should take {counted(n - 1, 'round')}, and "
+        f"broadcasting the sum {most} more; yours takes {rounds:g} in all. Rank 0 should send at "
+        f"most {counted(most, 'message')}; it sends {run.messages[0]:,}. Send the sum with your "
+        "broadcast, in which every rank that has the sum passes it on.",
     )
 
 
@@ -79,8 +79,8 @@ def _check_sums_of_powers(by_rank: list[Any]) -> None:
         seen = f"{least}" if least == greatest else f"between {least} and {greatest}"
         check(
             least == greatest == total,
-            f"rank {rank} of {n}: rank r holds 2^r, so the sum is {total}, but x is {seen}. "
-            f"{_why_not_the_sum(by_rank, rank)}",
+            f"rank {rank} of {n}: before the call, rank r holds 2^r, so the sum is {total}, but x "
+            f"is {seen}. {_why_not_the_sum(by_rank, rank)}",
         )
 
 
@@ -95,8 +95,8 @@ def _why_not_the_sum(by_rank: list[Any], rank: int) -> str:
     if value.is_integer() and 0 < value < 2 ** len(by_rank):
         held = [r for r in range(len(by_rank)) if int(value) >> r & 1]
         return (
-            f"That is the sum of ranks {held}: is every rank's number added exactly once and "
-            "passed on?"
+            f"That is the sum of the numbers of ranks {held}: is every rank's number added exactly "
+            "once and passed on?"
         )
     return "Is every rank's number added once, and the sum sent to all ranks?"
 
@@ -136,8 +136,8 @@ def _check_sums(by_rank: list[Any]) -> None:
             check(
                 got == wanted,
                 f"rank {rank} of {len(by_rank)}, {kind[1]} of shape {kind[0]}: the sum should be "
-                f"{short(wanted)}, but x is {short(got)}. Is x itself the sum on return? A cast on "
-                "the way loses digits: send x in its own dtype.",
+                f"{short(wanted)}, but x is {short(got)}. Write the sum into x itself, and send x "
+                "in its own dtype: a cast on the way loses digits.",
             )
 
 
@@ -154,14 +154,15 @@ def _check_same_bits(grade: Grade, name: str, n: int) -> None:
             where = f"rank {rank} of {n}, {dtype}"
             check(
                 len(got) == num_elements,
-                f"{where}: x had {num_elements} elements, and afterwards it has {len(got)}.",
+                f"{where}: x had {num_elements} elements before the call, and has {len(got)} after "
+                "it.",
             )
             differ = sum(a != b for a, b in zip(first, got, strict=True))
             check(
                 not differ,
-                f"{where}: x differs from rank 0's x in {differ} of {len(got)} elements, if only "
-                "in the last bits. Ranks that add in different orders round differently, and their "
-                "models drift apart.",
+                f"{where}: x differs from rank 0's x in {differ} of {len(got)} elements, perhaps "
+                "only in the last bits. Ranks that add in different orders round differently, and "
+                "their models drift apart.",
             )
 
 
@@ -190,11 +191,12 @@ def test_doubling_takes_logarithmically_many_rounds(grade: Grade, n: int) -> Non
     is_power = n & (n - 1) == 0
     rounds = floor(log2(n)) + (0 if is_power else 2)
     taken = rounds_of(run, 4 * num_elements)
-    core = f", and all {n} ranks belong to the core" if is_power else ""
+    core = f" As {n} is a power of two, no rank hands its x over to another." if is_power else ""
     check(
         taken <= rounds + 0.01,
-        f"{counted(n, 'rank')} should take {counted(rounds, 'round')}, but yours takes {taken:g}. "
-        f"Partners are at distance 1, 2, 4, … and swap at the same time{core}.",
+        f"recursive doubling on {counted(n, 'rank')} should take {counted(rounds, 'round')}, but "
+        f"yours takes {taken:g}. Partners are at distance 1, 2, 4, … and swap their sums at the "
+        f"same time.{core}",
     )
     _check_partners(run)
     check_waited(run)
@@ -202,14 +204,15 @@ def test_doubling_takes_logarithmically_many_rounds(grade: Grade, n: int) -> Non
 
 def _check_partners(run: Run) -> None:
     n, found = len(run.results), edges_of(run)
-    expected = _edges_of_doubling(n)
+    expected, core = _edges_of_doubling(n), _core(n)
+    handed = f" Each rank r ≥ {core} hands x over to rank r - {core}, and gets the sum back."
     for rank in range(n):
         wanted, got = ([dst for src, dst in edges if src == rank] for edges in (expected, found))
         check(
             got == wanted,
-            f"rank {rank} of {n} should send once to each of {wanted}; it sends to {got}. Among "
-            f"the first {_core(n)} ranks, the numbers of two partners differ in one bit; the ranks "
-            f"from P = {_core(n)} on hand over to rank - P, and get the sum back from it.",
+            f"rank {rank} of {n} should send one message to each of the ranks {wanted}; it sends "
+            f"messages to ranks {got}. Among the first {core} ranks, the numbers of two partners "
+            f"differ in one bit.{handed if n > core else ''}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Judges task 1.2: loader processes, and what augmentation draws from whom."""
+"""Judges task 1.2: loader processes, and where augmentation gets its random numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,10 +24,13 @@ def test_loader_processes_are_as_many_as_asked_for(grade: Grade) -> None:
 
 def _check_processes(epoch: Mapping[str, Any], workers: int, here: str) -> None:
     expected = f"{workers} processes of its own" if workers else "the rank itself"
+    count = epoch["others"]
+    others = [f"{count} other process{'es' * (count > 1)}"] if count else []
+    found = " and ".join([*others, *["the rank itself"] * epoch["is_own"]])
     check(
         (epoch["others"], epoch["is_own"]) == (workers, not workers),
-        f"{here}: with num_loader_workers={workers}, {expected} should make the samples; "
-        f"{epoch['others']} other processes{' and the rank itself' * epoch['is_own']} made them.",
+        f"{here}: with num_loader_workers={workers}, {expected} should load the samples; they were "
+        f"loaded by {found}.",
     )
 
 
@@ -40,9 +43,9 @@ def test_augmentation_differs_by_rank_and_epoch_and_can_be_repeated(grade: Grade
         check(
             [epoch["noise"] for epoch in one["epochs"]]
             == [epoch["noise"] for epoch in two["epochs"]],
-            f"rank {rank} of 3: two loaders with the same arguments augment in two ways. Seed and "
-            "epoch alone should determine the random numbers, whatever the training has drawn "
-            "before.",
+            f"rank {rank} of 3: two loaders with the same arguments augment the samples "
+            "differently. On a rank, seed and epoch alone should determine the random numbers, "
+            "whatever the training has drawn before.",
         )
         untouched, asked = (epoch["noise"] for epoch in one["epochs"][:2])
         check(
@@ -54,7 +57,7 @@ def test_augmentation_differs_by_rank_and_epoch_and_can_be_repeated(grade: Grade
 
 
 def _check_augmentation(by_rank: Loaded, epochs: list[int], how: str) -> None:
-    """Equal where rank and epoch are, and else not a number in common."""
+    """Check that only the same rank draws the same numbers, and only in the same epoch."""
     drawn: dict[tuple[str, float], tuple[int, int]] = {}
     for rank, loaded in enumerate(by_rank):
         again = loaded["epochs"][-1]["noise"], loaded["epochs"][epochs.index(0)]["noise"]
@@ -70,8 +73,8 @@ def _check_augmentation(by_rank: Loaded, epochs: list[int], how: str) -> None:
                     other = drawn.setdefault((source, number), where)
                     check(
                         other == where,
-                        f"{how}, rank {rank} in epoch {epoch} and rank {other[0]} in epoch "
-                        f"{other[1]} draw the same augmentation from {source}. Its seed should "
+                        f"{how}, rank {rank} in epoch {where[1]} and rank {other[0]} in epoch "
+                        f"{other[1]} draw the same augmentation from {source}. The seed should "
                         "depend on both rank and epoch, as in ShardLoader's set_epoch.",
                     )
 
@@ -88,7 +91,7 @@ def test_augmentation_is_drawn_anew_where_nothing_is_shuffled(grade: Grade) -> N
         check(
             one["epochs"][0]["noise"] != other["epochs"][0]["noise"],
             f"rank {rank} of 2: with shuffle=False, seeds {seeds[0]} and {seeds[1]} give the same "
-            "augmentation. The seed determines the augmentation too: pass it on whatever shuffle "
+            "augmentation. The seed also determines the augmentation: pass it on whatever shuffle "
             "is.",
         )
 
@@ -108,7 +111,6 @@ def _check_left_alone(loaded: Mapping[str, Any], here: str) -> None:
     for what, names, advice in moved:
         check(
             not names,
-            f"{here}: {what} moved or seeded the global generator of {' and '.join(names)}, from "
-            "which dropout draws. Augmentation must not use up the training's random "
-            f"numbers.{advice}",
+            f"{here}: {what} drew from or seeded the global generator of {' and '.join(names)}. "
+            f"The training draws from it too, so loading must leave it as it is.{advice}",
         )

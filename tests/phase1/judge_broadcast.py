@@ -4,6 +4,9 @@ from math import ceil, log2
 from typing import Any
 
 import pytest
+
+from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
 from judging.checks import (
     MEASURED,
     UNIFORM,
@@ -19,16 +22,13 @@ from judging.checks import (
     uneven,
 )
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-
-from distlab.grade import Grade, Run, check, task
-from distlab.words import counted
 from phase1 import collectives as c
 
 
 @task("1.5")
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 8, 16])
 def test_broadcast_takes_logarithmically_many_rounds(grade: Grade, n: int) -> None:
-    # So few bytes that sends which are posted at once take as long as one.
+    # So few bytes that several sends started at once take as long as one.
     src, num_elements = grade.random.randrange(n), grade.random.randrange(1, 30)
     run = grade.run(c.broadcast_from, n, src, num_elements, cluster=UNIFORM)
     _check_holds_src(run, src)
@@ -43,8 +43,8 @@ def _check_holds_src(run: Run, src: int) -> None:
     for rank, got in enumerate(run.results):
         check(
             got == float(src),
-            f"rank {rank} of {n} should hold {src}.0, as src = {src} does; it holds {got}. Number "
-            "the ranks by their distance from src, wrapping around.",
+            f"rank {rank} of {n} should hold {src}.0, the value on src = {src}; it holds {got}. "
+            "Number the ranks by their distance from src, wrapping around.",
         )
 
 
@@ -52,9 +52,8 @@ def _check_tree(run: Run, src: int) -> None:
     n, edges = len(run.results), edges_of(run)
     check(
         len(edges) == n - 1,
-        f"{counted(n, 'rank')} need {counted(n - 1, 'message')}, one for each rank that lacks the "
-        f"data; with src = {src}, the numbers of messages that your ranks send are "
-        f"{run.messages}.",
+        f"a broadcast on {counted(n, 'rank')} needs {counted(n - 1, 'message')}, one for each rank "
+        f"that lacks the data; messages sent per rank, with src = {src}: {run.messages}.",
     )
     _check_rounds(run, src, rounds_of_tree(edges, src))
 
@@ -64,10 +63,10 @@ def _check_rounds(run: Run, src: int, rounds: float) -> None:
     most = ceil(log2(n))
     check(
         max(run.messages) <= most and rounds <= most + 0.01,
-        f"{counted(n, 'rank')} need {counted(most, 'round')}, in which no rank sends more than "
-        f"{counted(most, 'message')}; with src = {src}, yours takes {rounds:g}, and the numbers of "
-        f"messages by rank are {run.messages}. Every rank that has the data passes it on, first to "
-        "the rank that has the most others to send it to.",
+        f"a broadcast on {counted(n, 'rank')} needs {counted(most, 'round')}, in which no rank "
+        f"sends more than {counted(most, 'message')}; with src = {src}, yours takes {rounds:g}. "
+        f"Messages sent per rank: {run.messages}. Every rank that has the data passes it on, and "
+        "sends first to the rank that must pass it on to the most others.",
     )
 
 
@@ -104,8 +103,8 @@ def _check_broadcast(by_rank: list[Any]) -> None:
                 check(
                     got == wanted,
                     f"rank {rank} of {n}, src {src}, {kind[1]} of shape {kind[0]}: x should be "
-                    f"{short(wanted)}, but is {short(got)}. Write into x itself, and keep its "
-                    "dtype on the way: a cast loses digits.",
+                    f"{short(wanted)}, but is {short(got)}. Write into x itself, and send it in "
+                    "its own dtype: a cast loses digits.",
                 )
 
 
@@ -116,9 +115,10 @@ def test_two_broadcasts_do_not_mix(grade: Grade) -> None:
             expected = [float(srcs[0]), 10.0 + srcs[1]]
             check(
                 got == expected,
-                f"rank {rank} of 8: two broadcasts, from ranks {srcs}, while rank 2 is late should "
-                f"give {expected}; they gave {got}. Name the rank that you receive from: without "
-                "group_src=, recv accepts any message, even one of the next broadcast.",
+                f"rank {rank} of 8 should get {expected} from two broadcasts, one after the other, "
+                f"from ranks {srcs[0]} and {srcs[1]}, even if rank 2 is late; it got {got}. Name "
+                "the rank that you receive from: without group_src=, recv accepts any message, "
+                "even one from the next broadcast.",
             )
 
 

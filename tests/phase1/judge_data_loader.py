@@ -1,21 +1,17 @@
-"""Judges task 1.2: what is asserted about what tests/phase1/data_loader.py returns."""
+"""Judges task 1.2: what the functions in tests/phase1/data_loader.py should return."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from judging.checks import check_silent, of_members, short
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
 
 from distlab.grade import Grade, check, task
+from judging.checks import check_silent, of_members, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, inside_group
 from phase1 import data_loader as d
 
-WHAT = {
-    "is_own": "loading in this process is",
-    "steps": "samples are",
-    "noise": "augmentation is",
-}
+WHAT = {"steps": "its samples are", "noise": "its augmentation is"}
 NUMBER_OF_RANKS = r"rank \d of 3\b|\b3 (ranks|processes|workers)|% 3\b"
 NO_ADVICE = r"\b0 (or|and) 3\b|\b3 (or|and) 0\b"
 Loaded = Sequence[Mapping[str, Any]]  # by rank: what d.load returns for one case
@@ -60,10 +56,10 @@ def _check_steps(by_rank: Loaded, case: d.Case) -> None:
             sizes = [len(step) for step in epoch["steps"]]
             check(
                 sizes == [batch // n] * (samples // batch),
-                f"rank {rank} of {n}: a global batch of {batch} from {samples} samples gives "
-                f"{samples // batch} steps of {batch // n} samples on each rank; the steps of "
-                f"iteration {number} load {short(sizes)}. Each rank loads 1/N, and the incomplete "
-                "last batch is left out.",
+                f"rank {rank} of {n}: a global batch of {batch} from {samples} samples should give "
+                f"{samples // batch} steps of {batch // n} samples on each rank; in iteration "
+                f"{number}, the steps load {short(sizes)} samples. Each rank loads 1/N of a global "
+                "batch, and the incomplete last batch is left out.",
             )
         check(
             loaded["len"] == samples // batch,
@@ -73,7 +69,7 @@ def _check_steps(by_rank: Loaded, case: d.Case) -> None:
 
 
 def _check_samples(by_rank: Loaded, number: int, case: d.Case) -> None:
-    """Each sample once, the rank's own shard in its order, and nothing fetched in vain."""
+    """Check that a rank loads its shard in order, each sample once, and fetches no others."""
     n, here = len(by_rank), f"{case[0]} samples, epoch {case[2][number]}, {case[3] or 'defaults'}"
     drawn = [[i for step in of["epochs"][number]["steps"] for i in step] for of in by_rank]
     everything = [index for shard in drawn for index in shard]
@@ -81,14 +77,15 @@ def _check_samples(by_rank: Loaded, number: int, case: d.Case) -> None:
         len(everything) == len(set(everything)),
         f"{here}: at least one sample is loaded more than once; by rank, the samples are "
         f"{short(drawn)}. Does each rank give the sampler its own rank inside the group, and the "
-        "same seed?",
+        "same seed as the others?",
     )
     for rank, loaded in enumerate(by_rank):
         expected = loaded["shards"][number][: len(drawn[rank])]
         check(
             drawn[rank] == expected,
             f"{here}: rank {rank} of {n} should load its shard in order, {short(expected)}; it "
-            f"loads {short(drawn[rank])}. Are size, rank, N, seed and shuffle passed on?",
+            f"loads {short(drawn[rank])}. Are the size of the data set, rank, N, seed and shuffle "
+            "passed on to the sampler?",
         )
         fetched = loaded["epochs"][number]["fetched"]
         check(
@@ -113,8 +110,8 @@ def test_the_number_of_ranks_does_not_change_the_global_batches(grade: Grade) ->
     together = [sorted(index for part in step for index in part) for step in parts]
     check(
         together == [sorted(step) for step in steps],
-        f"in step 0, one process loads {sorted(steps[0])}, and 4 ranks together load "
-        f"{together[0]}. The number of workers must not change the training.",
+        f"in step 0, one process loads the samples {sorted(steps[0])}, but 4 ranks together load "
+        f"{together[0]}. The number of ranks must not change the training.",
     )
 
 
@@ -138,11 +135,11 @@ def test_seed_and_shuffle_are_used(grade: Grade) -> None:
     one, two, plain = (of_case(by_rank, number)[0]["epochs"] for number in range(3))
     check(
         one[0]["steps"] != two[0]["steps"],
-        "seeds 1 and 2 give the same order: is the seed passed on?",
+        "seeds 1 and 2 give the same order: is the seed passed on to the sampler?",
     )
     check(
         one[0]["noise"] != two[0]["noise"],
-        "seeds 1 and 2 give the same augmentation: is it seeded with the seed of the run?",
+        "seeds 1 and 2 give the same augmentation: does the augmentation depend on the seed?",
     )
     expected = [[0, 2, 4], [6, 8, 10], [12, 14, 16], [18, 20, 22]]
     for epoch in (0, 1):
@@ -160,12 +157,17 @@ def test_arguments_that_are_left_out_have_their_defaults(grade: Grade) -> None:
     case: d.Case = (12, 4, [0], {k: defaults[k] for k in defaults if k != "group"})
     [wanted] = zip(*grade.run(d.load, 2, [case]).results, strict=True)
     for rank, (mine, expected) in enumerate(zip(got, wanted, strict=True)):
+        check(
+            mine["epochs"][0]["is_own"],
+            f"rank {rank} of 2: without num_loader_workers, the rank itself should load the "
+            "samples; other processes loaded them.",
+        )
         for what in WHAT:
             found, should = (loaded["epochs"][0][what] for loaded in (mine, expected))
             check(
                 found == should,
-                f"rank {rank} of 2: without {', '.join(defaults)}, a loader should behave as with "
-                f"{defaults}; its {WHAT[what]} {short(found)} in place of {short(should)}.",
+                f"rank {rank} of 2: a loader built without {', '.join(defaults)} should behave as "
+                f"with {defaults}, but {WHAT[what]} {short(found)} instead of {short(should)}.",
             )
 
 
@@ -177,8 +179,8 @@ def test_the_order_stays_without_set_epoch(grade: Grade) -> None:
         check(
             fresh == again == zeroth and first == still,
             f"rank {rank} of 2: the order should be that of epoch 0 at first, and stay the same "
-            "until set_epoch; the loader changes epochs by itself, or does not begin with epoch "
-            "0.",
+            "until set_epoch is called; the loader changes epochs by itself, or does not begin "
+            "with epoch 0.",
         )
 
 
@@ -200,8 +202,8 @@ def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade, is_in_group: boo
             _check_refusal(refusal, here, names)
             check(
                 len(names) != 1 or not re.search(NO_ADVICE, refusal["text"]),
-                f"{where}: for a global batch of {batch}, the error should suggest 3 only: 0 is a "
-                f"multiple too, but is not a batch size. The message is: {refusal['text']}",
+                f"{where}: for a global batch of {batch}, the error should suggest only 3: 0 is a "
+                f"multiple too, but not a valid batch size. The message is: {refusal['text']}",
             )
 
 
@@ -213,13 +215,13 @@ def test_one_rank_refuses_what_no_step_can_be_made_of(grade: Grade) -> None:
 
 
 def _check_refusal(refusal: Mapping[str, str], here: str, names: Sequence[str]) -> None:
-    got = f"{refusal['type']}: {refusal['text']}" if refusal["type"] else "accepted"
+    got = f"{refusal['type']}: {refusal['text']}" if refusal["type"] else "none"
     what = f"a ValueError{' that names ' if names else ''}{' and '.join(names)}"
     sizes = re.sub(NUMBER_OF_RANKS, "", refusal["text"])
     is_named = all(re.search(rf"\b{name}\b", sizes) for name in names)
     check(
         refusal["type"] == "ValueError" and is_named,
-        f"{here} should be {what}; it is {got}.",
+        f"{here} should raise {what}; it raised {got}.",
     )
 
 

@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
-from judging.checks import BYTE_S, LATENCY_S, UNIFORM, of_members
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, check, task
+from distlab.words import verb
+from judging.checks import BYTE_S, LATENCY_S, UNIFORM, of_members
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import gradients as b
 from phase1 import models, reference
 
@@ -28,9 +29,9 @@ def _check_models(by_rank: list[Any], src: int) -> None:
         wrong = [name for name, values in expected.items() if model["state"].get(name) != values]
         check(
             not wrong,
-            f"{here}: after a broadcast from rank {src}, {', '.join(wrong)} should be equal to "
-            f"those of rank {src}. Broadcast all parameters, even frozen ones, and all buffers: "
-            "all are part of the model.",
+            f"{here}: after a broadcast from rank {src}, the values of {', '.join(wrong)} should "
+            f"be equal to those on rank {src}. Broadcast all parameters, even frozen ones, and all "
+            "buffers: all are part of the model.",
         )
         check(model["trainable"], f"{here}: requires_grad was changed: leave it as it is.")
         check(
@@ -41,16 +42,18 @@ def _check_models(by_rank: list[Any], src: int) -> None:
 
 def _check_in_their_place(here: str, model: Any) -> None:
     replaced, moved = model["replaced"], model["moved"]
-    held = ", which the optimizer holds" if PARAMETERS.intersection(replaced) else ""
+    old = verb(replaced, "the old ones", "the old one")
+    held = f"; the optimizer still holds {old}" if PARAMETERS.intersection(replaced) else ""
     check(
         not replaced,
-        f"{here}: there are new tensors in place of {', '.join(replaced)}{held}. Write into the "
-        "existing tensors.",
+        f"{here}: {', '.join(replaced)} should be overwritten in place, but "
+        f"{verb(replaced, 'were', 'was')} replaced{held}. Write into the existing tensors.",
     )
     check(
         not moved,
-        f"{here}: {', '.join(moved)} should be overwritten in place, but are now in other memory, "
-        "as after t.data = …: views of the old memory keep the old values. Use copy_.",
+        f"{here}: {', '.join(moved)} should be overwritten in place, but "
+        f"{verb(moved, 'are', 'is')} now in other memory, as after t.data = …: views of the old "
+        "memory keep the old values. Use copy_.",
     )
 
 
@@ -61,8 +64,8 @@ def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
     sent, needed = int(sum(run.bytes_sent)), (n - 1) * sum(sizes)
     check(
         sent <= needed,
-        f"{n} ranks need {needed} bytes, to send each tensor once to each of {n - 1} ranks; {sent} "
-        "were sent. A weight that two layers share counts once.",
+        f"sending each tensor once to each of {n - 1} ranks takes {needed} bytes; {sent} were "
+        "sent. Send each parameter and buffer once, even a weight that two layers share.",
     )
     messages = (n - 1) * len(sizes)
     check(
@@ -75,9 +78,9 @@ def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
     most_s = sum(rounds * (LATENCY_S + size * BYTE_S) for size in sizes)
     check(
         run.seconds <= most_s * (1 + 1e-6),
-        f"on {n} ranks, {len(sizes)} broadcasts of {rounds} rounds each take {most_s * 1e6:.1f} "
-        f"µs; yours took {run.seconds * 1e6:.1f} µs. Does one rank send to all others, one by "
-        "one?",
+        f"on {n} ranks, {len(sizes)} broadcasts of {rounds} rounds each should take "
+        f"{most_s * 1e6:.1f} µs; yours took {run.seconds * 1e6:.1f} µs. Does one rank send to all "
+        "others, one by one?",
     )
 
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from judging.checks import check_refused, is_close, of_members, same_loss, short
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, check, task
 from distlab.words import counted
+from judging.checks import check_refused, is_close, of_members, same_loss, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import evaluation as b
 from phase1 import reference
 from phase1.models import CLASSES, Moody
@@ -46,8 +46,8 @@ def _check_shares(by_rank: list[Any], size: int) -> None:
         check(
             sorted(result["fetched"]) == share,
             f"{counted(size, 'sample')} on {counted(n, 'rank')}: rank {rank} should fetch samples "
-            f"{short(share)}, each once; it fetched {short(result['fetched'])}. Rank r takes r, "
-            "r+N, r+2N, … No padding, and no rank evaluates another rank's share.",
+            f"{short(share)}, each once; it fetched {short(result['fetched'])}. Rank r takes "
+            "samples r, r+N, r+2N, … without padding, and no rank evaluates another rank's share.",
         )
 
 
@@ -65,11 +65,11 @@ def _why_other_numbers(found: list[Any], rank: int, n: int, size: int, length: i
     alone = reference.evaluate_alone(size, length)
     if same_loss([alone[0], alone[2]], [found[0], found[2]]):
         return (
-            "The loss and the number of targets are right. An answer is right if its largest "
-            "logit, along their last dim, is the one of its target."
+            "The loss and the number of targets are right. An answer is right if the largest "
+            "logit, along the last dim, is that of the target."
         )
     if n > 1 and rank < size and same_loss(reference.evaluate_alone(size, length, rank, n), found):
-        return "Those are the results of this rank's own samples: all-reduce the sums."
+        return "Those are the results for this rank's own samples: all-reduce the sums."
     if alone[2] != size == found[2]:
         return f"A sample has {length} targets here: count targets, not samples."
     return "Add up over all samples and ranks, and divide once at the end."
@@ -104,7 +104,7 @@ def test_a_forward_pass_has_256_samples_by_default(grade: Grade) -> None:
 
 @task("1.12")
 def test_evaluation_counts_positions_of_sequences(grade: Grade) -> None:
-    """There are as many as classes: the largest along the wrong dim has the right shape, too."""
+    """There are as many positions as classes, so the wrong dim gives the right shape, too."""
     size, length = grade.random.randint(5, 8), CLASSES
     _check_evaluated(grade.run(b.evaluate, 2, size, length).results, size, length)
 
@@ -112,7 +112,7 @@ def test_evaluation_counts_positions_of_sequences(grade: Grade) -> None:
 @task("1.12")
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
 def test_modes_are_restored(grade: Grade, mode: bool) -> None:
-    """The model is in this mode; of its parts, some are in the other."""
+    """The model is in this mode; some of its parts are in the other."""
     parts = len(list(Moody().modules())) - 1
     modes = [mode, not mode, *(grade.random.random() < 0.5 for _ in range(parts - 1))]
     results = grade.run(b.evaluate_modes, 2, grade.random.randint(4, 6), modes).results
@@ -120,12 +120,12 @@ def test_modes_are_restored(grade: Grade, mode: bool) -> None:
         check(
             not result["noted"],
             f"rank {rank}: the model was called {' and '.join(result['noted'])}. Evaluation needs "
-            "model.eval() and no_grad.",
+            "model.eval() and torch.no_grad.",
         )
         check(
             result["restored"],
-            f"rank {rank}: afterwards every module should be in the mode it was in before, "
-            "including a part that was frozen in evaluation mode.",
+            f"rank {rank}: after evaluate, every module should be back in the mode it was in "
+            "before, including a part that was frozen in evaluation mode.",
         )
         check(
             not result["changed"],
@@ -140,21 +140,20 @@ def test_evaluating_takes_one_small_all_reduce(grade: Grade) -> None:
     run = grade.run(b.evaluate, n, size, 0, {"batch_size": 2})
     check(
         max(run.collectives) <= 1,
-        "one all-reduce of the sums is enough; the numbers of collectives by rank are "
-        f"{run.collectives}.",
+        f"one all-reduce of the sums is enough; collective calls per rank: {run.collectives}.",
     )
     sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # log2 8 messages
     check(
         max(sent) <= most,
         f"ranks need to exchange only three sums of 8 bytes, for which each of {n} ranks sends at "
-        f"most {most} bytes in an all-reduce; by rank, yours sent {sent} bytes. Add up on each "
-        "rank, then all-reduce once.",
+        f"most {most} bytes in an all-reduce; bytes sent per rank: {sent}. Add up on each rank, "
+        "then all-reduce once.",
     )
     check(
         min(run.bytes_received) >= 3 * 4,
-        "every rank should receive the three sums in an all-reduce; the numbers of bytes received "
-        f"by rank are {[int(number) for number in run.bytes_received]}. Does every rank evaluate "
-        "everything?",
+        "every rank should receive the three sums in an all-reduce; bytes received per rank: "
+        f"{[int(number) for number in run.bytes_received]}. Does every rank evaluate the whole "
+        "data set?",
     )
     _check_evaluated(run.results, size, batch_size=2)
 
@@ -167,17 +166,17 @@ def test_an_empty_data_set_is_refused_on_every_rank(grade: Grade) -> None:
 @task("1.12")
 def test_sums_are_exact_in_bfloat16(grade: Grade) -> None:
     share, num_wrong = 4 * grade.random.randint(65, 124) + 3, grade.random.randint(50, 250)
-    size = 2 * share  # bfloat16 makes a share one more
+    size = 2 * share  # in bfloat16, a share is one too large
     expected = [64 * num_wrong / size, 1 - num_wrong / size, size]
     for rank, found in enumerate(grade.run(b.evaluate_in_bfloat16, 2, size, num_wrong).results):
         check(
             is_close(
                 [1.0] * 3, [got / want for got, want in zip(found, expected, strict=True)], 1e-6
             ),
-            f"a model in bfloat16, {size} targets, of which {num_wrong} have a wrong answer and a "
-            f"loss of 64: (loss, accuracy, targets) should be {expected}, but on rank {rank} of 2 "
-            f"they are {found}. bfloat16 has 8 significant bits: 303 becomes 304. Add up in "
-            "float32 or float64.",
+            f"for a model in bfloat16 and {size} targets, of which {num_wrong} have a wrong answer "
+            f"and a loss of 64, (loss, accuracy, targets) should be {expected}, but on rank {rank} "
+            f"of 2 they are {found}. bfloat16 has 8 significant bits, so 303 becomes 304. Add up "
+            "in float32 or float64.",
         )
 
 

@@ -1,9 +1,13 @@
-"""Judges task 1.4: who gets what, in which world it hangs, what it costs."""
+"""Judges task 1.4: what arrives, whether it hangs, and what it costs."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+from distlab.grade import Grade, Run, check, task
+from distlab.sim import Options
+from distlab.words import counted
 from judging.checks import (
     BYTE_S,
     LATENCY_S,
@@ -16,9 +20,6 @@ from judging.checks import (
     uneven,
 )
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-
-from distlab.grade import Grade, Run, check, task
-from distlab.sim import Options
 from phase1 import collectives as c
 
 AS_NCCL = Options(p2p_order="pair")
@@ -83,8 +84,8 @@ def _check_exchanged(by_rank: list[Any], dsts: Sequence[int]) -> None:
             check(
                 got == wanted,
                 f"rank {rank} of {len(dsts)} sent {short(wanted)}, {kind[1]} of shape {kind[0]}, "
-                f"but afterwards its outgoing is {short(got)}. It belongs to the caller, who may "
-                "need it again: write into incoming only.",
+                f"but afterwards its outgoing is {short(got)}. outgoing belongs to the caller, who "
+                "may need it again: write into incoming only.",
             )
 
 
@@ -102,9 +103,9 @@ def _check_one_message_each(run: Run, num_calls: int = 1) -> None:
     check_no_collective(run, "an exchange is one message from each rank and nothing else")
     check(
         all(messages == num_calls for messages in run.messages),
-        f"each rank should send {num_calls} messages in {num_calls} exchanges; by rank, the "
-        f"numbers of messages are {run.messages}. The receiver knows shape and dtype: send nothing "
-        "but the tensor.",
+        f"each rank should send {counted(num_calls, 'message')} in "
+        f"{counted(num_calls, 'exchange')}; messages sent per rank: {run.messages}. The receiver "
+        "knows shape and dtype: send nothing but the tensor.",
     )
 
 
@@ -119,10 +120,10 @@ def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
     expected = LATENCY_S + 4 * max(lengths) * BYTE_S
     check(
         run.seconds <= 1.001 * expected,
-        f"{n} ranks that exchange {lengths} float32 numbers at the same time take "
-        f"{expected * 1e6:.2f} µs, the time of the longest message; yours takes "
-        f"{run.seconds * 1e6:.2f} µs. Put send and receive into one batch, and wait for both "
-        "afterwards.",
+        f"an exchange in which {n} ranks send {lengths} float32 numbers at the same time should "
+        f"take {expected * 1e6:.2f} µs, the time of the longest message; yours takes "
+        f"{run.seconds * 1e6:.2f} µs. Put the send and the receive into one batch, and wait for "
+        "both afterwards.",
     )
 
 
@@ -137,8 +138,9 @@ def test_outgoing_may_be_written_afterwards(grade: Grade) -> None:
     )
     check(
         at_once == [2.0, 0.0, 1.0],
-        "when exchange returns, incoming should hold [2.0, 0.0, 1.0] by rank, even if one rank is "
-        f"late; it holds {at_once}, and only later {later}. Wait for the receive as well.",
+        "when exchange returns, incoming on ranks 0, 1 and 2 should hold [2.0, 0.0, 1.0], even if "
+        f"one rank is late; it holds {at_once}, and only later {later}. Wait for the receive as "
+        "well.",
     )
     check_waited(run)
 

@@ -38,7 +38,7 @@ def _noisy(random: Random, num_points: int) -> tuple[list[int], list[float]]:
 
 
 def _of_kind(random: Random, kind: str) -> tuple[list[int], list[float]]:
-    """Points whose best line without negative coefficients has one that is 0."""
+    """Points whose best line without negative coefficients has a coefficient of 0."""
     while True:
         sizes = [random.randrange(1000, 9000, 4) for _ in range(4)]
         seconds = [random.uniform(1e-6, 9e-6) for _ in sizes]
@@ -49,16 +49,16 @@ def _of_kind(random: Random, kind: str) -> tuple[list[int], list[float]]:
 
 def _check_line(line: list[float], sizes: list[int], seconds: list[float]) -> None:
     alpha_s, beta = best_line(sizes, seconds)
-    where = f"{sizes} bytes in {in_us(seconds)}"
+    where = f"for {sizes} bytes in {in_us(seconds)}"
     got = f"α = {line[0]:.4g} s, β = {line[1]:.4g} s/byte"
     if beta == float_info.min:
-        is_level = len(set(seconds)) == 1  # where rounding decides of the sign
+        is_level = len(set(seconds)) == 1  # then rounding decides the sign
         most = 1e-12 * alpha_s / max(sizes) if is_level else 1e-300
         check(
             0 < line[1] <= most and 1 / line[1] < float("inf") and _is_near(line[0], alpha_s),
-            f"{where}: larger messages were not slower, so β should be {float_info.min}, and α "
-            f"should be the mean of the times with weights 1 / seconds², {alpha_s:.4g} s; got "
-            f"{got}.",
+            f"{where}: larger messages were not slower, so β should be sys.float_info.min, and α "
+            f"should be the mean of the times with weights 1 / seconds², which is {alpha_s:.4g} s; "
+            f"got {got}.",
         )
         return
     if alpha_s == 0:
@@ -71,8 +71,8 @@ def _check_line(line: list[float], sizes: list[int], seconds: list[float]) -> No
     check(
         _is_near(line[0], alpha_s) and _is_near(line[1], beta),
         f"{where}: α should be {alpha_s:.4g} s, and β {beta:.4g} s/byte; got {got}. Minimize the "
-        "relative errors: weight each point by 1 / seconds². np.polyfit squares its w: give it 1 / "
-        "seconds.",
+        "relative errors: weight each point by 1 / seconds². np.polyfit squares its argument w: "
+        "pass 1 / seconds to it.",
     )
 
 

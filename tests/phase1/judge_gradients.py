@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
-from judging.checks import MEASURED, check_peak, is_close, of_members, short
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
+from judging.checks import MEASURED, check_peak, is_close, of_members, short
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import gradients as b
 from phase1 import models
 
@@ -59,7 +60,7 @@ def _check_means(by_rank: list[Any], what: str) -> None:
 
 
 def _chance(name: str) -> tuple[bool, int]:
-    """Those first whose sum is hardly a rank's own by chance."""
+    """Order first the parameters whose mean is unlikely to be a rank's own gradient by chance."""
     return name in ("sometimes", "never"), -PARAMETERS[name].numel()
 
 
@@ -99,9 +100,9 @@ def _check_calls(run: Run, function: str, expected: list[int]) -> None:
         check(
             calls == sorted(expected),
             f"{function}, rank {rank}: the all-reduce that it was given should be called with "
-            f"{sorted(expected)} bytes; it was called with {calls}. Send gradients of trainable "
-            "parameters only, those of shared ones once, in their own dtype; flat means one "
-            "bucket.",
+            f"tensors of {sorted(expected)} bytes; it was called with {calls}. Send only the "
+            "gradients of trainable parameters, in their own dtype, and that of a shared parameter "
+            "only once; the flat version sends one bucket.",
         )
     _check_nothing_besides(run, function, len(expected))
 
@@ -110,8 +111,9 @@ def _check_nothing_besides(run: Run, what: str, num_calls: int) -> None:
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     check(
         run.collectives == [num_calls] * len(run.results) and not sends,
-        f"{what}: {num_calls} all-reduces by its argument all_reduce are all it needs; the numbers "
-        f"of collectives by rank are {run.collectives}, and {sends} other messages were sent.",
+        f"{what}: calling its argument all_reduce {counted(num_calls, 'time')} should be its only "
+        f"communication; collective calls per rank: {run.collectives}; other messages sent: "
+        f"{sends}.",
     )
 
 
@@ -121,7 +123,7 @@ def test_nothing_is_sent_where_nothing_is_trainable(grade: Grade) -> None:
     check(
         run.results == [[], []] and run.collectives == [0, 0],
         "a module without trainable parameters needs no all-reduce, but all_reduce was called with "
-        f"tensors of these sizes, by rank: {run.results}.",
+        f"tensors of these sizes, per rank: {run.results}.",
     )
 
 
@@ -131,8 +133,8 @@ def test_flat_takes_memory_for_one_bucket(grade: Grade) -> None:
     run = grade.run(b.average_large, 1, "average_gradients_flat", size, options=MEASURED)
     check_peak(
         *(run, [3 * 4 * size**2 + 64]),
-        "average_gradients_flat needs parameters, gradients, and one bucket as large as the "
-        "gradients. Divide the bucket in place, and copy the means from views of it.",
+        "average_gradients_flat needs memory for the parameters, the gradients, and one bucket as "
+        "large as the gradients. Divide the bucket in place, and copy the means from views of it.",
     )
 
 
@@ -144,7 +146,7 @@ def test_large_gradients_are_not_cut(grade: Grade, function: str) -> None:
     check(
         sizes == [size**2],
         f"{function}: one parameter of {size**2:,} numbers should take one all-reduce, however "
-        f"large it is; all_reduce was called with {short(sizes)} numbers.",
+        f"large it is; all_reduce was called with tensors of {short(sizes)} numbers.",
     )
 
 

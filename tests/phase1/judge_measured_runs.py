@@ -5,9 +5,9 @@ from random import Random
 from statistics import fmean, median, median_high, median_low
 
 import pytest
-from judging.checks import UNIFORM, short
 
 from distlab.grade import Grade, check, task
+from judging.checks import UNIFORM, short
 from phase1 import measurement as m
 from phase1.line import are_close
 
@@ -23,8 +23,8 @@ def test_the_slowest_rank_counts_in_the_median_run(grade: Grade, repeats: int) -
             got = table["seconds"].get(name, [])
             check(
                 len(got) == len(sizes),
-                f"rank {rank}: strategy {name} should have 2 times, one for each size; it has "
-                f"{len(got)}.",
+                f"rank {rank}: the table should have 2 times for strategy {name}, one for each "
+                f"size; it has {len(got)}.",
             )
             are_equal = all(other["seconds"].get(name) == got for other in run.results)
             for seconds, cell in zip(got, schedule, strict=True):
@@ -32,14 +32,14 @@ def test_the_slowest_rank_counts_in_the_median_run(grade: Grade, repeats: int) -
 
 
 def _drawn(random: Random, repeats: int) -> list[list[float]]:
-    """Seconds by rank and run, the first of which does not count; mistakes give other times."""
+    """Draw seconds by rank and run, of which the first does not count, that expose mistakes."""
     while True:
         cell = [
             [round(10 ** random.uniform(0, 2), 2) for _ in range(repeats + 1)] for _ in range(3)
         ]
         low, high = _accepted(cell)
         others = sorted(_mistakes(cell).values())
-        if repeats < 3 or repeats % 2 == 0:  # where several mistakes come out right
+        if repeats < 3 or repeats % 2 == 0:  # then several mistakes come out right
             return cell
         all_differ = all(1.02 * a < b for a, b in pairwise(others))
         if all_differ and all(not _is_in(other, 0.98 * low, 1.02 * high) for other in others):
@@ -52,7 +52,7 @@ def _accepted(cell: list[list[float]]) -> tuple[float, float]:
 
 
 def _mistakes(cell: list[list[float]]) -> dict[str, float]:
-    """What comes out of usual mistakes."""
+    """The results of common mistakes."""
     slowest = [max(run) for run in zip(*cell, strict=True)]
     return {
         "That is the mean of the runs: take the median.": fmean(slowest[1:]),
@@ -85,7 +85,7 @@ def _check_median(got: float, cell: list[list[float]], rank: int, are_equal: boo
     slowest = [max(run) for run in zip(*cell, strict=True)][1:]
     check(
         _is_in(got, low, high),
-        f"rank {rank} of 3: the slowest ranks of the timed runs take {slowest} s, so the median is "
+        f"rank {rank} of 3: the slowest rank took {slowest} s in the timed runs, so the median is "
         f"{low if low == high else f'{low} to {high}'} s; you measured {got:.4g} s. "
         f"{_cause(got, cell, are_equal)}",
     )
@@ -107,5 +107,5 @@ def test_all_ranks_start_each_run_together(grade: Grade) -> None:
                 len(got) == 2 and are_close(got, [expected] * 2, 0.001),
                 f"rank {rank} of 3: two ranks that sleep {seconds} s, one after the other, take "
                 f"{expected} s; you measured {short(got)} s. All ranks must start each run "
-                "together: no rank may begin before all are ready.",
+                "together: no rank may begin before all the others are ready.",
             )

@@ -4,11 +4,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from judging.checks import check_refused, edges_with, of_members, short
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster
+from judging.checks import check_refused, edges_with, of_members, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import measurement as m
 from phase1.line import are_close, best_line, in_us
 
@@ -42,7 +42,7 @@ def test_the_table_and_the_line_are_those_of_the_link(grade: Grade, n: int) -> N
 
 
 def _messages(n: int) -> tuple[int, int]:
-    """How many messages one after the other the all-reduces take on 2 and on 4 ranks."""
+    """How many messages, one after the other, the two all-reduces take on n ranks."""
     return {2: (2, 1), 4: (5, 2)}[n]
 
 
@@ -50,8 +50,8 @@ def _check_names(table: dict[str, Any], names: list[str], sizes: list[int], rank
     found = sorted(table["seconds"])
     check(
         found == sorted(names) and table["sizes"] == sizes,
-        f"rank {rank}: the table should have the columns {sorted(names)} and the sizes {sizes}, in "
-        f"this order; it has {found} and {table['sizes']}.",
+        f"rank {rank}: the table should have the columns {sorted(names)}, and the sizes {sizes} in "
+        f"this order; it has the columns {found}, and the sizes {table['sizes']}.",
     )
 
 
@@ -59,8 +59,8 @@ def _check_column(got: list[float], expected: list[float], sizes: list[int], whe
     check(
         len(got) == len(expected) and are_close(got, expected, 0.01),
         f"{where}: at {sizes} bytes it takes {in_us(expected)}, but you measured {in_us(got)}. Is "
-        "each run timed by itself, from a common start, in seconds, by time.perf_counter? Does the "
-        "tensor have bytes / 4 elements?",
+        "each run timed by itself, from a common start, in seconds, with time.perf_counter? Does "
+        "the tensor have bytes / 4 elements?",
     )
 
 
@@ -72,7 +72,7 @@ def _check_line_of_exchange(table: dict[str, Any]) -> None:
     ):
         check(
             abs(got / wanted - 1) < 1e-3,
-            f"the line through column exchange, {in_us(table['seconds']['exchange'])} at "
+            f"the line through the column exchange, {in_us(table['seconds']['exchange'])} at "
             f"{table['sizes']} bytes, has {name} = {wanted:.4g}; yours is {got:.4g}. Pass the "
             "sizes in bytes and the times of this column in seconds to fit_alpha_beta.",
         )
@@ -94,7 +94,8 @@ def test_all_ranks_have_the_same_table(grade: Grade) -> None:
         check(
             table == tables[0],
             f"rank {rank} has a different table from rank 0: {short(table['seconds'])} instead of "
-            f"{short(tables[0]['seconds'])}. Share the times before you take the slowest.",
+            f"{short(tables[0]['seconds'])}. Share the times of all ranks before you take the "
+            "slowest.",
         )
 
 
@@ -116,7 +117,7 @@ def test_every_cell_runs_once_more_than_it_is_timed(grade: Grade) -> None:
 def _check_calls(
     by_rank: list[Any], sizes: list[int], repeats: int | None, device: str, num_ranks: int
 ) -> None:
-    how = f"{DEFAULT_REPEATS} by default" if repeats is None else f"repeats={repeats}"
+    how = f"repeats={DEFAULT_REPEATS} by default" if repeats is None else f"repeats={repeats}"
     runs = 1 + (DEFAULT_REPEATS if repeats is None else repeats)
     for rank, calls in enumerate(by_rank):
         for name, found in calls.items():
@@ -125,8 +126,8 @@ def _check_calls(
             check(
                 dict(got) == wanted,
                 f"rank {rank}: with {how}, strategy {name} should run {runs} times for each entry "
-                f"of sizes_bytes = {sizes}, the first time untimed; the numbers of runs by bytes "
-                f"are {dict(got)}.",
+                f"of sizes_bytes = {sizes}, the first time untimed; runs per size in bytes: "
+                f"{dict(got)}.",
             )
             for _, *given in found:
                 check(
@@ -144,9 +145,9 @@ def _check_exchanges(run: Run, sizes: list[int], repeats: int | None) -> None:
         ring = {(rank, (rank + 1) % n): wanted for rank in range(n)}
         check(
             got == ring,
-            f"in column exchange each rank should send {wanted} messages of {size} bytes to its "
-            f"right neighbour, and the first of {runs} runs is not timed; the numbers of messages, "
-            f"by (from, to), are {got}.",
+            f"for the column exchange, each rank should send {wanted} messages of {size} bytes to "
+            f"its right neighbour: {runs} for each time that sizes_bytes lists this size, the "
+            f"first of them untimed. Messages sent, by (from, to): {got}.",
         )
 
 
@@ -169,7 +170,7 @@ def test_the_tensors_are_on_the_device(grade: Grade) -> None:
         check(
             found["sent"] == [device],
             f"rank {rank}: with device={device} every tensor that is sent should be on that "
-            f"device, as NCCL can send nothing else; tensors were sent from {found['sent']}.",
+            f"device, as NCCL only sends tensors on GPUs; tensors were sent from {found['sent']}.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Judges task 1.3: rows that come where they belong, and nothing but rows."""
+"""Judges task 1.3: rows arrive where they belong, and little else is sent."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,16 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from judging.checks import MEASURED, check_peak, check_refused, of_members, short
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
+from judging.checks import MEASURED, check_peak, check_refused, of_members, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import scatter as s
 
 HEADER_BYTES, HEADER_CALLS = 1_000, 2  # of a broadcast_object_list: a length, then the object
 ONLY_SOURCE_RAISES = (
     "An error that only the source raises leaves the others waiting: send it in place of the "
-    "header, so that every rank raises it."
+    "shapes, so that every rank raises it."
 )
 KINDS = [  # number of ranks, source, what
     (4, 0, s.Kind(10)),
@@ -75,7 +76,7 @@ def _check_scattered(by_rank: Sequence[Any], kind: s.Kind, src: int) -> None:
 
 
 def _rows_of(rows: int, n: int, rank: int) -> range:
-    """3, 3, 2, 2 of 10."""
+    """The rows of a rank: 4 ranks share 10 rows as 3, 3, 2 and 2."""
     starts = [k * (rows // n) + min(k, rows % n) for k in (rank, rank + 1)]
     return range(*starts)
 
@@ -84,20 +85,20 @@ def _check_part(found: Any, expected: Any, here: str, rows: range) -> None:
     shape, dtype, device, numbers = found
     check(
         (shape, dtype, device) == (list(expected.shape), str(expected.dtype), "cpu"),
-        f"{here} should be {expected.dtype} of {list(expected.shape)} on the CPU; they are {dtype} "
-        f"of {shape} on {device}. 10 rows on 4 ranks are 3, 3, 2, 2; every rank gets dtypes and "
-        "shapes from the header.",
+        f"{here} should be {expected.dtype} of shape {list(expected.shape)} on the CPU; they are "
+        f"{dtype} of shape {shape} on {device}. 4 ranks share 10 rows as 3, 3, 2 and 2; every rank "
+        "learns dtypes and shapes from the source.",
     )
     check(
         numbers == s.bytes_of(expected),
-        f"{here} should be the rows {[*rows]} of the batch, bit by bit; other numbers arrived. 10 "
-        "rows on 4 ranks are rows 0-2, 3-5, 6-7, 8-9, whatever the dtype, and also if the batch is "
-        "not contiguous.",
+        f"{here} should be rows {[*rows]} of the batch, bit for bit, but other numbers arrived. Of "
+        "10 rows, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9, whatever the dtype, and even if the "
+        "batch is not contiguous.",
     )
 
 
 def _check_traffic(run: Run, kind: s.Kind, src: int, members: Sequence[int]) -> None:
-    """Two messages for each rank that gets rows, one header, nothing else."""
+    """Check for two messages to each rank that gets rows, one header, and nothing else."""
     assert run.trace
     row_bytes = [t[:1].nbytes for t in replace(kind, rows=1, is_strided=False).batch()]
     sends = [event for event in run.trace.events if event.kind == "send"]
@@ -107,14 +108,15 @@ def _check_traffic(run: Run, kind: s.Kind, src: int, members: Sequence[int]) -> 
         got = [e.num_bytes for e in sends if (e.rank, e.peer) == (members[src], member)]
         check(
             Counter(got) == Counter(wanted),
-            f"the source should send rank {rank} of {len(members)} {_messages(wanted)}, for {rows} "
-            f"rows; it sends {_messages(got)}. {_cause(got, wanted, kind, rows)}",
+            f"the source should send {_messages(wanted)} to rank {rank} of {len(members)}, which "
+            f"gets {counted(rows, 'row')} from it; it sends {_messages(got)}. "
+            f"{_cause(got, wanted, kind, rows)}",
         )
     others = sorted({(e.rank, e.peer) for e in sends if e.rank != members[src]})
     check(
         not others,
-        f"only the source should send; other ranks sent messages too, which are {short(others)}, "
-        "as (from, to).",
+        f"only the source should send, but other ranks sent messages too: {short(others)}, as "
+        "(from, to).",
     )
     _check_header(run, src, members)
 
@@ -152,13 +154,13 @@ def _check_header(run: Run, src: int, members: Sequence[int]) -> None:
             names.total() <= HEADER_CALLS and not names.keys() - {"broadcast"},
             f"rank {rank} of {len(members)}: one broadcast_object_list for the shapes makes "
             f"{HEADER_CALLS} collective calls; this rank called {dict(names)}. One list can hold "
-            "everything that the others must know.",
+            "everything that the other ranks must know.",
         )
         check(
             num_bytes < HEADER_BYTES,
             f"rank {rank} of {len(members)}: shapes and dtypes take less than {HEADER_BYTES:,} "
-            f"bytes; the header has {num_bytes:,}. Send every row to one rank only, and the header "
-            "to all.",
+            f"bytes; your broadcasts take {num_bytes:,}. Send every row to one rank only, and "
+            "broadcast only shapes and dtypes.",
         )
     unwaited = run.trace.unwaited
     check(
@@ -182,7 +184,7 @@ def test_nobody_holds_more_than_it_needs(grade: Grade) -> None:
     check_peak(
         run,
         needed,
-        f"It needs its rows (rank {src}: the whole batch) and the header: send contiguous rows "
+        f"It needs its rows (rank {src}: the whole batch) and the shapes: send contiguous rows "
         "without copying them, and receive rows into the tensors that you return.",
     )
 
@@ -214,13 +216,13 @@ def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
         last = found["travelled"][-(2 * (n - 1) if rank == src else 2) :]
         check(
             {*last} == {device},
-            f"rank {rank} of {n}: rows should be sent from {device} and received there; they went "
-            f"through {' and '.join(sorted({*last}))}. NCCL only sends tensors on GPUs.",
+            f"rank {rank} of {n}: rows should be sent from {device} and received there; the "
+            f"tensors were on {' and '.join(sorted({*last}))}. NCCL only sends tensors on GPUs.",
         )
         expected = [s.bytes_of(t[rows.start : rows.stop]) for t in kind.batch()]
         check(
             found["numbers"] == expected,
-            f"rank {rank} of {n}: with device={given}, the rows {[*rows]} should arrive; other "
+            f"rank {rank} of {n}: with device={given}, rows {[*rows]} should arrive, but other "
             "numbers arrived.",
         )
 

@@ -1,4 +1,4 @@
-"""Judges task 1.1: what is asserted about what tests/phase1/shards.py returns."""
+"""Judges task 1.1: what the functions in tests/phase1/shards.py should return."""
 
 from collections import Counter
 from itertools import pairwise, product
@@ -6,15 +6,15 @@ from math import ceil
 from typing import Any
 
 import pytest
-from judging.checks import check_silent, short
 
 from distlab.grade import Grade, check, task
 from distlab.words import counted
+from judging.checks import check_silent, short
 from phase1 import shards as s
 
 SHARDED = [(n, ranks) for n in (10, 7, 16, 101, 2, 1) for ranks in (4, 3, 1, 2, 5, 8)]
 ORDERS_OF_4, DRAWS = 24, 600  # a fair draw misses one of them once in 10^9 runs
-BYTES_PER_SAMPLE = 400  # of a few lists of Python's ints, 36 bytes each
+BYTES_PER_SAMPLE = 400  # a few lists of Python ints, which take 36 bytes each
 
 
 @task("1.1")
@@ -34,7 +34,8 @@ def test_shards_cover_the_data_set_and_do_not_overlap(grade: Grade) -> None:
         missing, strange = set(range(n)) - drawn.keys(), drawn.keys() - set(range(n))
         check(
             not strange,
-            f"{here}: indices go from 0 to {n - 1}; shards contain {short(sorted(strange))}.",
+            f"{here}: indices should go from 0 to {n - 1}; the shards also contain "
+            f"{short(sorted(strange))}.",
         )
         check(
             not missing,
@@ -63,7 +64,7 @@ def test_shards_that_are_cut_count_nothing_twice(grade: Grade) -> None:
         check(
             len(set(drawn)) == len(drawn) and set(drawn) <= set(range(n)),
             f"{_here(n, ranks)} with drop_last: every sample should appear at most once, with an "
-            f"index from 0 to {n - 1}; shards are {short(shards)}.",
+            f"index from 0 to {n - 1}; the shards are {short(shards)}.",
         )
 
 
@@ -116,14 +117,15 @@ def _check_order(order: list[int], shards: s.Shards, drop_last: bool) -> None:
     )
     check(
         turns[: len(order)] == wanted[: len(order)],
-        f"{here}: read step by step, the shards should give the order of one process, "
-        f"{short(wanted)}; they give {short(turns)}. Do ranks take turns, not blocks, and does the "
-        "order depend on the number of ranks, or on drop_last?",
+        f"{here}: read step by step, the shards should give the order of a single process, "
+        f"{short(wanted)}; they give {short(turns)}. Ranks should take turns, not blocks, and the "
+        "order should not depend on the number of ranks or on drop_last.",
     )
     check(
         turns == wanted,
-        f"{here}: the places after the last sample should be filled from the beginning of the same "
-        f"order, {short(wanted[len(order) :])}; they hold {short(turns[len(order) :])}.",
+        f"{here}: once the samples run out, the shards should be padded from the beginning of the "
+        f"epoch's order, with {short(wanted[len(order) :])}; yours are padded with "
+        f"{short(turns[len(order) :])}.",
     )
 
 
@@ -154,8 +156,8 @@ def test_the_order_is_fixed_by_seed_and_epoch_alone(grade: Grade) -> None:
         same = [other for other, found in zip(keys, orders, strict=True) if found == order]
         check(
             same == [key],
-            f"(seed, epoch) {same[0]} and {same[-1]} have the same order. It must depend on both, "
-            "and not on their sum or product.",
+            f"(seed, epoch) {same[0]} and {same[-1]} have the same order. The order must depend on "
+            "both, not only on their sum or product.",
         )
 
 
@@ -164,7 +166,7 @@ def test_processes_agree_on_the_order(grade: Grade) -> None:
     here, there = grade.call(s.shard_by_process, {"seed": grade.random.randrange(10**6)})
     check(
         here == there,
-        "two processes have different orders for the same seed and epoch. hash() of a string "
+        "two processes compute different orders for the same seed and epoch. hash() of a string "
         "differs from process to process: seed with numbers.",
     )
 
@@ -180,9 +182,10 @@ def test_every_order_is_equally_likely(grade: Grade) -> None:
         [(most, count)] = counts.most_common(1)
         check(
             len(counts) == ORDERS_OF_4 and count <= 3 * DRAWS // ORDERS_OF_4,
-            f"4 samples have {ORDERS_OF_4} orders, and {DRAWS} {what} should give each about "
-            f"{DRAWS // ORDERS_OF_4} times; they give {len(counts)} of them, and {most} {count} "
-            f"times. Is it a random permutation, and a different one for each of the {what}?",
+            f"4 samples have {ORDERS_OF_4} orders, and {DRAWS} {what} should give each order about "
+            f"{DRAWS // ORDERS_OF_4} times; they give {len(counts)} of them, and the order {most} "
+            f"{count} times. Is it a random permutation, and a different one for each of the "
+            f"{what}?",
         )
 
 
@@ -193,15 +196,16 @@ def test_a_large_data_set_is_mixed_as_a_whole(grade: Grade) -> None:
     moved = sum(abs(place - index) for place, index in enumerate(order)) / n
     check(
         0.28 * n <= moved <= 0.39 * n,
-        f"on average, {n} samples in random order are {n // 3} places from where they were; these "
-        f"are {moved:.0f}. Was the whole data set permuted at random?",
+        f"in a random order of {n} samples, a sample is on average {n // 3} places away from where "
+        f"it was; in your order, it is {moved:.0f} places away. Was the whole data set permuted at "
+        "random?",
     )
     steps = len({(after - before) % n for before, after in pairwise(order)})
     check(
         steps >= n // 2,
         f"{n} samples in random order have about {0.63 * n:.0f} different distances from one "
-        f"sample to the next; these have {steps}. A rotation is not a random order, and neither is "
-        "one of blocks that stay together.",
+        f"sample to the next; yours have {steps}. A rotation is not a random order, and neither is "
+        "a shuffle of blocks that stay together.",
     )
 
 
@@ -228,8 +232,8 @@ def test_global_generators_are_left_alone(grade: Grade) -> None:
         check(
             not moved,
             f"with {options}, shard_indices drew from or seeded the global generator of "
-            f"{' and '.join(moved)}. Dropout and augmentation draw from it too: make a generator "
-            "of your own.",
+            f"{' and '.join(moved)}. Dropout and augmentation draw from it too, so make a "
+            "generator of your own.",
         )
 
 
@@ -263,7 +267,7 @@ def test_every_rank_computes_its_shard_alone(grade: Grade) -> None:
 
 
 SLOW_SHARD = (
-    "the shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
+    "a shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
 )
 
 
@@ -273,8 +277,8 @@ def test_the_cost_grows_with_the_data_set_alone(grade: Grade) -> None:
     [peak] = grade.run(s.peak_of_shard, 1, samples, ranks - 1, ranks, if_slow=SLOW_SHARD).results
     check(
         peak <= BYTES_PER_SAMPLE * samples,
-        f"the shard of one rank of {ranks} took {peak:,} bytes for {samples:,} samples, "
-        f"{peak / samples:.0f} per sample; a few lists of all samples take less than "
-        f"{BYTES_PER_SAMPLE}. Does it build something for every rank?",
+        f"shard_indices took {peak:,} bytes of memory for one rank of {ranks} and {samples:,} "
+        f"samples, which is {peak / samples:.0f} bytes per sample; a few lists of all samples take "
+        f"less than {BYTES_PER_SAMPLE} bytes per sample. Does it build something for every rank?",
     )
     grade.run(s.shards, 1, [(200_000, 2, {})], if_slow=SLOW_SHARD)

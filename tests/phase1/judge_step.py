@@ -4,10 +4,11 @@ from math import isclose
 from typing import Any
 
 import pytest
-from judging.checks import check_refused, is_close, of_members, same_loss, short
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
+from judging.checks import check_refused, is_close, of_members, same_loss, short
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import reference
 from phase1 import step as b
 from phase1.models import Stepped
@@ -53,8 +54,8 @@ def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
         check(
             is_close(alone["state"], result["state"])
             and same_loss(alone["losses"], result["losses"]),
-            f"{here}: after {STEPS} steps the weights differ from those of one process, or the "
-            f"losses do: they are {short(result['losses'])} and should be "
+            f"{here}: after {STEPS} steps the weights or the losses differ from those of one "
+            f"process: the losses are {short(result['losses'])}, and should be "
             f"{short(alone['losses'])}. {cause}",
         )
         check(
@@ -88,7 +89,8 @@ def _check_is_its_own(here: str, result: Any, num_rows: int) -> None:
     check(
         result["are_buffers_kept"],
         f"{here}: train_step should leave the model's buffers as the forward pass leaves them, but "
-        "has changed them: ranks need to share only loss, number of targets and gradients.",
+        "has changed them: ranks need to share only the loss, the number of targets and the "
+        "gradients.",
     )
     check(
         not result["changed"],
@@ -107,13 +109,13 @@ def _check_is_its_own(here: str, result: Any, num_rows: int) -> None:
 
 
 def _check_calls(run: Run, expected: int) -> None:
-    """By default: one all-reduce of two numbers a step, one for each parameter, nothing else."""
+    """A step makes one all-reduce of two numbers, one for each parameter, and nothing else."""
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     check(
         run.collectives == [expected] * len(run.results) and not sends,
-        f"{STEPS} steps need {expected} all-reduces on each rank: one of two numbers a step, and "
-        f"one for each of {TRAINABLE} trainable parameters. The numbers of collectives by rank are "
-        f"{run.collectives}, and {sends} other messages were sent.",
+        f"{STEPS} steps need {expected} all-reduces on each rank: each step needs one for two "
+        f"numbers, and one for each of {TRAINABLE} trainable parameters. Collective calls per "
+        f"rank: {run.collectives}; other messages sent: {sends}.",
     )
 
 
@@ -134,18 +136,21 @@ def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
         here = f"rank {rank} of {len(MEMBERS)}"
         check(
             len(used["average"]) == 1,
-            f"{here}: the average given should be called once in a step; it was called "
-            f"{len(used['average'])} times.",
+            f"{here}: train_step should call its argument average once in a step; average was "
+            f"called {counted(len(used['average']), 'time')}.",
         )
+        whats = ("the model", "the all_reduce", "the group")
+        missing = [what for what, came in zip(whats, used["average"][0], strict=True) if not came]
         check(
-            all(used["average"][0]),
+            not missing,
             f"{here}: average should get the model, the all_reduce and the group that train_step "
-            f"was given; whether it got each of the three: {used['average'][0]}.",
+            f"was given; it did not get {' and '.join(missing)}.",
         )
         check(
             used["sizes"] == [2],
-            f"{here}: loss and number of targets should go through the all_reduce given, two "
-            f"numbers in one call; it was called with {used['sizes']} numbers.",
+            f"{here}: the loss and the number of targets should go through the argument "
+            "all_reduce, two numbers in one call; all_reduce was called with tensors of "
+            f"{used['sizes']} numbers.",
         )
         _check_moved(here, used["moved"], -0.5 * gradient)
     _check_nothing_besides(run)
@@ -156,9 +161,9 @@ def _check_moved(here: str, moved: dict[str, list[float]], by: float) -> None:
     for name, found in moved.items():
         check(
             any(is_close(found, [one] * len(found)) for one in (by, by / 3)),
-            f"{here}: after average, the gradient of {name} is {by / -0.5:.4f}, and the optimizer "
-            f"should move it by {by:.4f}; it moved by {short(found)}. The gradients that average "
-            "leaves are those of the step: do not change them afterwards.",
+            f"{here}: after average, the gradient of {name} is {by / -0.5:.4f}, so the optimizer "
+            f"should change {name} by {by:.4f}; it changed by {short(found)}. The gradients that "
+            "average leaves are those of the step: do not change them afterwards.",
         )
 
 
@@ -166,8 +171,8 @@ def _check_nothing_besides(run: Run) -> None:
     expected = [int(rank in MEMBERS) for rank in range(OUTER_WORLD_SIZE)]
     check(
         run.collectives == expected,
-        "with an average that sends nothing, a step needs only the all-reduce of two numbers; the "
-        f"numbers of collectives by rank are {run.collectives}, and should be {expected}.",
+        "with an average that sends nothing, a step needs only the all-reduce of two numbers; "
+        f"collective calls per rank should be {expected}, but are {run.collectives}.",
     )
 
 
@@ -178,23 +183,23 @@ def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> Non
     for rank, result in enumerate(results):
         check(
             not result["changed"],
-            f"rank {rank} of 3: no rank has a target, but the parameters have still changed. Raise "
-            "the error before the optimizer's step.",
+            f"rank {rank} of 3: no rank has a target, but the parameters were changed anyway. "
+            "Raise the error before the optimizer's step.",
         )
 
 
 @task("1.11")
 def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
-    sizes = [4 * grade.random.randint(65, 124) + 3 for _ in range(2)]  # all become one more
+    sizes = [4 * grade.random.randint(65, 124) + 3 for _ in range(2)]  # bfloat16 adds one to each
     wrong = [grade.random.randint(50, 120) for _ in sizes]
     expected = 64 * sum(wrong) / sum(sizes)
     for rank, got in enumerate(grade.run(b.step_in_bfloat16, 2, sizes, wrong).results):
         check(
             isclose(got, expected, rel_tol=1e-6),
-            f"a model in bfloat16, {sizes} targets on 2 ranks, of which {wrong} have a loss of 64 "
-            f"and the others of 0: train_step should return {expected:.6f}, but on rank {rank} it "
-            f"returned {got:.6f}. bfloat16 has 8 significant bits: 303 becomes 304. Count and add "
-            "up in float32 or float64.",
+            f"for a model in bfloat16 and {sizes} targets on 2 ranks, of which {wrong} have a loss "
+            f"of 64 and the others a loss of 0, train_step should return {expected:.6f}, but on "
+            f"rank {rank} it returned {got:.6f}. bfloat16 has 8 significant bits, so 303 becomes "
+            "304. Count and add up in float32 or float64.",
         )
 
 

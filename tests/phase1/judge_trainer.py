@@ -4,18 +4,19 @@ import re
 from typing import Any
 
 import pytest
-from judging.checks import check_refused, is_close, same_loss, short
-from judging.groups import STUCK_IN_GROUP
 
 from distlab.grade import Grade, check, task
+from distlab.words import verb
+from judging.checks import check_refused, is_close, same_loss, short
+from judging.groups import STUCK_IN_GROUP
 from phase1 import reference
 from phase1 import trainer as t
 from phase1.models import GLOBAL_BATCH, LR, NUM_TEST, STEPS
 
 EPOCHS = 2
 STATISTICS = (
-    "Running statistics follow each rank's shard: broadcast rank 0's buffers to all ranks after "
-    "each epoch, before the evaluation."
+    "Each rank computes running statistics from its own shard: broadcast rank 0's buffers to all "
+    "ranks after each epoch, before the evaluation."
 )
 UNDER_IF = "Every rank must make every collective call: is one of them under a condition?"
 
@@ -29,7 +30,7 @@ def test_training_is_that_of_one_process(grade: Grade, n: int) -> None:
     cause = "Call set_epoch before each epoch."
     if first[0] == list(range(GLOBAL_BATCH)):
         cause = "It is the order of the data set: let build_loader shuffle."
-    check(first != second, f"epochs 1 and 2 see the samples in the same order. {cause}")
+    check(first != second, f"epochs 1 and 2 use the samples in the same order. {cause}")
     _check_fitted(results, [EPOCHS])
 
 
@@ -63,20 +64,20 @@ def _check_fitted(by_rank: list[Any], calls: list[int], **settings: Any) -> None
         _check_histories(here, alone["histories"], result)
         check(
             result["histories"] == by_rank[0]["histories"],
-            f"{here}: the history should be that of rank 0, {short(by_rank[0]['histories'])}; it "
-            f"is {short(result['histories'])}.",
+            f"{here}: the history should be the same as on rank 0, "
+            f"{short(by_rank[0]['histories'])}; it is {short(result['histories'])}.",
         )
         wrong = [name for name, values in alone["state"].items() if not _same(values, result, name)]
         statistics = f" {STATISTICS}" if any("running" in name for name in wrong) else ""
         check(
             not wrong,
-            f"{here}: at the end, {', '.join(wrong)} differ from those of one process that starts "
-            f"from rank 0's weights.{statistics}",
+            f"{here}: at the end, the values of {', '.join(wrong)} differ from those of one "
+            f"process that starts from rank 0's weights.{statistics}",
         )
         _check_share_of_test(here, result["num_tested"], sum(calls), len(by_rank))
         check(
             not result["types"],
-            f"{here}: the history contains values of wrong types: {short(result['types'])}.",
+            f"{here}: the history contains values of the wrong types: {short(result['types'])}.",
         )
 
 
@@ -85,8 +86,8 @@ def _check_share_of_test(here: str, num_tested: int, epochs: int, n: int) -> Non
     check(
         abs(num_tested - epochs * share) < epochs,
         f"{here}: in {epochs} evaluations of {NUM_TEST} samples, each of {n} ranks should fetch "
-        f"about {epochs * share:.0f}; it fetched {num_tested}. Ranks share the evaluation, as in "
-        "1.12.",
+        f"about {epochs * share:.0f} samples; this rank fetched {num_tested}. Ranks share the "
+        "evaluation, as in 1.12.",
     )
 
 
@@ -101,7 +102,7 @@ def _check_histories(here: str, expected: list[Any], result: Any) -> None:
         check(
             found == numbers,
             f"{here}: call {call} of fit should return a history of the epochs {numbers}; it "
-            f"returned one of {found}.",
+            f"returned a history of {found}.",
         )
         for want, entry in zip(wanted, got, strict=True):
             _check_epoch(f"{here}, call {call}, epoch {want['epoch']}", want, entry)
@@ -110,12 +111,12 @@ def _check_histories(here: str, expected: list[Any], result: Any) -> None:
 def _check_epoch(here: str, want: Any, got: Any) -> None:
     check(
         same_loss(want["step_losses"], got["step_losses"]),
-        f"{here}: one process that starts from rank 0's weights has the losses "
+        f"{here}: one process that starts from rank 0's weights gets the step losses "
         f"{short(want['step_losses'])}; here they are {short(got['step_losses'])}.",
     )
     check(
         same_loss(want["test"], got["test"]),
-        f"{here}: one process has the test loss and accuracy {want['test']}; here they are "
+        f"{here}: one process gets the test loss and accuracy {want['test']}; here they are "
         f"{got['test']}, although the losses of the steps are right. Is the model evaluated after "
         f"the epoch's last step, with rank 0's buffers? {STATISTICS}",
     )
@@ -124,13 +125,13 @@ def _check_epoch(here: str, want: Any, got: Any) -> None:
 @task("1.13")
 def test_fit_called_again_trains_on(grade: Grade) -> None:
     """In between, all ranks but rank 0 have changed their weights."""
-    calls = [1, 6]  # so many that the loss of the test data rises
+    calls = [1, 6]  # so many that the test loss rises
     results = grade.run(t.fit, 2, calls).results
     orders = _batches(orders_of(results, sum(calls)))
     check(
         orders[:STEPS] == orders[STEPS : 2 * STEPS],
-        "fit called again with the same seed should show the samples in the same order again: "
-        "epochs count from the start of each call.",
+        "fit, called again with the same seed, should use the samples in the same order again: "
+        "each call counts its epochs from the start.",
     )
     _check_fitted(results, calls)
 
@@ -146,7 +147,7 @@ def test_no_epoch_is_an_empty_history(grade: Grade) -> None:
             f"history is {short(result['histories'])}, {len(result['fetched'])} samples were "
             f"fetched, and {short(result['printed'])} was printed.",
         )
-        check(result["state"] == start, f"{here}: all ranks should have rank 0's model.")
+        check(result["state"] == start, f"{here}: after fit, all ranks should have rank 0's model.")
 
 
 @task("1.13", real=True)
@@ -161,14 +162,14 @@ def _check_printed(by_rank: list[Any]) -> None:
         len(lines) == EPOCHS
         and all("loss" in line.lower() for line in lines)
         and all(_names(epoch, line) for epoch, line in enumerate(lines, start=1)),
-        "rank 0 should print one line per epoch, with its number and the loss; it printed "
-        f"{short(first['printed'])}.",
+        "rank 0 should print one line per epoch, with the number of the epoch and the loss; it "
+        f"printed {short(first['printed'])}.",
     )
     next_epochs = first["fetched_s"][:: len(first["fetched"]) // EPOCHS][1:]
     check(
         all(line <= begin for line, begin in zip(first["printed_s"], next_epochs, strict=False)),
-        "rank 0 should print the line of an epoch when the epoch is over, but printed it after the "
-        "next epoch had begun.",
+        "rank 0 should print an epoch's line as soon as the epoch is over, but printed it only "
+        "after the next epoch had begun.",
     )
     for rank, result in enumerate(others, start=1):
         text = result["printed"]
@@ -176,7 +177,7 @@ def _check_printed(by_rank: list[Any]) -> None:
 
 
 def _names(number: int, line: str) -> bool:
-    """Whether the number stands in the line, and not in ``rank 0/2``, in 1.73 or in 1,024."""
+    """Whether the number itself is in the line, not just in ``rank 0/2``, 1.73 or 1,024."""
     return bool(re.search(rf"(?<![\d.,/]){number}(?![\d]|[.,]\d)", line))
 
 
@@ -186,9 +187,10 @@ def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> Non
     for rank, result in enumerate(results):
         check(
             not result["modes"],
-            f"rank {rank} of 2: {' and '.join(result['modes'])} were in evaluation mode during a "
-            "step. Switch to training mode at the start of each epoch: the caller may have "
-            "evaluated the model before.",
+            f"rank {rank} of 2: {' and '.join(result['modes'])} "
+            f"{verb(result['modes'], 'were', 'was')} in evaluation mode during a step. Switch to "
+            "training mode at the start of each epoch: the caller may have evaluated the model "
+            "before.",
         )
     _check_fitted(results, [EPOCHS], normalised=True)
 
@@ -199,7 +201,7 @@ def test_the_seed_fixes_the_order_whatever_the_number_of_ranks(grade: Grade) -> 
     drawn = _check_order(grade, seed, seed)
     check(
         drawn != _check_order(grade, None, 0),
-        f"seeds {seed} and 0 (the default) show the samples in the same order. Pass seed on to "
+        f"seeds {seed} and 0 (the default) give the same order of samples. Pass seed on to "
         "build_loader.",
     )
 
@@ -209,8 +211,8 @@ def _check_order(grade: Grade, seed: int | None, same: int) -> list[list[int]]:
     alone, two = _order_of(grade, 1, seed), _order_of(grade, 2, same)
     check(
         alone == two,
-        f"seed {same} shows the global batches {short(alone)} on 1 rank and {short(two)} on 2. "
-        "The order of the samples should be the same for any number of ranks.",
+        f"seed {same} gives the global batches {short(alone)} on 1 rank, but {short(two)} on 2 "
+        "ranks. The order of the samples should be the same for any number of ranks.",
     )
     return alone
 
@@ -233,8 +235,8 @@ def test_runs_of_different_seeds_share_no_epoch(grade: Grade) -> None:
         twins = [key for key, other in epochs.items() if other == order]
         check(
             twins == [(one, epoch)],
-            f"(seed, epoch) {' and '.join(map(str, twins))} show the samples in the same order. "
-            "Give build_loader the seed as it is, and set_epoch the epoch.",
+            f"(seed, epoch) {' and '.join(map(str, twins))} give the same order of samples. Pass "
+            "the seed to build_loader as it is, and the epoch to set_epoch.",
         )
 
 
@@ -246,9 +248,9 @@ def test_average_and_all_reduce_are_used(grade: Grade) -> None:
         check(
             result["average"] == [True] * STEPS and result["sizes"] == [2] * STEPS,
             f"rank {rank} of {n}: the trainer's average should be called {STEPS} times in {STEPS} "
-            f"steps, with its all_reduce; average was called {len(result['average'])} times, and "
-            f"all_reduce with {short(result['sizes'])} numbers. self.step(batch) passes both on to "
-            "train_step.",
+            f"steps, with the trainer's all_reduce; average was called {len(result['average'])} "
+            f"times, and all_reduce with tensors of {short(result['sizes'])} numbers. "
+            "self.step(batch) passes both on to train_step.",
         )
     _check_fitted(results, [1], lr=n * LR)  # the average given sums
 

@@ -1,10 +1,9 @@
-"""Judges task 1.13: the speed that the history has, and what a training sends."""
+"""Judges task 1.13: the speed in the history, and what training sends."""
 
 from typing import Any
 
-from judging.checks import UNIFORM, distance
-
 from distlab.grade import Grade, Run, check, task
+from judging.checks import UNIFORM, distance
 from phase1 import trainer as t
 from phase1.judge_trainer import EPOCHS, orders_of
 from phase1.models import GLOBAL_BATCH, STEPS, network
@@ -27,7 +26,7 @@ def test_the_speed_is_that_of_all_ranks(grade: Grade) -> None:
 
 
 def _check_speeds(by_rank: list[Any]) -> None:
-    """The seconds of an epoch go from its first sample to its last all-reduce."""
+    """Check the speeds: an epoch lasts from its first sample to its last all-reduce."""
     orders_of(by_rank, EPOCHS)
     n, images = len(by_rank), STEPS * GLOBAL_BATCH
     for rank, result in enumerate(by_rank):
@@ -40,8 +39,8 @@ def _check_speeds(by_rank: list[Any]) -> None:
             cause = "That is the speed of one rank: count the images of all ranks."
         check(
             _within_1_percent(found, expected),
-            f"rank {rank} of {n}: {images} images in {_rounded(seconds)} s of training are "
-            f"{_rounded(expected)} images/s; the history says {_rounded(found)}. {cause}",
+            f"rank {rank} of {n}: {images} images per epoch, in {_rounded(seconds)} s of training, "
+            f"are {_rounded(expected)} images/s; the history says {_rounded(found)}. {cause}",
         )
 
 
@@ -55,7 +54,7 @@ def _rounded(numbers: list[float]) -> str:
 
 @task("1.13")
 def test_nothing_else_is_sent(grade: Grade) -> None:
-    """The lesson's own broadcast_parameters and evaluate tell what these may send."""
+    """The lesson's own broadcast_parameters and evaluate determine what these may send."""
     n, buffers = 4, len(list(network(0, normalised=True).buffers()))
     parts = grade.run(t.parts_of_fit, n, EPOCHS)
     run = grade.run(t.fit_normalised, n, [EPOCHS])
@@ -64,15 +63,15 @@ def test_nothing_else_is_sent(grade: Grade) -> None:
     found = _broadcasts(run, n)
     check(
         found <= allowed + 1e-6,
-        f"{EPOCHS} epochs of {STEPS} steps on {n} ranks sent {run.messages[0]} messages and called "
-        f"{run.collectives[0]} collectives on rank 0. Counted as broadcasts that is {found:.0f}, "
-        f"and {allowed:.0f} would be enough: the model is broadcast once, when fit starts (equal "
-        f"gradients keep it equal), each of {buffers} buffers once per epoch, and there is one "
-        "evaluation per epoch.",
+        f"in {EPOCHS} epochs of {STEPS} steps on {n} ranks, rank 0 sent {run.messages[0]} messages "
+        f"and called {run.collectives[0]} collectives. With every {n - 1} messages counted as one "
+        f"collective, the ranks used {found:.0f} collectives, where {allowed:.0f} would be enough: "
+        "the model is broadcast once, when fit starts (equal gradients keep it equal), each of "
+        f"{buffers} buffers once per epoch, and there is one evaluation per epoch.",
     )
 
 
 def _broadcasts(run: Run, n: int) -> float:
-    """Collectives of a rank, and point-to-point messages: N-1 of these make a broadcast."""
+    """Count a rank's collectives, and all messages: N-1 of these count as one collective."""
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     return max(run.collectives) + sends / (n - 1)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from judging.calls import numbers, refusal_of, returned
 from judging.pretend_device import PretendDevice, devices_sent
-from torch import Tensor
 
 Strategy = Callable[[Tensor, Any], None]
 Schedule = Sequence[Sequence[Sequence[float]]]  # cell, rank, run: seconds

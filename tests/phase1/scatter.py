@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from judging.calls import pair, refusal_of
 from judging.pretend_device import PretendDevice, device_of, devices_sent
-from torch import Tensor
 
 Shape = tuple[int, ...]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
 from judging.calls import int_list, refusal_of
 
 Shards = list[list[int]]  # by rank

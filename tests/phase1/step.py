@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from judging.calls import refusal_of, returned
 from torch import nn
 
+from judging.calls import refusal_of, returned
 from phase1.gradients import Counted
 from phase1.models import FEATURES, Saturated, Stepped, batch_of, state_of
 

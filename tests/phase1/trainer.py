@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from judging.calls import refusal_of, returned
-from judging.pretend_device import PretendDevice, device_of
 from torch import nn
 
+from judging.calls import refusal_of, returned
+from judging.pretend_device import PretendDevice, device_of
 from phase1.gradients import Counted, averaging
 from phase1.models import (
     FIRST_SEED,

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from judging.pretend_device import CPU, PretendDevice, device_of, devices_sent
 from phase1.models import classifier
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from distlab import launch
+from judging.pretend_device import CPU, PretendDevice, device_of, devices_sent
 
 TOGETHER = "Expected all tensors to be on the same device"
 

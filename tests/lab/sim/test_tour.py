@@ -26,6 +26,8 @@ import torch.distributed as dist
 from distlab.cli import main
 from distlab.sim import Options, simulate
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs/simulator.md"
 IMAGES = ROOT / "docs/images"

@@ -1,0 +1,144 @@
+"""Programs in Python as new processes run them, without the two seconds in which each loads torch.
+
+    Popen ──arguments, folder, variables, descriptors──▶ source: a process with torch imported
+          ◀─pid───────────────────────────────────────── └─fork─fork──▶ the program
+
+The program is a child of who asked, as any other: the process between it and the source has ended,
+and Linux gives it to the one that adopts orphans just then. Nothing of the course is imported
+before the fork. A program has a source of its own, so what it starts in turn is forked too: the
+grader, its fork server. Where there is no Linux, all start as usual.
+
+Tests of how a process starts or ends, of signals or of a terminal do not use this.
+"""
+
+import ctypes
+import inspect
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+LENGTH = struct.Struct("=q")
+SERVE = "__import__('program_source').serve()"
+UNBUFFERED = "-u"
+PR_SET_CHILD_SUBREAPER = 36
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # of a core that many share
+
+RealPopen = subprocess.Popen
+_lock = threading.Lock()
+_source: socket.socket | None = None
+
+
+class Request(NamedTuple):
+    """A program to start.
+
+    Attributes:
+        places: the numbers that the descriptors which come along are to have.
+    """
+
+    arguments: list[str]
+    folder: str
+    variables: dict[str, str]
+    places: list[int]
+    has_own_session: bool
+
+
+class ForkingPopen(RealPopen):  # type: ignore[type-arg]
+    """Popen, but a program in Python is forked."""
+
+    def _execute_child(self, *given: Any) -> None:
+        real = RealPopen._execute_child  # type: ignore[attr-defined]
+        asked = inspect.signature(real).bind(self, *given).arguments
+        if _source is None or not _can_be_forked(asked):
+            real(self, *given)
+            return
+        standard = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        numbers = [k if number == -1 else number for k, number in enumerate(standard)]
+        kept = list(asked["pass_fds"])
+        variables = dict(os.environ if asked["env"] is None else asked["env"])
+        folder = os.path.abspath(asked["cwd"] or "")
+        arguments = [os.fspath(word) for word in asked["args"]]
+        new_session = bool(asked["start_new_session"])
+        request = Request(arguments, folder, variables, [0, 1, 2, *kept], new_session)
+        self.pid = _started(_source, request, [*numbers, *kept])
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
+
+
+def _can_be_forked(asked: dict[str, Any]) -> bool:
+    """Whether it is Python that is to start as the source did; scripts begin with their path."""
+    words = asked["args"]
+    if isinstance(words, (str, bytes)) or os.fspath(words[0]) != sys.executable:
+        return False
+    first = next((os.fspath(word) for word in words[1:] if word != UNBUFFERED), "-")
+    is_plain = first in ("-c", "-m") or not first.startswith("-")
+    return is_plain and asked["preexec_fn"] is None and _settings(asked["env"]) == _settings(None)
+
+
+def _settings(variables: dict[str, str] | None) -> dict[str, str]:
+    """What Python reads when it starts; but for its path, which can be changed afterwards."""
+    known = os.environ if variables is None else variables
+    return {
+        name: text
+        for name, text in known.items()
+        if name.startswith("PYTHON") and name != "PYTHONPATH"
+    }
+
+
+def _started(source: socket.socket, request: Request, descriptors: Sequence[int]) -> int:
+    """Have the source start a program, as a child of this process; return its pid."""
+    text = json.dumps(request).encode()
+    with _lock:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(source, [LENGTH.pack(len(text))], descriptors)
+            source.sendall(text)
+            return int(LENGTH.unpack(read_exactly(source, LENGTH.size))[0])
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@contextmanager
+def source() -> Iterator[socket.socket]:
+    """Start a process that programs are forked from."""
+    ours, theirs = socket.socketpair()
+    process = RealPopen(
+        [sys.executable, "-c", SERVE, str(theirs.fileno())],
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.path.dirname(__file__)},
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    theirs.close()
+    with process, ours:
+        yield ours
+        ours.close()
+
+
+def fork_from(source: socket.socket | None) -> None:
+    """Fork the programs that this process starts from now on; ``None``: start them as usual."""
+    global _source
+    _source = source
+    subprocess.Popen = ForkingPopen if source else RealPopen  # type: ignore[misc]
+
+
+def read_exactly(source: socket.socket, size: int) -> bytes:
+    text = b""
+    while len(text) < size:
+        more = source.recv(size - len(text))
+        if not more:
+            raise EOFError("the other end has gone")
+        text += more
+    return text
+
+
+def prctl(option: int, value: int) -> None:
+    libc: Any = ctypes.CDLL(None)
+    libc.prctl(option, value)

@@ -1,0 +1,150 @@
+"""The process that ``forked_python`` forks programs from, and what makes a fork one of them."""
+
+import atexit
+import fcntl
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from types import CodeType
+from typing import NoReturn
+
+from forked_python import LENGTH, UNBUFFERED, Request, fork_from, prctl, read_exactly
+
+MOST_DESCRIPTORS = 16
+OUT_OF_THE_WAY = 200  # no descriptor of a new process has such a number
+FORK_SERVER = "distlab.launch.fork_server_main"  # it forks ranks, and starts no programs
+PR_SET_PDEATHSIG = 1
+
+
+def serve() -> NoReturn:
+    """Be a source until the other end closes, and in its forks the programs."""
+    import torch._dynamo  # the first optimizer imports it, for a second
+    import torch.distributed  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # what programs collect is their own, and their pages stay shared
+    asking = socket.socket(fileno=int(sys.argv[1]))
+    own_path = [place for place in sys.path if place not in ("", os.path.dirname(__file__))]
+    while True:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the programs are interrupted, not this
+        request, descriptors = _forked_for(asking)
+        its_source = _source_of_its_own(request, descriptors)
+        if its_source is None:
+            _run(_become(request, descriptors, own_path))
+        asking = its_source
+
+
+def _source_of_its_own(request: Request, descriptors: list[int]) -> socket.socket | None:
+    """Fork a source for a program that may start others; return, in the source, who will ask."""
+    if any(FORK_SERVER in word for word in request.arguments):
+        return None
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        number = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, OUT_OF_THE_WAY)
+        ours.close()
+        fork_from(socket.socket(fileno=number))
+        return None
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _close(*descriptors)
+    ours.close()
+    return theirs
+
+
+def _forked_for(asking: socket.socket) -> tuple[Request, list[int]]:
+    """Fork for each request; return in the forks, once they belong to who asked."""
+    while True:
+        start, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, MOST_DESCRIPTORS)
+        if not start:
+            os._exit(0)
+        request = Request(*json.loads(read_exactly(asking, LENGTH.unpack(start)[0])))
+        child = os.fork()
+        if not child:
+            break
+        os.waitpid(child, 0)
+        _close(*descriptors)
+    between = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(0.0005)
+    asking.sendall(LENGTH.pack(os.getpid()))
+    asking.close()
+    return request, descriptors
+
+
+def _become(request: Request, descriptors: list[int], own_path: list[str]) -> CodeType:
+    """Take over what a new process would have got; return what it runs."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request.has_own_session:
+        os.setsid()
+    _place(descriptors, request.places)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.variables)
+    if UNBUFFERED in request.arguments[1:2]:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        del request.arguments[1]
+    first, *rest = request.arguments[1:]
+    given = filter(None, request.variables.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [*given, *own_path]
+    if first == "-c":
+        sys.argv, sys.path[:0] = ["-c", *rest[1:]], [""]
+        return compile(rest[0], "<string>", "exec")
+    if first == "-m":
+        sys.argv, sys.path[:0] = rest, [request.folder]
+        start = f"run_module({rest[0]!r}, run_name='__main__', alter_sys=True)"
+    else:
+        sys.argv, sys.path[:0] = [first, *rest], [os.path.dirname(os.path.abspath(first))]
+        start = f"run_path({first!r}, run_name='__main__')"
+    return compile(f"__import__('runpy').{start}", "<string>", "exec")
+
+
+def _run(program: CodeType) -> NoReturn:
+    """Run a program, and end as Python does, but without taking torch apart: half a second."""
+    status = 1
+    try:
+        status = _status_of(program)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if status == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os._exit(status)
+
+
+def _status_of(program: CodeType) -> int:
+    try:
+        exec(program, vars(sys.modules["__main__"]))
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return (left.code or 0) & 0xFF
+        print(left.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _place(descriptors: list[int], places: list[int]) -> None:
+    """Give descriptors their numbers, which others of them may have now."""
+    high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, OUT_OF_THE_WAY) for number in descriptors]
+    _close(*descriptors)
+    for number, place in zip(high, places, strict=True):
+        os.dup2(number, place)
+    _close(*high)
+
+
+def _close(*descriptors: int) -> None:
+    for number in descriptors:
+        os.close(number)
