@@ -190,7 +190,7 @@ class _Stage:
         x, y = self.in_flight.pop((action.micro_batch, action.chunk))
         gradient = self.arrived.pop(action, [])  # none for a loss, or if all before it is frozen
         if y.requires_grad:
-            torch.autograd.backward(y, *gradient)
+            y.backward(*gradient)
         return [] if x.grad is None else [x.grad]
 
     def _next(self, stage: int, action: Action) -> tuple[int, Action] | None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from judging.calls import numbers, refusal_of
 from torch import Tensor, nn
 
 from distlab.sim import Cluster
 from distlab.sim.cluster import GPU
+from judging.calls import numbers, refusal_of
 from phase2.drawings import drawn
 from phase2.pipeline_models import block, gradients_of, loss_of, micro_batch
 from phase2_advanced.given import Batch
@@ -17,16 +17,17 @@ from phase2_advanced.given import Batch
 CALLS = 2
 
 
-def run_pipeline(
-    lesson: Any, text: str, sizes: Sequence[int], kind: str, group: Any = None
-) -> dict[str, Any]:
-    """Loss and gradients of this rank's blocks, after the second of two calls.
+Case = tuple[str, Sequence[int], str]  # a schedule as drawn; rows of micro-batches; kind of model
 
-    Args:
-        text: the schedule, as drawn.
-        sizes: rows of each micro-batch.
-        kind: of model, one of pipeline_models.KINDS.
-    """
+
+def run_pipelines(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
+    """For each case: loss and gradients of this rank's blocks, after the second of two calls."""
+    return [_run_pipeline(lesson, *case, group) for case in cases]
+
+
+def _run_pipeline(
+    lesson: Any, text: str, sizes: Sequence[int], kind: str, group: Any
+) -> dict[str, Any]:
     chunks, batches = _mine(text, sizes, kind, group)
     given = {} if group is None else {"group": group}
     for _ in range(CALLS):
@@ -49,12 +50,14 @@ def _seen(batch: Batch, is_first: bool, is_last: bool) -> tuple[Tensor | None, .
     return (inputs if is_first else None, *(one if is_last else None for one in rest))
 
 
-def refused(lesson: Any, text: str, sizes: Sequence[int], num_chunks: int) -> dict[str, str]:
-    """How a schedule is refused that is not one for these micro-batches and chunks."""
-    rank, p = dist.get_rank(), dist.get_world_size()
-    chunks = [block(chunk * p + rank, num_chunks * p) for chunk in range(num_chunks)]
-    batches = [micro_batch(*one) for one in enumerate(sizes)]
-    return refusal_of(lambda: lesson.run_schedule(drawn(text), chunks, batches, loss_of("dense")))
+def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[dict[str, str]]:
+    """How schedules are refused that are none for these micro-batches and one chunk a rank."""
+    chunks = [block(dist.get_rank(), dist.get_world_size())]
+    batches = [micro_batch(i, 3 + i) for i in range(num_micro_batches)]
+    return [
+        refusal_of(lambda text=text: lesson.run_schedule(drawn(text), chunks, batches, loss_of("")))
+        for text in texts
+    ]
 
 
 # An ideal cluster: only matrix products take time. Blocks are wide inside and narrow between.
