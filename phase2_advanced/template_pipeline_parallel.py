@@ -44,7 +44,7 @@ def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
     """
     # TODO 2.10: return the list of actions of every stage.
     #   Tools: Action, range, reversed. print(grid(…)) draws what you return.
-    #   Worked: 4 stages and 8 micro-batches: 4 lists of 16 actions. Drawn, the schedule is 22
+    #   Example: 4 stages and 8 micro-batches: 4 lists of 16 actions. Drawn, the schedule is 22
     #   columns wide, and in 6 of these a stage does nothing.
     #   About 4 lines.
     raise NotImplementedError("Task 2.10: gpipe_schedule, see guidelines.md#210-gpipes-schedule")
@@ -72,7 +72,7 @@ def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
     # TODO 2.11: return the list of actions of every stage, within the limits of memory and time.
     #   Tools: Action, range, min, zip. print(grid(…)) draws what you return, and tells where it
     #   comes to a stop.
-    #   Worked: 4 stages and 8 micro-batches: at most 4, 3, 2 and 1 of them are in flight in stages
+    #   Example: 4 stages and 8 micro-batches: at most 4, 3, 2 and 1 of them are in flight in stages
     #   0 to 3, and the drawing is 22 columns wide, as GPipe's is.
     #   About 10 lines; what 2.13 can use too is worth a helper.
     raise NotImplementedError(
@@ -114,21 +114,21 @@ def run_schedule(
         The mean loss over all targets; the same number on every rank.
 
     Raises:
-        ValueError: on every rank, before anything is sent. If the schedule has another number of
-            stages than the group has ranks, it names both numbers. If an action is missing, stands
-            there twice or does not belong there, or can never start (its own ``F`` comes later, or
-            stages wait for each other), it names the action, as in ``B1``.
+        ValueError: the same on every rank, before anything is sent. If the schedule has another
+            number of stages than the group has ranks, it names both numbers. If an action is
+            missing, stands there twice or does not belong there, or can never start (its own ``F``
+            comes later, or stages wait for each other), it names the action, as in ``B1``.
 
     Cost: one ``send_tensors`` from rank to rank for each output and each gradient that another
         block needs, and one broadcast of two numbers. It does not deadlock if sends are
         synchronous, nor if messages between two ranks go one after the other, as with NCCL. If all
-        blocks take equally long and messages no time, nothing takes longer than in ``timeline``.
+        blocks take equally long and messages no time, a step takes as long as in ``timeline``.
     """
     # TODO 2.12: do this rank's actions and its part of all messages; return the mean loss.
     #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.9;
     #   torch.autograd.backward with a gradient, detach, requires_grad_, dist.broadcast with
     #   group_src=; Counter, for the check.
-    #   Worked: 1F1B with 4 stages, 8 micro-batches: rank 1 receives 8 outputs and sends 8, receives
+    #   Example: 1F1B with 4 stages, 8 micro-batches: rank 1 receives 8 outputs and sends 8, receives
     #   8 gradients and sends 8, and never holds activations of more than 3 micro-batches.
     #   About 80 lines; write a class for what a rank holds.
     raise NotImplementedError("Task 2.12: run_schedule, see guidelines.md#212-run-any-schedule")
@@ -161,7 +161,7 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
     """
     # TODO 2.13: return the list of actions of every stage, within the limits of memory and time.
     #   Tools: Action, range, your helper of 2.11. print(grid(…)) draws what you return.
-    #   Worked: 4 stages of 2 chunks, 8 micro-batches: each stage has 32 actions, the drawing is 38
+    #   Example: 4 stages of 2 chunks, 8 micro-batches: each stage has 32 actions, the drawing is 38
     #   columns wide, and stages 0 to 3 have at most 11, 9, 7 and 5 passes in flight.
     #   About 8 lines.
     raise NotImplementedError(

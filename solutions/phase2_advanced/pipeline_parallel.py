@@ -108,15 +108,15 @@ def run_schedule(
         The mean loss over all targets; the same number on every rank.
 
     Raises:
-        ValueError: on every rank, before anything is sent. If the schedule has another number of
-            stages than the group has ranks, it names both numbers. If an action is missing, stands
-            there twice or does not belong there, or can never start (its own ``F`` comes later, or
-            stages wait for each other), it names the action, as in ``B1``.
+        ValueError: the same on every rank, before anything is sent. If the schedule has another
+            number of stages than the group has ranks, it names both numbers. If an action is
+            missing, stands there twice or does not belong there, or can never start (its own ``F``
+            comes later, or stages wait for each other), it names the action, as in ``B1``.
 
     Cost: one ``send_tensors`` from rank to rank for each output and each gradient that another
         block needs, and one broadcast of two numbers. It does not deadlock if sends are
         synchronous, nor if messages between two ranks go one after the other, as with NCCL. If all
-        blocks take equally long and messages no time, nothing takes longer than in ``timeline``.
+        blocks take equally long and messages no time, a step takes as long as in ``timeline``.
     """
     num_stages = dist.get_world_size(group)
     _check(schedule, num_stages, len(chunks), len(micro_batches))

@@ -11,7 +11,7 @@ from phase2 import drawings as d
 from phase2 import schedules as b
 from phase2_advanced.given import Action, Schedule
 
-SIZES = [(1, 1), (1, 4), (2, 3), (3, 2), (3, 5), (4, 8), (5, 3), (8, 8)]  # stages, micro-batches
+SIZES = [(4, 8), (3, 5), (2, 3), (3, 2), (5, 3), (8, 8), (1, 4), (1, 1)]  # stages, micro-batches
 
 
 def _schedules(grade: Grade, function: str) -> list[tuple[int, int, Schedule, str]]:
@@ -170,7 +170,7 @@ def test_1f1b_is_that_of_the_paper(grade: Grade, p: int, m: int, text: str) -> N
 
 # 2.13 Interleaved 1F1B
 
-INTERLEAVED = [(1, 3, 2), (2, 2, 2), (2, 4, 2), (3, 6, 3), (4, 8, 2), (4, 4, 3), (2, 6, 1)]
+INTERLEAVED = [(4, 8, 2), (2, 4, 2), (3, 6, 3), (4, 4, 3), (2, 2, 2), (2, 6, 1), (1, 3, 2)]
 
 
 def _interleaved(grade: Grade) -> list[tuple[int, int, int, Schedule, str]]:

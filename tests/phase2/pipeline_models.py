@@ -25,6 +25,8 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        if not torch.autograd._is_checkpoint_valid():  # torch's own checkpoint refuses it too
+            raise RuntimeError("checkpointed layers need backward(), not torch.autograd.grad()")
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             torch.autograd.backward(ctx.layer(x), gradient)
