@@ -128,8 +128,8 @@ def run_schedule(
     #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.9;
     #   torch.autograd.backward with a gradient, detach, requires_grad_, dist.broadcast with
     #   group_src=; Counter, for the check.
-    #   Example: 1F1B with 4 stages, 8 micro-batches: rank 1 receives 8 outputs and sends 8, receives
-    #   8 gradients and sends 8, and never holds activations of more than 3 micro-batches.
+    #   Example: 1F1B with 4 stages, 8 micro-batches: rank 1 receives 8 outputs and sends 8,
+    #   receives 8 gradients and sends 8, and never holds activations of more than 3 micro-batches.
     #   About 80 lines; write a class for what a rank holds.
     raise NotImplementedError("Task 2.12: run_schedule, see guidelines.md#212-run-any-schedule")
 
