@@ -47,7 +47,7 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
     # TODO 2.8: return the cut whose most expensive stage costs least.
     #   Tools: range, functools.cache for a function that calls itself, accumulate and pairwise of
     #   itertools.
-    #   Worked: costs of 3, 3, 2, 6, 1 and 4 in 3 stages: the most expensive stage costs 8.
+    #   Example: for costs of 3, 3, 2, 6, 1 and 4 in 3 stages, the most expensive stage costs 8.
     #   About 14 lines.
     raise NotImplementedError(
         "Task 2.8: partition_layers, see guidelines.md#28-cut-a-model-into-stages"
@@ -75,7 +75,7 @@ def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> li
     # TODO 2.9: send a header and the tensors, and return the works without waiting for them.
     #   Tools: dist.isend with group=, group_dst=; group_device (given); contiguous; pickle or
     #   numbers of your own for the header.
-    #   Worked: 10 and 20 numbers in float32: messages of 40 and 80 bytes after the header.
+    #   Example: 10 and 20 numbers in float32 are messages of 40 and 80 bytes after the header.
     #   About 8 lines.
     raise NotImplementedError("Task 2.9: send_tensors, see guidelines.md#29-run-a-stage")
 
@@ -93,8 +93,8 @@ def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
     """
     # TODO 2.9: return new tensors with the values, shapes and dtypes of those that were sent.
     #   Tools: dist.recv with group=, group_src=; torch.empty, group_device (given), requires_grad_.
-    #   Worked: what was sent as float32 with gradient and as int64: two leaves, of which the first
-    #   requires a gradient.
+    #   Example: float32 activations that require a gradient and an int64 mask arrive as two leaves,
+    #   of which only the first requires a gradient.
     #   About 10 lines.
     raise NotImplementedError("Task 2.9: recv_tensors, see guidelines.md#29-run-a-stage")
 
@@ -136,8 +136,8 @@ class StageRunner:
         """
         # TODO 2.9: run this stage between receiving and sending, and remember what backward needs.
         #   Tools: your send_tensors and recv_tensors, wait.
-        #   Worked: 3 ranks, each multiplies by 2, rank 0 is given 1.0: the last rank returns 8.0,
-        #   the other two None.
+        #   Example: each of 3 ranks multiplies by 2. From 1.0 on rank 0, the last rank returns 8.0,
+        #   and the other two return None.
         #   About 8 lines.
         raise NotImplementedError("Task 2.9: StageRunner.forward, see guidelines.md#29-run-a-stage")
 
@@ -155,7 +155,7 @@ class StageRunner:
         """
         # TODO 2.9: each parameter's grad has grown by what one process would add to it.
         #   Tools: torch.autograd.backward, x.grad, your send_tensors and recv_tensors, wait.
-        #   Worked: y = w·x with w = 2 on rank 0, loss = 3·y on rank 1, x = 5: w.grad grows by 15.
+        #   Example: with y = w·x and x = 5 on rank 0, and loss = 3·y on rank 1, w.grad grows by 15.
         #   About 11 lines.
         raise NotImplementedError(
             "Task 2.9: StageRunner.backward, see guidelines.md#29-run-a-stage"

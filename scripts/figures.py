@@ -79,6 +79,13 @@ FIGURES = (
     # mixed_precision
     # activation_checkpointing
     # model_parallel
+    Figure(
+        "model_parallel",
+        "Four stages: one rank computes, the other three wait",
+        4,
+        cluster="dgx-h100",
+        phase=2,
+    ),
     # pipeline_parallel
     Figure(
         "gpipe",

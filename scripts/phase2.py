@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phase2_advanced.given import Group, Schedule, cross_entropy_sum
-from solutions.phase2_advanced import pipeline_parallel
+from solutions.phase2_advanced import model_parallel, pipeline_parallel
 
 
 def main() -> None:
@@ -30,6 +30,15 @@ def main() -> None:
 # activation_checkpointing
 
 # model_parallel
+
+
+def four_stages() -> None:
+    """Run one step of stages of four layers each, with a batch of 1,024 rows."""
+    stage = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+    runner = model_parallel.StageRunner(stage)
+    output = runner.forward(torch.ones(1024, 1024)) if runner.rank == 0 else runner.forward()
+    runner.backward(output.sum() if isinstance(output, torch.Tensor) else None)
+
 
 # pipeline_parallel
 
@@ -80,6 +89,7 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     # mixed_precision
     # activation_checkpointing
     # model_parallel
+    "model_parallel": four_stages,
     # pipeline_parallel
     "gpipe": gpipe,
     "one_f_one_b": one_f_one_b,

@@ -369,8 +369,8 @@ def call_without_arguments(function: Callable[..., object]) -> None:
         if parameter.default is parameter.empty
     ]
     by_place = [None for parameter in needed if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    by_name = {parameter.name: None for parameter in needed[len(by_place) :]}
-    function(*by_place, **by_name)
+    by_name = [parameter.name for parameter in needed if parameter.kind is parameter.KEYWORD_ONLY]
+    function(*by_place, **dict.fromkeys(by_name))  # *args and **kwargs may be left out
 
 
 @each_template

@@ -182,6 +182,8 @@ def _pair(output: Any) -> tuple[Tensor, Tensor]:
 def train_long(lesson: Any, num_steps: int) -> str:
     """Train stages of one layer whose activations take much more memory than its weights."""
     stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh())
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # already there in the first step
     runner, rank = lesson.StageRunner(stage), dist.get_rank()
     kind = ""
     for _ in range(num_steps):
