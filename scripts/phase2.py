@@ -48,21 +48,21 @@ WIDTH, ROWS = 200, 50
 
 def gpipe() -> None:
     """Run eight micro-batches through four stages, all forward and then all backward."""
-    _run(pipeline_parallel.gpipe_schedule(STAGES, MICRO_BATCHES), num_chunks=1)
+    _run_pipeline(pipeline_parallel.gpipe_schedule(STAGES, MICRO_BATCHES), num_chunks=1)
 
 
 def one_f_one_b() -> None:
     """Run them by 1F1B."""
-    _run(pipeline_parallel.one_f_one_b_schedule(STAGES, MICRO_BATCHES), num_chunks=1)
+    _run_pipeline(pipeline_parallel.one_f_one_b_schedule(STAGES, MICRO_BATCHES), num_chunks=1)
 
 
 def interleaved() -> None:
     """Run them by interleaved 1F1B, in two chunks of two layers on each stage."""
-    _run(pipeline_parallel.interleaved_schedule(STAGES, MICRO_BATCHES, 2), num_chunks=2)
+    _run_pipeline(pipeline_parallel.interleaved_schedule(STAGES, MICRO_BATCHES, 2), num_chunks=2)
 
 
-def _run(schedule: Schedule, num_chunks: int) -> None:
-    pipeline_parallel.send_tensors, pipeline_parallel.recv_tensors = _send, _receive
+def _run_pipeline(schedule: Schedule, num_chunks: int) -> None:
+    pipeline_parallel.send_tensors, pipeline_parallel.recv_tensors = _send_plain, _receive_plain
     layers = range(LAYERS // num_chunks)
     chunks = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in layers)) for _ in range(num_chunks)]
     inputs = torch.ones(ROWS, WIDTH, requires_grad=True)  # else stage 0 had less to compute
@@ -71,12 +71,12 @@ def _run(schedule: Schedule, num_chunks: int) -> None:
     pipeline_parallel.run_schedule(schedule, chunks, batches, cross_entropy_sum)
 
 
-def _send(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
+def _send_plain(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
     """Send without a header, so that each tensor is one arrow: all have the same shape here."""
     return [dist.isend(x.detach(), dst) for x in tensors]
 
 
-def _receive(src: int, group: Group = None) -> list[Tensor]:
+def _receive_plain(src: int, group: Group = None) -> list[Tensor]:
     x = torch.empty(ROWS, WIDTH)
     dist.recv(x, src)
     return [x.requires_grad_()]
