@@ -3,6 +3,7 @@
 It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
@@ -125,6 +126,90 @@ def digit_layers(seed: int = 0) -> list[nn.Module]:
 
 
 # Pipeline parallelism
+
+
+class Action(NamedTuple):
+    """One pass of a micro-batch through a chunk of a stage: ``F0`` forward, ``B0.1`` backward."""
+
+    kind: str  # "F" or "B"
+    micro_batch: int
+    chunk: int = 0  # of the stage's chunks; most schedules have only one
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Schedule = list[list[Action]]  # by stage: its actions, in order
+
+
+class Event(NamedTuple):
+    """At ``time``, a stage starts an action, or has ended it."""
+
+    time: int
+    is_start: bool
+    stage: int
+    action: Action
+
+
+def timeline(schedule: Schedule, backward_time: int = 2) -> list[Event]:
+    """Return in which order the stages of a pipeline start and end their actions.
+
+    A forward pass takes 1 and a backward pass ``backward_time``, because it computes twice as much;
+    messages take nothing. A stage starts an action as soon as the one before it in its list has
+    ended, and what it needs exists. An action that never can start has no event.
+
+    With p stages, chunk c of stage s is block c·p+s of the model. Forward, a block needs the output
+    of the block before it. Backward, it needs its own forward pass and the gradient from the block
+    after it.
+    """
+    num_blocks = len(schedule) * (1 + max((a.chunk for row in schedule for a in row), default=0))
+    waiting = [deque(actions) for actions in schedule]
+    ends: dict[tuple[int, Action], int] = {}
+    is_free = [0] * len(schedule)  # from when on
+    events = []
+    while ready := [
+        stage
+        for stage, actions in enumerate(waiting)
+        if actions and _needs(stage, actions[0], len(schedule), num_blocks) <= ends.keys()
+    ]:
+        for stage in ready:
+            action = waiting[stage].popleft()
+            needs = _needs(stage, action, len(schedule), num_blocks)
+            start = max([is_free[stage], *(ends[need] for need in needs)])
+            end = start + (backward_time if action.kind == "B" else 1)
+            ends[stage, action] = is_free[stage] = end
+            events += [Event(start, True, stage, action), Event(end, False, stage, action)]
+    return sorted(events)
+
+
+def _needs(stage: int, action: Action, num_stages: int, num_blocks: int) -> set[tuple[int, Action]]:
+    """Return the stages and actions whose results an action uses."""
+    is_forward = action.kind == "F"
+    block = action.chunk * num_stages + stage + (-1 if is_forward else 1)
+    needs = set() if is_forward else {(stage, action._replace(kind="F"))}
+    if 0 <= block < num_blocks:
+        needs.add((block % num_stages, action._replace(chunk=block // num_stages)))
+    return needs
+
+
+def grid(schedule: Schedule) -> str:
+    """Draw a schedule: a row for each stage, and a column for each pass if all take equally long.
+
+    Two stages and one micro-batch; a stage that waits forever ends with what it waits to start:
+        F0 .  .  B0          F0 B0?
+        .  F0 B0 .           .  F0
+    """
+    starts = [event for event in timeline(schedule, backward_time=1) if event.is_start]
+    rows = [["."] * (1 + max((start.time for start in starts), default=-1)) for _ in schedule]
+    for start in starts:
+        rows[start.stage][start.time] = str(start.action)
+    for stage, actions in enumerate(schedule):
+        done = sum(start.stage == stage for start in starts)
+        if done < len(actions):
+            last = max((i for i, cell in enumerate(rows[stage]) if cell != "."), default=-1)
+            rows[stage][last + 1 :] = [f"{actions[done]}?"]
+    width = max((len(str(action)) for actions in schedule for action in actions), default=0)
+    return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
 
 
 # Tensor parallelism

@@ -6,7 +6,7 @@ A torch.distributed program like any other: it says ``init_process_group`` and r
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
 from distlab.data.digits import load_digits
-from phase2_advanced.given import Batch, LossSum, cross_entropy_sum
-from solutions.phase2_advanced import gradient_accumulation, model_parallel
+from phase2_advanced.given import Batch, Group, LossSum, Schedule, cross_entropy_sum
+from solutions.phase2_advanced import gradient_accumulation, model_parallel, pipeline_parallel
 from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
 from solutions.phase2_advanced.mixed_precision import LossScaler, mixed_precision_step
 
@@ -163,6 +163,46 @@ def four_stages() -> None:
 
 # pipeline_parallel
 
+STAGES, MICRO_BATCHES, LAYERS = 4, 8, 4  # LAYERS on each stage, of WIDTH, with ROWS at once
+WIDTH, ROWS = 200, 50
+
+
+def gpipe() -> None:
+    """Run eight micro-batches through four stages, all forward and then all backward."""
+    _run_pipeline(pipeline_parallel.gpipe_schedule(STAGES, MICRO_BATCHES), num_chunks=1)
+
+
+def one_f_one_b() -> None:
+    """Run them by 1F1B."""
+    _run_pipeline(pipeline_parallel.one_f_one_b_schedule(STAGES, MICRO_BATCHES), num_chunks=1)
+
+
+def interleaved() -> None:
+    """Run them by interleaved 1F1B, in two chunks of two layers on each stage."""
+    _run_pipeline(pipeline_parallel.interleaved_schedule(STAGES, MICRO_BATCHES, 2), num_chunks=2)
+
+
+def _run_pipeline(schedule: Schedule, num_chunks: int) -> None:
+    pipeline_parallel.send_tensors, pipeline_parallel.recv_tensors = _send_plain, _receive_plain
+    layers = range(LAYERS // num_chunks)
+    chunks = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in layers)) for _ in range(num_chunks)]
+    inputs = torch.ones(ROWS, WIDTH, requires_grad=True)  # else stage 0 had less to compute
+    targets = torch.zeros(ROWS, dtype=torch.long)
+    batches = [(inputs, targets)] * MICRO_BATCHES
+    pipeline_parallel.run_schedule(schedule, chunks, batches, cross_entropy_sum)
+
+
+def _send_plain(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
+    """Send without a header, so that each tensor is one arrow: all have the same shape here."""
+    return [dist.isend(x.detach(), dst) for x in tensors]
+
+
+def _receive_plain(src: int, group: Group = None) -> list[Tensor]:
+    x = torch.empty(ROWS, WIDTH)
+    dist.recv(x, src)
+    return [x.requires_grad_()]
+
+
 # tensor_parallel
 
 SUBJECTS: dict[str, Callable[[], None]] = {
@@ -178,6 +218,9 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     # model_parallel
     "model_parallel": four_stages,
     # pipeline_parallel
+    "gpipe": gpipe,
+    "one_f_one_b": one_f_one_b,
+    "interleaved": interleaved,
     # tensor_parallel
 }
 

@@ -26,6 +26,9 @@ from phase2.judge_stage_messages import *
 from phase2.judge_stage_runner import *
 
 # pipeline_parallel
+from phase2.judge_schedules import *
+from phase2.judge_pipeline import *
+from phase2.judge_pipeline_costs import *
 
 # tensor_parallel
 from phase2.judge_regions import *

@@ -1,0 +1,169 @@
+"""Pipeline parallelism: schedules as data, and a program that runs any of them.
+
+Tasks 2.10 to 2.13. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.10``.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phase2_advanced.given import (
+    Action,
+    Batch,
+    Group,
+    LossSum,
+    Schedule,
+    grid,
+    group_device,
+    timeline,
+)
+from phase2_advanced.template_model_parallel import recv_tensors, send_tensors
+
+
+def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Let all micro-batches go forward through the pipeline, and then all of them back.
+
+    Args:
+        num_stages: p, 1 or more.
+        num_micro_batches: m, 1 or more.
+
+    Returns:
+        The same list of 2m actions for each of the p stages: the forward passes of micro-batches 0
+        to m-1, and then the backward passes in the opposite order, m-1 to 0. What was kept last is
+        used first, as in the backward pass of one process.
+
+    Cost: each stage does nothing for (p-1)/(m+p-1) of the time, and keeps the activations of up to
+        m micro-batches.
+
+    Source: Huang et al. 2019, GPipe (arXiv 1811.06965), figure 2(c).
+    """
+    # TODO 2.10: return the list of actions of every stage.
+    #   Tools: Action, range, reversed. print(grid(…)) draws what you return.
+    #   Example: 4 stages and 8 micro-batches: 4 lists of 16 actions. Drawn, the schedule is 22
+    #   columns wide, and in 6 of these a stage does nothing.
+    #   About 4 lines.
+    raise NotImplementedError("Task 2.10: gpipe_schedule, see guidelines.md#210-gpipes-schedule")
+
+
+def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Let a stage go backward as soon as it can, so that it keeps few micro-batches: 1F1B.
+
+    In the middle of a step every stage does one forward and one backward pass in turn. GPipe takes
+    as long, but its memory grows with m.
+
+    Args:
+        num_stages: p, 1 or more.
+        num_micro_batches: m, 1 or more; it may be less than p.
+
+    Returns:
+        For each stage, the forward passes of all micro-batches and the backward passes of all, each
+        kind in the order 0 to m-1. Never more than p-s micro-batches are in flight in stage s, that
+        is, have gone forward through it and not yet backward.
+
+    Cost: no longer than GPipe's: m+p-1 times a forward and a backward pass.
+
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1 (PipeDream-Flush).
+    """
+    # TODO 2.11: return the list of actions of every stage, within the limits of memory and time.
+    #   Tools: Action, range, min, zip. print(grid(…)) draws what you return, and tells where it
+    #   comes to a stop.
+    #   Example: 4 stages and 8 micro-batches: at most 4, 3, 2 and 1 of them are in flight in stages
+    #   0 to 3, and the drawing is 22 columns wide, as GPipe's is.
+    #   About 10 lines; what 2.13 can use too is worth a helper.
+    raise NotImplementedError(
+        "Task 2.11: one_f_one_b_schedule, see guidelines.md#211-one-forward-one-backward"
+    )
+
+
+def run_schedule(
+    schedule: Schedule,
+    chunks: Sequence[nn.Module],
+    micro_batches: Sequence[Batch],
+    loss_sum: LossSum,
+    group: Group = None,
+) -> float:
+    """Run all micro-batches forward and backward through a pipeline, in the order of a schedule.
+
+    The p ranks of the group hold a model that is cut into v·p blocks: chunk c of rank s is block
+    c·p+s. Each block takes a tensor, the output of the block before, and returns one. Each
+    parameter then has the gradient that one process would compute for the mean loss over all
+    targets of all micro-batches. Gradients from before the call do not count, and a frozen
+    parameter gets none.
+
+    When an action is done, what only it needed is free: after ``B3``, a stage holds nothing of
+    micro-batch 3.
+
+    Args:
+        schedule: for p stages; the same on every rank. Any order of the actions will do if it can
+            be run: ``timeline`` gives every action a start.
+        chunks: this rank's v blocks, on ``group_device``; the same number on every rank. They may
+            checkpoint activations.
+        micro_batches: m of them, 1 or more, of any sizes. Only the rank of the first block reads
+            the inputs, and only that of the last block the rest of a batch; elsewhere anything may
+            stand there, but m of them.
+        loss_sum: called on the rank of the last block, with this block as model, and with a batch
+            whose inputs are what the block before it has returned.
+        group: the ranks that are the stages, in order; all by default.
+
+    Returns:
+        The mean loss over all targets; the same number on every rank.
+
+    Raises:
+        ValueError: the same on every rank, before anything is sent. If the schedule has another
+            number of stages than the group has ranks, it names both numbers. If an action is
+            missing, stands there twice or does not belong there, or can never start (its own ``F``
+            comes later, or stages wait for each other), it names the action, as in ``B1``.
+
+    Cost: one ``send_tensors`` from rank to rank for each output and each gradient that another
+        block needs, and one broadcast of two numbers. It does not deadlock if sends are
+        synchronous, nor if messages between two ranks go one after the other, as with NCCL. If all
+        blocks take equally long and messages no time, a step takes as long as in ``timeline``.
+    """
+    # TODO 2.12: do this rank's actions and its part of all messages; return the mean loss.
+    #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.9;
+    #   torch.autograd.backward with a gradient, detach, requires_grad_, dist.broadcast with
+    #   group_src=; Counter, for the check.
+    #   Example: 1F1B with 4 stages, 8 micro-batches: rank 1 receives 8 outputs and sends 8,
+    #   receives 8 gradients and sends 8, and never holds activations of more than 3 micro-batches.
+    #   About 80 lines; write a class for what a rank holds.
+    raise NotImplementedError("Task 2.12: run_schedule, see guidelines.md#212-run-any-schedule")
+
+
+def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:
+    """Give every stage several short pieces of the model, so that it waits for less: 1F1B again.
+
+    The model is cut into v·p blocks; chunk c of stage s is block c·p+s. With 2 stages of 2 chunks,
+    a micro-batch goes through stages 0 1 0 1, and the first stage waits only until a quarter of the
+    model is computed, not half of it.
+
+    Args:
+        num_stages: p, 1 or more.
+        num_micro_batches: m, a multiple of p.
+        num_chunks: v of each stage, 1 or more.
+
+    Returns:
+        For each stage, a forward and a backward pass of every micro-batch through every chunk, in
+        an order that can be run. Never more than (v-1)p + 2(p-1-s) + 1 passes are in flight in
+        stage s, that is, have gone forward and not yet backward.
+
+    Raises:
+        ValueError: m is not a multiple of p; it names both.
+
+    Cost: vm+p-1 times a forward and a backward pass through one block, if all blocks take equally
+        long: p-1 of them are bubble. That is 1/v of 1F1B's bubble, for v times its messages.
+
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2.
+    """
+    # TODO 2.13: return the list of actions of every stage, within the limits of memory and time.
+    #   Tools: Action, range, your helper of 2.11. print(grid(…)) draws what you return.
+    #   Example: 4 stages of 2 chunks, 8 micro-batches: each stage has 32 actions, the drawing is 38
+    #   columns wide, and stages 0 to 3 have at most 11, 9, 7 and 5 passes in flight.
+    #   About 8 lines.
+    raise NotImplementedError(
+        "Task 2.13: interleaved_schedule, see guidelines.md#213-several-chunks-on-each-stage"
+    )

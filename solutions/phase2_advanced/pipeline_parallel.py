@@ -1,0 +1,267 @@
+"""Pipeline parallelism: schedules as data, and a program that runs any of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phase2_advanced.given import (
+    Action,
+    Batch,
+    Group,
+    LossSum,
+    Schedule,
+    grid,
+    group_device,
+    timeline,
+)
+from solutions.phase2_advanced.model_parallel import recv_tensors, send_tensors
+
+
+def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Let all micro-batches go forward through the pipeline, and then all of them back.
+
+    Args:
+        num_stages: p, 1 or more.
+        num_micro_batches: m, 1 or more.
+
+    Returns:
+        The same list of 2m actions for each of the p stages: the forward passes of micro-batches 0
+        to m-1, and then the backward passes in the opposite order, m-1 to 0. What was kept last is
+        used first, as in the backward pass of one process.
+
+    Cost: each stage does nothing for (p-1)/(m+p-1) of the time, and keeps the activations of up to
+        m micro-batches.
+
+    Source: Huang et al. 2019, GPipe (arXiv 1811.06965), figure 2(c).
+    """
+    forwards = [Action("F", i) for i in range(num_micro_batches)]
+    backwards = [Action("B", i) for i in reversed(range(num_micro_batches))]
+    return [forwards + backwards for _ in range(num_stages)]
+
+
+def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Let a stage go backward as soon as it can, so that it keeps few micro-batches: 1F1B.
+
+    In the middle of a step every stage does one forward and one backward pass in turn. GPipe takes
+    as long, but its memory grows with m.
+
+    Args:
+        num_stages: p, 1 or more.
+        num_micro_batches: m, 1 or more; it may be less than p.
+
+    Returns:
+        For each stage, the forward passes of all micro-batches and the backward passes of all, each
+        kind in the order 0 to m-1. Never more than p-s micro-batches are in flight in stage s, that
+        is, have gone forward through it and not yet backward.
+
+    Cost: no longer than GPipe's: m+p-1 times a forward and a backward pass.
+
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1 (PipeDream-Flush).
+    """
+    forwards = [Action("F", i) for i in range(num_micro_batches)]
+    backwards = [Action("B", i) for i in range(num_micro_batches)]
+    return [_alternated(forwards, backwards, num_stages - 1 - s) for s in range(num_stages)]
+
+
+def _alternated(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """Return so many forward passes, then one forward and one backward in turn, then the rest."""
+    warm_up = min(warm_up, len(forwards))
+    in_turn = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
+    return forwards[:warm_up] + list(in_turn) + backwards[len(backwards) - warm_up :]
+
+
+def run_schedule(
+    schedule: Schedule,
+    chunks: Sequence[nn.Module],
+    micro_batches: Sequence[Batch],
+    loss_sum: LossSum,
+    group: Group = None,
+) -> float:
+    """Run all micro-batches forward and backward through a pipeline, in the order of a schedule.
+
+    The p ranks of the group hold a model that is cut into v·p blocks: chunk c of rank s is block
+    c·p+s. Each block takes a tensor, the output of the block before, and returns one. Each
+    parameter then has the gradient that one process would compute for the mean loss over all
+    targets of all micro-batches. Gradients from before the call do not count, and a frozen
+    parameter gets none.
+
+    When an action is done, what only it needed is free: after ``B3``, a stage holds nothing of
+    micro-batch 3.
+
+    Args:
+        schedule: for p stages; the same on every rank. Any order of the actions will do if it can
+            be run: ``timeline`` gives every action a start.
+        chunks: this rank's v blocks, on ``group_device``; the same number on every rank. They may
+            checkpoint activations.
+        micro_batches: m of them, 1 or more, of any sizes. Only the rank of the first block reads
+            the inputs, and only that of the last block the rest of a batch; elsewhere anything may
+            stand there, but m of them.
+        loss_sum: called on the rank of the last block, with this block as model, and with a batch
+            whose inputs are what the block before it has returned.
+        group: the ranks that are the stages, in order; all by default.
+
+    Returns:
+        The mean loss over all targets; the same number on every rank.
+
+    Raises:
+        ValueError: the same on every rank, before anything is sent. If the schedule has another
+            number of stages than the group has ranks, it names both numbers. If an action is
+            missing, stands there twice or does not belong there, or can never start (its own ``F``
+            comes later, or stages wait for each other), it names the action, as in ``B1``.
+
+    Cost: one ``send_tensors`` from rank to rank for each output and each gradient that another
+        block needs, and one broadcast of two numbers. It does not deadlock if sends are
+        synchronous, nor if messages between two ranks go one after the other, as with NCCL. If all
+        blocks take equally long and messages no time, a step takes as long as in ``timeline``.
+    """
+    num_stages = dist.get_world_size(group)
+    _check(schedule, num_stages, len(chunks), len(micro_batches))
+    stage = _Stage(chunks, micro_batches, loss_sum, group)
+    for event in timeline(schedule):  # the same on all ranks: they agree on the order of messages
+        if not event.is_start:
+            stage.pass_on(event.stage, event.action)
+        elif event.stage == stage.rank:
+            stage.compute(event.action)
+    return stage.finish()
+
+
+def _check(schedule: Schedule, num_stages: int, num_chunks: int, num_micro_batches: int) -> None:
+    """Raise a ValueError if the schedule cannot be run or is not that of the whole step."""
+    if len(schedule) != num_stages:
+        raise ValueError(f"a schedule of {len(schedule)} stages, but {num_stages} ranks")
+    passes = [(i, chunk) for i in range(num_micro_batches) for chunk in range(num_chunks)]
+    wanted = Counter(Action(kind, *one) for kind in "FB" for one in passes)
+    for stage, actions in enumerate(schedule):
+        for problem, wrong in (
+            ("lacks", wanted - Counter(actions)),
+            ("has one too many of", Counter(actions) - wanted),
+        ):
+            if wrong:
+                raise ValueError(f"stage {stage} {problem} {min(wrong)} in\n{grid(schedule)}")
+    started = Counter(event.stage for event in timeline(schedule) if event.is_start)
+    for stage, actions in enumerate(schedule):
+        if started[stage] < len(actions):
+            blocked = actions[started[stage]]
+            raise ValueError(f"stage {stage} can never start {blocked}:\n{grid(schedule)}")
+
+
+class _Stage:
+    """One rank's blocks, and what it holds for the actions to come."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        micro_batches: Sequence[Batch],
+        loss_sum: LossSum,
+        group: Group,
+    ) -> None:
+        self.chunks = nn.ModuleList(chunks)
+        self.chunks.zero_grad()
+        self.micro_batches, self.loss_sum, self.group = micro_batches, loss_sum, group
+        self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=group_device(group))
+        self.arrived: dict[Action, list[Tensor]] = {}  # by the action that needs it
+        self.in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs and outputs
+        self.results: dict[Action, list[Tensor]] = {}  # by the action that has computed it
+        self.sends: dict[int, list[dist.Work]] = {}  # by the rank that is sent to
+
+    def compute(self, action: Action) -> None:
+        """Do one action; its result is to be passed on."""
+        run = self._forward if action.kind == "F" else self._backward
+        self.results[action] = run(action)
+
+    def _forward(self, action: Action) -> list[Tensor]:
+        batch, chunk = self.micro_batches[action.micro_batch], self.chunks[action.chunk]
+        (x,) = self.arrived.pop(action, batch[:1])
+        if self._next(self.rank, action):
+            y = chunk(x)
+        else:
+            y, num_targets = self.loss_sum(chunk, (x, *batch[1:]))
+            self.totals[0] += y.detach()
+            self.totals[1] += num_targets
+        self.in_flight[action.micro_batch, action.chunk] = x, y
+        return [y]
+
+    def _backward(self, action: Action) -> list[Tensor]:
+        x, y = self.in_flight.pop((action.micro_batch, action.chunk))
+        gradient = self.arrived.pop(action, [])  # none for a loss, or if all before it is frozen
+        if y.requires_grad:
+            y.backward(*gradient)
+        return [] if x.grad is None else [x.grad]
+
+    def _next(self, stage: int, action: Action) -> tuple[int, Action] | None:
+        """Return the stage and the action that need the result of an action, if any do."""
+        block = action.chunk * self.num_stages + stage + (1 if action.kind == "F" else -1)
+        if not 0 <= block < self.num_stages * len(self.chunks):
+            return None
+        return block % self.num_stages, action._replace(chunk=block // self.num_stages)
+
+    def pass_on(self, src: int, action: Action) -> None:
+        """Do this rank's part in bringing the result of an action to where it is needed."""
+        result = self.results.pop(action) if src == self.rank else []
+        needed = self._next(src, action)
+        if needed is None:
+            return
+        dst, next_action = needed
+        if src == dst == self.rank:
+            self.arrived[next_action] = [x.detach().requires_grad_(x.requires_grad) for x in result]
+        elif src == self.rank:
+            self._wait(dst)
+            self.sends[dst] = send_tensors(result, dst, self.group)
+        elif dst == self.rank:
+            self.arrived[next_action] = recv_tensors(src, self.group)
+
+    def _wait(self, dst: int) -> None:
+        """Wait until what was last sent there has arrived, so that its memory is free."""
+        for work in self.sends.pop(dst, []):
+            work.wait()
+
+    def finish(self) -> float:
+        """Divide the gradients of the sum by the number of targets; return the mean loss."""
+        for dst in list(self.sends):
+            self._wait(dst)
+        dist.broadcast(self.totals, group=self.group, group_src=self.num_stages - 1)
+        loss, num_targets = self.totals.tolist()
+        for parameter in self.chunks.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= num_targets
+        return float(loss / num_targets)
+
+
+def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:
+    """Give every stage several short pieces of the model, so that it waits for less: 1F1B again.
+
+    The model is cut into v·p blocks; chunk c of stage s is block c·p+s. With 2 stages of 2 chunks,
+    a micro-batch goes through stages 0 1 0 1, and the first stage waits only until a quarter of the
+    model is computed, not half of it.
+
+    Args:
+        num_stages: p, 1 or more.
+        num_micro_batches: m, a multiple of p.
+        num_chunks: v of each stage, 1 or more.
+
+    Returns:
+        For each stage, a forward and a backward pass of every micro-batch through every chunk, in
+        an order that can be run. Never more than (v-1)p + 2(p-1-s) + 1 passes are in flight in
+        stage s, that is, have gone forward and not yet backward.
+
+    Raises:
+        ValueError: m is not a multiple of p; it names both.
+
+    Cost: vm+p-1 times a forward and a backward pass through one block, if all blocks take equally
+        long: p-1 of them are bubble. That is 1/v of 1F1B's bubble, for v times its messages.
+
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2.
+    """
+    p, v = num_stages, num_chunks
+    if num_micro_batches % p:
+        raise ValueError(f"{num_micro_batches} micro-batches are no multiple of {p} stages")
+    firsts = range(0, num_micro_batches, p)  # p micro-batches go through all chunks together
+    passes = [(first + i, chunk) for first in firsts for chunk in range(v) for i in range(p)]
+    forwards = [Action("F", i, chunk) for i, chunk in passes]
+    backwards = [Action("B", i, v - 1 - chunk) for i, chunk in passes]
+    return [_alternated(forwards, backwards, (v - 1) * p + 2 * (p - 1 - s)) for s in range(p)]

@@ -1,0 +1,116 @@
+"""Schedules as text: a row for each stage, an action in each column, a dot where it waits.
+
+F0 F1 .  B0 B1
+.  F0 B0 F1 B1
+"""
+
+import re
+from collections.abc import Sequence
+from random import Random
+
+from phase2_advanced.given import Action, Schedule, grid, timeline
+
+CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
+
+GPIPE_3_4 = """
+F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0
+.  F0 F1 F2 F3 .  .  B3 B2 B1 B0 .
+.  .  F0 F1 F2 F3 B3 B2 B1 B0 .  .
+"""
+GPIPE_4_2 = """
+F0 F1 .  .  .  .  .  .  B1 B0
+.  F0 F1 .  .  .  .  B1 B0 .
+.  .  F0 F1 .  .  B1 B0 .  .
+.  .  .  F0 F1 B1 B0 .  .  .
+"""
+ONE_F_ONE_B_3_4 = """
+F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+.  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+.  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+"""
+ONE_F_ONE_B_4_8 = """
+F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7
+.  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 .  B7 .
+.  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 .  B7 .  .
+.  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 .  .  .
+"""
+ONE_F_ONE_B_4_2 = """
+F0 F1 .  .  .  .  .  B0 .  B1
+.  F0 F1 .  .  .  B0 .  B1 .
+.  .  F0 F1 .  B0 .  B1 .  .
+.  .  .  F0 B0 F1 B1 .  .  .
+"""
+INTERLEAVED_2_4_2 = """
+F0   F1   F0.1 F1.1 F2   B0.1 F3   B1.1 F2.1 B0   F3.1 B1   .    B2.1 .    B3.1 B2   B3
+.    F0   F1   F0.1 B0.1 F1.1 B1.1 F2   B0   F3   B1   F2.1 B2.1 F3.1 B3.1 B2   B3   .
+"""
+
+
+ONE_AT_A_TIME_2_2 = """
+F0 .  .  B0 F1 .  .  B1
+.  F0 B0 .  .  F1 B1 .
+"""
+
+
+def drawn(text: str) -> Schedule:
+    """Read a schedule from its drawing; when something is done follows from its order."""
+    return [
+        [Action(kind, int(i), int(chunk or 0)) for kind, i, chunk in CELL.findall(row)]
+        for row in text.strip().splitlines()
+    ]
+
+
+def written(schedule: Schedule) -> str:
+    """The text from which ``drawn`` reads the schedule again."""
+    return "\n".join(" ".join(map(str, actions)) for actions in schedule)
+
+
+def redrawn(text: str) -> str:
+    """The drawing as ``grid`` writes it, without empty lines around it."""
+    return "\n".join(row.rstrip() for row in text.strip("\n").splitlines())
+
+
+def length(schedule: Schedule, backward_time: int) -> int:
+    """Until when the last stage computes."""
+    return max((event.time for event in timeline(schedule, backward_time)), default=0)
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """The most passes that have gone forward and not yet backward, at any moment."""
+    now = most = 0
+    for action in actions:
+        now += 1 if action.kind == "F" else -1
+        most = max(most, now)
+    return most
+
+
+def picture(schedule: Schedule) -> str:
+    """The drawing below a message; of a wide one the beginning."""
+    rows = grid(schedule).splitlines()
+    return "".join(f"\n    {row if len(row) <= 110 else row[:108] + ' …'}" for row in rows)
+
+
+def shuffled(random: Random, p: int, m: int, v: int) -> Schedule:
+    """A schedule that can be run, in an order by chance."""
+    left = {
+        (block, Action(kind, i, block // p))
+        for block in range(v * p)
+        for kind in "FB"
+        for i in range(m)
+    }
+    rows: Schedule = [[] for _ in range(p)]
+    while left:
+        ready = [one for one in sorted(left) if not left & _before(*one, v * p, p)]
+        chosen = random.choice(ready)
+        left.remove(chosen)
+        rows[chosen[0] % p].append(chosen[1])
+    return rows
+
+
+def _before(block: int, action: Action, num_blocks: int, p: int) -> set[tuple[int, Action]]:
+    """What has to be done before an action of a block."""
+    kind, i, _ = action
+    if kind == "F":
+        return {(block - 1, Action("F", i, (block - 1) // p))}
+    own, after = (block, Action("F", i, block // p)), block + 1
+    return {own} | ({(after, Action("B", i, after // p))} if after < num_blocks else set())

@@ -1,0 +1,201 @@
+"""Judges task 2.12: a program that runs any schedule, its results and its messages."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, Run, Wrong, check, task
+from distlab.sim import Options
+from judging.checks import check_waited, distance, edges_with, of_members, short
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from phase2 import drawings as d
+from phase2 import pipelines as b
+from phase2.pipeline_models import WIDTH, alone
+from phase2_advanced.given import Action, Schedule
+
+STUCK = (
+    "Both ranks of a message must come to it at the same point of one order that all ranks know. A "
+    "rank that first sends what it has while its neighbour does the same waits forever."
+)
+Result = dict[str, Any]
+
+
+def _sizes(grade: Grade, m: int) -> list[int]:
+    """Rows of m micro-batches, all different."""
+    return grade.random.sample(range(3, 3 + 3 * m), m)
+
+
+def _pipelines(
+    grade: Grade,
+    *schedules: Schedule,
+    kinds: Sequence[str] = ("dense",),
+    options: Options | None = None,
+) -> tuple[Run, list[list[int]]]:
+    """Run schedules for the same ranks, each with each kind of model; check loss and gradients."""
+    p, cases = len(schedules[0]), []
+    for schedule in schedules:
+        for kind in kinds:
+            m = len(schedule[0]) // (2 * _chunks(schedule))
+            cases.append((d.written(schedule), _sizes(grade, m), kind))
+    run = grade.run(b.run_pipelines, p, cases, options=options, if_stuck=STUCK)
+    _check_cases(run.results, cases)
+    return run, [sizes for _, sizes, _ in cases]
+
+
+def _chunks(schedule: Schedule) -> int:
+    return 1 + max(action.chunk for action in schedule[0])
+
+
+def _check_cases(by_rank: Sequence[Sequence[Result]], cases: Sequence[b.Case]) -> None:
+    for number, (text, sizes, kind) in enumerate(cases):
+        _check_results([results[number] for results in by_rank], d.drawn(text), sizes, kind)
+
+
+def _check_results(
+    results: Sequence[Result], schedule: Schedule, sizes: Sequence[int], kind: str
+) -> None:
+    p = len(schedule)
+    expected = alone(_chunks(schedule) * p, sizes, kind)
+    for rank, result in enumerate(results):
+        here = f"a {kind} model, micro-batches of {list(sizes)} rows, rank {rank} of {p}"
+        _check_loss(here, result["loss"], expected)
+        for chunk, gradients in enumerate(result["gradients"]):
+            block = chunk * p + rank
+            _check_gradients(f"{here}, block {block}", gradients, block, expected, schedule)
+        check(
+            result["loss"] == results[0]["loss"],
+            f"{here}: the mean loss is {result['loss']!r}, but {results[0]['loss']!r} on rank 0. "
+            "All ranks should return the same number.",
+        )
+
+
+def _check_loss(here: str, found: float, expected: Result) -> None:
+    causes = {
+        "mean of means": "That is the mean of the micro-batches' means, in which the small ones "
+        "count too much.",
+        "last": "That is the loss of the last micro-batch alone.",
+    }
+    said = [cause for name, cause in causes.items() if distance(expected[name], found) <= 1e-9]
+    check(
+        distance(expected["loss"], found) <= 1e-9,
+        f"{here}: the mean loss over all {expected['targets']} targets is {expected['loss']:.6f}; "
+        f"run_schedule returned {found:.6f}. {''.join(said[:1])}",
+    )
+
+
+def _check_gradients(
+    here: str, found: dict[str, Any], block: int, expected: Result, schedule: Schedule
+) -> None:
+    for name, wanted in expected["gradients"][block].items():
+        got = found[name]
+        check(
+            (wanted is None) == (got is None),
+            f"{here}: {name} should have {'no' if wanted is None else 'a'} gradient, as in one "
+            f"process, but has {'none' if got is None else 'one'}.{d.picture(schedule)}",
+        )
+        if wanted is not None and distance(wanted, got) > 1e-9:
+            raise Wrong(
+                f"{here}: the gradient of {name} is {short(got)}; in one process it is "
+                f"{short(wanted)}. {_factor(wanted, got, expected)}{d.picture(schedule)}"
+            )
+
+
+def _factor(wanted: list[float], got: list[float], expected: Result) -> str:
+    """What a constant factor tells."""
+    largest = max(range(len(wanted)), key=lambda i: abs(wanted[i]))
+    factor = got[largest] / wanted[largest] if wanted[largest] else 0.0
+    if distance([factor * x for x in wanted], got) > 1e-9 * max(1.0, abs(factor)):
+        return (
+            "Does every micro-batch reach every block once, forward and backward, with its own "
+            "inputs and its own gradient?"
+        )
+    if abs(factor - expected["targets"]) < 1e-6:
+        return "That is the gradient of the sum of the losses: divide by the number of targets."
+    if abs(factor - b.CALLS) < 1e-6:
+        return "That is the sum of two calls: gradients from before the call do not count."
+    return f"It is {factor:.4g} times as large on this rank: each target weighs 1/T, once."
+
+
+# Results
+
+
+@task("2.12", real=True)
+@pytest.mark.parametrize("p", [1, 3])
+def test_gradients_are_those_of_one_process(grade: Grade, p: int) -> None:
+    forwards, backwards = ([Action(kind, i) for i in range(4)] for kind in "FB")
+    run, _ = _pipelines(grade, [forwards + backwards for _ in range(p)])
+    if grade.is_simulated:
+        check_waited(run)
+
+
+@task("2.12")
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 2), (5, 2, 2), (8, 3, 1)])
+def test_any_schedule_that_can_be_run_is_run(grade: Grade, p: int, m: int, v: int) -> None:
+    _pipelines(grade, d.shuffled(grade.random, p, m, v))
+
+
+@task("2.12")
+def test_models_of_many_kinds(grade: Grade) -> None:
+    _pipelines(grade, d.drawn(d.ONE_F_ONE_B_3_4), kinds=("tokens", "frozen", "checkpointed"))
+
+
+@task("2.12")
+def test_a_pipeline_inside_a_group(grade: Grade) -> None:
+    cases = [(d.written(d.drawn(d.ONE_F_ONE_B_3_4)), _sizes(grade, 4), "dense")]
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.run_pipelines, cases), if_stuck=STUCK_IN_GROUP
+    )
+    _check_cases(of_members(run), cases)
+
+
+# Order, messages
+
+
+@task("2.12")
+@pytest.mark.parametrize("p", [2, 3])
+def test_messages_may_go_one_after_the_other(grade: Grade, p: int) -> None:
+    drawings = (d.INTERLEAVED_2_4_2,) if p == 2 else (d.GPIPE_3_4, d.ONE_F_ONE_B_3_4)
+    by_chance = d.shuffled(grade.random, p, 4, 2)
+    _pipelines(grade, *map(d.drawn, drawings), by_chance, options=Options(p2p_order="pair"))
+
+
+@task("2.12")
+@pytest.mark.parametrize("text", [d.ONE_F_ONE_B_3_4, d.INTERLEAVED_2_4_2], ids=["1F1B", "chunks"])
+def test_each_output_and_each_gradient_is_sent_once(grade: Grade, text: str) -> None:
+    schedule = d.drawn(text)
+    run, (sizes,) = _pipelines(grade, schedule)
+    p, num_blocks = len(schedule), len(schedule) * _chunks(schedule)
+    links = [(block % p, (block + 1) % p) for block in range(num_blocks - 1)]
+    expected = Counter([*links, *(link[::-1] for link in links)])
+    for rows in sizes:
+        found = edges_with(run, num_bytes := _bytes_of(rows))
+        for link in sorted({*expected, *found}):
+            wanted, got = b.CALLS * expected[link], found.get(link, 0)
+            check(
+                got == wanted,
+                f"a micro-batch of {rows} rows is {num_bytes:,} bytes between blocks. In "
+                f"{b.CALLS} calls, rank {link[0]} should send rank {link[1]} {wanted} messages of "
+                f"that size, each output and each gradient once; it sent {got}.",
+            )
+    _check_nothing_besides(run, links, sizes)
+
+
+def _bytes_of(rows: int) -> int:
+    return 8 * rows * 2 * WIDTH
+
+
+def _check_nothing_besides(run: Run, links: list[tuple[int, int]], sizes: Sequence[int]) -> None:
+    check(
+        run.collectives == [b.CALLS] * len(run.results),
+        "one broadcast in each call is enough: the last rank knows loss and number of targets. In "
+        f"{b.CALLS} calls, the numbers of collectives by rank are {run.collectives}.",
+    )
+    data = b.CALLS * 2 * len(links) * sum(map(_bytes_of, sizes))
+    most = data + b.CALLS * (2 * len(links) * len(sizes) * 1000 + 1000)
+    check(
+        sum(run.bytes_sent) <= most,
+        f"outputs and gradients are {data:,} bytes in all, and {most:,} with their headers; your "
+        f"ranks sent {sum(run.bytes_sent):,.0f}.",
+    )
