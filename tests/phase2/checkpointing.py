@@ -104,7 +104,7 @@ def several_results(checkpoint: Checkpoint) -> Found:
 
     found = checkpoint(fn, x.sin())
     if not isinstance(found, tuple) or len(found) != 5 or found[3] != "words":
-        return {"loss": 0.0, "gradients": {}, "results": f"{found!r:.60}"}
+        raise TypeError(f"fn returned a tuple of five; checkpoint returned {found!r:.60}")
     doubled, _, index, _, grown = found
     picked = doubled.gather(1, index[:, None])
     return finished((picked**2).sum() + grown.sum(), x=x, layer=layer, unused=unused)
@@ -170,6 +170,7 @@ def run_cases(lesson: Any, about: str, seed: int) -> dict[str, Found]:
     """Loss and gradients of the cases about something, by name.
 
     Raises:
+        TypeError: results were lost.
         RuntimeError: with its cause, where the graph of the outside was walked through twice.
     """
     torch.manual_seed(seed)
