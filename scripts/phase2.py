@@ -8,7 +8,11 @@ A torch.distributed program like any other: it says ``init_process_group`` and r
 import sys
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
+
+from phase2_advanced.given import Block
+from solutions.phase2_advanced import tensor_parallel
 
 
 def main() -> None:
@@ -30,6 +34,29 @@ def main() -> None:
 
 # tensor_parallel
 
+
+def tensor_block() -> None:
+    """Split a block's weights; forward and backward on 2,048 positions of width 4,096."""
+    block, x = large_block(2048)
+    tensor_parallel.parallelize_attention(block.attention)
+    tensor_parallel.parallelize_mlp(block.mlp)
+    block(x).sum().backward()
+
+
+def sequence_block() -> None:
+    """Split the positions between its layers, too."""
+    block, x = large_block(2048 // dist.get_world_size())
+    tensor_parallel.parallelize_block(block)
+    block(x).sum().backward()
+
+
+def large_block(positions: int) -> tuple[Block, torch.Tensor]:
+    """Make a block with 32 heads, and an input, in 16 bits; on meta, where nothing is computed."""
+    with torch.device("meta"):
+        block = Block(4096, 32).bfloat16()
+        return block, torch.zeros(1, positions, 4096, dtype=torch.bfloat16, requires_grad=True)
+
+
 SUBJECTS: dict[str, Callable[[], None]] = {
     # gradient_accumulation
     # mixed_precision
@@ -37,6 +64,8 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     # model_parallel
     # pipeline_parallel
     # tensor_parallel
+    "tensor_block": tensor_block,
+    "sequence_block": sequence_block,
 }
 
 if __name__ == "__main__":
