@@ -176,6 +176,20 @@ FIGURES = (
         phase=2,
     ),
     # tensor_parallel
+    Figure(
+        "tensor_block",
+        "A block on 4 GPUs: two all-reduces forward, and two backward",
+        4,
+        cluster="dgx-h100",
+        phase=2,
+    ),
+    Figure(
+        "sequence_block",
+        "The same with split positions: all-gathers and reduce-scatters",
+        4,
+        cluster="dgx-h100",
+        phase=2,
+    ),
 )
 
 

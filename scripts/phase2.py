@@ -20,6 +20,9 @@ from solutions.phase2_advanced import gradient_accumulation, model_parallel, pip
 from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
 from solutions.phase2_advanced.mixed_precision import LossScaler, mixed_precision_step
 
+from phase2_advanced.given import Block
+from solutions.phase2_advanced import tensor_parallel
+
 
 def main() -> None:
     """Run the subject named on the command line."""
@@ -205,6 +208,29 @@ def _receive_plain(src: int, group: Group = None) -> list[Tensor]:
 
 # tensor_parallel
 
+
+def tensor_block() -> None:
+    """Split a block's weights; forward and backward on 2,048 positions of width 4,096."""
+    block, x = large_block(2048)
+    tensor_parallel.parallelize_attention(block.attention)
+    tensor_parallel.parallelize_mlp(block.mlp)
+    block(x).sum().backward()
+
+
+def sequence_block() -> None:
+    """Split the positions between its layers, too."""
+    block, x = large_block(2048 // dist.get_world_size())
+    tensor_parallel.parallelize_block(block)
+    block(x).sum().backward()
+
+
+def large_block(positions: int) -> tuple[Block, torch.Tensor]:
+    """Make a block with 32 heads, and an input, in 16 bits; on meta, where nothing is computed."""
+    with torch.device("meta"):
+        block = Block(4096, 32).bfloat16()
+        return block, torch.zeros(1, positions, 4096, dtype=torch.bfloat16, requires_grad=True)
+
+
 SUBJECTS: dict[str, Callable[[], None]] = {
     # gradient_accumulation
     "memory_of_micro_batches": memory_of_micro_batches,
@@ -222,6 +248,8 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     "one_f_one_b": one_f_one_b,
     "interleaved": interleaved,
     # tensor_parallel
+    "tensor_block": tensor_block,
+    "sequence_block": sequence_block,
 }
 
 if __name__ == "__main__":

@@ -68,9 +68,7 @@ def block_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
     torch.manual_seed(rank)
     model, seen = case.full(), list[list[int]]()
     for name in NORMS if case.kind == "block" else ():
-        getattr(model, name).register_forward_pre_hook(
-            lambda _, inputs: seen.append([*inputs[0].shape])
-        )
+        getattr(model, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     getattr(lesson, FUNCTIONS[case.kind])(model, **group_argument(group))
     outputs, inputs = [], []
     for step in range(case.num_passes):

@@ -91,11 +91,15 @@ def linear_case(lesson: Any, layer: str, case: Case, group: Any = None) -> dict[
 
 
 def is_untouched_by(full: nn.Module, made: nn.Module) -> bool:
-    """Whether the parameters of a layer stay as they are when those of the full one change."""
+    """Whether the parameters of a layer stay as they are while those of the full one are zero."""
     before = [listed(p) for p in made.parameters()]
+    values = [p.detach().clone() for p in full.parameters()]
     for parameter in full.parameters():
         parameter.detach().zero_()
-    return before == [listed(p) for p in made.parameters()]
+    during = [listed(p) for p in made.parameters()]
+    for parameter, value in zip(full.parameters(), values, strict=True):
+        parameter.detach().copy_(value)
+    return before == during
 
 
 def _made(lesson: Any, layer: str, full: nn.Linear, case: Case, group: Any) -> Any:
