@@ -65,9 +65,6 @@ def main() -> None:
     finally:
         _kill_descendants()
         shutil.rmtree(folder, ignore_errors=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # Python would take half a second to take torch apart, and the parent waits
 
 
 @contextlib.contextmanager

@@ -5,10 +5,8 @@ cannot, the parent takes its children along when it is told to end or loses its 
 started in turn, the fork server and its ranks, notices that they have gone.
 """
 
-import atexit
 import contextlib
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -39,28 +37,6 @@ def stay_with(parent: int) -> None:
     prctl.die_with_parent()
     if os.getppid() != parent:  # it has gone already
         sys.exit(1)
-
-
-def run_module(name: str) -> None:
-    """Run a module as ``python -m`` does, and end with it.
-
-    What others have registered with ``atexit`` runs first. Python itself would then take half a
-    second to take torch apart, while the learner waits.
-    """
-    code = 1
-    atexit.register(lambda: _end(code))
-    try:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-        raise
-
-
-def _end(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @contextmanager

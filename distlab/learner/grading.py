@@ -24,7 +24,7 @@ from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.words import signal_name
 
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
-PYTEST = "from distlab.learner.child_processes import run_module; run_module('pytest')"
+PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
 REMEMBERING = "distlab.learner.pytest_progress"  # what pytest would do without these commands
 NO_PYTEST = "grading needs pytest, which is not installed here: pip install pytest"
 NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
