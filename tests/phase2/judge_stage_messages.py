@@ -31,10 +31,10 @@ def test_any_tensors_arrive(grade: Grade, n: int) -> None:
 
 def _check_arrived(by_rank: Sequence[Any]) -> None:
     for rank, result in enumerate(by_rank):
+        check(all(result["unchanged"]), f"rank {rank}: send_tensors changed what it was given.")
         src = (rank - 1) % len(by_rank)
         for wanted, got in zip(b.told_of(src), result["arrived"], strict=True):
             _check_list(f"rank {rank} of {len(by_rank)}, from rank {src}", wanted, got)
-        check(all(result["unchanged"]), f"rank {rank}: send_tensors changed what it was given.")
 
 
 CAUSES = {
