@@ -53,7 +53,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     #   detach, torch.enable_grad, torch.autograd.backward; torch.autocast and the functions that
     #   tell its state, such as torch.is_autocast_enabled.
     #   torch.utils.checkpoint is not a tool here.
-    #   Worked: 4 layers with activations of 1 MiB each: between the two passes 1 MiB is kept, the
+    #   Example: 4 layers with activations of 1 MiB each: between the two passes 1 MiB is kept, the
     #   argument, instead of 4 MiB; after the backward pass each layer has been called twice.
     #   About 50 lines, with a class and its helpers.
     raise NotImplementedError("Task 2.6: checkpoint, see guidelines.md#26-checkpoint-a-function")
@@ -85,7 +85,7 @@ def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor)
     # TODO 2.7: return what the last layer returns; only the segments' inputs wait for the backward
     #   pass.
     #   Tools: your checkpoint, nn.Sequential.
-    #   Worked: 16 layers with activations of 1 MiB each, 4 segments: at most about 4 inputs and 4
+    #   Example: 16 layers with activations of 1 MiB each, 4 segments: at most about 4 inputs and 4
     #   activations at once, 8 MiB instead of 16.
     #   About 8 lines.
     raise NotImplementedError(

@@ -38,8 +38,8 @@ def split_micro_batches(batch: Batch, size: int) -> list[Batch]:
     """
     # TODO 2.1: return consecutive rows, at most size at a time, as views of all tensors.
     #   Tools: len, range, slices of a tensor, tuple.
-    #   Worked: 7 rows of inputs (7, 4) and targets (7,), size 3: shapes (3, 4) and (3,) twice, then
-    #   (1, 4) and (1,).
+    #   Example: 7 rows of inputs (7, 4) and targets (7,), size 3: shapes (3, 4) and (3,) twice,
+    #   then (1, 4) and (1,).
     #   About 8 lines.
     raise NotImplementedError(
         "Task 2.1: split_micro_batches, see guidelines.md#21-split-a-batch-into-micro-batches"
@@ -84,7 +84,7 @@ def accumulate_step(
     # TODO 2.2: do one step as if the whole batch had gone through the model at once, and return the
     #   loss; never hold the activations of two micro-batches.
     #   Tools: split_micro_batches, loss_sum, backward, model.parameters, the optimizer's methods.
-    #   Worked: losses 1, 2, 3 in one micro-batch and 6 in the next: return 3.0 (not 4.0, the mean
+    #   Example: losses 1, 2, 3 in one micro-batch and 6 in the next: return 3.0 (not 4.0, the mean
     #   of the means 2 and 6), and each of the four targets weighs 1/4 in the gradient.
     #   About 14 lines.
     raise NotImplementedError(
@@ -141,7 +141,7 @@ def accumulate_step_over_ranks(
     # TODO 2.3: do one clipped step as one process would on all batches, and return the loss.
     #   Tools: what you wrote for 2.2, torch.cat, flatten, split, view, norm, the argument
     #   all_reduce. It sums, and every rank must call it equally often.
-    #   Worked: rank 0 has 2 targets, each with the gradient (3, 0), and rank 1 one with (0, 12):
+    #   Example: rank 0 has 2 targets, each with the gradient (3, 0), and rank 1 one with (0, 12):
     #   the mean is (2, 4), of norm 4.47. With max_norm = 1 the step uses (0.447, 0.894) on both.
     #   About 25 lines; write helper functions.
     raise NotImplementedError(

@@ -77,7 +77,7 @@ class LossScaler:
         """
         # TODO 2.4: the loss times the scale, as a tensor through which backward can go.
         #   Tools: self.value, Tensor.to, torch.promote_types.
-        #   Worked: a float16 loss of 3.0 with the first scale: 196608.0 in float32 (not inf).
+        #   Example: a float16 loss of 3.0 with the first scale: 196608.0 in float32 (not inf).
         #   About 1 to 3 lines.
         raise NotImplementedError("Task 2.4: LossScaler.scale, see guidelines.md#24-scale-the-loss")
 
@@ -98,7 +98,7 @@ class LossScaler:
         # TODO 2.4: divide all gradients once in each step; the same answer on all ranks.
         #   Tools: optimizer.param_groups, Tensor.isfinite, div_, self.all_reduce with self.group,
         #   self.is_finite.
-        #   Worked: scale 4, gradients [8.0, 2.0] on rank 0 and [inf] on rank 1: rank 0 then has
+        #   Example: scale 4, gradients [8.0, 2.0] on rank 0 and [inf] on rank 1: rank 0 then has
         #   [2.0, 0.5], and both ranks return False.
         #   About 12 lines; write a helper method.
         raise NotImplementedError(
@@ -117,7 +117,7 @@ class LossScaler:
         """
         # TODO 2.4: the optimizer steps on every rank, or on none.
         #   Tools: what you have written above, optimizer.step.
-        #   Worked: 3 ranks, a nan on rank 2: no parameter moves, and all 3 return False.
+        #   Example: 3 ranks, a nan on rank 2: no parameter moves, and all 3 return False.
         #   About 4 lines.
         raise NotImplementedError("Task 2.4: LossScaler.step, see guidelines.md#24-scale-the-loss")
 
@@ -131,7 +131,7 @@ class LossScaler:
         """
         # TODO 2.4: the scale and the count as they should be for the next step.
         #   Tools: the attributes that __init__ sets.
-        #   Worked: scale 8, interval 2, found good, bad, good, good: 8, 4, 4, 8.
+        #   Example: scale 8, interval 2, found good, bad, good, good: 8, 4, 4, 8.
         #   About 8 lines.
         raise NotImplementedError(
             "Task 2.4: LossScaler.update, see guidelines.md#24-scale-the-loss"
@@ -144,7 +144,7 @@ class LossScaler:
         """
         # TODO 2.4: all that a run which is resumed cannot know from the arguments.
         #   Tools: the attributes that __init__ sets.
-        #   Worked: interval 2000, saved after 1,999 good updates: the next good one after loading
+        #   Example: interval 2000, saved after 1,999 good updates: the next good one after loading
         #   doubles the scale.
         #   About 1 to 3 lines.
         raise NotImplementedError(
@@ -159,8 +159,8 @@ class LossScaler:
         """
         # TODO 2.4: this scaler is where the saved one was.
         #   Tools: the attributes that __init__ sets.
-        #   Worked: saved with scale 1024 after 7 good updates: the scale is 1024, and with interval
-        #   10 the third good update from here doubles it.
+        #   Example: saved with scale 1024 after 7 good updates: the scale is 1024, and with
+        #   interval 10 the third good update from here doubles it.
         #   About 1 to 2 lines.
         raise NotImplementedError(
             "Task 2.4: LossScaler.load_state_dict, see guidelines.md#24-scale-the-loss"
@@ -217,7 +217,7 @@ def mixed_precision_step(
     # TODO 2.5: one step as one process would do it on all batches, computed in 16 bits.
     #   Tools: torch.autocast, the arguments scaler, loss_sum and all_reduce, torch.cat,
     #   torch.split, clip_grad_norm_.
-    #   Worked: losses 1, 2, 3 on rank 0 and 6 on rank 1: a loss of 3.0 on both (not 4.0, the mean
+    #   Example: losses 1, 2, 3 on rank 0 and 6 on rank 1: a loss of 3.0 on both (not 4.0, the mean
     #   of the means 2 and 6). A scaled gradient of 131072 on rank 1, which is inf in float16: both
     #   ranks skip, and both scales fall from 65536 to 32768.
     #   About 25 lines; write a helper for the bucket.

@@ -37,7 +37,8 @@ def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     # TODO 2.14: x forward, the sum of the ranks' gradients backward.
     #   Tools: torch.autograd.Function, dist.all_reduce, which sums in place and needs contiguous
     #   memory: y.sum(), for one, sends back a gradient that is not.
-    #   Worked: x = 5.0 on 2 ranks, and gradients of 1.0 and 3.0: y = 5.0, and x.grad = 4.0 on both.
+    #   Example: x = 5.0 on 2 ranks, and gradients of 1.0 and 3.0: y = 5.0, and x.grad = 4.0 on
+    #   both.
     #   About 10 lines.
     raise NotImplementedError(
         "Task 2.14: copy_to_tensor_region, see guidelines.md#214-enter-and-leave-a-region"
@@ -64,7 +65,7 @@ def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     """
     # TODO 2.14: the sum over the ranks forward, the gradient as it comes backward.
     #   Tools: as above.
-    #   Worked: x = 1.0 and 3.0 on 2 ranks, and a gradient of 1.0 on both: y = 4.0 and x.grad = 1.0
+    #   Example: x = 1.0 and 3.0 on 2 ranks, and a gradient of 1.0 on both: y = 4.0 and x.grad = 1.0
     #   on both (not 2.0).
     #   About 8 lines.
     raise NotImplementedError(
@@ -104,7 +105,7 @@ class ColumnParallelLinear(nn.Module):
         #   of full.
         #   Tools: super().__init__, nn.Parameter, dist.get_rank, dist.get_world_size, chunk. What
         #   chunk returns is a view, which keeps the whole tensor in memory.
-        #   Worked: Linear(4, 6) on 3 ranks: weight (2, 4) and bias (2,), 10 numbers instead of 30.
+        #   Example: Linear(4, 6) on 3 ranks: weight (2, 4) and bias (2,), 10 numbers instead of 30.
         #   About 10 lines.
         raise NotImplementedError(
             "Task 2.15: ColumnParallelLinear.__init__, see guidelines.md#215-split-the-outputs"
@@ -129,7 +130,7 @@ class ColumnParallelLinear(nn.Module):
         # TODO 2.15: this rank's outputs, or all of them, with the gradients of the full layer.
         #   Tools: torch.nn.functional.linear, your copy_to_tensor_region, dist.all_gather. After
         #   the gather all ranks compute the same: what is the gradient of this rank's part?
-        #   Worked: Linear(4, 6) on 3 ranks, x (5, 4): y (5, 2), with gather_output (5, 6).
+        #   Example: Linear(4, 6) on 3 ranks, x (5, 4): y (5, 2), with gather_output (5, 6).
         #   About 5 lines, and 12 for the gather.
         raise NotImplementedError(
             "Task 2.15: ColumnParallelLinear.forward, see guidelines.md#215-split-the-outputs"
@@ -164,7 +165,7 @@ class RowParallelLinear(nn.Module):
         """
         # TODO 2.16: keep this rank's columns of the weight, and the whole bias.
         #   Tools: as for ColumnParallelLinear.
-        #   Worked: Linear(6, 4) on 3 ranks: weight (4, 2) and bias (4,), 12 numbers instead of 28.
+        #   Example: Linear(6, 4) on 3 ranks: weight (4, 2) and bias (4,), 12 numbers instead of 28.
         #   About 5 lines.
         raise NotImplementedError(
             "Task 2.16: RowParallelLinear.__init__, see guidelines.md#216-split-the-inputs"
@@ -187,7 +188,7 @@ class RowParallelLinear(nn.Module):
         # TODO 2.16: the output of the full layer on every rank, with the gradients of the full
         #   layer.
         #   Tools: torch.nn.functional.linear, your reduce_from_tensor_region.
-        #   Worked: partial products 1.0 and 2.0 on 2 ranks, and a bias of 10.0: 13.0 on both (not
+        #   Example: partial products 1.0 and 2.0 on 2 ranks, and a bias of 10.0: 13.0 on both (not
         #   23.0).
         #   About 2 lines.
         raise NotImplementedError(
@@ -216,7 +217,7 @@ def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
     """
     # TODO 2.17: the layers of mlp are replaced, and one all-reduce forward is enough.
     #   Tools: your ColumnParallelLinear and RowParallelLinear.
-    #   Worked: MLP(8) on 2 ranks: up.weight (16, 8) and down.weight (8, 16) on each.
+    #   Example: MLP(8) on 2 ranks: up.weight (16, 8) and down.weight (8, 16) on each.
     #   About 2 lines.
     raise NotImplementedError(
         "Task 2.17: parallelize_mlp, see guidelines.md#217-two-layers-one-all-reduce"
@@ -245,7 +246,7 @@ def parallelize_attention(attention: Attention, group: Group = None) -> None:
     # TODO 2.17: the layers of attention are replaced, with one all-reduce forward and one backward.
     #   Tools: your layers and regions, setattr, register_forward_pre_hook, which may replace what a
     #   module is called with.
-    #   Worked: Attention(8, heads=4) on 2 ranks: query.weight (4, 8), which is 2 heads, on each.
+    #   Example: Attention(8, heads=4) on 2 ranks: query.weight (4, 8), which is 2 heads, on each.
     #   About 12 lines.
     raise NotImplementedError(
         "Task 2.17: parallelize_attention, see guidelines.md#217-two-layers-one-all-reduce"
@@ -278,7 +279,7 @@ class VocabParallelEmbedding(nn.Module):
         """
         # TODO 2.18: keep this rank's rows of the weight.
         #   Tools: as for ColumnParallelLinear.
-        #   Worked: Embedding(6, 4) on 3 ranks: weight (2, 4), of tokens 2 and 3 on rank 1.
+        #   Example: Embedding(6, 4) on 3 ranks: weight (2, 4), of tokens 2 and 3 on rank 1.
         #   About 3 lines.
         raise NotImplementedError(
             "Task 2.18: VocabParallelEmbedding.__init__, see guidelines.md#218-split-the-vocabulary"
@@ -300,7 +301,7 @@ class VocabParallelEmbedding(nn.Module):
         # TODO 2.18: the embeddings of all tokens on every rank.
         #   Tools: torch.nn.functional.embedding, which refuses a row that is not there; where,
         #   masked_fill, your reduce_from_tensor_region.
-        #   Worked: 6 tokens on 3 ranks, token 3: row 1 of rank 1, plus zeros of ranks 0 and 2.
+        #   Example: 6 tokens on 3 ranks, token 3: row 1 of rank 1, plus zeros of ranks 0 and 2.
         #   About 6 lines.
         raise NotImplementedError(
             "Task 2.18: VocabParallelEmbedding.forward, see guidelines.md#218-split-the-vocabulary"
@@ -331,7 +332,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
     # TODO 2.18: the losses of the full logits on every rank, from three numbers per target.
     #   Tools: amax, dist.all_reduce with ReduceOp.MAX, exp, gather, log, your
     #   reduce_from_tensor_region.
-    #   Worked: logits [0.0] and [ln 3] on 2 ranks, target 1: ln(4/3) = 0.288 on both.
+    #   Example: logits [0.0] and [ln 3] on 2 ranks, target 1: ln(4/3) = 0.288 on both.
     #   About 12 lines.
     raise NotImplementedError(
         "Task 2.18: vocab_parallel_cross_entropy, see guidelines.md#218-split-the-vocabulary"
@@ -360,7 +361,7 @@ def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     """
     # TODO 2.19: all positions forward, this rank's part of the summed gradient backward.
     #   Tools: torch.autograd.Function, dist.all_gather, dist.reduce_scatter, torch.cat, chunk.
-    #   Worked: (1, 1, 1) with 5.0 and 7.0 on 2 ranks, gradients [1, 2] and [10, 20]: y = [5, 7] on
+    #   Example: (1, 1, 1) with 5.0 and 7.0 on 2 ranks, gradients [1, 2] and [10, 20]: y = [5, 7] on
     #   both, and x.grad = 11 on rank 0 and 22 on rank 1.
     #   About 15 lines.
     raise NotImplementedError(
@@ -390,7 +391,7 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     """
     # TODO 2.19: this rank's positions of the sum forward, all positions' gradients backward.
     #   Tools: as above.
-    #   Worked: [1, 2] and [10, 20] on 2 ranks: y = 11 on rank 0 and 22 on rank 1; gradients of 5
+    #   Example: [1, 2] and [10, 20] on 2 ranks: y = 11 on rank 0 and 22 on rank 1; gradients of 5
     #   and 7: x.grad = [5, 7] on both.
     #   About 5 lines.
     raise NotImplementedError(
@@ -428,7 +429,7 @@ def parallelize_block(block: Block, group: Group = None) -> None:
     # TODO 2.19: as in 2.17, with positions split wherever the weights are not.
     #   Tools: as in 2.17, your sequence regions, register_hook on a parameter, which may replace
     #   the gradient that arrives.
-    #   Worked: (1, 8, E) on 2 ranks: each norm sees (1, 4, E), and attention computes with (1, 8,
+    #   Example: (1, 8, E) on 2 ranks: each norm sees (1, 4, E), and attention computes with (1, 8,
     #   E).
     #   About 25 lines.
     raise NotImplementedError(

@@ -15,13 +15,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
 from distlab.data.digits import load_digits
-from phase2_advanced.given import Batch, Group, LossSum, Schedule, cross_entropy_sum
-from solutions.phase2_advanced import gradient_accumulation, model_parallel, pipeline_parallel
+from phase2_advanced.given import Batch, Block, Group, LossSum, Schedule, cross_entropy_sum
+from solutions.phase2_advanced import (
+    gradient_accumulation,
+    model_parallel,
+    pipeline_parallel,
+    tensor_parallel,
+)
 from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
 from solutions.phase2_advanced.mixed_precision import LossScaler, mixed_precision_step
-
-from phase2_advanced.given import Block
-from solutions.phase2_advanced import tensor_parallel
 
 
 def main() -> None:

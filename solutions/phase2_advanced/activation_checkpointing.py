@@ -55,7 +55,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
     anchor = torch.empty(0, requires_grad=True)  # parameters of fn may be all that needs a gradient
-    return _Recomputed.apply(run, anchor, *tensors)  # type: ignore[no-untyped-call]
+    return _Recomputed.apply(run, anchor, *tensors)
 
 
 def _needs_gradient(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:

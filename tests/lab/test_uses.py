@@ -30,11 +30,16 @@ def functions_of(path: Path) -> dict[str, ast.AST]:
 
 
 def names_in(node: ast.AST, holder: str) -> Iterator[str]:
-    for entry in ast.walk(node):
-        if isinstance(entry, ast.Name):
-            yield entry.id
-        elif isinstance(entry, ast.Attribute) and holder:
-            yield f"{holder}.{entry.attr}"
+    """Names that code calls or passes on; an annotation only says what comes in."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute) and holder:
+        yield f"{holder}.{node.attr}"
+    for field, value in ast.iter_fields(node):
+        if field not in ("annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from names_in(child, holder)
 
 
 def called_by(task: Task) -> set[str]:
