@@ -65,3 +65,13 @@ def test_the_context_of_a_change_makes_its_place_unique() -> None:
     text = "a\nb\nc\na\nb\nd\n"
     assert change_between(text, "a\nb\nc\na\nx\nd\n") == "-b\n+x\n d\n"
     assert changed(text, change_between(text, "a\nb\nc\nx\nb\nd\n")) == "a\nb\nc\nx\nb\nd\n"
+
+
+def test_a_helper_belongs_to_the_class_that_calls_it() -> None:
+    columns, rows = (written_for(COURSE.task(id)) for id in ("2.15", "2.16"))
+    assert "_copy" in rows
+    assert not {"_copy", "RowParallelLinear.__init__"} & set(columns)
+
+
+def test_a_class_that_is_called_is_a_helper() -> None:
+    assert {"_Stage.__init__", "_Stage.finish"} <= set(written_for(COURSE.task("2.12")))
