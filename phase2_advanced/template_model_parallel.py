@@ -18,26 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from phase2_advanced.given import (
-    Checkpointed,
-    Group,
-    Meter,
-    by_rank,
-    digit_layers,
-    fail,
-    from_all_ranks,
-    group_device,
-    load_digits,
-    num_parameters,
-    optimizer_for,
-    positive,
-    report,
-    require_equal,
-    say,
-    say_loss,
-    train_alone,
-)
-from phase2_advanced.template_activation_checkpointing import checkpoint
+from phase2_advanced import programs
+from phase2_advanced.given import Group, group_device
 
 WIDTHS = (64, 128, 96, 64, 64, 32)  # of what goes into the layers of ``main``
 
@@ -187,41 +169,49 @@ def main() -> None:
     """Train on digits with a stage on each rank, and compare the weights with one process's."""
     options = _options()
     dist.init_process_group()
-    rank, num_stages, layers = dist.get_rank(), dist.get_world_size(), digit_layers(WIDTHS)
+    rank, num_stages, layers = dist.get_rank(), dist.get_world_size(), programs.digit_layers(WIDTHS)
     try:
-        stages = partition_layers([num_parameters(layer) for layer in layers], num_stages)
+        stages = partition_layers([programs.num_parameters(layer) for layer in layers], num_stages)
     except ValueError as error:
-        fail(error)
+        programs.fail(error)
     mine = slice(stages[rank].start, stages[rank].stop)
     stage = nn.Sequential(*layers[mine])
-    say(f"parameters by stage:  {by_rank(num_parameters(stage))}")
+    programs.say(f"parameters by stage:  {programs.by_rank(programs.num_parameters(stage))}")
     if options.checkpointing:
-        say("without checkpointing, in one step:")
-        report(_train(copy.deepcopy(stage), 1)[1])
-        say("with it:")
-        stage = nn.Sequential(*(Checkpointed(layer, checkpoint) for layer in layers[mine]))
+        from phase2_advanced.template_activation_checkpointing import checkpoint
+
+        programs.say("without checkpointing, in one step:")
+        programs.report(_train(copy.deepcopy(stage), 1)[1])
+        programs.say("with it:")
+        stage = nn.Sequential(*(programs.Checkpointed(layer, checkpoint) for layer in layers[mine]))
     losses, meter = _train(stage, options.steps)
-    report(meter)
-    say(f"bubble:               {1 - 1 / num_stages:.0%}: one rank of {num_stages} works at a time")
-    alone = nn.Sequential(*digit_layers(WIDTHS))
-    train_alone(alone, options.steps)
-    require_equal(stage.parameters(), alone[mine].parameters())
-    first, last = (from_all_ranks(losses[step])[-1] for step in (0, -1))
-    say_loss(first, last)
+    programs.report(meter)
+    programs.say(
+        f"bubble:               {1 - 1 / num_stages:.0%}: one rank of {num_stages} works at a time"
+    )
+    alone = nn.Sequential(*programs.digit_layers(WIDTHS))
+    programs.train_alone(alone, options.steps)
+    programs.require_equal(stage.parameters(), alone[mine].parameters())
+    first, last = (programs.from_all_ranks(losses[step])[-1] for step in (0, -1))
+    programs.say_loss(first, last)
     dist.destroy_process_group()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--steps", type=programs.positive, default=20)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     return parser.parse_args()
 
 
-def _train(stage: nn.Module, num_steps: int) -> tuple[list[float], Meter]:
+def _train(stage: nn.Module, num_steps: int) -> tuple[list[float], programs.Meter]:
     """Train this rank's stage; return the losses, which only the last rank knows."""
-    images, labels = load_digits()
-    runner, optimizer, meter = StageRunner(stage), optimizer_for(stage), Meter([stage])
+    images, labels = programs.load_digits()
+    runner, optimizer, meter = (
+        StageRunner(stage),
+        programs.optimizer_for(stage),
+        programs.Meter([stage]),
+    )
     losses = []
     for _ in range(num_steps):
         optimizer.zero_grad()

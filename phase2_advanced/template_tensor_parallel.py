@@ -16,24 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phase2_advanced.given import (
-    MLP,
-    Attention,
-    Block,
-    Group,
-    by_rank,
-    calls_of,
-    fail,
-    group_device,
-    load_digits,
-    num_parameters,
-    positive,
-    require_equal,
-    say,
-    say_loss,
-    train,
-    train_alone,
-)
+from phase2_advanced import programs
+from phase2_advanced.given import MLP, Attention, Block, Group, group_device
 
 WIDTH = 64  # of the stream in ``main``
 
@@ -464,25 +448,27 @@ def main() -> None:
     options = _options()
     dist.init_process_group()
     (model, mlp), (alone, mlp_alone) = _model(options.hidden), _model(options.hidden)
-    say(f"parameters:           {num_parameters(model):,} in one process")
+    programs.say(f"parameters:           {programs.num_parameters(model):,} in one process")
     try:
         parallelize_mlp(mlp)
     except ValueError as error:
-        fail(error)
-    say(f"parameters by rank:   {by_rank(num_parameters(model))}")
+        programs.fail(error)
+    programs.say(f"parameters by rank:   {programs.by_rank(programs.num_parameters(model))}")
     _say_what_a_step_sends(model)
-    losses = train(model, options.steps)
-    train_alone(alone, options.steps)
+    losses = programs.train(model, options.steps)
+    programs.train_alone(alone, options.steps)
     parallelize_mlp(mlp_alone)
-    require_equal(model.parameters(), alone.parameters())
-    say_loss(losses[0], losses[-1])
+    programs.require_equal(model.parameters(), alone.parameters())
+    programs.say_loss(losses[0], losses[-1])
     dist.destroy_process_group()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--hidden", type=positive, default=256, help="features, over all ranks")
-    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument(
+        "--hidden", type=programs.positive, default=256, help="features, over all ranks"
+    )
+    parser.add_argument("--steps", type=programs.positive, default=20)
     return parser.parse_args()
 
 
@@ -497,14 +483,16 @@ def _model(num_hidden: int) -> tuple[nn.Module, MLP]:
 
 def _say_what_a_step_sends(model: nn.Module) -> None:
     """Count the all-reduces of a step, which does not change the weights."""
-    images, labels = load_digits()
-    with calls_of(dist.all_reduce) as forward:
+    images, labels = programs.load_digits()
+    with programs.calls_of(dist.all_reduce) as forward:
         loss = F.cross_entropy(model(images), labels)
-    with calls_of(dist.all_reduce) as backward:
+    with programs.calls_of(dist.all_reduce) as backward:
         loss.backward()
     for name, calls in {"forward": forward, "backward": backward}.items():
         sizes = [f"{call['tensor'].nbytes:,}" for call in calls]
-        say(f"{name + ':':22}{len(sizes)} all-reduce of {', '.join(sizes)} bytes on each rank")
+        programs.say(
+            f"{name + ':':22}{len(sizes)} all-reduce of {', '.join(sizes)} bytes on each rank"
+        )
 
 
 if __name__ == "__main__":

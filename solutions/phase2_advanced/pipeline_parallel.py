@@ -10,32 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phase2_advanced import programs
 from phase2_advanced.given import (
     Action,
     Batch,
-    Checkpointed,
     Group,
     LossSum,
-    Meter,
     Schedule,
-    by_rank,
     cross_entropy_sum,
-    digit_layers,
-    fail,
     grid,
     group_device,
-    load_digits,
-    num_parameters,
-    optimizer_for,
-    positive,
-    report,
-    require_equal,
-    say,
-    say_loss,
     timeline,
-    train_alone,
 )
-from solutions.phase2_advanced.activation_checkpointing import checkpoint
 from solutions.phase2_advanced.model_parallel import (
     partition_layers,
     recv_tensors,
@@ -301,33 +287,40 @@ def main() -> None:
         schedule = _schedule(options.schedule, dist.get_world_size(), options.micro_batches)
         chunks, layers = _cut(widths, CHUNKS[options.schedule])
     except ValueError as error:
-        fail(error)
-    say(f"parameters by stage:  {by_rank(sum(map(num_parameters, chunks)))}")
+        programs.fail(error)
+    programs.say(
+        f"parameters by stage:  {programs.by_rank(sum(map(programs.num_parameters, chunks)))}"
+    )
     if len(drawing := grid(schedule)) < 100 * len(schedule):
-        say(drawing)
+        programs.say(drawing)
     if options.checkpointing:
-        say("without checkpointing, in one step:")
-        report(_train(copy.deepcopy(chunks), schedule, options.micro_batches, 1)[1])
-        say("with it:")
-        chunks = [nn.Sequential(*(Checkpointed(x, checkpoint) for x in chunk)) for chunk in chunks]
+        from solutions.phase2_advanced.activation_checkpointing import checkpoint
+
+        programs.say("without checkpointing, in one step:")
+        programs.report(_train(copy.deepcopy(chunks), schedule, options.micro_batches, 1)[1])
+        programs.say("with it:")
+        chunks = [
+            nn.Sequential(*(programs.Checkpointed(x, checkpoint) for x in chunk))
+            for chunk in chunks
+        ]
     losses, meter = _train(chunks, schedule, options.micro_batches, options.steps)
-    report(meter)
-    say(f"bubble:               {_bubble(schedule):.1%} if messages took no time")
-    alone = nn.Sequential(*digit_layers(widths))
-    train_alone(alone, options.steps)
+    programs.report(meter)
+    programs.say(f"bubble:               {_bubble(schedule):.1%} if messages took no time")
+    alone = nn.Sequential(*programs.digit_layers(widths))
+    programs.train_alone(alone, options.steps)
     ours = (parameter for chunk in chunks for parameter in chunk.parameters())
     theirs = (parameter for i in layers for parameter in alone[i].parameters())
-    require_equal(ours, theirs)
-    say_loss(losses[0], losses[-1])
+    programs.require_equal(ours, theirs)
+    programs.say_loss(losses[0], losses[-1])
     dist.destroy_process_group()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--schedule", choices=CHUNKS, default="1f1b")
-    parser.add_argument("--micro-batches", type=positive, default=8, metavar="M")
-    parser.add_argument("--width", type=positive, default=64, help="of what a layer gets")
-    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--micro-batches", type=programs.positive, default=8, metavar="M")
+    parser.add_argument("--width", type=programs.positive, default=64, help="of what a layer gets")
+    parser.add_argument("--steps", type=programs.positive, default=20)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     return parser.parse_args()
 
@@ -346,8 +339,8 @@ def _schedule(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
 
 def _cut(widths: Sequence[int], num_chunks: int) -> tuple[list[nn.Sequential], list[int]]:
     """Return this rank's chunks, and the numbers of their layers."""
-    rank, num_stages, layers = dist.get_rank(), dist.get_world_size(), digit_layers(widths)
-    costs = [num_parameters(layer) for layer in layers]
+    rank, num_stages, layers = dist.get_rank(), dist.get_world_size(), programs.digit_layers(widths)
+    costs = [programs.num_parameters(layer) for layer in layers]
     blocks = partition_layers(costs, num_chunks * num_stages)[rank::num_stages]
     chunks = [nn.Sequential(*layers[block.start : block.stop]) for block in blocks]
     return chunks, [*chain.from_iterable(blocks)]
@@ -355,11 +348,15 @@ def _cut(widths: Sequence[int], num_chunks: int) -> tuple[list[nn.Sequential], l
 
 def _train(
     chunks: Sequence[nn.Module], schedule: Schedule, num_micro_batches: int, num_steps: int
-) -> tuple[list[float], Meter]:
-    images, labels = load_digits()
+) -> tuple[list[float], programs.Meter]:
+    images, labels = programs.load_digits()
     parts = images.tensor_split(num_micro_batches), labels.tensor_split(num_micro_batches)
     micro_batches = list(zip(*parts, strict=True))
-    optimizer, meter, losses = optimizer_for(nn.ModuleList(chunks)), Meter(chunks), []
+    optimizer, meter, losses = (
+        programs.optimizer_for(nn.ModuleList(chunks)),
+        programs.Meter(chunks),
+        [],
+    )
     for _ in range(num_steps):
         with meter.step():
             losses.append(run_schedule(schedule, chunks, micro_batches, cross_entropy_sum))

@@ -414,6 +414,7 @@ def test_nothing_is_missing_and_nothing_stray_lies_in_a_phase(phase: Phase) -> N
         "guidelines.md",
         "explore.ipynb",
         "given.py",
+        *(path.name for path in folder.glob("programs.py")),  # if the lessons have a ``main``
         *(f"template_{name}.py" for name in lessons),
     }
     expected |= {f"figures/{name}" for name in figures if Path(name).suffix in (".svg", ".png")}

@@ -11,7 +11,7 @@ import torch
 from commands import distlab
 from torch import nn
 
-from phase2_advanced.given import Meter
+from phase2_advanced.programs import Meter
 
 LESSONS = Path(__file__).parents[2] / "solutions/phase2_advanced"
 TIMEOUT_S = 240
