@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "sim": {"process_group"},  # nothing of the course: no grade, learner, cli, course
     "mpi": {"process_group"},
     "launch": {"mpi", "sim"},
+    "explore": {"launch", "sim"},
     "data": set(),
     "models": {"data"},
     "plot": set(),
