@@ -284,7 +284,12 @@ def test_what_is_given_is_the_solution_word_for_word(template: Path) -> None:
     for name, given in names_of(template).items():
         assert name in solved, f"{template} has {name}, the solution has not"
         if name not in stubs(template):
-            assert ast.dump(given) == ast.dump(solved[name]), f"{template}: {name}"
+            assert ast.dump(given) == of_templates(ast.dump(solved[name])), f"{template}: {name}"
+
+
+def of_templates(dumped: str) -> str:
+    """Let a solution import the templates, as a template does."""
+    return re.sub(r"'solutions\.(phase\w+)\.(\w+)'", r"'\1.template_\2'", dumped)
 
 
 @each_template

@@ -115,7 +115,7 @@ def test_a_mistake_is_one_line_that_names_the_numbers(
 def test_weights_that_are_not_those_of_one_process_end_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phase2_advanced.given.train", lambda model, num_steps: [])  # alone
+    monkeypatch.setattr("phase2_advanced.programs.train", lambda model, num_steps: [])  # alone
     errors = run("model_parallel.py", 2, "--steps", "1")
     assert "weights of ranks [0, 1] are not those of one process" in errors.splitlines()[0]
 
