@@ -1,7 +1,7 @@
 """Whose trainer trains: the solution's, or the learner's own."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from distlab.grade.submission import COURSE, Submission
 from distlab.learner import folder, source
 
 PHASE = "phase1_data_parallel"
+PHASE_2 = "phase2_advanced"
 TRAINER_TASK = "1.13"
 MEASURED_TASKS = ("1.6", "1.7", "1.8")
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
@@ -33,19 +34,20 @@ class Parts:
     averages: Mapping[str, Any]
 
 
-def find(impl: str, all_reduce: str) -> Submission:
+def find(impl: str, all_reduce: str, also: Collection[str] = ()) -> Submission:
     """Return whose files train, before anything is started.
 
     Args:
         impl: "solution" or "mine".
         all_reduce: the strategy that will sum the gradients.
+        also: further functions that the training calls.
 
     Raises:
         NotThereError: this copy has no solutions, or a task that the training needs is a TODO.
         LearnerError: "mine" outside of the course's folder.
     """
-    strategy = f"all_reduce_{all_reduce}"
-    return _of(impl, lambda task: task.id == TRAINER_TASK or strategy in task.functions)
+    called = {f"all_reduce_{all_reduce}", *also}
+    return _of(impl, lambda task: task.id == TRAINER_TASK or not called.isdisjoint(task.functions))
 
 
 def find_measurement(impl: str) -> Submission:
@@ -109,12 +111,12 @@ def load(lessons: Submission) -> Parts:
     return Parts(trainer.Trainer, collectives.ALL_REDUCES, trainer.AVERAGE_GRADIENTS)
 
 
-def lesson(lessons: Submission, name: str) -> ModuleType:
+def lesson(lessons: Submission, name: str, phase: str = PHASE) -> ModuleType:
     """Import a lesson, inside a rank.
 
     Raises:
         LessonError: a file of the learner's cannot be imported.
     """
     if lessons.is_solution:
-        return importlib.import_module(f"{SOLUTIONS}.{PHASE}.{name}")
-    return lessons.load(PHASE, name)
+        return importlib.import_module(f"{SOLUTIONS}.{phase}.{name}")
+    return lessons.load(phase, name)
