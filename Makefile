@@ -48,7 +48,7 @@ format: $(READY)
 test: $(READY)
 ifneq ($(wildcard solutions),)
 	$(BIN)/python -m pytest $(SUITES) --impl solution
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadgroup --no-loadscope-reorder \
 	  tests/wrong_answers tests/lab -p nbmake --nbmake \
 	  phase1_data_parallel/explore.ipynb phase2_advanced/explore.ipynb
 else # the students' version

@@ -23,3 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
             f"{GRADER} is not loaded: pytest must read the course's pyproject.toml; leave out -c, "
             "-o addopts and -p no:"
         )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let the tests of a file stay in one process of several, unless they say otherwise."""
+    for item in items if config.pluginmanager.has_plugin("xdist") else ():
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.name))

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from distlab.grade.outcomes import Outcome
 from wrong_answers.bank import (
@@ -25,11 +26,21 @@ from wrong_answers.bank import load as load_bank
 from wrong_answers.grading import find_tests, verdicts
 
 ANSWERS = load_bank(OWN)
+
 WRONG = [answer for answer in ANSWERS if not answer.is_right]
 RIGHT = [answer for answer in ANSWERS if answer.is_right]
 
 
-@pytest.mark.parametrize("answer", WRONG, ids=lambda answer: answer.id)
+def of_tasks(answers: list[Answer]) -> list[ParameterSet]:
+    """Parameters of a test; several processes share the bank task by task."""
+    group = pytest.mark.xdist_group
+    return [
+        pytest.param(answer, id=answer.id, marks=group(f"bank_{answer.task.id}"))
+        for answer in answers
+    ]
+
+
+@pytest.mark.parametrize("answer", of_tasks(WRONG))
 def test_wrong_answers_are_rejected_as_they_say(answer: Answer, tmp_path: Path) -> None:
     tests = [test for test in find_tests(answer.task) if test.name == answer.rejected_by]
     assert tests, f"{answer.task.id} has no test {answer.rejected_by!r}"
@@ -45,7 +56,7 @@ def test_wrong_answers_are_rejected_as_they_say(answer: Answer, tmp_path: Path) 
     pytest.fail("\n".join(found))
 
 
-@pytest.mark.parametrize("answer", RIGHT, ids=lambda answer: answer.id)
+@pytest.mark.parametrize("answer", of_tasks(RIGHT))
 def test_unusual_but_right_answers_pass(answer: Answer, tmp_path: Path) -> None:
     submission = hand_in(answer.task, answer.lesson(), tmp_path)
     for test, verdict in verdicts(submission, answer.task, find_tests(answer.task)):
