@@ -1,7 +1,7 @@
 """Whose trainer trains: the solution's, or the learner's own."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,8 +14,8 @@ from distlab.grade.submission import COURSE, Submission
 from distlab.learner import folder, source
 
 PHASE = "phase1_data_parallel"
+ADVANCED = "phase2_advanced"
 TRAINER_TASK = "1.13"
-MEASURED_TASKS = ("1.6", "1.7", "1.8")
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
 
@@ -48,14 +48,18 @@ def find(impl: str, all_reduce: str) -> Submission:
     return _of(impl, lambda task: task.id == TRAINER_TASK or strategy in task.functions)
 
 
-def find_measurement(impl: str) -> Submission:
-    """Return whose all-reduces are measured by whose task 1.8, before anything is started.
+def find_measurement(impl: str, task_ids: Collection[str]) -> Submission:
+    """Return whose functions are measured, before anything is started.
+
+    Args:
+        impl: "solution" or "mine".
+        task_ids: of the tasks whose functions are measured, or measure.
 
     Raises:
         NotThereError: this copy has no solutions, or a task that is measured is a TODO.
         LearnerError: "mine" outside of the course's folder.
     """
-    return _of(impl, lambda task: task.id in MEASURED_TASKS)
+    return _of(impl, lambda task: task.id in task_ids)
 
 
 def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:
@@ -109,12 +113,12 @@ def load(lessons: Submission) -> Parts:
     return Parts(trainer.Trainer, collectives.ALL_REDUCES, trainer.AVERAGE_GRADIENTS)
 
 
-def lesson(lessons: Submission, name: str) -> ModuleType:
+def lesson(lessons: Submission, name: str, phase: str = PHASE) -> ModuleType:
     """Import a lesson, inside a rank.
 
     Raises:
         LessonError: a file of the learner's cannot be imported.
     """
     if lessons.is_solution:
-        return importlib.import_module(f"{SOLUTIONS}.{PHASE}.{name}")
-    return lessons.load(PHASE, name)
+        return importlib.import_module(f"{SOLUTIONS}.{phase}.{name}")
+    return lessons.load(phase, name)

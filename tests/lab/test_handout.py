@@ -124,7 +124,7 @@ def test_grading_works_in_a_handout(mine: Path) -> None:
     assert outcomes == {t.id: "passed" if t.id in solved else "todo" for t in COURSE.tasks}
 
 
-@pytest.mark.parametrize("command", ["train", "demo", "bench all_reduce"])
+@pytest.mark.parametrize("command", ["train", "demo", "bench all_reduce", "bench pipeline"])
 def test_what_needs_the_solutions_says_so_in_a_line(students: Path, command: str) -> None:
     done = distlab(students, *command.split())
     assert (done.returncode, done.stdout) == (1, "")
