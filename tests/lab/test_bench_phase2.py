@@ -91,9 +91,7 @@ def test_1f1b_keeps_fewer_micro_batches_than_gpipe_in_ours_and_in_torchs() -> No
 
 def test_checkpoints_keep_as_little_as_torchs() -> None:
     found = {name: one.peak_bytes for name, one in measured(memory, 1, 16).items()}
-    rows, positions, width, _ = SMALL[memory]
-    activation_bytes = FLOAT_BYTES * rows * positions * width
-    assert found[memory.OURS] <= found[memory.TORCHS] + activation_bytes
+    assert found[memory.OURS] <= found[memory.TORCHS]
     assert 2 * found[memory.OURS] < found[memory.KEPT]
 
 
