@@ -132,6 +132,19 @@ def test_what_needs_the_solutions_says_so_in_a_line(students: Path, command: str
     assert "no solutions/: --impl mine takes what you have written" in done.stderr
 
 
+def test_a_benchmark_of_phase_2_measures_what_is_written(mine: Path) -> None:
+    benchmark = ("bench", "memory", "--layers", "2", "--repeats", "1", "--impl", "mine")
+    done = distlab(mine, *benchmark)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "2.6 checkpoint, 2.7 checkpoint_sequential. Go on with: distlab check 2.6" in done.stderr
+    lesson = "activation_checkpointing.py"
+    solution = ROOT / "solutions/phase2_advanced" / lesson
+    shutil.copy(solution, mine / "phase2_advanced" / f"template_{lesson}")
+    done = distlab(mine, *benchmark)
+    assert done.returncode == 0, done.stderr
+    assert "│ torch's checkpoint_sequential │" in done.stdout
+
+
 def test_the_doctor_needs_no_solutions(students: Path) -> None:
     done = distlab(students, "doctor")
     assert done.returncode == 0, done.stderr
