@@ -49,7 +49,8 @@ test: $(READY)
 ifneq ($(wildcard solutions),)
 	$(BIN)/python -m pytest $(SUITES) --impl solution
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder \
-	  tests/wrong_answers tests/lab -p nbmake --nbmake phase1_data_parallel/explore.ipynb
+	  tests/wrong_answers tests/lab -p nbmake --nbmake \
+	  phase1_data_parallel/explore.ipynb phase2_advanced/explore.ipynb
 else # the students' version
 	$(BIN)/python -m pytest $(SUITES)
 endif

@@ -14,7 +14,7 @@ from distlab.grade.submission import COURSE, Submission
 from distlab.learner import folder, source
 
 PHASE = "phase1_data_parallel"
-ADVANCED = "phase2_advanced"
+PHASE_2 = "phase2_advanced"
 TRAINER_TASK = "1.13"
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
@@ -33,19 +33,20 @@ class Parts:
     averages: Mapping[str, Any]
 
 
-def find(impl: str, all_reduce: str) -> Submission:
+def find(impl: str, all_reduce: str, also: Collection[str] = ()) -> Submission:
     """Return whose files train, before anything is started.
 
     Args:
         impl: "solution" or "mine".
         all_reduce: the strategy that will sum the gradients.
+        also: further functions that the training calls.
 
     Raises:
         NotThereError: this copy has no solutions, or a task that the training needs is a TODO.
         LearnerError: "mine" outside of the course's folder.
     """
-    strategy = f"all_reduce_{all_reduce}"
-    return _of(impl, lambda task: task.id == TRAINER_TASK or strategy in task.functions)
+    called = {f"all_reduce_{all_reduce}", *also}
+    return _of(impl, lambda task: task.id == TRAINER_TASK or not called.isdisjoint(task.functions))
 
 
 def find_measurement(impl: str, task_ids: Collection[str]) -> Submission:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab import data, launch, models, trainers
+from distlab import data, launch, models, parallel, trainers
 from distlab.grade.outcomes import Outcome, verdict_on
 from distlab.grade.submission import Submission
 from distlab.launch.launchers import launched, launcher_of_several
+from distlab.parallel import Parallelism, Part
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.counts import Counts
 from distlab.trainers import SOLVED
-from distlab.words import bytes_text, counted, rank_names
+from distlab.words import bytes_text, counted, rank_names, seconds_text
 
 if TYPE_CHECKING:
     from phase1_data_parallel.given import EpochResult
@@ -44,7 +48,7 @@ class TrainConfig:
 
     dataset: str
     model: str
-    num_workers: int  # ranks
+    parallelism: Parallelism  # of all ranks; dp alone: each holds the whole model
     epochs: int
     batch_size: int  # of all ranks together
     lr: float
@@ -57,6 +61,11 @@ class TrainConfig:
     dtype: str = "float32"
     seed: int = 0
     data_root: Path | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Number of ranks."""
+        return self.parallelism.num_ranks
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,9 @@ SYNTHETIC_FOR_GPT = {"image_shape": (1, 8, 8), "train_size": 512, "test_size": 1
 def make_config(
     *,
     dataset: str,
-    model: str,
+    model: str | None = None,
     num_workers: int | None = None,
+    parallelism: str | None = None,
     batch_size: int | None = None,
     lr: float | None = None,
     backend: str = "auto",
@@ -101,37 +111,76 @@ def make_config(
     """Fill in the options left open: workers, batch size that they can share, learning rate.
 
     Args:
+        model: None: cnn, or gpt where the model is split.
+        parallelism: as ``Parallelism.parse`` reads it; None: all workers hold the whole model.
         impl: whose trainer: "solution", or "mine", what the learner has written.
         others: further fields of ``TrainConfig``, taken as they are.
 
     Raises:
-        ConfigError: the batch cannot be shared equally, the learning rate is no positive number, or
-            torchrun, mpirun or srun started another number of workers.
+        ConfigError: the batch cannot be shared equally, the learning rate is no positive number,
+            torchrun, mpirun or srun started another number of workers, or the model or the world
+            cannot be split as asked.
         NotThereError: no solutions are here, or the learner's own trainer is not written yet.
     """
-    workers = _workers(num_workers, backend)
+    sizes = _parallelism(parallelism, num_workers, backend)
+    model = _model_name(model, sizes)
     return TrainConfig(
         dataset=dataset,
         model=model,
-        num_workers=workers,
+        parallelism=sizes,
         backend=backend,
-        batch_size=_batch_size(batch_size, workers),
+        batch_size=_batch_size(batch_size, sizes),
         lr=_learning_rate(lr, RECIPES[model].lr),
-        lessons=trainers.find(impl, all_reduce),
+        lessons=trainers.find(impl, all_reduce, sizes.functions),
         all_reduce=all_reduce,
         **others,
     )
 
 
-def _batch_size(asked: int | None, workers: int) -> int:
+def _parallelism(asked: str | None, num_workers: int | None, backend: str) -> Parallelism:
     if asked is None:
-        return -(-DEFAULT_BATCH_SIZE // workers) * workers
-    if asked % workers:
-        below = asked // workers * workers
-        nearest = f"{below} or {below + workers}" if below else str(workers)
+        return Parallelism(dp=_workers(num_workers, backend))
+    with _refusals(asked):
+        sizes = Parallelism.parse(asked)
+        if num_workers:
+            sizes.check_world(num_workers, "--num_workers asks for", "leave --num_workers out")
+        if found := launched(backend):
+            who, advice = f"{found.launcher} started", f"start {sizes.num_ranks}"
+            sizes.check_world(found.world_size, who, advice)
+    return sizes
+
+
+@contextmanager
+def _refusals(parallelism: object) -> Iterator[None]:
+    """Turn what is wrong with ``--parallelism`` into one line that begins with it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"--parallelism {parallelism}: {error}") from None
+
+
+def _model_name(asked: str | None, sizes: Parallelism) -> str:
+    if sizes.splits_model and asked not in (None, "gpt"):
         raise ConfigError(
-            f"--batch_size {asked} cannot be shared equally by {workers} workers: use {nearest}"
+            f"--parallelism {sizes} splits the model, and only gpt can be split: leave --model "
+            f"{asked} out, or use --parallelism dp={sizes.num_ranks}"
         )
+    return asked or ("gpt" if sizes.splits_model else "cnn")
+
+
+def _batch_size(asked: int | None, sizes: Parallelism) -> int:
+    dp = sizes.dp
+    if asked is None:
+        return -(-max(DEFAULT_BATCH_SIZE, dp * sizes.pp) // dp) * dp
+    if asked % dp:
+        below = asked // dp * dp
+        nearest = f"{below} or {below + dp}" if below else str(dp)
+        sharers = counted(dp, "replica" if sizes.splits_model else "worker")
+        raise ConfigError(
+            f"--batch_size {asked} cannot be shared equally by {sharers}: use {nearest}"
+        )
+    with _refusals(sizes):
+        sizes.check_batch(asked)
     return asked
 
 
@@ -216,25 +265,14 @@ def train_on_rank(config: TrainConfig) -> list[EpochResult]:
     here = launch.context()
     splits = _load(config)
     check_batch_size(config, len(splits.train))
-    torch.manual_seed(config.seed)
-    model = models.build(
-        config.model, image_shape=splits.image_shape, num_classes=splits.num_classes
-    )
-    dtype = getattr(torch, config.dtype)
-    model.to(device=here.device, dtype=dtype)
-    model.register_forward_pre_hook(lambda _, inputs: _cast(inputs, dtype))
-    optimizer = RECIPES[config.model].build(model, config.lr)
-    parts = trainers.load(config.lessons)
-    trainer: Any = parts.trainer(
-        model,
-        optimizer,
-        all_reduce=parts.all_reduces[config.all_reduce],
-        average=parts.averages[config.gradients],
-        device=here.device,
-    )
-    trainer.step = _Watched(trainer.step, model)
-    trainer.log.info(_headline(config, here.device, splits, model))
-    earlier = _counts()
+    model = _model(config, splits, here.device)
+    headline = _headline(config, here.device, splits, model)
+    part = _part(config, model)
+    trainer = _trainer(config, part, here.device)
+    trainer.log.info(headline)
+    if config.parallelism.splits_model:
+        trainer.log.info(part.describe(config.batch_size))
+    earlier, start_s = _counts(part), time.perf_counter()
     history: list[EpochResult] = trainer.fit(
         splits.train,
         splits.test,
@@ -243,9 +281,49 @@ def train_on_rank(config: TrainConfig) -> list[EpochResult]:
         seed=config.seed,
     )
     _check_test_losses(history)
-    if (counts := _counts()) and earlier:
-        trainer.log.info(_traffic(counts - earlier, config.epochs))
+    for group, counts in _counts(part).items():
+        trainer.log.info(_traffic(group, counts - earlier[group], config.epochs))
+    if config.backend == "sim":
+        trainer.log.info(_virtual_time(config.cluster, time.perf_counter() - start_s))
     return history
+
+
+def _model(
+    config: TrainConfig, splits: data.Splits | data.TokenSplits, device: torch.device
+) -> nn.Module:
+    """Build the whole model, the same on every rank."""
+    torch.manual_seed(config.seed)
+    shape, num_classes = splits.image_shape, splits.num_classes
+    model = models.build(config.model, image_shape=shape, num_classes=num_classes)
+    dtype = getattr(torch, config.dtype)
+    model.to(device=device, dtype=dtype)
+    model.register_forward_pre_hook(lambda _, inputs: _cast(inputs, dtype))
+    return model
+
+
+def _part(config: TrainConfig, model: nn.Module) -> Part:
+    """Return what this rank holds of the model: all of it, or its part of a gpt."""
+    if not config.parallelism.splits_model:
+        return Part(model, {}, config.parallelism)
+    gpt = cast("models.GPT", model)
+    with _refusals(config.parallelism):
+        parallel.check(gpt, config.parallelism)
+    lesson = partial(trainers.lesson, config.lessons, phase=trainers.PHASE_2)
+    return parallel.split(gpt, config.parallelism, lesson)
+
+
+def _trainer(config: TrainConfig, part: Part, device: torch.device) -> Any:
+    optimizer = RECIPES[config.model].build(part.model, config.lr)
+    parts = trainers.load(config.lessons)
+    all_reduce, average = parts.all_reduces[config.all_reduce], parts.averages[config.gradients]
+    how = {"all_reduce": all_reduce, "average": average}
+    trainer = parts.trainer(
+        part.model, optimizer, **how, device=device, group=part.groups.get("dp")
+    )
+    if config.parallelism.splits_model:
+        part.take_over(trainer, optimizer, **how)
+    trainer.step = _Watched(trainer.step, part.layers)
+    return trainer
 
 
 @dataclass(frozen=True)
@@ -309,19 +387,22 @@ def _how_it_diverged(config: TrainConfig, answers: Sequence[object]) -> str:
     )
 
 
-def _counts() -> Counts | None:
-    """The collectives called until now; None on gloo and NCCL, which do not count."""
-    world = dist.group.WORLD
-    return copy(world.counts) if isinstance(world, BaseGroup) else None
+def _counts(part: Part) -> dict[str, Counts]:
+    """The collectives called until now, by group; none on gloo and NCCL, which do not count."""
+    several = {f" ({name})": group for name, group in part.groups.items() if group.size() > 1}
+    groups: Mapping[str, object] = several or {"": dist.group.WORLD}
+    return {
+        name: copy(group.counts) for name, group in groups.items() if isinstance(group, BaseGroup)
+    }
 
 
-def _traffic(counts: Counts, epochs: int) -> str:
+def _traffic(group: str, counts: Counts, epochs: int) -> str:
     """Write ``collectives per epoch: 177 all_reduce calls, 4.66 MiB``; every epoch is alike."""
     totals = (
         f"{calls / epochs:,.0f} {name} calls, {bytes_text(counts.num_bytes[name] / epochs)}"
         for name, calls in counts.calls.items()
     )
-    return f"collectives per epoch: {'; '.join(totals) or 'none'}"
+    return f"collectives per epoch{group}: {'; '.join(totals) or 'none'}"
 
 
 def _load(config: TrainConfig) -> data.Splits | data.TokenSplits:
@@ -336,8 +417,8 @@ def check_batch_size(config: TrainConfig, num_images: int) -> None:
     """Refuse a batch that the training set cannot fill even once."""
     if config.batch_size <= num_images:
         return
-    workers = config.num_workers
-    largest = num_images // workers * workers
+    dp = config.parallelism.dp
+    largest = num_images // dp * dp
     raise ConfigError(
         f"--batch_size {config.batch_size} is more than the {num_images} training images of "
         f"{config.dataset}: use at most {largest or f'{num_images} workers'}"
@@ -359,11 +440,11 @@ def _headline(
     if isinstance(splits, data.TokenSplits):
         images += f" of {splits.sequence_length:,} tokens"
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    share = config.batch_size // config.num_workers
+    dp = config.parallelism.dp
     where = _simulated(config.cluster) if config.backend == "sim" else device.type
     return (
         f"{config.model} ({parameters:,} parameters) on {config.dataset} ({images}), {where}, "
-        f"batch {config.batch_size} = {config.num_workers} x {share}, "
+        f"batch {config.batch_size} = {dp} x {config.batch_size // dp}, "
         f"{config.all_reduce} all-reduce"
     )
 
@@ -372,6 +453,11 @@ def _simulated(cluster: str | None) -> str:
     """Name the cluster, and say which clock the speeds that follow are read from."""
     name = f"cluster {cluster}" if cluster else "cluster: one switch with a GPU per worker"
     return f"simulated {name}, times are virtual, not measured"
+
+
+def _virtual_time(cluster: str | None, seconds: float) -> str:
+    computed = "" if cluster else ", of messages alone: --cluster dgx-h100 computes too"
+    return f"virtual time {seconds_text(seconds)}{computed}"
 
 
 def report(config: TrainConfig, history: list[EpochResult]) -> None:

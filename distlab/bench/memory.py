@@ -53,7 +53,7 @@ def measure_on_rank(
     lessons: Submission, sizes: Sizes, num_layers: int, repeats: int
 ) -> dict[str, Measured]:
     """Measure steps without checkpoints, with ours and with torch's."""
-    lesson: Any = trainers.lesson(lessons, "activation_checkpointing", trainers.ADVANCED)
+    lesson: Any = trainers.lesson(lessons, "activation_checkpointing", trainers.PHASE_2)
     layers, x = _layers(sizes, num_layers), torch.randn(*sizes[:3])
     segments = isqrt(num_layers)
     torchs: Any = checkpoint.checkpoint_sequential

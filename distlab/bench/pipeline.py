@@ -59,7 +59,7 @@ def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str
     """Measure GPipe and 1F1B, ours and torch's, with this rank as a stage."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-    lesson: Any = trainers.lesson(lessons, "pipeline_parallel", trainers.ADVANCED)
+    lesson: Any = trainers.lesson(lessons, "pipeline_parallel", trainers.PHASE_2)
     num_stages = dist.get_world_size()
     num_micro_batches = MICRO_BATCHES_PER_STAGE * num_stages
     stage, batch = _stage(sizes), _batch(sizes, num_micro_batches)

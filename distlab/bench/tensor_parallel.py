@@ -57,7 +57,7 @@ def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str
     """Measure a model that is split over the ranks by ours, and twice by torch's."""
     from phase2_advanced.given import Block
 
-    lesson: Any = trainers.lesson(lessons, "tensor_parallel", trainers.ADVANCED)
+    lesson: Any = trainers.lesson(lessons, "tensor_parallel", trainers.PHASE_2)
     torch.manual_seed(0)
     heads = sizes.heads_per_rank * dist.get_world_size()
     width = sizes.head_width * heads

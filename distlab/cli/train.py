@@ -17,14 +17,28 @@ Device = Literal["auto", "cpu", "cuda"]
 def train(
     dataset: Annotated[Dataset, typer.Option("--dataset", help="What to train on.")] = "digits",
     model: Annotated[
-        Model, typer.Option("--model", help="gpt predicts pixel by pixel: small images only.")
-    ] = "cnn",
+        Model | None,
+        typer.Option(
+            "--model",
+            help="gpt predicts pixel by pixel: small images only. "
+            "[default: cnn, or gpt if --parallelism splits the model]",
+        ),
+    ] = None,
     num_workers: Annotated[
         int | None,
         typer.Option(
             "--num_workers",
             min=1,
             help="Number of ranks. [default: 4, or as many as torchrun, mpirun or srun started]",
+        ),
+    ] = None,
+    parallelism: Annotated[
+        str | None,
+        typer.Option(
+            "--parallelism",
+            metavar="SIZES",
+            help="Such as dp=2,pp=2,tp=2: replicas of the model, stages of a replica, shards of a "
+            "stage. [default: dp alone]",
         ),
     ] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,
@@ -74,6 +88,7 @@ def train(
         model=model,
         impl=impl,
         num_workers=num_workers,
+        parallelism=parallelism,
         epochs=epochs,
         batch_size=batch_size,
         lr=lr,

@@ -3,7 +3,8 @@
 ROOT/phase1_data_parallel/template_collectives.py      the learner's, in the course's folder
 ROOT/phase1_data_parallel/collectives.py               the solution's, and a hand-in's
 
-``given.py`` of a phase comes from the course, whatever a hand-in holds, because it has no tasks.
+``given.py`` and ``programs.py`` of a phase come from the course, whatever a hand-in holds, because
+they have no tasks.
 """
 
 import ast
@@ -31,7 +32,7 @@ from distlab.grade.lending import SOLUTIONS, Functions, Loan
 from distlab.grade.outcomes import LessonError
 
 PREFIX = "template_"
-GIVEN = "given"
+GIVEN = ("given", "programs")  # modules without tasks
 COURSE = Path(distlab.__file__).parents[1]
 MAX_FILES = 1000  # whose digests a report names, and folders that are searched for them
 
@@ -207,8 +208,8 @@ class _Lessons(importlib.abc.MetaPathFinder):
 
     def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
         """Never return None, because the next finder would look elsewhere."""
-        if module == GIVEN:
-            return _spec(name, COURSE / phase / f"{GIVEN}.py", {})
+        if module in GIVEN:
+            return _spec(name, COURSE / phase / f"{module}.py", {})
         folder = self._submission.root.joinpath(*name.split("."))
         if folder.is_dir():
             spec = ModuleSpec(name, None, is_package=True)

@@ -24,8 +24,9 @@ def summary(folder: CourseFolder, progress: Progress) -> Iterator[str]:
     """Yield the course, a line per phase, and what comes next."""
     yield folder.course.title
     yield ""
+    width = max(len(phase.title) for phase in folder.course.phases)
     for phase in folder.course.phases:
-        yield phase_line(phase, progress)
+        yield phase_line(phase, progress, width)
         yield from built(phase, progress)
     yield ""
     yield from whats_next(folder, progress)
@@ -41,15 +42,15 @@ def overview(folder: CourseFolder, progress: Progress) -> Iterator[str]:
     yield from whats_next(folder, progress)
 
 
-def phase_line(phase: Phase, progress: Progress) -> str:
-    """Write how much of a phase has passed."""
+def phase_line(phase: Phase, progress: Progress, width: int = 0) -> str:
+    """Write how much of a phase has passed; ``width`` aligns the bars of several phases."""
     passed = [task for task in phase.tasks if progress.has_passed(task)]
     points = sum(task.points for task in passed)
     full = BAR_WIDTH * len(passed) // len(phase.tasks)
     bar = "█" * full + "░" * (BAR_WIDTH - full)
     counts = f"{len(passed)}/{len(phase.tasks)} tasks  {points}/{phase.points} points"
     more = "  (more tasks to come)" if phase.unfinished else ""
-    return f"Phase {phase.number}  {phase.title}  {bar}  {counts}{more}"
+    return f"Phase {phase.number}  {phase.title:<{width}}  {bar}  {counts}{more}"
 
 
 def built(phase: Phase, progress: Progress) -> Iterator[str]:

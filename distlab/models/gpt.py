@@ -34,12 +34,11 @@ class GPT(nn.Module):
         super().__init__()
         if width % heads:
             raise ValueError(f"heads must divide width, got width {width} and heads {heads}")
-        self.token_embedding = nn.Embedding(vocab_size, width)
-        self.position_embedding = nn.Embedding(context, width)
+        self.embedding = Embedding(vocab_size, context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
-        self.head.weight = self.token_embedding.weight
+        self.head.weight = self.embedding.token.weight
         self._initialise()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -49,11 +48,7 @@ class GPT(nn.Module):
         Returns: (B, T, V); position t scores the token at t + 1.
         Raises: ValueError: if the sequences are longer than the context.
         """
-        length, context = tokens.shape[1], self.position_embedding.num_embeddings
-        if length > context:
-            raise ValueError(f"sequences may have up to {context} tokens, got {length}")
-        positions = torch.arange(length, device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, E)
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
@@ -70,6 +65,22 @@ class GPT(nn.Module):
         adders += [m.down for m in self.modules() if isinstance(m, FeedForward)]
         for layer in adders:  # all 2 L of them add to one stream: keep their sum small
             nn.init.normal_(layer.weight, std=0.02 / math.sqrt(len(adders)))
+
+
+class Embedding(nn.Module):
+    """Turn tokens into vectors that say which token it is, and at which position."""
+
+    def __init__(self, vocab_size: int, context: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab_size, width)
+        self.position = nn.Embedding(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, E)
+        length, context = tokens.shape[1], self.position.num_embeddings
+        if length > context:
+            raise ValueError(f"sequences may have up to {context} tokens, got {length}")
+        y: Tensor = self.token(tokens) + self.position(torch.arange(length, device=tokens.device))
+        return y
 
 
 class Block(nn.Module):

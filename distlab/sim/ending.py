@@ -38,8 +38,11 @@ def rank_error(
     if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
         headline = f"OutOfMemory: {error}"
         text = "".join(["Traceback (most recent call last):\n", *shown.stack.format()])
+    if isinstance(error, SystemExit):  # the program ends itself; nothing has broken
+        text = ""
+    below = f"\n\n{text.rstrip()}" if text else ""
     return RankError(
-        f"rank {rank} of {num_ranks} raised {headline}\n\n{text.rstrip()}{afterwards}",
+        f"rank {rank} of {num_ranks} raised {headline}{below}{afterwards}",
         (rank,),
         type(error).__name__,
     )

@@ -1,6 +1,8 @@
 """Model parallelism: every rank holds a stage, a run of layers, and one rank works at a time."""
 
+import argparse
 import copy
+import math
 import pickle
 from collections.abc import Sequence
 from functools import cache, partial
@@ -11,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from phase2_advanced.given import Group, digit_layers, group_device, load_digits
+from phase2_advanced import programs
+from phase2_advanced.given import Group, group_device
 
-STEPS = 100  # of ``main``
+WIDTHS = (64, 128, 96, 64, 64, 32)  # of what goes into the layers of ``main``
 
 
 def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
@@ -186,44 +189,61 @@ def _gradient(x: Tensor) -> Tensor:
 
 def main() -> None:
     """Train on digits with a stage on each rank, and compare the weights with one process's."""
+    options = _options()
     dist.init_process_group()
-    rank, num_stages = dist.get_rank(), dist.get_world_size()
-    layers = digit_layers()
-    costs = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    rank, num_stages, layers = dist.get_rank(), dist.get_world_size(), programs.digit_layers(WIDTHS)
     try:
-        stages = partition_layers(costs, num_stages)
+        stages = partition_layers([programs.num_parameters(layer) for layer in layers], num_stages)
     except ValueError as error:
-        raise SystemExit(f"model_parallel.py: {error}") from None
-    if rank == 0:
-        print("parameters by stage:", [sum(costs[i] for i in stage) for stage in stages])
-    losses = _train(layers, stages[rank])
-    if rank == num_stages - 1:
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, on {num_stages} ranks as in one process")
+        programs.fail(error)
+    mine = slice(stages[rank].start, stages[rank].stop)
+    stage = nn.Sequential(*layers[mine])
+    programs.say(f"parameters by stage:  {programs.by_rank(programs.num_parameters(stage))}")
+    if options.checkpointing:
+        from solutions.phase2_advanced.activation_checkpointing import checkpoint
+
+        programs.say("without checkpointing, in one step:")
+        programs.report(_train(copy.deepcopy(stage), 1)[1])
+        programs.say("with it:")
+        stage = nn.Sequential(*(programs.Checkpointed(layer, checkpoint) for layer in layers[mine]))
+    losses, meter = _train(stage, options.steps)
+    programs.report(meter)
+    programs.say(
+        f"bubble:               {1 - 1 / num_stages:.0%}: one rank of {num_stages} works at a time"
+    )
+    alone = nn.Sequential(*programs.digit_layers(WIDTHS))
+    programs.train_alone(alone, options.steps)
+    programs.require_equal(stage.parameters(), alone[mine].parameters())
+    first, last = (programs.from_all_ranks(losses[step])[-1] for step in (0, -1))
+    programs.say_loss(first, last)
     dist.destroy_process_group()
 
 
-def _train(layers: list[nn.Module], mine: range) -> list[float]:
-    """Train this rank's layers, and the whole model beside them; return the losses of both.
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--steps", type=programs.positive, default=20)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    return parser.parse_args()
 
-    Raises:
-        AssertionError: the weights are not those of the whole model.
-    """
-    images, labels = load_digits()
-    alone = copy.deepcopy(nn.Sequential(*layers))
-    runner = StageRunner(nn.Sequential(*layers[mine.start : mine.stop]))
-    optimizer = torch.optim.SGD([*runner.stage.parameters(), *alone.parameters()], lr=0.5)
+
+def _train(stage: nn.Module, num_steps: int) -> tuple[list[float], programs.Meter]:
+    """Train this rank's stage; return the losses, which only the last rank knows."""
+    images, labels = programs.load_digits()
+    runner, optimizer, meter = (
+        StageRunner(stage),
+        programs.optimizer_for(stage),
+        programs.Meter([stage]),
+    )
     losses = []
-    for _ in range(STEPS):
-        output = runner.forward(images) if mine.start == 0 else runner.forward()
-        runner.backward(cross_entropy(output, labels) if isinstance(output, Tensor) else None)
-        loss = cross_entropy(alone(images), labels)
-        loss.backward()
-        optimizer.step()
+    for _ in range(num_steps):
         optimizer.zero_grad()
-        losses.append(loss.item())
-    ours, theirs = runner.stage.parameters(), alone[mine.start : mine.stop].parameters()
-    torch.testing.assert_close(list(ours), list(theirs))
-    return losses
+        with meter.step():
+            output = runner.forward(images) if dist.get_rank() == 0 else runner.forward()
+            loss = cross_entropy(output, labels) if isinstance(output, Tensor) else None
+            runner.backward(loss)
+        optimizer.step()
+        losses.append(math.nan if loss is None else loss.item())
+    return losses, meter
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Pipeline parallelism: schedules as data, and a program that runs any of them."""
 
+import argparse
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
@@ -8,17 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phase2_advanced import programs
 from phase2_advanced.given import (
     Action,
     Batch,
     Group,
     LossSum,
     Schedule,
+    cross_entropy_sum,
     grid,
     group_device,
     timeline,
 )
-from solutions.phase2_advanced.model_parallel import recv_tensors, send_tensors
+from solutions.phase2_advanced.model_parallel import (
+    partition_layers,
+    recv_tensors,
+    send_tensors,
+)
+
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # of each stage, by schedule
+NUM_HIDDEN = 8  # layers before the last, in the model that ``main`` trains
 
 
 def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -265,3 +276,100 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
     forwards = [Action("F", i, chunk) for i, chunk in passes]
     backwards = [Action("B", i, v - 1 - chunk) for i, chunk in passes]
     return [_alternated(forwards, backwards, (v - 1) * p + 2 * (p - 1 - s)) for s in range(p)]
+
+
+def main() -> None:
+    """Train on digits in a pipeline, and compare the weights with one process's."""
+    options = _options()
+    widths = [64, *[options.width] * NUM_HIDDEN]
+    dist.init_process_group()
+    try:
+        schedule = _schedule(options.schedule, dist.get_world_size(), options.micro_batches)
+        chunks, layers = _cut(widths, CHUNKS[options.schedule])
+    except ValueError as error:
+        programs.fail(error)
+    programs.say(
+        f"parameters by stage:  {programs.by_rank(sum(map(programs.num_parameters, chunks)))}"
+    )
+    if len(drawing := grid(schedule)) < 100 * len(schedule):
+        programs.say(drawing)
+    if options.checkpointing:
+        from solutions.phase2_advanced.activation_checkpointing import checkpoint
+
+        programs.say("without checkpointing, in one step:")
+        programs.report(_train(copy.deepcopy(chunks), schedule, options.micro_batches, 1)[1])
+        programs.say("with it:")
+        chunks = [
+            nn.Sequential(*(programs.Checkpointed(x, checkpoint) for x in chunk))
+            for chunk in chunks
+        ]
+    losses, meter = _train(chunks, schedule, options.micro_batches, options.steps)
+    programs.report(meter)
+    programs.say(f"bubble:               {_bubble(schedule):.1%} if messages took no time")
+    alone = nn.Sequential(*programs.digit_layers(widths))
+    programs.train_alone(alone, options.steps)
+    ours = (parameter for chunk in chunks for parameter in chunk.parameters())
+    theirs = (parameter for i in layers for parameter in alone[i].parameters())
+    programs.require_equal(ours, theirs)
+    programs.say_loss(losses[0], losses[-1])
+    dist.destroy_process_group()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--schedule", choices=CHUNKS, default="1f1b")
+    parser.add_argument("--micro-batches", type=programs.positive, default=8, metavar="M")
+    parser.add_argument("--width", type=programs.positive, default=64, help="of what a layer gets")
+    parser.add_argument("--steps", type=programs.positive, default=20)
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    return parser.parse_args()
+
+
+def _schedule(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
+    if num_micro_batches < num_stages:
+        raise ValueError(
+            f"--micro-batches {num_micro_batches} is too few to keep {num_stages} stages busy: "
+            f"take {num_stages} or more"
+        )
+    if name == "interleaved":
+        return interleaved_schedule(num_stages, num_micro_batches, CHUNKS[name])
+    make = gpipe_schedule if name == "gpipe" else one_f_one_b_schedule
+    return make(num_stages, num_micro_batches)
+
+
+def _cut(widths: Sequence[int], num_chunks: int) -> tuple[list[nn.Sequential], list[int]]:
+    """Return this rank's chunks, and the numbers of their layers."""
+    rank, num_stages, layers = dist.get_rank(), dist.get_world_size(), programs.digit_layers(widths)
+    costs = [programs.num_parameters(layer) for layer in layers]
+    blocks = partition_layers(costs, num_chunks * num_stages)[rank::num_stages]
+    chunks = [nn.Sequential(*layers[block.start : block.stop]) for block in blocks]
+    return chunks, [*chain.from_iterable(blocks)]
+
+
+def _train(
+    chunks: Sequence[nn.Module], schedule: Schedule, num_micro_batches: int, num_steps: int
+) -> tuple[list[float], programs.Meter]:
+    images, labels = programs.load_digits()
+    parts = images.tensor_split(num_micro_batches), labels.tensor_split(num_micro_batches)
+    micro_batches = list(zip(*parts, strict=True))
+    optimizer, meter, losses = (
+        programs.optimizer_for(nn.ModuleList(chunks)),
+        programs.Meter(chunks),
+        [],
+    )
+    for _ in range(num_steps):
+        with meter.step():
+            losses.append(run_schedule(schedule, chunks, micro_batches, cross_entropy_sum))
+        optimizer.step()
+    return losses, meter
+
+
+def _bubble(schedule: Schedule) -> float:
+    """Return the share of the time in which the stages have nothing to compute."""
+    events = timeline(schedule)
+    busy = sum(event.time * (-1 if event.is_start else 1) for event in events)
+    return 1 - busy / (len(schedule) * events[-1].time)
+
+
+if __name__ == "__main__":
+    main()

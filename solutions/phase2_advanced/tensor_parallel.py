@@ -1,5 +1,6 @@
 """Tensor parallelism: every layer on all ranks, each rank with its slice of the weights."""
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phase2_advanced.given import MLP, Attention, Block, Group
+from phase2_advanced import programs
+from phase2_advanced.given import MLP, Attention, Block, Group, group_device
+
+WIDTH = 64  # of the stream in ``main``
 
 
 def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
@@ -493,3 +497,59 @@ def _parameters_on_positions(block: Block) -> list[nn.Parameter]:
     biases = [block.attention.out.bias, block.mlp.down.bias]
     norms = [*block.attention_norm.parameters(), *block.mlp_norm.parameters()]
     return [p for p in (*norms, *biases) if p is not None and p.requires_grad]
+
+
+def main() -> None:
+    """Train an MLP on digits with its hidden features split, and compare with one process's."""
+    options = _options()
+    dist.init_process_group()
+    (model, mlp), (alone, mlp_alone) = _model(options.hidden), _model(options.hidden)
+    programs.say(f"parameters:           {programs.num_parameters(model):,} in one process")
+    try:
+        parallelize_mlp(mlp)
+    except ValueError as error:
+        programs.fail(error)
+    programs.say(f"parameters by rank:   {programs.by_rank(programs.num_parameters(model))}")
+    _say_what_a_step_sends(model)
+    losses = programs.train(model, options.steps)
+    programs.train_alone(alone, options.steps)
+    parallelize_mlp(mlp_alone)
+    programs.require_equal(model.parameters(), alone.parameters())
+    programs.say_loss(losses[0], losses[-1])
+    dist.destroy_process_group()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument(
+        "--hidden", type=programs.positive, default=256, help="features, over all ranks"
+    )
+    parser.add_argument("--steps", type=programs.positive, default=20)
+    return parser.parse_args()
+
+
+def _model(num_hidden: int) -> tuple[nn.Module, MLP]:
+    """Return a classifier of digits, and the MLP in it: the layers around it stay whole."""
+    torch.manual_seed(0)
+    mlp = MLP(WIDTH)
+    mlp.up, mlp.down = nn.Linear(WIDTH, num_hidden), nn.Linear(num_hidden, WIDTH)
+    model = nn.Sequential(nn.Linear(64, WIDTH), mlp, nn.Linear(WIDTH, 10))
+    return model.to(group_device(), torch.float64), mlp
+
+
+def _say_what_a_step_sends(model: nn.Module) -> None:
+    """Count the all-reduces of a step, which does not change the weights."""
+    images, labels = programs.load_digits()
+    with programs.calls_of(dist.all_reduce) as forward:
+        loss = F.cross_entropy(model(images), labels)
+    with programs.calls_of(dist.all_reduce) as backward:
+        loss.backward()
+    for name, calls in {"forward": forward, "backward": backward}.items():
+        sizes = [f"{call['tensor'].nbytes:,}" for call in calls]
+        programs.say(
+            f"{name + ':':22}{len(sizes)} all-reduce of {', '.join(sizes)} bytes on each rank"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -40,7 +40,7 @@ def distlab(*arguments: str) -> int:
         (["train", "--all_reduce", "x"], "'native', 'naive', 'recursive_doubling'"),
         (
             ["train", "--modell", "cnn"],
-            "Valid options: --dataset, --model, --num_workers, --epochs",
+            "Valid options: --dataset, --model, --num_workers, --parallelism",
         ),
         (
             ["trian"],

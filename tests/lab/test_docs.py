@@ -275,10 +275,12 @@ ACTIONS = {
 def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Go to a copy of what the first hour needs."""
     ignored = shutil.ignore_patterns("__pycache__", "ledger")
-    folders = ("phase1_data_parallel", "solutions", "tests/phase1", "examples/first_hour")
-    for folder in folders:
+    phases = ("phase1_data_parallel", "phase2_advanced")
+    tests = ("tests/judging", "tests/phase1", "tests/phase2")
+    for folder in (*phases, *tests, "solutions", "examples/first_hour"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    for file in ("course.toml", "pyproject.toml", "tests/conftest.py", "tests/test_phase1.py"):
+    suites = ("tests/test_phase1.py", "tests/test_phase2.py")
+    for file in ("course.toml", "pyproject.toml", "tests/conftest.py", *suites):
         shutil.copy(ROOT / file, tmp_path / file)
     monkeypatch.chdir(tmp_path)
 

@@ -88,7 +88,8 @@ def test_make_test_grades_the_templates_of_a_handout(students: Path) -> None:
 @pytest.mark.parametrize("more", ["", "\ndef broken(:\n"], ids=["solved", "does not parse"])
 def test_a_solved_open_task_is_not_handed_out(tmp_path: Path, more: str) -> None:
     course = tmp_path / "course"
-    shutil.copytree(ROOT / PHASE, course / PHASE)
+    for phase in COURSE.phases:
+        shutil.copytree(ROOT / phase.folder, course / phase.folder)
     shutil.copy(ROOT / "course.toml", course)
     shutil.copy(ROOT / "README.md", course)
     here = CourseFolder(course, COURSE)

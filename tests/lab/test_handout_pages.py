@@ -58,7 +58,8 @@ def answers() -> dict[Block, str]:
         template = ROOT / solution.parent.name / f"template_{solution.name}"
         given = bodies(template)
         for name, body in bodies(solution).items():
-            if given.get(name) != body:
+            own = re.sub(r"solutions\.(phase\w+)\.", r"\1.template_", body)
+            if given.get(name) != own:
                 found |= dict.fromkeys(blocks(code_lines(body)), f"{solution.name}: {name}")
     return found
 

@@ -163,7 +163,7 @@ def test_gpt_has_as_many_parameters_as_its_formula_says(
 
 def test_gpt_ties_the_head_to_the_embedding() -> None:
     model = GPT(vocab_size=11, context=9)
-    assert model.head.weight is model.token_embedding.weight
+    assert model.head.weight is model.embedding.token.weight
     assert "head.weight" not in dict(model.named_parameters())
 
 

@@ -235,9 +235,12 @@ def test_memory_is_that_of_one_micro_batch(grade: Grade) -> None:
 
 
 def memory_of_one(grade: Grade, width: int, rows: int, counts: Sequence[int]) -> list[float]:
-    """Bytes by rank: an ordinary step on one micro-batch, gradients, and the rest of the batch."""
+    """Bytes by rank: an ordinary step on one micro-batch, and the rest of the batch.
+
+    Gradients twice more: those so far, and all of a micro-batch before they are added.
+    """
     plain: Run = grade.run(b.plain_deep, len(counts), width, rows, counts, options=MEASURED)
     gradients = sum(parameter.nbytes for parameter in Deep(width).parameters())
     batch = sum(tensor.nbytes for tensor in deep_batch(rows))
-    one_more = 4 * width**2 + 1024  # the gradient that is about to be added, and scalars
-    return [peak + gradients + batch + one_more for peak in plain.peak_bytes]
+    scalars = 1024
+    return [peak + 2 * gradients + batch + scalars for peak in plain.peak_bytes]

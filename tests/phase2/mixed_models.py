@@ -87,10 +87,10 @@ class TorchScaler:
         return self._found[optimizer]
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        is_finite = self.unscale(optimizer)
-        if is_finite:
+        if self.unscale(optimizer):
             optimizer.step()
-        return is_finite
+            return True
+        return False
 
     def update(self) -> None:
         self._scaler.update()

@@ -13,6 +13,11 @@ KINDS = ("contiguous", "transposed", "expanded gradient", "a number", "float32",
 SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", "float32")
 
 
+def kinds_for(kinds: tuple[str, ...], n: int) -> tuple[str, ...]:
+    """Layouts and dtypes for n ranks: beyond three, what else could go wrong is the number."""
+    return kinds if n <= 3 else kinds[:2]
+
+
 def tensors_of(kind: str, rank: int, seed: int = 0, shape: tuple[int, ...] = (3, 5)) -> Tensor:
     """Small whole numbers over 8, which sum exactly in every dtype."""
     dtype = getattr(torch, kind) if kind.startswith(("float", "bfloat")) else torch.float64

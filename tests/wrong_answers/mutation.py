@@ -75,9 +75,15 @@ def _helpers(name: str, functions: dict[str, cst.FunctionDef]) -> list[str]:
     while names:
         nodes = _walk(functions[names.pop()])
         called = {node.value for node in nodes if isinstance(node, cst.Name)}
-        names += [f for f in functions if f.rpartition(".")[2] in called and f not in found]
+        names += [f for f in functions if _called_as(f) in called and f not in found]
         found += [f for f in names if f not in found]
     return found
+
+
+def _called_as(function: str) -> str:
+    """Return the name by which it is called: ``f``, or ``Class`` for ``Class.__init__``."""
+    owner, _, name = function.rpartition(".")
+    return owner if name == "__init__" else name
 
 
 def _functions(module: cst.Module) -> dict[str, cst.FunctionDef]:

@@ -102,7 +102,7 @@ def with_fsdp(layers: int) -> Result:
         model.blocks.append(fully_shard(block, mesh=mesh, mp_policy=in_bfloat16))
     fully_shard(model, mesh=mesh, mp_policy=in_bfloat16)
     # For a list of n DTensors torch does work of n^2: 6 s for one group of all, 0.2 s for these.
-    own = [model.token_embedding, model.position_embedding, model.norm]
+    own = [model.embedding.token, model.embedding.position, model.norm]
     groups: list[Any] = [{"params": list(part.parameters())} for part in (*model.blocks, *own)]
     return learn(model, AdamW(groups, foreach=True), lambda: None)
 

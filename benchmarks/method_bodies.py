@@ -1,0 +1,313 @@
+"""What benchmarks/methods.py runs on every rank, in the simulated world and on processes.
+
+Each body returns one number. Those of time and memory are ratios, so that they can be compared with
+a formula.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from phase2_advanced.given import MLP, Block, LossSum, Schedule, cross_entropy_sum
+from solutions.phase2_advanced import gradient_accumulation as accumulation
+from solutions.phase2_advanced import mixed_precision, model_parallel, tensor_parallel
+from solutions.phase2_advanced import pipeline_parallel as pipeline
+from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
+
+REPEATS = 9
+LAYERS, WIDTH, ROWS, MICRO_BATCHES, CHUNKS, SEGMENTS = 16, 256, 1024, 8, 2, 4
+TARGETS, VOCABULARY = 512, 4096
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+class Kept:
+    """The most bytes that autograd keeps at once, beside weights and inputs."""
+
+    def __init__(self, model: nn.Module, *inputs: Tensor) -> None:
+        given = (*model.parameters(), *inputs)
+        self.ignored = {x.untyped_storage()._cdata for x in given}
+        self.users: dict[int, int] = {}
+        self.num_bytes = self.most = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what is kept while this lasts."""
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: _Held(x, self), _Held.tensor):
+            yield
+
+    def add(self, storage: torch.UntypedStorage, change: int) -> None:
+        """Count a storage when it is kept for the first time, until it is no longer kept."""
+        key = storage._cdata
+        if key not in self.ignored:
+            before = self.users.get(key, 0)
+            self.users[key] = before + change
+            if not before or not self.users[key]:
+                self.num_bytes += change * storage.nbytes()
+            self.most = max(self.most, self.num_bytes)
+
+
+class _Held:
+    """A tensor that autograd keeps, until it lets go of this."""
+
+    def __init__(self, x: Tensor, kept: Kept) -> None:
+        self.x, self.storage, self.kept = x, x.untyped_storage(), kept
+        kept.add(self.storage, 1)
+
+    def tensor(self) -> Tensor:
+        return self.x
+
+    def __del__(self) -> None:
+        self.kept.add(self.storage, -1)
+
+
+def kept_by(model: nn.Module, step: Callable[[], Any], *inputs: Tensor) -> int:
+    """Return the most bytes that a step keeps for its backward pass, beside weights and inputs."""
+    kept = Kept(model, *inputs)
+    with kept.watching():
+        step()
+    return kept.most
+
+
+def times_of(*steps: Callable[[], Any]) -> list[float]:
+    """Return the median seconds of steps that take turns; of the slowest rank."""
+    seconds: list[list[float]] = [[] for _ in steps]
+    for repeat in range(REPEATS + 1):
+        for found, step in zip(seconds, steps, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            if repeat:  # the first warms up
+                found.append(time.perf_counter() - start)
+    return [statistics.median(found) for found in seconds]
+
+
+def ratio(steps: list[float]) -> float:
+    """Return the first as a multiple of the second."""
+    return steps[0] / steps[1]
+
+
+def deep() -> nn.Sequential:
+    """Return 16 layers of 256 x 256; the same on every rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    pairs = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
+    return nn.Sequential(*pairs)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Return a batch for ``deep``."""
+    torch.manual_seed(1)
+    return torch.randn(ROWS, WIDTH), torch.randint(WIDTH, (ROWS,))
+
+
+# --- the methods ---------------------------------------------------------------------------------
+
+
+def accumulate() -> float:
+    """Keep the activations of one of eight micro-batches."""
+    model, batch = deep(), rows()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(size: int) -> int:
+        return kept_by(model, lambda: accumulation.accumulate_step(model, sgd, batch, size), *batch)
+
+    return step(ROWS // MICRO_BATCHES) / step(ROWS)
+
+
+def accumulate_over_ranks() -> float:
+    """Count the all-reduces of a step of eight micro-batches."""
+    model, batch, calls = deep(), rows(), []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def counted(x: Tensor, group: Any = None) -> None:
+        calls.append(x.numel())
+        dist.all_reduce(x, group=group)
+
+    accumulation.accumulate_step_over_ranks(
+        model, sgd, batch, ROWS // MICRO_BATCHES, all_reduce=counted
+    )
+    return float(len(calls))
+
+
+def mixed() -> float:
+    """Keep activations in 16 bits instead of 32."""
+    model, batch = deep(), rows()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(loss_sum: LossSum) -> int:
+        scaler = mixed_precision.LossScaler(1.0)
+        return kept_by(
+            model,
+            lambda: mixed_precision.mixed_precision_step(
+                model, sgd, scaler, batch, dtype=torch.bfloat16, loss_sum=loss_sum
+            ),
+        )
+
+    def in_float32(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        with torch.autocast("cpu", enabled=False):
+            return cross_entropy_sum(model, batch)
+
+    return step(cross_entropy_sum) / step(in_float32)
+
+
+def _step_in_segments(segments: int) -> tuple[nn.Module, Callable[[], None]]:
+    model, (inputs, _) = deep(), rows()
+    x = inputs.requires_grad_()
+    if not segments:
+        return model, lambda: model(x).sum().backward()
+    return model, lambda: checkpoint_sequential(list(model), segments, x).sum().backward()
+
+
+def checkpoint_time() -> float:
+    """Compute every layer's forward pass twice."""
+    return ratio(times_of(_step_in_segments(SEGMENTS)[1], _step_in_segments(0)[1]))
+
+
+def checkpoint_memory() -> float:
+    """Keep four inputs and the activations of four layers, of sixteen."""
+    return kept_by(*_step_in_segments(SEGMENTS)) / kept_by(*_step_in_segments(0))
+
+
+def in_stages() -> float:
+    """Take as long as one process: one rank works at a time."""
+    model, (inputs, targets) = deep(), rows()
+    half = LAYERS // 2 * dist.get_rank()
+    runner = model_parallel.StageRunner(model[half : half + LAYERS // 2])
+
+    def step() -> None:
+        output = runner.forward(inputs) if not half else runner.forward()
+        is_last = isinstance(output, Tensor)
+        runner.backward(cross_entropy(output, targets) if is_last else None)
+
+    def alone() -> None:
+        cross_entropy(model(inputs), targets).backward()
+
+    return ratio(times_of(step, lambda: None if half else alone()))
+
+
+def _micro_batches() -> list[tuple[Tensor, Tensor]]:
+    """Eight parts of the batch; inputs require gradients, or the first layers had less to do."""
+    parts = (part.chunk(MICRO_BATCHES) for part in rows())
+    return [
+        (inputs.clone().requires_grad_(), targets) for inputs, targets in zip(*parts, strict=True)
+    ]
+
+
+def _pipeline(schedule: Schedule, num_chunks: int = 1) -> tuple[nn.Module, Callable[[], Any]]:
+    """Return the model, and a step of this rank's chunks of it."""
+    model, batches = deep(), _micro_batches()
+    size = LAYERS // (2 * num_chunks)
+    starts = [(2 * chunk + dist.get_rank()) * size for chunk in range(num_chunks)]
+    chunks = [model[start : start + size] for start in starts]
+    return model, lambda: pipeline.run_schedule(schedule, chunks, batches, cross_entropy_sum)
+
+
+def _pipeline_time(schedule: Schedule, num_chunks: int = 1) -> float:
+    """Return a step's time as a multiple of that of one process, which is rank 0 here."""
+    model, step = _pipeline(schedule, num_chunks)
+    batches = _micro_batches() if dist.get_rank() == 0 else []
+
+    def alone() -> None:
+        for batch in batches:
+            cross_entropy_sum(model, batch)[0].backward()
+
+    return ratio(times_of(step, alone))
+
+
+def gpipe() -> float:
+    """Compute on two ranks at a time, except in the bubble."""
+    return _pipeline_time(pipeline.gpipe_schedule(2, MICRO_BATCHES))
+
+
+def one_f_one_b() -> float:
+    """Keep the activations of two micro-batches instead of eight."""
+    schedules = (
+        make(2, MICRO_BATCHES) for make in (pipeline.one_f_one_b_schedule, pipeline.gpipe_schedule)
+    )
+    return ratio([float(kept_by(*_pipeline(schedule, 1))) for schedule in schedules])
+
+
+def interleaved() -> float:
+    """Halve the bubble with two chunks."""
+    return _pipeline_time(pipeline.interleaved_schedule(2, MICRO_BATCHES, CHUNKS), CHUNKS)
+
+
+def mlp() -> float:
+    """Compute half of an MLP on each of two ranks."""
+    torch.set_num_threads(1)
+    full, split, x = MLP(WIDTH), MLP(WIDTH), torch.randn(1, ROWS, WIDTH, requires_grad=True)
+    tensor_parallel.parallelize_mlp(split)
+    alone = full if dist.get_rank() == 0 else nn.Identity()
+    return ratio(times_of(lambda: split(x).sum().backward(), lambda: alone(x).sum().backward()))
+
+
+def attention() -> float:
+    """Count the all-reduces of an attention module, forward and backward."""
+    block = Block(WIDTH, 8).attention
+    tensor_parallel.parallelize_attention(block)
+    x = torch.randn(1, ROWS, WIDTH, requires_grad=True)
+    return len(_all_reduced(lambda: block(x).sum().backward()))
+
+
+def vocabulary() -> float:
+    """Send three numbers per target, not the logits."""
+    num_ranks = dist.get_world_size()
+    logits = torch.randn(TARGETS, VOCABULARY // num_ranks, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (TARGETS,))
+    dist.broadcast(targets, 0)
+    return (
+        sum(_all_reduced(lambda: tensor_parallel.vocab_parallel_cross_entropy(logits, targets)))
+        / TARGETS
+    )
+
+
+def _all_reduced(step: Callable[[], Any]) -> list[int]:
+    """Return how many numbers each all-reduce of a step sums, on this rank."""
+    sizes = defaultdict(list)  # by rank: all simulated ones share this process
+    all_reduce = dist.all_reduce
+
+    def noted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes[dist.get_rank()].append(x.numel())
+        return all_reduce(x, *args, **kwargs)
+
+    with patch.object(dist, "all_reduce", noted):
+        step()
+    return sizes[dist.get_rank()]
+
+
+def sequence() -> float:
+    """Keep half of the positions in the norms of a block."""
+    num_ranks = dist.get_world_size()
+    positions = (ROWS, ROWS // num_ranks)
+    return _kept_by_norms(True, positions[1]) / _kept_by_norms(False, positions[0])
+
+
+def _kept_by_norms(is_split: bool, num_positions: int) -> int:
+    block = Block(WIDTH, 8)
+    if is_split:
+        tensor_parallel.parallelize_block(block)
+    kept = Kept(block)
+    for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
+        norm.forward = _watched(norm.forward, kept)  # type: ignore[method-assign]
+    block(torch.randn(1, num_positions, WIDTH)).sum().backward()
+    return kept.most
+
+
+def _watched(forward: Callable[[Tensor], Tensor], kept: Kept) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        with kept.watching():
+            return forward(x)
+
+    return run

@@ -1,0 +1,145 @@
+"""A GPT in stages: how it is cut, how all ranks of a pipeline train it and call it together."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.models.gpt import GPT, Embedding
+
+Lesson = Callable[[str], ModuleType]  # imports a lesson of Phase 2 by its name
+MICRO_BATCHES_PER_STAGE = 4  # m = 4p: the bubble, (p-1)/(m+p-1), is less than 1/5 of the time
+
+
+def cut_into_stages(gpt: GPT, num_stages: int, lesson: Lesson) -> list[nn.Sequential]:
+    """Cut a GPT into stages of about as many parameters each, with one block or more.
+
+    The embedding goes with the first block; the norm and the head go with the last:
+        4 blocks, 3 stages:  embedding 0 1 | 2 | 3 norm head
+
+    Returns:
+        The stages, which share the parameters of ``gpt``; run one after the other, they compute
+        what it computes.
+    """
+    blocks = [*gpt.blocks]
+    costs = [num_parameters(block) for block in blocks]
+    costs[0] += num_parameters(gpt.embedding)
+    costs[-1] += num_parameters(gpt.norm) + num_parameters(gpt.head)
+    ranges = lesson("model_parallel").partition_layers(costs, num_stages)
+    stages = [nn.Sequential(*blocks[layers.start : layers.stop]) for layers in ranges]
+    stages[0].insert(0, gpt.embedding)
+    stages[-1].extend([gpt.norm, gpt.head])
+    return stages
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Count the parameters of a module; one that two layers share counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Pipeline(nn.Module):
+    """One stage of a GPT on its own rank; its parameters are those of the stage.
+
+    Args:
+        stage: this rank's, as ``cut_into_stages`` makes it.
+        vocab_size: of the tokens.
+        group: the ranks of the pipeline, in the order of their stages.
+        ends: the first and the last of them; not used on the ranks in between.
+        lesson: imports the lessons whose functions run the pipeline.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Sequential,
+        vocab_size: int,
+        *,
+        group: dist.ProcessGroup,
+        ends: dist.ProcessGroup | None,
+        lesson: Lesson,
+    ) -> None:
+        super().__init__()
+        self.stage, self.vocab_size = stage, vocab_size
+        self.group, self._ends, self._lesson = group, ends, lesson
+        self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
+        self._runner = lesson("model_parallel").StageRunner(stage, group)
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the whole model, on every rank of the pipeline; for evaluation.
+
+        Args:
+            tokens: (B, T) int64, the same on all these ranks.
+
+        Returns:
+            (B, T, V).
+
+        Cost: one ``send_tensors`` from stage to stage, and one broadcast of the logits.
+        """
+        inputs = (tokens,) if self.rank == 0 else ()
+        logits: Tensor | None = self._runner.forward(*inputs)
+        if logits is None:
+            dtype = next(self.parameters()).dtype
+            logits = torch.empty(*tokens.shape, self.vocab_size, dtype=dtype, device=tokens.device)
+        dist.broadcast(logits, group=self.group, group_src=self.num_stages - 1)
+        return logits
+
+    def micro_batch_size(self, num_samples: int) -> int:
+        """Return how many samples of a replica's batch go through the stages together."""
+        return -(-num_samples // (MICRO_BATCHES_PER_STAGE * self.num_stages))
+
+    def train_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        batch: tuple[Tensor, ...],
+        *,
+        all_reduce: Any,
+        average: Any,
+        group: dist.ProcessGroup,
+    ) -> float:
+        """Do one optimizer step on the batches of all replicas, as Phase 1's ``train_step`` does.
+
+        Args:
+            optimizer: for this rank's parameters.
+            batch: inputs and targets of this replica; those of all replicas are equally large.
+            all_reduce: sums a tensor over a group, in place.
+            average: averages the gradients; called with this module, ``all_reduce``, ``group``.
+            group: the ranks that hold these same parameters for the other replicas.
+
+        Returns:
+            The mean loss over all targets, before the step; the same float on all ranks.
+        """
+        loss = self._backward(batch)
+        self._sum_tied_gradient()
+        average(self, all_reduce, group)
+        optimizer.step()
+        total = torch.tensor([loss], dtype=torch.float64, device=batch[0].device)
+        all_reduce(total, group)
+        return total.item() / dist.get_world_size(group)
+
+    def _backward(self, batch: tuple[Tensor, ...]) -> float:
+        """Give the stage its gradients of this replica's mean loss; return that loss."""
+        from phase2_advanced.given import cross_entropy_sum  # a wheel of distlab has no phases
+
+        size = self.micro_batch_size(len(batch[0]))
+        micro_batches = self._lesson("gradient_accumulation").split_micro_batches(batch, size)
+        pipeline = self._lesson("pipeline_parallel")
+        schedule = pipeline.one_f_one_b_schedule(self.num_stages, len(micro_batches))
+        loss: float = pipeline.run_schedule(
+            schedule, [self.stage], micro_batches, cross_entropy_sum, self.group
+        )
+        return loss
+
+    def _sum_tied_gradient(self) -> None:
+        """Sum what the embedding and the head, one parameter of the model, have found for it."""
+        tied = self._tied_weight()
+        if tied is not None:
+            dist.all_reduce(tied.grad, group=self._ends)
+
+    def _tied_weight(self) -> Tensor | None:
+        first, last = self.stage[0], self.stage[-1]
+        if isinstance(first, Embedding):
+            return first.token.weight
+        return last.weight if isinstance(last, nn.Linear) else None

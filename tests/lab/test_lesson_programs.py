@@ -1,0 +1,150 @@
+"""The lessons of phase 2 are programs too: what they print, and how they end, in two worlds."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from commands import distlab
+from torch import nn
+
+from phase2_advanced.programs import Meter
+
+LESSONS = Path(__file__).parents[2] / "solutions/phase2_advanced"
+TIMEOUT_S = 240
+SLOW = 10_000  # so slow that messages take no time beside computation
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a lesson in the simulator; return what it prints, or the errors if it fails."""
+
+    def simulated(lesson: str, ranks: int, *options: str, slow: int = 1) -> str:
+        faults = [f"--fault=slow_rank {rank} {slow}" for rank in range(ranks)]
+        code = distlab("sim", "--ranks", str(ranks), *faults, str(LESSONS / lesson), *options)
+        printed = capfd.readouterr()
+        return printed.err if code else printed.out.partition("\nsimulated, ")[0]
+
+    return simulated
+
+
+def numbers(output: str, name: str) -> list[float]:
+    """Of the last line of this name."""
+    line = re.findall(rf"^{name}: +(.*)$", output, re.MULTILINE)[-1]
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", line)]
+
+
+def test_model_parallel_trains_as_one_process_does(run: Run) -> None:
+    output = run("model_parallel.py", 2)
+    assert len(numbers(output, "parameters by stage")) == 2
+    first, last = numbers(output, "loss")
+    assert last < first / 2
+    assert output.rstrip().endswith("and the weights of one process")
+    assert output.count("\n") == 5, "one rank prints, and each line once"
+
+
+def test_a_pipeline_waits_as_long_as_its_schedule_says(run: Run) -> None:
+    options = ["--micro-batches", "4", "--steps", "1"]
+    waited = {}
+    for schedule in ("gpipe", "interleaved"):
+        output = run("pipeline_parallel.py", 4, "--schedule", schedule, *options, slow=SLOW)
+        bubble = numbers(output, "bubble")[0]
+        waited[schedule] = numbers(output, "waited or sent")
+        assert len(waited[schedule]) == 4
+        for percent in waited[schedule]:
+            assert bubble <= percent <= bubble + 10
+    assert max(waited["interleaved"]) < min(waited["gpipe"])
+
+
+def test_a_pipeline_prints_its_schedule_and_what_one_f_one_b_saves(run: Run) -> None:
+    options = ["--micro-batches", "6", "--steps", "1"]
+    gpipe = run("pipeline_parallel.py", 2, "--schedule", "gpipe", *options)
+    one_f_one_b = run("pipeline_parallel.py", 2, *options)
+    assert "\nF0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5\n" in one_f_one_b
+    of_gpipe, of_one = (numbers(out, "kept for backward") for out in (gpipe, one_f_one_b))
+    assert of_one[0] < of_gpipe[0] / 2, "2 of 6 micro-batches are in flight"
+    assert of_one[1] < of_gpipe[1] / 4, "1 of 6"
+
+
+@pytest.mark.parametrize("lesson", ["model_parallel.py", "pipeline_parallel.py"])
+def test_checkpointing_keeps_less_on_every_stage(run: Run, lesson: str) -> None:
+    output = run(lesson, 2, "--checkpointing", "--steps", "2")
+    without, with_it = output.split("\nwith it:\n")
+    pairs = zip(*(numbers(o, "kept for backward") for o in (without, with_it)), strict=True)
+    assert all(less < 0.8 * more for more, less in pairs)
+    assert output.rstrip().endswith("and the weights of one process")
+
+
+def test_tensor_parallel_halves_the_mlp_and_counts_its_collectives(run: Run) -> None:
+    output = run("tensor_parallel.py", 2)
+    whole, halves = (numbers(output, f"parameters{which}") for which in ("", " by rank"))
+    assert halves == [(whole[0] + 64 * 65 + 10 * 65 + 64) / 2] * 2, "ends and one bias stay whole"
+    for direction in ("forward", "backward"):
+        assert numbers(output, direction) == [1, 512 * 64 * 8]
+    first, last = numbers(output, "loss")
+    assert last < first / 2
+
+
+@pytest.mark.parametrize(
+    ("lesson", "ranks", "options", "line"),
+    [
+        ("model_parallel", 7, "", "cannot cut 6 layers into 7 stages"),
+        ("pipeline_parallel", 5, "--schedule interleaved --micro-batches 10", "9 layers into 10"),
+        ("pipeline_parallel", 4, "--micro-batches 3", "3 is too few to keep 4 stages"),
+        (
+            "pipeline_parallel",
+            4,
+            "--schedule interleaved --micro-batches 6",
+            "6 micro-batches are no multiple of 4 stages",
+        ),
+        ("tensor_parallel", 2, "--hidden 255", "255 output features .* over 2 ranks"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_numbers(
+    run: Run, lesson: str, ranks: int, options: str, line: str
+) -> None:
+    errors = run(f"{lesson}.py", ranks, *options.split()).splitlines()
+    assert re.match(rf"{lesson}\.py: .*{line}", errors[0])
+    assert [bool(re.match(r"rank \d of \d raised SystemExit: 1$", e)) for e in errors[1:]] == [True]
+
+
+def test_weights_that_are_not_those_of_one_process_end_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phase2_advanced.programs.train", lambda model, num_steps: [])  # alone
+    errors = run("model_parallel.py", 2, "--steps", "1")
+    assert "weights of ranks [0, 1] are not those of one process" in errors.splitlines()[0]
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--micro-batches", "2", "--steps", "2"], 0, "and the weights of one process\n"),
+        (["--micro-batches", "1"], 1, "pipeline_parallel.py: --micro-batches 1 is too few"),
+    ],
+)
+def test_processes_of_torchrun_say_the_same_once(
+    arguments: list[str], code: int, says: str
+) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*start, str(LESSONS / "pipeline_parallel.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == code
+    assert (done.stdout + done.stderr).count(says) == 1
+
+
+def test_a_meter_counts_what_is_kept_at_once_and_not_the_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    meter = Meter([model])
+    for _ in range(2):
+        with meter.step():
+            loss = model(torch.ones(5, 8)).square().sum()
+            loss.backward()
+            del loss
+    assert meter.peak_bytes == 4 * 5 * (8 + 16 + 4)  # inputs of both layers, and of the square
+    assert 0 < meter.busy_s < meter.total_s
