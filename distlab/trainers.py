@@ -16,7 +16,6 @@ from distlab.learner import folder, source
 PHASE = "phase1_data_parallel"
 PHASE_2 = "phase2_advanced"
 TRAINER_TASK = "1.13"
-MEASURED_TASKS = ("1.6", "1.7", "1.8")
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
 
@@ -50,14 +49,18 @@ def find(impl: str, all_reduce: str, also: Collection[str] = ()) -> Submission:
     return _of(impl, lambda task: task.id == TRAINER_TASK or not called.isdisjoint(task.functions))
 
 
-def find_measurement(impl: str) -> Submission:
-    """Return whose all-reduces are measured by whose task 1.8, before anything is started.
+def find_measurement(impl: str, task_ids: Collection[str]) -> Submission:
+    """Return whose functions are measured, before anything is started.
+
+    Args:
+        impl: "solution" or "mine".
+        task_ids: of the tasks whose functions are measured, or measure.
 
     Raises:
         NotThereError: this copy has no solutions, or a task that is measured is a TODO.
         LearnerError: "mine" outside of the course's folder.
     """
-    return _of(impl, lambda task: task.id in MEASURED_TASKS)
+    return _of(impl, lambda task: task.id in task_ids)
 
 
 def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:

@@ -7,6 +7,13 @@ import typer
 from distlab.cli.train import Impl
 from distlab.cli.whole_help import Group
 
+Whose = Annotated[
+    Impl, typer.Option("--impl", help="Whose functions; mine: what you have written.")
+]
+Steps = Annotated[
+    int, typer.Option("--repeats", min=1, help="Number of timed steps; the median counts.")
+]
+
 app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure the course's own machinery.")
 
 
@@ -48,3 +55,39 @@ def sim() -> None:
     from distlab.bench import sim as measurement
 
     measurement.print_table()
+
+
+@app.command("pipeline")
+def pipeline(
+    ranks: int = typer.Option(4, "--ranks", min=2, help="Number of stages."),
+    repeats: Steps = 11,
+    impl: Whose = "solution",
+) -> None:
+    """Compare the pipelines of Phase 2 with torch.distributed.pipelining: time and memory."""
+    from distlab.bench import pipeline as measurement
+
+    measurement.print_table(ranks, repeats, impl)
+
+
+@app.command("memory")
+def memory(
+    layers: int = typer.Option(36, "--layers", min=1, help="Number of layers, √L segments."),
+    repeats: Steps = 11,
+    impl: Whose = "solution",
+) -> None:
+    """Compare the checkpoints of Phase 2 with torch's and with none: time and memory."""
+    from distlab.bench import memory as measurement
+
+    measurement.print_table(layers, repeats, impl)
+
+
+@app.command("tensor_parallel")
+def tensor_parallel(
+    ranks: int = typer.Option(2, "--ranks", min=1),
+    repeats: Steps = 11,
+    impl: Whose = "solution",
+) -> None:
+    """Compare tensor parallelism of Phase 2 with torch's: time, collectives and their bytes."""
+    from distlab.bench import tensor_parallel as measurement
+
+    measurement.print_table(ranks, repeats, impl)

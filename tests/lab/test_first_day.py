@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distlab import training
-from distlab.cli import completion, main
+from distlab.cli import bench, completion, main
 from distlab.cli.app import app
 from distlab.course import load
 from distlab.launch import starting
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 TASKS_LIKE_1_1 = sorted(task.id for task in load(ROOT).tasks if task.id.startswith("1.1"))
 COMMANDS = [
     *([info.name] for info in app.registered_commands),
-    *(["bench", name] for name in ("launch", "all_reduce", "sim")),
+    *(["bench", command.name] for command in bench.app.registered_commands),
     ["bench"],
     [],
 ]

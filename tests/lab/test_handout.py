@@ -125,12 +125,25 @@ def test_grading_works_in_a_handout(mine: Path) -> None:
     assert outcomes == {t.id: "passed" if t.id in solved else "todo" for t in COURSE.tasks}
 
 
-@pytest.mark.parametrize("command", ["train", "demo", "bench all_reduce"])
+@pytest.mark.parametrize("command", ["train", "demo", "bench all_reduce", "bench pipeline"])
 def test_what_needs_the_solutions_says_so_in_a_line(students: Path, command: str) -> None:
     done = distlab(students, *command.split())
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     assert "no solutions/: --impl mine takes what you have written" in done.stderr
+
+
+def test_a_benchmark_of_phase_2_measures_what_is_written(mine: Path) -> None:
+    benchmark = ("bench", "memory", "--layers", "2", "--repeats", "1", "--impl", "mine")
+    done = distlab(mine, *benchmark)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "2.6 checkpoint, 2.7 checkpoint_sequential. Go on with: distlab check 2.6" in done.stderr
+    lesson = "activation_checkpointing.py"
+    solution = ROOT / "solutions/phase2_advanced" / lesson
+    shutil.copy(solution, mine / "phase2_advanced" / f"template_{lesson}")
+    done = distlab(mine, *benchmark)
+    assert done.returncode == 0, done.stderr
+    assert "│ torch's checkpoint_sequential │" in done.stdout
 
 
 def test_the_doctor_needs_no_solutions(students: Path) -> None:

@@ -54,7 +54,7 @@ def distlab_of(wheel: Path, *arguments: str) -> "subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=wheel, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("command", ["train", "demo", "bench all_reduce"])
+@pytest.mark.parametrize("command", ["train", "demo", "bench all_reduce", "bench pipeline"])
 def test_without_the_course_a_training_says_where_its_trainer_is(wheel: Path, command: str) -> None:
     done = distlab_of(wheel, *command.split())
     assert (done.returncode, done.stdout) == (1, "")
