@@ -28,19 +28,26 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Parameters that ``fn`` uses get their gradients too, whether or not an argument requires one. If
     there is nothing to compute a gradient for, ``fn`` is called once, as if it were not
     checkpointed: where gradients are disabled, and where no argument requires one and ``fn`` is a
-    module without trainable parameters.
+    module without trainable parameters. A function that is not a module may use any parameters, so
+    its result may require a gradient even if there is nothing to learn.
 
     Args:
-        fn: returns a tensor, or a tuple of tensors and anything else, and the same for the same
-            arguments, random numbers and autocast. It may call ``checkpoint`` itself.
-        args, kwargs: for ``fn``: anything, and tensors inside tuples, lists and dicts as well. In
-            the second call a tensor requires a gradient exactly if it did in the first.
+        fn: returns the same for the same arguments, random numbers and autocast, also if gradients
+            are enabled in its second call only. It returns a tensor, or a tuple of tensors and
+            anything else; a result may be one of the arguments. Gradients need not pass through
+            tensors in a list or dict inside the tuple, and a named tuple may come back as a plain
+            one. Apart from parameters, every tensor that ``fn`` uses and that requires a gradient
+            must be an argument. ``fn`` may call ``checkpoint`` itself.
+        args, kwargs: for ``fn``: anything. Tensors inside tuples, lists and dicts are arguments as
+            well, and get their gradients. In the second call a tensor requires a gradient exactly
+            if it did in the first.
 
     Returns:
         What ``fn`` returns.
 
     Raises:
-        RuntimeError: in the backward pass, if a tensor among the arguments has changed meanwhile.
+        RuntimeError: in the backward pass, if a tensor among the arguments was changed in place
+            after the forward pass.
 
     Cost: between forward and backward pass, the memory of the arguments and of the generators'
         states, and during its backward pass that of ``fn``'s activations; one more call of ``fn``,
@@ -66,10 +73,14 @@ def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor)
     the segments differ by at most 1:
         10 layers, 4 segments    3, 3, 2 and 2 layers, in any order
 
+    The last segment may be called without a checkpoint, because the backward pass begins with it.
+
     Args:
-        layers: each takes what the one before it returns.
+        layers: each takes what the one before it returns. The sequence stays as it is, and so does
+            the mode of each layer, training or evaluation.
         segments: 1 to the number of layers. About √L of them need the least memory for L layers.
-        x: the first layer's input, of any dtype; it may need no gradient.
+        x: the first layer's input, of any dtype; it may need no gradient. If the layers need none
+            either, they need not be called a second time.
 
     Returns:
         What the last layer returns.
@@ -82,8 +93,8 @@ def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor)
         once in the forward pass and at most once more in the backward pass.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
     """
-    # TODO 2.7: return what the last layer returns; only the segments' inputs wait for the backward
-    #   pass.
+    # TODO 2.7: return what the last layer returns; at most the inputs of all segments and the
+    #   activations of one segment are in memory at once.
     #   Tools: your checkpoint, nn.Sequential.
     #   Example: 16 layers with activations of 1 MiB each, 4 segments: at most about 4 inputs and 4
     #   activations at once, 8 MiB instead of 16.

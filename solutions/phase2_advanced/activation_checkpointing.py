@@ -27,19 +27,26 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Parameters that ``fn`` uses get their gradients too, whether or not an argument requires one. If
     there is nothing to compute a gradient for, ``fn`` is called once, as if it were not
     checkpointed: where gradients are disabled, and where no argument requires one and ``fn`` is a
-    module without trainable parameters.
+    module without trainable parameters. A function that is not a module may use any parameters, so
+    its result may require a gradient even if there is nothing to learn.
 
     Args:
-        fn: returns a tensor, or a tuple of tensors and anything else, and the same for the same
-            arguments, random numbers and autocast. It may call ``checkpoint`` itself.
-        args, kwargs: for ``fn``: anything, and tensors inside tuples, lists and dicts as well. In
-            the second call a tensor requires a gradient exactly if it did in the first.
+        fn: returns the same for the same arguments, random numbers and autocast, also if gradients
+            are enabled in its second call only. It returns a tensor, or a tuple of tensors and
+            anything else; a result may be one of the arguments. Gradients need not pass through
+            tensors in a list or dict inside the tuple, and a named tuple may come back as a plain
+            one. Apart from parameters, every tensor that ``fn`` uses and that requires a gradient
+            must be an argument. ``fn`` may call ``checkpoint`` itself.
+        args, kwargs: for ``fn``: anything. Tensors inside tuples, lists and dicts are arguments as
+            well, and get their gradients. In the second call a tensor requires a gradient exactly
+            if it did in the first.
 
     Returns:
         What ``fn`` returns.
 
     Raises:
-        RuntimeError: in the backward pass, if a tensor among the arguments has changed meanwhile.
+        RuntimeError: in the backward pass, if a tensor among the arguments was changed in place
+            after the forward pass.
 
     Cost: between forward and backward pass, the memory of the arguments and of the generators'
         states, and during its backward pass that of ``fn``'s activations; one more call of ``fn``,
@@ -131,10 +138,14 @@ def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor)
     the segments differ by at most 1:
         10 layers, 4 segments    3, 3, 2 and 2 layers, in any order
 
+    The last segment may be called without a checkpoint, because the backward pass begins with it.
+
     Args:
-        layers: each takes what the one before it returns.
+        layers: each takes what the one before it returns. The sequence stays as it is, and so does
+            the mode of each layer, training or evaluation.
         segments: 1 to the number of layers. About √L of them need the least memory for L layers.
-        x: the first layer's input, of any dtype; it may need no gradient.
+        x: the first layer's input, of any dtype; it may need no gradient. If the layers need none
+            either, they need not be called a second time.
 
     Returns:
         What the last layer returns.
@@ -150,7 +161,8 @@ def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor)
     num_layers = len(layers)
     if not 1 <= segments <= num_layers:
         raise ValueError(
-            f"{num_layers} layers cannot be cut into {segments} segments: take 1 to {num_layers}"
+            f"{num_layers} layers cannot be cut into {segments} segments: take at least 1 segment, "
+            "and at least 1 layer for each"
         )
     bounds = [num_layers * segment // segments for segment in range(segments + 1)]
     for start, end in pairwise(bounds):

@@ -1,7 +1,7 @@
-"""Bodies for tasks 2.6 and 2.7, and the functions that they checkpoint."""
+"""Bodies for tasks 2.6 and 2.7, besides the cases that compare gradients."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,12 @@ from torch.nn.functional import dropout
 
 from distlab.sim.hooks import this_tracker
 from judging.calls import refusal_of, returned
+from phase2.checkpoint_cases import DOUBLE, Checkpoint, Found, finished, given_back, linear
 
 ROWS, WIDTH = 512, 64
 UNIT = 4 * ROWS * WIDTH  # bytes of an activation
 LAYERS, BLOCKS = 6, 6  # of a chain: layers in a block, blocks
 LAYER_FLOPS = 2 * ROWS * WIDTH * WIDTH  # of a forward pass
-TWICE = "backward through the graph a second time"
-DOUBLE: dict[str, Any] = {"dtype": torch.float64}
-Checkpoint = Callable[..., Any]
-Found = dict[str, Any]
 
 
 def plain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -27,174 +24,11 @@ def plain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
-def plain_sequential(layers: list[nn.Module], segments: int, x: Tensor) -> Tensor:
+def plain_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor) -> Tensor:
     """What ``checkpoint_sequential`` must equal."""
     for layer in layers:
         x = layer(x)
     return x
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, **DOUBLE).requires_grad_()
-
-
-def linear(num_in: int = 4, num_out: int = 4) -> nn.Linear:
-    return nn.Linear(num_in, num_out, **DOUBLE)
-
-
-def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
-    """Go backward from ``loss``; return it, and the gradients: without one, of zeros."""
-    loss.backward()  # type: ignore[no-untyped-call]
-    tensors: dict[str, Tensor] = {}
-    for name, value in leaves.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        else:
-            tensors |= {f"{name}.{key}": p for key, p in value.named_parameters()}
-    gradients = {
-        name: [0.0] * x.numel() if x.grad is None else x.grad.flatten().tolist()
-        for name, x in tensors.items()
-    }
-    return {"loss": loss.item(), "gradients": gradients}
-
-
-# Cases: what is checkpointed, in float64
-
-
-def a_module(checkpoint: Checkpoint) -> Found:
-    x, before, after = leaf(3, 4), linear(), linear()
-    block = nn.Sequential(linear(), nn.Tanh(), linear())
-    y = after(checkpoint(block, before(x)))
-    return finished((y * y).sum(), x=x, before=before, block=block, after=after)
-
-
-def keyword_arguments(checkpoint: Checkpoint) -> Found:
-    x, y, layer = leaf(3, 4), leaf(3, 4), linear()
-    other = y.sin()
-
-    def fn(x: Tensor, power: int, *, other: Tensor, scale: float, kind: str, mask: Any) -> Tensor:
-        assert (kind, mask) == ("tanh", None)
-        return getattr(torch, kind)(layer(x) ** power) * other * scale
-
-    result = checkpoint(fn, x, 2, other=other, scale=0.5, kind="tanh", mask=None)
-    return finished((result**2 + other).sum(), x=x, other=y, layer=layer)
-
-
-def nested_arguments(checkpoint: Checkpoint) -> Found:
-    x, y, z, before = leaf(3, 4), leaf(3, 4), leaf(3, 4), linear()
-    mask = torch.arange(12).view(3, 4) % 3 > 0
-
-    def fn(pair: list[Tensor], options: dict[str, Any], rows: tuple[Tensor, int]) -> Tensor:
-        a, b = pair
-        mixed = torch.where(options["mask"], a * b, options["third"].exp())
-        return mixed[rows[0]] * rows[1]
-
-    third = before(z).sin()
-    options = {"mask": mask, "third": third}
-    result = checkpoint(fn, [x.cos(), y], options, (torch.tensor([2, 0, 2]), 3))
-    return finished((result**2 + third).sum(), x=x, y=y, third=z, before=before)
-
-
-def several_results(checkpoint: Checkpoint) -> Found:
-    x, layer, unused = leaf(3, 4), linear(), linear()
-
-    def fn(x: Tensor) -> tuple[Any, ...]:
-        h = layer(x).tanh()
-        return h * 2, unused(h), h.argmax(dim=1), "words", h.exp()
-
-    found = checkpoint(fn, x.sin())
-    if not isinstance(found, tuple) or len(found) != 5 or found[3] != "words":
-        raise TypeError(f"fn returned a tuple of five; checkpoint returned {found!r:.60}")
-    doubled, _, index, _, grown = found
-    picked = doubled.gather(1, index[:, None])
-    return finished((picked**2).sum() + grown.sum(), x=x, layer=layer, unused=unused)
-
-
-def only_parameters(checkpoint: Checkpoint) -> Found:
-    embedding, layer = nn.Embedding(7, 4, **DOUBLE), linear()
-    ids = torch.tensor([[0, 3, 3], [6, 1, 0]])
-    of_module = checkpoint(nn.Sequential(embedding, nn.Tanh()), ids)
-    of_function = checkpoint(lambda x: layer(x).sin(), torch.ones(2, 4, **DOUBLE))
-    loss = (of_module**2).sum() + (of_function**2).sum()
-    return finished(loss, embedding=embedding, layer=layer)
-
-
-def some_need_none(checkpoint: Checkpoint) -> Found:
-    x, fixed, layer, frozen = leaf(3, 4), torch.randn(3, 4, **DOUBLE), linear(), linear()
-    frozen.requires_grad_(False)
-    ids = torch.tensor([2, 0, 1])
-
-    def fn(x: Tensor, fixed: Tensor, ids: Tensor) -> Tensor:
-        return layer(frozen(x).tanh() * fixed)[ids]
-
-    result = checkpoint(fn, x.sin(), fixed, ids)
-    return finished((result**2).sum(), x=x, fixed=fixed, layer=layer, frozen=frozen)
-
-
-def used_twice(checkpoint: Checkpoint) -> Found:
-    x, layer = leaf(3, 4), linear()
-    h = x.sin()
-    product = checkpoint(lambda a, b: layer(a) * b.exp(), h, h)
-    y = checkpoint(layer, product) + layer(h)
-    return finished((y**2).sum(), x=x, layer=layer)
-
-
-def argument_returned(checkpoint: Checkpoint) -> Found:
-    x, layer = leaf(3, 4), linear()
-    same, grown = checkpoint(lambda x: (x, layer(x).exp()), x.sin())
-    return finished((same * grown).sum(), x=x, layer=layer)
-
-
-def checkpoint_in_checkpoint(checkpoint: Checkpoint) -> Found:
-    x = leaf(3, 4)
-    layers = nn.Sequential(linear(), linear(), linear())
-
-    def inner(x: Tensor) -> Tensor:
-        return dropout(layers[1](x).tanh(), 0.4)
-
-    def outer(x: Tensor) -> Tensor:
-        return layers[2](checkpoint(inner, dropout(layers[0](x), 0.4))).tanh()
-
-    y = checkpoint(outer, x.sin())
-    return finished((y**2).sum(), x=x, layers=layers)
-
-
-CASES: dict[str, tuple[Callable[[Checkpoint], Found], ...]] = {
-    "arguments": (a_module, keyword_arguments, nested_arguments),
-    "results": (several_results, argument_returned, used_twice),
-    "parameters": (only_parameters, some_need_none, checkpoint_in_checkpoint),
-}
-
-
-def run_cases(lesson: Any, about: str, seed: int) -> dict[str, Found]:
-    """Loss and gradients of the cases about something, by name.
-
-    Raises:
-        TypeError: results were lost.
-        RuntimeError: with its cause, where the graph of the outside was walked through twice.
-    """
-    torch.manual_seed(seed)
-
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        return returned("checkpoint", lesson.checkpoint(*args, **kwargs))
-
-    try:
-        return {case.__name__: case(checkpoint) for case in CASES[about]}
-    except RuntimeError as error:
-        if TWICE in str(error):
-            raise RuntimeError(OUTSIDE) from error
-        raise
-
-
-OUTSIDE = (
-    "the backward pass went through the graph outside of the checkpointed function, and then came "
-    "there again. Call the function a second time with detached tensors, so that the inner "
-    "backward pass ends at them, and return their gradients"
-)
-
-
-def given_back(value: Any) -> Any:
-    return returned("checkpoint", value)
 
 
 # Calls: how often, and with what
@@ -347,13 +181,14 @@ def live_bytes() -> int:
 
 
 def hold(lesson: Any) -> Found:
-    """How many bytes a checkpointed function holds after its forward pass, with its argument."""
+    """How many bytes are held when a checkpointed function's result has been used and deleted."""
     fn, x = block(), torch.randn(ROWS, WIDTH, requires_grad=True)
     before = live_bytes()
     h = x + 1
     y = given_back(lesson.checkpoint(fn, h))
-    del h
-    return {"held": live_bytes() - before, "before": before, "needs": y.requires_grad}
+    loss = y.sum()  # its backward pass does not need y
+    del h, y
+    return {"held": live_bytes() - before, "before": before, "needs": loss.requires_grad}
 
 
 def train_chain(lesson: Any) -> int:
@@ -384,15 +219,16 @@ def send_inside(lesson: Any) -> Found:
 
 
 class Layer(nn.Module):
-    """Notes its number whenever it is called."""
+    """Notes its number whenever it is called; each third layer is in evaluation mode."""
 
     def __init__(self, number: int, calls: list[int], inner: nn.Module) -> None:
         super().__init__()
         self.number, self.calls, self.inner = number, calls, inner
+        self.train(number % 3 != 2)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(self.number)
-        return dropout(self.inner(x), 0.2)
+        return dropout(self.inner(x), 0.2, self.training)
 
 
 def run_segments(lesson: Any, cases: list[tuple[int, int]], seed: int) -> list[Found]:
@@ -401,7 +237,7 @@ def run_segments(lesson: Any, cases: list[tuple[int, int]], seed: int) -> list[F
 
 
 def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Found:
-    """Loss, gradients, and which layers were called in which pass.
+    """Loss, gradients, which layers were called in which pass, and what is left of the sequence.
 
     The input needs no gradient; of an odd number of layers, the first embeds integers.
     """
@@ -412,11 +248,14 @@ def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Fou
     if num_layers % 2:
         inner[0], x = nn.Embedding(9, 4, **DOUBLE), torch.tensor([3, 0, 8])
     layers = [Layer(number, calls, module) for number, module in enumerate(inner)]
-    y = returned("checkpoint_sequential", lesson.checkpoint_sequential(layers, segments, x))
+    given = [*layers]
+    y = returned("checkpoint_sequential", lesson.checkpoint_sequential(given, segments, x))
     forward = [*calls]
     calls.clear()
     found = finished((y**2).sum(), layers=nn.ModuleList(layers))
-    return {**found, "forward": forward, "backward": calls, "after": torch.rand(3).tolist()}
+    found |= {"forward": forward, "backward": calls, "after": torch.rand(3).tolist()}
+    left = {"left": [layer.number for layer in given], "modes": [m.training for m in layers]}
+    return {**found, **left}
 
 
 def train_segments(lesson: Any, num_layers: int, segments: int) -> int:

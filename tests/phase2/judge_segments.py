@@ -28,6 +28,16 @@ def test_segments_are_of_equal_size(grade: Grade, sizes: list[tuple[int, int]]) 
 def _check_run(num_layers: int, segments: int, expected: Any, found: Any) -> None:
     here = f"{num_layers} layers, {segments} segments"
     check(
+        found["left"] == [*range(num_layers)],
+        f"{here}: the sequence of layers is the caller's and should stay as it is; afterwards "
+        f"there are the layers {found['left']} in it. Take slices of it, and remove nothing.",
+    )
+    check(
+        found["modes"] == expected["modes"],
+        f"{here}: some layers are in evaluation mode, where dropout drops nothing. Each layer "
+        "should stay in its mode: call neither train nor eval.",
+    )
+    check(
         found["forward"] == [*range(num_layers)],
         f"{here}: the forward pass should call each layer once, in order; it called "
         f"{found['forward']}.",
