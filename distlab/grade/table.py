@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from distlab.course import Task
+from distlab.course import Task, label_width
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
 from distlab.words import joined
@@ -75,7 +75,7 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
     for place, task in enumerate(wrong):
         cause = result.cause(task)
         if cause:
-            yield f"Task {task.task.id} builds on {cause.function}: {_fix_first(cause)}."
+            yield f"Task {task.task.id} builds on {cause.label}: {_fix_first(cause)}."
         if place == 0 or verbose:
             yield from _whole(task, verbose=verbose)
         elif not cause:
@@ -130,12 +130,14 @@ def tail(output: str) -> str:
 
 def rows(result: GradeResult) -> Iterator[str]:
     """Yield the lines of the table: task, function, outcome, points, seconds."""
-    yield f"{'task':<6}{'function':<32}{'outcome':<15}{'points':>8}{'seconds':>9}"
+    width = label_width(task.task for task in result.tasks)
+    yield f"{'task':<6}{'function':<{width}}{'outcome':<15}{'points':>8}{'seconds':>9}"
     for task in result.tasks:
         points = f"{task.points}/{task.task.points}"
         name = "TODO" if task.outcome is Outcome.TODO else task.outcome.value
         name += "" if task.is_complete or not task.tests else " *"
-        row = f"{task.task.id:<6}{task.task.function:<32}{name:<15}{points:>8}{task.seconds:>9.1f}"
+        label = f"{task.task.id:<6}{task.task.label:<{width}}"
+        row = f"{label}{name:<15}{points:>8}{task.seconds:>9.1f}"
         cause = result.cause(task)
         remarks = [_fix_first(cause)] if cause else []
         remarks += [lent(task)] if task.lent else []
@@ -143,4 +145,4 @@ def rows(result: GradeResult) -> Iterator[str]:
     if any(task.tests and not task.is_complete for task in result.tasks):
         yield f"* {INCOMPLETE}"
     total = f"{result.points}/{result.max_points}"
-    yield f"{'':<6}{'':<32}{'total':<15}{total:>8}{result.seconds:>9.1f}"
+    yield f"{'':<6}{'':<{width}}{'total':<15}{total:>8}{result.seconds:>9.1f}"

@@ -88,6 +88,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
     return folders.find()
 
 
+@pytest.fixture
+def two_phases(here: CourseFolder) -> CourseFolder:
+    """With the templates of the second phase, and a suite that only counts as one."""
+    folder = here.course.phases[1].folder
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / folder, here.root / folder, ignore=ignored)
+    shutil.copy(here.root / here.suite(here.course.phases[0]), here.root / "tests/test_phase2.py")
+    return here
+
+
 def write_exchange(here: CourseFolder, body: str) -> None:
     """Put a body in place of the TODO, or of the body before it."""
     lines = (ROOT / FILE).read_text().splitlines(keepends=True)
@@ -989,14 +999,44 @@ def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
 def test_a_second_function_that_is_missing_is_named(
     here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    text = (here.root / FILE).read_text()
+    (here.root / FILE).write_text(text.replace("Task 1.8: measure_all_reduce, ", "written, "))
     missing = {"task": "1.8", "function": "fit_alpha_beta"}
     run = saying(1, ("1.8", "todo", 0), write_next=missing)
     monkeypatch.setattr(grading, "captured_in", lambda _: run)
     assert distlab("check", "1.8") == 1
     printed = capsys.readouterr().out
-    assert "· 1.8 measure_all_reduce: fit_alpha_beta is not written yet\n" in printed
+    assert "· 1.8 measure_all_reduce and 1 more: fit_alpha_beta is not written yet\n" in printed
     assert "Write fit_alpha_beta in " in printed
     assert "Stuck? distlab hint 1.8" in printed
+
+
+@pytest.mark.parametrize(("function", "named"), [("scale", "LossScaler"), ("step", "X.step")])
+def test_a_task_of_several_functions_is_named_as_a_whole_until_some_are_written(
+    two_phases: CourseFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    function: str,
+    named: str,
+) -> None:
+    missing = {"task": "2.4", "function": f"LossScaler.{function}"}
+    if function == "step":
+        path = two_phases.root / two_phases.task("2.4").template
+        path.write_text(path.read_text().replace("Task 2.4: LossScaler.scale, ", "written, "))
+    run = saying(1, ("2.4", "todo", 0), write_next=missing)
+    monkeypatch.setattr(grading, "captured_in", lambda _: run)
+    assert distlab("check", "LossScaler") == 1
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("· 2.4 LossScaler: ")
+    named = named.replace("X", "LossScaler")
+    assert second == f"Write {named} in phase2_advanced/template_mixed_precision.py."
+
+
+def test_a_task_is_found_by_any_of_its_functions() -> None:
+    here = CourseFolder(ROOT, COURSE)
+    for name in ("LossScaler", "LossScaler.step", "2.4"):
+        assert here.task(name).id == "2.4"
+    assert here.task("send_tensors").id == "2.9"
 
 
 @pytest.mark.parametrize(
@@ -1280,8 +1320,9 @@ def test_lines_break_between_words(here: CourseFolder) -> None:
 
 
 def test_the_last_verdict_leads_to_what_was_built(
-    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_phases: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    here = two_phases
     built = "phase1_data_parallel/guidelines.md#what-you-have-built"
     passed = {task.id: state.Record("passed") for task in here.course.tasks}
     state.remember(here, {id: record for id, record in passed.items() if id != "1.4"})
