@@ -162,6 +162,13 @@ def test_nobody_s_answer_is_handed_out(mine: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_no_part_of_an_answer_is_handed_out(mine: Path, tmp_path: Path) -> None:
+    path = mine / COURSE.task("2.9").template
+    path.write_text(path.read_text().replace('"Task 2.9: send_tensors, ', '"written, '))
+    with pytest.raises(LearnerError, match=r"send_tensors in .* is written.*distlab reset 2\.9"):
+        handout.write(CourseFolder(mine, COURSE), tmp_path / "new")
+
+
 # Training with what was written
 
 SHORT = ["--num_workers", "2", "--epochs", "1"]

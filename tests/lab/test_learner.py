@@ -162,6 +162,35 @@ def test_whatever_a_task_is_graded_by_counts_as_edited(
     assert line.endswith("passed, edited since")
 
 
+HELPER = "\n\ndef _helper(x):\n    # doubles\n    return x * {}\n"
+
+
+def is_edited_by(here: CourseFolder, id: str, change: Callable[[str], str]) -> bool:
+    """Whether a change of a file that ends in a helper counts as an edit of a task in it."""
+    task = here.task(id)
+    path = here.root / task.template
+    before = path.read_text() + HELPER.format(2)
+    path.write_text(before)
+    state.remember(here, {id: state.Record("failed", source.digest(here, task))})
+    path.write_text(change(before))
+    return state.load(here).is_edited(here, task)
+
+
+def test_a_change_of_a_helper_counts_as_edited(here: CourseFolder) -> None:
+    assert is_edited_by(here, "1.4", lambda text: text.replace("x * 2", "x * 3"))
+    assert is_edited_by(here, "1.4", lambda text: f"{text}\nNEW = 1\n")
+
+
+def test_what_is_of_another_task_or_means_nothing_does_not(here: CourseFolder) -> None:
+    def broadcast(text: str) -> str:
+        return text.replace('"Task 1.5: broadcast, ', '"Task 1.5: my broadcast, ')
+
+    assert is_edited_by(here, "1.5", broadcast)
+    write_exchange(here, RIGHT)
+    assert not is_edited_by(here, "1.4", broadcast)
+    assert not is_edited_by(here, "1.4", lambda text: text.replace("# doubles", "# doubles it"))
+
+
 def test_it_works_below_the_course_s_folder_and_says_where_it_does_not(
     here: CourseFolder,
     monkeypatch: pytest.MonkeyPatch,
@@ -591,6 +620,18 @@ def test_a_reset_that_cannot_write_leaves_the_file_whole(
         resetting.reset(here, here.task("1.4"))
     assert (here.root / FILE).read_bytes() == before
     assert [path.name for path in (here.root / FILE).parent.glob(".*")] == []
+
+
+def test_reset_knows_the_template_from_a_file_in_which_a_part_of_the_task_is_written(
+    kept: CourseFolder,
+) -> None:
+    task, path = kept.task("1.8"), kept.root / FILE
+    untouched = path.read_text()
+    path.write_text(untouched.replace('"Task 1.8: fit_alpha_beta, ', '"written, '))
+    if (kept.root / ".git").is_dir():
+        git(kept, "commit", "-qam", "a part")
+    resetting.reset(kept, task)
+    assert path.read_text() == untouched
 
 
 def test_reset_says_when_it_cannot(here: CourseFolder, capsys: pytest.CaptureFixture[str]) -> None:
