@@ -225,11 +225,10 @@ def diff(
 
 
 def _last_passed(here: folder.CourseFolder) -> Task:
-    progress = state.load(here)
-    for task in progress.graded(here):
-        if progress.has_passed(task):
-            return task
-    raise folder.LearnerError("no task has passed yet: name one, with --spoil")
+    task = state.load(here).last_passed(here)
+    if task is None:
+        raise folder.LearnerError("no task has passed yet: name one, with --spoil")
+    return task
 
 
 def reset(

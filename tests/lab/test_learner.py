@@ -1207,6 +1207,41 @@ def test_what_is_next_is_what_the_command_beside_it_watches(here: CourseFolder) 
     assert after[-1] == "Run:  distlab check 1.5   or: distlab watch 1.5", "1.1 is still open"
 
 
+def next_id(here: CourseFolder, after: str = "") -> str:
+    task = state.load(here).next_task(here, here.task(after) if after else None)
+    return task.id if task else ""
+
+
+def test_what_is_next_is_of_the_phase_that_was_worked_on_last(here: CourseFolder) -> None:
+    assert next_id(here) == "1.1"
+    has_come_out(here, t2_1="passed", t1_4="failed")
+    assert next_id(here) == "2.2"
+    has_come_out(here, t1_1="passed")
+    assert next_id(here) == "1.2"
+    has_come_out(here, t2_1="passed")
+    assert next_id(here) == "2.2"
+
+
+def test_a_phase_is_finished_before_another_is_begun(here: CourseFolder) -> None:
+    first, second = (phase.tasks for phase in here.course.phases[:2])
+    state.remember(here, {task.id: state.Record("passed") for task in second if task.id != "2.3"})
+    assert next_id(here, second[-1].id) == "2.3"
+    assert next_id(here, first[-1].id) == "1.1"
+    state.remember(here, {"2.3": state.Record("passed")})
+    assert next_id(here) == next_id(here, "2.3") == "1.1"
+    state.remember(here, {task.id: state.Record("passed") for task in first})
+    assert next_id(here) == next_id(here, "1.1") == ""
+
+
+def test_a_grading_of_all_tasks_is_no_sign_of_what_is_worked_on(here: CourseFolder) -> None:
+    has_come_out(here, t2_1="passed")
+    has_come_out(here, t1_1="passed")
+    has_come_out(here, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="todo")
+    assert next_id(here) == "1.2"
+    has_come_out(here, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="passed")
+    assert next_id(here) == "2.3"
+
+
 def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
     templates.keep(here)
     _, lines = session(here, saying(1, ("1.4", "hang", 0)), "h", "h", "d", "c", "?")
@@ -1215,7 +1250,7 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
         "Hint 2: the idea",
     ]
     assert "1.4 has not passed yet: the solution is shown once it has" in lines
-    assert any(f"0/{len(COURSE.tasks)} tasks" in line for line in lines)
+    assert any(f"0/{len(COURSE.phases[0].tasks)} tasks" in line for line in lines)
     _, lines = session(here, saying(0, ("1.4", "passed", 5)), "d")
     assert "+++ solution: exchange" in lines
 
