@@ -1242,7 +1242,8 @@ def test_a_grading_of_all_tasks_is_no_sign_of_what_is_worked_on(here: CourseFold
     assert next_id(here) == "2.3"
 
 
-def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
+def test_keys_show_hints_differences_and_all_tasks(two_phases: CourseFolder) -> None:
+    here = two_phases
     templates.keep(here)
     _, lines = session(here, saying(1, ("1.4", "hang", 0)), "h", "h", "d", "c", "?")
     assert [line for line in lines if line.startswith("Hint")] == [
