@@ -6,7 +6,7 @@ from pathlib import Path
 from distlab.course import Task, label_width
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
-from distlab.words import joined
+from distlab.words import joined, sentence
 
 WIDTH = 100
 DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
@@ -35,7 +35,10 @@ def message(result: TaskResult) -> str:
         return "" if result.is_complete else f"Task {task.id}: {INCOMPLETE}."
     if verdict.outcome is Outcome.TODO:
         return _todo(result)
-    return f"Task {task.id}: {_sentence(verdict.message)} {next_step(result)}".rstrip()
+    text = verdict.message.rstrip()
+    is_drawn = text.rpartition("\n")[2].startswith(" ")  # its last line
+    said = f"{text}\n" if is_drawn else f"{sentence(text)} "
+    return f"Task {task.id}: {said}{next_step(result)}".rstrip()
 
 
 def lent(result: TaskResult) -> str:
@@ -48,12 +51,6 @@ def _todo(result: TaskResult) -> str:
     """Say what has to be written: this task, or an earlier one that it needs."""
     text = result.verdict.message
     return text if result.is_todo else f"Task {result.task.id} needs another task first. {text}"
-
-
-def _sentence(text: str) -> str:
-    """End it with a full stop where it has no end."""
-    text = text.rstrip()
-    return text if text.endswith((".", "?", "!", ":", "…")) else f"{text}."
 
 
 def next_step(result: TaskResult) -> str:
