@@ -494,8 +494,8 @@ def test_the_first_hint_is_the_question_whatever_came_out(here: CourseFolder, ou
         assert levels == [1, 2, 3, 3]
 
 
-def test_every_task_has_its_hints(here: CourseFolder) -> None:
-    assert all(len(hints.hints(here, task)) == 3 for task in here.course.tasks)
+def test_every_task_has_its_hints(two_phases: CourseFolder) -> None:
+    assert all(len(hints.hints(two_phases, task)) == 3 for task in two_phases.course.tasks)
 
 
 def test_diff_compares_the_functions_of_a_task_and_nothing_else(
@@ -1113,7 +1113,7 @@ def test_a_verdict_proposes_the_picture_on_as_many_ranks(
 
 @pytest.mark.parametrize("command", ["check 1.4", "grade", "watch 1.4"])
 def test_the_time_of_a_world_is_the_grader_s_option(
-    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, command: str
+    two_phases: CourseFolder, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     asked: list[str] = []
 
@@ -1268,7 +1268,8 @@ def test_c_says_why_the_grader_failed(here: CourseFolder, run: grading.Run, says
     assert says in lines[lines.index("grading all tasks …") :]
 
 
-def test_the_time_of_a_world_holds_for_every_grading_of_a_session(here: CourseFolder) -> None:
+def test_the_time_of_a_world_holds_for_every_grading_of_a_session(two_phases: CourseFolder) -> None:
+    here = two_phases
     asked: list[list[str]] = []
 
     def run(arguments: list[str]) -> tuple[int, str]:
