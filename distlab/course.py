@@ -8,7 +8,7 @@ task.guide                            # "guidelines.md#15-broadcast-along-a-tree
 
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ else:
 FILE = "course.toml"
 HINTS = (1, 2, 3)  # a question; the idea; names and number of lines
 DIFFICULTIES = range(1, 6)
+LABEL_WIDTH = 32  # of a column of labels, at least
 # Outcomes that mean something here, and all but passed.
 PASSED, TODO, HANG, GRADER_ERROR = "passed", "todo", "hang", "grader error"
 OUTCOMES = ("failed", TODO, HANG, "crash", "oom", "import error", "not run", GRADER_ERROR)
@@ -55,6 +56,23 @@ class Task:
     def functions(self) -> tuple[str, ...]:
         """All that a learner writes for it; first the one it is named after."""
         return (self.function, *self.also)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What there is to write, as texts name it: several methods of a class are the class."""
+        holders = [name.rpartition(".")[0] for name in self.functions]
+        return tuple(
+            dict.fromkeys(
+                holder if holder and holders.count(holder) > 1 else name
+                for name, holder in zip(self.functions, holders, strict=True)
+            )
+        )
+
+    @property
+    def label(self) -> str:
+        """Name what there is to write: "exchange", "LossScaler", "parallelize_mlp and 1 more"."""
+        first, *more = self.names
+        return f"{first} and {len(more)} more" if more else first
 
     @property
     def template(self) -> Path:
@@ -156,6 +174,11 @@ def used_by(task: Task, tasks: Sequence[Task]) -> tuple[Task, ...]:
         if other.id in ids:
             ids.update(other.uses)
     return tuple(other for other in tasks if other.id in ids)
+
+
+def label_width(tasks: Iterable[Task]) -> int:
+    """Return the width of a column of labels, with a gap behind the longest."""
+    return max([LABEL_WIDTH, *(len(task.label) + 2 for task in tasks)])
 
 
 def load(root: Path) -> Course:

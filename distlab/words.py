@@ -12,9 +12,9 @@ MAX_RUNS = 6  # of ranks that are named; of more, the first three and the last
 Units = Sequence[tuple[str, float]]
 
 
-def counted(number: int, noun: str) -> str:
-    """Write ``1 rank``, ``2 ranks`` or ``1,024 ranks``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Write ``1 rank``, ``2 ranks`` or ``1,024 ranks``; ``2 batches`` takes its plural."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or f'{noun}s'}"
 
 
 def verb(subjects: Sized, plural: str, singular: str = "") -> str:
@@ -30,6 +30,12 @@ def joined(items: Sequence[str], last: str = " and ") -> str:
 def clauses(items: Sequence[str]) -> str:
     """Write ``a``, ``a, and b`` or ``a, b, and c``, as sentences are joined."""
     return joined(items, ", and ")
+
+
+def sentence(text: str) -> str:
+    """End a text with a full stop where it has no end."""
+    text = text.rstrip()
+    return text if text.endswith((".", "?", "!", ":", "…")) else f"{text}."
 
 
 def rank_names(ranks: Iterable[int]) -> str:

@@ -36,6 +36,6 @@ def tasks(incomplete: str) -> list[tuple[str, str]]:
     except (folder.LearnerError, CourseError):
         return []
     by_id = [(task.id, task.title) for task in listed]
-    by_name = [(task.function, task.heading) for task in listed]
+    by_name = [(name, task.heading) for task in listed for name in task.names]
     names = [*by_id, *by_name] if incomplete else by_id
     return [(name, text) for name, text in names if name.startswith(incomplete)]

@@ -20,7 +20,7 @@ from distlab.learner import (
     status,
     templates,
 )
-from distlab.words import joined
+from distlab.words import joined, verb
 
 Backend = Literal["auto", "sim", "gloo", "nccl"]
 SomeTask = Annotated[
@@ -123,7 +123,7 @@ def _check(
     is_alone: bool,
 ) -> int:
     """Grade one task and say what came out; return the exit code."""
-    with waiting(f"grading {task.id} {task.function} …"):
+    with waiting(f"grading {task.id} {task.label} …"):
         graded = grading.grade(here, [*grading.for_task(here, task), *options], run)
     progress = grading.remember(here, graded)
     if task.id in graded.tasks:
@@ -220,15 +220,15 @@ def diff(
             f"{listed.id} has not passed yet: distlab check {listed.id}, or --spoil shows it anyway"
         )
     found = compare.diff(here, listed)
-    say(found.splitlines() or [f"{listed.function} is the same as the solution's."])
+    are = verb(listed.names, "are", "is")
+    say(found.splitlines() or [f"{listed.label} {are} the same as the solution's."])
 
 
 def _last_passed(here: folder.CourseFolder) -> Task:
-    progress = state.load(here)
-    for task in progress.graded(here):
-        if progress.has_passed(task):
-            return task
-    raise folder.LearnerError("no task has passed yet: name one, with --spoil")
+    task = state.load(here).last_passed(here)
+    if task is None:
+        raise folder.LearnerError("no task has passed yet: name one, with --spoil")
+    return task
 
 
 def reset(

@@ -37,8 +37,8 @@ def trace(
         typer.echo(status.not_written(listed))
         raise typer.Exit(1)
     if why:
-        typer.echo(f"{listed.id} {listed.function}, {why}:")
-    with waiting(f"running {listed.function} …"):
+        typer.echo(f"{listed.id} {listed.label}, {why}:")
+    with waiting(f"running {listed.label} …"):
         fork_server.start_ahead()
         from distlab.learner import trace as tracing
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from distlab.course import Task
+from distlab.course import Task, label_width
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
-from distlab.words import joined
+from distlab.words import joined, sentence
 
 WIDTH = 100
 DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
@@ -35,7 +35,10 @@ def message(result: TaskResult) -> str:
         return "" if result.is_complete else f"Task {task.id}: {INCOMPLETE}."
     if verdict.outcome is Outcome.TODO:
         return _todo(result)
-    return f"Task {task.id}: {_sentence(verdict.message)} {next_step(result)}".rstrip()
+    text = verdict.message.rstrip()
+    is_drawn = text.rpartition("\n")[2].startswith(" ")  # its last line
+    said = f"{text}\n" if is_drawn else f"{sentence(text)} "
+    return f"Task {task.id}: {said}{next_step(result)}".rstrip()
 
 
 def lent(result: TaskResult) -> str:
@@ -48,12 +51,6 @@ def _todo(result: TaskResult) -> str:
     """Say what has to be written: this task, or an earlier one that it needs."""
     text = result.verdict.message
     return text if result.is_todo else f"Task {result.task.id} needs another task first. {text}"
-
-
-def _sentence(text: str) -> str:
-    """End it with a full stop where it has no end."""
-    text = text.rstrip()
-    return text if text.endswith((".", "?", "!", ":", "…")) else f"{text}."
 
 
 def next_step(result: TaskResult) -> str:
@@ -75,7 +72,7 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
     for place, task in enumerate(wrong):
         cause = result.cause(task)
         if cause:
-            yield f"Task {task.task.id} builds on {cause.function}: {_fix_first(cause)}."
+            yield f"Task {task.task.id} builds on {cause.label}: {_fix_first(cause)}."
         if place == 0 or verbose:
             yield from _whole(task, verbose=verbose)
         elif not cause:
@@ -130,12 +127,14 @@ def tail(output: str) -> str:
 
 def rows(result: GradeResult) -> Iterator[str]:
     """Yield the lines of the table: task, function, outcome, points, seconds."""
-    yield f"{'task':<6}{'function':<32}{'outcome':<15}{'points':>8}{'seconds':>9}"
+    width = label_width(task.task for task in result.tasks)
+    yield f"{'task':<6}{'function':<{width}}{'outcome':<15}{'points':>8}{'seconds':>9}"
     for task in result.tasks:
         points = f"{task.points}/{task.task.points}"
         name = "TODO" if task.outcome is Outcome.TODO else task.outcome.value
         name += "" if task.is_complete or not task.tests else " *"
-        row = f"{task.task.id:<6}{task.task.function:<32}{name:<15}{points:>8}{task.seconds:>9.1f}"
+        label = f"{task.task.id:<6}{task.task.label:<{width}}"
+        row = f"{label}{name:<15}{points:>8}{task.seconds:>9.1f}"
         cause = result.cause(task)
         remarks = [_fix_first(cause)] if cause else []
         remarks += [lent(task)] if task.lent else []
@@ -143,4 +142,4 @@ def rows(result: GradeResult) -> Iterator[str]:
     if any(task.tests and not task.is_complete for task in result.tasks):
         yield f"* {INCOMPLETE}"
     total = f"{result.points}/{result.max_points}"
-    yield f"{'':<6}{'':<32}{'total':<15}{total:>8}{result.seconds:>9.1f}"
+    yield f"{'':<6}{'':<{width}}{'total':<15}{total:>8}{result.seconds:>9.1f}"

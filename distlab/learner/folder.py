@@ -48,13 +48,13 @@ class CourseFolder:
         return self.root / task.folder / "guidelines.md"
 
     def task(self, name: str) -> Task:
-        """Look a task up by its id or its function.
+        """Look a task up by its id, or by a function or a class that it is about.
 
         Raises:
             LearnerError: there is none; names the nearest.
         """
         for task in self.course.tasks:
-            if name in (task.id, task.function):
+            if name in _words(task):
                 return task
         raise LearnerError(f"there is no task {name!r}{self._nearest(name)}")
 
@@ -66,9 +66,14 @@ class CourseFolder:
                 f": phase {number} is not in this course's folder yet; there are {tasks[0].id} to "
                 f"{tasks[-1].id}"
             )
-        valid = [word for task in self.course.tasks for word in (task.id, task.function)]
+        valid = [word for task in self.course.tasks for word in _words(task)]
         every_id = ", ".join(task.id for task in self.course.tasks)
         return f". {did_you_mean(name, valid) or f'There are: {every_id}.'}"
+
+
+def _words(task: Task) -> tuple[str, ...]:
+    """What an argument may call a task."""
+    return (task.id, *task.functions, *task.names)
 
 
 def find(start: Path | None = None) -> CourseFolder:

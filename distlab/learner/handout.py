@@ -75,9 +75,11 @@ def _files(root: Path, parent: Path) -> Iterator[Path]:
 def _check_unwritten(folder: CourseFolder) -> None:
     """Refuse to hand out a template in which a task is written: it would be somebody's answer."""
     for task in folder.course.tasks:
-        if not source.is_to_write(folder, task):
+        left = source.to_write(task, source.read(folder.root / task.template))
+        written = [name for name in task.functions if name not in left]
+        if written:
             raise LearnerError(
-                f"{task.function} in {task.template} is written, and students would get it: "
+                f"{written[0]} in {task.template} is written, and students would get it: "
                 f"distlab reset {task.id}"
             )
     for phase in folder.course.phases:

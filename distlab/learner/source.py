@@ -10,7 +10,7 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from distlab import reading
@@ -89,7 +89,25 @@ def is_to_write(folder: CourseFolder, task: Task) -> bool:
 
 
 def digest(folder: CourseFolder, task: Task) -> str:
-    """Return a digest of the task's functions in the learner's file, "" if none is there."""
-    found = functions(read(folder.root / task.template))
-    source = "".join(found.get(name, "") for name in task.functions)
-    return hashlib.sha256(source.encode()).hexdigest()[:16] if source else ""
+    """Return a digest of the task's functions in the learner's file, "" if none is there.
+
+    It covers what else is in the file, such as helpers, without comments: all but other tasks.
+    """
+    text = read(folder.root / task.template)
+    found = functions(text)
+    own = "".join(found.get(name, "") for name in task.functions)
+    if not own:
+        return ""
+    listed = (other for other in folder.course.tasks if other.template == task.template)
+    shared = _without(text, {name for other in listed for name in other.functions})
+    return hashlib.sha256(f"{own}{shared}".encode()).hexdigest()[:16]
+
+
+def _without(text: str, names: Container[str]) -> str:
+    """Return what a file holds besides these functions, as a syntax tree."""
+    tree = parse(text) or ast.Module([], [])
+    left_out = {node for name, node in defined(tree) if name in names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            node.body = [entry for entry in node.body if entry not in left_out]
+    return ast.dump(tree)

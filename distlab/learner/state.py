@@ -60,11 +60,19 @@ class Progress:
         """Return what was graded, the last one first."""
         return [folder.task(task_id) for task_id in reversed(self.records)]
 
+    def last_passed(self, folder: CourseFolder) -> Task | None:
+        """Return the task that was graded last of those that have passed."""
+        return next(filter(self.has_passed, self.graded(folder)), None)
+
     def next_task(self, folder: CourseFolder, after: Task | None = None) -> Task | None:
-        """Return the first task that has not passed, of those after ``after`` if there is one."""
-        tasks = list(folder.course.tasks)
+        """Return the first task that has not passed, of those after ``after`` if there is one.
+
+        A phase is finished first: that of ``after``, or else that of the last one that has passed.
+        """
+        last = after or self.last_passed(folder)
+        tasks = folder.phase_of(last).tasks if last else ()
         start = tasks.index(after) + 1 if after else 0
-        in_turn = tasks[start:] + tasks[:start]
+        in_turn = [*tasks[start:], *tasks[:start], *folder.course.tasks]
         return next((task for task in in_turn if not self.has_passed(task)), None)
 
     def save(self) -> None:
@@ -106,10 +114,15 @@ def _entries(tables: Any, table: str, keys: Container[str]) -> list[tuple[str, A
 
 
 def remember(folder: CourseFolder, records: Mapping[str, Record]) -> Progress:
-    """Add what a grading said to what others have written meanwhile."""
+    """Add what a grading said to what others have written meanwhile.
+
+    The last one graded comes last. Of several, those of which nothing has changed keep their place:
+    a grading of everything does not say what a learner works on.
+    """
     progress = load(folder)
     for task_id, record in records.items():
-        progress.records.pop(task_id, None)  # the last one graded comes last
-        progress.records[task_id] = record
+        if len(records) == 1 or progress.records.get(task_id) != record:
+            progress.records.pop(task_id, None)
+            progress.records[task_id] = record
     progress.save()
     return progress

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor
+from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor, label_width
+from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
 from distlab.learner.state import Progress
 from distlab.learner.trace_programs import MAX_RANKS, MIN_RANKS, PROGRAMS
-from distlab.words import joined
+from distlab.words import joined, verb
 
 BAR_WIDTH = 24
 ALL_PASSED = "All tasks have passed.  Run: distlab grade"
@@ -37,7 +38,8 @@ def overview(folder: CourseFolder, progress: Progress) -> Iterator[str]:
     for phase in folder.course.phases:
         yield phase_line(phase, progress)
         yield from built(phase, progress)
-        yield from (task_line(folder, task, progress) for task in phase.tasks)
+        width = label_width(phase.tasks)
+        yield from (task_line(folder, task, progress, width) for task in phase.tasks)
         yield ""
     yield from whats_next(folder, progress)
 
@@ -59,12 +61,12 @@ def built(phase: Phase, progress: Progress) -> Iterator[str]:
         yield f"{BUILT}, and what to do with it: {phase.folder}/guidelines.md#{anchor(BUILT)}"
 
 
-def task_line(folder: CourseFolder, task: Task, progress: Progress) -> str:
-    """Write what is known of a task."""
+def task_line(folder: CourseFolder, task: Task, progress: Progress, width: int) -> str:
+    """Write what is known of a task; ``width`` aligns the outcomes of several tasks."""
     outcome = progress.outcome(task)
     sign = {PASSED: "✔", "": "·", TODO: "·"}.get(outcome, "✘")
     words = f"{outcome}, edited since" if progress.is_edited(folder, task) else outcome
-    return f"  {sign} {task.id:<5} {task.function:<32} {words}".rstrip()
+    return f"  {sign} {task.id:<5} {task.label:<{width}} {words}".rstrip()
 
 
 def whats_next(
@@ -76,7 +78,7 @@ def whats_next(
         yield ALL_PASSED
         return
     yield f"Next: {task.heading} ({task.minutes} minutes)"
-    yield f"      write {task.function} in {task.template}"
+    yield f"      write {task.label} in {task.template}"
     yield f"      read  {task.folder}/{task.guide}"
     watch = "distlab watch" if task == progress.next_task(folder) else f"distlab watch {task.id}"
     yield f"Run:  distlab check {task.id}   or: {watch}"
@@ -88,11 +90,11 @@ def whats_next(
 def verdict(task: Task, grade: TaskGrade) -> str:
     """Write the outcome of a task in a line."""
     if grade.outcome == TODO:
-        return f"· {task.id} {task.function}: {_what_is_missing(task, grade)}"
+        return f"· {task.id} {task.label}: {_what_is_missing(task, grade)}"
     sign = "✔" if grade.outcome == PASSED else "✘"
     score = f"{grade.points}/{grade.max_points} points, {grade.seconds:.1f} s"
     lent = f", graded with the course's {joined(grade.lent)}" if grade.lent else ""
-    return f"{sign} {task.id} {task.function}: {grade.outcome} ({score}{lent})"
+    return f"{sign} {task.id} {task.label}: {grade.outcome} ({score}{lent})"
 
 
 def _what_is_missing(task: Task, grade: TaskGrade) -> str:
@@ -109,7 +111,8 @@ def to_write(task: Task, grade: TaskGrade) -> tuple[str, str]:
 
 def not_written(task: Task) -> str:
     """Say in a line that there is nothing yet to be drawn."""
-    return f"{task.id} {task.function} is not written yet: write it in {task.template}"
+    are, them = ("are", "them") if len(task.names) > 1 else ("is", "it")
+    return f"{task.id} {task.label} {are} not written yet: write {them} in {task.template}"
 
 
 def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[str]:
@@ -136,11 +139,12 @@ def fix_first(
             continue
         if progress.outcome(other) not in ("", PASSED, TODO, GRADER_ERROR):
             state = (
-                f"which had failed and was edited since: grade {other.id} again"
+                f"which had failed and {verb(other.names, 'were', 'was')} edited since: "
+                f"grade {other.id} again"
                 if progress.is_edited(folder, other)
-                else f"which fails too: fix {other.id} first"
+                else f"which {verb(other.names, 'fail')} too: fix {other.id} first"
             )
-            yield f"{task.id} builds on {other.function}, {state}: distlab check {other.id}"
+            yield f"{task.id} builds on {other.label}, {state}: distlab check {other.id}"
             return
 
 
@@ -158,7 +162,9 @@ def _picture(task: Task, grade: TaskGrade) -> Iterator[str]:
 def _how_to_write(folder: CourseFolder, task: Task, grade: TaskGrade) -> Iterator[str]:
     id, function = to_write(task, grade)
     missing = next((other for other in folder.course.tasks if other.id == id), task)
-    yield f"Write {function} in {missing.template}."
+    left = source.to_write(missing, source.read(folder.root / missing.template))
+    what = missing.label if left.keys() >= {*missing.functions} else function
+    yield f"Write {what} in {missing.template}."
     yield f"Read  {missing.folder}/{missing.guide}"
     if missing != task:
         yield f"Run:  distlab check {id}   or: distlab watch {id}"

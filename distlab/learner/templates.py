@@ -35,13 +35,13 @@ def untouched(folder: CourseFolder, task: Task) -> dict[str, str]:
     """
     for text in _versions(folder.root, task.template):
         found = to_write(task, text)
-        if task.function in found:
+        if found.keys() >= {*task.functions}:
             return found
     found = to_write(task, read(_copy(folder, task)))
-    if task.function not in found:
+    if not found.keys() >= {*task.functions}:
         raise LearnerError(
             f"neither git nor {folder.private.name}/templates has {task.template} "
-            f"with {task.function} unwritten"
+            f"with {task.label} unwritten"
         )
     return found
 

@@ -67,7 +67,7 @@ class Watch:
 
     def check(self) -> None:
         """Grade the current task and say what came out."""
-        self._screen.show([f"grading {self.task.id} {self.task.function} …"])
+        self._screen.show([f"grading {self.task.id} {self.task.label} …"])
         with self._refusals():
             graded = self._grade(self.task)
             if QUIT in self._pending:

@@ -12,6 +12,7 @@ from typing import Any
 
 from distlab.grade import Run, check
 from distlab.sim import Cluster, Faults, Options
+from distlab.words import counted, joined
 from judging.groups import MEMBERS
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
@@ -69,17 +70,21 @@ def check_refused(by_rank: Sequence[Mapping[str, str]], what: str, *names: str) 
         names: that the text must hold, as far as the contract promises them.
     """
     for rank, found in enumerate(by_rank):
-        here = f"{what} should be a ValueError on every rank; on rank {rank} of {len(by_rank)}"
-        check(found["type"], f"{here} there was none.")
+        is_alone = len(by_rank) == 1
+        error = "a ValueError" if is_alone else "a ValueError on every rank"
+        here = ";" if is_alone else f"; on rank {rank} of {len(by_rank)}"
+        wanted = f"{what} should be {error}"
+        check(found["type"], f"{wanted}{here} there was none.")
         got = f"{found['type']}: {short(found['text'])}"
-        check(found["type"] == "ValueError", f"{here} it is {got}.")
+        check(found["type"] == "ValueError", f"{wanted}{here} it is {got}.")
         check(
             _without_own_rank(found, rank) == _without_own_rank(by_rank[0], 0),
-            f"{here} it says {short(found['text'])}, but on rank 0 {short(by_rank[0]['text'])}. "
-            "Decide by what all ranks know, so that all raise the same error.",
+            f"{wanted}{here} it says {short(found['text'])}, but on rank 0 "
+            f"{short(by_rank[0]['text'])}. Decide by what all ranks know, so that all raise the "
+            "same error.",
         )
         missing = [name for name in names if name not in found["text"]]
-        check(not missing, f"{here} it should name {' and '.join(names)}; it is {got}.")
+        check(not missing, f"{wanted}{here} it should name {joined(names)}, and is {got}.")
 
 
 def _without_own_rank(found: Mapping[str, str], rank: int) -> str:
@@ -170,8 +175,8 @@ def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
         wanted, got = expected.get(num_bytes, 0), found[num_bytes]
         check(
             got == wanted,
-            f"there should be {wanted} messages of {num_bytes:,} bytes, but there are {got}; in "
-            f"all, there should be {sum(expected.values())} messages, and there are "
+            f"there should be {counted(wanted, 'message')} of {num_bytes:,} bytes, not {got}; in "
+            f"all, there should be {counted(sum(expected.values()), 'message')}, not "
             f"{sum(found.values())}. Send the tensor as it is, in one message and in its own "
             "dtype, whatever its shape and size.",
         )

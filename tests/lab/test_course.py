@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from own_phases import shipped
 
-from distlab.course import Course, CourseError, Phase, Task, anchor, load
+from distlab.course import Course, CourseError, Phase, Task, anchor, label_width, load
 
 ROOT = Path(__file__).parents[2]
 COURSE = shipped(load(ROOT))
@@ -51,6 +51,27 @@ def test_the_course_is_as_the_file_says() -> None:
     assert task.solution == Path("solutions/phase1_data_parallel/collectives.py")
     assert task.guide == "guidelines.md#15-broadcast-along-a-tree"
     assert len({*TASKS}) == len(TASKS)  # they can be keys
+
+
+@pytest.mark.parametrize(
+    ("id", "label"),
+    [
+        ("1.4", "exchange"),
+        ("1.13", "Trainer.fit"),
+        ("2.4", "LossScaler"),
+        ("2.9", "StageRunner and 2 more"),
+        ("2.14", "copy_to_tensor_region and 1 more"),
+        ("2.18", "VocabParallelEmbedding and 1 more"),
+    ],
+)
+def test_a_label_names_all_that_there_is_to_write(id: str, label: str) -> None:
+    assert COURSE.task(id).label == label
+
+
+def test_a_column_of_labels_keeps_them_apart_from_the_next() -> None:
+    first, second = (phase.tasks for phase in COURSE.phases[:2])
+    assert label_width(first) == 32
+    assert label_width(second) == max(len(task.label) for task in second) + 2 > 32
 
 
 def test_points_of_a_phase_are_a_hundred() -> None:

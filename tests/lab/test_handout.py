@@ -175,6 +175,13 @@ def test_nobody_s_answer_is_handed_out(mine: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_no_part_of_an_answer_is_handed_out(mine: Path, tmp_path: Path) -> None:
+    path = mine / COURSE.task("2.9").template
+    path.write_text(path.read_text().replace('"Task 2.9: send_tensors, ', '"written, '))
+    with pytest.raises(LearnerError, match=r"send_tensors in .* is written.*distlab reset 2\.9"):
+        handout.write(CourseFolder(mine, COURSE), tmp_path / "new")
+
+
 # Training with what was written
 
 SHORT = ["--num_workers", "2", "--epochs", "1"]
@@ -212,8 +219,8 @@ def test_a_trainer_that_is_not_written_is_a_line_that_names_the_tasks(mine: Path
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "this needs what you have not written yet: 1.5 broadcast, 1.9 broadcast_parameters, "
-        "1.10 average_gradients, 1.11 train_step, 1.12 evaluate, 1.13 Trainer.fit. Go on with: "
-        "distlab check 1.5\n"
+        "1.10 average_gradients and 1 more, 1.11 train_step, 1.12 evaluate, 1.13 Trainer.fit. "
+        "Go on with: distlab check 1.5\n"
     )
     done = distlab(mine, "train", "--impl", "mine", *SHORT, "--all_reduce", "recursive_doubling")
     assert "1.4 exchange, 1.5 broadcast, 1.7 all_reduce_recursive" in done.stderr

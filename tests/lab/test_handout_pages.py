@@ -11,7 +11,7 @@ import test_docs
 from distlab.course import load
 from distlab.learner import handout
 from distlab.learner.folder import CourseFolder
-from distlab.learner.pages import Page
+from distlab.learner.pages import NEEDS_SOLUTIONS, Page
 from distlab.learner.source import defined
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_no_page_names_a_file_that_was_left_out(students: Path) -> None:
     named = re.compile(rf"(^|\s)({'|'.join(map(re.escape, handout.LEFT_OUT))})\b")
     found = {}
     for page in pages(students):
-        spans = re.findall(r"`([^`\n]+)`", test_docs.without_code(page.read_text()))
+        spans = re.findall(r"`([^`]+)`", test_docs.without_code(page.read_text()))
         if page.name != handout.NAMES_ALL:
             found[page] = list(filter(named.search, spans))
     assert {page: names for page, names in found.items() if names} == {}
@@ -141,6 +141,7 @@ def test_guidelines_lose_no_section_and_no_figure(students: Path) -> None:
         ),
         ("- one\n- two, `solutions/`\n- three", "- one\n- three"),
         ("See [this](../solutions/a.py#b) now.", ""),
+        ("One. Drawn with `python scripts/a.py\nx`.", "One."),
         ("See [this](a.md) and https://x.org/solutions/ now.", None),
         ("Some `solutions_of_yours/` and scripts.", None),
         ("```\npython scripts/a.py\n```", None),
@@ -153,6 +154,40 @@ def test_guidelines_lose_no_section_and_no_figure(students: Path) -> None:
 def test_what_goes_and_what_stays(text: str, left: str | None) -> None:
     page = Page(PurePosixPath("docs/page.md"), ["solutions", "scripts"])
     assert page.edited(text) == (text if left is None else left)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("$ distlab sim scripts/a.py x\nrank 0\n", "rank 0\n"),
+        ("$ ls\n$ distlab sim \\\n    solutions/a.py\n$ distlab\n", "$ ls\n$ distlab\n"),
+        ("$ python solutions/phase9/a.py x\n", "$ python phase9/template_a.py x\n"),
+        ("$ distlab check 1.1\nscripts/a.py\n", None),
+    ],
+)
+def test_no_command_needs_a_file_that_was_left_out(text: str, left: str | None) -> None:
+    page = Page(PurePosixPath("docs/page.md"), ["solutions", "scripts"])
+    shown = f"One.\n\n```console\n{text}```\n\nTwo.\n"
+    assert page.edited(shown) == shown.replace(text, text if left is None else left)
+
+
+@pytest.mark.parametrize("command", ["distlab diff 1.1", "distlab trace 1.5 --impl solution"])
+def test_a_command_that_needs_the_solutions_is_marked(command: str) -> None:
+    page = Page(PurePosixPath("docs/page.md"), ["solutions"])
+    shown = f"One.\n\n```console\n$ {command}\nthe same\n```\n\nTwo.\n"
+    assert page.edited(shown) == shown.replace("\n\nTwo", f"\n\n{NEEDS_SOLUTIONS}\n\nTwo")
+    assert Page(PurePosixPath("page.md"), ["scripts"]).edited(shown) == shown
+
+
+def test_commands_of_a_handout_need_nothing_that_it_has_not_got(students: Path) -> None:
+    place = "|".join(map(re.escape, handout.LEFT_OUT))
+    for page in pages(students):
+        text = page.read_text()
+        assert not re.findall(rf"^\$ .*\s(?:{place})/", text, re.MULTILINE), page
+        for fence in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            assert fence.strip(), page
+    first_hour = (students / "docs/first_hour.md").read_text()
+    assert first_hour.count(NEEDS_SOLUTIONS) == 2
 
 
 def test_a_page_that_may_name_files_has_no_link_to_them() -> None:

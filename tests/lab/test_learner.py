@@ -88,6 +88,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
     return folders.find()
 
 
+@pytest.fixture
+def two_phases(here: CourseFolder) -> CourseFolder:
+    """With the templates of the second phase, and a suite that only counts as one."""
+    folder = here.course.phases[1].folder
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / folder, here.root / folder, ignore=ignored)
+    shutil.copy(here.root / here.suite(here.course.phases[0]), here.root / "tests/test_phase2.py")
+    return here
+
+
 def write_exchange(here: CourseFolder, body: str) -> None:
     """Put a body in place of the TODO, or of the body before it."""
     lines = (ROOT / FILE).read_text().splitlines(keepends=True)
@@ -150,6 +160,35 @@ def test_whatever_a_task_is_graded_by_counts_as_edited(
     assert distlab("status") == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if f" {id} " in line)
     assert line.endswith("passed, edited since")
+
+
+HELPER = "\n\ndef _helper(x):\n    # doubles\n    return x * {}\n"
+
+
+def is_edited_by(here: CourseFolder, id: str, change: Callable[[str], str]) -> bool:
+    """Whether a change of a file that ends in a helper counts as an edit of a task in it."""
+    task = here.task(id)
+    path = here.root / task.template
+    before = path.read_text() + HELPER.format(2)
+    path.write_text(before)
+    state.remember(here, {id: state.Record("failed", source.digest(here, task))})
+    path.write_text(change(before))
+    return state.load(here).is_edited(here, task)
+
+
+def test_a_change_of_a_helper_counts_as_edited(here: CourseFolder) -> None:
+    assert is_edited_by(here, "1.4", lambda text: text.replace("x * 2", "x * 3"))
+    assert is_edited_by(here, "1.4", lambda text: f"{text}\nNEW = 1\n")
+
+
+def test_what_is_of_another_task_or_means_nothing_does_not(here: CourseFolder) -> None:
+    def broadcast(text: str) -> str:
+        return text.replace('"Task 1.5: broadcast, ', '"Task 1.5: my broadcast, ')
+
+    assert is_edited_by(here, "1.5", broadcast)
+    write_exchange(here, RIGHT)
+    assert not is_edited_by(here, "1.4", broadcast)
+    assert not is_edited_by(here, "1.4", lambda text: text.replace("# doubles", "# doubles it"))
 
 
 def test_it_works_below_the_course_s_folder_and_says_where_it_does_not(
@@ -455,8 +494,8 @@ def test_the_first_hint_is_the_question_whatever_came_out(here: CourseFolder, ou
         assert levels == [1, 2, 3, 3]
 
 
-def test_every_task_has_its_hints(here: CourseFolder) -> None:
-    assert all(len(hints.hints(here, task)) == 3 for task in here.course.tasks)
+def test_every_task_has_its_hints(two_phases: CourseFolder) -> None:
+    assert all(len(hints.hints(two_phases, task)) == 3 for task in two_phases.course.tasks)
 
 
 def test_diff_compares_the_functions_of_a_task_and_nothing_else(
@@ -581,6 +620,18 @@ def test_a_reset_that_cannot_write_leaves_the_file_whole(
         resetting.reset(here, here.task("1.4"))
     assert (here.root / FILE).read_bytes() == before
     assert [path.name for path in (here.root / FILE).parent.glob(".*")] == []
+
+
+def test_reset_knows_the_template_from_a_file_in_which_a_part_of_the_task_is_written(
+    kept: CourseFolder,
+) -> None:
+    task, path = kept.task("1.8"), kept.root / FILE
+    untouched = path.read_text()
+    path.write_text(untouched.replace('"Task 1.8: fit_alpha_beta, ', '"written, '))
+    if (kept.root / ".git").is_dir():
+        git(kept, "commit", "-qam", "a part")
+    resetting.reset(kept, task)
+    assert path.read_text() == untouched
 
 
 def test_reset_says_when_it_cannot(here: CourseFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -989,14 +1040,44 @@ def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
 def test_a_second_function_that_is_missing_is_named(
     here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    text = (here.root / FILE).read_text()
+    (here.root / FILE).write_text(text.replace("Task 1.8: measure_all_reduce, ", "written, "))
     missing = {"task": "1.8", "function": "fit_alpha_beta"}
     run = saying(1, ("1.8", "todo", 0), write_next=missing)
     monkeypatch.setattr(grading, "captured_in", lambda _: run)
     assert distlab("check", "1.8") == 1
     printed = capsys.readouterr().out
-    assert "· 1.8 measure_all_reduce: fit_alpha_beta is not written yet\n" in printed
+    assert "· 1.8 measure_all_reduce and 1 more: fit_alpha_beta is not written yet\n" in printed
     assert "Write fit_alpha_beta in " in printed
     assert "Stuck? distlab hint 1.8" in printed
+
+
+@pytest.mark.parametrize(("function", "named"), [("scale", "LossScaler"), ("step", "X.step")])
+def test_a_task_of_several_functions_is_named_as_a_whole_until_some_are_written(
+    two_phases: CourseFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    function: str,
+    named: str,
+) -> None:
+    missing = {"task": "2.4", "function": f"LossScaler.{function}"}
+    if function == "step":
+        path = two_phases.root / two_phases.task("2.4").template
+        path.write_text(path.read_text().replace("Task 2.4: LossScaler.scale, ", "written, "))
+    run = saying(1, ("2.4", "todo", 0), write_next=missing)
+    monkeypatch.setattr(grading, "captured_in", lambda _: run)
+    assert distlab("check", "LossScaler") == 1
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("· 2.4 LossScaler: ")
+    named = named.replace("X", "LossScaler")
+    assert second == f"Write {named} in phase2_advanced/template_mixed_precision.py."
+
+
+def test_a_task_is_found_by_any_of_its_functions() -> None:
+    here = CourseFolder(ROOT, COURSE)
+    for name in ("LossScaler", "LossScaler.step", "2.4"):
+        assert here.task(name).id == "2.4"
+    assert here.task("send_tensors").id == "2.9"
 
 
 @pytest.mark.parametrize(
@@ -1032,7 +1113,7 @@ def test_a_verdict_proposes_the_picture_on_as_many_ranks(
 
 @pytest.mark.parametrize("command", ["check 1.4", "grade", "watch 1.4"])
 def test_the_time_of_a_world_is_the_grader_s_option(
-    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, command: str
+    two_phases: CourseFolder, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     asked: list[str] = []
 
@@ -1126,7 +1207,43 @@ def test_what_is_next_is_what_the_command_beside_it_watches(here: CourseFolder) 
     assert after[-1] == "Run:  distlab check 1.5   or: distlab watch 1.5", "1.1 is still open"
 
 
-def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
+def next_id(here: CourseFolder, after: str = "") -> str:
+    task = state.load(here).next_task(here, here.task(after) if after else None)
+    return task.id if task else ""
+
+
+def test_what_is_next_is_of_the_phase_that_was_worked_on_last(here: CourseFolder) -> None:
+    assert next_id(here) == "1.1"
+    has_come_out(here, t2_1="passed", t1_4="failed")
+    assert next_id(here) == "2.2"
+    has_come_out(here, t1_1="passed")
+    assert next_id(here) == "1.2"
+    has_come_out(here, t2_1="passed")
+    assert next_id(here) == "2.2"
+
+
+def test_a_phase_is_finished_before_another_is_begun(here: CourseFolder) -> None:
+    first, second = (phase.tasks for phase in here.course.phases[:2])
+    state.remember(here, {task.id: state.Record("passed") for task in second if task.id != "2.3"})
+    assert next_id(here, second[-1].id) == "2.3"
+    assert next_id(here, first[-1].id) == "1.1"
+    state.remember(here, {"2.3": state.Record("passed")})
+    assert next_id(here) == next_id(here, "2.3") == "1.1"
+    state.remember(here, {task.id: state.Record("passed") for task in first})
+    assert next_id(here) == next_id(here, "1.1") == ""
+
+
+def test_a_grading_of_all_tasks_is_no_sign_of_what_is_worked_on(here: CourseFolder) -> None:
+    has_come_out(here, t2_1="passed")
+    has_come_out(here, t1_1="passed")
+    has_come_out(here, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="todo")
+    assert next_id(here) == "1.2"
+    has_come_out(here, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="passed")
+    assert next_id(here) == "2.3"
+
+
+def test_keys_show_hints_differences_and_all_tasks(two_phases: CourseFolder) -> None:
+    here = two_phases
     templates.keep(here)
     _, lines = session(here, saying(1, ("1.4", "hang", 0)), "h", "h", "d", "c", "?")
     assert [line for line in lines if line.startswith("Hint")] == [
@@ -1134,7 +1251,7 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
         "Hint 2: the idea",
     ]
     assert "1.4 has not passed yet: the solution is shown once it has" in lines
-    assert any(f"0/{len(COURSE.tasks)} tasks" in line for line in lines)
+    assert any(f"0/{len(COURSE.phases[0].tasks)} tasks" in line for line in lines)
     _, lines = session(here, saying(0, ("1.4", "passed", 5)), "d")
     assert "+++ solution: exchange" in lines
 
@@ -1151,7 +1268,8 @@ def test_c_says_why_the_grader_failed(here: CourseFolder, run: grading.Run, says
     assert says in lines[lines.index("grading all tasks …") :]
 
 
-def test_the_time_of_a_world_holds_for_every_grading_of_a_session(here: CourseFolder) -> None:
+def test_the_time_of_a_world_holds_for_every_grading_of_a_session(two_phases: CourseFolder) -> None:
+    here = two_phases
     asked: list[list[str]] = []
 
     def run(arguments: list[str]) -> tuple[int, str]:
@@ -1280,8 +1398,9 @@ def test_lines_break_between_words(here: CourseFolder) -> None:
 
 
 def test_the_last_verdict_leads_to_what_was_built(
-    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_phases: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    here = two_phases
     built = "phase1_data_parallel/guidelines.md#what-you-have-built"
     passed = {task.id: state.Record("passed") for task in here.course.tasks}
     state.remember(here, {id: record for id, record in passed.items() if id != "1.4"})

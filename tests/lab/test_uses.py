@@ -122,3 +122,22 @@ def test_a_check_of_one_task_knows_of_the_failure_that_it_builds_on(tmp_path: Pa
     ]
     passed = grading.Grading(0, {"1.8": grading.TaskGrade("1.8", "passed", 10, 10, 1.0)})
     assert list(status.fix_first(here, task, passed, state.load(here))) == []
+
+
+def test_a_task_of_several_functions_is_built_on_by_all_their_names(tmp_path: Path) -> None:
+    here = CourseFolder(tmp_path, COURSE)
+    failed = grading.Grading(1, {"2.17": grading.TaskGrade("2.17", "failed", 0, 5, 1.0)})
+
+    def said(id: str) -> list[str]:
+        path = tmp_path / ".distlab/progress.json"
+        path.unlink(missing_ok=True)
+        progress = state.remember(here, {id: state.Record("failed")})
+        return list(status.fix_first(here, COURSE.task("2.17"), failed, progress))
+
+    assert said("2.15") == [
+        "2.17 builds on ColumnParallelLinear, which fails too: fix 2.15 first: distlab check 2.15"
+    ]
+    assert said("2.14") == [
+        "2.17 builds on copy_to_tensor_region and 1 more, which fail too: fix 2.14 first: "
+        "distlab check 2.14"
+    ]

@@ -12,6 +12,7 @@ from distlab.words import (
     joined,
     rank_names,
     seconds_text,
+    sentence,
     unknown_name,
     verb,
 )
@@ -48,6 +49,7 @@ def test_words_and_clauses_are_joined(items: list[str], words: str, sentences: s
 
 def test_words_follow_the_number() -> None:
     assert [counted(n, "rank") for n in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]
+    assert [counted(n, "batch", "batches") for n in (1, 2)] == ["1 batch", "2 batches"]
     assert (verb([5], "wait"), verb([5, 6], "wait")) == ("waits", "wait")
     assert (verb([5], "have", "has"), verb([5, 6], "have", "has")) == ("has", "have")
 
@@ -96,3 +98,9 @@ def test_the_error_for_a_wrong_name_lists_the_valid_ones() -> None:
         "unknown model 'cn'; valid: cnn, gpt. Did you mean 'cnn'?"
     )
     assert str(unknown_name("model", "x", ["cnn", "gpt"])) == "unknown model 'x'; valid: cnn, gpt."
+
+
+def test_a_sentence_ends_once() -> None:
+    assert sentence("It is wrong ") == "It is wrong."
+    for text in ("It is wrong.", "Why?", "Thus:", "And …"):
+        assert sentence(text) == text

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from random import Random
 
+from distlab.words import counted
 from phase2_advanced.given import Action, Schedule, grid, timeline
 
 CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?")
@@ -68,6 +69,11 @@ def written(schedule: Schedule) -> str:
 def redrawn(text: str) -> str:
     """The drawing as ``grid`` writes it, without empty lines around it."""
     return "\n".join(row.rstrip() for row in text.strip("\n").splitlines())
+
+
+def size_text(p: int, m: int) -> str:
+    """How large a schedule is, in words."""
+    return f"{counted(p, 'stage')}, {counted(m, 'micro-batch', 'micro-batches')}"
 
 
 def length(schedule: Schedule, backward_time: int) -> int:

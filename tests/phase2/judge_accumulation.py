@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted, sentence
 from judging.checks import MEASURED, check_peak, check_refused, is_close, same_loss, short
 from phase2 import accumulation as b
 from phase2 import accumulation_reference as reference
@@ -32,7 +33,7 @@ SIZES = {"one": 1, "two": 2, "three": 3, "whole": 8, "larger": 11}  # of batches
 def test_accumulated_steps_are_those_of_the_batch(grade: Grade, size: str) -> None:
     share = Share(grade.random.choice([7, 8]) if size != "whole" else 8, SIZES[size])
     (result,) = grade.run(b.accumulate_steps, 1, share, STEPS).results
-    here = f"{share.rows} rows in micro-batches of {share.size}"
+    here = f"{counted(share.rows, 'row')} in micro-batches of {share.size}"
     alone = reference.steps_alone((share,), STEPS)
     _check_first_loss(here, result["losses"][0], share)
     check_direction(here, result, directions(share), _scale(share), ONCE)
@@ -128,7 +129,7 @@ def check_direction(
     for name, gradient in known.items():
         check(
             not _is_along(found, _without_unused(gradient)),
-            f"{here}: the gradient of the first step is {name}.",
+            sentence(f"{here}: the gradient of the first step is {name}"),
         )
 
 
@@ -154,8 +155,8 @@ def check_use(here: str, function: str, result: Any, share: Share, num_steps: in
     passes = [min(share.size, share.rows - start) for start in starts] * num_steps
     check(
         [rows for rows in result["rows"] if rows] == passes,
-        f"{here}: in {num_steps} steps the model should be called with {short(passes)} rows, once "
-        f"for each micro-batch; it was called with {short(result['rows'])}.",
+        f"{here}: in {counted(num_steps, 'step')} the model should be called with {short(passes)} "
+        f"rows, once for each micro-batch; it was called with {short(result['rows'])}.",
     )
     check(
         not result["changed"],

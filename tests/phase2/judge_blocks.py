@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
 from judging.checks import check_refused, of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import sharded_blocks as b
@@ -95,7 +96,7 @@ def test_modules_that_cannot_be_split_are_refused(grade: Grade) -> None:
     ):
         n = int(names[1])
         results = grade.run(b.refused_block, n, case).results
-        what = f"{case} on {n} ranks"
+        what = f"{case} on {counted(n, 'rank')}"
         check_refused(results, what, *names)
         for rank, found in enumerate(results):
             check(

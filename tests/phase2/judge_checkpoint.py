@@ -9,6 +9,7 @@ import torch
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import GPU, Cluster
+from distlab.words import counted
 from judging.checks import MEASURED, distance, is_close, short
 from phase2 import checkpoint_cases
 from phase2 import checkpointing as b
@@ -134,7 +135,8 @@ def test_without_anything_to_differentiate_fn_is_called_once(grade: Grade) -> No
     for situation, (calls, needs) in grade.call(b.call_without_gradients).items():
         check(
             calls == 1,
-            f"a module that is {situation}: it should be called once; it was called {calls} times.",
+            f"a module that is {situation}: it should be called once; it was called "
+            f"{counted(calls, 'time')}.",
         )
         check(
             not needs,

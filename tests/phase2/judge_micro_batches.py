@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from judging.checks import check_refused, check_silent, short
 from phase2 import accumulation as b
 
@@ -35,7 +36,7 @@ def _check_split(grade: Grade, rows: int, size: int, count: int) -> None:
     run = grade.run(b.split, 1, rows, size, count)
     check_silent(run, "split_micro_batches")
     (found,), batch = run.results, b.tensors_of(rows)[:count]
-    here = f"a batch of {count} tensors with {rows} rows, size {size}"
+    here = f"a batch of {counted(count, 'tensor')} with {counted(rows, 'row')}, size {size}"
     check(
         found["types"] == ["list", *["tuple"] * bool(rows)],
         f"{here}: split_micro_batches should return a list of tuples; yours returned "
@@ -58,9 +59,9 @@ def _check_sizes(here: str, values: list[Any], expected: list[int], count: int) 
     wanted = [[rows] * count for rows in expected]
     check(
         sizes == wanted,
-        f"{here}: there should be {len(expected)} micro-batches with {short(expected)} rows in "
-        f"each of {count} tensors; yours have {short(sizes)}. Every row belongs to one "
-        "micro-batch, also those of an incomplete last one, and every tensor is split.",
+        f"{here}: there should be {counted(len(expected), 'micro-batch', 'micro-batches')} with "
+        f"{short(expected)} rows in every tensor; yours have {short(sizes)}. Every row belongs to "
+        "one micro-batch, also those of an incomplete last one, and every tensor is split.",
     )
 
 

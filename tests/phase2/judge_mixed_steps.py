@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
 from judging.checks import check_refused, is_close, of_members, same_loss, short
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import mixed_reference as reference
@@ -185,7 +186,7 @@ def _check_overflow(by_rank: list[Any], is_bad: list[bool], what: str, scales: l
             check(
                 step["scale"] == scale and step["updates"] == number + 1,
                 f"{here}: afterwards the scale should be {scale} on every rank, after one update "
-                f"in each step; it is {step['scale']}, after {step['updates']} updates.",
+                f"in each step; it is {step['scale']}, after {counted(step['updates'], 'update')}.",
             )
             check(
                 step["has_finite_norm"] is not bad,

@@ -8,6 +8,7 @@ import pytest
 
 from distlab.grade import Grade, Run, Wrong, check, task
 from distlab.sim import Options
+from distlab.words import counted
 from judging.checks import check_waited, distance, edges_with, of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import drawings as d
@@ -175,8 +176,9 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, text: str) -> 
             check(
                 got == wanted,
                 f"a micro-batch of {rows} rows is {num_bytes:,} bytes between blocks. In "
-                f"{b.CALLS} calls, rank {link[0]} should send rank {link[1]} {wanted} messages of "
-                f"that size, each output and each gradient once; it sent {got}.",
+                f"{b.CALLS} calls, rank {link[0]} should send rank {link[1]} "
+                f"{counted(wanted, 'message')} of that size, each output and each gradient once; "
+                f"it sent {got}.",
             )
     _check_nothing_besides(run, links, sizes)
 

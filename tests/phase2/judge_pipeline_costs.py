@@ -5,6 +5,7 @@ import re
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from judging.checks import check_refused, check_silent, short
 from phase2 import drawings as d
 from phase2 import pipelines as b
@@ -23,7 +24,7 @@ def test_time_and_memory_are_those_of_the_schedule(grade: Grade, name: str) -> N
     text, m, v = IDEAL[name]
     schedule = d.drawn(text)
     p = len(schedule)
-    here = f"{name}, {p} stages, {m} micro-batches"
+    here = f"{name}, {d.size_text(p, m)}"
     run = grade.run(
         *(b.run_ideal, p, d.written(schedule), m, v), cluster=b.ideal(p), if_stuck=STUCK
     )
@@ -100,7 +101,7 @@ def test_a_schedule_for_other_ranks_is_refused(grade: Grade) -> None:
     texts = [d.written(d.drawn(text)) for text in (d.ONE_F_ONE_B_3_4, ALONE)]
     run = grade.run(b.refusals, 2, texts, 4, if_stuck=UNCHECKED)
     for number, num_stages in enumerate((3, 1)):
-        what = f"A schedule of {num_stages} stages on 2 ranks"
+        what = f"A schedule of {counted(num_stages, 'stage')} on 2 ranks"
         check_refused([found[number] for found in run.results], what, str(num_stages), "2")
     check_silent(run, "What is refused")
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from phase2 import drawings as d
 from phase2 import schedules as b
 from phase2_advanced.given import Action, Schedule
@@ -18,7 +19,7 @@ def _schedules(grade: Grade, function: str) -> list[tuple[int, int, Schedule, st
     """Stages, micro-batches, what the learner's function returns, and the words for its size."""
     sizes = [*SIZES, (grade.random.randint(2, 6), grade.random.randint(2, 12))]
     schedules = _called(grade, function, sizes)
-    names = [f"{p} stages, {m} micro-batches" for p, m in sizes]
+    names = [d.size_text(p, m) for p, m in sizes]
     for (p, m), schedule, here in zip(sizes, schedules, names, strict=True):
         _check_actions(here, schedule, p, m)
     return [(*size, *rest) for size, *rest in zip(sizes, schedules, names, strict=True)]
@@ -33,7 +34,7 @@ def _check_actions(here: str, schedule: Schedule, p: int, m: int, v: int = 1) ->
     """Check that every stage does every action once, and that the schedule can be run."""
     check(
         len(schedule) == p,
-        f"{here}: a list for each of the {p} stages was expected; {len(schedule)} came.",
+        f"{here}: a list for each of the stages, {p}, was expected; {len(schedule)} came.",
     )
     passes = [(i, chunk) for i in range(m) for chunk in range(v)]
     wanted = Counter(Action(kind, *one) for kind in "FB" for one in passes)
@@ -95,7 +96,7 @@ def _check_drawing(here: str, schedule: Schedule, text: str, cause: str) -> None
 @pytest.mark.parametrize(("p", "m", "text"), [(3, 4, d.GPIPE_3_4), (4, 2, d.GPIPE_4_2)])
 def test_gpipe_is_that_of_the_paper(grade: Grade, p: int, m: int, text: str) -> None:
     (schedule,) = _called(grade, "gpipe_schedule", [(p, m)])
-    here = f"{p} stages, {m} micro-batches"
+    here = d.size_text(p, m)
     _check_actions(here, schedule, p, m)
     _check_drawing(
         *(here, schedule, text),
@@ -162,7 +163,7 @@ def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
 )
 def test_1f1b_is_that_of_the_paper(grade: Grade, p: int, m: int, text: str) -> None:
     """It is the only order with that memory and that length."""
-    here = f"{p} stages, {m} micro-batches"
+    here = d.size_text(p, m)
     (schedule,) = _called(grade, "one_f_one_b_schedule", [(p, m)])
     _check_actions(here, schedule, p, m)
     _check_drawing(here, schedule, text, "Where do they differ first, and which stage waits there?")
@@ -180,7 +181,7 @@ def _interleaved(grade: Grade) -> list[tuple[int, int, int, Schedule, str]]:
     found = []
     sizes = [*INTERLEAVED, drawn]
     for size, schedule in zip(sizes, _called(grade, "interleaved_schedule", sizes), strict=True):
-        here = "{} stages, {} micro-batches, {} chunks on each stage".format(*size)
+        here = d.size_text(*size[:2]) + f", {counted(size[2], 'chunk')} on each stage"
         _check_actions(here, schedule, *size)
         found.append((*size, schedule, here))
     return found
@@ -212,8 +213,8 @@ def test_interleaving_holds_no_more_than_it_needs(grade: Grade) -> None:
 def test_interleaving_refuses_a_remainder(grade: Grade) -> None:
     for p, m in ((2, 3), (4, 6), (grade.random.randint(3, 7), 1)):
         found: Any = grade.call(b.refusal_of_schedule, "interleaved_schedule", p, m, 2)
-        here = f"{m} micro-batches are no multiple of {p} stages: that should be a ValueError"
+        here = f"m = {m} is no multiple of p = {p}: that should be a ValueError"
         check(found["type"], f"{here}, but there was none.")
-        check(found["type"] == "ValueError", f"{here}; it is {found['type']}: {found['text']}.")
+        check(found["type"] == "ValueError", f"{here}; it is {found['type']}: {found['text']!r}.")
         missing = [number for number in (str(m), str(p)) if number not in found["text"]]
         check(not missing, f"{here} that names both numbers; it says {found['text']!r}.")

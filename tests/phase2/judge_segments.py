@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from judging.checks import MEASURED, check_refused, is_close
 from phase2 import checkpointing as b
 from phase2.judge_checkpoint import COUNTING, SLACK, alone, check_gradients, flops_of
@@ -26,7 +27,7 @@ def test_segments_are_of_equal_size(grade: Grade, sizes: list[tuple[int, int]]) 
 
 
 def _check_run(num_layers: int, segments: int, expected: Any, found: Any) -> None:
-    here = f"{num_layers} layers, {segments} segments"
+    here = f"{counted(num_layers, 'layer')}, {counted(segments, 'segment')}"
     check(
         found["left"] == [*range(num_layers)],
         f"{here}: the sequence of layers is the caller's and should stay as it is; afterwards "
@@ -118,5 +119,5 @@ def test_segments_that_cannot_be_are_refused(grade: Grade) -> None:
     cases = [(4, 5), (4, 0), (12, -1), (0, 1)]
     found = grade.call(b.refuse_segments, cases)
     for (num_layers, segments), refusal in zip(cases, found, strict=True):
-        what = f"Cutting {num_layers} layers into {segments} segments"
+        what = f"Cutting {counted(num_layers, 'layer')} into {counted(segments, 'segment')}"
         check_refused([refusal], what, str(num_layers), str(segments))

@@ -51,7 +51,7 @@ def _check_list(here: str, wanted: list[Any], got: list[Any]) -> None:
     kinds = [f"{x['dtype']} {tuple(x['shape'])}" for x in wanted]
     check(
         len(wanted) == len(got),
-        f"{here}: {len(wanted)} tensors were sent, {short(kinds)}, and {len(got)} arrived.",
+        f"{here}: of the tensors that were sent, {short(kinds)}, {len(got)} arrived.",
     )
     for kind, expected, found in zip(kinds, wanted, got, strict=True):
         for name, cause in CAUSES.items():

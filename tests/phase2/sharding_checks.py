@@ -36,13 +36,12 @@ def check_same(
         shape = _shape(got)
         check(
             shape == list(expected.shape),
-            f"{here}: {what} should have the shape {list(expected.shape)}, but has {shape}. "
-            f"{cause}",
+            f"{here}: {what} should have the shape {list(expected.shape)}, not {shape}. {cause}",
         )
     greatest = float(expected.detach().abs().max()) if expected is not None else 0.0
     check(
         is_close(wanted, got, EXACT * max(1.0, greatest)),
-        f"{here}: {what} should be {short(wanted)}, but is {short(got)}. "
+        f"{here}: {what} should be {short(wanted)}, not {short(got)}. "
         f"{_multiple(expected, got, n)}{cause}",
     )
 

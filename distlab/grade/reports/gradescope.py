@@ -35,7 +35,7 @@ def _test(result: TaskResult) -> dict[str, Any]:
     has_passed = result.points == result.task.points
     return {
         "number": result.task.id,
-        "name": f"{result.task.id} {result.task.function}",
+        "name": f"{result.task.id} {result.task.label}",
         "score": result.points,
         "max_score": result.task.points,
         "status": "passed" if has_passed else "failed",

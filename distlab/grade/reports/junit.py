@@ -33,7 +33,7 @@ def _suite(result: TaskResult) -> ET.Element:
     kinds = [_ELEMENTS.get(test.verdict.outcome) for test in tests]
     suite = ET.Element(
         "testsuite",
-        name=f"{result.task.id} {result.task.function}",
+        name=f"{result.task.id} {result.task.label}",
         tests=str(len(tests)),
         failures=str(kinds.count("failure")),
         errors=str(kinds.count("error")),

@@ -16,7 +16,7 @@ def text(result: GradeResult) -> str:
     ]
     wrong = [t for t in result.tasks if table.message(t) and t.outcome is not Outcome.TODO]
     for task in wrong:
-        lines += ["", f"**{task.task.id} {task.task.function}**", "", "```", _message(task), "```"]
+        lines += ["", f"**{task.task.id} {task.task.label}**", "", "```", _message(task), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -24,7 +24,7 @@ def _row(result: TaskResult) -> str:
     points = f"{result.points}/{result.task.points}"
     outcome = ", ".join(filter(None, [result.outcome.value, table.lent(result)]))
     return (
-        f"| {result.task.id} | `{result.task.function}` | {outcome} | {points} "
+        f"| {result.task.id} | `{result.task.label}` | {outcome} | {points} "
         f"| {result.seconds:.1f} |"
     )
 
