@@ -125,10 +125,10 @@ def loss_case(lesson: Any, case: Scores, group: Any = None) -> dict[str, Any]:
     function = lesson.vocab_parallel_cross_entropy
     losses = returned(LOSS, function(logits, targets, **group_argument(group)))
     dist.barrier(group)
-    if losses.shape != targets.shape:
+    if (losses.shape, losses.dtype) != (targets.shape, logits.dtype):
         raise TypeError(
-            f"there should be a loss for each target, {[*targets.shape]}; the losses have the "
-            f"shape {[*losses.shape]}"
+            f"there should be a loss for each target, {[*targets.shape]} in {logits.dtype}; the "
+            f"losses have the shape {[*losses.shape]} and are {losses.dtype}"
         )
     (losses * case.weights()).sum().backward()
     return {
