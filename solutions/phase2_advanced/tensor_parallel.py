@@ -51,7 +51,7 @@ def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
         group: the ranks that share the layer; all by default.
 
     Returns:
-        The sum, the same on all ranks.
+        The sum, bit for bit the same on all ranks.
 
     Cost: forward one all-reduce of ``x``, in its dtype; backward nothing.
 

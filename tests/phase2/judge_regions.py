@@ -74,6 +74,8 @@ def _check_one(here: str, what: str, got: Any, by_rank: list[Any], rank: int, is
         cause = "That is the sum over the ranks. In this direction, pass on what arrives."
     elif got == by_rank[rank]:
         cause = "That is this rank's own, not summed over the ranks."
+    elif "nan" in str(got):
+        cause = "A difference of infinite numbers is nan: return the sum itself."
     wanted = "the sum over the ranks" if is_sum else "that of this rank"
     check(
         got == expected,

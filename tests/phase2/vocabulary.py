@@ -14,6 +14,7 @@ from phase2.sharded_layers import is_untouched_by
 from phase2.sharding import (
     drawn,
     group_argument,
+    laid_out,
     listed,
     own,
     place,
@@ -69,7 +70,7 @@ def embedding_case(lesson: Any, case: Tokens, group: Any = None) -> dict[str, An
     output = returned(f"{EMBEDDING}.forward", made(tokens))
     dist.barrier(group)
     if not case.is_frozen:
-        (output * case.weights()).sum().backward()
+        (output * laid_out(case.weights(), True)).sum().backward()
     return {
         "output": listed(output),
         "state": state_of(made),
