@@ -49,7 +49,8 @@ INSIDE = (
 def _where(group: Any) -> str:
     return (
         f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, where rank "
-        f"{dist.get_rank()} of the world is rank {dist.get_rank(group)}: dist.get_rank(group)"
+        f"{dist.get_rank()} of the world is rank {dist.get_rank(group)}, as "
+        "dist.get_rank(group) says"
     )
 
 
