@@ -29,20 +29,22 @@ def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
         2 ranks, gradients of 1.0 and 3.0 arrive  ->  4.0 leaves on both
 
     Args:
-        x: (…), in the region's input equal on all ranks; any layout.
+        x: (…), the same on all ranks, in any layout. It may need no gradient.
         group: the ranks that share the layer; all by default.
 
     Returns:
-        The values of ``x``, without a copy.
+        A tensor with the values and the memory of ``x``: nothing is copied.
 
     Cost: forward nothing; backward one all-reduce of the gradient, in its dtype. The gradient that
-        arrives is not changed: another operation may hold it too.
+        arrives is not changed: another operation may hold it too. What else reads ``x``, outside
+        of the region, sends it a gradient that is not summed.
 
     Source: Shoeybi et al. 2019, section 3, the operator f.
     """
     # TODO 2.14: x forward, the sum of the ranks' gradients backward.
-    #   Tools: torch.autograd.Function, dist.all_reduce, which sums in place and needs contiguous
-    #   memory: y.sum(), for one, sends back a gradient that is not.
+    #   Tools: torch.autograd.Function, dist.all_reduce, which sums in place. Give it contiguous
+    #   memory: the simulator refuses any other, and gloo sums it wrong without an error. y.sum(),
+    #   for one, sends back a gradient that is not contiguous.
     #   Example: x = 5.0 on 2 ranks, and gradients of 1.0 and 3.0: y = 5.0, and x.grad = 4.0 on
     #   both.
     #   About 10 lines.
@@ -59,11 +61,12 @@ def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
         2 ranks, 1.0 and 3.0 arrive  ->  4.0 on both;  a gradient of 1.0 on both stays 1.0
 
     Args:
-        x: (…), this rank's part of the sum, of any layout; it is not changed.
+        x: (…), this rank's part of the sum, in any layout; it is not changed. It may need no
+            gradient.
         group: the ranks that share the layer; all by default.
 
     Returns:
-        The sum, the same on all ranks.
+        The sum, bit for bit the same on all ranks.
 
     Cost: forward one all-reduce of ``x``, in its dtype; backward nothing.
 
@@ -88,8 +91,8 @@ class ColumnParallelLinear(nn.Module):
     (The name comes from the paper, which writes Y = XA: a column of A is a row of torch's weight.)
 
     Attributes:
-        weight: (out / N, in), this rank's rows of the full weight.
-        bias: (out / N,), this rank's part of the full bias; None if there is none.
+        weight: a parameter (out / N, in), this rank's rows of the full weight.
+        bias: a parameter (out / N,), this rank's part of the full bias; None if there is none.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -98,14 +101,15 @@ class ColumnParallelLinear(nn.Module):
         """Take this rank's slice of ``full``.
 
         Args:
-            full: equal on all ranks; it is not changed. Slices keep its dtype, are frozen where it
-                is frozen, and share no memory with it, so that ``full`` can be freed.
+            full: equal on all ranks; it is not changed. Weight and bias keep their dtype, and each
+                of them is frozen if it is frozen in ``full``. The layer keeps neither ``full`` nor
+                any of its memory, so that ``full`` can be freed.
             group: the ranks that share the layer; all by default.
             gather_output: whether ``forward`` returns all output features on every rank.
 
         Raises:
-            ValueError: the same on every rank, if N does not divide the number of output features;
-                it names both.
+            ValueError: on every rank, with the same text, if N does not divide the number of output
+                features; it names both.
         """
         # TODO 2.15: keep this rank's rows of the weight and entries of the bias, and nothing else
         #   of full.
@@ -124,14 +128,15 @@ class ColumnParallelLinear(nn.Module):
         and bias get the matching slices of the full gradients.
 
         Args:
-            x: (…, in), the same on all ranks.
+            x: (…, in), the same on all ranks, in any layout.
 
         Returns:
-            (…, out / N), or with ``gather_output`` (…, out), the same on all ranks, which must then
-            all compute the same with it.
+            (…, out / N), or with ``gather_output`` (…, out), the same on all ranks. The gradient of
+            either may have any layout. After a gather, all ranks must go on with the same
+            computation.
 
         Cost: forward nothing, or with ``gather_output`` one all-gather of (…, out / N); backward
-            one all-reduce of the gradient of ``x``.
+            one all-reduce of the gradient of ``x``, if ``x`` needs one. Both in the dtype of ``x``.
         """
         # TODO 2.15: this rank's outputs, or all of them, with the gradients of the full layer.
         #   Tools: torch.nn.functional.linear, your copy_to_tensor_region, dist.all_gather. After
@@ -151,8 +156,8 @@ class RowParallelLinear(nn.Module):
         full weight (4, 6), 2 ranks  ->  columns 0 … 2 on rank 0, columns 3 … 5 on rank 1
 
     Attributes:
-        weight: (out, in / N), this rank's columns of the full weight.
-        bias: (out,), the full bias, on every rank; None if there is none.
+        weight: a parameter (out, in / N), this rank's columns of the full weight.
+        bias: a parameter (out,), the full bias, on every rank; None if there is none.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -161,13 +166,14 @@ class RowParallelLinear(nn.Module):
         """Take this rank's slice of ``full``.
 
         Args:
-            full: equal on all ranks; it is not changed. Slices keep its dtype, are frozen where it
-                is frozen, and share no memory with it, so that ``full`` can be freed.
+            full: equal on all ranks; it is not changed. Weight and bias keep their dtype, and each
+                of them is frozen if it is frozen in ``full``. The layer keeps neither ``full`` nor
+                any of its memory, so that ``full`` can be freed.
             group: the ranks that share the layer; all by default.
 
         Raises:
-            ValueError: the same on every rank, if N does not divide the number of input features;
-                it names both.
+            ValueError: on every rank, with the same text, if N does not divide the number of input
+                features; it names both.
         """
         # TODO 2.16: keep this rank's columns of the weight, and the whole bias.
         #   Tools: as for ColumnParallelLinear.
@@ -184,12 +190,13 @@ class RowParallelLinear(nn.Module):
         the bias gets its full gradient on every rank.
 
         Args:
-            x: (…, in / N), this rank's part of the input features.
+            x: (…, in / N), this rank's part of the input features, in any layout.
 
         Returns:
-            (…, out), the same on all ranks, which must then all compute the same with it.
+            (…, out), the same on all ranks. Its gradient may have any layout. From here on, all
+            ranks must go on with the same computation.
 
-        Cost: forward one all-reduce of (…, out); backward nothing.
+        Cost: forward one all-reduce of (…, out), in its dtype; backward nothing.
         """
         # TODO 2.16: the output of the full layer on every rank, with the gradients of the full
         #   layer.
@@ -207,21 +214,25 @@ def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
 
         x  ->  up: its rows  ->  gelu of each feature by itself  ->  down: its columns  ->  sum
 
-    Afterwards ``mlp`` maps the same input to the same output as before, on every rank.
+    Afterwards ``mlp`` maps the same input to the same output as before, on every rank, and its
+    input and its parameters get the gradients of the full module, or their slices of them.
 
     Args:
-        mlp: equal on all ranks, with the layers ``up`` and ``down``. In their place come layers
-            with ``weight`` and ``bias`` as in ``ColumnParallelLinear`` and ``RowParallelLinear``.
+        mlp: equal on all ranks, with the layers ``up`` and ``down``. In their place come layers of
+            any class, with ``weight`` and ``bias`` as in ``ColumnParallelLinear`` and
+            ``RowParallelLinear``. Its input may have any layout, and is a positional argument.
         group: the ranks that share the module; all by default.
 
     Raises:
-        ValueError: the same on every rank, if N does not divide the number of hidden features; it
-            names both, and ``mlp`` is left as it is.
+        ValueError: on every rank, with the same text, if N does not divide the number of hidden
+            features; it names both, and ``mlp`` is left as it is.
 
     Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
         else.
+
+    Source: Shoeybi et al. 2019, section 3.
     """
-    # TODO 2.17: the layers of mlp are replaced, and one all-reduce forward is enough.
+    # TODO 2.17: the layers of mlp are replaced, with one all-reduce forward and one backward.
     #   Tools: your ColumnParallelLinear and RowParallelLinear.
     #   Example: MLP(8) on 2 ranks: up.weight (16, 8) and down.weight (8, 16) on each.
     #   About 2 lines.
@@ -234,20 +245,25 @@ def parallelize_attention(attention: Attention, group: Group = None) -> None:
     """Split attention over the ranks, in place: whole heads, 1/N of them on each rank.
 
     Three layers read the same input, but its gradient is summed over the ranks only once.
-    Afterwards ``attention`` maps the same input to the same output as before, on every rank.
+    Afterwards ``attention`` maps the same input to the same output as before, on every rank, and
+    its input and its parameters get the gradients of the full module, or their slices of them.
 
     Args:
         attention: equal on all ranks, with the layers ``query``, ``key``, ``value`` and ``out``,
-            and ``head_width``. In place of the first three come layers with ``weight`` and ``bias``
-            as in ``ColumnParallelLinear``, in place of ``out`` one as ``RowParallelLinear``.
+            and ``head_width``. In their place come layers of any class, with ``weight`` and
+            ``bias`` as in ``ColumnParallelLinear``, and for ``out`` as in ``RowParallelLinear``.
+            Its input may have any layout, and is a positional argument. What else reads the input
+            sends it a gradient that is not summed.
         group: the ranks that share the module; all by default.
 
     Raises:
-        ValueError: the same on every rank, if N does not divide the number of heads; it names both,
-            and ``attention`` is left as it is.
+        ValueError: on every rank, with the same text, if N does not divide the number of heads; it
+            names both, and ``attention`` is left as it is.
 
     Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
         else.
+
+    Source: Shoeybi et al. 2019, section 3.
     """
     # TODO 2.17: the layers of attention are replaced, with one all-reduce forward and one backward.
     #   Tools: your layers and regions, setattr, register_forward_pre_hook, which may replace what a
@@ -265,7 +281,7 @@ class VocabParallelEmbedding(nn.Module):
         full weight (6, 4), 2 ranks  ->  tokens 0 … 2 on rank 0, tokens 3 … 5 on rank 1
 
     Attributes:
-        weight: (V / N, width), this rank's rows of the full weight.
+        weight: a parameter (V / N, width), this rank's rows of the full weight.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -274,14 +290,14 @@ class VocabParallelEmbedding(nn.Module):
         """Take this rank's rows of ``full``.
 
         Args:
-            full: equal on all ranks; it is not changed. It has no ``padding_idx`` and no other
-                option. The slice keeps its dtype, is frozen if it is frozen, and shares no memory
-                with it.
+            full: equal on all ranks, with finite weights; it is not changed. It has no
+                ``padding_idx`` and no other option. The slice keeps its dtype, and is frozen if it
+                is frozen. The layer keeps neither ``full`` nor any of its memory.
             group: the ranks that share the layer; all by default.
 
         Raises:
-            ValueError: the same on every rank, if N does not divide the size V of the vocabulary;
-                it names both.
+            ValueError: on every rank, with the same text, if N does not divide the size V of the
+                vocabulary; it names both.
         """
         # TODO 2.18: keep this rank's rows of the weight.
         #   Tools: as for ColumnParallelLinear.
@@ -300,9 +316,10 @@ class VocabParallelEmbedding(nn.Module):
             tokens: (…) int64, 0 to V - 1, the same on all ranks; not changed.
 
         Returns:
-            (…, width), the same on all ranks, which must then all compute the same with it.
+            (…, width), the same on all ranks. Its gradient may have any layout. From here on, all
+            ranks must go on with the same computation.
 
-        Cost: forward one all-reduce of (…, width); backward nothing.
+        Cost: forward one all-reduce of (…, width), in its dtype; backward nothing.
         """
         # TODO 2.18: the embeddings of all tokens on every rank.
         #   Tools: torch.nn.functional.embedding, which refuses a row that is not there; where,
@@ -317,21 +334,24 @@ class VocabParallelEmbedding(nn.Module):
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
     """Return the cross-entropy of each target, from logits that are split over the ranks.
 
-    No rank ever holds the logits of the whole vocabulary, or sends its own. With m the greatest
-    logit and z_t the target's, over all ranks, the loss is log(sum of exp(z - m)) - (z_t - m).
+    No rank ever holds the logits of the whole vocabulary, and none sends the logits of its part.
+    With m the greatest logit and z_t the target's, over all ranks, the loss is, but for rounding,
+    log(sum of exp(z - m)) - (z_t - m).
 
     Args:
-        logits: (…, V / N), this rank's part of the vocabulary: entries r·V/N to (r+1)·V/N - 1; not
-            changed. They may be so large that exp(z) is infinite.
+        logits: (…, V / N), this rank's part of the vocabulary: entries r·V/N to (r+1)·V/N - 1, in
+            any layout; not changed. They may be so large that exp(z) is infinite.
         targets: (…) int64, 0 to V - 1, the same on all ranks; -100 does not count: its loss is 0,
             and its logits get a gradient of 0. Not changed.
         group: the ranks that share the vocabulary; all by default.
 
     Returns:
-        (…) losses, the same on all ranks, which must then all compute the same with them. In the
-        backward pass, ``logits`` gets the matching part of the full gradient.
+        (…) losses in the dtype of ``logits``, the same on all ranks. From here on, all ranks must
+        go on with the same computation. In the backward pass, ``logits`` gets the matching part of
+        the full gradient.
 
-    Cost: forward at most three all-reduces, together of three numbers per target; backward nothing.
+    Cost: forward at most three all-reduces, together of three numbers per target, and nothing else;
+        backward nothing.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -354,14 +374,16 @@ def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     It stands where ``copy_to_tensor_region`` stands without sequence parallelism.
 
     Args:
-        x: (B, T / N, …), this rank's part of the positions, in the order of the ranks; any layout.
+        x: (B, T / N, …), this rank's part of the positions, in the order of the ranks, in any
+            layout. It may need no gradient.
         group: the ranks that share the sequence; all by default.
 
     Returns:
         (B, T, …), the same on all ranks.
 
-    Cost: forward one all-gather of ``x``; backward one reduce-scatter of the gradient, which is not
-        changed. Together they send the bytes of one all-reduce of (B, T, …).
+    Cost: forward one all-gather of ``x``; backward one reduce-scatter of the gradient, which may
+        have any layout and is not changed; both in the dtype of ``x``. Together they send the bytes
+        of one all-reduce of (B, T, …).
 
     Source: Korthikanti et al. 2022, section 4.2.2, the operator g.
     """
@@ -381,17 +403,19 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     It stands where ``reduce_from_tensor_region`` stands without sequence parallelism.
 
     Args:
-        x: (B, T, …), this rank's part of the sum, of any layout; it is not changed.
+        x: (B, T, …), this rank's part of the sum, in any layout; it is not changed. It may need no
+            gradient.
         group: the ranks that share the sequence; all by default.
 
     Returns:
         (B, T / N, …): positions r·T/N to (r+1)·T/N - 1 of the sum on rank r.
 
     Raises:
-        ValueError: the same on every rank, if N does not divide the number of positions T; it names
-            both.
+        ValueError: on every rank, with the same text, if N does not divide the number of positions
+            T; it names both.
 
-    Cost: forward one reduce-scatter of ``x``; backward one all-gather of the gradient.
+    Cost: forward one reduce-scatter of ``x``; backward one all-gather of the gradient, which may
+        have any layout and is not changed; both in the dtype of ``x``.
 
     Source: Korthikanti et al. 2022, section 4.2.2, the operator g-bar.
     """
@@ -412,29 +436,31 @@ def parallelize_block(block: Block, group: Group = None) -> None:
                        ->  norm  ->  gather  ->  MLP: hidden features  ->  reduce-scatter  ->  +
 
     Afterwards ``block`` maps this rank's positions of the input to this rank's positions of the
-    output, and each norm sees only these.
+    output, and each norm sees only these. The input gets its positions of the full gradient, and
+    the parameters get the gradients of the full module, or their slices of them.
 
     Args:
-        block: equal on all ranks. The layers of ``attention`` and ``mlp`` are replaced as by
-            ``parallelize_attention`` and ``parallelize_mlp``. The parameters of the norms, and the
-            biases of ``out`` and ``down``, work on T/N positions: their gradients are summed over
-            the ranks in each backward pass, so that every rank gets the full gradient. Frozen
-            parameters stay frozen.
+        block: equal on all ranks. The layers of ``attention`` and ``mlp`` give way to layers with
+            the slices of ``parallelize_attention`` and ``parallelize_mlp``. The parameters of the
+            norms, and the biases of ``out`` and ``down``, work on T/N positions: their gradients
+            are summed over the ranks in each backward pass, so that every rank gets the full
+            gradient. Frozen parameters stay frozen. Its input may have any layout, and is a
+            positional argument.
         group: the ranks that share the block; all by default.
 
     Raises:
-        ValueError: the same on every rank, if N does not divide the number of heads; it names both,
-            and ``block`` is left as it is.
+        ValueError: on every rank, with the same text, if N does not divide the number of heads; it
+            names both, and ``block`` is left as it is.
 
     Cost: for n bytes of (B, T, E), two all-gathers and two reduce-scatters forward, and the same
         backward: together the bytes of four all-reduces of n bytes. Besides, backward sums the
-        gradients of 6E numbers.
+        gradients of 6E numbers, or fewer if some are frozen, in one all-reduce or in several.
 
     Source: Korthikanti et al. 2022, section 4.2.2.
     """
     # TODO 2.19: as in 2.17, with positions split wherever the weights are not.
-    #   Tools: as in 2.17, your sequence regions, register_hook on a parameter, which may replace
-    #   the gradient that arrives.
+    #   Tools: your layers and sequence regions, setattr, register_forward_pre_hook, and
+    #   register_hook on a parameter, which may replace the gradient that arrives.
     #   Example: (1, 8, E) on 2 ranks: each norm sees (1, 4, E), and attention computes with (1, 8,
     #   E).
     #   About 25 lines.

@@ -35,12 +35,23 @@ def inside_group(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
             raise TypeError(f"{error}. {RANK_NAMES}") from error
         setattr(error, CALL, f"{getattr(error, CALL, 'the call')} {INSIDE}")
         raise
+    except LookupError as error:
+        setattr(error, CALL, f"{getattr(error, CALL, 'the call')} {_where(group)}")
+        raise
 
 
 INSIDE = (
     f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, where ranks are given by "
     "group_src= and group_dst="
 )
+
+
+def _where(group: Any) -> str:
+    return (
+        f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, where rank "
+        f"{dist.get_rank()} of the world is rank {dist.get_rank(group)}, as "
+        "dist.get_rank(group) says"
+    )
 
 
 def _which_numbers(group: Any) -> str:

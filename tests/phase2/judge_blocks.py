@@ -1,6 +1,7 @@
 """Judges task 2.17: an MLP and attention with one all-reduce forward and one backward."""
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_gro
 from phase2 import sharded_blocks as b
 from phase2.sharded_blocks import Case
 from phase2.sharding import passed
-from phase2.sharding_checks import check_calls, check_parameters, check_same, sizes_for
+from phase2.sharding_checks import (
+    check_calls,
+    check_others,
+    check_parameters,
+    check_same,
+    sizes_for,
+)
 
 NUM_BYTES = torch.float64.itemsize
 STAGES = ("the split", "forward", "backward")
@@ -38,6 +45,7 @@ def _check_module(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
         here = f"{case}, rank {rank} of {n}{where}"
         check_same(here, "the output", full["output"], got["outputs"][0], n, CAUSES[case.kind])
         check_same(here, "the gradient of x", full["input"], got["inputs"][0], n, ONCE)
+        check_others(here, got["is_alone"])
         check_parameters(here, got["state"], full, (rank, n))
 
 
@@ -48,11 +56,13 @@ def _check_calls(run: Run, case: Case) -> None:
 
 
 def _case(grade: Grade, kind: str, n: int, **more: Any) -> Case:
-    """Odd sizes; every rank gets one head or more."""
+    """Odd sizes; every rank gets one head or more, and n need not divide the width of an MLP."""
     heads = n * grade.random.randint(1, 2)
     batch_size, length = grade.random.choice((1, 3)), grade.random.choice((3, 5))
     width = heads * grade.random.choice((2, 3))
-    return Case(kind, n if kind == "mlp" else width, heads, batch_size, length, **more)
+    width_of_mlp = n // gcd(n, 4) * (3 if n % 2 == 0 else 1)  # n divides 4 times as much
+    width = width_of_mlp if kind == "mlp" else width
+    return Case(kind, width, heads, batch_size, length, **more)
 
 
 @task("2.17", real=True)
@@ -71,7 +81,7 @@ def test_a_module_that_is_split_computes_what_it_did(grade: Grade, kind: str) ->
 def test_a_module_without_bias_and_with_frozen_weights_is_split(grade: Grade, kind: str) -> None:
     ends = ("up.weight", "down.bias", "key.weight", "key.bias")
     for case in (
-        _case(grade, kind, 2, without_bias=True),
+        _case(grade, kind, 2, without_bias=True, is_transposed=True),
         _case(grade, kind, 2, frozen=ends),
     ):
         run = grade.run(b.block_case, 2, case)

@@ -1,6 +1,7 @@
 """Judges tasks 2.15 and 2.16: a linear layer split by its outputs, or by its inputs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from phase2.sharding_checks import (
     Calls,
     check_calls,
     check_is_independent,
+    check_others,
     check_parameters,
     check_same,
     sizes_for,
@@ -32,7 +34,8 @@ def _cases(grade: Grade, n: int) -> list[Case]:
     """Sizes of which each number of ranks makes odd ones, with bias and without."""
     a, c = grade.random.randint(1, 3), 2 * grade.random.randint(1, 2) + 1
     rows = (grade.random.choice((1, 3, 5)), 7)
-    return [Case(a * n, c * n, rows), Case(c * n, a * n, (rows[0],), has_bias=False)]
+    first = Case(a * n, c * n, rows, is_transposed=True)
+    return [first, Case(c * n, a * n, (rows[0],), has_bias=False)]
 
 
 def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = "") -> None:
@@ -51,6 +54,7 @@ def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = ""
             *(here, got["state"], full, place, PARTS[layer]), {} if is_column else causes
         )
         check_is_independent(here, got)
+        check_others(here, got["is_alone"])
 
 
 def _full(case: Case) -> Mapping[str, Any]:
@@ -78,6 +82,8 @@ def _check_column_calls(run: Run, case: Case) -> None:
     gather = [("all_gather", rows * case.out_features // n * NUM_BYTES)]
     backward: Calls = [("all_reduce", rows * case.in_features * NUM_BYTES)]
     expected: list[Calls] = [[], gather if case.gathers else [], backward]
+    if not case.is_input_trained:
+        expected[-1] = []
     check_calls(run, f"{COLUMN}, {case}", STAGES, expected)
 
 
@@ -103,13 +109,15 @@ def test_a_column_parallel_layer_gathers_its_output(grade: Grade) -> None:
 
 
 def _gathering(case: Case) -> Case:
-    return Case(case.in_features, case.out_features, case.rows, case.has_bias, gathers=True)
+    return replace(case, gathers=True)
 
 
 @task("2.15")
 def test_a_column_parallel_layer_is_frozen_as_the_full_one(grade: Grade) -> None:
     for case in _frozen_cases(4, 6):
-        _check_layer(COLUMN, case, grade.run(b.linear_case, 2, COLUMN, case).results)
+        run = grade.run(b.linear_case, 2, COLUMN, case)
+        _check_layer(COLUMN, case, run.results)
+        _check_column_calls(run, case)
 
 
 def _frozen_cases(in_features: int, out_features: int) -> list[Case]:

@@ -1,5 +1,6 @@
 """Bodies for the regions of tasks 2.14 and 2.19."""
 
+from math import inf
 from typing import Any
 
 import torch
@@ -7,10 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from judging.calls import refusal_of, returned
-from phase2.sharding import drawn, group_argument, listed, place
+from phase2.sharding import (
+    drawn,
+    group_argument,
+    is_alone_summed,
+    laid_out,
+    listed,
+    place,
+)
 
-KINDS = ("contiguous", "transposed", "expanded gradient", "a number", "float32", "bfloat16")
-SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", "float32")
+INFINITE, UNTRAINED = "infinite on rank 0", "no gradient needed"
+SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", "float32", UNTRAINED)
+KINDS = (*SEQUENCE_KINDS, "a number", INFINITE, "bfloat16")
 
 
 def kinds_for(kinds: tuple[str, ...], n: int) -> tuple[str, ...]:
@@ -25,7 +34,9 @@ def tensors_of(kind: str, rank: int, seed: int = 0, shape: tuple[int, ...] = (3,
     generator = torch.Generator().manual_seed(97 * seed + rank)
     numbers = torch.randint(-15, 16, shape, generator=generator).to(dtype) / 8
     if kind == "transposed":
-        return numbers.transpose(0, 1).contiguous().transpose(0, 1)
+        return laid_out(numbers, True)
+    if kind == INFINITE and rank == 0:
+        return numbers.fill_(inf)
     if kind == "expanded gradient" and seed:
         return numbers.flatten()[0].expand(shape)
     return numbers
@@ -44,16 +55,20 @@ def through_region(
         shapes: of what goes in, and of what comes out.
     """
     rank, _ = place(group)
-    given = [tensors_of(kind, rank, 0, shapes[0]).requires_grad_() for kind in kinds]
+    given = [tensors_of(kind, rank, 0, shapes[0]) for kind in kinds]
+    for kind, x in zip(kinds, given, strict=True):
+        x.requires_grad_(kind != UNTRAINED)
     gradients = [tensors_of(kind, rank, 1, shapes[1]) for kind in kinds]
     region = getattr(lesson, function)
     outputs = [returned(function, region(x, **group_argument(group))) for x in given]
     found = [_found(x, y, g) for x, y, g in zip(given, outputs, gradients, strict=True)]
     dist.barrier(group)
-    for y, gradient in zip(outputs, gradients, strict=True):
-        y.backward(gradient)
+    for x, y, gradient in zip(given, outputs, gradients, strict=True):
+        if x.requires_grad:
+            y.backward(gradient)
     for entry, x, gradient in zip(found, given, gradients, strict=True):
         entry |= {"x_grad": listed(x.grad), "x_after": listed(x), "after": listed(gradient)}
+        entry["is_alone"] = not x.requires_grad or is_alone_summed(x, x.detach().clone())
     return found
 
 

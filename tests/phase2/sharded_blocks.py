@@ -9,7 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from judging.calls import refusal_of
-from phase2.sharding import drawn, group_argument, listed, model_of, own, place, state_of
+from phase2.sharding import (
+    drawn,
+    group_argument,
+    is_alone_summed,
+    laid_out,
+    listed,
+    model_of,
+    own,
+    place,
+    state_of,
+)
 
 FUNCTIONS = {
     "mlp": "parallelize_mlp",
@@ -27,6 +37,7 @@ class Case:
         kind: "mlp", "attention" or "block".
         frozen: ends of the names of parameters that are not trained.
         num_passes: forward and backward passes, whose gradients add up.
+        is_transposed: whether input and gradient are not contiguous.
     """
 
     kind: str
@@ -37,12 +48,14 @@ class Case:
     without_bias: bool = False
     frozen: tuple[str, ...] = ()
     num_passes: int = 1
+    is_transposed: bool = False
 
     def __str__(self) -> str:
         """What a message calls it."""
         size = f"width {self.width}" + f", {self.heads} heads" * (self.kind != "mlp")
         extras = ["no bias"] * self.without_bias + [f"frozen {name}" for name in self.frozen]
         extras += [f"{self.num_passes} passes"] * (self.num_passes > 1)
+        extras += ["not contiguous"] * self.is_transposed
         shape = [self.batch_size, self.length, self.width]
         return ", ".join([FUNCTIONS[self.kind], size, f"x {shape}", *extras])
 
@@ -70,7 +83,7 @@ def block_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
     for name in NORMS if case.kind == "block" else ():
         getattr(model, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     getattr(lesson, FUNCTIONS[case.kind])(model, **group_argument(group))
-    outputs, inputs = [], []
+    outputs, inputs, is_alone = [], [], True
     for step in range(case.num_passes):
         x, weights = (_own_input(case, full, rank, n) for full in _drawn(case, step))
         dist.barrier(group)
@@ -79,7 +92,9 @@ def block_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
         _backward(output, weights)
         outputs.append(listed(output))
         inputs.append(listed(x.grad))
-    return {"outputs": outputs, "inputs": inputs, "state": state_of(model), "norms": seen}
+        is_alone = is_alone and is_alone_summed(x, weights)
+    found = {"outputs": outputs, "inputs": inputs, "is_alone": is_alone, "norms": seen}
+    return {**found, "state": state_of(model)}
 
 
 def _drawn(case: Case, step: int) -> Sequence[Tensor]:
@@ -88,7 +103,8 @@ def _drawn(case: Case, step: int) -> Sequence[Tensor]:
 
 def _own_input(case: Case, full: Tensor, rank: int, n: int) -> Tensor:
     """A block gets its rank's positions, anything else the whole input."""
-    return own(full, rank, n, 1).clone() if case.kind == "block" else full
+    part = own(full, rank, n, 1).clone() if case.kind == "block" else full
+    return laid_out(part, case.is_transposed)
 
 
 def _backward(output: Tensor, weights: Tensor) -> None:

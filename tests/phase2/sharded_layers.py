@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from judging.calls import refusal_of, returned
-from phase2.sharding import drawn, group_argument, linear, listed, own, place, state_of
+from phase2.sharding import (
+    drawn,
+    group_argument,
+    is_alone_summed,
+    laid_out,
+    linear,
+    listed,
+    own,
+    place,
+    state_of,
+)
 
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
 
@@ -22,6 +32,7 @@ class Case:
     Attributes:
         frozen: the parameter that is not trained, by name; "": none.
         is_input_trained: whether the input needs a gradient.
+        is_transposed: whether input and gradient are not contiguous.
     """
 
     in_features: int
@@ -32,6 +43,7 @@ class Case:
     frozen: str = ""
     is_input_trained: bool = True
     dtype: str = "float64"
+    is_transposed: bool = False
 
     def __str__(self) -> str:
         """What a message calls it."""
@@ -39,6 +51,7 @@ class Case:
         extras += [f"frozen {self.frozen}"] * bool(self.frozen)
         extras += ["an input without gradient"] * (not self.is_input_trained)
         extras += [self.dtype] * (self.dtype != "float64")
+        extras += ["not contiguous"] * self.is_transposed
         size = f"Linear({self.in_features}, {self.out_features})"
         return ", ".join([size, f"x {[*self.rows, self.in_features]}", *extras])
 
@@ -73,9 +86,10 @@ def linear_case(lesson: Any, layer: str, case: Case, group: Any = None) -> dict[
     gc.collect()
     is_column = layer == COLUMN
     x = case.x() if is_column else own(case.x(), rank, n, -1).clone()
-    x.requires_grad_(case.is_input_trained)
+    x = laid_out(x, case.is_transposed).requires_grad_(case.is_input_trained)
     weights = case.weights()
     weights = own(weights, rank, n, -1) if is_column and not case.gathers else weights
+    weights = laid_out(weights, case.is_transposed)
     dist.barrier(group)
     output = returned(f"{layer}.forward", made(x))
     dist.barrier(group)
@@ -83,6 +97,7 @@ def linear_case(lesson: Any, layer: str, case: Case, group: Any = None) -> dict[
     return {
         "output": listed(output),
         "input": listed(x.grad),
+        "is_alone": not x.requires_grad or is_alone_summed(x, x.detach().clone()),
         "state": state_of(made),
         "is_kept": is_kept and is_alike,
         "is_own": is_own,

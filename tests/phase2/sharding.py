@@ -29,6 +29,19 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
 
 
+def laid_out(x: Tensor, is_transposed: bool) -> Tensor:
+    """Return the same numbers, in memory that is not contiguous if ``is_transposed``."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if is_transposed else x
+
+
+def is_alone_summed(x: Tensor, gradient: Tensor) -> bool:
+    """Whether what another reader of ``x`` sends back arrives as it is; x.grad stays as it was."""
+    before, x.grad = x.grad, None
+    x.backward(gradient)
+    found, x.grad = x.grad, before
+    return torch.equal(found, gradient) if found is not None else False
+
+
 def with_drawn_parameters(module: nn.Module, without_bias: bool = False) -> Any:
     """Give a module parameters in float64 that do not depend on torch's generator."""
     for layer in module.modules():

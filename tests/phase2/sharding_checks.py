@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distlab.grade import Grade, Run, check
@@ -31,7 +32,6 @@ def check_same(
         what: is compared, as the subject of a sentence.
         cause: the likely one.
     """
-    wanted = None if expected is None else expected.tolist()
     if expected is not None and got is not None:
         shape = _shape(got)
         check(
@@ -39,10 +39,36 @@ def check_same(
             f"{here}: {what} should have the shape {list(expected.shape)}, not {shape}. {cause}",
         )
     greatest = float(expected.detach().abs().max()) if expected is not None else 0.0
+    if _agree(expected, got, EXACT * max(1.0, greatest)):
+        return  # to write all values into a message takes longer than to compare them
+    wanted = None if expected is None else expected.tolist()
     check(
-        is_close(wanted, got, EXACT * max(1.0, greatest)),
+        False,
         f"{here}: {what} should be {short(wanted)}, not {short(got)}. "
         f"{_multiple(expected, got, n)}{cause}",
+    )
+
+
+def _agree(expected: Tensor | None, got: Any, tolerance: float) -> bool:
+    """Compare as tensors: lists of all the weights of a block would take most of the time."""
+    if expected is None or got is None:
+        return expected is got
+    found = torch.tensor(got, dtype=expected.dtype)
+    return torch.allclose(found, expected.detach(), rtol=0.0, atol=tolerance)
+
+
+def check_others(here: str, is_alone_summed: bool) -> None:
+    """Check that a gradient which reaches x from another reader of it is not summed.
+
+    Args:
+        here: rank and case.
+        is_alone_summed: what ``sharding.is_alone_summed`` has found.
+    """
+    check(
+        is_alone_summed,
+        f"{here}: x is read elsewhere too, as by a residual connection, and the gradient from "
+        "there should reach x as it is; it has changed. A hook on x itself sees all gradients of "
+        "x: sum only what comes back through this function.",
     )
 
 

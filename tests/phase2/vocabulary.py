@@ -14,6 +14,7 @@ from phase2.sharded_layers import is_untouched_by
 from phase2.sharding import (
     drawn,
     group_argument,
+    laid_out,
     listed,
     own,
     place,
@@ -69,7 +70,7 @@ def embedding_case(lesson: Any, case: Tokens, group: Any = None) -> dict[str, An
     output = returned(f"{EMBEDDING}.forward", made(tokens))
     dist.barrier(group)
     if not case.is_frozen:
-        (output * case.weights()).sum().backward()
+        (output * laid_out(case.weights(), True)).sum().backward()
     return {
         "output": listed(output),
         "state": state_of(made),
@@ -125,10 +126,10 @@ def loss_case(lesson: Any, case: Scores, group: Any = None) -> dict[str, Any]:
     function = lesson.vocab_parallel_cross_entropy
     losses = returned(LOSS, function(logits, targets, **group_argument(group)))
     dist.barrier(group)
-    if losses.shape != targets.shape:
+    if (losses.shape, losses.dtype) != (targets.shape, logits.dtype):
         raise TypeError(
-            f"there should be a loss for each target, {[*targets.shape]}; the losses have the "
-            f"shape {[*losses.shape]}"
+            f"there should be a loss for each target, {[*targets.shape]} in {logits.dtype}; the "
+            f"losses have the shape {[*losses.shape]} and are {losses.dtype}"
         )
     (losses * case.weights()).sum().backward()
     return {
