@@ -35,7 +35,8 @@ def message(result: TaskResult) -> str:
         return "" if result.is_complete else f"Task {task.id}: {INCOMPLETE}."
     if verdict.outcome is Outcome.TODO:
         return _todo(result)
-    return f"Task {task.id}: {_sentence(verdict.message)} {next_step(result)}".rstrip()
+    gap = "\n" if _ends_with_drawing(verdict.message) else " "
+    return f"Task {task.id}: {_sentence(verdict.message)}{gap}{next_step(result)}".rstrip()
 
 
 def lent(result: TaskResult) -> str:
@@ -51,9 +52,15 @@ def _todo(result: TaskResult) -> str:
 
 
 def _sentence(text: str) -> str:
-    """End it with a full stop where it has no end."""
+    """End it with a full stop where it has no end; a drawing needs none."""
     text = text.rstrip()
-    return text if text.endswith((".", "?", "!", ":", "…")) else f"{text}."
+    is_ended = text.endswith((".", "?", "!", ":", "…")) or _ends_with_drawing(text)
+    return text if is_ended else f"{text}."
+
+
+def _ends_with_drawing(text: str) -> bool:
+    """Whether the last line is indented by four spaces, as tests write drawings."""
+    return text.rstrip().rpartition("\n")[2].startswith("    ")
 
 
 def next_step(result: TaskResult) -> str:

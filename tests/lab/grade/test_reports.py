@@ -169,6 +169,12 @@ def test_a_headline_keeps_the_end_it_has(end: str) -> None:
     assert message == f"Task 1.5: Why{end} guidelines.md 1.5"
 
 
+def test_what_to_read_stands_below_a_drawing() -> None:
+    drawing = "It stops.\n    F0 B0?\n    .  F0"
+    message = table.message(a_task("1.5", Verdict(Outcome.FAILED, drawing)))
+    assert message == f"Task 1.5: {drawing}\nguidelines.md 1.5"
+
+
 def test_a_todo_names_what_is_to_be_written_as_data() -> None:
     verdict = Verdict(
         Outcome.TODO, "Task 1.4: exchange, see …", kind="todo", missing=("1.4", "exchange")
