@@ -32,8 +32,8 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
         3 1 | 1 1 | 3      it costs 4: this cut balances the numbers of layers, not their costs
 
     Args:
-        costs: of the layers in their order, in any unit (seconds, FLOPs, parameters); none is
-            negative. Not changed.
+        costs: of the layers in their order, in any unit (seconds, FLOPs, parameters), in a list or
+            a tuple; none is negative. Not changed.
         num_stages: at least 1, and at most the number of layers.
 
     Returns:
@@ -45,7 +45,7 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
         ValueError: if ``num_stages`` is less than 1 or more than the number of layers; it names
             both numbers.
 
-    Cost: for L layers, at most about L²·num_stages steps.
+    Cost: for L layers, at most about L²·num_stages additions and comparisons.
     """
     # TODO 2.8: return the cut whose most expensive stage costs least.
     #   Tools: range, functools.cache for a function that calls itself, accumulate and pairwise of
@@ -65,7 +65,8 @@ def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> li
 
     Args:
         tensors: any number, even none, of any shapes and dtypes, contiguous or not. Not changed.
-            The caller does not write into them until all works are done, but may drop them.
+            The caller does not write into them until all works are done, but may drop them: a work
+            keeps its tensor.
         dst: the rank inside ``group`` that calls ``recv_tensors``.
         group: the ranks among which ``dst`` is counted; all by default.
 
@@ -110,8 +111,9 @@ class StageRunner:
         forward     rank 0 ─ activations ─► rank 1 ─ activations ─► rank 2 ─► output
         backward    rank 0 ◄─── gradients ─ rank 1 ◄─── gradients ─ rank 2 ◄─ loss
 
-    Outputs and gradients are those of one process that holds all stages, step after step. An
-    evaluation pass is a ``forward`` of all ranks under ``torch.no_grad()`` without ``backward``.
+    Outputs and gradients are those of one process that holds all stages, step after step. Where the
+    loss does not depend on a parameter, its gradient may be zeros or None. An evaluation pass is a
+    ``forward`` of all ranks under ``torch.no_grad()`` without ``backward``, and records no graph.
 
     Args:
         stage: this rank's layers, called with the tensors that the stage before it returns: one or
@@ -128,8 +130,8 @@ class StageRunner:
         """Run the stage on ``inputs``, or on what the rank before sends, and pass the result on.
 
         Args:
-            inputs: what the whole model takes, of any dtypes; on rank 0 only, none elsewhere. One
-                that requires a gradient gets it from ``backward``.
+            inputs: what the whole model takes, of any dtypes; on rank 0 only, none elsewhere. A
+                leaf that requires a gradient gets it from ``backward``.
 
         Returns:
             On the last rank, what its stage returns; None elsewhere.
@@ -155,6 +157,7 @@ class StageRunner:
 
         Cost: what ``send_tensors`` costs for these gradients, or nothing if there are none. All
             that was sent has arrived on return, and no tensor of the step is kept for the next.
+            What an evaluation pass keeps may stay until the next ``forward``.
         """
         # TODO 2.9: each parameter's grad has grown by what one process would add to it.
         #   Tools: torch.autograd.backward, x.grad, your send_tensors and recv_tensors, wait.

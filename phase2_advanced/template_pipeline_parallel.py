@@ -48,7 +48,7 @@ def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
     Returns:
         The same list of 2m actions for each of the p stages: the forward passes of micro-batches 0
         to m-1, and then the backward passes in the opposite order, m-1 to 0. What was kept last is
-        used first, as in the backward pass of one process.
+        used first, as in the backward pass of one process. The p lists may be one object.
 
     Cost: each stage does nothing for (p-1)/(m+p-1) of the time, and keeps the activations of up to
         m micro-batches.
@@ -78,7 +78,8 @@ def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
         kind in the order 0 to m-1. Never more than p-s micro-batches are in flight in stage s, that
         is, have gone forward through it and not yet backward.
 
-    Cost: no longer than GPipe's: m+p-1 times a forward and a backward pass.
+    Cost: no longer than GPipe's, however long a backward pass takes: m+p-1 times a forward and a
+        backward pass.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1 (PipeDream-Flush).
     """
@@ -105,37 +106,41 @@ def run_schedule(
     The p ranks of the group hold a model that is cut into v·p blocks: chunk c of rank s is block
     c·p+s. Each block takes a tensor, the output of the block before, and returns one. Each
     parameter then has the gradient that one process would compute for the mean loss over all
-    targets of all micro-batches. Gradients from before the call do not count, and a frozen
-    parameter gets none.
+    targets of all micro-batches. Gradients from before the call do not count: afterwards, a frozen
+    parameter has none, and one on which the loss does not depend has zeros or none.
 
     When an action is done, what only it needed is free: after ``B3``, a stage holds nothing of
-    micro-batch 3.
+    micro-batch 3, except for the last message to each neighbour.
 
     Args:
         schedule: for p stages; the same on every rank. Any order of the actions will do if it can
             be run: ``timeline`` gives every action a start.
         chunks: this rank's v blocks, on ``group_device``; the same number on every rank. They may
-            checkpoint activations.
-        micro_batches: m of them, 1 or more, of any sizes. Only the rank of the first block reads
-            the inputs, and only that of the last block the rest of a batch; elsewhere anything may
-            stand there, but m of them.
-        loss_sum: called on the rank of the last block, with this block as model, and with a batch
-            whose inputs are what the block before it has returned.
+            use ``checkpoint`` of 2.6.
+        micro_batches: m of them, 1 or more, of any sizes, on every rank. Only the rank of the first
+            block reads the inputs, and only that of the last block the rest of a batch. Elsewhere
+            anything may stand in their place, such as None in place of a whole batch.
+        loss_sum: called once for each micro-batch, on the rank of the last block, with this block
+            as model, and with a batch whose inputs are what the block before it has returned. At
+            least one target counts.
         group: the ranks that are the stages, in order; all by default.
 
     Returns:
         The mean loss over all targets; the same number on every rank.
 
     Raises:
-        ValueError: the same on every rank, before anything is sent. If the schedule has another
-            number of stages than the group has ranks, it names both numbers. If an action is
-            missing, stands there twice or does not belong there, or can never start (its own ``F``
-            comes later, or stages wait for each other), it names the action, as in ``B1``.
+        ValueError: with the same text on every rank, before anything is sent. If the schedule has
+            another number of stages than the group has ranks, it names both numbers. If an action
+            is missing, stands there twice or does not belong there, or can never start (its own
+            ``F`` comes later, or stages wait for each other), it names the action, as in ``B1``, or
+            one of them if there are several.
 
     Cost: one ``send_tensors`` from rank to rank for each output and each gradient that another
-        block needs, and one broadcast of two numbers. It does not deadlock if sends are
-        synchronous, nor if messages between two ranks go one after the other, as with NCCL. If all
-        blocks take equally long and messages no time, a step takes as long as in ``timeline``.
+        block needs, and one broadcast or all-reduce of two numbers. An output that requires no
+        gradient gets none: an empty list may be sent in its place, or nothing. It does not deadlock
+        if sends are synchronous, nor if messages between two ranks go one after the other, as with
+        NCCL. If all blocks take equally long, backward twice as long as forward, and messages take
+        no time, a step takes as long as in ``timeline``.
     """
     # TODO 2.12: do this rank's actions and its part of all messages; return the mean loss.
     #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.9;
@@ -143,7 +148,7 @@ def run_schedule(
     #   group_src=; Counter, for the check.
     #   Example: 1F1B with 4 stages, 8 micro-batches: rank 1 receives 8 outputs and sends 8,
     #   receives 8 gradients and sends 8, and never holds activations of more than 3 micro-batches.
-    #   About 80 lines; write a class for what a rank holds.
+    #   About 100 lines; write a class for what a rank holds.
     raise NotImplementedError("Task 2.12: run_schedule, see guidelines.md#212-run-any-schedule")
 
 
@@ -156,7 +161,7 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
 
     Args:
         num_stages: p, 1 or more.
-        num_micro_batches: m, a multiple of p.
+        num_micro_batches: m, a multiple of p, 1 or more.
         num_chunks: v of each stage, 1 or more.
 
     Returns:
@@ -168,7 +173,8 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
         ValueError: m is not a multiple of p; it names both.
 
     Cost: vm+p-1 times a forward and a backward pass through one block, if all blocks take equally
-        long: p-1 of them are bubble. That is 1/v of 1F1B's bubble, for v times its messages.
+        long: p-1 of them are bubble. That is 1/v of the length of 1F1B's bubble, for v times its
+        messages.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2.
     """

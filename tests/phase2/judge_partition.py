@@ -23,6 +23,7 @@ FIXED: list[tuple[list[float], int]] = [
     ([7, 7, 4, 9, 1, 5], 3),  # stages of 7, 11 and 15 have the smallest sum of squares
 ]
 FREE: list[tuple[list[float], int]] = [([0, 0, 5, 0, 0], 4), ([0, 0, 0], 2), ([7, 0, 0, 0], 3)]
+UNITS = (1, 1e-7)  # of costs, which may be seconds
 FACTOR = 1 + 1e-9  # of rounding
 
 
@@ -37,7 +38,10 @@ def test_every_layer_is_in_one_stage(grade: Grade) -> None:
 
 def _check_parts(costs: Costs, p: int, cut: b.Cut) -> None:
     here = f"costs {short(costs)} in {counted(p, 'stage')}: yours are {short(cut)}"
-    check(len(cut) == p, f"{here}, which are {len(cut)}.")
+    check(
+        len(cut) == p,
+        f"{here}. They are {counted(len(cut), 'stage')}; they should be {p}.",
+    )
     empty = [stage for stage, (start, stop) in enumerate(cut) if start >= stop]
     check(
         not empty,
@@ -64,7 +68,8 @@ def test_the_most_expensive_stage_costs_least(grade: Grade) -> None:
 def _drawn(random: Random) -> tuple[list[float], int]:
     num_layers = random.randint(3, 12)
     draw = random.choice([lambda: random.randint(1, 20), lambda: 10 * random.random() ** 4])
-    return [draw() for _ in range(num_layers)], random.randint(2, num_layers)
+    unit = random.choice(UNITS)
+    return [draw() * unit for _ in range(num_layers)], random.randint(2, num_layers)
 
 
 def _check_largest(costs: Costs, p: int, cut: b.Cut) -> None:

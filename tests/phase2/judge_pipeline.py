@@ -13,7 +13,7 @@ from judging.checks import check_waited, distance, edges_with, of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import drawings as d
 from phase2 import pipelines as b
-from phase2.pipeline_models import WIDTH, alone
+from phase2.pipeline_models import KINDS, WIDTH, alone
 from phase2_advanced.given import Action, Schedule
 
 STUCK = (
@@ -64,11 +64,18 @@ def _check_results(
         _check_loss(here, result["loss"], expected)
         for chunk, gradients in enumerate(result["gradients"]):
             block = chunk * p + rank
-            _check_gradients(f"{here}, block {block}", gradients, block, expected, schedule)
+            _check_gradients(f"{here}, block {block}", gradients, block, expected, schedule, kind)
         check(
             result["loss"] == results[0]["loss"],
             f"{here}: the mean loss is {result['loss']!r}, but {results[0]['loss']!r} on rank 0. "
             "All ranks should return the same number.",
+        )
+        calls = b.CALLS * len(sizes) if rank == p - 1 else 0
+        check(
+            result["losses"] == calls,
+            f"{here}: in {b.CALLS} calls, loss_sum should be called {calls} times, once for each "
+            "micro-batch and only on the rank of the last block; it was called "
+            f"{result['losses']} times.",
         )
 
 
@@ -87,27 +94,42 @@ def _check_loss(here: str, found: float, expected: Result) -> None:
 
 
 def _check_gradients(
-    here: str, found: dict[str, Any], block: int, expected: Result, schedule: Schedule
+    here: str,
+    found: dict[str, Any],
+    block: int,
+    expected: Result,
+    schedule: Schedule,
+    kind: str,
 ) -> None:
+    means = expected["gradients of means"][block]
     for name, wanted in expected["gradients"][block].items():
         got = found[name]
+        if wanted is None and kind == "detached" and not any(got or []):
+            continue  # the loss does not depend on it: zeros or none
         check(
             (wanted is None) == (got is None),
             f"{here}: {name} should have {'no' if wanted is None else 'a'} gradient, as in one "
-            f"process, but has {'none' if got is None else 'one'}.{d.picture(schedule)}",
+            f"process, but has {'none' if got is None else 'one'}. Gradients from before the call "
+            f"do not count, those of frozen parameters neither.{d.picture(schedule)}",
         )
         if wanted is not None and distance(wanted, got) > 1e-9:
             raise Wrong(
                 f"{here}: the gradient of {name} is {short(got)}; in one process it is "
-                f"{short(wanted)}. {_factor(wanted, got, expected)}{d.picture(schedule)}"
+                f"{short(wanted)}. {_cause(wanted, got, means[name], expected)}"
+                f"{d.picture(schedule)}"
             )
 
 
-def _factor(wanted: list[float], got: list[float], expected: Result) -> str:
-    """What a constant factor tells."""
-    largest = max(range(len(wanted)), key=lambda i: abs(wanted[i]))
-    factor = got[largest] / wanted[largest] if wanted[largest] else 0.0
-    if distance([factor * x for x in wanted], got) > 1e-9 * max(1.0, abs(factor)):
+def _cause(wanted: list[float], got: list[float], means: list[float], expected: Result) -> str:
+    """What it tells if the gradient is a multiple of the right one, or of the mean of means."""
+    factor = _factor(wanted, got)
+    if factor is None and _factor(means, got):
+        return (
+            "That is the mean of the micro-batches' means, or a multiple of it: the targets of a "
+            "micro-batch with few of them weigh too much. Add up sums, and divide once, by all "
+            "targets."
+        )
+    if factor is None:
         return (
             "Does every micro-batch reach every block once, forward and backward, with its own "
             "inputs and its own gradient?"
@@ -117,6 +139,14 @@ def _factor(wanted: list[float], got: list[float], expected: Result) -> str:
     if abs(factor - b.CALLS) < 1e-6:
         return "That is the sum of two calls: gradients from before the call do not count."
     return f"It is {factor:.4g} times as large on this rank: each target weighs 1/T, once."
+
+
+def _factor(one: list[float], other: list[float]) -> float | None:
+    """By which number ``one`` is to be multiplied to get ``other``; None if by none."""
+    largest = max(range(len(one)), key=lambda i: abs(one[i]))
+    factor = other[largest] / one[largest] if one[largest] else 0.0
+    is_multiple = distance([factor * x for x in one], other) <= 1e-9 * max(1.0, abs(factor))
+    return factor if is_multiple else None
 
 
 # Results
@@ -138,7 +168,7 @@ def test_any_schedule_that_can_be_run_is_run(grade: Grade, p: int, m: int, v: in
 
 @task("2.12")
 def test_models_of_many_kinds(grade: Grade) -> None:
-    _pipelines(grade, d.drawn(d.ONE_F_ONE_B_3_4), kinds=("tokens", "frozen", "checkpointed"))
+    _pipelines(grade, d.drawn(d.ONE_F_ONE_B_3_4), kinds=KINDS[1:])
 
 
 @task("2.12")
@@ -162,23 +192,28 @@ def test_messages_may_go_one_after_the_other(grade: Grade, p: int) -> None:
 
 
 @task("2.12")
-@pytest.mark.parametrize("text", [d.ONE_F_ONE_B_3_4, d.INTERLEAVED_2_4_2], ids=["1F1B", "chunks"])
-def test_each_output_and_each_gradient_is_sent_once(grade: Grade, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [(d.ONE_F_ONE_B_3_4, "dense"), (d.INTERLEAVED_2_4_2, "dense"), (d.ONE_F_ONE_B_3_4, "frozen")],
+    ids=["1F1B", "chunks", "frozen"],
+)
+def test_each_output_and_each_gradient_is_sent_once(grade: Grade, text: str, kind: str) -> None:
     schedule = d.drawn(text)
-    run, (sizes,) = _pipelines(grade, schedule)
+    run, (sizes,) = _pipelines(grade, schedule, kinds=(kind,))
     p, num_blocks = len(schedule), len(schedule) * _chunks(schedule)
     links = [(block % p, (block + 1) % p) for block in range(num_blocks - 1)]
-    expected = Counter([*links, *(link[::-1] for link in links)])
+    gradients = [link[::-1] for link in links if kind != "frozen"]  # in which only the last learns
+    expected = Counter([*links, *gradients])
     for rows in sizes:
         found = edges_with(run, num_bytes := _bytes_of(rows))
         for link in sorted({*expected, *found}):
             wanted, got = b.CALLS * expected[link], found.get(link, 0)
             check(
                 got == wanted,
-                f"a micro-batch of {rows} rows is {num_bytes:,} bytes between blocks. In "
-                f"{b.CALLS} calls, rank {link[0]} should send rank {link[1]} "
-                f"{counted(wanted, 'message')} of that size, each output and each gradient once; "
-                f"it sent {got}.",
+                f"a {kind} model: a micro-batch of {rows} rows is {num_bytes:,} bytes between "
+                f"blocks. In {b.CALLS} calls, rank {link[0]} should send rank {link[1]} "
+                f"{counted(wanted, 'message')} of that size, each output and each gradient once, "
+                f"and no gradient for an output that requires none; it sent {got}.",
             )
     _check_nothing_besides(run, links, sizes)
 

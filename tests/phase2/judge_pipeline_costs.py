@@ -6,7 +6,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.words import counted
-from judging.checks import check_refused, check_silent, short
+from judging.checks import MEASURED, check_refused, check_silent, short
 from phase2 import drawings as d
 from phase2 import pipelines as b
 from phase2.judge_pipeline import STUCK
@@ -15,6 +15,7 @@ IDEAL = {
     "GPipe": (d.GPIPE_4_2, 2, 1),
     "1F1B": (d.ONE_F_ONE_B_4_8, 8, 1),
     "interleaved 1F1B": (d.INTERLEAVED_2_4_2, 4, 2),
+    "a schedule in another order": (d.ANY_ORDER_2_4, 4, 1),
 }
 
 
@@ -45,17 +46,34 @@ def _check_bubble(here: str, seconds: float, length: int, busy: int) -> None:
     found = seconds * b.FLOPS_PER_S / b.BLOCK_FLOPS
     check(
         found <= length * (1 + 1e-6),
-        f"{here}: each stage should stand still for {1 - busy / length:.1%} of the time, "
-        f"(p-1)/(vm+p-1); yours do for {1 - busy / found:.1%}. Does a rank wait for a message that "
-        "it does not need yet, or for its own message to be received?",
+        f"{here}: each stage should stand still for {1 - busy / length:.1%} of the time, as in "
+        f"timeline; yours do for {1 - busy / found:.1%}. Does a rank wait for a message that it "
+        "does not need yet, or for its own message to be received?",
     )
+
+
+@task("2.12")
+def test_nothing_is_kept_of_a_micro_batch_that_is_done(grade: Grade) -> None:
+    few, many = 2, 6
+    two, six = (
+        grade.run(b.run_one_at_a_time, 3, m, options=MEASURED, if_stuck=STUCK) for m in (few, many)
+    )
+    for rank, (fewer, more) in enumerate(zip(two.peak_bytes, six.peak_bytes, strict=True)):
+        check(
+            more < fewer + b.KEPT_BYTES,
+            f"rank {rank} of 3, of which each does F0 B0 F1 B1 and so on: it held at most "
+            f"{fewer:,} bytes with {few} micro-batches, and {more:,} with {many}, where an output "
+            f"or a gradient has {b.KEPT_BYTES:,}. Keep nothing of a micro-batch after its backward "
+            "pass, except for the last message to each neighbour: no input, no output, no "
+            "gradient, and no loss with its graph, which holds the input of the last block.",
+        )
 
 
 # Refusals
 
 
 GOOD = "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"  # 3 micro-batches on 2 stages
-BROKEN = {  # what is wrong, a schedule with it, and which actions the error may name
+BROKEN = {  # what is wrong, a schedule with it, and which actions the error had best name
     "order": [
         ("B0 before F0 in stage 1", f"{GOOD[0]}\nB0 F0 F1 B1 F2 B2", "B0"),
         ("B2 before F2 in stage 0", f"F0 F1 B0 B2 B1 F2\n{GOOD[1]}", "B2 F2"),
@@ -83,11 +101,19 @@ def test_what_is_no_schedule_is_refused(grade: Grade, kind: str) -> None:
         check_refused([found[number] for found in run.results], what)
         said = run.results[0][number]["text"].partition("\n")[0]
         check(
-            {*re.findall(r"\b[FB]\d+(?:\.\d+)?", said)} & {*names.split()},
+            {*re.findall(r"\b[FB]\d+(?:\.\d+)?", said)} & {*names.split(), *_never_started(text)},
             f"{what} should be refused with an error that names {names.replace(' ', ' or ')}; it "
             f"says {short(said)}.",
         )
     check_silent(run, "What is refused")
+
+
+def _never_started(text: str) -> set[str]:
+    """The names of all actions that can never start, of which any may be named."""
+    schedule = d.drawn(text)
+    started = {(event.stage, event.action) for event in d.timeline(schedule)}
+    every = {(stage, action) for stage, actions in enumerate(schedule) for action in actions}
+    return {str(action) for _, action in every - started}
 
 
 UNCHECKED = (

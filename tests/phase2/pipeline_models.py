@@ -10,7 +10,7 @@ from phase2_advanced.given import Batch, LossSum, cross_entropy_sum
 
 WIDTH, CLASSES, LENGTH = 12, 3, 2
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
-KINDS = ("dense", "tokens", "frozen", "checkpointed")
+KINDS = ("dense", "tokens", "frozen", "checkpointed", "detached")
 
 
 class _Again(torch.autograd.Function):
@@ -44,6 +44,13 @@ class Checkpointed(nn.Module):
         return _Again.apply(self.layer, x)
 
 
+class Detached(nn.Module):
+    """Cuts the graph: what comes before it requires a gradient, and gets none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
 def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
     """One block of a model, with the same weights wherever it is built."""
     torch.manual_seed(10 + number)
@@ -57,6 +64,8 @@ def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
         embedding = nn.Embedding(7, WIDTH, **DOUBLE)
         embedding.weight.requires_grad_(kind == "tokens")
         return nn.Sequential(embedding, layer)
+    if is_last and kind == "detached":
+        return nn.Sequential(Detached(), layer)
     return Checkpointed(layer) if number and kind == "checkpointed" else layer
 
 
@@ -97,12 +106,19 @@ def alone(num_blocks: int, sizes: Sequence[int], kind: str) -> dict[str, Any]:
     model, batches = nn.Sequential(*blocks), [micro_batch(*one, kind) for one in enumerate(sizes)]
     found = [loss_of(kind)(model, batch) for batch in batches]
     total, count = torch.stack([loss for loss, _ in found]).sum(), sum(n for _, n in found)
-    torch.autograd.backward(total / count)
-    means = [float(loss.detach()) / n for loss, n in found]
+    means = torch.stack([loss / n for loss, n in found])
     return {
         "loss": float(total.detach()) / count,
-        "mean of means": sum(means) / len(means),
-        "last": means[-1],
+        "mean of means": float(means.detach().mean()),
+        "last": float(means[-1].detach()),
         "targets": count,
-        "gradients": [gradients_of(one) for one in blocks],
+        "gradients": _gradients_by_block(blocks, total / count),
+        "gradients of means": _gradients_by_block(blocks, means.mean()),
     }
+
+
+def _gradients_by_block(blocks: Sequence[nn.Module], loss: Tensor) -> list[dict[str, Any]]:
+    for one in blocks:
+        one.zero_grad()
+    torch.autograd.backward(loss, retain_graph=True)
+    return [gradients_of(one) for one in blocks]

@@ -1,6 +1,8 @@
 """Bodies for task 2.12, and a pipeline on an ideal cluster."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from distlab.sim.cluster import GPU
 from judging.calls import numbers, refusal_of
 from phase2.drawings import drawn
 from phase2.pipeline_models import block, gradients_of, loss_of, micro_batch
-from phase2_advanced.given import Batch
+from phase2_advanced.given import Action, Batch, LossSum, Schedule
 
 CALLS = 2
 
@@ -30,10 +32,39 @@ def _run_pipeline(
 ) -> dict[str, Any]:
     chunks, batches = _mine(text, sizes, kind, group)
     given = {} if group is None else {"group": group}
-    for _ in range(CALLS):
-        loss = lesson.run_schedule(drawn(text), chunks, batches, loss_of(kind), **given)
+    calls: list[int] = []
+    loss_sum = _noted(loss_of(kind), calls)
+    with _promise_told():
+        for _ in range(CALLS):
+            loss = lesson.run_schedule(drawn(text), chunks, batches, loss_sum, **given)
     (number,) = numbers("run_schedule", [loss], ["mean loss"])
-    return {"loss": number, "gradients": [gradients_of(chunk) for chunk in chunks]}
+    gradients = [gradients_of(chunk) for chunk in chunks]
+    return {"loss": number, "gradients": gradients, "losses": len(calls)}
+
+
+def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
+    """The same loss, which notes the number of targets of each call."""
+
+    def noted(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        loss, count = loss_sum(model, batch)
+        calls.append(count)
+        return loss, count
+
+    return noted
+
+
+@contextmanager
+def _promise_told() -> Iterator[None]:
+    """Add the cause to what autograd says if a backward pass begins without a gradient."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "implicitly" in str(error):
+            error.args = (
+                f"{error}. Here a block gets no gradient: the loss does not depend on its output, "
+                "although that requires one",
+            )
+        raise
 
 
 def _mine(text: str, sizes: Sequence[int], kind: str, group: Any) -> tuple[list[nn.Module], Any]:
@@ -41,11 +72,20 @@ def _mine(text: str, sizes: Sequence[int], kind: str, group: Any) -> tuple[list[
     rank, p = dist.get_rank(group), dist.get_world_size(group)
     v = 1 + max(action.chunk for actions in drawn(text) for action in actions)
     chunks = [block(chunk * p + rank, v * p, kind) for chunk in range(v)]
+    if kind in ("frozen", "detached"):
+        _give_old_gradients(chunks)
     batches = [micro_batch(*one, kind) for one in enumerate(sizes)]
     return chunks, [_seen(batch, rank == 0, rank == p - 1) for batch in batches]
 
 
-def _seen(batch: Batch, is_first: bool, is_last: bool) -> tuple[Tensor | None, ...]:
+def _give_old_gradients(chunks: Sequence[nn.Module]) -> None:
+    for parameter in chain.from_iterable(chunk.parameters() for chunk in chunks):
+        parameter.grad = torch.ones_like(parameter)
+
+
+def _seen(batch: Batch, is_first: bool, is_last: bool) -> tuple[Tensor | None, ...] | None:
+    if not is_first and not is_last:
+        return None
     inputs, *rest = batch
     return (inputs if is_first else None, *(one if is_last else None for one in rest))
 
@@ -103,4 +143,25 @@ def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -
     chunks = [_wide_block() for _ in range(num_chunks)]
     batches = [(torch.ones(ROWS, NARROW),) * 2 for _ in range(num_micro_batches)]
     loss = lesson.run_schedule(drawn(text), chunks, batches, _squares)
+    return numbers("run_schedule", [loss], ["mean loss"])[0]
+
+
+# Memory: one micro-batch at a time, so that all that may be kept is the last message
+
+KEPT_ROWS, KEPT_WIDTH = 2_000, 8
+KEPT_BYTES = 4 * KEPT_ROWS * KEPT_WIDTH  # of each output and each gradient
+
+
+def one_at_a_time(num_stages: int, num_micro_batches: int) -> Schedule:
+    actions = [Action(kind, i) for i in range(num_micro_batches) for kind in "FB"]
+    return [actions] * num_stages
+
+
+def run_one_at_a_time(lesson: Any, num_micro_batches: int) -> float:
+    """Run a pipeline whose micro-batches are all the same tensors; return the loss."""
+    p = dist.get_world_size()
+    chunks = [nn.Sequential(nn.Linear(KEPT_WIDTH, KEPT_WIDTH), nn.Tanh())]
+    batches = [(torch.ones(KEPT_ROWS, KEPT_WIDTH),) * 2] * num_micro_batches
+    schedule = one_at_a_time(p, num_micro_batches)
+    loss = lesson.run_schedule(schedule, chunks, batches, _squares)
     return numbers("run_schedule", [loss], ["mean loss"])[0]

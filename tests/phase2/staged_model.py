@@ -45,15 +45,16 @@ class First(nn.Module):
 
 
 class Middle(nn.Module):
-    """Changes the first and the fourth tensor, and hands on the others as they are."""
+    """Changes the first and the fourth tensor, which share a part of their graph."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
         self.linear = nn.Linear(inner, outer, **DOUBLE)
 
     def forward(self, x: Tensor, tokens: Tensor, mask: Tensor, side: Tensor, unused: Tensor) -> Any:
-        x = _laid_across(torch.tanh(self.linear(x)) * mask[..., None])
-        return x, tokens, mask, side * 0.5, unused  # times 1/2: exact in float32
+        hidden = torch.tanh(self.linear(x))
+        side = (side + hidden.mean(dim=1)[:, :3].float()) * 0.5
+        return _laid_across(hidden * mask[..., None]), tokens, mask, side, unused
 
 
 class Last(nn.Module):
@@ -139,6 +140,7 @@ class Alone(NamedTuple):
     """What one process finds."""
 
     outputs: list[Any]  # by step
+    has_graph: list[list[bool]]  # by step, of each output: whether it requires a gradient
     losses: list[float]
     input_gradients: list[Any]
     state: dict[str, Any]
@@ -151,7 +153,7 @@ class Alone(NamedTuple):
 def train_alone(plan: Plan) -> Alone:
     """Train all blocks in this process."""
     blocks = blocks_of(plan)
-    alone = Alone([], [], [], {}, [])
+    alone = Alone([], [], [], [], {}, [])
     for step in range(plan.num_steps):
         *tensors, targets = batch_of(plan, step)
         scale, passed = tensors[2], []
@@ -165,6 +167,7 @@ def train_alone(plan: Plan) -> Alone:
         if step in plan.updates:
             update(blocks)
         alone.outputs.append([x.tolist() for x in tensors])
+        alone.has_graph.append([x.requires_grad for x in tensors])
         alone.losses.append(loss.item())
         alone.input_gradients.append(None if scale.grad is None else scale.grad.tolist())
         alone.passed.append(passed)
