@@ -5,7 +5,7 @@ It contains no task, so leave it as it is. Submissions are graded with the cours
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Batch = tuple[Tensor, ...]  # inputs (B, …), targets (B, …), and whatever else has B rows
 Group = dist.ProcessGroup | None  # None: all ranks
-AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in place
 LossSum = Callable[[nn.Module, Batch], tuple[Tensor, int]]  # sum of losses, number of targets
+
+
+class AllReduce(Protocol):
+    """Sums a tensor over the group, in place."""
+
+    def __call__(self, x: Tensor, /, group: Group = None) -> None: ...
 
 
 def all_reduce(x: Tensor, group: Group = None) -> None:

@@ -62,14 +62,15 @@ def accumulate_step(
     Args:
         model: any without BatchNorm, which would normalise each micro-batch by itself. Dropout
             draws a mask for each micro-batch.
-        optimizer: for ``model``'s parameters. Gradients left from before the step do not count. A
-            parameter that no micro-batch uses gets no gradient, so the optimizer leaves it alone.
+        optimizer: for all trainable parameters of ``model``. Gradients left from before the step do
+            not count. A parameter that no micro-batch uses gets no gradient, so the optimizer
+            leaves it alone. After the step, gradients may stay or be cleared.
         batch: inputs, targets, and whatever else ``loss_sum`` reads. It is not changed.
         size: rows of a micro-batch, as for ``split_micro_batches``.
         loss_sum: called once for each micro-batch, in order, with the model and all tensors of the
             micro-batch. It returns the sum of the losses, which may be of several kinds, and the
-            number of targets. That number, which may be zero, decides how much the micro-batch
-            weighs.
+            number of targets. A micro-batch without targets may have a loss; this loss and its
+            gradient count, too.
 
     Returns:
         The mean loss per target of the batch, before the step.
@@ -110,10 +111,10 @@ def accumulate_step_over_ranks(
         rank 1   forward backward                                      all-reduce  step
 
     Args:
-        model: as for ``accumulate_step``; equal on all ranks. Its gradients have one dtype, float32
-            or float64. A trainable parameter that got no gradient on this rank counts as zero:
-            other ranks may have one. (A parameter that no rank uses then has a gradient of zero
-            instead of none, so weight decay changes it.)
+        model: as for ``accumulate_step``, with some trainable parameter; equal on all ranks. Its
+            gradients have one dtype, float32 or float64. A trainable parameter that got no gradient
+            on this rank counts as zero: other ranks may have one. (A parameter that no rank uses
+            then has a gradient of zero instead of none, so weight decay changes it.)
         optimizer: as for ``accumulate_step``, with the same settings on all ranks.
         batch: this rank's; it may be empty. It is not changed.
         size: rows of a micro-batch; ranks may have different sizes.
@@ -134,9 +135,9 @@ def accumulate_step_over_ranks(
     Cost: passes as for ``accumulate_step``. One all-reduce of the gradients of all trainable
         parameters in one flat bucket, however many micro-batches there are; a parameter that two
         layers share counts once. The sum of the losses and the number of targets may ride in the
-        bucket or take an all-reduce of their own; nothing else is sent. Memory: that of
-        ``accumulate_step``, or without any activations, but with the bucket, which is as large as
-        the gradients.
+        bucket or take one more all-reduce together; nothing else is sent. Memory: that of
+        ``accumulate_step``, or that without activations but with a bucket as large as the
+        gradients, whichever is larger.
     """
     # TODO 2.3: do one clipped step as one process would on all batches, and return the loss.
     #   Tools: what you wrote for 2.2, torch.cat, flatten, split, view, norm, the argument

@@ -69,7 +69,8 @@ class LossScaler:
         """Return the loss times the scale, for backward.
 
         Args:
-            loss: a scalar of any floating dtype; it is not changed.
+            loss: a scalar of any floating dtype; it is not changed. The gradient that reaches a
+                float16 loss is the scale: 65536 is inf there, and the step will be skipped.
 
         Returns:
             In float64 if the loss is in float64, otherwise in float32: a scaled loss may exceed
@@ -127,7 +128,8 @@ class LossScaler:
         If the gradients of any optimizer were not finite: the scale times ``backoff_factor``, and
         the count of good steps begins again. Otherwise one more good step; the last of
         ``growth_interval`` multiplies the scale by ``growth_factor``, and the count begins again.
-        Either way ``unscale`` will divide again.
+        An update without any ``unscale`` since the last one counts as a good step. Either way
+        ``unscale`` will divide again.
         """
         # TODO 2.4: the scale and the count as they should be for the next step.
         #   Tools: the attributes that __init__ sets.
@@ -140,7 +142,8 @@ class LossScaler:
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint must hold of this scaler, as plain numbers by name.
 
-        Later calls do not change what was returned.
+        Later calls do not change what was returned. What ``unscale`` has found since the last
+        update is not saved.
         """
         # TODO 2.4: all that a run which is resumed cannot know from the arguments.
         #   Tools: the attributes that __init__ sets.
@@ -190,21 +193,24 @@ def mixed_precision_step(
 
     Args:
         model: equal on all ranks; trainable parameters in float32.
-        optimizer: for ``model``'s parameters. Gradients left from before the step do not count.
+        optimizer: for all trainable parameters of ``model``. Gradients left from before the step do
+            not count.
         scaler: equal on all ranks, with the same group; updated once.
         batch: this rank's tensors; ranks may have different numbers of rows and targets, or none.
         dtype: what autocast computes in, float16 or bfloat16.
-        reduce_dtype: what gradients are sent and summed in, while they are scaled. A sum that
-            overflows there counts as a gradient that is not finite.
-        max_norm: the unscaled gradient is clipped to this norm, taken over all parameters.
-        loss_sum: returns the sum of this rank's losses and the number of its targets; called once,
-            under autocast.
+        reduce_dtype: what gradients are sent and summed in, while they are scaled, but already
+            divided by B. A sum that overflows there counts as a gradient that is not finite.
+        max_norm: the largest norm of the unscaled gradient, taken over all parameters; a larger
+            gradient is scaled down to it.
+        loss_sum: returns the sum of this rank's losses and the number of its targets; called once
+            on every rank, under autocast.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
     Returns:
         Loss, decision and norm. If the step is skipped, it is skipped on all ranks: the parameters
-        and the optimizer's state are as before, and the scale has fallen.
+        and the optimizer's state are as before, and the scale has fallen. Its loss is reported
+        as that of any other step.
 
     Raises:
         ValueError: the same on every rank, if no rank has any target; the parameters are left
@@ -218,8 +224,8 @@ def mixed_precision_step(
     #   Tools: torch.autocast, the arguments scaler, loss_sum and all_reduce, torch.cat,
     #   torch.split, clip_grad_norm_.
     #   Example: losses 1, 2, 3 on rank 0 and 6 on rank 1: a loss of 3.0 on both (not 4.0, the mean
-    #   of the means 2 and 6). A scaled gradient of 131072 on rank 1, which is inf in float16: both
-    #   ranks skip, and both scales fall from 65536 to 32768.
+    #   of the means 2 and 6). A scaled gradient of 131072 that rank 1 computes in float16, where it
+    #   is inf: both ranks skip, and both scales fall from 65536 to 32768.
     #   About 25 lines; write a helper for the bucket.
     raise NotImplementedError(
         "Task 2.5: mixed_precision_step, see guidelines.md#25-a-step-in-mixed-precision"

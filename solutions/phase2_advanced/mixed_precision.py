@@ -65,7 +65,8 @@ class LossScaler:
         """Return the loss times the scale, for backward.
 
         Args:
-            loss: a scalar of any floating dtype; it is not changed.
+            loss: a scalar of any floating dtype; it is not changed. The gradient that reaches a
+                float16 loss is the scale: 65536 is inf there, and the step will be skipped.
 
         Returns:
             In float64 if the loss is in float64, otherwise in float32: a scaled loss may exceed
@@ -121,7 +122,8 @@ class LossScaler:
         If the gradients of any optimizer were not finite: the scale times ``backoff_factor``, and
         the count of good steps begins again. Otherwise one more good step; the last of
         ``growth_interval`` multiplies the scale by ``growth_factor``, and the count begins again.
-        Either way ``unscale`` will divide again.
+        An update without any ``unscale`` since the last one counts as a good step. Either way
+        ``unscale`` will divide again.
         """
         is_good = all(self.is_finite.values())
         self.is_finite.clear()
@@ -135,7 +137,8 @@ class LossScaler:
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint must hold of this scaler, as plain numbers by name.
 
-        Later calls do not change what was returned.
+        Later calls do not change what was returned. What ``unscale`` has found since the last
+        update is not saved.
         """
         return {"value": self.value, "good_steps": self.good_steps}
 
@@ -171,21 +174,24 @@ def mixed_precision_step(
 
     Args:
         model: equal on all ranks; trainable parameters in float32.
-        optimizer: for ``model``'s parameters. Gradients left from before the step do not count.
+        optimizer: for all trainable parameters of ``model``. Gradients left from before the step do
+            not count.
         scaler: equal on all ranks, with the same group; updated once.
         batch: this rank's tensors; ranks may have different numbers of rows and targets, or none.
         dtype: what autocast computes in, float16 or bfloat16.
-        reduce_dtype: what gradients are sent and summed in, while they are scaled. A sum that
-            overflows there counts as a gradient that is not finite.
-        max_norm: the unscaled gradient is clipped to this norm, taken over all parameters.
-        loss_sum: returns the sum of this rank's losses and the number of its targets; called once,
-            under autocast.
+        reduce_dtype: what gradients are sent and summed in, while they are scaled, but already
+            divided by B. A sum that overflows there counts as a gradient that is not finite.
+        max_norm: the largest norm of the unscaled gradient, taken over all parameters; a larger
+            gradient is scaled down to it.
+        loss_sum: returns the sum of this rank's losses and the number of its targets; called once
+            on every rank, under autocast.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
     Returns:
         Loss, decision and norm. If the step is skipped, it is skipped on all ranks: the parameters
-        and the optimizer's state are as before, and the scale has fallen.
+        and the optimizer's state are as before, and the scale has fallen. Its loss is reported
+        as that of any other step.
 
     Raises:
         ValueError: the same on every rank, if no rank has any target; the parameters are left

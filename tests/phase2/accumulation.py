@@ -1,6 +1,7 @@
 """Bodies for tasks 2.1 to 2.3."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from phase2.accumulation_models import (
     state_of,
     two_losses,
 )
+from phase2.step_arguments import NotedAllReduce, two_groups
 
 # 2.1
 
@@ -95,13 +97,13 @@ def accumulate_with_dropout(lesson: Any, seed: int, share: Share) -> dict[str, A
     return {"loss": float(returned("accumulate_step", loss)), "state": state_of(model)}
 
 
-def accumulate_two_losses(lesson: Any, share: Share) -> dict[str, Any]:
-    """A step with a loss of two parts, and what it was called with."""
+def accumulate_two_losses(lesson: Any, share: Share, factor: float) -> dict[str, Any]:
+    """A step with a loss of two parts times a factor, and what it was called with."""
     model, calls = TwoHeaded(), list[tuple[bool, list[int]]]()
 
     def noted(given: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
         calls.append((given is model, [len(tensor) for tensor in batch]))
-        return two_losses(given, batch)
+        return two_losses(given, batch, factor)
 
     batch = batch_of_two(share.rows, share.size)
     loss = lesson.accumulate_step(model, sgd(model), batch, share.size, noted)
@@ -121,7 +123,7 @@ def accumulate_nothing(lesson: Any, rows: int) -> dict[str, Any]:
 def accumulate_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> None:
     """Each rank by itself, in its own number of micro-batches: what memory do they take?"""
     model, batch = Deep(width), deep_batch(rows)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
     lesson.accumulate_step(model, optimizer, batch, rows // counts[dist.get_rank()])
 
 
@@ -134,19 +136,6 @@ def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> Non
 
 
 # 2.3
-
-
-class Noted:
-    """An all-reduce that notes how many numbers it was given, and in which group."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.groups: list[Any] = []
-
-    def __call__(self, x: Tensor, group: Any = None) -> None:
-        self.sizes.append(x.numel())
-        self.groups.append(group)
-        dist.all_reduce(x, group=group)
 
 
 def steps_over_ranks(
@@ -170,21 +159,22 @@ def calls_over_ranks(
     lesson: Any, shares: Sequence[Share], num_steps: int, group: Any = None
 ) -> dict[str, Any]:
     """What the all_reduce given was called with."""
-    all_reduce = Noted()
+    all_reduce = NotedAllReduce()
     options = {"all_reduce": all_reduce}
     found = steps_over_ranks(lesson, shares, num_steps, options, group)
     is_right = [given is group for given in all_reduce.groups]
     return {**found, "sizes": all_reduce.sizes, "is_group_given": all(is_right)}
 
 
-def two_losses_over_ranks(lesson: Any, shares: Sequence[Share]) -> dict[str, Any]:
+def two_losses_over_ranks(lesson: Any, shares: Sequence[Share], factor: float) -> dict[str, Any]:
     """Every rank has its rows of one batch."""
     rank, model = dist.get_rank(), TwoHeaded()
     first = sum(share.rows for share in shares[:rank])
     rows, size = shares[rank]
     whole = batch_of_two(sum(share.rows for share in shares), shares[0].size)
     batch = tuple(tensor[first : first + rows] for tensor in whole)
-    loss = lesson.accumulate_step_over_ranks(model, sgd(model), batch, size, loss_sum=two_losses)
+    loss_sum = partial(two_losses, factor=factor)
+    loss = lesson.accumulate_step_over_ranks(model, sgd(model), batch, size, loss_sum=loss_sum)
     return {
         "loss": float(returned("accumulate_step_over_ranks", loss)),
         "state": state_of(model),
@@ -203,7 +193,9 @@ def nothing_over_ranks(lesson: Any) -> dict[str, Any]:
 
 
 def deep_over_ranks(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> None:
+    """Two steps: what the first leaves behind counts in the second."""
     model, batch = Deep(width), deep_batch(rows)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
     size = rows // counts[dist.get_rank()]
-    lesson.accumulate_step_over_ranks(model, optimizer, batch, size, max_norm=1e-3)
+    for _ in range(2):
+        lesson.accumulate_step_over_ranks(model, optimizer, batch, size, max_norm=1e-3)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from phase2.step_arguments import two_groups
+
 FEATURES, CLASSES, LENGTH = 5, 4, 3
 IGNORED = -100
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -26,7 +28,7 @@ class Share(NamedTuple):
 
 
 class Worn(nn.Module):
-    """A classifier in use: every parameter has a gradient from before, some must not move.
+    """A classifier in use: what is trainable has a gradient from before, the rest must not move.
 
     ``tied`` and ``first`` share a weight, ``frozen`` is not trainable, ``unused`` has no part in
     the logits, and ``rare`` has one only where the inputs have a flag. It notes the rows of each
@@ -44,7 +46,8 @@ class Worn(nn.Module):
         self.unused = nn.Parameter(torch.randn(4, **DOUBLE))
         self.rare = nn.Parameter(torch.randn(FEATURES, **DOUBLE))
         for parameter in self.parameters():
-            parameter.grad = torch.full_like(parameter, 3.0)
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, 3.0)
         self.rows: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +60,7 @@ class Worn(nn.Module):
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    return torch.optim.SGD(two_groups(model), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
 def batch_of(share: Share, rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -127,12 +130,15 @@ def batch_of_two(rows: int, size: int) -> tuple[Tensor, ...]:
     return inputs, labels, values, counts
 
 
-def two_losses(model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The sum of cross-entropies and squared errors, and the number of targets."""
+def two_losses(
+    model: nn.Module, batch: Sequence[Tensor], factor: float = 1.0
+) -> tuple[Tensor, int]:
+    """The sum of cross-entropies and squared errors, times a factor, and the number of targets."""
     inputs, labels, values, counts = batch
     logits, predicted = model(inputs)
     squares = (predicted - values).square().sum()
-    return cross_entropy(logits, labels, reduction="sum") + 0.3 * squares, int(counts.sum())
+    total = cross_entropy(logits, labels, reduction="sum") + 0.3 * squares
+    return total * factor, int(counts.sum())
 
 
 class Deep(nn.Module):

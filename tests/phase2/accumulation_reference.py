@@ -97,9 +97,9 @@ def dropout_alone(seed: int, share: Share) -> dict[str, Any]:
 
 
 @cache
-def two_losses_alone(share: Share) -> dict[str, Any]:
+def two_losses_alone(share: Share, factor: float) -> dict[str, Any]:
     model = TwoHeaded()
-    return _step(model, *two_losses(model, batch_of_two(share.rows, share.size)))
+    return _step(model, *two_losses(model, batch_of_two(share.rows, share.size), factor))
 
 
 def _step(model: nn.Module, total: Tensor, count: int) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def _check_step(result: Any, alone: Any, here: str, cause: str) -> None:
 @task("2.2")
 def test_accumulation_of_two_losses(grade: Grade) -> None:
     share = Share(grade.random.randint(6, 9), 2)
-    (result,) = grade.run(b.accumulate_two_losses, 1, share).results
+    (result,) = grade.run(b.accumulate_two_losses, 1, share, 1.0).results
     sizes = [min(2, share.rows - start) for start in range(0, share.rows, 2)]
     check(
         result["calls"] == [(True, [size] * 4) for size in sizes],
@@ -202,9 +202,19 @@ def test_accumulation_of_two_losses(grade: Grade) -> None:
         f"of what it got: {short(result['calls'])}.",
     )
     _check_step(
-        *(result, reference.two_losses_alone(share), "a loss of two parts"),
+        *(result, reference.two_losses_alone(share, 1.0), "a loss of two parts"),
         "The first micro-batch has a loss, but no target: it counts in the sum of the losses, and "
         "weighs nothing in the number of targets. Take both from loss_sum.",
+    )
+
+
+@task("2.2")
+def test_a_loss_of_zero_is_no_missing_target(grade: Grade) -> None:
+    share = Share(grade.random.randint(6, 9), 2)
+    (result,) = grade.run(b.accumulate_two_losses, 1, share, 0.0).results
+    _check_step(
+        *(result, reference.two_losses_alone(share, 0.0), "losses that are all 0"),
+        "There are targets, so the step is taken, and the weights decay.",
     )
 
 

@@ -215,17 +215,27 @@ def test_accumulation_over_ranks_inside_a_group(grade: Grade) -> None:
 
 @task("2.3")
 def test_two_losses_are_accumulated_over_ranks(grade: Grade) -> None:
+    _check_two_losses(
+        grade, 1.0, "Take the losses and the number of targets from the loss_sum given."
+    )
+
+
+@task("2.3")
+def test_a_gradient_of_zero_is_left_as_it_is(grade: Grade) -> None:
+    _check_two_losses(grade, 0.0, "All losses are 0, and so is the norm: don't divide by it.")
+
+
+def _check_two_losses(grade: Grade, factor: float, cause: str) -> None:
     shares = (Share(grade.random.randint(4, 6), 2), Share(3, 1), Share(1, 2))
-    run = grade.run(b.two_losses_over_ranks, 3, shares, if_stuck=UNEQUALLY_OFTEN)
-    alone = reference.two_losses_alone(Share(sum(share.rows for share in shares), 2))
+    run = grade.run(b.two_losses_over_ranks, 3, shares, factor, if_stuck=UNEQUALLY_OFTEN)
+    alone = reference.two_losses_alone(Share(sum(share.rows for share in shares), 2), factor)
     for rank, result in enumerate(run.results):
         check(
             is_close(alone["state"], result["state"], TOLERANCE)
             and same_loss(alone["loss"], result["loss"]),
             f"a loss of two parts, {_described(shares)}, rank {rank}: the weights differ from "
             f"those of one process, or the loss does: it is {result['loss']:.6f} and should be "
-            f"{alone['loss']:.6f}. Take the losses and the number of targets from the loss_sum "
-            "given.",
+            f"{alone['loss']:.6f}. {cause}",
         )
 
 
@@ -244,7 +254,7 @@ def test_ranks_without_any_target_refuse_together(grade: Grade) -> None:
 @task("2.3")
 @pytest.mark.parametrize("large", ["activations", "gradients"])
 def test_memory_is_that_of_one_micro_batch_or_one_bucket(grade: Grade, large: str) -> None:
-    """Each of four ranks has 1, 2, 4 or 8 micro-batches."""
+    """Each of four ranks has 1, 2, 4 or 8 micro-batches in each of two steps."""
     width, rows = (WIDTH, ROWS) if large == "activations" else (128, 8)
     run = grade.run(b.deep_over_ranks, 4, width, rows, COUNTS, options=MEASURED)
     gradients = sum(parameter.nbytes for parameter in Deep(width).parameters())
@@ -256,5 +266,6 @@ def test_memory_is_that_of_one_micro_batch_or_one_bucket(grade: Grade, large: st
         else [with_bucket] * len(COUNTS),
         "That is parameters, gradients and batch, and either the activations of one micro-batch or "
         "one bucket as large as the gradients. Free the activations of each micro-batch by its "
-        "backward, fill the bucket after the last, and divide and clip it in place.",
+        "backward, fill the bucket after the last, divide and clip it in place, and do not keep it "
+        "for the next step.",
     )

@@ -137,11 +137,10 @@ def test_one_bad_number_stops_all_ranks(grade: Grade) -> None:
 
 def _check_decisions(grade: Grade, n: int, *, is_grouped: bool = False) -> None:
     ranks = [n - 1, 0, *(grade.random.randrange(n) for _ in range(2))]
-    places = [grade.random.randrange(len(b.SHAPES)) for _ in ranks]
-    values = (inf, nan, -inf, LARGE)
-    bad = list(zip(values, ranks, [*places[:3], 0], strict=True))
+    places = [1, *(grade.random.randrange(len(b.SHAPES)) for _ in range(2)), 0]
+    bad = list(zip((inf, nan, -inf, LARGE), ranks, places, strict=True))
     plan = [None, bad[0], None, *bad[1:], None]
-    arguments = {"init_scale": 4.0, "growth_interval": 100}
+    arguments = {"init_scale": 8.0, "growth_interval": 100}  # it never falls below 1
     if is_grouped:
         run = grade.run(
             *(inside_group, OUTER_WORLD_SIZE, b.follow, arguments, plan), if_stuck=STUCK_IN_GROUP
@@ -167,6 +166,13 @@ def _check_steps(here: str, steps: Any, plan: Sequence[b.Bad]) -> None:
             f"state have {'' if is_bad else 'not '}changed. The optimizer's step is taken if and "
             "only if all gradients are finite.",
         )
+        check(
+            step["again"] == step["taken"] and not step["undivided"],
+            f"{here}: {what}. unscale should return {not is_bad}, too, if it is called after step "
+            "and before update, and all gradients should have been divided once by the scale, also "
+            f"in a step that is skipped. It returned {step['again']}, and the gradients of "
+            f"parameters {step['undivided']} are wrong.",
+        )
 
 
 def _why_wrong(bad: b.Bad) -> str:
@@ -191,7 +197,7 @@ def _plan(grade: Grade, interval: int, n: int) -> list[b.Bad]:
 def _arguments(grade: Grade, interval: int) -> dict[str, Any]:
     growth, backoff = grade.random.choice([(2.0, 0.5), (4.0, 0.25), (2.0, 0.25), (4.0, 0.5)])
     return {
-        "init_scale": 1024.0,
+        "init_scale": 1.0,
         "growth_factor": growth,
         "backoff_factor": backoff,
         "growth_interval": interval,
@@ -216,7 +222,7 @@ def _check_values(
             want == got,
             f"{here}: with {_text(arguments)}, after {said} the scale should be {want}, as torch's "
             f"GradScaler has it; it is {got}. The count of good steps begins again after an "
-            "overflow, and when the scale has grown.",
+            "overflow, and when the scale has grown. A scale may be below 1.",
         )
 
 
@@ -231,7 +237,8 @@ def test_the_scale_doubles_after_2000_updates_by_default(grade: Grade) -> None:
     check(
         found == expected,
         "by default, the scale at first, after 1,999 and 2,000 good updates, after an overflow "
-        f"and after one more good update should be {expected}; they are {found}.",
+        f"and after one more good update should be {expected}; they are {found}. An update before "
+        "which nothing was unscaled is a good one, too.",
     )
 
 
@@ -269,12 +276,14 @@ def test_an_overflow_in_one_of_two_optimizers(grade: Grade) -> None:
     for rank, found in enumerate(grade.run(b.two_optimizers, 2, grade.random.randrange(2)).results):
         expected = [
             {"taken": [True, False], "weights": [0.5, 1.0], "value": 4.0},
-            {"taken": [True, True], "weights": [-0.5, 0.0], "value": 8.0},
+            {"taken": [False, True], "weights": [0.5, 0.0], "value": 2.0},
+            {"taken": [True, True], "weights": [-1.5, -2.0], "value": 4.0},
         ]
         check(
             found == expected,
-            f"rank {rank} of 2: two optimizers, of which the second has a nan in the first of two "
-            f"steps, scale 8, interval 1. By step, it should be {expected}; it is {found}. Each "
+            f"rank {rank} of 2: two optimizers, of which the second has a nan in the first of "
+            "three steps and the first in the second, scale 8, interval 1. By step, it should be "
+            f"{expected}; it is {found}. Each "
             "optimizer steps by its own gradients, and the scale falls if any had to skip.",
         )
 

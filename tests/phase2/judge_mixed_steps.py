@@ -56,7 +56,7 @@ def _check_all(by_rank: list[Any], sizes: list[int]) -> None:
             f"{here}: loss and norm should be exactly those of rank 0. Compute them from what the "
             "all-reduce returns, which is the same on all ranks.",
         )
-        _check_once(here, result, STEPS * sizes[rank])
+        _check_once(here, result, sizes[rank])
 
 
 def _check_first_loss(here: str, found: float, expected: float, sizes: list[int]) -> None:
@@ -72,7 +72,10 @@ def _check_first_loss(here: str, found: float, expected: float, sizes: list[int]
 
 
 def _check_first_norm(here: str, found: float, expected: float) -> None:
-    cause = " Does each target of all ranks weigh the same, and are old gradients gone?"
+    cause = (
+        " Does each target of all ranks weigh the same, are old gradients gone, and does a "
+        "parameter that only other ranks use have a gradient?"
+    )
     if found > 50 * expected:
         cause = " The gradients were still scaled: unscale them before you clip."
     elif is_close(found, MAX_NORM, 1e-3):
@@ -86,11 +89,12 @@ def _check_first_norm(here: str, found: float, expected: float) -> None:
 
 def _check_once(here: str, result: Any, num_rows: int) -> None:
     check(
-        sum(result["rows"]) == num_rows and result["is_kept"],
-        f"{here}: in {STEPS} steps the model should see the {num_rows} rows of this rank's "
-        f"batches, each once, and leave them as they are; it was called with "
+        result["rows"] == [num_rows] * STEPS,
+        f"{here}: in each of {STEPS} steps loss_sum should be called once, with this rank's batch "
+        f"of {num_rows} rows, even if there are none; the model was called with "
         f"{short(result['rows'])} rows.",
     )
+    check(result["is_kept"], f"{here}: the batch should stay as it is, but it has been changed.")
     check(
         result["updates"] == [STEPS, 2048.0] and not any(result["skipped"]),
         f"{here}: in {STEPS} steps without an overflow, the scaler should be updated {STEPS} "
@@ -140,6 +144,11 @@ def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str) -> None:
         "parameters and their gradients should stay in float32, and parameters should be the same "
         f"tensors as before; after the step they are in {' and '.join(found['kept'])}. autocast "
         "makes 16-bit copies of them by itself.",
+    )
+    check(
+        found["updates"] == 1,
+        f"with dtype {dtype}, the scaler should be updated once in a step, whatever the dtype; it "
+        f"was updated {found['updates']} times.",
     )
 
 
@@ -196,6 +205,23 @@ def _check_overflow(by_rank: list[Any], is_bad: list[bool], what: str, scales: l
                 step["state"] == by_rank[0][number]["state"],
                 f"{here}: the parameters differ from those of rank 0.",
             )
+            _check_reported_loss(here, step, [steps[number]["sums"] for steps in by_rank])
+
+
+def _check_reported_loss(here: str, step: Any, sums: list[Any]) -> None:
+    numbers = [len(of_rank) for of_rank in sums]
+    check(
+        numbers == [1] * len(sums),
+        f"{here}: loss_sum should be called once, also in a step that is skipped; by rank, the "
+        f"numbers of calls are {numbers}.",
+    )
+    losses, counts = zip(*(of_rank[0] for of_rank in sums), strict=True)
+    expected = sum(losses) / sum(counts)
+    check(
+        is_close(expected, step["loss"], 1e-5 * abs(expected)),
+        f"{here}: the loss should be the mean over the targets of all ranks, {expected:.6g}, also "
+        f"in a step that is skipped; it is {step['loss']:.6g}.",
+    )
 
 
 @task("2.5", real=True)
@@ -224,6 +250,17 @@ def test_an_overflow_in_the_sum_alone_is_skipped(grade: Grade) -> None:
     run = grade.run(b.overflow, 2, [[1.375] * 2, [2.0**-10] * 2], "float16")
     what = "reduce_dtype float16, a scaled gradient of 45056 on each of 2 ranks, 90112 in all"
     _check_overflow(run.results, [True, False], what, [32768.0, 32768.0])
+
+
+@task("2.5")
+def test_gradients_are_divided_before_the_sum(grade: Grade) -> None:
+    for rank, (step,) in enumerate(grade.run(b.overflow, 2, [[0.75] * 2], "float16").results):
+        check(
+            not step["is_skipped"] and step["scale"] == 65536.0,
+            f"rank {rank} of 2, reduce_dtype float16, one target and a scaled gradient of 49152 on "
+            "each rank. Divided by the 2 targets, they sum up to 49152, so the step should be "
+            "taken. They were divided after the sum: 98304 is inf in float16.",
+        )
 
 
 @task("2.5")

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from judging.calls import returned
+from phase2.step_arguments import NotedAllReduce
 
-SHAPES = ((3, 2), (5,), (), (2, 2))
+SHAPES = ((3, 2), (16, 16), (), (2, 2))
 Bad = tuple[float, int, int] | None  # a number, the rank and the parameter whose gradient has it
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -116,7 +117,8 @@ def follow(
 
 def _follow(scaler: Any, plan: Sequence[Bad], rank: int) -> list[dict[str, Any]]:
     parameters = _parameters()
-    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    optimizer = torch.optim.Adam(groups, lr=0.1)
     return [_one_step(scaler, parameters, optimizer, bad, rank) for bad in plan]
 
 
@@ -127,12 +129,32 @@ def _one_step(
     if bad and bad[1] == rank:
         gradient = parameters[bad[2]].grad
         assert gradient is not None
-        gradient.view(-1)[-2:] = bad[0]  # of two large numbers, the sum is not finite
+        # Of two large numbers, the sum is not finite; and 256 infs are none if a byte counts them.
+        gradient.view(-1)[0 if bad[0] == torch.inf else -2 :] = bad[0]
+    quotients = [p.grad / scaler.value for p in parameters if p.grad is not None]
     before = _everything(parameters, optimizer)
     taken = scaler.step(optimizer)
     has_changed = before != _everything(parameters, optimizer)
+    again = scaler.unscale(optimizer)
+    undivided = [
+        number
+        for number, (p, quotient) in enumerate(zip(parameters, quotients, strict=True))
+        if p.grad is None or not _agree(p.grad, quotient)
+    ]
     scaler.update()
-    return {"taken": taken, "has_changed": has_changed, "value": float(scaler.value)}
+    return {
+        "taken": taken,
+        "again": again,
+        "has_changed": has_changed,
+        "undivided": undivided,
+        "value": float(scaler.value),
+    }
+
+
+def _agree(gradient: Tensor, quotient: Tensor) -> bool:
+    """Tell whether two tensors are equal where the second is finite."""
+    is_finite = quotient.isfinite()
+    return torch.allclose(gradient[is_finite], quotient[is_finite])
 
 
 def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
@@ -153,6 +175,7 @@ def resume(
     ]
     first = repr(state)
     _follow(saved, [(torch.inf, 0, 0), None], rank)
+    saved.state_dict()
     has_changed = repr(state) != first
     _follow(loaded, [None], rank)
     loaded.load_state_dict(state if odd else json.loads(json.dumps(state)))
@@ -165,14 +188,18 @@ def _is_plain(value: Any) -> bool:
 
 
 def count_with_defaults(lesson: Any) -> list[float]:
-    """The scale at first, after 1,999 and 2,000 good updates, an overflow, and one more update."""
+    """The scale at first, after 1,999 and 2,000 good updates, an overflow, and one more update.
+
+    Before one of the first updates nothing was unscaled.
+    """
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     scaler = lesson.LossScaler(all_reduce=lambda x, group=None: None)
     values = [float(scaler.value)]
     for number in range(1, 2003):
         parameter.grad = torch.full((1,), torch.inf if number == 2001 else 1.0)
-        scaler.unscale(optimizer)
+        if number != 1000:
+            scaler.unscale(optimizer)
         scaler.update()
         if number >= 1999:
             values.append(float(scaler.value))
@@ -180,13 +207,14 @@ def count_with_defaults(lesson: Any) -> list[float]:
 
 
 def two_optimizers(lesson: Any, bad_rank: int) -> list[dict[str, Any]]:
-    """Two steps; in the first, the second optimizer's gradient is bad on one rank."""
+    """Three steps; the second optimizer's gradient is bad on one rank, then the first's."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
     scaler, found = lesson.LossScaler(8.0, growth_interval=1), []
-    for is_bad in (dist.get_rank() == bad_rank, False):
+    for bad_number in (1, 0, None):
         for number, parameter in enumerate(parameters):
-            parameter.grad = torch.full((2,), torch.nan if is_bad and number else 8.0)
+            is_bad = number == bad_number and dist.get_rank() == bad_rank
+            parameter.grad = torch.full((2,), torch.nan if is_bad else 8.0)
         taken = [scaler.step(optimizer) for optimizer in optimizers]
         scaler.update()
         weights = [parameter[0].item() for parameter in parameters]
@@ -196,16 +224,11 @@ def two_optimizers(lesson: Any, bad_rank: int) -> list[dict[str, Any]]:
 
 def sums_of(lesson: Any, group: Any = None) -> list[Any]:
     """What the all-reduce that a scaler is given is called with, in a step that was unscaled."""
-    calls = []
-
-    def noted(x: Tensor, group_given: Any = None) -> None:
-        calls.append([x.numel(), group_given is group])
-        dist.all_reduce(x, group=group_given)
-
+    noted = NotedAllReduce()
     parameters = _parameters()
     _set_gradients(parameters, [True] * len(parameters), 0, 1.0)
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     scaler = lesson.LossScaler(all_reduce=noted, group=group)
     scaler.unscale(optimizer)
     scaler.step(optimizer)
-    return calls
+    return [[size, given is group] for size, given in zip(noted.sizes, noted.groups, strict=True)]

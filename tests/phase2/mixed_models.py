@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 FEATURES, CLASSES, LENGTH = 6, 3, 4
 LR, MOMENTUM = 0.5, 0.9
+FLAG = 9.0  # in the first feature of a batch: it uses the parameter ``rare``
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # autocast leaves it alone, so results are exact
 
 
 class Stepped(nn.Module):
-    """A classifier in use: every parameter has a gradient from before, some must not move.
+    """A classifier in use: what is trainable has a gradient from before, the rest must not move.
 
-    ``first`` is used twice, ``frozen`` is not trainable, ``unused`` has no part in the logits.
-    It notes how many rows came in each forward pass.
+    ``first`` is used twice, ``frozen`` is not trainable, ``unused`` has no part in the logits, and
+    ``rare`` has one only where the inputs have a flag. It notes the rows of each forward pass.
     """
 
     def __init__(self) -> None:
@@ -28,16 +29,19 @@ class Stepped(nn.Module):
         self.head = nn.Linear(FEATURES, CLASSES, **DOUBLE)
         self.frozen = nn.Parameter(torch.randn(FEATURES, **DOUBLE), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(4, **DOUBLE))
+        self.rare = nn.Parameter(torch.randn(FEATURES, **DOUBLE))
         for parameter in self.parameters():
-            parameter.grad = torch.full_like(parameter, 3.0)
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, 3.0)
         self.rows: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.rows.append(len(x))
-        return self.head(torch.tanh(self.tied(torch.tanh(self.first(x)) + self.frozen)))  # type: ignore[no-any-return]
-
-
-TRAINABLE = sum(p.numel() for p in Stepped().parameters() if p.requires_grad)
+        hidden = torch.tanh(self.first(x)) + self.frozen
+        flagged = x[..., :1] == FLAG
+        if flagged.any():
+            hidden = hidden + self.rare * flagged
+        return self.head(torch.tanh(self.tied(hidden)))  # type: ignore[no-any-return]
 
 
 def state_of(model: nn.Module) -> dict[str, list[float]]:
@@ -45,12 +49,17 @@ def state_of(model: nn.Module) -> dict[str, list[float]]:
 
 
 def batch_of(sizes: Sequence[int], rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Sequences, in which some targets do not count: the more, the higher the rank."""
+    """Sequences, in which some targets do not count: the more, the higher the rank.
+
+    Batches of even ranks have a flag in the last row.
+    """
     generator = torch.Generator().manual_seed(1000 * step + rank)
     shape = (sizes[rank], LENGTH)
     inputs = torch.randn(*shape, FEATURES, generator=generator, **DOUBLE)
     targets = torch.randint(CLASSES, shape, generator=generator)
     targets[:, : rank % LENGTH] = -100
+    if rank % 2 == 0:
+        inputs[-1:, -1:, :1] = FLAG
     return inputs, targets
 
 

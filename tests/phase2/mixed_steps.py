@@ -20,6 +20,7 @@ from phase2.mixed_models import (
     state_of,
     weighted,
 )
+from phase2.step_arguments import NotedAllReduce, two_groups
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -31,9 +32,16 @@ def _result(found: Any) -> tuple[float, bool, float]:
         TypeError: it returned something else.
     """
     result = returned("mixed_precision_step", found)
-    if not all(hasattr(result, name) for name in ("loss", "is_skipped", "norm")):
-        raise TypeError(f"mixed_precision_step should return a StepResult, not {result!r:.70}")
-    return float(result.loss), bool(result.is_skipped), float(result.norm)
+    kinds = {"loss": float, "is_skipped": bool, "norm": float}
+    odd = [
+        name for name, kind in kinds.items() if not isinstance(getattr(result, name, None), kind)
+    ]
+    if odd:
+        raise TypeError(
+            "mixed_precision_step should return a StepResult of a float, a bool and a float; "
+            f"{' and '.join(odd)} should be other in {result!r:.70}"
+        )
+    return result.loss, result.is_skipped, result.norm
 
 
 def train_steps(
@@ -41,7 +49,7 @@ def train_steps(
 ) -> dict[str, Any]:
     """Losses, norms, final weights and rows seen; the model is in float64, so all is exact."""
     rank, model, scaler = dist.get_rank(group), Stepped(), TorchScaler(2.0**10, 2, group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(two_groups(model), lr=LR, momentum=MOMENTUM)
     given = {} if group is None else {"group": group}
     results, is_kept = [], True
     for step in range(num_steps):
@@ -69,8 +77,8 @@ def train_steps(
 
 def step_noted(lesson: Any, dtype: str) -> dict[str, Any]:
     """In which dtypes one step computes, and which its parameters and gradients have."""
-    model, autocast = Noted(), list[tuple[bool, str]]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, autocast, scaler = Noted(), list[tuple[bool, str]](), TorchScaler(8.0)
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
     kept = [(p, p.data_ptr()) for p in model.parameters()]
 
     def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
@@ -81,14 +89,16 @@ def step_noted(lesson: Any, dtype: str) -> dict[str, Any]:
     batch = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
     chosen = {} if dtype == "float16" else {"dtype": DTYPES[dtype]}  # that is the default
     result = lesson.mixed_precision_step(
-        model, optimizer, TorchScaler(8.0), batch, loss_sum=loss_sum, **chosen
+        model, optimizer, scaler, batch, loss_sum=loss_sum, **chosen
     )
     now = [(p, p.data_ptr()) for p in model.parameters()]
+    both = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     return {
         "loss": _result(result)[0],
         "computed": sorted(model.dtypes),
         "autocast": autocast,
-        "kept": sorted({str(t.dtype) for p in model.parameters() for t in (p, p.grad)}),
+        "kept": sorted({str(tensor.dtype) for tensor in both}),
+        "updates": scaler.num_updates,
         "is_same": all(a[0] is b[0] and a[1] == b[1] for a, b in zip(kept, now, strict=True)),
     }
 
@@ -97,7 +107,7 @@ def small_updates(lesson: Any, num_steps: int) -> float:
     """A weight of 1 after many steps of 2**-13 each, which float16 would round to nothing."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-13)
+    optimizer = torch.optim.SGD(two_groups(model), lr=2.0**-13)
     scaler, batch = TorchScaler(2.0**10), (torch.ones(1, 1),)
     for _ in range(num_steps):
         lesson.mixed_precision_step(
@@ -112,7 +122,7 @@ def small_gradients(
     """How far a weight moves in a step, by lr 2**20; gradients are of the size of the factors."""
     rank, model = dist.get_rank(), nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**20)
+    optimizer = torch.optim.SGD(two_groups(model), lr=2.0**20)
     scaler = TorchScaler(scale)
     result = lesson.mixed_precision_step(
         *(model, optimizer, scaler, (torch.ones(num_rows[rank], 1),)),
@@ -128,15 +138,16 @@ def overflow(
     """Steps with gradients of the size of the rank's factor, and what they have changed."""
     torch.manual_seed(9)
     model = nn.Linear(FEATURES, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(two_groups(model), lr=0.01)
     scaler, found = TorchScaler(2.0**16, group=group), []
     for factors in by_step:
+        sums = list[list[float]]()
         before = repr([state_of(model), optimizer.state_dict()])
         result = lesson.mixed_precision_step(
             *(model, optimizer, scaler, (torch.ones(1, FEATURES),)),
             reduce_dtype=DTYPES[reduce_dtype],
             max_norm=1.0,
-            loss_sum=weighted(factors, group),
+            loss_sum=noting(sums, weighted(factors, group)),
             group=group,
         )
         has_changed = before != repr([state_of(model), optimizer.state_dict()])
@@ -151,23 +162,29 @@ def overflow(
                 "has_finite_norm": is_finite,
                 "state": state_of(model),
                 "loss": loss,
+                "sums": sums,
             }
         )
     return found
 
 
+def noting(sums: list[list[float]], loss_sum: Any) -> Any:
+    """Make a loss that notes what it has returned."""
+
+    def noted(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        loss, num_targets = loss_sum(model, batch)
+        sums.append([loss.item(), num_targets])
+        return loss, num_targets
+
+    return noted
+
+
 def sums_of(lesson: Any, reduce_dtype: str, group: Any = None) -> list[Any]:
     """What the all-reduce that a step is given is called with: elements, dtype, group."""
-    calls = []
-
-    def noted(x: Tensor, group_given: Any = None) -> None:
-        calls.append([x.numel(), str(x.dtype).removeprefix("torch."), group_given is group])
-        dist.all_reduce(x, group=group_given)
-
-    model = Noted()
+    model, noted = Noted(), NotedAllReduce()
     model.register_parameter("unused", nn.Parameter(torch.ones(5)))
     model.second.bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
     batch = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
     chosen = {} if reduce_dtype == "float32" else {"reduce_dtype": DTYPES[reduce_dtype]}
     lesson.mixed_precision_step(
@@ -176,7 +193,8 @@ def sums_of(lesson: Any, reduce_dtype: str, group: Any = None) -> list[Any]:
         group=group,
         **chosen,
     )
-    return calls
+    calls = zip(noted.sizes, noted.dtypes, noted.groups, strict=True)
+    return [[size, dtype, given is group] for size, dtype, given in calls]
 
 
 NOTED_TRAINABLE = FEATURES * 8 + 8 + 8 * 3 + 5  # of sums_of
@@ -186,7 +204,7 @@ def step_without_targets(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
     """How the step is refused, and whether the parameters are as before."""
     model, rank = Stepped(), dist.get_rank()
     before = state_of(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.5, weight_decay=0.1)
     inputs, targets = batch_of(sizes, rank, 0)
     batch = inputs, torch.full_like(targets, -100)
     step = lesson.mixed_precision_step

@@ -1,0 +1,27 @@
+"""What the bodies of tasks 2.2 to 2.5 give to a step: optimizers and an all-reduce."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The trainable parameters in two groups of an optimizer, the second of which may be empty."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [{"params": trainable[::2]}, {"params": trainable[1::2]}]
+
+
+class NotedAllReduce:
+    """An all-reduce that notes sizes, dtypes and groups; ``group`` may come by name or place."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.dtypes: list[str] = []
+        self.groups: list[Any] = []
+
+    def __call__(self, x: Tensor, group: Any = None) -> None:
+        self.sizes.append(x.numel())
+        self.dtypes.append(str(x.dtype).removeprefix("torch."))
+        self.groups.append(group)
+        dist.all_reduce(x, group=group)
