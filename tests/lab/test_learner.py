@@ -21,7 +21,7 @@ import psutil
 import pytest
 from commands import distlab
 from fresh_pytest import FreshPytest
-from own_phases import copy_shipped
+from own_phases import copy_first_phase, copy_shipped
 
 from distlab import course
 from distlab.cli import learn
@@ -78,7 +78,7 @@ RIGHT = """    both = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.ir
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
-    copy_shipped(ROOT, tmp_path)
+    copy_first_phase(ROOT, tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in ("phase1_data_parallel", "solutions"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -91,11 +91,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
 @pytest.fixture
 def two_phases(here: CourseFolder) -> CourseFolder:
     """With the templates of the second phase, and a suite that only counts as one."""
-    folder = here.course.phases[1].folder
+    copy_shipped(ROOT, here.root)
+    both = folders.find()
+    folder = both.course.phases[1].folder
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / folder, here.root / folder, ignore=ignored)
-    shutil.copy(here.root / here.suite(here.course.phases[0]), here.root / "tests/test_phase2.py")
-    return here
+    shutil.copytree(ROOT / folder, both.root / folder, ignore=ignored)
+    shutil.copy(both.root / both.suite(both.course.phases[0]), both.root / "tests/test_phase2.py")
+    return both
 
 
 def write_exchange(here: CourseFolder, body: str) -> None:
@@ -259,7 +261,7 @@ def test_an_encoding_that_is_none_is_one_line(
         (
             "check 2.1",
             "no task '2.1': phase 2 is not in this course's folder yet; there are 1.1 to "
-            f"{COURSE.tasks[-1].id}",
+            f"{COURSE.phases[0].tasks[-1].id}",
         ),
         ("diff", "no task has passed yet: name one, with --spoil"),
         ("diff 99", "there is no task '99'. There are: 1.1, 1.2, "),
@@ -1212,34 +1214,36 @@ def next_id(here: CourseFolder, after: str = "") -> str:
     return task.id if task else ""
 
 
-def test_what_is_next_is_of_the_phase_that_was_worked_on_last(here: CourseFolder) -> None:
-    assert next_id(here) == "1.1"
-    has_come_out(here, t2_1="passed", t1_4="failed")
-    assert next_id(here) == "2.2"
-    has_come_out(here, t1_1="passed")
-    assert next_id(here) == "1.2"
-    has_come_out(here, t2_1="passed")
-    assert next_id(here) == "2.2"
+def test_what_is_next_is_of_the_phase_that_was_worked_on_last(two_phases: CourseFolder) -> None:
+    assert next_id(two_phases) == "1.1"
+    has_come_out(two_phases, t2_1="passed", t1_4="failed")
+    assert next_id(two_phases) == "2.2"
+    has_come_out(two_phases, t1_1="passed")
+    assert next_id(two_phases) == "1.2"
+    has_come_out(two_phases, t2_1="passed")
+    assert next_id(two_phases) == "2.2"
 
 
-def test_a_phase_is_finished_before_another_is_begun(here: CourseFolder) -> None:
-    first, second = (phase.tasks for phase in here.course.phases[:2])
-    state.remember(here, {task.id: state.Record("passed") for task in second if task.id != "2.3"})
-    assert next_id(here, second[-1].id) == "2.3"
-    assert next_id(here, first[-1].id) == "1.1"
-    state.remember(here, {"2.3": state.Record("passed")})
-    assert next_id(here) == next_id(here, "2.3") == "1.1"
-    state.remember(here, {task.id: state.Record("passed") for task in first})
-    assert next_id(here) == next_id(here, "1.1") == ""
+def test_a_phase_is_finished_before_another_is_begun(two_phases: CourseFolder) -> None:
+    first, second = (phase.tasks for phase in two_phases.course.phases[:2])
+    state.remember(
+        two_phases, {task.id: state.Record("passed") for task in second if task.id != "2.3"}
+    )
+    assert next_id(two_phases, second[-1].id) == "2.3"
+    assert next_id(two_phases, first[-1].id) == "1.1"
+    state.remember(two_phases, {"2.3": state.Record("passed")})
+    assert next_id(two_phases) == next_id(two_phases, "2.3") == "1.1"
+    state.remember(two_phases, {task.id: state.Record("passed") for task in first})
+    assert next_id(two_phases) == next_id(two_phases, "1.1") == ""
 
 
-def test_a_grading_of_all_tasks_is_no_sign_of_what_is_worked_on(here: CourseFolder) -> None:
-    has_come_out(here, t2_1="passed")
-    has_come_out(here, t1_1="passed")
-    has_come_out(here, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="todo")
-    assert next_id(here) == "1.2"
-    has_come_out(here, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="passed")
-    assert next_id(here) == "2.3"
+def test_a_grading_of_all_tasks_is_no_sign_of_what_is_worked_on(two_phases: CourseFolder) -> None:
+    has_come_out(two_phases, t2_1="passed")
+    has_come_out(two_phases, t1_1="passed")
+    has_come_out(two_phases, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="todo")
+    assert next_id(two_phases) == "1.2"
+    has_come_out(two_phases, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="passed")
+    assert next_id(two_phases) == "2.3"
 
 
 def test_keys_show_hints_differences_and_all_tasks(two_phases: CourseFolder) -> None:
