@@ -6,17 +6,15 @@ a formula.
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from phase2_advanced import programs
 from phase2_advanced.given import MLP, Block, LossSum, Schedule, cross_entropy_sum
 from solutions.phase2_advanced import gradient_accumulation as accumulation
 from solutions.phase2_advanced import mixed_precision, model_parallel, tensor_parallel
@@ -31,52 +29,12 @@ TARGETS, VOCABULARY = 512, 4096
 # --- what is measured ----------------------------------------------------------------------------
 
 
-class Kept:
-    """The most bytes that autograd keeps at once, beside weights and inputs."""
-
-    def __init__(self, model: nn.Module, *inputs: Tensor) -> None:
-        given = (*model.parameters(), *inputs)
-        self.ignored = {x.untyped_storage()._cdata for x in given}
-        self.users: dict[int, int] = {}
-        self.num_bytes = self.most = 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count what is kept while this lasts."""
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: _Held(x, self), _Held.tensor):
-            yield
-
-    def add(self, storage: torch.UntypedStorage, change: int) -> None:
-        """Count a storage when it is kept for the first time, until it is no longer kept."""
-        key = storage._cdata
-        if key not in self.ignored:
-            before = self.users.get(key, 0)
-            self.users[key] = before + change
-            if not before or not self.users[key]:
-                self.num_bytes += change * storage.nbytes()
-            self.most = max(self.most, self.num_bytes)
-
-
-class _Held:
-    """A tensor that autograd keeps, until it lets go of this."""
-
-    def __init__(self, x: Tensor, kept: Kept) -> None:
-        self.x, self.storage, self.kept = x, x.untyped_storage(), kept
-        kept.add(self.storage, 1)
-
-    def tensor(self) -> Tensor:
-        return self.x
-
-    def __del__(self) -> None:
-        self.kept.add(self.storage, -1)
-
-
-def kept_by(model: nn.Module, step: Callable[[], Any], *inputs: Tensor) -> int:
-    """Return the most bytes that a step keeps for its backward pass, beside weights and inputs."""
-    kept = Kept(model, *inputs)
-    with kept.watching():
+def kept_by(model: nn.Module, step: Callable[[], Any]) -> int:
+    """Return the most bytes that a step keeps for its backward pass, beside the weights."""
+    meter = programs.Meter([model])
+    with meter.step():
         step()
-    return kept.most
+    return meter.peak_bytes
 
 
 def times_of(*steps: Callable[[], Any]) -> list[float]:
@@ -121,23 +79,17 @@ def accumulate() -> float:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(size: int) -> int:
-        return kept_by(model, lambda: accumulation.accumulate_step(model, sgd, batch, size), *batch)
+        return kept_by(model, lambda: accumulation.accumulate_step(model, sgd, batch, size))
 
     return step(ROWS // MICRO_BATCHES) / step(ROWS)
 
 
 def accumulate_over_ranks() -> float:
     """Count the all-reduces of a step of eight micro-batches."""
-    model, batch, calls = deep(), rows(), []
+    model, batch = deep(), rows()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def counted(x: Tensor, group: Any = None) -> None:
-        calls.append(x.numel())
-        dist.all_reduce(x, group=group)
-
-    accumulation.accumulate_step_over_ranks(
-        model, sgd, batch, ROWS // MICRO_BATCHES, all_reduce=counted
-    )
+    with programs.calls_of(dist.all_reduce) as calls:
+        accumulation.accumulate_step_over_ranks(model, sgd, batch, ROWS // MICRO_BATCHES)
     return float(len(calls))
 
 
@@ -258,33 +210,19 @@ def attention() -> float:
     block = Block(WIDTH, 8).attention
     tensor_parallel.parallelize_attention(block)
     x = torch.randn(1, ROWS, WIDTH, requires_grad=True)
-    return len(_all_reduced(lambda: block(x).sum().backward()))
+    with programs.calls_of(dist.all_reduce) as calls:
+        block(x).sum().backward()
+    return float(len(calls))
 
 
 def vocabulary() -> float:
     """Send three numbers per target, not the logits."""
-    num_ranks = dist.get_world_size()
-    logits = torch.randn(TARGETS, VOCABULARY // num_ranks, requires_grad=True)
+    logits = torch.randn(TARGETS, VOCABULARY // dist.get_world_size(), requires_grad=True)
     targets = torch.randint(VOCABULARY, (TARGETS,))
     dist.broadcast(targets, 0)
-    return (
-        sum(_all_reduced(lambda: tensor_parallel.vocab_parallel_cross_entropy(logits, targets)))
-        / TARGETS
-    )
-
-
-def _all_reduced(step: Callable[[], Any]) -> list[int]:
-    """Return how many numbers each all-reduce of a step sums, on this rank."""
-    sizes = defaultdict(list)  # by rank: all simulated ones share this process
-    all_reduce = dist.all_reduce
-
-    def noted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes[dist.get_rank()].append(x.numel())
-        return all_reduce(x, *args, **kwargs)
-
-    with patch.object(dist, "all_reduce", noted):
-        step()
-    return sizes[dist.get_rank()]
+    with programs.calls_of(dist.all_reduce) as calls:
+        tensor_parallel.vocab_parallel_cross_entropy(logits, targets)
+    return float(sum(call["tensor"].numel() for call in calls) / TARGETS)
 
 
 def sequence() -> float:
@@ -298,16 +236,18 @@ def _kept_by_norms(is_split: bool, num_positions: int) -> int:
     block = Block(WIDTH, 8)
     if is_split:
         tensor_parallel.parallelize_block(block)
-    kept = Kept(block)
+    meter = programs.Meter([block])
     for norm in (m for m in block.modules() if isinstance(m, nn.LayerNorm)):
-        norm.forward = _watched(norm.forward, kept)  # type: ignore[method-assign]
+        norm.forward = _watched(norm.forward, meter)  # type: ignore[method-assign]
     block(torch.randn(1, num_positions, WIDTH)).sum().backward()
-    return kept.most
+    return meter.peak_bytes
 
 
-def _watched(forward: Callable[[Tensor], Tensor], kept: Kept) -> Callable[[Tensor], Tensor]:
+def _watched(
+    forward: Callable[[Tensor], Tensor], meter: programs.Meter
+) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
-        with kept.watching():
+        with meter.step():
             return forward(x)
 
     return run
