@@ -136,11 +136,12 @@ def run_schedule(
             one of them if there are several.
 
     Cost: one ``send_tensors`` from rank to rank for each output and each gradient that another
-        block needs, and one broadcast or all-reduce of two numbers. An output that requires no
-        gradient gets none: an empty list may be sent in its place, or nothing. It does not deadlock
-        if sends are synchronous, nor if messages between two ranks go one after the other, as with
-        NCCL. If all blocks take equally long, backward twice as long as forward, and messages take
-        no time, a step takes as long as in ``timeline``.
+        block needs, and one broadcast or all-reduce of two numbers. A gradient needs no header: it
+        has the shape and the dtype of its output. An output that requires no gradient gets none: an
+        empty list may be sent in its place, or nothing. It does not deadlock if sends are
+        synchronous, nor if messages between two ranks go one after the other, as with NCCL. If all
+        blocks take equally long, backward twice as long as forward, and messages take no time, a
+        step takes as long as in ``timeline``.
     """
     # TODO 2.12: do this rank's actions and its part of all messages; return the mean loss.
     #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.9;

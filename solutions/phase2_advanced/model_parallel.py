@@ -16,6 +16,8 @@ from torch.nn.functional import cross_entropy
 from phase2_advanced import programs
 from phase2_advanced.given import Group, group_device
 
+_FIRST_BYTES = 512  # of a header's first message; that of a few tensors needs no second one
+_LENGTH_BYTES = 8  # at its start, which tell the length of the rest
 WIDTHS = (64, 128, 96, 64, 64, 32)  # of what goes into the layers of ``main``
 
 
@@ -81,9 +83,10 @@ def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> li
     """
     device = group_device(group)
     header = pickle.dumps([(x.dtype, x.shape, x.requires_grad) for x in tensors])
+    header = len(header).to_bytes(_LENGTH_BYTES, "big") + header.ljust(_FIRST_BYTES - _LENGTH_BYTES)
+    parts = header[:_FIRST_BYTES], header[_FIRST_BYTES:]
     messages = [
-        torch.tensor([len(header)], device=device),
-        torch.tensor([*header], dtype=torch.uint8, device=device),
+        *(torch.tensor([*part], dtype=torch.uint8, device=device) for part in parts if part),
         *(x.detach().contiguous() for x in tensors),
     ]
     # Each work keeps its tensor until it is done, so the header and copies live long enough.
@@ -102,11 +105,13 @@ def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
         Each is a leaf, and requires a gradient if the one that was sent does.
     """
     receive = partial(_receive, src=src, group=group)
-    length = receive([1], torch.int64)
-    header = receive([int(length)], torch.uint8)
+    first = bytes(receive([_FIRST_BYTES], torch.uint8).tolist())
+    num_bytes, header = int.from_bytes(first[:_LENGTH_BYTES], "big"), first[_LENGTH_BYTES:]
+    if num_bytes > len(header):
+        header += bytes(receive([num_bytes - len(header)], torch.uint8).tolist())
     return [
         receive(shape, dtype).requires_grad_(requires_grad)
-        for dtype, shape, requires_grad in pickle.loads(bytes(header.tolist()))
+        for dtype, shape, requires_grad in pickle.loads(header)
     ]
 
 

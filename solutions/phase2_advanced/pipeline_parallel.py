@@ -128,11 +128,12 @@ def run_schedule(
             one of them if there are several.
 
     Cost: one ``send_tensors`` from rank to rank for each output and each gradient that another
-        block needs, and one broadcast or all-reduce of two numbers. An output that requires no
-        gradient gets none: an empty list may be sent in its place, or nothing. It does not deadlock
-        if sends are synchronous, nor if messages between two ranks go one after the other, as with
-        NCCL. If all blocks take equally long, backward twice as long as forward, and messages take
-        no time, a step takes as long as in ``timeline``.
+        block needs, and one broadcast or all-reduce of two numbers. A gradient needs no header: it
+        has the shape and the dtype of its output. An output that requires no gradient gets none: an
+        empty list may be sent in its place, or nothing. It does not deadlock if sends are
+        synchronous, nor if messages between two ranks go one after the other, as with NCCL. If all
+        blocks take equally long, backward twice as long as forward, and messages take no time, a
+        step takes as long as in ``timeline``.
     """
     num_stages = dist.get_world_size(group)
     _check(schedule, num_stages, len(chunks), len(micro_batches))
@@ -204,10 +205,12 @@ class _Stage:
 
     def _backward(self, action: Action) -> list[Tensor]:
         x, y = self.in_flight.pop((action.micro_batch, action.chunk))
-        gradient = self.arrived.pop(action, None)  # None of a loss; [] if no loss depends on y
-        if y.requires_grad and gradient != []:
-            y.backward(*gradient or ())
-        return [] if x.grad is None else [x.grad]
+        gradient = self.arrived.pop(action, [])  # of a loss, none has arrived
+        if y.requires_grad:
+            y.backward(*gradient)
+        if not x.requires_grad:
+            return []
+        return [torch.zeros_like(x) if x.grad is None else x.grad]
 
     def _next(self, stage: int, action: Action) -> tuple[int, Action] | None:
         """Return the stage and the action that need the result of an action, if any do."""
@@ -227,9 +230,26 @@ class _Stage:
             self.arrived[next_action] = [x.detach().requires_grad_(x.requires_grad) for x in result]
         elif src == self.rank:
             self._wait(dst)
-            self.sends[dst] = send_tensors(result, dst, self.group)
+            self.sends[dst] = self._send(action, result, dst)
         elif dst == self.rank:
-            self.arrived[next_action] = recv_tensors(src, self.group)
+            self.arrived[next_action] = self._receive(next_action, src)
+
+    def _send(self, action: Action, result: list[Tensor], dst: int) -> list[dist.Work]:
+        if action.kind == "F":
+            return send_tensors(result, dst, self.group)
+        messages = (gradient.contiguous() for gradient in result)
+        return [dist.isend(x, group=self.group, group_dst=dst) for x in messages]  # type: ignore[misc]
+
+    def _receive(self, action: Action, src: int) -> list[Tensor]:
+        """Receive an output, or the gradient of one, which needs no header."""
+        if action.kind == "F":
+            return recv_tensors(src, self.group)
+        _, y = self.in_flight[action.micro_batch, action.chunk]
+        if not y.requires_grad:
+            return []
+        gradient = torch.empty_like(y, memory_format=torch.contiguous_format)
+        dist.recv(gradient, group=self.group, group_src=src)
+        return [gradient]
 
     def _wait(self, dst: int) -> None:
         """Wait until what was last sent there has arrived, so that its memory is free."""

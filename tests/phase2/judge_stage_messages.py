@@ -86,8 +86,8 @@ def check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int]
 
     Args:
         here: which ranks, for the message.
-        found: bytes of all messages.
-        sent: bytes of the tensors of each call.
+        found: bytes of all messages, in order.
+        sent: bytes of the tensors of each call, in order.
     """
     expected = Counter(size for sizes in sent for size in sizes)
     missing, more = expected - Counter(found), Counter(found) - expected
@@ -104,6 +104,12 @@ def check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int]
         f"and only if it is needed there, after a header of at most {HEADER} messages, with at "
         f"most {allowed:,} bytes in all headers. Yours sends besides these tensors messages of "
         f"{short(sorted(more.elements()))} bytes.",
+    )
+    last = sent[-1][-1:] if sent else []
+    check(
+        found[-1:] == last or not last,
+        f"{here}: the last message should be a tensor of {short(last)} bytes; yours has "
+        f"{short(found[-1:])} bytes. Send no header where no tensor follows.",
     )
 
 
