@@ -225,7 +225,7 @@ def mixed_precision_step(
 def _sum_gradients(
     parameters: Sequence[nn.Parameter], dtype: torch.dtype, all_reduce: AllReduce, group: Group
 ) -> None:
-    """Sum the gradients over the ranks in one bucket of ``dtype``; who has none adds zero."""
+    """Sum the gradients over the ranks in one bucket of ``dtype``; a missing gradient is zero."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     bucket = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
     all_reduce(bucket, group)
