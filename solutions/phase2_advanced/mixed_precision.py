@@ -145,10 +145,13 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on exactly as the scaler that returned ``state`` would have.
 
+        What ``unscale`` has found before does not count.
+
         Args:
             state: from ``state_dict`` of a scaler made with the same arguments.
         """
         self.value, self.good_steps = state["value"], int(state["good_steps"])
+        self.is_finite.clear()
 
 
 def mixed_precision_step(
