@@ -45,9 +45,6 @@ def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     return total, int(torch.count_nonzero(targets != -100))
 
 
-# Gradient accumulation
-
-
 # Mixed precision
 
 
@@ -135,7 +132,7 @@ def timeline(schedule: Schedule, backward_time: int = 2) -> list[Event]:
 
     A forward pass takes 1 and a backward pass ``backward_time``, because it computes twice as much;
     messages take nothing. A stage starts an action as soon as the one before it in its list has
-    ended, and what it needs exists. An action that never can start has no event.
+    ended, and what it needs exists. An action that can never start has no event.
 
     With p stages, chunk c of stage s is block c·p+s of the model. Forward, a block needs the output
     of the block before it. Backward, it needs its own forward pass and the gradient from the block

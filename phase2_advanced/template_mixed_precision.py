@@ -157,6 +157,8 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on exactly as the scaler that returned ``state`` would have.
 
+        What ``unscale`` has found before does not count.
+
         Args:
             state: from ``state_dict`` of a scaler made with the same arguments.
         """

@@ -59,7 +59,7 @@ def measure_on_rank(
     torchs: Any = checkpoint.checkpoint_sequential
     forwards: dict[str, Callable[[nn.Sequential], Tensor]] = {
         KEPT: lambda model: model(x),
-        OURS: lambda model: lesson.checkpoint_sequential(model, segments, x),
+        OURS: lambda model: lesson.checkpoint_sequential([*model], segments, x),
         TORCHS: lambda model: torchs(model, segments, x, use_reentrant=False),
     }
     contestants = {name: _contestant(copy.deepcopy(layers), f) for name, f in forwards.items()}

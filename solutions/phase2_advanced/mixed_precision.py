@@ -145,10 +145,13 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on exactly as the scaler that returned ``state`` would have.
 
+        What ``unscale`` has found before does not count.
+
         Args:
             state: from ``state_dict`` of a scaler made with the same arguments.
         """
         self.value, self.good_steps = state["value"], int(state["good_steps"])
+        self.is_finite.clear()
 
 
 def mixed_precision_step(
@@ -225,7 +228,7 @@ def mixed_precision_step(
 def _sum_gradients(
     parameters: Sequence[nn.Parameter], dtype: torch.dtype, all_reduce: AllReduce, group: Group
 ) -> None:
-    """Sum the gradients over the ranks in one bucket of ``dtype``; who has none adds zero."""
+    """Sum the gradients over the ranks in one bucket of ``dtype``; a missing gradient is zero."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     bucket = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
     all_reduce(bucket, group)

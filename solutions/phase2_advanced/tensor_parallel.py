@@ -51,7 +51,7 @@ def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
         group: the ranks that share the layer; all by default.
 
     Returns:
-        The sum, bit for bit the same on all ranks.
+        The sum in the dtype of ``x``, bit for bit the same on all ranks.
 
     Cost: forward one all-reduce of ``x``, in its dtype; backward nothing.
 
@@ -244,7 +244,7 @@ def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
     input and its parameters get the gradients of the full module, or their slices of them.
 
     Args:
-        mlp: equal on all ranks, with the layers ``up`` and ``down``. In their place come layers of
+        mlp: equal on all ranks, with the layers ``up`` and ``down``. They are replaced by layers of
             any class, with ``weight`` and ``bias`` as in ``ColumnParallelLinear`` and
             ``RowParallelLinear``. Its input may have any layout, and is a positional argument.
         group: the ranks that share the module; all by default.
@@ -271,7 +271,7 @@ def parallelize_attention(attention: Attention, group: Group = None) -> None:
 
     Args:
         attention: equal on all ranks, with the layers ``query``, ``key``, ``value`` and ``out``,
-            and ``head_width``. In their place come layers of any class, with ``weight`` and
+            and ``head_width``. The layers are replaced by layers of any class, with ``weight`` and
             ``bias`` as in ``ColumnParallelLinear``, and for ``out`` as in ``RowParallelLinear``.
             Its input may have any layout, and is a positional argument. What else reads the input
             sends it a gradient that is not summed.
@@ -420,7 +420,7 @@ def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
         group: the ranks that share the sequence; all by default.
 
     Returns:
-        (B, T, …), the same on all ranks.
+        (B, T, …) in the dtype of ``x``, the same on all ranks.
 
     Cost: forward one all-gather of ``x``; backward one reduce-scatter of the gradient, which may
         have any layout and is not changed; both in the dtype of ``x``. Together they send the bytes
@@ -442,7 +442,7 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
         group: the ranks that share the sequence; all by default.
 
     Returns:
-        (B, T / N, …): positions r·T/N to (r+1)·T/N - 1 of the sum on rank r.
+        (B, T / N, …) in the dtype of ``x``: positions r·T/N to (r+1)·T/N - 1 of the sum on rank r.
 
     Raises:
         ValueError: on every rank, with the same text, if N does not divide the number of positions
@@ -492,7 +492,7 @@ def parallelize_block(block: Block, group: Group = None) -> None:
             names both, and ``block`` is left as it is.
 
     Cost: for n bytes of (B, T, E), two all-gathers and two reduce-scatters forward, and the same
-        backward: together the bytes of four all-reduces of n bytes. Besides, backward sums the
+        backward: together the bytes of four all-reduces of n bytes. Backward also sums the
         gradients of 6E numbers, or fewer if some are frozen, in one all-reduce or in several.
 
     Source: Korthikanti et al. 2022, section 4.2.2.

@@ -149,6 +149,12 @@ def only_the_argument(checkpoint: Checkpoint) -> Found:
     return finished((y**2).sum(), x=x, frozen=frozen)
 
 
+def only_a_keyword_argument(checkpoint: Checkpoint) -> Found:
+    x, frozen = leaf(3, 4), nn.Bilinear(4, 4, 4, **DOUBLE).requires_grad_(False)
+    y = checkpoint(frozen, torch.randn(3, 4, **DOUBLE), input2=x.sin())
+    return finished((y**2).sum(), x=x, frozen=frozen)
+
+
 def some_need_none(checkpoint: Checkpoint) -> Found:
     x, fixed, layer, frozen = leaf(3, 4), torch.randn(3, 4, **DOUBLE), linear(), linear()
     frozen.requires_grad_(False)
@@ -192,7 +198,8 @@ def checkpoint_in_checkpoint(checkpoint: Checkpoint) -> Found:
 CASES: dict[str, tuple[Callable[[Checkpoint], Found], ...]] = {
     "arguments": (a_module, a_module_in_training, keyword_arguments, nested_arguments),
     "results": (several_results, a_tuple_of_one, argument_returned, used_twice),
-    "parameters": (only_parameters, only_the_argument, some_need_none, checkpoint_in_checkpoint),
+    "parameters": (only_parameters, some_need_none, checkpoint_in_checkpoint),
+    "frozen modules": (only_the_argument, only_a_keyword_argument),
 }
 
 

@@ -83,12 +83,20 @@ def call_without_gradients(lesson: Any) -> dict[str, list[Any]]:
     return found
 
 
-def change_argument(lesson: Any) -> str:
-    """The error of a backward pass before which an argument was changed, "" if there is none."""
-    layer, h = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True).sin()
-    y = given_back(lesson.checkpoint(lambda x: layer(x).tanh(), h))
+CHANGED = ("an argument that requires a gradient", "an argument that requires none")
+
+
+def change_argument(lesson: Any) -> dict[str, str]:
+    """The error of a backward pass before which an argument was changed, by which; "": none."""
+    return {which: _change(lesson, place) for place, which in enumerate(CHANGED)}
+
+
+def _change(lesson: Any, place: int) -> str:
+    layer = nn.Linear(4, 4)
+    given = torch.randn(3, 4, requires_grad=True).sin(), torch.rand(3, 4)
+    y = given_back(lesson.checkpoint(lambda x, mask: (layer(x) * mask).tanh(), *given))
     with torch.no_grad():
-        h.add_(1)
+        given[place].add_(1)
     try:
         y.sum().backward()
     except RuntimeError as error:

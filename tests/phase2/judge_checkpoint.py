@@ -36,6 +36,8 @@ CAUSES = {
     "records a Function only if one of its inputs requires a gradient.",
     "only_the_argument": "fn is a module whose parameters are frozen, but its argument needs a "
     "gradient.",
+    "only_a_keyword_argument": "fn is a module whose parameters are frozen, but a keyword argument "
+    "needs a gradient.",
     "some_need_none": "Is the gradient of every argument in its place?",
     "used_twice": "A tensor may be passed twice, and a module used in several places.",
     "argument_returned": "A result may be an argument itself.",
@@ -75,15 +77,16 @@ def _check_calls(here: str, in_one_pass: int, calls: int) -> None:
             calls == 3,
             f"{here}, in a checkpoint inside outer, should be called 3 times: in the first call of "
             f"outer, in its second call, and when the backward pass arrives at inner. It was "
-            f"called {calls} times. In the second call of outer, inner is checkpointed too.",
+            f"called {counted(calls, 'time')}. In the second call of outer, inner is checkpointed "
+            "too.",
         )
         return
     check(
         calls == 2 * in_one_pass,
         f"{here} should be called as often in the backward pass as in the forward pass, "
-        f"{2 * in_one_pass} times in all; it was called {calls} times. fn is called plainly only "
-        "where gradients are disabled, and where it is a module and neither its parameters nor its "
-        "arguments require a gradient.",
+        f"{2 * in_one_pass} times in all; it was called {counted(calls, 'time')}. fn is called "
+        "plainly only where gradients are disabled, and where it is a module and neither its "
+        "parameters nor its arguments require a gradient.",
     )
 
 
@@ -147,13 +150,14 @@ def test_without_anything_to_differentiate_fn_is_called_once(grade: Grade) -> No
 
 @task("2.6")
 def test_a_changed_argument_is_an_error(grade: Grade) -> None:
-    found = grade.call(b.change_argument)
-    check(
-        found,
-        "an argument was changed in place between the passes: the second call would compute with "
-        "other numbers than the first, so the backward pass should raise a RuntimeError; it raised "
-        "nothing. autograd notices by itself if the tensor was kept by save_for_backward.",
-    )
+    for which, error in grade.call(b.change_argument).items():
+        check(
+            error,
+            f"{which} was changed in place between the passes: the second call would compute with "
+            "other numbers than the first, so the backward pass should raise a RuntimeError; it "
+            "raised nothing. autograd notices by itself if the tensor was kept by "
+            "save_for_backward.",
+        )
 
 
 @task("2.6", real=True)

@@ -27,7 +27,6 @@ PARTS: dict[str, dict[str, int | None]] = {
     COLUMN: {"weight": 0, "bias": 0},
     ROW: {"weight": 1, "bias": None},
 }
-NUM_BYTES = torch.float64.itemsize
 
 
 def _cases(grade: Grade, n: int) -> list[Case]:
@@ -78,9 +77,9 @@ def _cause_of_x(layer: str) -> str:
 
 
 def _check_column_calls(run: Run, case: Case) -> None:
-    n, rows = len(run.results), torch.Size(case.rows).numel()
-    gather = [("all_gather", rows * case.out_features // n * NUM_BYTES)]
-    backward: Calls = [("all_reduce", rows * case.in_features * NUM_BYTES)]
+    n, rows = len(run.results), torch.Size(case.rows).numel() * case.itemsize
+    gather = [("all_gather", rows * case.out_features // n)]
+    backward: Calls = [("all_reduce", rows * case.in_features)]
     expected: list[Calls] = [[], gather if case.gathers else [], backward]
     if not case.is_input_trained:
         expected[-1] = []
@@ -131,18 +130,21 @@ def _frozen_cases(in_features: int, out_features: int) -> list[Case]:
 
 @task("2.15")
 def test_a_column_parallel_layer_keeps_the_dtype(grade: Grade) -> None:
-    _check_dtype(grade, COLUMN)
+    _check_column_calls(*_check_dtype(grade, COLUMN, gathers=True))
 
 
-def _check_dtype(grade: Grade, layer: str) -> None:
-    case = Case(4, 6, (3,), dtype="float32")
-    for rank, got in enumerate(grade.run(b.linear_case, 2, layer, case).results):
+def _check_dtype(grade: Grade, layer: str, *, gathers: bool = False) -> tuple[Run, Case]:
+    """Check the dtype of the parameters; return the run, whose calls are to be checked."""
+    case = Case(4, 6, (3,), dtype="float32", gathers=gathers)
+    run = grade.run(b.linear_case, 2, layer, case)
+    for rank, got in enumerate(run.results):
         for name, about in got["state"].items():
             check(
                 about["dtype"] == "torch.float32",
                 f"{layer}, {case}, rank {rank}: {name} should keep the dtype of the full layer, "
                 f"torch.float32, but has {about['dtype']}.",
             )
+    return run, case
 
 
 @task("2.15")
@@ -176,9 +178,12 @@ def test_a_row_parallel_layer_is_the_full_one(grade: Grade) -> None:
             run = grade.run(b.linear_case, n, ROW, case)
             _check_layer(ROW, case, run.results)
             if grade.is_simulated:
-                rows = torch.Size(case.rows).numel()
-                total: Calls = [("all_reduce", rows * case.out_features * NUM_BYTES)]
-                check_calls(run, f"{ROW}, {case}", STAGES, [[], total, []])
+                _check_row_calls(run, case)
+
+
+def _check_row_calls(run: Run, case: Case) -> None:
+    num_bytes = torch.Size(case.rows).numel() * case.out_features * case.itemsize
+    check_calls(run, f"{ROW}, {case}", STAGES, [[], [("all_reduce", num_bytes)], []])
 
 
 @task("2.16")
@@ -189,7 +194,7 @@ def test_a_row_parallel_layer_is_frozen_as_the_full_one(grade: Grade) -> None:
 
 @task("2.16")
 def test_a_row_parallel_layer_keeps_the_dtype(grade: Grade) -> None:
-    _check_dtype(grade, ROW)
+    _check_row_calls(*_check_dtype(grade, ROW))
 
 
 @task("2.16")

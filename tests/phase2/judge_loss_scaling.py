@@ -267,7 +267,8 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
             f"{here}: saved after {interval - 1} good steps in a row, with {_text(arguments)}. "
             "Loaded, and after good, bad and good ones, the scales should be "
             f"{short(wanted)}; they are {short(found['values'])}. The scale alone is not enough: "
-            "the next good step would let it grow.",
+            "the next good step would let it grow. And the scaler had found an inf before it was "
+            "loaded, which does not count any more.",
         )
 
 

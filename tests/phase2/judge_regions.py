@@ -8,7 +8,7 @@ from distlab.grade import Grade, check, task
 from judging.checks import of_members, short
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import regions as b
-from phase2.sharding_checks import Calls, check_calls, check_others, sizes_for
+from phase2.sharding_checks import Calls, check_calls, check_dtype, check_others, sizes_for
 
 COPY, REDUCE = "copy_to_tensor_region", "reduce_from_tensor_region"
 SHAPES = (3, 5), (3, 5)
@@ -46,6 +46,7 @@ def _check_regions(function: str, by_rank: list[list[dict[str, Any]]]) -> None:
             _check_one(here, "the output", found["y"], xs, rank, is_sum=not is_copy)
             if kind != b.UNTRAINED:
                 _check_one(here, "the gradient of x", found["x_grad"], gradients, rank, is_copy)
+            check_dtype(here, found)
             check_others(here, found["is_alone"])
             check(
                 not (is_copy and found["is_copied"]),

@@ -213,7 +213,7 @@ def test_interleaving_holds_no_more_than_it_needs(grade: Grade) -> None:
 def test_interleaving_refuses_a_remainder(grade: Grade) -> None:
     for p, m in ((2, 3), (4, 6), (grade.random.randint(3, 7), 1)):
         found: Any = grade.call(b.refusal_of_schedule, "interleaved_schedule", p, m, 2)
-        here = f"m = {m} is no multiple of p = {p}: that should be a ValueError"
+        here = f"m = {m} is not a multiple of p = {p}: that should be a ValueError"
         check(found["type"], f"{here}, but there was none.")
         check(found["type"] == "ValueError", f"{here}; it is {found['type']}: {found['text']!r}.")
         missing = [number for number in (str(m), str(p)) if number not in found["text"]]

@@ -19,6 +19,7 @@ from phase2.sharding_checks import (
     Calls,
     calls_of,
     check_calls,
+    check_dtype,
     check_others,
     check_parameters,
     check_same,
@@ -59,6 +60,7 @@ def _check_regions(function: str, by_rank: Sequence[Any], where: str = "") -> No
             check_same(here, "the output", output, found["y"], n, _CAUSE)
             wanted = None if kind == r.UNTRAINED else x_grad
             check_same(here, "the gradient of x", wanted, found["x_grad"], n, _CAUSE)
+            check_dtype(here, found)
             check_others(here, found["is_alone"])
             check(
                 found["x"] == found["x_after"] and found["gradient"] == found["after"],

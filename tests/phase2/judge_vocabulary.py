@@ -21,7 +21,6 @@ from phase2.sharding_checks import (
 )
 from phase2.vocabulary import EMBEDDING, LOSS, Scores, Tokens
 
-NUM_BYTES = torch.float64.itemsize
 STAGES = ("making it", "forward", "backward")
 WHERE = f" inside the group {list(MEMBERS)}"
 
@@ -60,9 +59,27 @@ def test_an_embedding_is_split_by_tokens(grade: Grade) -> None:
         run = grade.run(b.embedding_case, n, case)
         _check_embedding(case, run.results)
         if grade.is_simulated:
-            num_bytes = torch.Size(case.shape).numel() * case.width * NUM_BYTES
-            expected = [[], [("all_reduce", num_bytes)], []]
-            check_calls(run, f"{EMBEDDING}, {case}", STAGES, expected)
+            _check_embedding_calls(run, case)
+
+
+def _check_embedding_calls(run: Run, case: Tokens) -> None:
+    num_bytes = torch.Size(case.shape).numel() * case.width * case.dtype.itemsize
+    expected = [[], [("all_reduce", num_bytes)], []]
+    check_calls(run, f"{EMBEDDING}, {case}", STAGES, expected)
+
+
+@task("2.18")
+def test_an_embedding_keeps_the_dtype(grade: Grade) -> None:
+    case = Tokens(6, 3, (4,), dtype=torch.float32)
+    run = grade.run(b.embedding_case, 2, case)
+    for rank, got in enumerate(run.results):
+        found = got["state"]["weight"]["dtype"]
+        check(
+            found == str(case.dtype),
+            f"{EMBEDDING}, {case}, rank {rank}: the weight should keep the dtype of the full "
+            f"embedding, {case.dtype}, but has {found}.",
+        )
+    _check_embedding_calls(run, case)
 
 
 @task("2.18")
@@ -108,7 +125,7 @@ _CAUSE = (
 
 def _check_numbers(run: Run, case: Scores) -> None:
     """Three numbers per target, in three calls at most, and nothing backward."""
-    most = 3 * NUM_BYTES * torch.Size(case.shape).numel()
+    most = 3 * case.dtype.itemsize * torch.Size(case.shape).numel()
     for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():
         here = f"{LOSS}, {case}, rank {rank} of {len(run.results)}"
         check(len(by_stage) == 3, f"{here}: it calls a barrier, which it does not need.")
@@ -138,6 +155,12 @@ def test_a_cross_entropy_is_split_by_tokens(grade: Grade) -> None:
         _check_losses(case, run.results)
         if grade.is_simulated:
             _check_numbers(run, case)
+
+
+@task("2.18")
+def test_losses_have_the_dtype_of_the_logits(grade: Grade) -> None:
+    case = Scores(6, (5,), dtype=torch.float32)
+    _check_numbers(grade.run(b.loss_case, 2, case), case)
 
 
 @task("2.18")

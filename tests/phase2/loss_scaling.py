@@ -165,7 +165,7 @@ def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
 def resume(
     lesson: Any, arguments: dict[str, Any], before: list[Bad], after: list[Bad]
 ) -> dict[str, Any]:
-    """Save after some steps, go on otherwise, load into a scaler that was in use: the scales."""
+    """Save after some steps, go on otherwise, load into a scaler in the middle of a bad step."""
     rank = dist.get_rank()
     saved, loaded = lesson.LossScaler(**arguments), lesson.LossScaler(**arguments)
     _follow(saved, before, rank)
@@ -178,9 +178,17 @@ def resume(
     saved.state_dict()
     has_changed = repr(state) != first
     _follow(loaded, [None], rank)
+    _overflow(loaded)
     loaded.load_state_dict(state if odd else json.loads(json.dumps(state)))
     values = [float(loaded.value), *(step["value"] for step in _follow(loaded, after, rank))]
     return {"odd": odd, "has_changed": has_changed, "values": values}
+
+
+def _overflow(scaler: Any) -> None:
+    """Let a scaler find an inf, and end the step before its update."""
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.full((1,), torch.inf)
+    scaler.unscale(torch.optim.SGD([parameter], lr=0.0))
 
 
 def _is_plain(value: Any) -> bool:

@@ -80,7 +80,7 @@ def _found(x: Tensor, y: Tensor, gradient: Tensor) -> dict[str, Any]:
         "y": listed(y),
         "gradient": listed(gradient),
         "is_copied": y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(),
-        "dtype": str(y.dtype),
+        "dtypes": [str(x.dtype), str(y.dtype)],
     }
 
 

@@ -55,6 +55,11 @@ class Case:
         size = f"Linear({self.in_features}, {self.out_features})"
         return ", ".join([size, f"x {[*self.rows, self.in_features]}", *extras])
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
+
     def full(self) -> nn.Linear:
         """Build the full layer."""
         layer = linear(self.in_features, self.out_features, self.has_bias)

@@ -72,6 +72,12 @@ def check_others(here: str, is_alone_summed: bool) -> None:
     )
 
 
+def check_dtype(here: str, found: Mapping[str, Any]) -> None:
+    """Check that the output of a region has the dtype of x."""
+    expected, got = found["dtypes"]
+    check(got == expected, f"{here}: the output should have the dtype of x, {expected}, not {got}.")
+
+
 def _shape(nested: Any) -> list[int]:
     return [len(nested), *(_shape(nested[0]) if nested else [])] if _is_list(nested) else []
 

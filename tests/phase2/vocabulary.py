@@ -34,16 +34,18 @@ class Tokens:
     width: int
     shape: tuple[int, ...]
     is_frozen: bool = False
+    dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
         """What a message calls it."""
-        frozen = ", frozen" * self.is_frozen
-        return f"Embedding({self.vocabulary}, {self.width}){frozen}, tokens {[*self.shape]}"
+        extras = [f"Embedding({self.vocabulary}, {self.width})", *["frozen"] * self.is_frozen]
+        extras += [str(self.dtype)] * (self.dtype != torch.float64)
+        return ", ".join([*extras, f"tokens {[*self.shape]}"])
 
     def full(self) -> nn.Embedding:
         """Build the full embedding."""
         full: nn.Embedding = with_drawn_parameters(nn.Embedding(self.vocabulary, self.width))
-        return full.requires_grad_(not self.is_frozen)
+        return full.to(self.dtype).requires_grad_(not self.is_frozen)
 
     def tokens(self) -> Tensor:
         """All tokens in turn, from the last to the first."""
@@ -52,7 +54,7 @@ class Tokens:
 
     def weights(self) -> Tensor:
         """What the output is multiplied by in the loss."""
-        return drawn(*self.shape, self.width, seed=72)
+        return drawn(*self.shape, self.width, seed=72).to(self.dtype)
 
 
 def embedding_case(lesson: Any, case: Tokens, group: Any = None) -> dict[str, Any]:
@@ -90,21 +92,23 @@ class Scores:
     scale: float = 1.0
     has_ignored: bool = False
     is_transposed: bool = False
+    dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
         """What a message calls it."""
         extras = [f"up to ±{self.scale:g}"] * (self.scale > 1)
         extras += ["some targets -100"] * self.has_ignored
         extras += ["logits that are not contiguous"] * self.is_transposed
+        extras += [str(self.dtype)] * (self.dtype != torch.float64)
         return ", ".join([f"{[*self.shape]} targets of {self.vocabulary} tokens", *extras])
 
     def logits(self) -> Tensor:
         """The full logits."""
         shape = *self.shape, self.vocabulary
         if not self.is_transposed:
-            return self.scale * drawn(*shape, seed=81)
+            return (self.scale * drawn(*shape, seed=81)).to(self.dtype)
         flipped = shape[1], shape[0], *shape[2:]
-        return self.scale * drawn(*flipped, seed=81).transpose(0, 1)
+        return (self.scale * drawn(*flipped, seed=81)).to(self.dtype).transpose(0, 1)
 
     def targets(self) -> Tensor:
         """All tokens in turn; every third is ignored."""

@@ -1,0 +1,98 @@
+"""What the guidelines of Phase 2 quote is what ``scripts/phase2.py`` prints, takes and holds."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from distlab.course import load
+from distlab.sim import Cluster, Options, Simulated
+from distlab.sim.script import run_script
+from distlab.sim.summary import totals
+from distlab.words import bytes_text, seconds_text
+
+ROOT = Path(__file__).parents[2]
+COURSE = load(ROOT)
+ROW = re.compile(r"^(float\d\d.*?) +(\d\.\d\d) +(\d\.\d\d|nan)$", re.MULTILINE)
+
+
+def section(id: str) -> str:
+    task = COURSE.task(id)
+    guide = (ROOT / task.folder / "guidelines.md").read_text(encoding="utf-8")
+    return guide.partition(f"\n## {task.heading}\n")[2].partition("\n## ")[0]
+
+
+def words(id: str) -> str:
+    """The text of a task, without its line breaks."""
+    return " ".join(section(id).split())
+
+
+def simulated(subject: str, cluster: str, ranks: int) -> Simulated[None]:
+    program = ROOT / "scripts/phase2.py"
+    return run_script(program, [subject], ranks, Cluster.preset(cluster), Options())
+
+
+@pytest.mark.parametrize(
+    ("id", "subject", "quoted"),
+    [
+        ("2.3", "accumulate_over_ranks", "261 µs"),
+        ("2.5", "step_in_float16", "216 µs"),
+        ("2.5", "step_in_float32", "279 µs"),
+        ("2.9", "model_parallel", "2.02 ms"),
+    ],
+)
+def test_seconds_under_a_picture_are_those_of_the_simulator(
+    id: str, subject: str, quoted: str
+) -> None:
+    assert seconds_text(simulated(subject, "dgx-h100", 4).seconds) == quoted
+    assert quoted in section(id)
+
+
+@pytest.mark.parametrize(
+    ("id", "subject", "quoted"),
+    [
+        ("2.3", "accumulate_over_ranks", "{} are spent on messages by the ranks with four"),
+        ("2.17", "tensor_block", "The four all-reduces together take {}."),
+    ],
+)
+def test_seconds_of_messages_are_those_of_rank_0(id: str, subject: str, quoted: str) -> None:
+    exposed_s = totals(simulated(subject, "dgx-h100", 4))[0].exposed_s
+    assert quoted.format(seconds_text(exposed_s)) in words(id)
+
+
+def test_peaks_of_micro_batches_are_those_of_the_simulator() -> None:
+    run = simulated("memory_of_micro_batches", "dgx-h100", 4)
+    one, *peaks = (bytes_text(num_bytes) for num_bytes in run.trace.peak_bytes)
+    quoted = "{} for K = 2, {} for K = 4 and {} for K = 8".format(*peaks)
+    assert f"the peak is **{quoted}**. (For K = 1 it is {one}" in words("2.2")
+    times = [seconds_text(run.trace.compute_s[rank]) for rank in (3, 0)]
+    assert "with K = 8 the step takes {} instead of {}.".format(*times) in words("2.2")
+
+
+def test_the_table_of_segments_is_the_one_that_is_printed() -> None:
+    run = simulated("checkpoint_segments", "dgx-h100", 6)
+    rows = re.findall(r"^   \d +(\S+ ms) .* (\S+ GiB) ", section("2.7"), re.MULTILINE)
+    pairs = zip(run.trace.compute_s, run.trace.peak_bytes, strict=True)
+    assert rows == [(seconds_text(seconds), bytes_text(peak)) for seconds, peak in pairs]
+
+
+def losses(text: str) -> dict[str, tuple[float, float]]:
+    return {name: (float(first), float(last)) for name, first, last in ROW.findall(text)}
+
+
+def test_plain_float16_diverges_and_the_lesson_converges(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    simulated("precisions", "laptop", 2)
+    found, quoted = losses(capfd.readouterr().out), losses(section("2.5"))
+    assert list(found) == list(quoted)
+    assert len(found) == 4
+    for name, (first, last) in quoted.items():
+        # Without scaling, training hangs on the last bits of tiny gradients: they differ by CPU.
+        tolerance = 2.0 if name == "float16, scale 1" else 0.02
+        assert found[name][0] == pytest.approx(first, abs=0.02)
+        assert found[name][1] == pytest.approx(last, abs=tolerance, nan_ok=True)
+    assert math.isnan(found["float16 everywhere"][1])
+    assert found["float16, scale 1"][1] > 10 * found["float32"][1]
+    assert found["float16, scaled"][1] == pytest.approx(found["float32"][1], abs=0.01)
