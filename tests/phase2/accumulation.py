@@ -15,15 +15,14 @@ from phase2.accumulation_models import (
     Dropping,
     Share,
     TwoHeaded,
-    Worn,
     batch_of,
     batch_of_two,
     deep_batch,
     sgd,
-    state_of,
     two_losses,
 )
 from phase2.step_arguments import NotedAllReduce, two_groups
+from phase2.worn import Worn, state_of
 
 # 2.1
 

@@ -1,19 +1,18 @@
 """Models and batches of tasks 2.1 to 2.3, for their bodies and their reference."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from phase2.step_arguments import two_groups
+from phase2.worn import CLASSES, DOUBLE, FEATURES, FLAG
 
-FEATURES, CLASSES, LENGTH = 5, 4, 3
+LENGTH = 3
 IGNORED = -100
-DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 LR, MOMENTUM, WEIGHT_DECAY = 0.5, 0.9, 0.01
-FLAG = 9.0  # in the first feature of a batch: it uses the parameter ``rare``
 
 
 class Share(NamedTuple):
@@ -25,38 +24,6 @@ class Share(NamedTuple):
     @property
     def micro_batches(self) -> int:
         return -(-self.rows // self.size)
-
-
-class Worn(nn.Module):
-    """A classifier in use: what is trainable has a gradient from before, the rest must not move.
-
-    ``tied`` and ``first`` share a weight, ``frozen`` is not trainable, ``unused`` has no part in
-    the logits, and ``rare`` has one only where the inputs have a flag. It notes the rows of each
-    forward pass.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first = nn.Linear(FEATURES, FEATURES, **DOUBLE)
-        self.tied = nn.Linear(FEATURES, FEATURES, **DOUBLE)
-        self.tied.weight = self.first.weight
-        self.head = nn.Linear(FEATURES, CLASSES, **DOUBLE)
-        self.frozen = nn.Parameter(torch.randn(FEATURES, **DOUBLE), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(4, **DOUBLE))
-        self.rare = nn.Parameter(torch.randn(FEATURES, **DOUBLE))
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.full_like(parameter, 3.0)
-        self.rows: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.rows.append(len(x))
-        hidden = torch.tanh(self.first(x)) + self.frozen
-        flagged = x[..., :1] == FLAG
-        if flagged.any():
-            hidden = hidden + self.rare * flagged
-        return self.head(torch.tanh(self.tied(hidden)))  # type: ignore[no-any-return]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -80,11 +47,6 @@ def batch_of(share: Share, rank: int, step: int) -> tuple[Tensor, Tensor]:
         inputs[-1:, :1, :1] = FLAG
         targets[-1:, :1] = 0
     return inputs, targets
-
-
-def state_of(module: nn.Module) -> dict[str, list[float]]:
-    """The numbers of parameters, by name."""
-    return {name: p.detach().flatten().tolist() for name, p in module.named_parameters()}
 
 
 class Dropping(nn.Module):

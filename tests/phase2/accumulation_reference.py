@@ -16,13 +16,12 @@ from phase2.accumulation_models import (
     Dropping,
     Share,
     TwoHeaded,
-    Worn,
     batch_of,
     batch_of_two,
     sgd,
-    state_of,
     two_losses,
 )
+from phase2.worn import Worn, state_of
 
 Shares = tuple[Share, ...]  # by rank
 

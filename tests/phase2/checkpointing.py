@@ -268,7 +268,8 @@ def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Fou
 
 def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
     """One forward and one backward pass; bytes of the parameters."""
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
+    layers = tuple(blocks)  # any sequence will do
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     y = returned("checkpoint_sequential", lesson.checkpoint_sequential(layers, segments, x))
     y.sum().backward()

@@ -11,16 +11,8 @@ from distlab.words import counted, sentence
 from judging.checks import MEASURED, check_peak, check_refused, is_close, same_loss, short
 from phase2 import accumulation as b
 from phase2 import accumulation_reference as reference
-from phase2.accumulation_models import (
-    LENGTH,
-    LR,
-    WEIGHT_DECAY,
-    Deep,
-    Share,
-    Worn,
-    deep_batch,
-    state_of,
-)
+from phase2.accumulation_models import LENGTH, LR, WEIGHT_DECAY, Deep, Share, deep_batch
+from phase2.worn import Worn, state_of
 
 STEPS = 3
 ONCE = "Divide the sum of all gradients once, by the number of targets that count."

@@ -7,45 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-FEATURES, CLASSES, LENGTH = 6, 3, 4
+from phase2.worn import CLASSES, DOUBLE, FEATURES, FLAG
+
+LENGTH = 4
 LR, MOMENTUM = 0.5, 0.9
-FLAG = 9.0  # in the first feature of a batch: it uses the parameter ``rare``
-DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # autocast leaves it alone, so results are exact
-
-
-class Stepped(nn.Module):
-    """A classifier in use: what is trainable has a gradient from before, the rest must not move.
-
-    ``first`` is used twice, ``frozen`` is not trainable, ``unused`` has no part in the logits, and
-    ``rare`` has one only where the inputs have a flag. It notes the rows of each forward pass.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first = nn.Linear(FEATURES, FEATURES, **DOUBLE)
-        self.tied = nn.Linear(FEATURES, FEATURES, **DOUBLE)
-        self.tied.weight = self.first.weight
-        self.head = nn.Linear(FEATURES, CLASSES, **DOUBLE)
-        self.frozen = nn.Parameter(torch.randn(FEATURES, **DOUBLE), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(4, **DOUBLE))
-        self.rare = nn.Parameter(torch.randn(FEATURES, **DOUBLE))
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.full_like(parameter, 3.0)
-        self.rows: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.rows.append(len(x))
-        hidden = torch.tanh(self.first(x)) + self.frozen
-        flagged = x[..., :1] == FLAG
-        if flagged.any():
-            hidden = hidden + self.rare * flagged
-        return self.head(torch.tanh(self.tied(hidden)))  # type: ignore[no-any-return]
-
-
-def state_of(model: nn.Module) -> dict[str, list[float]]:
-    return {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
 
 
 def batch_of(sizes: Sequence[int], rank: int, step: int) -> tuple[Tensor, Tensor]:

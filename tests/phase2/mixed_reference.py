@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from phase2.mixed_models import LR, MOMENTUM, Stepped, batch_of, state_of
+from phase2.mixed_models import LR, MOMENTUM, batch_of
+from phase2.worn import Worn, state_of
 
 
 def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
@@ -28,7 +29,7 @@ def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
 @cache
 def steps_alone(sizes: tuple[int, ...], num_steps: int, max_norm: float) -> dict[str, Any]:
     """SGD with momentum, clipped, on the batches of all ranks put together, in float64."""
-    model, losses, norms = Stepped(), [], []
+    model, losses, norms = Worn(), [], []
     velocity: dict[str, Tensor] = {}
     for step in range(num_steps):
         parts = [batch_of(sizes, rank, step) for rank in range(len(sizes))]
@@ -39,7 +40,7 @@ def steps_alone(sizes: tuple[int, ...], num_steps: int, max_norm: float) -> dict
     return {"losses": losses, "norms": norms, "state": state_of(model)}
 
 
-def _step(model: Stepped, loss: Tensor, velocity: dict[str, Tensor], max_norm: float) -> float:
+def _step(model: Worn, loss: Tensor, velocity: dict[str, Tensor], max_norm: float) -> float:
     """By hand: the first optimizer that is built takes a second."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = dict(
@@ -60,5 +61,5 @@ def mean_of_means(sizes: tuple[int, ...]) -> float:
     """The first loss, if each rank weighs the same."""
     with torch.no_grad():
         batches = [batch_of(sizes, rank, 0) for rank, size in enumerate(sizes) if size]
-        means = [cross_entropy(Stepped()(x).flatten(0, -2), y.flatten()).item() for x, y in batches]
+        means = [cross_entropy(Worn()(x).flatten(0, -2), y.flatten()).item() for x, y in batches]
     return sum(means) / len(means)

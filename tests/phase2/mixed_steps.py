@@ -9,18 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from judging.calls import refusal_of, returned
-from phase2.mixed_models import (
-    FEATURES,
-    LR,
-    MOMENTUM,
-    Noted,
-    Stepped,
-    TorchScaler,
-    batch_of,
-    state_of,
-    weighted,
-)
+from phase2.mixed_models import LR, MOMENTUM, Noted, TorchScaler, batch_of, weighted
 from phase2.step_arguments import NotedAllReduce, two_groups
+from phase2.worn import CLASSES, FEATURES, Worn, state_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -48,7 +39,7 @@ def train_steps(
     lesson: Any, sizes: list[int], num_steps: int, max_norm: float, group: Any = None
 ) -> dict[str, Any]:
     """Losses, norms, final weights and rows seen; the model is in float64, so all is exact."""
-    rank, model, scaler = dist.get_rank(group), Stepped(), TorchScaler(2.0**10, 2, group)
+    rank, model, scaler = dist.get_rank(group), Worn(), TorchScaler(2.0**10, 2, group)
     optimizer = torch.optim.SGD(two_groups(model), lr=LR, momentum=MOMENTUM)
     given = {} if group is None else {"group": group}
     results, is_kept = [], True
@@ -197,12 +188,12 @@ def sums_of(lesson: Any, reduce_dtype: str, group: Any = None) -> list[Any]:
     return [[size, dtype, given is group] for size, dtype, given in calls]
 
 
-NOTED_TRAINABLE = FEATURES * 8 + 8 + 8 * 3 + 5  # of sums_of
+NOTED_TRAINABLE = FEATURES * 8 + 8 + 8 * CLASSES + 5  # of sums_of
 
 
 def step_without_targets(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
     """How the step is refused, and whether the parameters are as before."""
-    model, rank = Stepped(), dist.get_rank()
+    model, rank = Worn(), dist.get_rank()
     before = state_of(model)
     optimizer = torch.optim.SGD(two_groups(model), lr=0.5, weight_decay=0.1)
     inputs, targets = batch_of(sizes, rank, 0)
