@@ -45,6 +45,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+test: export PYTHONDONTWRITEBYTECODE =# otherwise each of hundreds of processes compiles the course
 test: $(READY)
 ifneq ($(wildcard solutions),)
 	$(BIN)/python -m pytest $(SUITES) --impl solution

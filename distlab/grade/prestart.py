@@ -8,9 +8,10 @@ PYTEST_DONT_REWRITE: the learner's commands have imported this before pytest cou
 
 import pytest
 
-from distlab import interrupts
+from distlab import garbage, interrupts
 
 interrupts.end_at_once()  # otherwise pytest would show where it was importing
+garbage.pause()
 
 from distlab.launch import fork_server  # noqa: E402
 
@@ -19,5 +20,6 @@ fork_server.start_ahead("distlab.launch.simulation_process", "distlab.grade.runn
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
-    """From here on, pytest deals with ctrl-C."""
+    """From here on, pytest deals with ctrl-C; the grader and torch are there."""
     interrupts.raise_again()
+    garbage.resume()

@@ -16,7 +16,6 @@ folder of its worlds and ends.
 
 import contextlib
 import fcntl
-import gc
 import importlib
 import os
 import select
@@ -31,6 +30,7 @@ from types import FrameType
 
 import psutil
 
+from distlab import garbage
 from distlab.launch import prctl
 from distlab.launch.protocol import DUMP_SIGNAL
 
@@ -129,11 +129,11 @@ def _read_line(parent: socket.socket) -> str:
 
 def _preload(names: list[str]) -> None:
     """Import what ranks will need; what cannot be imported here will be reported by a rank."""
+    garbage.pause()
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # the ranks' collectors leave these objects alone, and their pages stay shared
+    garbage.resume()  # the ranks' collectors leave these objects alone, and their pages stay shared
 
 
 def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:

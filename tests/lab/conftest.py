@@ -1,5 +1,6 @@
 """What several files of tests share."""
 
+import gc
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,11 @@ from hypothesis import HealthCheck, settings
 # How fast inputs are drawn says something about the machine only.
 settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_finish() -> None:
+    """Freeze nothing, as a program does: each simulation in this process counts what is frozen."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

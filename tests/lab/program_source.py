@@ -23,11 +23,12 @@ PR_SET_PDEATHSIG = 1
 
 def serve() -> NoReturn:
     """Be a source until the other end closes, and in its forks the programs."""
+    gc.disable()
     import torch._dynamo  # the first optimizer imports it, for a second
     import torch.distributed  # noqa: F401
 
-    gc.collect()
     gc.freeze()  # what programs collect is their own, and their pages stay shared
+    gc.enable()
     asking = socket.socket(fileno=int(sys.argv[1]))
     own_path = [place for place in sys.path if place not in ("", os.path.dirname(__file__))]
     while True:

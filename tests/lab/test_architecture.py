@@ -34,7 +34,9 @@ MAY_IMPORT = {
     "cli": {"bench", "course", "demo", "doctor", "launch", "learner", "sim", "training"},
     "__main__": {"cli"},
 }
-TOOLS = {"interrupts", "reading", "torchvision_repair", "tracebacks", "words", "writing"}
+TOOLS = {
+    *("garbage", "interrupts", "reading", "torchvision_repair", "tracebacks", "words", "writing")
+}
 
 # Imports for the type checker alone that close a cycle inside sim, each with its reason.
 _WORLD = "is built by the Simulation, and calls it back"

@@ -26,7 +26,6 @@ from ranks import (
     refusal,
     sent,
 )
-from scipy.optimize import nnls
 from torch import Tensor
 
 from solutions.phase1_data_parallel import collectives
@@ -324,9 +323,17 @@ def test_fit_gives_no_negative_alpha_when_small_messages_were_faster_than_their_
 times_ = st.floats(1e-6, 1e-2)
 
 
+@pytest.fixture(scope="module")
+def nnls() -> Callable[..., Any]:
+    """SciPy's, loaded here and not at the top: every rank of the tests above would load it too."""
+    from scipy.optimize import nnls
+
+    return nnls
+
+
 @given(st.dictionaries(st.integers(0, 2**20), times_, min_size=2, max_size=8))
 def test_fit_is_the_best_of_all_lines_without_a_negative_coefficient(
-    measured: dict[int, float],
+    nnls: Callable[..., Any], measured: dict[int, float]
 ) -> None:
     sizes, seconds = list(measured), list(measured.values())
     alpha, beta = fit_alpha_beta(sizes, seconds)
