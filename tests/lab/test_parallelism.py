@@ -199,7 +199,7 @@ def test_sizes_come_in_any_order_and_those_left_out_are_1(
 
 @pytest.mark.parametrize("item", ["", "dp", "dp=0", "dp=-1", "dp=2.0", "xp=2", "dp=2=2", "tp:2"])
 def test_what_is_not_a_size_is_named(item: str) -> None:
-    says = f"{item!r} is not dp, pp or tp with a size: write {ALL}"
+    says = f"{item!r} is not dp, pp or tp with a size, 1 or more: write {ALL}"
     assert refusal(lambda: Parallelism.parse(f"dp=2,{item}")) == says
 
 
@@ -208,6 +208,12 @@ def test_replicas_alone_are_the_workers_of_any_model() -> None:
     assert config == config_of(num_workers=3)
     assert config.model == "cnn"
     assert config_of(parallelism="dp=3,tp=2").model == "gpt"
+
+
+@pytest.mark.parametrize("one", ["tp=1", "pp=1", "dp=2,pp=1", "pp=1,tp=1"])
+def test_one_stage_or_shard_trains_the_model_that_more_would(one: str) -> None:
+    assert config_of(parallelism=one).model == "gpt"
+    assert config_of(parallelism=one, model="cnn").model == "cnn", "it is not split"
 
 
 def test_an_unset_batch_gives_each_replica_a_sample_for_every_stage() -> None:
