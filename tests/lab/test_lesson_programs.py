@@ -115,9 +115,9 @@ def test_tensor_parallel_halves_the_mlp_and_counts_its_collectives(run: Run) -> 
 def test_a_mistake_is_one_line_that_names_the_numbers(
     run: Run, lesson: str, ranks: int, options: str, line: str
 ) -> None:
-    errors = run(f"{lesson}.py", ranks, *options.split()).splitlines()
-    assert re.match(rf"{lesson}\.py: .*{line}", errors[0])
-    assert [bool(re.match(r"rank \d of \d raised SystemExit: 1$", e)) for e in errors[1:]] == [True]
+    assert re.fullmatch(
+        rf"{lesson}\.py: .*{line}.*\n", run(f"{lesson}.py", ranks, *options.split())
+    )
 
 
 @pytest.mark.parametrize("number", ["0", "-3", "2.5", "many"])
@@ -136,10 +136,9 @@ def test_a_number_that_is_not_one_is_quoted(run: Run, number: str) -> None:
 )
 def test_a_todo_is_one_line_that_names_its_task(run: Run, lesson: str, needs: str) -> None:
     template = LESSONS.parents[1] / f"phase2_advanced/template_{lesson}.py"
-    first, *_ = run(str(template), 2).splitlines()
     task = needs.split()[0]
     what = f"this needs {needs}, which is not written yet: distlab check {task}"
-    assert first == f"template_{lesson}.py: {what}"
+    assert run(str(template), 2) == f"template_{lesson}.py: {what}\n"
 
 
 def todo() -> None:
