@@ -168,11 +168,12 @@ def test_parts_that_are_not_written_yet_are_named_before_anything_starts(
     monkeypatch.chdir(ROOT)
     with pytest.raises(trainers.NotThereError) as refused:
         config_of(parallelism="tp=2", impl="mine")
-    assert "2.14 copy_to_tensor_region and 1 more, 2.15 " in str(refused.value)
+    assert "2.14 copy_to_tensor_region and reduce_from_tensor_region, 2.15 " in str(refused.value)
     assert "2.12 run_schedule" not in str(refused.value)
     with pytest.raises(trainers.NotThereError) as refused:
         config_of(parallelism="pp=2", impl="mine")
-    assert "2.8 partition_layers, 2.9 StageRunner and 2 more, 2.11 " in str(refused.value)
+    messages = "2.9 StageRunner, send_tensors and recv_tensors"
+    assert f"2.8 partition_layers, {messages}, 2.11 " in str(refused.value)
     assert "2.12 run_schedule" in str(refused.value)
     assert "2.17 parallelize_mlp" not in str(refused.value)
 
