@@ -1,5 +1,6 @@
 """What the notebooks of all phases share: whose functions they show, and how they are measured."""
 
+import re
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -37,7 +38,7 @@ def try_yours(lesson: str, names: str, experiment: Callable[..., T]) -> T:
     try:
         found = experiment(*_load(f"{phase}.template_{file}", names))
     except Exception as error:  # a file of the learner's may raise anything when it is imported
-        reason = _why(error)
+        reason = _why(error, names)
     else:
         print(f"{label}: you see your own.")
         return found
@@ -56,10 +57,11 @@ def _load(module: str, names: str) -> list[Any]:
     return [getattr(loaded, name) for name in names.split()]
 
 
-def _why(error: Exception) -> str:
-    """Say that something is a TODO, or quote the first line of the error."""
+def _why(error: Exception, names: str) -> str:
+    """Say that something is a TODO, and what if it is not all; or quote the error's first line."""
     if isinstance(error, LaunchError) and error.exception == NotImplementedError.__name__:
-        return "not written yet"
+        todo = re.search(r"Task [\d.]+: ([\w.]+)", str(error))
+        return f"{todo[1]} is not written yet" if todo and todo[1] != names else "not written yet"
     first, *_ = str(error).splitlines() or [type(error).__name__]
     return f"not working yet ({first})"
 

@@ -12,6 +12,7 @@ from distlab.grade import submission
 from distlab.grade.lending import SOLUTIONS
 from distlab.grade.submission import COURSE, Submission
 from distlab.learner import folder, source
+from distlab.words import joined
 
 PHASE = "phase1_data_parallel"
 PHASE_2 = "phase2_advanced"
@@ -71,7 +72,7 @@ def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:
     needed = _with_what_they_use(here, filter(is_called, here.course.tasks))
     missing = [task for task in needed if source.is_to_write(here, task)]
     if missing:
-        first, names = missing[0], ", ".join(f"{task.id} {task.label}" for task in missing)
+        first, names = missing[0], ", ".join(f"{x.id} {joined(x.names)}" for x in missing)
         raise NotThereError(
             f"this needs what you have not written yet: {names}. Go on with: "
             f"distlab check {first.id}"

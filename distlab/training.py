@@ -111,7 +111,8 @@ def make_config(
     """Fill in the options left open: workers, batch size that they can share, learning rate.
 
     Args:
-        model: None: cnn, or gpt where the model is split.
+        model: None: cnn, or gpt where ``parallelism`` names stages or shards, even one: then
+            the training of one process is there to compare with.
         parallelism: as ``Parallelism.parse`` reads it; None: all workers hold the whole model.
         impl: whose trainer: "solution", or "mine", what the learner has written.
         others: further fields of ``TrainConfig``, taken as they are.
@@ -123,7 +124,7 @@ def make_config(
         NotThereError: no solutions are here, or the learner's own trainer is not written yet.
     """
     sizes = _parallelism(parallelism, num_workers, backend)
-    model = _model_name(model, sizes)
+    model = _model_name(model, sizes, parallelism or "")
     return TrainConfig(
         dataset=dataset,
         model=model,
@@ -159,13 +160,13 @@ def _refusals(parallelism: object) -> Iterator[None]:
         raise ConfigError(f"--parallelism {parallelism}: {error}") from None
 
 
-def _model_name(asked: str | None, sizes: Parallelism) -> str:
+def _model_name(asked: str | None, sizes: Parallelism, parallelism: str) -> str:
     if sizes.splits_model and asked not in (None, "gpt"):
         raise ConfigError(
             f"--parallelism {sizes} splits the model, and only gpt can be split: leave --model "
             f"{asked} out, or use --parallelism dp={sizes.num_ranks}"
         )
-    return asked or ("gpt" if sizes.splits_model else "cnn")
+    return asked or ("gpt" if "pp" in parallelism or "tp" in parallelism else "cnn")
 
 
 def _batch_size(asked: int | None, sizes: Parallelism) -> int:

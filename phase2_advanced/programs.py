@@ -3,6 +3,9 @@
 It contains no task, so leave it as it is.
 """
 
+import argparse
+import copy
+import dis
 import inspect
 import sys
 import time
@@ -27,8 +30,10 @@ from torch.nn.functional import cross_entropy
 
 from phase2_advanced.given import Batch, group_device
 
+NUM_ROWS = 512  # of the data
 
-def load_digits(rows: int = 512) -> Batch:
+
+def load_digits(rows: int = NUM_ROWS) -> Batch:
     """Return the first of scikit-learn's digits: pixels (rows, 64) from 0 to 1, labels (rows,).
 
     Raises:
@@ -108,6 +113,20 @@ def require_equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
         fail(f"after training, the weights of ranks {wrong} are not those of one process")
 
 
+def compare_with_one_process(
+    ours: nn.Module, widths: Sequence[int], layers: Iterable[int], num_steps: int
+) -> None:
+    """``fail`` on all ranks unless every rank has the weights that one process would have.
+
+    Args:
+        ours: what this rank has trained of ``digit_layers(widths)``.
+        layers: the numbers of the layers in it.
+    """
+    alone = digit_layers(widths)
+    train_alone(nn.Sequential(*alone), num_steps)
+    require_equal(ours.parameters(), (x for i in layers for x in alone[i].parameters()))
+
+
 def from_all_ranks(number: float) -> list[float]:
     """Return the number of each rank, on all ranks."""
     mine = torch.tensor([number], dtype=torch.float64, device=group_device())
@@ -141,16 +160,26 @@ def fail(problem: object) -> NoReturn:
     raise SystemExit(1) from None
 
 
+def require_written(*functions: Callable[..., Any]) -> None:
+    """``fail`` on all ranks, which must all call this, if a function is still a TODO."""
+    for function in functions:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        for instruction in dis.get_instructions(code) if code else ():
+            text = instruction.argval
+            if isinstance(text, str) and text.startswith("Task "):  # a raise that can be reached
+                task, name = text.removeprefix("Task ").split(",")[0].split(": ")
+                fail(f"this needs {task} {name}, which is not written yet: distlab check {task}")
+
+
 def positive(text: str) -> int:
     """Read an option that must be 1 or more.
 
     Raises:
-        ValueError: it is not.
+        argparse.ArgumentTypeError: it is not.
     """
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
 
 
 class Checkpointed(nn.Module):
@@ -162,6 +191,25 @@ class Checkpointed(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.checkpoint(self.module, *inputs)
+
+
+def checkpointed(
+    chunks: Sequence[nn.Sequential],
+    checkpoint: Callable[..., Any],
+    train_step: Callable[[list[nn.Sequential]], "Meter"],
+) -> list[nn.Sequential]:
+    """Print what a step keeps without checkpoints; return the same layers with one around each.
+
+    Args:
+        chunks: this rank's; they keep their parameters and share them with the result.
+        checkpoint: of 2.6.
+        train_step: measures a step of a copy of the chunks.
+    """
+    require_written(checkpoint)
+    say("without checkpointing, in one step:")
+    report(train_step(copy.deepcopy([*chunks])))
+    say("with it:")
+    return [nn.Sequential(*(Checkpointed(x, checkpoint) for x in chunk)) for chunk in chunks]
 
 
 class Meter:

@@ -7,7 +7,6 @@ them.
 """
 
 import argparse
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
@@ -35,6 +34,7 @@ from phase2_advanced.template_model_parallel import (
 )
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # of each stage, by schedule
+MAX_COLUMNS = 100  # of a drawing
 NUM_HIDDEN = 8  # layers before the last, in the model that ``main`` trains
 
 
@@ -194,6 +194,7 @@ def main() -> None:
     options = _options()
     widths = [64, *[options.width] * NUM_HIDDEN]
     dist.init_process_group()
+    programs.require_written(partition_layers, send_tensors, recv_tensors, run_schedule)
     try:
         schedule = _schedule(options.schedule, dist.get_world_size(), options.micro_batches)
         chunks, layers = _cut(widths, CHUNKS[options.schedule])
@@ -202,26 +203,17 @@ def main() -> None:
     programs.say(
         f"parameters by stage:  {programs.by_rank(sum(map(programs.num_parameters, chunks)))}"
     )
-    if len(drawing := grid(schedule)) < 100 * len(schedule):
-        programs.say(drawing)
+    programs.say(_drawing(schedule))
     if options.checkpointing:
         from phase2_advanced.template_activation_checkpointing import checkpoint
 
-        programs.say("without checkpointing, in one step:")
-        programs.report(_train(copy.deepcopy(chunks), schedule, options.micro_batches, 1)[1])
-        programs.say("with it:")
-        chunks = [
-            nn.Sequential(*(programs.Checkpointed(x, checkpoint) for x in chunk))
-            for chunk in chunks
-        ]
+        chunks = programs.checkpointed(
+            chunks, checkpoint, lambda copies: _train(copies, schedule, options.micro_batches, 1)[1]
+        )
     losses, meter = _train(chunks, schedule, options.micro_batches, options.steps)
     programs.report(meter)
     programs.say(f"bubble:               {_bubble(schedule):.1%} if messages took no time")
-    alone = nn.Sequential(*programs.digit_layers(widths))
-    programs.train_alone(alone, options.steps)
-    ours = (parameter for chunk in chunks for parameter in chunk.parameters())
-    theirs = (parameter for i in layers for parameter in alone[i].parameters())
-    programs.require_equal(ours, theirs)
+    programs.compare_with_one_process(nn.ModuleList(chunks), widths, layers, options.steps)
     programs.say_loss(losses[0], losses[-1])
     dist.destroy_process_group()
 
@@ -242,10 +234,23 @@ def _schedule(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
             f"--micro-batches {num_micro_batches} is too few to keep {num_stages} stages busy: "
             f"take {num_stages} or more"
         )
+    if num_micro_batches > programs.NUM_ROWS:
+        raise ValueError(
+            f"--micro-batches {num_micro_batches}: the data has {programs.NUM_ROWS} rows, take "
+            f"{programs.NUM_ROWS} or fewer"
+        )
     if name == "interleaved":
+        programs.require_written(interleaved_schedule)
         return interleaved_schedule(num_stages, num_micro_batches, CHUNKS[name])
     make = gpipe_schedule if name == "gpipe" else one_f_one_b_schedule
+    programs.require_written(make)
     return make(num_stages, num_micro_batches)
+
+
+def _drawing(schedule: Schedule) -> str:
+    drawing = grid(schedule)
+    too_wide = len(drawing) >= MAX_COLUMNS * len(schedule)
+    return "(the schedule is too wide to draw)" if too_wide else drawing
 
 
 def _cut(widths: Sequence[int], num_chunks: int) -> tuple[list[nn.Sequential], list[int]]:

@@ -46,7 +46,7 @@ def print_table(layers: int, repeats: int, impl: str) -> None:
     (measured,) = launch.run(measure_on_rank, 1, lessons, SIZES, layers, repeats, backend="gloo")
     title = f"{layers} layers, {isqrt(layers)} segments: median of {repeats} steps"
     Console().print(rivals.table(title, measured, RIVALS, (rivals.STEP, rivals.PEAK)))
-    print(rivals.PARENTHESES, rivals.PEAK_MEMORY, sep="\n")
+    print(rivals.WHOSE[impl], rivals.PARENTHESES, rivals.PEAK_MEMORY, sep="\n")
 
 
 def measure_on_rank(

@@ -52,7 +52,7 @@ def print_table(ranks: int, repeats: int, impl: str) -> None:
     num_micro_batches = MICRO_BATCHES_PER_STAGE * ranks
     title = f"{ranks} stages, {num_micro_batches} micro-batches: median of {repeats} steps"
     Console().print(rivals.table(title, measured, RIVALS, (rivals.STEP, rivals.PEAK)))
-    print(rivals.PARENTHESES, rivals.PEAK_MEMORY, sep="\n")
+    print(rivals.WHOSE[impl], rivals.PARENTHESES, rivals.PEAK_MEMORY, sep="\n")
 
 
 def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Measured]:

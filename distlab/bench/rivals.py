@@ -15,6 +15,10 @@ from distlab.bench.collectives import Collectives
 from distlab.sim.device import Device
 from distlab.words import bytes_text, seconds_text
 
+WHOSE = {
+    "solution": "Ours: the solutions; --impl mine takes what you have written.",
+    "mine": "Ours: what you have written.",
+}
 PARENTHESES = "In parentheses: ours as a multiple of it. Below 1, ours is faster or needs less."
 PEAK_MEMORY = (
     "Peak memory: most bytes alive at once, beside parameters and data, on the rank with most."

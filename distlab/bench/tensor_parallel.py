@@ -50,7 +50,7 @@ def print_table(ranks: int, repeats: int, impl: str) -> None:
     where = f"{counted(SIZES.blocks, 'block')} on {counted(ranks, 'gloo rank')}"
     columns = rivals.STEP, rivals.COLLECTIVES, rivals.BYTES
     Console().print(rivals.table(f"{where}: median of {repeats} steps", measured, RIVALS, columns))
-    print(PLANS, rivals.PARENTHESES, sep="\n")
+    print(rivals.WHOSE[impl], PLANS, rivals.PARENTHESES, sep="\n")
 
 
 def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Measured]:

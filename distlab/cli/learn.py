@@ -64,6 +64,7 @@ Lend = Annotated[
     typer.Option("--lend", help="Take what it builds on from the solutions, where yours fails."),
 ]
 COLOURS = {"✔": typer.colors.GREEN, "✘": typer.colors.RED}
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Messages in full.")]
 DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.colors.CYAN}
 
 
@@ -102,11 +103,17 @@ def choose(here: folder.CourseFolder, name: str | None) -> Task:
     return state.load(here).next_task(here) or here.course.tasks[-1]
 
 
-def check(tasks: SomeTasks = None, world_timeout: WorldTimeout = None, lend: Lend = False) -> None:
+def check(
+    tasks: SomeTasks = None,
+    world_timeout: WorldTimeout = None,
+    lend: Lend = False,
+    verbose: Verbose = False,
+) -> None:
     """Grade a task, or several, and say what to do next."""
     here = folder.find()
     chosen = list(dict.fromkeys(here.task(name) for name in tasks or ())) or [choose(here, None)]
     options = [*grading.world_timeout(world_timeout), *grading.lending(here, lend)]
+    options += ["-v"] * verbose
     with _grader(here, len(chosen)) as run:
         codes = [_check(here, task, run, options, is_alone=len(chosen) == 1) for task in chosen]
     if len(chosen) > 1:
@@ -168,7 +175,7 @@ def grade(
     ] = None,
     world_timeout: WorldTimeout = None,
     lend: Lend = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Messages in full.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Grade everything: exit code 0 full marks, 1 not, 2 usage, 3 grader failed, 4 nothing ran."""
     here = folder.find()

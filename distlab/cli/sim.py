@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from distlab.cli.streams import watched_stderr
+
 if TYPE_CHECKING:
     from distlab.sim import Cluster, Faults, Simulated
 
@@ -129,10 +131,32 @@ def sim(
             capacity_bytes=capacity_bytes,
             faults=faults,
         )
-    simulated = run_script(script, own_arguments, num_ranks, world, options)
+    with _exits_told_once():
+        simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated)}\n")
+    if not no_devices and not _has_done_anything(simulated):
+        typer.echo(f"No rank computed or sent anything: does {script} call its main function?\n")
     heading = title or title_of(script)
     _write(simulated, heading, trace=trace, links=links, plot=plot, gantt=gantt)
+
+
+@contextmanager
+def _exits_told_once() -> Iterator[None]:
+    """Add nothing to what a script has said on standard error before it exited."""
+    from distlab.sim import RankError
+
+    with watched_stderr() as watched:
+        try:
+            yield
+        except RankError as error:
+            if error.exception == SystemExit.__name__ and watched.has_text:
+                raise typer.Exit(1) from None
+            raise
+
+
+def _has_done_anything(simulated: "Simulated[None]") -> bool:
+    trace = simulated.trace
+    return any(trace.compute_s) or any(trace.messages)
 
 
 @contextmanager

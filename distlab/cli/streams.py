@@ -2,6 +2,9 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
 
 INTERRUPTED = 130  # the exit code of ctrl-C
 
@@ -25,6 +28,29 @@ def print_line(message: str) -> None:
         print(erase_bar + message, file=sys.stderr, flush=True)
     except OSError:
         drop(sys.stderr.fileno())
+
+
+class Watched:
+    """A stream that remembers whether anything was written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.has_text = stream, False
+
+    def write(self, text: str) -> int:
+        self.has_text = True
+        written: int = self._stream.write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def watched_stderr() -> Iterator[Watched]:
+    """Let whatever is printed on standard error be noticed."""
+    watched = Watched(sys.stderr)
+    with redirect_stderr(watched):
+        yield watched
 
 
 def drop(number: int) -> None:

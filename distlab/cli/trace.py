@@ -28,7 +28,7 @@ def trace(
         str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function to run.")
     ] = "template",
 ) -> None:
-    """Run your function on simulated ranks; draw its messages, or report the deadlock."""
+    """Run a function of Phase 1 on simulated ranks; draw its messages, or report a deadlock."""
     here = folder.find()
     listed, why = (here.task(task), "") if task else trace_programs.choose(here, state.load(here))
     choice = grading.find_impl(impl)

@@ -21,7 +21,7 @@ def train(
         typer.Option(
             "--model",
             help="gpt predicts pixel by pixel: small images only. "
-            "[default: cnn, or gpt if --parallelism splits the model]",
+            "[default: cnn, or gpt if --parallelism names pp or tp]",
         ),
     ] = None,
     num_workers: Annotated[

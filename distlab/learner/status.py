@@ -163,7 +163,7 @@ def _how_to_write(folder: CourseFolder, task: Task, grade: TaskGrade) -> Iterato
     id, function = to_write(task, grade)
     missing = next((other for other in folder.course.tasks if other.id == id), task)
     left = source.to_write(missing, source.read(folder.root / missing.template))
-    what = missing.label if left.keys() >= {*missing.functions} else function
+    what = joined(missing.names) if left.keys() >= {*missing.functions} else function
     yield f"Write {what} in {missing.template}."
     yield f"Read  {missing.folder}/{missing.guide}"
     if missing != task:

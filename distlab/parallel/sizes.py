@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from distlab.words import counted
 
 EXAMPLE = "dp=2,pp=2,tp=2"
+_SIZE = re.compile(r"\s*(dp|pp|tp)=([1-9][0-9]{0,8})\s*")
 _PIPELINE = (
     "split_micro_batches",
     "partition_layers",
@@ -33,9 +34,11 @@ class Parallelism:
         """
         sizes: dict[str, int] = {}
         for item in text.split(","):
-            found = re.fullmatch(r"\s*(dp|pp|tp)=([1-9][0-9]{0,8})\s*", item)
+            found = _SIZE.fullmatch(item)
             if not found:
-                raise ValueError(f"{item!r} is not dp, pp or tp with a size: write {EXAMPLE}")
+                raise ValueError(
+                    f"{item!r} is not dp, pp or tp with a size, 1 or more: write {EXAMPLE}"
+                )
             name, size = found.groups()
             if name in sizes:
                 raise ValueError(f"{name} is there twice: write {EXAMPLE}")

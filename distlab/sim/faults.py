@@ -77,10 +77,10 @@ class Faults:
             ValueError: with the ranks that do.
         """
         named = {
-            "slow_ranks": list(self.slow_ranks),
-            "kill_ranks": list(self.kill_ranks),
-            "kill_at_steps": list(self.kill_at_steps),
-            "delays_s": [rank for pair in self.delays_s for rank in pair],
+            "slow_rank": list(self.slow_ranks),
+            "kill_rank": list(self.kill_ranks),
+            "kill_at_step": list(self.kill_at_steps),
+            "delay": [rank for pair in self.delays_s for rank in pair],
         }
         for name, ranks in named.items():
             for rank in ranks:

@@ -1,7 +1,6 @@
 """Model parallelism: every rank holds a stage, a run of layers, and one rank works at a time."""
 
 import argparse
-import copy
 import math
 import pickle
 from collections.abc import Sequence
@@ -199,29 +198,19 @@ def main() -> None:
     """Train on digits with a stage on each rank, and compare the weights with one process's."""
     options = _options()
     dist.init_process_group()
-    rank, num_stages, layers = dist.get_rank(), dist.get_world_size(), programs.digit_layers(WIDTHS)
-    try:
-        stages = partition_layers([programs.num_parameters(layer) for layer in layers], num_stages)
-    except ValueError as error:
-        programs.fail(error)
-    mine = slice(stages[rank].start, stages[rank].stop)
-    stage = nn.Sequential(*layers[mine])
+    programs.require_written(partition_layers, send_tensors, recv_tensors)
+    programs.require_written(StageRunner.forward, StageRunner.backward)
+    stage, layers = _cut(programs.digit_layers(WIDTHS))
     programs.say(f"parameters by stage:  {programs.by_rank(programs.num_parameters(stage))}")
     if options.checkpointing:
         from solutions.phase2_advanced.activation_checkpointing import checkpoint
 
-        programs.say("without checkpointing, in one step:")
-        programs.report(_train(copy.deepcopy(stage), 1)[1])
-        programs.say("with it:")
-        stage = nn.Sequential(*(programs.Checkpointed(layer, checkpoint) for layer in layers[mine]))
+        [stage] = programs.checkpointed([stage], checkpoint, lambda copies: _train(copies[0], 1)[1])
     losses, meter = _train(stage, options.steps)
     programs.report(meter)
-    programs.say(
-        f"bubble:               {1 - 1 / num_stages:.0%}: one rank of {num_stages} works at a time"
-    )
-    alone = nn.Sequential(*programs.digit_layers(WIDTHS))
-    programs.train_alone(alone, options.steps)
-    programs.require_equal(stage.parameters(), alone[mine].parameters())
+    p = dist.get_world_size()
+    programs.say(f"bubble:               {1 - 1 / p:.0%}: one rank of {p} works at a time")
+    programs.compare_with_one_process(stage, WIDTHS, layers, options.steps)
     first, last = (programs.from_all_ranks(losses[step])[-1] for step in (0, -1))
     programs.say_loss(first, last)
     dist.destroy_process_group()
@@ -232,6 +221,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=programs.positive, default=20)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     return parser.parse_args()
+
+
+def _cut(layers: list[nn.Module]) -> tuple[nn.Sequential, range]:
+    """Return this rank's stage, and the numbers of its layers."""
+    costs = [programs.num_parameters(layer) for layer in layers]
+    try:
+        mine = partition_layers(costs, dist.get_world_size())[dist.get_rank()]
+    except ValueError as error:
+        programs.fail(error)
+    return nn.Sequential(*layers[mine.start : mine.stop]), mine
 
 
 def _train(stage: nn.Module, num_steps: int) -> tuple[list[float], programs.Meter]:

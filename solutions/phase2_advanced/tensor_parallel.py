@@ -528,12 +528,15 @@ def main() -> None:
     """Train an MLP on digits with its hidden features split, and compare with one process's."""
     options = _options()
     dist.init_process_group()
+    programs.require_written(copy_to_tensor_region, reduce_from_tensor_region, parallelize_mlp)
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        programs.require_written(layer.__init__, layer.forward)
     (model, mlp), (alone, mlp_alone) = _model(options.hidden), _model(options.hidden)
     programs.say(f"parameters:           {programs.num_parameters(model):,} in one process")
     try:
         parallelize_mlp(mlp)
     except ValueError as error:
-        programs.fail(error)
+        programs.fail(f"--hidden {options.hidden}: {error}")
     programs.say(f"parameters by rank:   {programs.by_rank(programs.num_parameters(model))}")
     _say_what_a_step_sends(model)
     losses = programs.train(model, options.steps)

@@ -72,6 +72,7 @@ def test_a_table_gives_ours_as_a_multiple_of_every_rival(
         for cell in cells:
             assert bool(re.search(r" \(\d+\.\d\d\)$", cell)) == (name in module.RIVALS), cell
     assert rivals.PARENTHESES in printed
+    assert "Ours: the solutions; --impl mine takes what you have written.\n" in printed
 
 
 def measured(module: ModuleType, ranks: int, *more: int) -> dict[str, Measured]:

@@ -69,7 +69,21 @@ def test_several_functions_are_shown_together(capsys: pytest.CaptureFixture[str]
     names = "broadcast all_reduce_naive"
     found = try_yours(COLLECTIVES, names, lambda *both: (run(both[0]), both))
     assert found[1] == (collectives.broadcast, collectives.all_reduce_naive)
-    assert capsys.readouterr().out.startswith("broadcast, all_reduce_naive: not written yet")
+    assert capsys.readouterr().out == (
+        "broadcast, all_reduce_naive: broadcast is not written yet, so you see the solution.\n"
+    )
+
+
+def test_only_what_is_not_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(template_collectives, "broadcast", lambda x: x.fill_(3))
+    names = "broadcast all_reduce_naive"
+    try_yours(COLLECTIVES, names, lambda *both: (run(both[0]), run(both[1])))
+    assert capsys.readouterr().out == (
+        "broadcast, all_reduce_naive: all_reduce_naive is not written yet, "
+        "so you see the solution.\n"
+    )
 
 
 def test_without_solutions_a_todo_ends_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,8 @@ def test_a_trainer_that_is_not_written_is_a_line_that_names_the_tasks(mine: Path
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "this needs what you have not written yet: 1.5 broadcast, 1.9 broadcast_parameters, "
-        "1.10 average_gradients and 1 more, 1.11 train_step, 1.12 evaluate, 1.13 Trainer.fit. "
+        "1.10 average_gradients and average_gradients_flat, 1.11 train_step, 1.12 evaluate, "
+        "1.13 Trainer.fit. "
         "Go on with: distlab check 1.5\n"
     )
     done = distlab(mine, "train", "--impl", "mine", *SHORT, "--all_reduce", "recursive_doubling")

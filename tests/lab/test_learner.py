@@ -442,6 +442,22 @@ def test_a_course_that_cannot_be_written_is_still_graded(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("options", [[], ["-v"], ["--verbose"]])
+def test_a_check_gives_messages_in_full_if_asked(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    asked: list[str] = []
+    failed = saying(1, ("1.4", "failed", 0))
+
+    def run(arguments: list[str]) -> tuple[int, str]:
+        asked.extend(arguments)
+        return failed(arguments)
+
+    monkeypatch.setattr(grading, "captured_in", lambda _: run)
+    assert distlab("check", "1.4", *options) == 1
+    assert ("-v" in asked) == bool(options)
+
+
 def test_a_picture_without_a_place_is_an_error_in_one_line(
     here: CourseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

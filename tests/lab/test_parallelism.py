@@ -168,11 +168,12 @@ def test_parts_that_are_not_written_yet_are_named_before_anything_starts(
     monkeypatch.chdir(ROOT)
     with pytest.raises(trainers.NotThereError) as refused:
         config_of(parallelism="tp=2", impl="mine")
-    assert "2.14 copy_to_tensor_region and 1 more, 2.15 " in str(refused.value)
+    assert "2.14 copy_to_tensor_region and reduce_from_tensor_region, 2.15 " in str(refused.value)
     assert "2.12 run_schedule" not in str(refused.value)
     with pytest.raises(trainers.NotThereError) as refused:
         config_of(parallelism="pp=2", impl="mine")
-    assert "2.8 partition_layers, 2.9 StageRunner and 2 more, 2.11 " in str(refused.value)
+    messages = "2.9 StageRunner, send_tensors and recv_tensors"
+    assert f"2.8 partition_layers, {messages}, 2.11 " in str(refused.value)
     assert "2.12 run_schedule" in str(refused.value)
     assert "2.17 parallelize_mlp" not in str(refused.value)
 
@@ -199,7 +200,7 @@ def test_sizes_come_in_any_order_and_those_left_out_are_1(
 
 @pytest.mark.parametrize("item", ["", "dp", "dp=0", "dp=-1", "dp=2.0", "xp=2", "dp=2=2", "tp:2"])
 def test_what_is_not_a_size_is_named(item: str) -> None:
-    says = f"{item!r} is not dp, pp or tp with a size: write {ALL}"
+    says = f"{item!r} is not dp, pp or tp with a size, 1 or more: write {ALL}"
     assert refusal(lambda: Parallelism.parse(f"dp=2,{item}")) == says
 
 
@@ -208,6 +209,12 @@ def test_replicas_alone_are_the_workers_of_any_model() -> None:
     assert config == config_of(num_workers=3)
     assert config.model == "cnn"
     assert config_of(parallelism="dp=3,tp=2").model == "gpt"
+
+
+@pytest.mark.parametrize("one", ["tp=1", "pp=1", "dp=2,pp=1", "pp=1,tp=1"])
+def test_one_stage_or_shard_trains_the_model_that_more_would(one: str) -> None:
+    assert config_of(parallelism=one).model == "gpt"
+    assert config_of(parallelism=one, model="cnn").model == "cnn", "it is not split"
 
 
 def test_an_unset_batch_gives_each_replica_a_sample_for_every_stage() -> None:

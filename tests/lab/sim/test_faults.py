@@ -145,7 +145,7 @@ def test_the_last_step_may_be_the_deadly_one_and_nobody_misses_the_rank() -> Non
 def test_steps_count_from_one_and_ranks_must_exist() -> None:
     with pytest.raises(ValueError, match="steps count from 1, but rank 2 has 0"):
         Faults(kill_at_steps={2: 0})
-    with pytest.raises(ValueError, match="kill_at_steps: there is no rank 7"):
+    with pytest.raises(ValueError, match="kill_at_step: there is no rank 7"):
         simulate(trains, 2, 1, options=Options(faults=Faults(kill_at_steps={7: 1})))
 
 

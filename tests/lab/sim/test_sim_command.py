@@ -297,9 +297,10 @@ def test_ranks_fill_the_nodes(write, options: list[object], size: str, capsys) -
         (["--fault", "slow_rank x 2"], "'slow_rank x 2' must be like 'slow_rank 3 2.0'"),
         (["--fault", "slow_rnk 3 2"], "unknown fault 'slow_rnk'; valid: slow_rank, slow_link"),
         (["--fault", ""], "unknown fault ''"),
-        (["--fault", "kill_at_step 8 1"], "there is no rank 8; ranks are 0 to 7"),
-        (["--fault", "kill_rank 8 0.1"], "there is no rank 8; ranks are 0 to 7"),
-        (["--fault", "delay 0 8 0.1"], "there is no rank 8; ranks are 0 to 7"),
+        (["--fault", "slow_rank 8 2"], "--fault: slow_rank: there is no rank 8; ranks are 0 to 7"),
+        (["--fault", "kill_at_step 8 1"], "kill_at_step: there is no rank 8; ranks are 0 to 7"),
+        (["--fault", "kill_rank 8 0.1"], "kill_rank: there is no rank 8; ranks are 0 to 7"),
+        (["--fault", "delay 0 8 0.1"], "delay: there is no rank 8; ranks are 0 to 7"),
         (["--fault", "slow_link nvlink* 2"], "no link matches 'nvlink*'"),
         (["--fault", "slow_link node0.* 0.5"], "expected 1 or more, got 0.5"),
         (["--fault", "jitter -1"], "the seconds of 'jitter_s' must be 0 or more, got -1.0"),
@@ -320,6 +321,31 @@ def test_bad_options_get_one_line_before_anything_runs(
     assert printed.err.startswith("distlab sim: ")
     assert printed.err.count("\n") == 1
     assert line in printed.err
+
+
+def test_a_script_that_has_said_why_it_exits_is_not_repeated(write, capsys) -> None:
+    says = "import sys\nif dist.get_rank() == 0: print('why', file=sys.stderr)\nsys.exit(3)"
+    assert distlab("sim", "--ranks", 2, write(says)) == 1
+    assert capsys.readouterr().err == "why\n"
+    assert distlab("sim", "--ranks", 2, write("import sys\nsys.exit(3)")) == 1
+    assert capsys.readouterr().err == "rank 0 of 2 raised SystemExit: 3\n"
+
+
+def test_an_error_is_told_whatever_the_script_has_said(write, capsys) -> None:
+    script = write("import sys\nprint('why', file=sys.stderr)\nraise ValueError('this')")
+    assert distlab("sim", "--ranks", 1, script) == 1
+    assert "rank 0 of 1 raised ValueError: this" in capsys.readouterr().err
+
+
+def test_a_script_that_did_nothing_is_told_so(tmp_path: Path, capsys) -> None:
+    script = tmp_path / "idle.py"
+    line = f"\nNo rank computed or sent anything: does {script} call its main function?\n"
+    script.write_text("def main() -> None: print('ran')\n")
+    assert distlab("sim", "--ranks", 2, script) == 0
+    assert line in capsys.readouterr().out
+    script.write_text("import torch\ntorch.ones(3) + 1\n")
+    assert distlab("sim", "--ranks", 2, script) == 0
+    assert line not in capsys.readouterr().out
 
 
 def test_a_script_that_is_not_there_is_named(capsys) -> None:
