@@ -11,7 +11,7 @@ from distlab.grade import Grade, Run, check, task
 from judging.checks import MEASURED, check_no_collective, check_waited, distance, of_members, short
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import stages as b
-from phase2.judge_stage_messages import check_messages
+from phase2.judge_stage_messages import check_messages, sizes_sent
 from phase2.staged_model import ALL_TRAINED, NUM_BLOCKS, SOME_FROZEN, Plan, train_alone
 
 STUCK = (
@@ -123,12 +123,12 @@ def _check_state(here: str, found: dict[str, Any], expected: dict[str, Any]) -> 
 
 def _check_edges(run: Run, cuts: Sequence[int]) -> None:
     """Check what each rank has sent to each other one."""
-    pairs = [*run.trace.pairs()] if run.trace else []
     for src, dst in product(range(len(run.results)), repeat=2):
-        found = [send.num_bytes for send, recv in pairs if (send.rank, recv.rank) == (src, dst)]
         sent = [sizes for plan in PLANS for sizes in _sent(plan, cuts, src, dst)]
         way = "activations forward" if src < dst else "gradients back"
-        check_messages(f"{way}, rank {src} to rank {dst}, all steps", found, sent)
+        check_messages(
+            f"{way}, rank {src} to rank {dst}, all steps", sizes_sent(run, src, dst), sent
+        )
 
 
 def _sent(plan: Plan, cuts: Sequence[int], src: int, dst: int) -> list[list[int]]:
