@@ -18,6 +18,7 @@ from distlab.course import Challenge, Task
 from distlab.grade import diagnosis
 from distlab.grade.called import Lesson
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, limits_of, raised_to, scaled_by, work
+from distlab.grade.outcomes import OUTSIDE
 from distlab.grade.submission import Submission
 from distlab.launch import LaunchError, Limits, RankExited, RankHung
 from distlab.launch.fork_server import load_ahead
@@ -259,7 +260,7 @@ def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
         text = _FRAME.sub(
             lambda one: one[0] if is_of_program(one["file"], given) else "", f"{error}"
         )
-        error.args = (_EMPTY.sub("Raised outside of your file:\n", text), *error.args[1:])
+        error.args = (_EMPTY.sub(f"{OUTSIDE}\n", text), *error.args[1:])
         raise
 
 
