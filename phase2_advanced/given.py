@@ -114,6 +114,9 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
+    def __repr__(self) -> str:  # so it is short in lists and in messages
+        return str(self)
+
 
 Schedule = list[list[Action]]  # by stage: its actions, in order
 

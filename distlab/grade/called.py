@@ -61,11 +61,19 @@ def _text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return f"{name}({', '.join(given)})"
 
 
-def _brief(value: Any) -> str:
-    """Write an argument in a few characters: tensors by shape and dtype, others cut."""
-    if isinstance(value, Tensor):
-        return f"<{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}>"
-    if callable(value):
-        return getattr(value, "__name__", type(value).__name__)
-    plain = isinstance(value, bool | int | float | str | list | tuple | dict | type(None))
-    return reprlib.repr(value) if plain else f"<{type(value).__name__}>"
+class _Brief(reprlib.Repr):
+    """Writes an argument in a few characters, on one line, and so what is inside of lists."""
+
+    def repr1(self, value: Any, level: int) -> str:
+        """Write tensors by shape and dtype, functions and modules by name, and cut the rest."""
+        if isinstance(value, Tensor):
+            return f"<{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}>"
+        if callable(value):
+            return getattr(value, "__name__", type(value).__name__)
+        plain = isinstance(value, bool | int | float | str | list | tuple | dict | type(None))
+        if not plain:
+            return f"<{type(value).__name__}>"
+        return " ".join(super().repr1(value, level).split())
+
+
+_brief = _Brief().repr

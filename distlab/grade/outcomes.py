@@ -71,6 +71,8 @@ class AlreadyKnown(Exception):
         self.verdict = verdict
 
 
+OUTSIDE = "Raised outside of your file:"  # heads a traceback of which no line is the learner's
+_TRACEBACK = re.compile(rf"^(Traceback \(most recent|{OUTSIDE})", re.MULTILINE)
 _BY_ERROR = (
     (RankHung, Outcome.HANG),
     (RankOutOfMemory, Outcome.OOM),
@@ -108,7 +110,7 @@ def _verdict_on_world(error: LaunchError) -> Verdict:
     outcome, pattern = _BY_EXCEPTION.get(error.exception, (None, None))
     found = pattern and pattern.search(headline)
     if outcome and found:  # who raised it, and how, is left out: every rank has
-        details = details.partition("Traceback (most recent")[0].rstrip()
+        details = _TRACEBACK.split(details, maxsplit=1)[0].rstrip()
         names = found.groupdict()
         missing = (names["task"], names["function"]) if names else None
         return Verdict(outcome, found[1], details, missing=missing)

@@ -1,6 +1,8 @@
 """``grade.run``: a test's body on every rank of a fresh world, with the learner's lesson."""
 
+import inspect
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,15 +18,22 @@ from distlab.course import Challenge, Task
 from distlab.grade import diagnosis
 from distlab.grade.called import Lesson
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, limits_of, raised_to, scaled_by, work
+from distlab.grade.outcomes import OUTSIDE
 from distlab.grade.submission import Submission
 from distlab.launch import LaunchError, Limits, RankExited, RankHung
 from distlab.launch.fork_server import load_ahead
 from distlab.launch.meter import metered
+from distlab.launch.stacks import is_of_program
 from distlab.sim import Cluster, Options, Trace
 
 CERTAIN = ("deadlock", "suspended")  # hangs that more time would not end
 WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")  # for messages that never come
 COMPUTING = ("endless loop", RankHung.KIND)
+_FRAME = re.compile(
+    r'^  File "(?P<file>[^"\n]+)", line \d+, in .*\n(?:(?:    .*|  \[Previous line .*)\n)*',
+    re.MULTILINE,
+)
+_EMPTY = re.compile(r"^Traceback \(most recent call last\):\n(?!  File)", re.MULTILINE)
 Body = Callable[..., Any]
 World = Callable[[Submission, Limits], "Run"]  # in which a body runs with a submission
 
@@ -146,7 +155,8 @@ class Grade:
         __tracebackhide__ = True  # of ctrl-C, pytest shows where: in the test, not in here
         try:
             load_ahead(self._task.preload)
-            with _explained(if_stuck, if_slow):
+            given = given_with(body, self._submission, *args)
+            with _without_frames_of(given), _explained(if_stuck, if_slow):
                 return self._patiently(world)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
@@ -197,7 +207,7 @@ class Grade:
         simulated = launch.simulate(
             *(on_rank, world_size, submission, self._task, body, args),
             cluster=cluster,
-            options=replace(options, given=given_with(body, submission), is_strict=True),
+            options=replace(options, given=given_with(body, submission, *args), is_strict=True),
             limits=limits,
             plain_results=True,
         )
@@ -217,7 +227,7 @@ class Grade:
             results: list[Any] = launch.run(
                 *(on_rank, world_size, submission, self._task, body, args),
                 backend=self.world,
-                given=given_with(body, submission),
+                given=given_with(body, submission, *args),
                 limits=limits,
                 plain_results=True,
             )
@@ -228,10 +238,30 @@ class Grade:
         return Run(results)
 
 
-def given_with(body: Body, submission: Submission) -> tuple[str, ...]:
-    """Return the folders without lines of the learner's: bodies, distlab, and what is lent."""
-    bodies, grader = Path(body.__code__.co_filename).parent, Path(distlab.__file__).parent
-    return str(bodies), str(grader), *submission.lenders
+def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, ...]:
+    """Return the folders without lines of the learner's: bodies, distlab, and what is lent.
+
+    A body may be among the arguments of another one, which calls it.
+    """
+    bodies = [each for each in (body, *args) if inspect.isfunction(each)]
+    folders = dict.fromkeys(str(Path(each.__code__.co_filename).parent) for each in bodies)
+    return *folders, str(Path(distlab.__file__).parent), *submission.lenders
+
+
+@contextmanager
+def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
+    """Leave out of tracebacks what is not the learner's, also where none of it is.
+
+    A loss's ``backward``, or a check of what was returned, fails where no line of the learner's is.
+    """
+    try:
+        yield
+    except LaunchError as error:
+        text = _FRAME.sub(
+            lambda one: one[0] if is_of_program(one["file"], given) else "", f"{error}"
+        )
+        error.args = (_EMPTY.sub(f"{OUTSIDE}\n", text), *error.args[1:])
+        raise
 
 
 @contextmanager

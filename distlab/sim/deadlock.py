@@ -166,11 +166,13 @@ def _one(rows: Sequence[Row], text: str) -> Row:
 
 
 def _relative(row: Row, wait: Pending) -> str:
-    """Name the peer by its distance: ``send to rank + 1``."""
+    """Name the peer by its distance: ``send to rank + 1``, ``send to themselves``."""
     if not isinstance(wait, Message) or wait.peer == ANY_SOURCE:
         return row.text
-    distance = f"{wait.peer - wait.rank:+}"
-    return row.text.replace(f"rank {wait.peer}", f"rank {distance[0]} {distance[1:]}", 1)
+    distance = wait.peer - wait.rank
+    sign = "+" if distance > 0 else "-"
+    there = f"rank {sign} {abs(distance)}" if distance else "themselves"
+    return row.text.replace(f"rank {wait.peer}", there, 1)
 
 
 def _ends(still: Standstill, calls: Mapping[int, tuple[int, Pending]]) -> list[Row]:

@@ -1,7 +1,10 @@
 """How bodies call a lesson, so that what it raises or returns is told in words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from distlab.tracebacks import CALL
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -28,6 +31,40 @@ def refusal_of(call: Callable[[], object]) -> dict[str, str]:
         name = ValueError.__name__ if is_value_error else type(error).__name__
         return {"type": name, "text": str(error)}
     return {"type": "", "text": ""}
+
+
+@contextmanager
+def case_told(case: str, call: str = "a call") -> Iterator[None]:
+    """Add the case to what is raised: ``ValueError: no, in run_schedule(…) of a dense model``.
+
+    Args:
+        case: how the sentence goes on after the call.
+        call: stands for it where it has not noted itself, as methods do not.
+    """
+    try:
+        yield
+    except NotImplementedError:  # which says what is to be written
+        raise
+    except Exception as error:
+        with suppress(AttributeError):
+            setattr(error, CALL, f"{getattr(error, CALL, call)} {case}")
+        raise
+
+
+@contextmanager
+def cause_told(causes: Mapping[str, str]) -> Iterator[None]:
+    """Add the likely cause to a RuntimeError of torch's, whose words are a riddle by themselves.
+
+    Args:
+        causes: a part of torch's words, and the sentences that follow them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = next((cause for words, cause in causes.items() if words in str(error)), "")
+        if found:
+            error.args = (f"{str(error).rstrip('.')}. {found.rstrip('.')}",)
+        raise
 
 
 def returned(function: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from judging.calls import returned
+from judging.calls import cause_told, returned
 
 TWICE = "backward through the graph a second time"
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -140,7 +140,8 @@ def only_parameters(checkpoint: Checkpoint) -> Found:
     of_module = checkpoint(nn.Sequential(embedding, nn.Tanh()), ids)
     of_function = checkpoint(lambda x: layer(x).sin(), torch.ones(2, 4, **DOUBLE))
     loss = (of_module**2).sum() + (of_function**2).sum()
-    return finished(loss, embedding=embedding, layer=layer)
+    with cause_told({"does not require grad": PARAMETERS_ONLY}):
+        return finished(loss, embedding=embedding, layer=layer)
 
 
 def only_the_argument(checkpoint: Checkpoint) -> Found:
@@ -228,6 +229,10 @@ def _run_case(lesson: Any, case: Callable[[Checkpoint], Found]) -> Found:
     return {**case(checkpoint), "calls": dict(calls)}
 
 
+PARAMETERS_ONLY = (
+    "No argument of fn requires a gradient here, only its parameters do. The result must require "
+    "one all the same: autograd records a Function only if one of its inputs requires a gradient"
+)
 OUTSIDE = (
     "the backward pass went through the graph outside of the checkpointed function, and then came "
     "there again. Call the function a second time with detached tensors, so that the inner "

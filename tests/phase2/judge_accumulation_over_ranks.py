@@ -268,5 +268,7 @@ def test_memory_is_that_of_one_micro_batch_or_one_bucket(grade: Grade, large: st
         "That is parameters, gradients and batch, and either the activations of one micro-batch or "
         "one bucket as large as the gradients. Free the activations of each micro-batch by its "
         "backward, fill the bucket after the last, divide and clip it in place, and do not keep it "
-        "for the next step.",
+        "for the next step. Build the bucket with one torch.cat, also if loss and number of "
+        "targets ride in it, and copy its parts back into the gradients that exist with copy_: a "
+        "second bucket, or new gradients beside the old ones, take as much again.",
     )

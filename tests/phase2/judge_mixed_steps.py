@@ -1,5 +1,6 @@
 """Judges task 2.5: a step that computes in 16 bits and keeps 32, the same on all ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -124,6 +125,15 @@ def test_mixed_steps_inside_a_group(grade: Grade) -> None:
     _check_all(of_members(run), sizes)
 
 
+def _called_with(autocast: Sequence[tuple[bool, str]]) -> str:
+    """Say of each call whether autocast was on, and for which dtype."""
+    calls = [
+        f"autocast to {dtype.removeprefix('torch.')}" if is_on else "autocast off"
+        for is_on, dtype in autocast
+    ]
+    return f"it was called with {', then with '.join(calls)}" if calls else "it was not called"
+
+
 @task("2.5")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str) -> None:
@@ -131,8 +141,7 @@ def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str) -> None:
     check(
         found["autocast"] == [(True, f"torch.{dtype}")],
         f"with dtype {dtype}, loss_sum should be called once, under torch.autocast of the "
-        "parameters' device type and that dtype; its calls, each with whether autocast was on and "
-        f"for which dtype: {found['autocast']}.",
+        f"parameters' device type and that dtype; {_called_with(found['autocast'])}.",
     )
     check(
         found["computed"] == [f"torch.{dtype}"],

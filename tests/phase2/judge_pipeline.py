@@ -82,7 +82,8 @@ def _check_results(
 def _check_loss(here: str, found: float, expected: Result) -> None:
     causes = {
         "mean of means": "That is the mean of the micro-batches' means, in which the small ones "
-        "count too much.",
+        "count too much. Add up the sums of the losses and the targets of all micro-batches, and "
+        "divide once.",
         "last": "That is the loss of the last micro-batch alone.",
     }
     said = [cause for name, cause in causes.items() if distance(expected[name], found) <= 1e-9]
@@ -110,7 +111,7 @@ def _check_gradients(
             (wanted is None) == (got is None),
             f"{here}: {name} should have {'no' if wanted is None else 'a'} gradient, as in one "
             f"process, but has {'none' if got is None else 'one'}. Gradients from before the call "
-            f"do not count, those of frozen parameters neither.{d.picture(schedule)}",
+            f"do not count, nor do those of frozen parameters.{d.picture(schedule)}",
         )
         if wanted is not None and distance(wanted, got) > 1e-9:
             raise Wrong(
@@ -138,7 +139,10 @@ def _cause(wanted: list[float], got: list[float], means: list[float], expected: 
         return "That is the gradient of the sum of the losses: divide by the number of targets."
     if abs(factor - b.CALLS) < 1e-6:
         return "That is the sum of two calls: gradients from before the call do not count."
-    return f"It is {factor:.4g} times as large on this rank: each target weighs 1/T, once."
+    return (
+        f"It is {factor:.4g} times as large on this rank: either it does not weigh each target "
+        "1/T, once, or gradients from before the call were not cleared."
+    )
 
 
 def _factor(one: list[float], other: list[float]) -> float | None:

@@ -1,7 +1,6 @@
 """Bodies for task 2.12, and a pipeline on an ideal cluster."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,13 +10,22 @@ from torch import Tensor, nn
 
 from distlab.sim import Cluster
 from distlab.sim.cluster import GPU
-from judging.calls import numbers, refusal_of
+from judging.calls import case_told, cause_told, numbers, refusal_of
 from phase2.drawings import drawn
 from phase2.pipeline_models import block, gradients_of, loss_of, micro_batch
 from phase2_advanced.given import Action, Batch, LossSum, Schedule
 
 CALLS = 2
-
+CAUSES = {
+    "implicitly": "Backward got no gradient for an output. Did one arrive: does the result of B in "
+    "block k go to block k-1? It may be missing only where the loss does not depend on its output; "
+    "then skip backward.",
+    "Mismatch in shape: grad_output": "This is another micro-batch's gradient. Messages between "
+    "two ranks arrive in the order in which they were sent, so both ranks must follow one order of "
+    "all messages, which timeline gives.",
+    "through the graph a second time": "Detach what goes from a block to the next, on the same "
+    "rank too, so that each block has a graph of its own.",
+}
 
 Case = tuple[str, Sequence[int], str]  # a schedule as drawn; rows of micro-batches; kind of model
 
@@ -34,7 +42,8 @@ def _run_pipeline(
     given = {} if group is None else {"group": group}
     calls: list[int] = []
     loss_sum = _noted(loss_of(kind), calls)
-    with _promise_told():
+    case = f"of a {kind} model, with micro-batches of {[*sizes]} rows"
+    with case_told(case), cause_told(CAUSES):
         for _ in range(CALLS):
             loss = lesson.run_schedule(drawn(text), chunks, batches, loss_sum, **given)
     (number,) = numbers("run_schedule", [loss], ["mean loss"])
@@ -51,20 +60,6 @@ def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
         return loss, count
 
     return noted
-
-
-@contextmanager
-def _promise_told() -> Iterator[None]:
-    """Add the cause to what autograd says if a backward pass begins without a gradient."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "implicitly" in str(error):
-            error.args = (
-                f"{error}. Here a block gets no gradient: the loss does not depend on its output, "
-                "although that requires one",
-            )
-        raise
 
 
 def _mine(text: str, sizes: Sequence[int], kind: str, group: Any) -> tuple[list[nn.Module], Any]:

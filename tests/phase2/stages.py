@@ -1,7 +1,6 @@
 """Bodies for tasks 2.8 and 2.9."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from judging.calls import refusal_of, returned
+from judging.calls import case_told, cause_told, refusal_of, returned
 from phase2 import staged_model as m
 from phase2_advanced.given import group_device
 
@@ -136,11 +135,21 @@ def _given(group: Any) -> dict[str, Any]:
 
 # 2.9: stages
 
+FIVE = (
+    "whose stages pass on five tensors. Two of them, tokens and a mask, require no gradient, and "
+    "the loss does not depend on the last"
+)
+ALL_BACK = (
+    "Every tensor that requires a gradient on its way forward should get one back, zeros if the "
+    "loss does not depend on it"
+)
+
 
 def train_all(
     lesson: Any, plans: Sequence[m.Plan], cuts: Sequence[int], group: Any = None
 ) -> list[dict[str, Any]]:
-    return [_train(lesson, plan, cuts, group) for plan in plans]
+    with case_told(FIVE, call="StageRunner,"):
+        return [_train(lesson, plan, cuts, group) for plan in plans]
 
 
 def _train(lesson: Any, plan: m.Plan, cuts: Sequence[int], group: Any) -> dict[str, Any]:
@@ -160,7 +169,7 @@ def _step(runner: Any, plan: m.Plan, step: int, group: Any) -> dict[str, Any]:
         output = runner.forward(*inputs) if rank == 0 else runner.forward()
         loss = m.loss_of(_pair(output), targets) if is_last else None
     if not is_evaluation:
-        with _promise_told():
+        with cause_told({"gradients": ALL_BACK}):
             runner.backward() if loss is None else runner.backward(loss)
     if step in plan.updates:
         m.update(runner.stage)
@@ -171,20 +180,6 @@ def _step(runner: Any, plan: m.Plan, step: int, group: Any) -> dict[str, Any]:
         "loss": None if loss is None else loss.item(),
         "input_gradient": None if gradient is None else gradient.tolist(),
     }
-
-
-@contextmanager
-def _promise_told() -> Iterator[None]:
-    """Add the contract to what autograd says of gradients whose number is wrong."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "gradients" in str(error):
-            error.args = (
-                f"{error}. Every tensor that requires a gradient on its way forward should get one "
-                "back, zeros if the loss does not depend on it",
-            )
-        raise
 
 
 def _leaf_on(device: torch.device, x: Tensor) -> Tensor:

@@ -91,6 +91,11 @@ def advice(report: Deadlock) -> str:
 # Kinds
 
 
+def test_who_sends_to_itself_is_told_so_among_many_too() -> None:
+    report = explain(waits(*(send(rank, rank, size=20) for rank in range(20))))
+    assert "ranks 0-19  send to themselves" in str(report)
+
+
 def test_a_cycle_is_told_from_its_victims() -> None:
     report = explain(waits(send(1, 2), send(2, 1), recv(3, 1), recv(0, 3)))
     assert (report.kind, report.ranks) == ("send/recv cycle", (1, 2))

@@ -1,0 +1,91 @@
+"""Verdicts on mistakes in phase 2 name their causes, where torch's words are a riddle."""
+
+from pathlib import Path
+
+import pytest
+from wrong_answers.bank import COURSE, OWN, ROOT, hand_in, load
+from wrong_answers.changes import changed
+from wrong_answers.grading import find_tests, verdicts
+
+from distlab.grade.outcomes import Outcome
+
+ANSWERS = {answer.id: answer for answer in load(OWN)}
+OTHER_BLOCK = """\
+-        block = action.chunk * self.num_stages + stage + (1 if action.kind == "F" else -1)
++        block = action.chunk * self.num_stages + stage + 1
+"""
+SHARED_GRAPH = """\
+-        if src == dst == self.rank:
++        if src == dst == self.rank and result:
++            self.arrived[next_action] = result
++        elif src == dst == self.rank:
+"""
+OWN_ORDER = "\n@@\n".join(
+    ANSWERS[f"2.12 {name}"].change.strip("\n")
+    for name in ("order_of_its_own_list", "gradients_with_a_header")
+)
+DIVIDED_BY_ZERO = """\
+-        loss, num_targets = self.totals.tolist()
++        loss, num_targets = 1 / 0
+"""
+TWO_CATS = """\
+-    bucket = torch.cat([*(gradient.flatten() for gradient in gradients), numbers])
++    bucket = torch.cat([gradient.flatten() for gradient in gradients])
++    bucket = torch.cat([bucket, numbers])
+"""
+NEW_GRADIENTS = """\
+-    _copy_back(mean, gradients)
++    trained = [p for p in model.parameters() if p.requires_grad]
++    for p, part in zip(trained, mean.split([p.numel() for p in trained])):
++        p.grad = part.view(p.shape).clone()
+"""
+
+
+def messages_on(id: str, change: str, test: str, folder: Path) -> list[str]:
+    """What the cases of one test of a task say of a change of the solution."""
+    task = COURSE.task(id)
+    lesson = changed((ROOT / task.solution).read_text(encoding="utf-8"), change)
+    chosen = [one for one in find_tests(task) if one.name.startswith(test)]
+    found = [verdict for _, verdict in verdicts(hand_in(task, lesson, folder), task, chosen)]
+    assert {verdict.outcome for verdict in found} <= {Outcome.FAILED, Outcome.PASSED}
+    return [verdict.message for verdict in found]
+
+
+@pytest.mark.parametrize("change", [TWO_CATS, NEW_GRADIENTS], ids=["two cats", "new gradients"])
+def test_what_takes_the_memory_of_a_second_bucket_is_named(change: str, tmp_path: Path) -> None:
+    messages = messages_on("2.3", change, "test_memory_is_that_of_one_micro_batch", tmp_path)
+    assert any("with one torch.cat, also if loss and number" in message for message in messages)
+    assert any("back into the gradients that exist with copy_" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("change", "test", "phrases"),
+    [
+        (
+            OTHER_BLOCK,
+            "test_gradients_are_those_of_one_process",
+            ["does the result of B in block k go to block k-1?"],
+        ),
+        (
+            SHARED_GRAPH,
+            "test_any_schedule_that_can_be_run_is_run",
+            ["a second time", "Detach what goes from a block to the next, on the same rank too"],
+        ),
+        (
+            OWN_ORDER,
+            "test_any_schedule_that_can_be_run_is_run",
+            ["Mismatch in shape", "both ranks must follow one order of all messages"],
+        ),
+        (
+            DIVIDED_BY_ZERO,
+            "test_models_of_many_kinds",
+            ["in run_schedule([[F0, F1, F2, B0,", "[Sequential]", "of a tokens model, with micro-"],
+        ),
+    ],
+    ids=["another block", "shared graph", "own order", "an exception"],
+)
+def test_a_pipelines_mistake_is_named(
+    change: str, test: str, phrases: list[str], tmp_path: Path
+) -> None:
+    messages = messages_on("2.12", change, test, tmp_path)
+    assert any(all(phrase in message for phrase in phrases) for message in messages), messages
