@@ -181,8 +181,12 @@ def two_losses_over_ranks(lesson: Any, shares: Sequence[Share], factor: float) -
 
 
 def nothing_over_ranks(lesson: Any) -> dict[str, Any]:
-    """How a step without any target is refused, and whether the parameters are as before."""
-    model, share = Worn(), Share(2 * dist.get_rank(), 1)
+    """How a step without any target is refused, and whether the parameters are as before.
+
+    One parameter is trainable.
+    """
+    model, share = Worn().requires_grad_(False), Share(2 * dist.get_rank(), 1)
+    model.first.weight.requires_grad_()
     before, batch = state_of(model), batch_of(share, dist.get_rank(), 0)
     batch[1].fill_(-100)
     refusal = refusal_of(

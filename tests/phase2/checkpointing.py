@@ -70,15 +70,22 @@ def _watch(lesson: Any, needing: list[bool]) -> Found:
     return {"calls": fn.requires_grad, "needing": needing, "is_of_torch": fn.is_of_torch}
 
 
+class Scaled(nn.Linear):
+    """Takes a keyword argument, without which it cannot be called."""
+
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
 def call_without_gradients(lesson: Any) -> dict[str, list[Any]]:
     """By situation: calls of a module in both passes, and whether its result needs a gradient."""
     found = {}
     for name, is_frozen in (("in no_grad", False), ("frozen", True)):
-        layer = nn.Linear(4, 4).requires_grad_(not is_frozen)
+        layer = Scaled(4, 4).requires_grad_(not is_frozen)
         calls: list[bool] = []
         layer.register_forward_hook(lambda *_, calls=calls: calls.append(True))
         with torch.set_grad_enabled(is_frozen):
-            y = given_back(lesson.checkpoint(layer, torch.randn(3, 4)))
+            y = given_back(lesson.checkpoint(layer, torch.randn(3, 4), scale=2.0))
         found[name] = [len(calls), y.requires_grad]
     return found
 

@@ -73,9 +73,10 @@ def tensors_of(rank: int) -> list[Tensor]:
 
 
 def lists_of(rank: int) -> list[list[Tensor]]:
-    """What is sent, one list after another: each tensor by itself, several, none, all."""
+    """What is sent, one list after another: each tensor by itself, several, none, all, many."""
     tensors = tensors_of(rank)
-    return [*([tensor] for tensor in tensors), tensors[:3], [], tensors[9:13], tensors]
+    many = [torch.full((i, 2), rank + i) for i in range(1, 41)]
+    return [*([tensor] for tensor in tensors), tensors[:3], [], tensors[9:13], tensors, many]
 
 
 def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
