@@ -51,6 +51,13 @@ class Detached(nn.Module):
         return x.detach()
 
 
+class Across(nn.Module):
+    """Lays its input out across: it is not contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT.contiguous().mT
+
+
 def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
     """One block of a model, with the same weights wherever it is built."""
     torch.manual_seed(10 + number)
@@ -63,7 +70,7 @@ def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
     if number == 0 and kind in ("tokens", "frozen"):
         embedding = nn.Embedding(7, WIDTH, **DOUBLE)
         embedding.weight.requires_grad_(kind == "tokens")
-        return nn.Sequential(embedding, layer)
+        return nn.Sequential(embedding, layer, Across())
     if is_last and kind == "detached":
         return nn.Sequential(Detached(), layer)
     return Checkpointed(layer) if number and kind == "checkpointed" else layer
