@@ -81,9 +81,8 @@ def _helpers(name: str, functions: dict[str, cst.FunctionDef]) -> list[str]:
 
 
 def _called_as(function: str) -> str:
-    """Return the name by which it is called: ``f``, or ``Class`` for ``Class.__init__``."""
-    owner, _, name = function.rpartition(".")
-    return owner if name == "__init__" else name
+    """Return the name that leads to a function: ``f``, or ``Class`` for ``Class.method``."""
+    return function.partition(".")[0]
 
 
 def _functions(module: cst.Module) -> dict[str, cst.FunctionDef]:
