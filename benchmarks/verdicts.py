@@ -2,7 +2,7 @@
 
 Cold: ``distlab check`` in a new process, templates as they come. Warm: ``distlab watch`` on a
 terminal, from the save of a template that holds the solution to the end of the screen it leads to.
-Medians of ``RUNS``.
+Medians of ``RUNS``; in the end, of the tasks of each phase.
 """
 
 import os
@@ -39,8 +39,11 @@ def main() -> None:
             runs = [cold_check_s(here, task_id) for _ in range(RUNS)]
             print(f"cold  distlab check {task_id:<5} {median(runs):6.2f} s")
         fill_in(here)
-        medians = [median(from_save_to_verdict_s(here, task)) for task in course.load(here).tasks]
-        print(f"watch median over {len(medians)} tasks {median(medians):6.2f} s")
+        for phase in course.load(here).phases:
+            medians = [median(from_save_to_verdict_s(here, task)) for task in phase.tasks]
+            print(
+                f"watch median over {len(medians)} tasks of {phase.folder} {median(medians):6.2f} s"
+            )
 
 
 def cold_check_s(here: Path, task_id: str) -> float:
@@ -70,8 +73,8 @@ def from_save_to_verdict_s(here: Path, task: Task) -> list[float]:
             template.write_text(f"{template.read_text()}\n")
             screen = read_screen(terminal)
             seconds.append(time.monotonic() - start)
-            assert f"{task.id} {task.function}: passed".encode() in screen, screen.decode()
-    print(f"watch {task.id:<5} {task.function:<32} {median(seconds):6.2f} s", flush=True)
+            assert f"{task.id} {task.label}: passed".encode() in screen, screen.decode()
+    print(f"watch {task.id:<5} {task.label:<40} {median(seconds):6.2f} s", flush=True)
     return seconds
 
 
@@ -84,10 +87,12 @@ def watching(here: Path, task: Task) -> Iterator[int]:
         command, cwd=here, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     ) as process:
         os.close(theirs)
-        read_screen(ours)
-        yield ours
-        process.terminate()
-    os.close(ours)
+        try:
+            read_screen(ours)
+            yield ours
+        finally:  # otherwise a failure would wait for a process that nobody ends
+            process.terminate()
+            os.close(ours)
 
 
 def read_screen(terminal: int) -> bytes:

@@ -77,3 +77,10 @@ def test_a_helper_belongs_to_the_class_that_calls_it() -> None:
 
 def test_a_class_that_is_called_is_a_helper() -> None:
     assert {"_Stage.__init__", "_Stage.finish"} <= set(written_for(COURSE.task("2.12")))
+
+
+def test_a_method_is_reached_through_its_class_not_through_a_name_that_others_have() -> None:
+    regions = set(written_for(COURSE.task("2.14")))
+    assert {"_Region.forward", "_Region.backward"} <= regions
+    assert "_RowWithScatter.forward" not in regions
+    assert "_RowWithScatter.forward" in written_for(COURSE.task("2.19"))
