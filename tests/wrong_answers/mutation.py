@@ -8,7 +8,7 @@ are here.
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,16 +73,22 @@ def _helpers(name: str, functions: dict[str, cst.FunctionDef]) -> list[str]:
     """Name the functions that one calls, and those that they call."""
     found, names = [], [name]
     while names:
-        nodes = _walk(functions[names.pop()])
-        called = {node.value for node in nodes if isinstance(node, cst.Name)}
-        names += [f for f in functions if _called_as(f) in called and f not in found]
+        caller = names.pop()
+        nodes = _walk(functions[caller])
+        used = {node.value for node in nodes if isinstance(node, cst.Name)}
+        names += [f for f in functions if _is_reached(f, caller, used) and f not in found]
         found += [f for f in names if f not in found]
     return found
 
 
-def _called_as(function: str) -> str:
-    """Return the name that leads to a function: ``f``, or ``Class`` for ``Class.method``."""
-    return function.partition(".")[0]
+def _is_reached(function: str, caller: str, used: Container[str]) -> bool:
+    """Whether the names that a caller uses lead to a function, or to a method's class.
+
+    The name of a method leads to it from its own class only: many classes have a ``forward``.
+    """
+    owner, _, name = function.rpartition(".")
+    is_at_home = caller.rpartition(".")[0] == owner
+    return owner in used or (name in used and (not owner or is_at_home))
 
 
 def _functions(module: cst.Module) -> dict[str, cst.FunctionDef]:

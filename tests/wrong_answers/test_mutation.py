@@ -84,3 +84,7 @@ def test_a_method_is_reached_through_its_class_not_through_a_name_that_others_ha
     assert {"_Region.forward", "_Region.backward"} <= regions
     assert "_RowWithScatter.forward" not in regions
     assert "_RowWithScatter.forward" in written_for(COURSE.task("2.19"))
+
+
+def test_a_method_that_another_of_its_class_calls_is_a_helper() -> None:
+    assert "LossScaler._divide" in written_for(COURSE.task("2.4"))
