@@ -7,6 +7,7 @@ import argparse
 import copy
 import dis
 import inspect
+import re
 import sys
 import time
 import weakref
@@ -165,9 +166,9 @@ def require_written(*functions: Callable[..., Any]) -> None:
     for function in functions:
         code = getattr(inspect.unwrap(function), "__code__", None)
         for instruction in dis.get_instructions(code) if code else ():
-            text = instruction.argval
-            if isinstance(text, str) and text.startswith("Task "):  # a raise that can be reached
-                task, name = text.removeprefix("Task ").split(",")[0].split(": ")
+            found = re.match(r"Task (\d+\.\d+): ([\w.]+), see ", str(instruction.argval))
+            if found:  # a raise that can be reached
+                task, name = found.groups()
                 fail(f"this needs {task} {name}, which is not written yet: distlab check {task}")
 
 
