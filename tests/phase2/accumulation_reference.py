@@ -13,14 +13,17 @@ from torch.nn.functional import cross_entropy
 
 from phase2.accumulation_models import (
     IGNORED,
+    LR,
+    MOMENTUM,
+    WEIGHT_DECAY,
     Dropping,
     Share,
     TwoHeaded,
     batch_of,
     batch_of_two,
-    sgd,
     two_losses,
 )
+from phase2.sgd_by_hand import SGD
 from phase2.worn import Worn, state_of
 
 Shares = tuple[Share, ...]  # by rank
@@ -41,7 +44,7 @@ def steps_alone(
     ``with_zeros``: a parameter that nothing uses has a gradient of zero.
     """
     model = Worn()
-    optimizer, losses = sgd(model), []
+    optimizer, losses = _sgd(model), []
     for step in range(num_steps):
         parts = [batch_of(share, rank, step) for rank, share in enumerate(shares)]
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -103,5 +106,9 @@ def two_losses_alone(share: Share, factor: float) -> dict[str, Any]:
 
 def _step(model: nn.Module, total: Tensor, count: int) -> dict[str, Any]:
     (total / count).backward()
-    sgd(model).step()
+    _sgd(model).step()
     return {"loss": float(total.detach()) / count, "state": state_of(model)}
+
+
+def _sgd(model: nn.Module) -> SGD:
+    return SGD(model, LR, MOMENTUM, WEIGHT_DECAY)

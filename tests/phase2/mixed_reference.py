@@ -5,10 +5,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from phase2.mixed_models import LR, MOMENTUM, batch_of
+from phase2.sgd_by_hand import SGD
 from phase2.worn import Worn, state_of
 
 
@@ -30,29 +30,25 @@ def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
 def steps_alone(sizes: tuple[int, ...], num_steps: int, max_norm: float) -> dict[str, Any]:
     """SGD with momentum, clipped, on the batches of all ranks put together, in float64."""
     model, losses, norms = Worn(), [], []
-    velocity: dict[str, Tensor] = {}
+    optimizer = SGD(model, LR, MOMENTUM)
     for step in range(num_steps):
         parts = [batch_of(sizes, rank, step) for rank in range(len(sizes))]
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+        optimizer.zero_grad()
         loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        loss.backward()
+        norms.append(_clipped(model, max_norm))
+        optimizer.step()
         losses.append(loss.item())
-        norms.append(_step(model, loss, velocity, max_norm))
     return {"losses": losses, "norms": norms, "state": state_of(model)}
 
 
-def _step(model: Worn, loss: Tensor, velocity: dict[str, Tensor], max_norm: float) -> float:
-    """By hand: the first optimizer that is built takes a second."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = dict(
-        zip(named, torch.autograd.grad(loss, [*named.values()], allow_unused=True), strict=True)
-    )
-    norm = sum(float(g.square().sum()) for g in gradients.values() if g is not None) ** 0.5
-    for name, parameter in named.items():
-        gradient = gradients[name]
-        if gradient is not None:
-            clipped = gradient * min(1.0, max_norm / norm)
-            velocity[name] = MOMENTUM * velocity.get(name, torch.zeros_like(clipped)) + clipped
-            parameter.data -= LR * velocity[name]
+def _clipped(model: Worn, max_norm: float) -> float:
+    """Clip the gradients by hand; return their norm before."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
+    for gradient in gradients:
+        gradient *= min(1.0, max_norm / norm)
     return norm
 
 
