@@ -10,7 +10,8 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from distlab import reading
@@ -93,14 +94,17 @@ def digest(folder: CourseFolder, task: Task) -> str:
 
     It covers what else is in the file, such as helpers, without comments: all but other tasks.
     """
-    text = read(folder.root / task.template)
-    found = functions(text)
-    own = "".join(found.get(name, "") for name in task.functions)
-    if not own:
-        return ""
     listed = (other for other in folder.course.tasks if other.template == task.template)
-    shared = _without(text, {name for other in listed for name in other.functions})
-    return hashlib.sha256(f"{own}{shared}".encode()).hexdigest()[:16]
+    names = frozenset(name for other in listed for name in other.functions)
+    found, shared = _apart(read(folder.root / task.template), names)
+    own = "".join(found.get(name, "") for name in task.functions)
+    return hashlib.sha256(f"{own}{shared}".encode()).hexdigest()[:16] if own else ""
+
+
+@lru_cache(maxsize=64)  # a verdict takes the digests of all tasks, and one file has several
+def _apart(text: str, names: frozenset[str]) -> tuple[Mapping[str, str], str]:
+    """Return the functions of a file by name, and what it holds besides those that are named."""
+    return functions(text), _without(text, names)
 
 
 def _without(text: str, names: Container[str]) -> str:
