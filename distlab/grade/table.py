@@ -11,6 +11,7 @@ from distlab.words import joined, sentence
 WIDTH = 100
 DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
 OUTPUT_CHARACTERS = 200  # of a line
+IN_FULL = "-v of pytest or distlab check"
 HANGS = {  # by kind; the report of a deadlock says it all
     "endless loop": "Does this loop ever end?",
     "blocked": "What does this line wait for, and who could end the wait?",
@@ -79,7 +80,7 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
             first, *more = message(task).splitlines()
             yield first if len(first) <= WIDTH and not more else f"{first[: WIDTH - 2]} …"
     if len(wrong) > 1 and not verbose:
-        yield f"({len(wrong) - 1} more, one line each; -v shows them in full)"
+        yield f"({len(wrong) - 1} more, one line each; {IN_FULL} shows them in full)"
     yield from _next_to_write(result)
 
 
@@ -109,7 +110,7 @@ def _whole(task: TaskResult, *, verbose: bool) -> Iterator[str]:
     details = verdict.details.splitlines()
     shown = details if verbose else details[-DETAILS:]
     if len(details) > len(shown):
-        yield f"  … {len(details) - len(shown)} earlier lines; -v shows them"
+        yield f"  … {len(details) - len(shown)} earlier lines; {IN_FULL} shows them"
     yield from (f"  {line}" for line in shown)
     if verdict.output:
         yield "  printed:"

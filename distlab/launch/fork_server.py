@@ -28,6 +28,7 @@ LOOK_S = 0.2  # how often a server that is waited for is looked at
 MAX_WORDS = 20_000  # bytes
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOPPED_S = 1.0  # it is in a session of its own: only a signal to itself can have stopped it
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # where malloc is glibc's
 
 
 class ForkServer:
@@ -236,9 +237,13 @@ class ForkServer:
 
 
 def _server_environment() -> dict[str, str]:
-    """The parent's environment with one thread per process, set before torch and numpy load."""
+    """The parent's environment with one thread per process, set before torch and numpy load.
+
+    A fork copies the tables of pages, and the end of a rank frees them: huge pages have few.
+    """
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = os.pathsep.join(filter(None, sys.path))
+    return {**HUGE_PAGES, **os.environ, **one_thread, "PYTHONPATH": path}
 
 
 def _has_ended(process: psutil.Process) -> bool:
