@@ -11,7 +11,7 @@ from distlab.words import joined, sentence
 WIDTH = 100
 DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
 OUTPUT_CHARACTERS = 200  # of a line
-IN_FULL = "-v of pytest or distlab check"
+IN_FULL = "-v of pytest, distlab check or grade"
 HANGS = {  # by kind; the report of a deadlock says it all
     "endless loop": "Does this loop ever end?",
     "blocked": "What does this line wait for, and who could end the wait?",

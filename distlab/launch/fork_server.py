@@ -28,7 +28,6 @@ LOOK_S = 0.2  # how often a server that is waited for is looked at
 MAX_WORDS = 20_000  # bytes
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOPPED_S = 1.0  # it is in a session of its own: only a signal to itself can have stopped it
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # where malloc is glibc's
 
 
 class ForkServer:
@@ -237,13 +236,9 @@ class ForkServer:
 
 
 def _server_environment() -> dict[str, str]:
-    """The parent's environment with one thread per process, set before torch and numpy load.
-
-    A fork copies the tables of pages, and the end of a rank frees them: huge pages have few.
-    """
+    """The parent's environment with one thread per process, set before torch and numpy load."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    path = os.pathsep.join(filter(None, sys.path))
-    return {**HUGE_PAGES, **os.environ, **one_thread, "PYTHONPATH": path}
+    return {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -270,14 +265,14 @@ def borrowed() -> Iterator[ForkServer]:
     fork_server = _take()
     try:
         yield fork_server
+        if not fork_server.is_stopped():
+            with _lock:
+                _idle.append(fork_server)
+            return
     except BaseException:
         fork_server.close()
         raise
-    if fork_server.is_stopped():
-        fork_server.close()
-        return
-    with _lock:
-        _idle.append(fork_server)
+    fork_server.close()
 
 
 def start_ahead(*modules: str) -> None:

@@ -17,6 +17,7 @@ folder of its worlds and ends.
 import contextlib
 import fcntl
 import importlib
+import itertools
 import os
 import select
 import shutil
@@ -31,12 +32,13 @@ from types import FrameType
 import psutil
 
 from distlab import garbage
-from distlab.launch import prctl
+from distlab.launch import huge_pages, prctl
 from distlab.launch.protocol import DUMP_SIGNAL
 
 START, PRELOAD, PING = b"s", b"p", b"?"
 RECORD = struct.Struct("=cqq")  # kind, pid, wait status
 READY, STARTED, EXITED = b"R", b"S", b"X"
+MANY_USES = 20  # who comes so often will come again: huge pages save what they cost
 METHOD = "spawn" if sys.platform == "darwin" else "fork"
 # Not `python -m`: that would run this module a second time, with a warning.
 COMMAND = "from distlab.launch.fork_server_main import main; main()"
@@ -44,6 +46,7 @@ RANK_COMMAND = "from distlab.launch.worker import main_of_fresh_process; main_of
 
 SignalAction = signal.Handlers | Callable[[int, FrameType | None], None]
 Start = Callable[[socket.socket, int, int, int], int]
+_uses = itertools.count(1)
 
 
 def main() -> None:
@@ -116,6 +119,8 @@ def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
             _preload(names)
     elif request == PING:
         parent.sendall(RECORD.pack(READY, 0, 0))
+        if next(_uses) == MANY_USES:  # and none runs now: shared pages stay as they are
+            huge_pages.collapse()
     return bool(request)
 
 

@@ -108,10 +108,13 @@ def _apart(text: str, names: frozenset[str]) -> tuple[Mapping[str, str], str]:
 
 
 def _without(text: str, names: Container[str]) -> str:
-    """Return what a file holds besides these functions, as a syntax tree."""
+    """Return what a file holds besides these functions, as a syntax tree; all of it if too deep."""
     tree = parse(text) or ast.Module([], [])
     left_out = {node for name, node in defined(tree) if name in names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef):
             node.body = [entry for entry in node.body if entry not in left_out]
-    return ast.dump(tree)
+    try:
+        return ast.dump(tree)
+    except RecursionError:
+        return text

@@ -749,6 +749,14 @@ def test_reset_that_would_not_be_effective_changes_nothing(
     assert (here.root / FILE).read_bytes() == before
 
 
+def test_a_file_too_deep_to_be_written_out_has_a_digest(here: CourseFolder) -> None:
+    path = here.root / FILE
+    path.write_text(f"{path.read_text()}\nTERMS = {' + '.join(['1'] * 2_500)}\n")
+    before = source.digest(here, here.task("1.4"))
+    path.write_text(path.read_text().replace("1 + 1", "1 + 2", 1))
+    assert source.digest(here, here.task("1.4")) not in ("", before)
+
+
 @pytest.mark.parametrize(
     ("start", "encoding"),
     [("# -*- coding: latin-1 -*-\n# Jos\xe9\n", "latin-1"), ("# Jos\xe9\n", "utf-8-sig")],

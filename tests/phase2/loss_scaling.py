@@ -158,10 +158,14 @@ def _agree(gradient: Tensor, quotient: Tensor) -> bool:
 
 
 def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
-    """Weights and state of the optimizer, which counts its steps; as text, nan is equal to nan."""
-    states = optimizer.state_dict()["state"].values()
-    moments = [value.tolist() for state in states for value in state.values()]
-    return repr([[p.tolist() for p in parameters], moments])
+    """Weights, and the optimizer's state and settings; as text, nan is equal to nan."""
+    saved = optimizer.state_dict()
+    moments = [
+        torch.as_tensor(value).tolist()
+        for of_one in saved["state"].values()
+        for value in of_one.values()
+    ]
+    return repr([[p.tolist() for p in parameters], moments, saved["param_groups"]])
 
 
 def resume(

@@ -7,17 +7,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import TracebackType
 
 import processes
 import psutil
 import pytest
 
 from distlab import course, interrupts, launch
+from distlab.grade import prestart
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import fork_server
+from distlab.launch.fork_server import ForkServer
 from distlab.learner import child_processes, folder, grading
 from distlab.learner.grader_server import WarmGrader
 
@@ -151,6 +154,36 @@ def test_ctrl_c_in_a_world_is_shown_in_the_test_that_runs_it(
     shown = caught.getrepr().reprcrash
     assert shown
     assert "/distlab/" not in shown.path
+
+
+def test_ctrl_c_before_the_first_line_of_a_function_is_shown_by_pytest() -> None:
+    started = _closing_over(1)
+    begin = next(first for first, _, line in started.gi_code.co_lines() if line is None)
+    error = KeyboardInterrupt()
+    no_line = TracebackType(None, started.gi_frame, begin, -1)  # Python 3.11 leaves it so
+    assert no_line.tb_lineno is None
+    error.__traceback__ = TracebackType(no_line, sys._getframe(), 0, 1)
+    caught = pytest.ExceptionInfo.from_exception(error)
+    prestart.pytest_keyboard_interrupt(caught)
+    assert "KeyboardInterrupt" in str(caught.getrepr(funcargs=True))
+    started.close()
+
+
+def _closing_over(x: int) -> Generator[int, None, None]:
+    def generate() -> Generator[int, None, None]:
+        yield x
+
+    return generate()
+
+
+def test_ctrl_c_while_a_fork_server_is_put_aside_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_server: object) -> bool:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), fork_server.borrowed() as borrowed:
+        monkeypatch.setattr(ForkServer, "is_stopped", interrupted)
+    assert borrowed.process.poll() is not None
 
 
 _RANDOM = random.Random(7)
