@@ -6,6 +6,8 @@ computes is only the submission's work.
 PYTEST_DONT_REWRITE: the learner's commands have imported this before pytest could.
 """
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ interrupts.end_at_once()  # otherwise pytest would show where it was importing
 garbage.pause()
 
 from distlab.launch import fork_server  # noqa: E402
+
+PACKAGE = Path(__file__).parents[1]
 
 fork_server.start_ahead("distlab.launch.simulation_process", "distlab.grade.running")
 
@@ -29,12 +33,14 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """Leave out frames that ctrl-C met before their first line: pytest fails to show them."""
-    excinfo.traceback = excinfo.traceback.filter(_has_line)
+    """Show where in the tests ctrl-C came; let nothing that it cut off make pytest fail."""
+    excinfo.traceback = excinfo.traceback.filter(_is_to_be_shown)
+    warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
 
 
-def _has_line(entry: Any) -> bool:
+def _is_to_be_shown(entry: Any) -> bool:
+    """Whether an entry is neither the grader's nor of a frame of which Python knows no line."""
     try:
-        return bool(entry.lineno >= 0)
-    except TypeError:  # Python knows none
+        return entry.lineno >= 0 and not Path(entry.path).is_relative_to(PACKAGE)
+    except TypeError:  # interrupted before its first line; pytest would fail here too
         return False

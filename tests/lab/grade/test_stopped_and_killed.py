@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from distlab import course, interrupts, launch
-from distlab.grade import prestart
+from distlab.grade import prestart, submission
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import fork_server
@@ -167,6 +168,24 @@ def test_ctrl_c_before_the_first_line_of_a_function_is_shown_by_pytest() -> None
     prestart.pytest_keyboard_interrupt(caught)
     assert "KeyboardInterrupt" in str(caught.getrepr(funcargs=True))
     started.close()
+
+
+def test_ctrl_c_in_the_grader_is_shown_in_the_test_that_called_it() -> None:
+    with pytest.raises(ValueError, match="--impl") as caught:
+        submission.find("nowhere", ROOT)
+    prestart.pytest_keyboard_interrupt(caught)
+    shown = caught.getrepr().reprcrash
+    assert shown
+    assert Path(shown.path) == Path(__file__)
+
+
+def test_what_ctrl_c_cuts_off_does_not_make_pytest_fail() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ZeroDivisionError) as caught:
+            _ = 1 / 0
+        prestart.pytest_keyboard_interrupt(caught)
+        warnings.warn(pytest.PytestUnraisableExceptionWarning("a file"), stacklevel=1)
 
 
 def _closing_over(x: int) -> Generator[int, None, None]:
