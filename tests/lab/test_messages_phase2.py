@@ -89,3 +89,49 @@ def test_a_pipelines_mistake_is_named(
 ) -> None:
     messages = messages_on("2.12", change, test, tmp_path)
     assert any(all(phrase in message for phrase in phrases) for message in messages), messages
+
+
+SPLIT_AND_GATHERED = "test_a_column_parallel_layer_gathers_its_output"
+BLOCK = "test_a_block_on_split_positions_computes_what_it_did"
+COPIED_AND_GATHERED = """\
+-        _replace(block.attention, name, _ColumnWithoutCopy, group)
++        _replace(block.attention, name, ColumnParallelLinear, group)
+@@
+-    _replace(block.mlp, "up", _ColumnWithoutCopy, group)
++    _replace(block.mlp, "up", ColumnParallelLinear, group)
+"""
+SPLITS_THE_BATCH = ["the output should have the shape [3, 4, 2, 3], not [6, 2, 2, 3]. Dim 0 is 2"]
+
+
+@pytest.mark.parametrize(
+    ("id", "change", "test", "phrases"),
+    [
+        (
+            *("2.15", "gather_without_gradient", SPLIT_AND_GATHERED),
+            ["does not require grad", "dist.all_gather and the other collectives are not diff"],
+        ),
+        (
+            *("2.15", "gathers_along_dim_0", SPLIT_AND_GATHERED),
+            ["Dim 0 is 2 times as long, and dim 2 1/2", "joined or split along the wrong dim"],
+        ),
+        (
+            *("2.19", "splits_the_batch"),
+            *("test_a_region_joins_positions_one_way_and_sums_the_other", SPLITS_THE_BATCH),
+        ),
+        ("2.19", "bias_before_the_sum", BLOCK, ["once for each rank: add them after the reduce-"]),
+        ("2.19", COPIED_AND_GATHERED, BLOCK, ["is summed twice: by the column-parallel layers"]),
+        (
+            *("2.16", "bias_n_times", "test_a_row_parallel_layer_is_the_full_one"),
+            ["The bias is in it 2 times: add it once"],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else None,
+)
+def test_a_mistake_in_tensor_parallelism_is_judged_with_its_cause(
+    id: str, change: str, test: str, phrases: list[str], tmp_path: Path
+) -> None:
+    answer = ANSWERS.get(f"{id} {change}")
+    messages = messages_on(id, answer.change if answer else change, test, tmp_path)
+    found = [one for one in messages if all(phrase in one for phrase in phrases)]
+    assert found, messages
+    assert not any(" raised " in one for one in found), found

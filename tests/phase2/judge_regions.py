@@ -8,7 +8,15 @@ from distlab.grade import Grade, check, task
 from judging.checks import of_members, short
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import regions as b
-from phase2.sharding_checks import Calls, check_calls, check_dtype, check_others, sizes_for
+from phase2.sharding_checks import (
+    Calls,
+    check_calls,
+    check_dtype,
+    check_graph,
+    check_others,
+    check_shape,
+    sizes_for,
+)
 
 COPY, REDUCE = "copy_to_tensor_region", "reduce_from_tensor_region"
 SHAPES = (3, 5), (3, 5)
@@ -43,8 +51,11 @@ def _check_regions(function: str, by_rank: list[list[dict[str, Any]]]) -> None:
             xs = [other[place]["x"] for other in by_rank]
             gradients = [other[place]["gradient"] for other in by_rank]
             _check_unchanged(here, found)
+            shape = list(b.tensors_of(kind, 0).shape)
+            check_shape(here, "the output", shape, found["y"], n)
             _check_one(here, "the output", found["y"], xs, rank, is_sum=not is_copy)
             if kind != b.UNTRAINED:
+                check_graph(here, found["has_graph"])
                 _check_one(here, "the gradient of x", found["x_grad"], gradients, rank, is_copy)
             check_dtype(here, found)
             check_others(here, found["is_alone"])
