@@ -91,6 +91,47 @@ def test_a_pipelines_mistake_is_named(
     assert any(all(phrase in message for phrase in phrases) for message in messages), messages
 
 
+NO_ALL_REDUCE = """\
+-        self.all_reduce(num_bad, self.group)
+"""
+COUNT_LOST = ["The first good step should let it grow. The scale alone is not enough"]
+SCALE_LOST = """\
+-        self.value, self.good_steps = state["value"], int(state["good_steps"])
++        self.good_steps = int(state["good_steps"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "test", "phrases", "others"),
+    [
+        (
+            *(NO_ALL_REDUCE, "test_gradients_are_divided_once_and_in_place"),
+            ["has called no all-reduce", "skips the step that the others take"],
+            ["is enough"],
+        ),
+        (
+            *(ANSWERS["2.4 loading_forgets_the_count"].change, "test_a_loaded_scaler_goes_on"),
+            *(COUNT_LOST, ["had found an inf"]),
+        ),
+        (
+            *(ANSWERS["2.4 finding_survives_the_loading"].change, "test_a_loaded_scaler_goes_on"),
+            *(["had found an inf before it was loaded"], COUNT_LOST),
+        ),
+        (
+            *(SCALE_LOST, "test_a_loaded_scaler_goes_on"),
+            *(["right after loading"], [*COUNT_LOST, "had found an inf"]),
+        ),
+    ],
+    ids=["no all-reduce", "count lost", "finding kept", "scale lost"],
+)
+def test_a_loss_scalers_mistake_is_named_alone(
+    change: str, test: str, phrases: list[str], others: list[str], tmp_path: Path
+) -> None:
+    messages = messages_on("2.4", change, test, tmp_path)
+    assert any(all(phrase in message for phrase in phrases) for message in messages), messages
+    assert not any(other in message for message in messages for other in others), messages
+
+
 SPLIT_AND_GATHERED = "test_a_column_parallel_layer_gathers_its_output"
 BLOCK = "test_a_block_on_split_positions_computes_what_it_did"
 COPIED_AND_GATHERED = """\

@@ -58,6 +58,12 @@ def test_gradients_are_divided_once_and_in_place(grade: Grade, n: int) -> None:
 
 def _check_calls(run: Run, n: int) -> None:
     check(
+        any(run.collectives),
+        "unscale has called no all-reduce. Without one, each rank decides by its own gradients: a "
+        "rank that finds an inf skips the step that the others take, and their parameters differ "
+        "from then on. In a world of any size, all-reduce one number: what each rank has found.",
+    )
+    check(
         run.collectives == [2] * n and max(run.bytes_sent) <= 2 * 8 * n,
         "one all-reduce of one number is enough for each time that gradients are divided. Here "
         "they are divided in two steps, in the first of which unscale is called twice, before step "
@@ -261,15 +267,31 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
             f"{here}: what state_dict returned has changed with later steps of the scaler. Return "
             "a new dict.",
         )
-        wanted = expected[len(before) - 1 :]
+        wanted, got = expected[len(before) - 1 :], found["values"]
         check(
-            found["values"] == wanted,
+            got == wanted,
             f"{here}: saved after {interval - 1} good steps in a row, with {_text(arguments)}. "
             "Loaded, and after good, bad and good ones, the scales should be "
-            f"{short(wanted)}; they are {short(found['values'])}. The scale alone is not enough: "
-            "the next good step would let it grow. And the scaler had found an inf before it was "
-            "loaded, which does not count any more.",
+            f"{short(wanted)}; they are {short(got)}. {_why_not_loaded(wanted, got)}",
         )
+
+
+def _why_not_loaded(wanted: Sequence[float], got: Sequence[float]) -> str:
+    """Name the cause, by the scale as it was loaded and after the good step that lets it grow."""
+    loaded, after = got[:2]
+    if loaded != wanted[0]:
+        return "The first of them, right after loading, is that of the scaler that was saved."
+    if after < loaded:
+        return (
+            "A good step has let it fall: the scaler had found an inf before it was loaded, which "
+            "does not count any more. load_state_dict should forget it."
+        )
+    if after == loaded:
+        return (
+            "The first good step should let it grow. The scale alone is not enough: save and load "
+            "the count of good steps, too."
+        )
+    return "Save and load the scale, and the count of good steps."
 
 
 @task("2.4")
