@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from phase2.drawings import drawn, why_stopped
 from wrong_answers.bank import COURSE, OWN, ROOT, hand_in, load
 from wrong_answers.changes import changed
 from wrong_answers.grading import find_tests, verdicts
@@ -89,6 +90,36 @@ def test_a_pipelines_mistake_is_named(
 ) -> None:
     messages = messages_on("2.12", change, test, tmp_path)
     assert any(all(phrase in message for phrase in phrases) for message in messages), messages
+
+
+@pytest.mark.parametrize(
+    ("answer", "phrase"),
+    [
+        (
+            "warm_up_too_short",
+            "B0.1 of stage 3 needs F0.1, which comes later in the same row. Quest",
+        ),
+        (
+            "backward_begins_with_chunk_0",
+            "B0 of stage 3 needs B0.1 of stage 0, which comes after B0 in that row, and B0 never "
+            "starts either. Question marks follow actions that never start.",
+        ),
+        (
+            "blocks_numbered_stage_by_stage",
+            "F3.1 of stage 0 needs F3 of stage 3, which comes after B0 in that row, and B0 never",
+        ),
+    ],
+)
+def test_what_stops_a_schedule_is_named(answer: str, phrase: str, tmp_path: Path) -> None:
+    change, test = ANSWERS[f"2.13 {answer}"].change, "test_interleaving_divides_the_bubble"
+    (message,) = messages_on("2.13", change, test, tmp_path)
+    assert phrase in message
+
+
+def test_one_stage_that_stops_has_one_question_mark() -> None:
+    waiting = "B0 of stage 0 needs F0, which comes later in the same row. The question mark follows"
+    assert why_stopped(drawn("B0 F0")).startswith(waiting)
+    assert why_stopped(drawn("F0 B0")) == ""
 
 
 NO_ALL_REDUCE = """\
