@@ -1,5 +1,7 @@
 """Verdicts on mistakes in phase 2 name their causes, where torch's words are a riddle."""
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from wrong_answers.changes import changed
 from wrong_answers.grading import find_tests, verdicts
 
 from distlab.grade.outcomes import Outcome
+from judging.checks import short_beside
 
 ANSWERS = {answer.id: answer for answer in load(OWN)}
 OTHER_BLOCK = """\
@@ -90,6 +93,21 @@ def test_a_pipelines_mistake_is_named(
 ) -> None:
     messages = messages_on("2.12", change, test, tmp_path)
     assert any(all(phrase in message for phrase in phrases) for message in messages), messages
+
+
+def test_numbers_have_the_digits_that_tell_them_apart() -> None:
+    third = [[1 / 3, 2.0, 12345678.0], math.inf]
+    assert short_beside(third, [third[0], 5]) == "[[0.333333, 2.0, 12345678.0], inf]"
+    assert short_beside([1 / 3], [1 / 3 + 1e-8]) == "[0.333333333]"
+    assert short_beside([1 / 3 + 1e-8], [1 / 3]) == "[0.333333343]"
+    assert short_beside(1 / 3, 1 / 3 + 1e-15) == "0.3333333333333333"
+    assert short_beside(1 / 3, None) == "0.333333"
+
+
+def test_a_cut_is_told_as_ranges(tmp_path: Path) -> None:
+    change, test = ANSWERS["2.8 a_stage_may_be_empty"].change, "test_every_layer_is_in_one_stage"
+    (message,) = messages_on("2.8", change, test, tmp_path)
+    assert re.search(r"yours are \[range\(0, \d+\), range\(.*\. Stage \d has no layer:", message)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from judging.checks import is_close, of_members, short
+from judging.checks import is_close, of_members, short_beside
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import loss_scaling as b
 from phase2 import mixed_reference as reference
@@ -84,7 +84,8 @@ def _check_divided(
             check(
                 is_close(want, got),
                 f"{here}, {when}, scale {scale}: the gradient of parameter {i} should be "
-                f"{short(want)}, but is {short(got)}. {_why_not(want, got, scale, i)}",
+                f"{short_beside(want, got)}, but is {short_beside(got, want)}. "
+                f"{_why_not(want, got, scale, i)}",
             )
     check(
         not result["moved"],
@@ -117,8 +118,8 @@ def _check_weights(here: str, found: Any, gradients: Sequence[Any]) -> None:
         check(
             is_close(wanted, found[i]),
             f"{here}: after unscale the gradients were halved, as clipping might. Then step should "
-            f"make parameter {i} {short(wanted)}; it is {short(found[i])}. Has step unscaled "
-            "again?",
+            f"make parameter {i} {short_beside(wanted, found[i])}; it is "
+            f"{short_beside(found[i], wanted)}. Has step unscaled again?",
         )
 
 
@@ -272,7 +273,8 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
             got == wanted,
             f"{here}: saved after {interval - 1} good steps in a row, with {_text(arguments)}. "
             "Loaded, and after good, bad and good ones, the scales should be "
-            f"{short(wanted)}; they are {short(got)}. {_why_not_loaded(wanted, got)}",
+            f"{short_beside(wanted, got)}; they are {short_beside(got, wanted)}. "
+            f"{_why_not_loaded(wanted, got)}",
         )
 
 

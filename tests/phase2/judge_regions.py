@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from judging.checks import of_members, short
+from judging.checks import of_members, short_beside
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import regions as b
 from phase2.sharding_checks import (
@@ -73,8 +73,9 @@ def _check_unchanged(here: str, found: dict[str, Any]) -> None:
     ):
         check(
             before == after,
-            f"{here}: {name} was {short(before)}, and has become {short(after)}. all_reduce writes "
-            "into what it is given; another operation may hold the same tensor: sum a copy.",
+            f"{here}: {name} was {short_beside(before, after)}, and has become "
+            f"{short_beside(after, before)}. all_reduce writes into what it is given; "
+            "another operation may hold the same tensor: sum a copy.",
         )
 
 
@@ -91,7 +92,8 @@ def _check_one(here: str, what: str, got: Any, by_rank: list[Any], rank: int, is
     wanted = "the sum over the ranks" if is_sum else "that of this rank"
     check(
         got == expected,
-        f"{here}: {what} should be {wanted}, {short(expected)}; it is {short(got)}. {cause}",
+        f"{here}: {what} should be {wanted}, {short_beside(expected, got)}; it is "
+        f"{short_beside(got, expected)}. {cause}",
     )
 
 

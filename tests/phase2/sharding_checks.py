@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from distlab.grade import Grade, Run, check
-from judging.checks import is_close, short
+from judging.checks import is_close, short_beside
 from phase2.sharding import own, part_of
 
 SIZES = (2, 3, 4, 5, 8, 1)  # numbers of ranks
@@ -47,7 +47,8 @@ def check_same(
     wanted = None if expected is None else expected.tolist()
     check(
         False,
-        f"{here}: {what} should be {short(wanted)}, not {short(got)}. "
+        f"{here}: {what} should be {short_beside(wanted, got)}, not "
+        f"{short_beside(got, wanted)}. "
         f"{_known_cause(known or {}, got) or _multiple(expected, got, n) + cause}",
     )
 
