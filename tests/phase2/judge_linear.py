@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = ""
         place, is_column = (rank, n), layer == COLUMN
         whole = not is_column or case.gathers
         output = full["output"] if whole else own(full["output"], *place, -1)
-        cause, known = _cause_of_output(layer), _known_outputs(layer, full, n)
+        cause, known = _cause_of_output(layer), partial(_known_outputs, layer, full, n)
         check_same(here, "the output", output, got["output"], n, cause, known)
         check_graph(here, got["has_graph"])
         dim = None if is_column else -1

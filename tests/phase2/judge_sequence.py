@@ -1,6 +1,7 @@
 """Judges task 2.19: positions split where the weights are not, for the bytes of the all-reduces."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -143,8 +144,9 @@ def _full(case: Case, change: Callable[[Any], None] | None = None) -> Mapping[st
     return {**passes[-1], "passes": passes}
 
 
-def _known(case: Case, n: int) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """What known mistakes make of the passes, by the cause."""
+def _known(case: Case, step: int, name: str, place: tuple[int, int]) -> dict[str, Tensor]:
+    """What known mistakes make of a rank's part of the output or of x's gradient, by the cause."""
+    _, n = place
 
     def add_biases_before_the_sum(model: Any) -> None:
         for layer in (model.attention.out, model.mlp.down):
@@ -159,7 +161,8 @@ def _known(case: Case, n: int) -> dict[str, Sequence[Mapping[str, Any]]]:
         output.register_hook(lambda gradient: n * gradient)
 
     changes = {_BIAS_OF_ALL: add_biases_before_the_sum, _SUMMED_TWICE: sum_gradients_twice}
-    return {cause: _full(case, change)["passes"] for cause, change in changes.items() if n > 1}
+    made = {cause: _full(case, change)["passes"][step] for cause, change in changes.items()}
+    return {cause: own(one[name], *place, 1) for cause, one in made.items()} if n > 1 else {}
 
 
 _BIAS_OF_ALL = (
@@ -175,7 +178,6 @@ _SUMMED_TWICE = (
 
 def _check_block(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
     full, n = _full(case), len(by_rank)
-    known = _known(case, n)
     for rank, got in enumerate(by_rank):
         here = f"{case}, rank {rank} of {n}{where}"
         part = [case.batch_size, case.length // n, case.width]
@@ -191,8 +193,8 @@ def _check_block(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
             ):
                 check_graph(here, got["has_graph"] or name == "output")
                 wanted = own(expected[name], rank, n, 1)
-                wrong = {cause: own(one[step][name], rank, n, 1) for cause, one in known.items()}
-                check_same(here, what, wanted, values, n, _CAUSE_OF_BLOCK, wrong)
+                known = partial(_known, case, step, name, (rank, n))
+                check_same(here, what, wanted, values, n, _CAUSE_OF_BLOCK, known)
         check_others(here, got["is_alone"])
         check_parameters(here, got["state"], full, (rank, n), causes=CAUSES)
 

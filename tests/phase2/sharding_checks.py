@@ -1,6 +1,6 @@
 """How judges of tensor parallelism compare with the full module, and count collectives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def check_same(
     got: Any,
     n: int,
     cause: str = "",
-    known: Mapping[str, Tensor] | None = None,
+    known: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> None:
     """Check values up to rounding in float64.
 
@@ -37,7 +37,7 @@ def check_same(
         here: rank and case.
         what: is compared, as the subject of a sentence.
         cause: the likely one.
-        known: the values that known mistakes give, by the cause that is told instead.
+        known: returns the values that known mistakes give, by the cause that is told instead.
     """
     if expected is not None and got is not None:
         check_shape(here, what, list(expected.shape), got, n, cause)
@@ -49,7 +49,7 @@ def check_same(
         False,
         f"{here}: {what} should be {short_beside(wanted, got)}, not "
         f"{short_beside(got, wanted)}. "
-        f"{_known_cause(known or {}, got) or _multiple(expected, got, n) + cause}",
+        f"{_known_cause(known(), got) or _multiple(expected, got, n) + cause}",
     )
 
 
