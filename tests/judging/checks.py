@@ -128,6 +128,23 @@ def short(value: Any) -> str:
     return text if len(text) <= 70 else f"{text[:68]} …"
 
 
+def short_beside(value: Any, other: Any) -> str:
+    """Write a value in at most a line, its numbers with as many digits as tell it from another."""
+    for num_digits in (6, 9, 12) if value != other else ():  # most are equal: no time is spent
+        text = short(_rounded(value, num_digits))
+        if text != short(_rounded(other, num_digits)):
+            return text
+    return short(value)
+
+
+def _rounded(value: Any, num_digits: int) -> Any:
+    """Round the fractions in nested lists to so many significant digits."""
+    if isinstance(value, list):
+        return [_rounded(one, num_digits) for one in value]
+    is_fraction = isinstance(value, float) and not value.is_integer()
+    return float(f"{value:.{num_digits}g}") if is_fraction else value
+
+
 Edge = tuple[int, int]  # who sends to whom
 
 

@@ -5,7 +5,7 @@ F0 F1 .  B0 B1
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from distlab.words import counted
@@ -115,6 +115,61 @@ def shuffled(random: Random, p: int, m: int, v: int) -> Schedule:
         left.remove(chosen)
         rows[chosen[0] % p].append(chosen[1])
     return rows
+
+
+def why_stopped(schedule: Schedule) -> str:
+    """Say what a stage waits for forever: the stage at the root, for which all others wait.
+
+    Empty for a schedule that can be run.
+    """
+    waits = _waits(schedule)
+    if not waits:
+        return ""
+    stage = _root(waits)
+    action, where, needed = waits[stage]
+    if where == stage:
+        why = f"{action} of stage {stage} needs {needed}, which comes later in the same row."
+    else:
+        first = waits[where][0]
+        why = (
+            f"{action} of stage {stage} needs {needed} of stage {where}, which comes after {first} "
+            f"in that row, and {first} never starts either."
+        )
+    is_one = len(waits) == 1
+    marks = "The question mark follows the action" if is_one else "Question marks follow actions"
+    return f"{why} {marks} that never {'starts' if is_one else 'start'}."
+
+
+Waits = Mapping[int, tuple[Action, int, Action]]  # by stage: what waits; where is what it waits for
+
+
+def _waits(schedule: Schedule) -> Waits:
+    """The first action of each stage that never starts, and one that it needs: its own stage's."""
+    p = len(schedule)
+    num_blocks = p * (1 + max(action.chunk for actions in schedule for action in actions))
+    done = {(event.stage, event.action) for event in timeline(schedule)}
+    waits: dict[int, tuple[Action, int, Action]] = {}
+    for stage, actions in enumerate(schedule):
+        left = [action for action in actions if (stage, action) not in done]
+        if left:
+            before = _before(left[0].chunk * p + stage, left[0], num_blocks, p)
+            needs = {(block % p, need) for block, need in before if block >= 0} - done
+            waits[stage] = left[0], *min(needs, key=lambda need: (need[0] != stage, need))
+    return waits
+
+
+def _root(waits: Waits) -> int:
+    """A stage that waits for its own action, or else one of several that wait for each other."""
+    own = [stage for stage, (_, where, _) in waits.items() if where == stage]
+    if own:
+        return own[-1]  # backward begins at the last stage
+    seen, stage = list[int](), min(waits)
+    while stage not in seen:
+        seen.append(stage)
+        stage = waits[stage][1]
+    circle = seen[seen.index(stage) :]
+    # The first action of another stage waits as this one does: look where one comes too late.
+    return next(stage for stage in circle if waits[waits[stage][1]][0] != waits[stage][2])
 
 
 def _before(block: int, action: Action, num_blocks: int, p: int) -> set[tuple[int, Action]]:

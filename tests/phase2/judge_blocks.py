@@ -16,6 +16,7 @@ from phase2.sharded_blocks import Case
 from phase2.sharding import passed
 from phase2.sharding_checks import (
     check_calls,
+    check_graph,
     check_others,
     check_parameters,
     check_same,
@@ -44,6 +45,7 @@ def _check_module(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
     for rank, got in enumerate(by_rank):
         here = f"{case}, rank {rank} of {n}{where}"
         check_same(here, "the output", full["output"], got["outputs"][0], n, CAUSES[case.kind])
+        check_graph(here, got["has_graph"])
         check_same(here, "the gradient of x", full["input"], got["inputs"][0], n, ONCE)
         check_others(here, got["is_alone"])
         check_parameters(here, got["state"], full, (rank, n))

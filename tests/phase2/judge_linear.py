@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distlab.grade import Grade, Run, check, task
 from judging.checks import check_refused, of_members
@@ -15,6 +17,7 @@ from phase2.sharding import own, passed
 from phase2.sharding_checks import (
     Calls,
     check_calls,
+    check_graph,
     check_is_independent,
     check_others,
     check_parameters,
@@ -44,7 +47,9 @@ def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = ""
         place, is_column = (rank, n), layer == COLUMN
         whole = not is_column or case.gathers
         output = full["output"] if whole else own(full["output"], *place, -1)
-        check_same(here, "the output", output, got["output"], n, _cause_of_output(layer))
+        cause, known = _cause_of_output(layer), partial(_known_outputs, layer, full, n)
+        check_same(here, "the output", output, got["output"], n, cause, known)
+        check_graph(here, got["has_graph"])
         dim = None if is_column else -1
         x_grad = None if full["input"] is None else own(full["input"], *place, dim)
         check_same(here, "the gradient of x", x_grad, got["input"], n, _cause_of_x(layer))
@@ -59,6 +64,16 @@ def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = ""
 def _full(case: Case) -> Mapping[str, Any]:
     """What one rank makes of it, with the whole layer."""
     return passed(case.full(), case.x().requires_grad_(case.is_input_trained), case.weights())
+
+
+def _known_outputs(layer: str, full: Mapping[str, Any], n: int) -> dict[str, Tensor]:
+    """What a known mistake makes of the output, by its cause."""
+    bias = full["values"].get("bias")
+    if layer == COLUMN or bias is None or n == 1:
+        return {}
+    return {
+        f"The bias is in it {n} times: add it once, to the sum.": full["output"] + (n - 1) * bias
+    }
 
 
 def _cause_of_output(layer: str) -> str:

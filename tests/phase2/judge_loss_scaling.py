@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from judging.checks import is_close, of_members, short
+from judging.checks import is_close, of_members, short_beside
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import loss_scaling as b
 from phase2 import mixed_reference as reference
@@ -58,6 +58,12 @@ def test_gradients_are_divided_once_and_in_place(grade: Grade, n: int) -> None:
 
 def _check_calls(run: Run, n: int) -> None:
     check(
+        any(run.collectives),
+        "unscale has called no all-reduce. Without one, each rank decides by its own gradients: a "
+        "rank that finds an inf skips the step that the others take, and their parameters differ "
+        "from then on. In a world of any size, all-reduce one number: what each rank has found.",
+    )
+    check(
         run.collectives == [2] * n and max(run.bytes_sent) <= 2 * 8 * n,
         "one all-reduce of one number is enough for each time that gradients are divided. Here "
         "they are divided in two steps, in the first of which unscale is called twice, before step "
@@ -78,7 +84,8 @@ def _check_divided(
             check(
                 is_close(want, got),
                 f"{here}, {when}, scale {scale}: the gradient of parameter {i} should be "
-                f"{short(want)}, but is {short(got)}. {_why_not(want, got, scale, i)}",
+                f"{short_beside(want, got)}, but is {short_beside(got, want)}. "
+                f"{_why_not(want, got, scale, i)}",
             )
     check(
         not result["moved"],
@@ -111,8 +118,8 @@ def _check_weights(here: str, found: Any, gradients: Sequence[Any]) -> None:
         check(
             is_close(wanted, found[i]),
             f"{here}: after unscale the gradients were halved, as clipping might. Then step should "
-            f"make parameter {i} {short(wanted)}; it is {short(found[i])}. Has step unscaled "
-            "again?",
+            f"make parameter {i} {short_beside(wanted, found[i])}; it is "
+            f"{short_beside(found[i], wanted)}. Has step unscaled again?",
         )
 
 
@@ -261,15 +268,32 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
             f"{here}: what state_dict returned has changed with later steps of the scaler. Return "
             "a new dict.",
         )
-        wanted = expected[len(before) - 1 :]
+        wanted, got = expected[len(before) - 1 :], found["values"]
         check(
-            found["values"] == wanted,
+            got == wanted,
             f"{here}: saved after {interval - 1} good steps in a row, with {_text(arguments)}. "
             "Loaded, and after good, bad and good ones, the scales should be "
-            f"{short(wanted)}; they are {short(found['values'])}. The scale alone is not enough: "
-            "the next good step would let it grow. And the scaler had found an inf before it was "
-            "loaded, which does not count any more.",
+            f"{short_beside(wanted, got)}; they are {short_beside(got, wanted)}. "
+            f"{_why_not_loaded(wanted, got)}",
         )
+
+
+def _why_not_loaded(wanted: Sequence[float], got: Sequence[float]) -> str:
+    """Name the cause, by the scale as it was loaded and after the good step that lets it grow."""
+    loaded, after = got[:2]
+    if loaded != wanted[0]:
+        return "The first of them, right after loading, is that of the scaler that was saved."
+    if after < loaded:
+        return (
+            "A good step has let it fall: the scaler had found an inf before it was loaded, which "
+            "does not count any more. load_state_dict should forget it."
+        )
+    if after == loaded:
+        return (
+            "The first good step should let it grow. The scale alone is not enough: save and load "
+            "the count of good steps, too."
+        )
+    return "Save and load the scale, and the count of good steps."
 
 
 @task("2.4")

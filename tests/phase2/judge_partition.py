@@ -9,7 +9,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.words import counted
-from judging.checks import check_refused, short
+from judging.checks import check_refused, short, short_beside
 from phase2 import stages as b
 
 Costs = Sequence[float]
@@ -37,15 +37,16 @@ def test_every_layer_is_in_one_stage(grade: Grade) -> None:
 
 
 def _check_parts(costs: Costs, p: int, cut: b.Cut) -> None:
-    here = f"costs {short(costs)} in {counted(p, 'stage')}: yours are {short(cut)}"
+    yours = short([range(*stage) for stage in cut])
+    here = f"costs {short(costs)} in {counted(p, 'stage')}: yours are {yours}"
     check(
         len(cut) == p,
         f"{here}. They are {counted(len(cut), 'stage')}; they should be {p}.",
     )
-    empty = [stage for stage, (start, stop) in enumerate(cut) if start >= stop]
+    empty = next((stage for stage, (start, stop) in enumerate(cut) if start >= stop), None)
     check(
-        not empty,
-        f"{here}. Stage {empty[:1]} has no layer: its rank would have nothing to do. Keep a layer "
+        empty is None,
+        f"{here}. Stage {empty} has no layer: its rank would have nothing to do. Keep a layer "
         "for every stage, even if layers cost nothing.",
     )
     ends = [0, *(stop for _, stop in cut)]
@@ -77,10 +78,10 @@ def _check_largest(costs: Costs, p: int, cut: b.Cut) -> None:
     least = _least_largest(costs, p)
     check(
         max(found) <= least * FACTOR,
-        f"costs {short(costs)} in {counted(p, 'stage')}: yours cost {short(found)}, and the most "
-        f"expensive {max(found):g}; in the best cut it costs {least:g}. Equal numbers of layers "
-        "are not equal costs, and a stage that is filled up to the mean, before the rest is "
-        "looked at, may leave too much for the others.",
+        f"costs {short_beside(costs, found)} in {counted(p, 'stage')}: yours cost "
+        f"{short_beside(found, costs)}, and the most expensive {max(found):g}; in the best "
+        f"cut it costs {least:g}. Equal numbers of layers are not equal costs, and a stage that is "
+        "filled up to the mean, before the rest is looked at, may leave too much for the others.",
     )
 
 

@@ -5,10 +5,18 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from judging.checks import of_members, short
+from judging.checks import of_members, short_beside
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import regions as b
-from phase2.sharding_checks import Calls, check_calls, check_dtype, check_others, sizes_for
+from phase2.sharding_checks import (
+    Calls,
+    check_calls,
+    check_dtype,
+    check_graph,
+    check_others,
+    check_shape,
+    sizes_for,
+)
 
 COPY, REDUCE = "copy_to_tensor_region", "reduce_from_tensor_region"
 SHAPES = (3, 5), (3, 5)
@@ -43,8 +51,11 @@ def _check_regions(function: str, by_rank: list[list[dict[str, Any]]]) -> None:
             xs = [other[place]["x"] for other in by_rank]
             gradients = [other[place]["gradient"] for other in by_rank]
             _check_unchanged(here, found)
+            shape = list(b.tensors_of(kind, 0).shape)
+            check_shape(here, "the output", shape, found["y"], n)
             _check_one(here, "the output", found["y"], xs, rank, is_sum=not is_copy)
             if kind != b.UNTRAINED:
+                check_graph(here, found["has_graph"])
                 _check_one(here, "the gradient of x", found["x_grad"], gradients, rank, is_copy)
             check_dtype(here, found)
             check_others(here, found["is_alone"])
@@ -62,8 +73,9 @@ def _check_unchanged(here: str, found: dict[str, Any]) -> None:
     ):
         check(
             before == after,
-            f"{here}: {name} was {short(before)}, and has become {short(after)}. all_reduce writes "
-            "into what it is given; another operation may hold the same tensor: sum a copy.",
+            f"{here}: {name} was {short_beside(before, after)}, and has become "
+            f"{short_beside(after, before)}. all_reduce writes into what it is given; "
+            "another operation may hold the same tensor: sum a copy.",
         )
 
 
@@ -80,7 +92,8 @@ def _check_one(here: str, what: str, got: Any, by_rank: list[Any], rank: int, is
     wanted = "the sum over the ranks" if is_sum else "that of this rank"
     check(
         got == expected,
-        f"{here}: {what} should be {wanted}, {short(expected)}; it is {short(got)}. {cause}",
+        f"{here}: {what} should be {wanted}, {short_beside(expected, got)}; it is "
+        f"{short_beside(got, expected)}. {cause}",
     )
 
 

@@ -45,11 +45,10 @@ def _check_actions(here: str, schedule: Schedule, p: int, m: int, v: int = 1) ->
             f"{here}: stage {stage} should do each of its {len(wanted)} actions once. It lacks "
             f"{_some(missing)}, and has {_some(extra)} too often.{d.picture(schedule)}",
         )
-    events = d.timeline(schedule)
+    is_run = len(d.timeline(schedule)) == 4 * p * m * v
     check(
-        len(events) == 4 * p * m * v,
-        f"{here}: this schedule comes to a stop. The action with a question mark needs one that "
-        f"comes only after it, or that waits for it.{d.picture(schedule)}",
+        is_run,
+        f"{here}: this schedule comes to a stop. {d.why_stopped(schedule)}{d.picture(schedule)}",
     )
 
 

@@ -1,6 +1,7 @@
 """Judges task 2.19: positions split where the weights are not, for the bytes of the all-reduces."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from phase2.sharding_checks import (
     calls_of,
     check_calls,
     check_dtype,
+    check_graph,
     check_others,
     check_parameters,
     check_same,
@@ -58,6 +60,7 @@ def _check_regions(function: str, by_rank: Sequence[Any], where: str = "") -> No
             gradients = [torch.tensor(other[place]["gradient"]) for other in by_rank]
             output, x_grad = _expected(function, xs, gradients, rank)
             check_same(here, "the output", output, found["y"], n, _CAUSE)
+            check_graph(here, found["has_graph"] or kind == r.UNTRAINED)
             wanted = None if kind == r.UNTRAINED else x_grad
             check_same(here, "the gradient of x", wanted, found["x_grad"], n, _CAUSE)
             check_dtype(here, found)
@@ -129,14 +132,48 @@ def test_sequence_regions_inside_a_group(grade: Grade, function: str) -> None:
     _check_regions(function, of_members(run), WHERE)
 
 
-def _full(case: Case) -> Mapping[str, Any]:
+def _full(case: Case, change: Callable[[Any], None] | None = None) -> Mapping[str, Any]:
     """What one rank makes of all passes, whose gradients add up."""
     model = case.full()
+    if change:
+        change(model)
     passes = [
         passed(model, case.x(step).requires_grad_(), case.weights(step))
         for step in range(case.num_passes)
     ]
     return {**passes[-1], "passes": passes}
+
+
+def _known(case: Case, step: int, name: str, place: tuple[int, int]) -> dict[str, Tensor]:
+    """What known mistakes make of a rank's part of the output or of x's gradient, by the cause."""
+    _, n = place
+
+    def add_biases_before_the_sum(model: Any) -> None:
+        for layer in (model.attention.out, model.mlp.down):
+            if layer.bias is not None:
+                layer.bias.detach().mul_(n)
+
+    def sum_gradients_twice(model: Any) -> None:
+        for name in b.NORMS:
+            getattr(model, name).register_forward_hook(multiply_gradient)
+
+    def multiply_gradient(_: Any, __: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: n * gradient)
+
+    changes = {_BIAS_OF_ALL: add_biases_before_the_sum, _SUMMED_TWICE: sum_gradients_twice}
+    made = {cause: _full(case, change)["passes"][step] for cause, change in changes.items()}
+    return {cause: own(one[name], *place, 1) for cause, one in made.items()} if n > 1 else {}
+
+
+_BIAS_OF_ALL = (
+    "The biases of attention.out and mlp.down are in it once for each rank: add them after the "
+    "reduce-scatter, to the sum."
+)
+_SUMMED_TWICE = (
+    "The gradient of what was gathered is summed twice: by the column-parallel layers, and by the "
+    "reduce-scatter that is the backward of the gather. The layers after a gather leave their sum "
+    "to it."
+)
 
 
 def _check_block(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
@@ -150,9 +187,14 @@ def _check_block(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
             f"the norms were called with {got['norms']}.",
         )
         for step, expected in enumerate(full["passes"]):
-            output, x_grad = (own(expected[name], rank, n, 1) for name in ("output", "input"))
-            check_same(here, "the output", output, got["outputs"][step], n, _CAUSE_OF_BLOCK)
-            check_same(here, "the gradient of x", x_grad, got["inputs"][step], n, _CAUSE_OF_BLOCK)
+            for what, name, values in (
+                ("the output", "output", got["outputs"][step]),
+                ("the gradient of x", "input", got["inputs"][step]),
+            ):
+                check_graph(here, got["has_graph"] or name == "output")
+                wanted = own(expected[name], rank, n, 1)
+                known = partial(_known, case, step, name, (rank, n))
+                check_same(here, what, wanted, values, n, _CAUSE_OF_BLOCK, known)
         check_others(here, got["is_alone"])
         check_parameters(here, got["state"], full, (rank, n), causes=CAUSES)
 

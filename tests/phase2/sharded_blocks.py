@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from judging.calls import refusal_of
 from phase2.sharding import (
     drawn,
+    go_backward,
     group_argument,
     is_alone_summed,
     laid_out,
@@ -83,18 +84,19 @@ def block_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
     for name in NORMS if case.kind == "block" else ():
         getattr(model, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     getattr(lesson, FUNCTIONS[case.kind])(model, **group_argument(group))
-    outputs, inputs, is_alone = [], [], True
+    outputs, inputs, is_alone, has_graph = [], [], True, True
     for step in range(case.num_passes):
         x, weights = (_own_input(case, full, rank, n) for full in _drawn(case, step))
         dist.barrier(group)
         output = model(x.requires_grad_())
         dist.barrier(group)
-        _backward(output, weights)
+        go_backward(output, weights)
         outputs.append(listed(output))
+        has_graph = has_graph and output.requires_grad
         inputs.append(listed(x.grad))
         is_alone = is_alone and is_alone_summed(x, weights)
     found = {"outputs": outputs, "inputs": inputs, "is_alone": is_alone, "norms": seen}
-    return {**found, "state": state_of(model)}
+    return {**found, "has_graph": has_graph, "state": state_of(model)}
 
 
 def _drawn(case: Case, step: int) -> Sequence[Tensor]:
@@ -105,14 +107,6 @@ def _own_input(case: Case, full: Tensor, rank: int, n: int) -> Tensor:
     """A block gets its rank's positions, anything else the whole input."""
     part = own(full, rank, n, 1).clone() if case.kind == "block" else full
     return laid_out(part, case.is_transposed)
-
-
-def _backward(output: Tensor, weights: Tensor) -> None:
-    if output.shape != weights.shape:
-        raise TypeError(
-            f"the output should have the shape {[*weights.shape]}, but has {[*output.shape]}"
-        )
-    (output * weights).sum().backward()
 
 
 def refused_block(lesson: Any, case: Case) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from judging.calls import refusal_of, returned
 from phase2.sharding import (
     drawn,
+    go_backward,
     group_argument,
     is_alone_summed,
     laid_out,
@@ -98,9 +99,10 @@ def linear_case(lesson: Any, layer: str, case: Case, group: Any = None) -> dict[
     dist.barrier(group)
     output = returned(f"{layer}.forward", made(x))
     dist.barrier(group)
-    _backward(output, weights)
+    go_backward(output, weights)
     return {
         "output": listed(output),
+        "has_graph": output.requires_grad,
         "input": listed(x.grad),
         "is_alone": not x.requires_grad or is_alone_summed(x, x.detach().clone()),
         "state": state_of(made),
@@ -126,14 +128,6 @@ def _made(lesson: Any, layer: str, full: nn.Linear, case: Case, group: Any) -> A
     """Leave out what may be left out."""
     more = {"gather_output": True} if case.gathers else {}
     return getattr(lesson, layer)(full, **group_argument(group), **more)
-
-
-def _backward(output: Tensor, weights: Tensor) -> None:
-    if output.shape != weights.shape:
-        raise TypeError(
-            f"the output should have the shape {[*weights.shape]}, but has {[*output.shape]}"
-        )
-    (output * weights).sum().backward()
 
 
 def refused_linear(lesson: Any, layer: str, in_features: int, out_features: int) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """How judges of tensor parallelism compare with the full module, and count collectives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distlab.grade import Grade, Run, check
-from judging.checks import is_close, short
+from judging.checks import is_close, short_beside
 from phase2.sharding import own, part_of
 
 SIZES = (2, 3, 4, 5, 8, 1)  # numbers of ranks
@@ -23,7 +23,13 @@ def sizes_for(grade: Grade) -> tuple[int, ...]:
 
 
 def check_same(
-    here: str, what: str, expected: Tensor | None, got: Any, n: int, cause: str = ""
+    here: str,
+    what: str,
+    expected: Tensor | None,
+    got: Any,
+    n: int,
+    cause: str = "",
+    known: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> None:
     """Check values up to rounding in float64.
 
@@ -31,21 +37,66 @@ def check_same(
         here: rank and case.
         what: is compared, as the subject of a sentence.
         cause: the likely one.
+        known: returns the values that known mistakes give, by the cause that is told instead.
     """
     if expected is not None and got is not None:
-        shape = _shape(got)
-        check(
-            shape == list(expected.shape),
-            f"{here}: {what} should have the shape {list(expected.shape)}, not {shape}. {cause}",
-        )
+        check_shape(here, what, list(expected.shape), got, n, cause)
     greatest = float(expected.detach().abs().max()) if expected is not None else 0.0
     if _agree(expected, got, EXACT * max(1.0, greatest)):
         return  # to write all values into a message takes longer than to compare them
     wanted = None if expected is None else expected.tolist()
     check(
         False,
-        f"{here}: {what} should be {short(wanted)}, not {short(got)}. "
-        f"{_multiple(expected, got, n)}{cause}",
+        f"{here}: {what} should be {short_beside(wanted, got)}, not "
+        f"{short_beside(got, wanted)}. "
+        f"{_known_cause(known(), got) or _multiple(expected, got, n) + cause}",
+    )
+
+
+def _known_cause(known: Mapping[str, Tensor], got: Any) -> str:
+    return next((cause for cause, wrong in known.items() if is_close(wrong.tolist(), got)), "")
+
+
+def check_shape(
+    here: str, what: str, expected: list[int], got: Any, n: int, cause: str = ""
+) -> None:
+    """Check the shape of nested lists; the arguments are those of ``check_same``."""
+    shape = _shape(got)
+    check(
+        shape == expected,
+        f"{here}: {what} should have the shape {expected}, not {shape}. "
+        f"{_other_dim(expected, shape, n)}{cause}",
+    )
+
+
+def _other_dim(expected: list[int], shape: list[int], n: int) -> str:
+    """Name the dims if one is n times as long as it should be, and another 1/n."""
+    if len(shape) != len(expected):
+        return ""
+    longer = [dim for dim, size in enumerate(expected) if shape[dim] == n * size]
+    shorter = [dim for dim, size in enumerate(expected) if n * shape[dim] == size]
+    num_others = sum(a != b for a, b in zip(expected, shape, strict=True))
+    if n == 1 or (len(longer), len(shorter), num_others) != (1, 1, 2):
+        return ""
+    return (
+        f"Dim {longer[0]} is {n} times as long, and dim {shorter[0]} 1/{n} as long: the parts are "
+        "joined or split along the wrong dim. "
+    )
+
+
+def check_graph(here: str, has_graph: bool) -> None:
+    """Check that a gradient can go back from the output.
+
+    Args:
+        here: rank and case.
+        has_graph: whether the output requires grad.
+    """
+    check(
+        has_graph,
+        f"{here}: the output has the right values, but does not require grad, so no gradient goes "
+        "back through it. torch records no graph of what is received: dist.all_gather and the "
+        "other collectives are not differentiable. Call them in the forward of an autograd "
+        "Function, and give it the backward that belongs to it.",
     )
 
 
