@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distlab.course import GRADER_ERROR, PASSED, Phase, Task
+from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
 from distlab.grade import report_paths
 from distlab.grade.lending import NO_LENDER, SOLUTIONS
 from distlab.learner import child_processes, source, state, templates
@@ -53,6 +53,13 @@ class TaskGrade:
     write_next: tuple[str, str] | None = None
     world_size: int | None = None
     lent: tuple[str, ...] = ()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it could not be judged, because an earlier task is still to be written."""
+        return (
+            self.outcome == TODO and self.write_next is not None and self.write_next[0] != self.id
+        )
 
 
 @dataclass(frozen=True)
@@ -267,7 +274,8 @@ def remember(folder: CourseFolder, grading: Grading) -> state.Progress:
         for task in folder.course.tasks
         if task.id in grading.tasks
     }
-    return state.remember(folder, records)
+    waiting = {task.id for task in grading.tasks.values() if task.is_waiting}
+    return state.remember(folder, records, waiting)
 
 
 def _outcome(task: TaskGrade) -> str:

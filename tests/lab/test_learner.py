@@ -1055,6 +1055,29 @@ def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
     ]
 
 
+def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) -> None:
+    """As after ``check --lend 1.6``, which had the earlier task from the solutions."""
+    missing = saying(1, ("1.6", "todo", 0), write_next=BROADCAST_MISSING)
+    has_come_out(here, t1_6="passed")
+    progress = grading.remember(here, grading.grade(here, [], missing))
+    assert progress.outcome(here.task("1.6")) == "passed"
+    (here.root / FILE).write_text((here.root / FILE).read_text() + "\nEDITED = True\n")
+    progress = grading.remember(here, grading.grade(here, [], missing))
+    assert progress.outcome(here.task("1.6")) == "todo", "it is no longer what had passed"
+
+
+@pytest.mark.parametrize(
+    "run",
+    [saying(1, ("1.6", "failed", 0)), saying(1, ("1.6", "todo", 0))],
+)
+def test_a_pass_does_not_outlast_a_verdict_on_the_task_itself(
+    here: CourseFolder, run: grading.Run
+) -> None:
+    has_come_out(here, t1_6="passed")
+    progress = grading.remember(here, grading.grade(here, [], run))
+    assert not progress.has_passed(here.task("1.6"))
+
+
 def test_a_second_function_that_is_missing_is_named(
     here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
