@@ -27,8 +27,9 @@ from typing import Any
 from distlab.course import Course, Task
 
 SOLUTIONS = "solutions"
+LEND = "--lend"  # an option of pytest's and of the learner's commands
 NO_LENDER = (
-    f"--lend takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
+    f"{LEND} takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
     "leave it out"
 )
 Functions = Mapping[str, Any]  # by name

@@ -18,7 +18,7 @@ from typing import Any
 
 from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
 from distlab.grade import report_paths
-from distlab.grade.lending import NO_LENDER, SOLUTIONS
+from distlab.grade.lending import LEND, NO_LENDER, SOLUTIONS
 from distlab.learner import child_processes, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.words import signal_name
@@ -72,6 +72,7 @@ class Grading:
         advice: the grader's lines for the learner; may be empty.
         output: all that pytest printed.
         digests: of the learner's functions when it began, by task.
+        lends: whether it was run with ``--lend``.
     """
 
     code: int
@@ -79,6 +80,7 @@ class Grading:
     advice: tuple[str, ...] = ()
     output: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
+    lends: bool = False
 
 
 def find_impl(choice: str) -> str:
@@ -130,7 +132,7 @@ def lending(folder: CourseFolder, is_asked_for: bool) -> list[str]:
     """
     if is_asked_for and not (folder.root / SOLUTIONS).is_dir():
         raise LearnerError(NO_LENDER)
-    return ["--lend"] * is_asked_for
+    return [LEND] * is_asked_for
 
 
 def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
@@ -165,7 +167,7 @@ def grade(folder: CourseFolder, arguments: Sequence[str], run: Run | None = None
         digests = {task.id: source.digest(folder, task) for task in folder.course.tasks}
         code, output = (run or captured_in(folder))(asked)
         grading = _grading(code, *_read(report))
-    return replace(grading, output=output, digests=digests)
+    return replace(grading, output=output, digests=digests, lends=LEND in arguments)
 
 
 def captured_in(folder: CourseFolder) -> Run:
