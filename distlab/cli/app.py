@@ -1,5 +1,6 @@
 """The commands by name, and the one-line error for bad arguments."""
 
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Annotated
@@ -99,7 +100,7 @@ def run(arguments: Sequence[str] | None) -> int:
     try:
         code = app(args=arguments, prog_name="distlab", standalone_mode=False)
     except UsageError as error:
-        return complain(_usage_line(error), 2)
+        return complain(_usage_line(error, sys.argv[1:] if arguments is None else arguments), 2)
     except typer.Abort:
         raise KeyboardInterrupt from None
     if code == INTERRUPTED:  # typer has dealt with ctrl-C itself
@@ -107,7 +108,7 @@ def run(arguments: Sequence[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _usage_line(error: Exception) -> str:
+def _usage_line(error: Exception, arguments: Sequence[str]) -> str:
     """Say in one line what is wrong and which names are valid; without a command, give the help."""
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -116,6 +117,8 @@ def _usage_line(error: Exception) -> str:
     message = message.replace("Value error, ", "")  # pydantic's word for it
     message = " ".join(message.split())
     is_option = type(error).__name__ == "NoSuchOption"
+    if is_option:
+        message = _as_typed(message, error, arguments)
     commands = getattr(context.command, "commands", {}) if context else {}
     is_command = type(error) is UsageError and bool(commands)  # a group has no other complaint
     if (is_option or is_command) and not message.endswith((".", "?")):
@@ -127,6 +130,14 @@ def _usage_line(error: Exception) -> str:
     elif is_command:
         line += _valid("commands", sorted(commands))
     return line
+
+
+def _as_typed(message: str, error: Exception, arguments: Sequence[str]) -> str:
+    """Name an option as it was typed; click knows it with underscores alone."""
+    known = str(getattr(error, "option_name", ""))
+    options = [argument.partition("=")[0] for argument in arguments]
+    same = [option for option in options if option.replace("-", "_") == known.replace("-", "_")]
+    return message.replace(known, same[0], 1) if same else message
 
 
 def _valid(what: str, names: Sequence[str]) -> str:

@@ -117,7 +117,7 @@ def check(
     with _grader(here, len(chosen)) as run:
         codes = [_check(here, task, run, options, is_alone=len(chosen) == 1) for task in chosen]
     if len(chosen) > 1:
-        say(status.whats_next(here, state.load(here)))
+        say(status.whats_next(here, state.load(here), lends=lend))
     raise typer.Exit(max(codes))
 
 

@@ -6,7 +6,8 @@ Task 1.7 is graded with the solution's ``exchange``, task 1.4:
     def all_reduce_recursive_doubling(…): …     the learner's: it calls the solution's exchange
 
 The swap happens where the learner's file defines the function: default arguments, tables and the
-imports of other lessons keep what a name meant when they were made.
+imports of other lessons keep what a name meant when they were made. Classes are lent as functions
+are.
 """
 
 import ast
@@ -14,6 +15,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +27,9 @@ from typing import Any
 from distlab.course import Course, Task
 
 SOLUTIONS = "solutions"
+LEND = "--lend"  # an option of pytest's and of the learner's commands
 NO_LENDER = (
-    f"--lend takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
+    f"{LEND} takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
     "leave it out"
 )
 Functions = Mapping[str, Any]  # by name
@@ -50,7 +53,7 @@ class Loan:
 
 
 def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str]) -> Loan | None:
-    """Return what ``task`` borrows: functions of the tasks it builds on; None if there are none.
+    """Return what ``task`` borrows from the tasks it builds on; None if there is nothing.
 
     Args:
         task: what is graded; nothing of its own is ever lent.
@@ -59,12 +62,29 @@ def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str
         passed: ids of tasks that need no help.
     """
     used = course.builds_on(task)
-    # A method cannot be lent without the rest of its class, which may be what is graded.
-    is_method = {other: any("." in name for name in other.functions) for other in used}
-    lent = [other for other in used if other.id not in passed and not is_method[other]]
+    lent = [other for other in lendable(task, course) if other.id not in passed]
     others = [other for other in course.tasks if other not in used]
-    hidden = frozenset(name.partition(".")[0] for other in others for name in other.functions)
+    hidden = frozenset(name for other in others for name in _top_level(other))
     return Loan(solutions, tuple(lent), hidden) if lent else None
+
+
+def lendable(task: Task, course: Course) -> list[Task]:
+    """Return what ``task`` builds on and can borrow.
+
+    A class is lent whole. One that holds methods of several tasks is not: a method cannot be lent
+    without the others, which may be what is graded.
+    """
+    owners = Counter((other.template, name) for other in course.tasks for name in _top_level(other))
+    return [
+        other
+        for other in course.builds_on(task)
+        if all(owners[other.template, name] == 1 for name in _top_level(other))
+    ]
+
+
+def _top_level(task: Task) -> frozenset[str]:
+    """The functions and classes of a file that hold what is written for a task."""
+    return frozenset(name.partition(".")[0] for name in task.functions)
 
 
 def borrowed(loan: Loan) -> dict[str, Functions]:
@@ -79,7 +99,7 @@ def borrowed(loan: Loan) -> dict[str, Functions]:
         for task in loan.tasks:
             lesson = f"{task.folder}.{task.lesson}"
             module = importlib.import_module(f"{SOLUTIONS}.{lesson}")
-            functions = {name: getattr(module, name) for name in task.functions}
+            functions = {name: getattr(module, name) for name in _top_level(task)}
             found.setdefault(lesson, {}).update(functions)
     finally:
         sys.meta_path.remove(finder)

@@ -93,6 +93,11 @@ class TaskResult:
         return missing is not None and missing[0] == self.task.id
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it could not be judged, because an earlier task is still to be written."""
+        return self.outcome is Outcome.TODO and not self.is_todo
+
+    @property
     def has_failed(self) -> bool:
         """Whether it was judged and something has to be fixed, not only written."""
         fine = (Outcome.PASSED, Outcome.TODO, Outcome.NOT_RUN, Outcome.GRADER_ERROR)

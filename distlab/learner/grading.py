@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distlab.course import GRADER_ERROR, PASSED, Phase, Task
+from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
 from distlab.grade import report_paths
-from distlab.grade.lending import NO_LENDER, SOLUTIONS
+from distlab.grade.lending import LEND, NO_LENDER, SOLUTIONS
 from distlab.learner import child_processes, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.words import signal_name
@@ -54,6 +54,13 @@ class TaskGrade:
     world_size: int | None = None
     lent: tuple[str, ...] = ()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it could not be judged, because an earlier task is still to be written."""
+        return (
+            self.outcome == TODO and self.write_next is not None and self.write_next[0] != self.id
+        )
+
 
 @dataclass(frozen=True)
 class Grading:
@@ -65,6 +72,7 @@ class Grading:
         advice: the grader's lines for the learner; may be empty.
         output: all that pytest printed.
         digests: of the learner's functions when it began, by task.
+        lends: whether it was run with ``--lend``.
     """
 
     code: int
@@ -72,6 +80,7 @@ class Grading:
     advice: tuple[str, ...] = ()
     output: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
+    lends: bool = False
 
 
 def find_impl(choice: str) -> str:
@@ -123,7 +132,7 @@ def lending(folder: CourseFolder, is_asked_for: bool) -> list[str]:
     """
     if is_asked_for and not (folder.root / SOLUTIONS).is_dir():
         raise LearnerError(NO_LENDER)
-    return ["--lend"] * is_asked_for
+    return [LEND] * is_asked_for
 
 
 def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
@@ -158,7 +167,7 @@ def grade(folder: CourseFolder, arguments: Sequence[str], run: Run | None = None
         digests = {task.id: source.digest(folder, task) for task in folder.course.tasks}
         code, output = (run or captured_in(folder))(asked)
         grading = _grading(code, *_read(report))
-    return replace(grading, output=output, digests=digests)
+    return replace(grading, output=output, digests=digests, lends=LEND in arguments)
 
 
 def captured_in(folder: CourseFolder) -> Run:
@@ -267,7 +276,8 @@ def remember(folder: CourseFolder, grading: Grading) -> state.Progress:
         for task in folder.course.tasks
         if task.id in grading.tasks
     }
-    return state.remember(folder, records)
+    waiting = {task.id for task in grading.tasks.values() if task.is_waiting}
+    return state.remember(folder, records, waiting)
 
 
 def _outcome(task: TaskGrade) -> str:

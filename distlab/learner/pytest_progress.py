@@ -28,6 +28,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     grader: Any = session.config.pluginmanager.get_plugin("distlab-grader")
     if not folder or grader is None:
         return
+    waiting = {task_id for task_id, result in grader.results.items() if result.is_waiting}
     records = {
         task_id: state.Record(result.outcome.value, digests.get(task_id, ""))
         for task_id, result in grader.results.items()
@@ -35,7 +36,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     }
     if records:
         templates.keep(folder)
-        state.remember(folder, records)
+        state.remember(folder, records, waiting)
 
 
 def _folder(config: pytest.Config) -> CourseFolder | None:

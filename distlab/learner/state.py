@@ -49,6 +49,10 @@ class Progress:
         """Whether the task passed when it was last graded."""
         return self.outcome(task) == PASSED
 
+    def has_passed_as(self, task_id: str, digest: str) -> bool:
+        """Whether a task passed when it was last graded, with the functions of this digest."""
+        return bool(digest) and self.records.get(task_id) == Record(PASSED, digest)
+
     def is_edited(self, folder: CourseFolder, task: Task) -> bool:
         """Whether the learner's file is another one than was graded last."""
         record = self.records.get(task.id)
@@ -113,14 +117,24 @@ def _entries(tables: Any, table: str, keys: Container[str]) -> list[tuple[str, A
     )
 
 
-def remember(folder: CourseFolder, records: Mapping[str, Record]) -> Progress:
+def remember(
+    folder: CourseFolder, records: Mapping[str, Record], waiting: Container[str] = ()
+) -> Progress:
     """Add what a grading said to what others have written meanwhile.
 
     The last one graded comes last. Of several, those of which nothing has changed keep their place:
     a grading of everything does not say what a learner works on.
+
+    Args:
+        folder: the course's.
+        records: by task id.
+        waiting: ids of tasks that could not be judged, because an earlier one is still to be
+            written; they may have passed with ``--lend``, and then the same code still counts.
     """
     progress = load(folder)
     for task_id, record in records.items():
+        if task_id in waiting and progress.has_passed_as(task_id, record.digest):
+            continue
         if len(records) == 1 or progress.records.get(task_id) != record:
             progress.records.pop(task_id, None)
             progress.records[task_id] = record

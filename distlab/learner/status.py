@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor, label_width
+from distlab.grade.lending import LEND, SOLUTIONS, lendable
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
@@ -70,18 +71,34 @@ def task_line(folder: CourseFolder, task: Task, progress: Progress, width: int) 
 
 
 def whats_next(
-    folder: CourseFolder, progress: Progress, after: Task | None = None
+    folder: CourseFolder, progress: Progress, after: Task | None = None, *, lends: bool = False
 ) -> Iterator[str]:
-    """Yield the next task and the command to run, or what is left when all have passed."""
+    """Yield the next task and the command to run, or what is left when all have passed.
+
+    Args:
+        folder: the course's.
+        progress: what has passed.
+        after: the task that has just been graded.
+        lends: whether the command is to lend, as the one before it did.
+    """
     task = progress.next_task(folder, after)
     if task is None:
         yield ALL_PASSED
         return
-    yield f"Next: {task.heading} ({task.minutes} minutes)"
+    tasks = folder.course.tasks
+    is_skipped = after is not None and tasks.index(task) < tasks.index(after)
+    remark = ", which has not passed yet" if is_skipped else ""
+    yield f"Next: {task.heading} ({task.minutes} minutes){remark}"
     yield f"      write {task.label} in {task.template}"
     yield f"      read  {task.folder}/{task.guide}"
-    watch = "distlab watch" if task == progress.next_task(folder) else f"distlab watch {task.id}"
-    yield f"Run:  distlab check {task.id}   or: {watch}"
+    watched = "" if task == progress.next_task(folder) else task.id
+    check, watch = _command("check", task.id, lends), _command("watch", watched, lends)
+    yield f"Run:  {check}   or: {watch}"
+
+
+def _command(name: str, task_id: str, lends: bool) -> str:
+    """Write a command that grades a task, "" for the one that it would choose itself."""
+    return " ".join(filter(None, ["distlab", name, LEND if lends else "", task_id]))
 
 
 # After a grading
@@ -122,6 +139,9 @@ def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[
         yield from failure(grading)
     elif grade.outcome == TODO:
         yield from _how_to_write(folder, task, grade)
+        if grade.is_waiting:
+            missing, _ = to_write(task, grade)
+            yield from _grade_it_first(folder, task, missing, grading.lends)
     else:
         yield from grading.advice
         yield from _picture(task, grade)
@@ -144,7 +164,8 @@ def fix_first(
                 if progress.is_edited(folder, other)
                 else f"which {verb(other.names, 'fail')} too: fix {other.id} first"
             )
-            yield f"{task.id} builds on {other.label}, {state}: distlab check {other.id}"
+            check = _command("check", other.id, grading.lends)
+            yield f"{task.id} builds on {other.label}, {state}: {check}"
             return
 
 
@@ -166,8 +187,16 @@ def _how_to_write(folder: CourseFolder, task: Task, grade: TaskGrade) -> Iterato
     what = joined(missing.names) if left.keys() >= {*missing.functions} else function
     yield f"Write {what} in {missing.template}."
     yield f"Read  {missing.folder}/{missing.guide}"
-    if missing != task:
-        yield f"Run:  distlab check {id}   or: distlab watch {id}"
+
+
+def _grade_it_first(folder: CourseFolder, task: Task, missing: str, lends: bool) -> Iterator[str]:
+    """Yield the commands for an earlier task that is missing, and the way around it."""
+    check, watch = _command("check", missing, lends), _command("watch", missing, lends)
+    yield f"Run:  {check}   or: {watch}"
+    can_be_lent = folder.task(missing) in lendable(task, folder.course)
+    if can_be_lent and not lends and (folder.root / SOLUTIONS).is_dir():
+        check = _command("check", task.id, lends=True)
+        yield f"Or take {missing} from the solutions: {check}"
 
 
 def failure(grading: Grading) -> Iterator[str]:
@@ -186,6 +215,7 @@ def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress
         if folder.has_solution(task):
             yield f"Your code beside the solution: distlab diff {task.id}"
         yield from built(folder.phase_of(task), progress)
-        yield from whats_next(folder, progress, task)
+        yield from whats_next(folder, progress, task, lends=grading.lends)
     elif grade and grade.outcome != GRADER_ERROR and to_write(task, grade)[0] == task.id:
-        yield f"Stuck? distlab hint {task.id}   Again: distlab check {task.id}"
+        again = _command("check", task.id, grading.lends)
+        yield f"Stuck? distlab hint {task.id}   Again: {again}"

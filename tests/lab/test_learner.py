@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from queue import Queue
 from typing import Any, get_args
@@ -1060,7 +1060,79 @@ def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
         "Write broadcast in phase1_data_parallel/template_collectives.py.",
         "Read  phase1_data_parallel/guidelines.md#15-broadcast-along-a-tree",
         "Run:  distlab check 1.5   or: distlab watch 1.5",
+        "Or take 1.5 from the solutions: distlab check --lend 1.6",
     ]
+    assert distlab("check", "--lend", "1.6") == 1, "it was lent, and yet the report says so"
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "Run:  distlab check --lend 1.5   or: distlab watch --lend 1.5"
+    )
+
+
+@pytest.mark.parametrize("id", ["1.3", "1.6"])
+def test_nothing_is_offered_that_cannot_be_lent(here: CourseFolder, id: str) -> None:
+    """1.3 does not build on 1.5; and a student's copy has no solutions."""
+    if id == "1.6":
+        shutil.rmtree(here.root / "solutions")
+    graded = grading.grade(here, [], saying(1, (id, "todo", 0), write_next=BROADCAST_MISSING))
+    assert not any("--lend" in line for line in status.explanation(here, here.task(id), graded))
+
+
+def test_commands_that_are_printed_lend_where_the_one_that_was_typed_did(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_come_out(here, t1_4="failed")
+    failed, passed = saying(1, ("1.7", "failed", 0)), saying(0, ("1.7", "passed", 5))
+    monkeypatch.setattr(grading, "captured_in", lambda _: failed)
+    assert distlab("check", "--lend", "1.7") == 1
+    printed = capsys.readouterr().out
+    assert printed.endswith("Stuck? distlab hint 1.7   Again: distlab check --lend 1.7\n")
+    assert "fix 1.4 first: distlab check --lend 1.4\n" in printed
+    monkeypatch.setattr(grading, "captured_in", lambda _: passed)
+    assert distlab("check", "--lend", "1.7") == 0
+    last = "Run:  distlab check --lend 1.8   or: distlab watch --lend 1.8\n"
+    assert capsys.readouterr().out.endswith(last)
+
+
+def test_several_commands_lend_too(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = saying(0, ("1.4", "passed", 5))
+    monkeypatch.setattr(learn, "_grader", lambda *_: nullcontext(run))
+    distlab("check", "--lend", "1.4", "1.7")
+    last = "Run:  distlab check --lend 1.1   or: distlab watch --lend\n"
+    assert capsys.readouterr().out.endswith(last)
+
+
+def test_what_was_skipped_is_called_so_when_it_is_next(here: CourseFolder) -> None:
+    ids = [task.id for task in here.course.tasks]
+    state.remember(here, {id: state.Record("passed") for id in ids[1:]})
+    progress = state.load(here)
+    line = next(status.whats_next(here, progress, here.task(ids[-1])))
+    assert line == "Next: 1.1 Shard the data set (15 minutes), which has not passed yet"
+    assert next(status.whats_next(here, progress)).endswith("(15 minutes)")
+
+
+def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) -> None:
+    """As after ``check --lend 1.6``, which had the earlier task from the solutions."""
+    missing = saying(1, ("1.6", "todo", 0), write_next=BROADCAST_MISSING)
+    has_come_out(here, t1_6="passed")
+    progress = grading.remember(here, grading.grade(here, [], missing))
+    assert progress.outcome(here.task("1.6")) == "passed"
+    (here.root / FILE).write_text((here.root / FILE).read_text() + "\nEDITED = True\n")
+    progress = grading.remember(here, grading.grade(here, [], missing))
+    assert progress.outcome(here.task("1.6")) == "todo", "it is no longer what had passed"
+
+
+@pytest.mark.parametrize(
+    "run",
+    [saying(1, ("1.6", "failed", 0)), saying(1, ("1.6", "todo", 0))],
+)
+def test_a_pass_does_not_outlast_a_verdict_on_the_task_itself(
+    here: CourseFolder, run: grading.Run
+) -> None:
+    has_come_out(here, t1_6="passed")
+    progress = grading.remember(here, grading.grade(here, [], run))
+    assert not progress.has_passed(here.task("1.6"))
 
 
 def test_a_second_function_that_is_missing_is_named(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import distlab
+from fresh_pytest import FreshPytest
 from own_phases import copy_first_phase
 
 from distlab import course
@@ -39,6 +40,7 @@ def add(lesson):
     lesson.all_reduce_recursive_doubling(x)
     return float(x)
 """
+TODO = 'raise NotImplementedError("Task 1.4: exchange, see guidelines.md#14-exchange")'
 OWN = "def exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zero_()\n\n\n"
 
 
@@ -69,6 +71,19 @@ def test_a_check_says_what_it_lends_and_remembers_what_passed(
     points = COURSE.task("1.7").points
     assert f"1.7 all_reduce_recursive_doubling: passed ({points}/{points} points, " in printed
     assert "graded with the course's 1.4)" in printed
+    assert state.load(here).outcome(here.task("1.7")) == "passed"
+
+
+def test_what_passed_with_a_loan_stays_when_only_the_loan_is_missing(
+    here: folder.CourseFolder, fresh_pytest: FreshPytest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = here.root / PHASE / "template_collectives.py"
+    file.write_text(file.read_text().replace("incoming.zero_()", TODO))
+    assert distlab("check", "1.7", "--lend") == 0
+    assert distlab("check", "1.7") == 1
+    assert "1.7 all_reduce_recursive_doubling: needs 1.4 exchange" in capsys.readouterr().out
+    assert state.load(here).outcome(here.task("1.7")) == "passed"
+    fresh_pytest("tests/test_phase1.py", "-q", "-k", "1.7", folder=here.root)
     assert state.load(here).outcome(here.task("1.7")) == "passed"
 
 

@@ -19,11 +19,13 @@ from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import LaunchError
+from distlab.learner import source
 
 ROOT = Path(__file__).parents[3]
 SOLUTIONS = ROOT / "solutions"
 COURSE = course.load(ROOT)
 PHASE = "phase1_data_parallel"
+PHASE_2 = "phase2_advanced"
 KEEPS_ITS_OWN = (
     "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zero_()\n"
 )
@@ -130,13 +132,23 @@ def test_what_has_its_points_is_not_lent() -> None:
     assert loan_for(COURSE.task("1.7"), COURSE, SOLUTIONS, ["1.4"]) is None
 
 
-def test_a_method_is_not_lent_as_the_rest_of_its_class_may_be_graded() -> None:
-    method = replace(COURSE.task("1.4"), function="Link.exchange")
+def test_a_class_is_lent_whole() -> None:
+    assert [task.id for task in loan("2.19").tasks] == ["2.14", "2.15", "2.16"]
+    assert [task.id for task in loan("2.19", "2.14", "2.15").tasks] == ["2.16"]
+    assert [task.id for task in loan("2.12").tasks] == ["2.9"]
+    assert "RowParallelLinear" not in loan("2.19").hidden
+
+
+@pytest.mark.parametrize("other", ["1.5", "1.7"])
+def test_a_class_of_two_tasks_is_not_lent_as_one_of_them_may_be_graded(other: str) -> None:
     phase = COURSE.phases[0]
-    tasks = tuple(method if task.id == "1.4" else task for task in phase.tasks)
+    methods = {"1.4": "Link.exchange", other: "Link.send"}
+    tasks = tuple(
+        replace(task, function=methods.get(task.id, task.function)) for task in phase.tasks
+    )
     lessons = (replace(phase.lessons[0], tasks=tasks),)
-    other = replace(COURSE, phases=(replace(phase, lessons=lessons),))
-    assert loan_for(other.task("1.7"), other, SOLUTIONS, ()) is None
+    own = replace(COURSE, phases=(replace(phase, lessons=lessons),))
+    assert loan_for(own.task("1.7"), own, SOLUTIONS, ()) is None
 
 
 # --- how it reaches the learner's function -------------------------------------------------------
@@ -195,6 +207,61 @@ def test_the_learner_s_own_is_replaced_however_it_came_there(tmp_path: Path, how
 
 def file_of_exchange(lesson: Any) -> str:
     return str(lesson.all_reduce_recursive_doubling().__code__.co_filename)
+
+
+WITH_A_LAYER = """
+from torch import nn
+
+
+class RowParallelLinear(nn.Module):
+    def __init__(self, full, group=None):
+        raise NotImplementedError("Task 2.16: RowParallelLinear.__init__")
+
+
+class Mine(RowParallelLinear):
+    pass
+
+
+def parallelize_block(block, group=None):
+    return [RowParallelLinear, Mine.__mro__[1]]
+"""
+
+
+def files_of_layers(lesson: Any) -> list[str]:
+    layers = [*lesson.parallelize_block(None), lesson.RowParallelLinear]
+    return [layer.forward.__code__.co_filename for layer in layers]
+
+
+def test_a_lent_class_is_what_the_file_and_its_subclasses_use(tmp_path: Path) -> None:
+    (tmp_path / PHASE_2).mkdir()
+    (tmp_path / PHASE_2 / "tensor_parallel.py").write_text(WITH_A_LAYER)
+    files = called(Submission(tmp_path), "2.19", files_of_layers)
+    assert files == [str(SOLUTIONS / PHASE_2 / "tensor_parallel.py")] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("id", "missing"), [("2.19", "2.16"), ("2.12", "2.9")])
+def test_a_task_scores_where_a_class_that_it_builds_on_is_missing(
+    fresh_pytest: FreshPytest, tmp_path: Path, id: str, missing: str
+) -> None:
+    (tmp_path / PHASE_2).mkdir()
+    solved, not_written = COURSE.task(id), COURSE.task(missing)
+    text = (ROOT / solved.solution).read_text()
+    text = text.replace(f"solutions.{PHASE_2}.", f"{PHASE_2}.template_")
+    (tmp_path / PHASE_2 / f"{solved.lesson}.py").write_text(text)
+    todo = source.functions((ROOT / not_written.template).read_text())
+    text = (ROOT / not_written.solution).read_text()
+    for name in not_written.functions:
+        text = text.replace(source.functions(text)[name], todo[name])
+    (tmp_path / PHASE_2 / f"{not_written.lesson}.py").write_text(text)
+    report = tmp_path / "a.json"
+    fresh_pytest(
+        *("tests/test_phase2.py", "--impl", tmp_path, "-k", id, "--lend"),
+        *("--report", f"json={report}", "-q"),
+    )
+    (graded,) = json.loads(report.read_text())["tasks"]
+    assert (graded["outcome"], graded["points"]) == ("passed", COURSE.task(id).points)
+    assert missing in graded["lent"]
 
 
 # --- nobody scores with lent code of the task itself ---------------------------------------------
