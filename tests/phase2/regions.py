@@ -10,6 +10,7 @@ from torch import Tensor
 from judging.calls import refusal_of, returned
 from phase2.sharding import (
     drawn,
+    go_backward_with,
     group_argument,
     is_alone_summed,
     laid_out,
@@ -66,7 +67,7 @@ def through_region(
     for x, y, gradient in zip(given, outputs, gradients, strict=True):
         has_way = x.requires_grad and y.requires_grad and y.shape == gradient.shape
         if has_way:  # if it should have one, the judge says why it has none
-            y.backward(gradient)
+            go_backward_with(y, gradient)
     for entry, x, gradient in zip(found, given, gradients, strict=True):
         entry |= {"x_grad": listed(x.grad), "x_after": listed(x), "after": listed(gradient)}
         entry["is_alone"] = not x.requires_grad or is_alone_summed(x, x.detach().clone())

@@ -37,9 +37,27 @@ def laid_out(x: Tensor, is_transposed: bool) -> Tensor:
 def is_alone_summed(x: Tensor, gradient: Tensor) -> bool:
     """Whether what another reader of ``x`` sends back arrives as it is; x.grad stays as it was."""
     before, x.grad = x.grad, None
-    x.backward(gradient)
+    go_backward_with(x, gradient)
     found, x.grad = x.grad, before
     return torch.equal(found, gradient) if found is not None else False
+
+
+class _End(torch.autograd.Function):
+    """The end of a graph; its backward pass hands on a gradient, the very tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+def go_backward_with(y: Tensor, gradient: Tensor) -> None:
+    """Do what ``y.backward(gradient)`` does, which would load SymPy."""
+    _End.apply(y, gradient).backward()  # type: ignore[no-untyped-call]
 
 
 def go_backward(output: Tensor, weights: Tensor) -> None:

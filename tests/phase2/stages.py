@@ -75,7 +75,7 @@ def tensors_of(rank: int) -> list[Tensor]:
 def lists_of(rank: int) -> list[list[Tensor]]:
     """What is sent, one list after another: each tensor by itself, several, none, all, many."""
     tensors = tensors_of(rank)
-    many = [torch.full((1,) * (20 + i) + (2,), rank + i) for i in range(18)]  # a long header
+    many = [torch.full((1,) * (3 * i) + (2,), rank + i) for i in range(18)]  # a long header
     return [*([tensor] for tensor in tensors), tensors[:3], [], tensors[9:13], tensors, many]
 
 
@@ -115,7 +115,7 @@ def _told(x: Tensor) -> dict[str, Any]:
         "dtype": str(x.dtype).removeprefix("torch."),
         "shape": list(x.shape),
         "requires_grad": x.requires_grad,
-        "values": x.detach().cpu().tolist(),
+        "values": x.detach().cpu().flatten().tolist(),
     }
 
 
