@@ -1,7 +1,7 @@
 """Memory that a fork copies faster: its table has an entry for 2 MiB, not one for 4 KiB.
 
-With torch loaded, a rank starts and ends in 4 ms less of the kernel's 12. Linux from 6.1 on can do
-it, elsewhere nothing happens. What a rank allocates itself is as in any other process.
+With torch loaded, the fork and the end of a rank take the kernel 4 ms instead of 12. Linux from 6.1
+on can do it, elsewhere nothing happens. What a rank allocates itself is as in any other process.
 """
 
 import ctypes

@@ -1,5 +1,9 @@
 """The fork server's memory in huge pages: which it is, and that nothing in it changes."""
 
+import ctypes
+import sys
+
+import pytest
 import torch.distributed as dist
 
 from distlab import launch
@@ -26,12 +30,21 @@ def test_memory_that_a_fork_copies_is_the_heap_and_what_is_no_files() -> None:
     assert arena == (0x7F1000000000, 0x2600000)
 
 
-def test_what_is_in_memory_stays() -> None:
-    large = bytearray(range(256)) * 2**16
-    small = [str(i) for i in range(100_000)]
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has it")
+def test_the_kernel_is_asked_to_move_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    class Libc:
+        @staticmethod
+        def madvise(start: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> None:
+            asked.append((start.value or 0, size.value, advice))
+
+    large = (ctypes.c_char * (16 * 2**20))()
+    address = ctypes.addressof(large)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc)
     huge_pages.collapse()
-    assert large == bytearray(range(256)) * 2**16
-    assert small == [str(i) for i in range(100_000)]
+    assert any(start <= address < start + size for start, size, _ in asked)
+    assert {advice for _, _, advice in asked} == {25}  # MADV_COLLAPSE of linux/mman.h
 
 
 def test_worlds_go_on_after_the_server_has_moved_its_memory() -> None:
