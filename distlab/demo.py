@@ -41,7 +41,7 @@ def run_demo(folder: Path) -> None:
         ConfigError: nothing can be written there, or mpirun or torchrun started this process and
             others; before the training starts.
     """
-    training.check_is_alone("distlab demo")
+    training.check_is_alone()
     trainers.check_solutions()
     _check_writable(folder)
     console = Console()

@@ -47,7 +47,7 @@ def print_report() -> bool:
         ConfigError: mpirun or torchrun started this process and others: worlds then behave as they
             should there, and the advice would be wrong.
     """
-    check_is_alone("distlab doctor")
+    check_is_alone()
     findings = [_guarded(check) for check in CHECKS]
     table = Table(title="distlab doctor", title_justify="left")
     for heading in ("", "what", "found", "what to do"):

@@ -144,7 +144,7 @@ def _parallelism(asked: str | None, num_workers: int | None, backend: str) -> Pa
     with _refusals(asked):
         sizes = Parallelism.parse(asked)
         if num_workers:
-            sizes.check_world(num_workers, "--num_workers asks for", "leave --num_workers out")
+            sizes.check_world(num_workers, "--num-workers asks for", "leave --num-workers out")
         if found := launched(backend):
             who, advice = f"{found.launcher} started", f"start {sizes.num_ranks}"
             sizes.check_world(found.world_size, who, advice)
@@ -178,7 +178,7 @@ def _batch_size(asked: int | None, sizes: Parallelism) -> int:
         nearest = f"{below} or {below + dp}" if below else str(dp)
         sharers = counted(dp, "replica" if sizes.splits_model else "worker")
         raise ConfigError(
-            f"--batch_size {asked} cannot be shared equally by {sharers}: use {nearest}"
+            f"--batch-size {asked} cannot be shared equally by {sharers}: use {nearest}"
         )
     with _refusals(sizes):
         sizes.check_batch(asked)
@@ -198,20 +198,20 @@ def _workers(asked: int | None, backend: str) -> int:
     found = launched(backend)
     if found and asked not in (None, found.world_size):
         raise ConfigError(
-            f"{found.launcher} started {counted(found.world_size, 'worker')} and --num_workers "
-            f"asks for {asked}: leave --num_workers out under {found.launcher}"
+            f"{found.launcher} started {counted(found.world_size, 'worker')} and --num-workers "
+            f"asks for {asked}: leave --num-workers out under {found.launcher}"
         )
     return found.world_size if found else asked or DEFAULT_WORKERS
 
 
-def check_is_alone(command: str) -> None:
+def check_is_alone() -> None:
     """Refuse what starts its own workers where mpirun, torchrun or srun has started some already.
 
     Raises:
         ConfigError: this process is one of several.
     """
     if launcher := launcher_of_several():
-        raise ConfigError(f"{command} starts its own workers: run it alone, without {launcher}")
+        raise ConfigError(f"this starts its own workers: run it alone, without {launcher}")
 
 
 def train(config: TrainConfig) -> list[EpochResult]:
@@ -421,7 +421,7 @@ def check_batch_size(config: TrainConfig, num_images: int) -> None:
     dp = config.parallelism.dp
     largest = num_images // dp * dp
     raise ConfigError(
-        f"--batch_size {config.batch_size} is more than the {num_images} training images of "
+        f"--batch-size {config.batch_size} is more than the {num_images} training images of "
         f"{config.dataset}: use at most {largest or f'{num_images} workers'}"
     )
 

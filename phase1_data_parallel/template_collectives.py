@@ -4,7 +4,7 @@ They only send and receive messages. Rank numbers are those inside ``group``, no
 
 Tasks 1.4 to 1.8. Each docstring says what the function promises, the TODO lists what you need for
 it, and guidelines.md explains why and how.
-To grade one task: ``pytest tests/test_phase1.py -k 1.4``.
+To grade one task: ``distlab check 1.4``.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 Tasks 1.1 to 1.3. Each docstring says what the function promises, the TODO lists what you need for
 it, and guidelines.md explains why and how.
-To grade one task: ``pytest tests/test_phase1.py -k 1.1``.
+To grade one task: ``distlab check 1.1``.
 """
 
 import numpy as np

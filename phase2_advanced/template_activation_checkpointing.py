@@ -1,7 +1,7 @@
 """Activation checkpointing: keep what goes into a function, recompute what lies inside it.
 
 Tasks 2.6 and 2.7. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.6``.
+guidelines.md why and how. To grade one task: ``distlab check 2.6``.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Gradient accumulation: a batch in micro-batches, one optimizer step, one all-reduce.
 
 Tasks 2.1 to 2.3. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.1``.
+guidelines.md why and how. To grade one task: ``distlab check 2.1``.
 """
 
 from math import inf

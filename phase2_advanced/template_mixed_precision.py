@@ -1,7 +1,7 @@
 """Mixed precision: compute in 16 bits, keep and update the weights in 32.
 
 Tasks 2.4 and 2.5. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.4``.
+guidelines.md why and how. To grade one task: ``distlab check 2.4``.
 """
 
 from collections.abc import Sequence

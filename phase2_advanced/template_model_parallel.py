@@ -1,8 +1,8 @@
 """Model parallelism: every rank holds a stage, a run of layers, and one rank works at a time.
 
 Tasks 2.8 and 2.9. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.8``. When both are
-done, ``torchrun --nproc-per-node 2 phase2_advanced/template_model_parallel.py`` trains with them.
+guidelines.md why and how. To grade one task: ``distlab check 2.8``. When both are done, ``torchrun
+--nproc-per-node 2 phase2_advanced/template_model_parallel.py`` trains with them.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Pipeline parallelism: schedules as data, and a program that runs any of them.
 
 Tasks 2.10 to 2.13. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.10``. When all are
-done, ``torchrun --nproc-per-node 4 phase2_advanced/template_pipeline_parallel.py`` trains with
-them.
+guidelines.md why and how. To grade one task: ``distlab check 2.10``. When all are done, ``torchrun
+--nproc-per-node 4 phase2_advanced/template_pipeline_parallel.py`` trains with them.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from phase2_advanced.template_model_parallel import (
 )
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # of each stage, by schedule
-MAX_COLUMNS = 100  # of a drawing
+MAX_COLUMNS = 80  # of a drawing
 NUM_HIDDEN = 8  # layers before the last, in the model that ``main`` trains
 
 
@@ -248,9 +247,14 @@ def _schedule(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def _drawing(schedule: Schedule) -> str:
-    drawing = grid(schedule)
-    too_wide = len(drawing) >= MAX_COLUMNS * len(schedule)
-    return "(the schedule is too wide to draw)" if too_wide else drawing
+    """Draw the schedule, in several bands if it is wider than a terminal."""
+    rows = grid(schedule).splitlines()
+    cell = 1 + max(len(str(action)) for actions in schedule for action in actions)
+    width = MAX_COLUMNS // cell * cell
+    starts = range(0, max(map(len, rows)), width)
+    return "\n\n".join(
+        "\n".join(row[start : start + width].rstrip() for row in rows) for start in starts
+    )
 
 
 def _cut(widths: Sequence[int], num_chunks: int) -> tuple[list[nn.Sequential], list[int]]:

@@ -1,9 +1,8 @@
 """Tensor parallelism: every layer on all ranks, each rank with its slice of the weights.
 
 Tasks 2.14 to 2.19. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``pytest tests/test_phase2.py -k 2.14``. When all are
-done, ``torchrun --nproc-per-node 2 phase2_advanced/template_tensor_parallel.py`` trains with
-them.
+guidelines.md why and how. To grade one task: ``distlab check 2.14``. When all are done, ``torchrun
+--nproc-per-node 2 phase2_advanced/template_tensor_parallel.py`` trains with them.
 """
 
 import argparse

@@ -22,6 +22,7 @@ from distlab.cli import (
 )
 from distlab.cli.streams import INTERRUPTED, complain
 from distlab.cli.whole_help import Group
+from distlab.words import did_you_mean, sentence
 
 # typer brings its own click or uses the installed one; either way this is its UsageError.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -36,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: name.replace("-", "_"),  # --num-workers works too
+        "token_normalize_func": lambda name: name.replace("-", "_"),  # --num_workers works too
     },
 )
 app.command("status")(learn.show_status)
@@ -111,33 +112,27 @@ def run(arguments: Sequence[str] | None) -> int:
 def _usage_line(error: Exception, arguments: Sequence[str]) -> str:
     """Say in one line what is wrong and which names are valid; without a command, give the help."""
     context = getattr(error, "ctx", None)
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return error.format_message() if hasattr(error, "format_message") else str(error)
     message = error.format_message() if hasattr(error, "format_message") else str(error)
-    message = message.replace("Value error, ", "")  # pydantic's word for it
-    message = " ".join(message.split())
-    is_option = type(error).__name__ == "NoSuchOption"
-    if is_option:
-        message = _as_typed(message, error, arguments)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return message
+    message = " ".join(message.replace("Value error, ", "").split())  # pydantic's word for it
+    if context and type(error).__name__ == "NoSuchOption":
+        message = _no_such_option(error, context, arguments)
     commands = getattr(context.command, "commands", {}) if context else {}
-    is_command = type(error) is UsageError and bool(commands)  # a group has no other complaint
-    if (is_option or is_command) and not message.endswith((".", "?")):
-        message += "."
-    line = f"{context.command_path if context else 'distlab'}: {message}"
-    if context and is_option:
-        options = [option for param in context.command.params for option in param.opts[:1]]
-        line += _valid("options", [option for option in options if option.startswith("--")])
-    elif is_command:
-        line += _valid("commands", sorted(commands))
-    return line
+    if type(error) is UsageError and commands:  # a group has no other complaint
+        message = f"{sentence(message)}{_valid('commands', sorted(commands))}"
+    return f"{context.command_path if context else 'distlab'}: {message}"
 
 
-def _as_typed(message: str, error: Exception, arguments: Sequence[str]) -> str:
-    """Name an option as it was typed; click knows it with underscores alone."""
-    known = str(getattr(error, "option_name", ""))
-    options = [argument.partition("=")[0] for argument in arguments]
-    same = [option for option in options if option.replace("-", "_") == known.replace("-", "_")]
-    return message.replace(known, same[0], 1) if same else message
+def _no_such_option(error: Exception, context: typer.Context, arguments: Sequence[str]) -> str:
+    """Name the option as typed, while click knows it with underscores alone, and the valid ones."""
+    name = str(getattr(error, "option_name", ""))
+    typed = (argument.partition("=")[0] for argument in arguments)
+    wrong = next((one for one in typed if one.replace("-", "_") == name.replace("-", "_")), name)
+    options = [option for param in context.command.params for option in param.opts[:1]]
+    options = [option for option in options if option.startswith("--")]
+    nearest = did_you_mean(wrong, options)
+    return f"No such option: {wrong}.{f' {nearest}' * bool(nearest)}{_valid('options', options)}"
 
 
 def _valid(what: str, names: Sequence[str]) -> str:

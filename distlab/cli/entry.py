@@ -16,7 +16,8 @@ from typing import NoReturn
 from distlab import interrupts
 from distlab.cli.streams import INTERRUPTED, complain, drop, print_line
 
-FAILED, PIPE_CLOSED = 1, 141
+FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
+OF_OPTIONS = ("ConfigError", "SetupError")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             code = _run(arguments)
             sys.stdout.flush()
         except BaseException as error:  # ctrl-C may come out of an import as something else
-            code = complain("interrupted", INTERRUPTED) if seen else _code_of(error)
+            code = complain("interrupted", INTERRUPTED) if seen else _code_of(error, arguments)
     if code != INTERRUPTED:
         seen.clear()  # the command has dealt with it
     sys.exit(code)
@@ -45,7 +46,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     return app.run(arguments)
 
 
-def _code_of(error: BaseException) -> int:
+def _code_of(error: BaseException, arguments: Sequence[str] | None) -> int:
     """Say what went wrong, and return the exit code; a bug keeps its traceback."""
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
         drop(sys.stdout.fileno())  # click has made it a SystemExit(1)
@@ -53,13 +54,20 @@ def _code_of(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return complain("interrupted", INTERRUPTED)
     if type(error).__module__.startswith("distlab."):
-        return complain(str(error), 2 if _is_about_options(error) else FAILED)
+        where = f"{_command(arguments)}: " if type(error).__name__ in OF_OPTIONS else ""
+        return complain(f"{where}{error}", USAGE if _is_about_options(error) else FAILED)
     if isinstance(error, OSError):
         drop(sys.stdout.fileno())  # it may be this one that is full
         place = error.filename or "standard output"
         print_line(f"distlab: {place}: {error.strerror or error}")
         return FAILED
     raise error
+
+
+def _command(arguments: Sequence[str] | None) -> str:
+    """Write ``distlab train``, in which the options were wrong."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return " ".join(["distlab", *(name for name in given[:1] if not name.startswith("-"))])
 
 
 def _is_about_options(error: BaseException) -> bool:

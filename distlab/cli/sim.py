@@ -78,7 +78,7 @@ def sim(
     ] = "auto",
     eager_bytes: Annotated[
         int,
-        typer.Option("--eager_bytes", min=-1, help="Buffer sends up to this size; -1: none."),
+        typer.Option("--eager-bytes", min=-1, help="Buffer sends up to this size; -1: none."),
     ] = -1,
     strict: Annotated[
         bool, typer.Option("--strict", help="Report tensors changed while being sent.")
@@ -95,13 +95,13 @@ def sim(
     ] = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option("--memory_gib", help="Memory of each GPU.  [default: as the preset says]"),
+        typer.Option("--memory-gib", help="Memory of each GPU.  [default: as the preset says]"),
     ] = None,
     seed: Annotated[
         int, typer.Option("--seed", help="Seeds random and numpy on the ranks, and the jitter.")
     ] = 0,
     no_devices: Annotated[
-        bool, typer.Option("--no_devices", help="Computation takes no time; don't count memory.")
+        bool, typer.Option("--no-devices", help="Computation takes no time; don't count memory.")
     ] = False,
 ) -> None:
     """Run SCRIPT on every rank of a simulated cluster, as torchrun would, and report what it took.
@@ -229,9 +229,9 @@ def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
     if memory_gib is None:
         return None
     if no_devices:
-        raise ValueError("--memory_gib needs devices: leave out --no_devices")
+        raise ValueError("--memory-gib needs devices: leave out --no-devices")
     if not 0 < memory_gib < math.inf:
-        raise ValueError(f"--memory_gib {memory_gib:g} must be above 0")
+        raise ValueError(f"--memory-gib {memory_gib:g} must be above 0")
     return math.ceil(memory_gib * GIB)
 
 

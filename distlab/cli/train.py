@@ -27,7 +27,7 @@ def train(
     num_workers: Annotated[
         int | None,
         typer.Option(
-            "--num_workers",
+            "--num-workers",
             min=1,
             help="Number of ranks. [default: 4, or as many as torchrun, mpirun or srun started]",
         ),
@@ -45,7 +45,7 @@ def train(
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch_size",
+            "--batch-size",
             min=1,
             help="Batch size of all workers together. [default: 64, rounded up to fit]",
         ),
@@ -54,7 +54,7 @@ def train(
         float | None, typer.Option("--lr", help="Learning rate. [default: depends on the model]")
     ] = None,
     all_reduce: Annotated[
-        AllReduce, typer.Option("--all_reduce", help="How to sum gradients.")
+        AllReduce, typer.Option("--all-reduce", help="How to sum gradients.")
     ] = "native",
     gradients: Annotated[
         Gradients,
@@ -77,7 +77,7 @@ def train(
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     data_root: Annotated[
         Path | None,
-        typer.Option("--data_root", help="Folder of the images. [default: $DISTLAB_DATA or data]"),
+        typer.Option("--data-root", help="Folder of the images. [default: $DISTLAB_DATA or data]"),
     ] = None,
 ) -> None:
     """Train a model with N workers, each on its share of every batch."""

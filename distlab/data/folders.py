@@ -44,7 +44,7 @@ def _classes(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise DataError(
             f"{folder} does not exist. An image folder holds train/<class>/*.jpg and "
-            f"val/<class>/*.jpg (or test/); give the folder above these by --data_root (or "
+            f"val/<class>/*.jpg (or test/); give the folder above these by --data-root (or "
             "DISTLAB_DATA)."
         )
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())

@@ -26,14 +26,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distlab.grade.checks import Wrong, check
+    from distlab.grade.checks import Wrong, WrongResult, check
     from distlab.grade.outcomes import Outcome
     from distlab.grade.running import Grade, Run
     from distlab.grade.tasks import task
 
 _HOMES = ("checks", "tasks", "outcomes", "running")  # what loads least comes first
 
-__all__ = ["Grade", "Outcome", "Run", "Wrong", "check", "task"]
+__all__ = ["Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"]
 
 
 def __getattr__(name: str) -> Any:

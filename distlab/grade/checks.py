@@ -5,6 +5,18 @@ class Wrong(AssertionError):
     """The submission does not do what the task asks; the message is for the learner."""
 
 
+class WrongResult(TypeError):
+    """What a function of the learner's returned is not what the task asks for; raised by bodies.
+
+    The verdict is its message, with the rank where there are several, and no traceback: none of
+    the lines that lead to it is the learner's.
+    """
+
+    def __init__(self, message: str) -> None:
+        """Note the message on one line, as tensors are written on several."""
+        super().__init__(" ".join(message.split()))
+
+
 def check(condition: object, message: str) -> None:
     """Raise ``Wrong(message)`` unless ``condition`` holds.
 

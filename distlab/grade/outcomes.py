@@ -4,7 +4,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-from distlab.grade.checks import Wrong
+from distlab.grade.checks import Wrong, WrongResult
 from distlab.launch import (
     LaunchError,
     RankCrashed,
@@ -90,6 +90,7 @@ _BY_EXCEPTION = {
     ),
     LessonError.__name__: (Outcome.IMPORT_ERROR, re.compile(rf"{LessonError.__name__}: (.*)")),
 }
+_WRONG_RESULT = re.compile(rf"^rank (\d+) of (\d+) raised [\w.]*{WrongResult.__name__}: (.*)")
 
 
 def verdict_on(error: BaseException) -> Verdict:
@@ -114,6 +115,10 @@ def _verdict_on_world(error: LaunchError) -> Verdict:
         names = found.groupdict()
         missing = (names["task"], names["function"]) if names else None
         return Verdict(outcome, found[1], details, missing=missing)
+    if error.exception == WrongResult.__name__ and (wrong := _WRONG_RESULT.match(headline)):
+        rank, size, text = wrong.groups()
+        where = f"on rank {rank} of {size}, " if size != "1" else ""
+        return Verdict(Outcome.FAILED, f"{where}{text}", kind="wrong")
     return Verdict(_outcome_of(error), headline, details, kind=error.kind)
 
 

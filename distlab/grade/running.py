@@ -272,7 +272,8 @@ def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
     except (RankHung, RankExited) as error:
         waits, computes = error.kind in WAITING, error.kind in COMPUTING
         if cause := if_stuck if waits else if_slow if computes else "":
-            error.args = (f"{cause.rstrip()} {error}", *error.args[1:])
+            report = f"{error}"
+            error.args = (f"{cause.rstrip()} {report[:1].upper()}{report[1:]}", *error.args[1:])
         raise
 
 

@@ -13,7 +13,7 @@ DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
 OUTPUT_CHARACTERS = 200  # of a line
 IN_FULL = "-v of pytest, distlab check or grade"
 HANGS = {  # by kind; the report of a deadlock says it all
-    "endless loop": "Does this loop ever end?",
+    "endless loop": "Does this loop ever end, or does it do far more than it needs to?",
     "blocked": "What does this line wait for, and who could end the wait?",
     "suspended": "Which line stops its own process?",
     "time is up": "No line of yours is known to hang: this machine may be too slow or too busy for "

@@ -111,6 +111,6 @@ class Parallelism:
         share = batch_size // self.dp
         if share < self.pp:
             raise ValueError(
-                f"--batch_size {batch_size} gives each replica {counted(share, 'sample')}, fewer "
-                f"than its {self.pp} stages: use --batch_size {self.dp * self.pp} or more"
+                f"--batch-size {batch_size} gives each replica {counted(share, 'sample')}, fewer "
+                f"than its {self.pp} stages: use --batch-size {self.dp * self.pp} or more"
             )

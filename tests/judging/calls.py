@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from distlab.grade import WrongResult
 from distlab.tracebacks import CALL
 
 
@@ -71,10 +72,10 @@ def returned(function: str, value: Any) -> Any:
     """Return what the learner's ``function`` has returned, if it has returned anything.
 
     Raises:
-        TypeError: it is None.
+        WrongResult: it is None.
     """
     if value is None:
-        raise TypeError(f"{function} returned None: is there a return?")
+        raise WrongResult(f"{function} returned None: is there a return?")
     return value
 
 
@@ -82,15 +83,15 @@ def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:
     """Return the numbers that the learner's ``function`` has returned, one for each name.
 
     Raises:
-        TypeError: it returned something else.
+        WrongResult: it returned something else.
     """
     expected = f"{function} should return {len(names)} numbers, {' and '.join(names)}"
     try:
         found = [float(number) for number in returned(function, value)]
     except (TypeError, ValueError):
-        raise TypeError(f"{expected}; it returned {value!r:.70}") from None
+        raise WrongResult(f"{expected}; it returned {value!r:.70}") from None
     if len(found) != len(names):
-        raise TypeError(f"{expected}; it returned {found!r:.70}")
+        raise WrongResult(f"{expected}; it returned {found!r:.70}")
     return found
 
 
@@ -98,11 +99,11 @@ def pair(function: str, value: Any, names: str) -> tuple[Any, Any]:
     """Return the two things that the learner's ``function`` has returned.
 
     Raises:
-        TypeError: it returned something else.
+        WrongResult: it returned something else.
     """
     found = returned(function, value)
     if not isinstance(found, tuple | list) or len(found) != 2:
-        raise TypeError(f"{function} should return {names}; it returned {found!r:.70}")
+        raise WrongResult(f"{function} should return {names}; it returned {found!r:.70}")
     return found[0], found[1]
 
 
@@ -110,12 +111,14 @@ def int_list(function: str, value: Any) -> list[int]:
     """Return what the learner's ``function`` has returned, if it is a list of Python's own ints.
 
     Raises:
-        TypeError: it is something else, or holds something else.
+        WrongResult: it is something else, or holds something else.
     """
     expected = f"{function} should return a list of Python's own ints"
     if not isinstance(returned(function, value), list):
-        raise TypeError(f"{expected}; it returned a {type(value).__name__}, {value!r:.50}")
+        raise WrongResult(f"{expected}; it returned a {type(value).__name__}, {value!r:.50}")
     for item in value:
         if type(item) is not int:
-            raise TypeError(f"{expected}; it contains {item!r:.50}, of type {type(item).__name__}")
+            raise WrongResult(
+                f"{expected}; it contains {item!r:.50}, of type {type(item).__name__}"
+            )
     return [*value]

@@ -63,7 +63,7 @@ PUBLIC = {
         *("Context", "LaunchError", "Limits", "RankCrashed", "RankExited", "RankFailed"),
         *("RankFate", "RankHung", "RankOutOfMemory", "SetupError", "context", "run", "simulate"),
     ),
-    "grade": ("Grade", "Outcome", "Run", "Wrong", "check", "task"),
+    "grade": ("Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"),
 }
 
 

@@ -37,10 +37,10 @@ def distlab(*arguments: str) -> int:
             "'vit', 'gpt'.",
         ),
         (["train", "--dataset", "x"], "'digits', 'mnist', 'cifar10', 'synthetic'"),
-        (["train", "--all_reduce", "x"], "'native', 'naive', 'recursive_doubling'"),
+        (["train", "--all-reduce", "x"], "'native', 'naive', 'recursive_doubling'"),
         (
             ["train", "--modell", "cnn"],
-            "Valid options: --dataset, --model, --num_workers, --parallelism",
+            "Valid options: --dataset, --model, --num-workers, --parallelism",
         ),
         (
             ["trian"],
@@ -50,8 +50,11 @@ def distlab(*arguments: str) -> int:
         (["doctor", "--x"], "distlab doctor: No such option: --x.\n"),
         (["train", "--max-steps", "5"], "distlab train: No such option: --max-steps."),
         (["train", "--max_steps=5"], "distlab train: No such option: --max_steps."),
-        (["train", "--num-worker=5"], "distlab train: No such option: --num-worker "),
-        (["train", "--num_workers", "0"], "'--num_workers'"),
+        (
+            ["train", "--num_worker=5"],
+            "distlab train: No such option: --num_worker. Did you mean '--num-workers'? Valid ",
+        ),
+        (["train", "--num-workers", "0"], "'--num-workers'"),
         (["train", "--epochs", "many"], "'--epochs'"),
     ],
 )
@@ -74,16 +77,16 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "line"),
     [
         (
-            "--num_workers 3 --batch_size 64",
-            "--batch_size 64 cannot be shared equally by 3 workers: use 63 or 66",
+            "--num-workers 3 --batch-size 64",
+            "--batch-size 64 cannot be shared equally by 3 workers: use 63 or 66",
         ),
         (
-            "--num_workers 2 --batch_size 5000",
-            "--batch_size 5000 is more than the 1437 training images of digits: use at most 1436",
+            "--num-workers 2 --batch-size 5000",
+            "--batch-size 5000 is more than the 1437 training images of digits: use at most 1436",
         ),
         (
-            "--num_workers 2 --batch_size 1438 --backend sim",
-            "--batch_size 1438 is more than the 1437 training images of digits: use at most 1436",
+            "--num-workers 2 --batch-size 1438 --backend sim",
+            "--batch-size 1438 is more than the 1437 training images of digits: use at most 1436",
         ),
         ("--lr inf", "--lr inf is not a learning rate: it must be above 0 and finite, say 0.05"),
         (
@@ -99,7 +102,7 @@ def test_options_that_cannot_work_get_one_line_with_ones_that_do(
     options: str, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert distlab("train", *options.split()) == 2
-    assert capfd.readouterr() == ("", f"{line}\n")
+    assert capfd.readouterr() == ("", f"distlab train: {line}\n")
 
 
 def test_more_workers_than_images_are_refused_with_the_number_of_images() -> None:
@@ -111,7 +114,7 @@ def test_more_workers_than_images_are_refused_with_the_number_of_images() -> Non
 def test_errors_of_a_rank_made_for_people_come_without_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    arguments = ["--dataset", "imagefolder", "--data_root", str(tmp_path), "--num_workers", "2"]
+    arguments = ["--dataset", "imagefolder", "--data-root", str(tmp_path), "--num-workers", "2"]
     assert distlab("train", *arguments) == 1
     message = capsys.readouterr().err
     assert "DataError" in message
@@ -136,7 +139,7 @@ def test_the_command_line_does_not_import_torch() -> None:
 
 @pytest.mark.parametrize("model", models.MODELS)
 def test_train_learns_with_every_model(model: str, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", model, "--num-workers", "2", "--epochs", "1", "--batch_size", "128"]
+    arguments = ["--model", model, "--num_workers", "2", "--epochs", "1", "--batch-size", "128"]
     assert distlab("train", *arguments) == 0
     first, epoch, last = capfd.readouterr().out.splitlines()
     assert first.startswith(f"rank 0/2  {model} (")
@@ -148,7 +151,7 @@ def test_train_learns_with_every_model(model: str, capfd: pytest.CaptureFixture[
 
 
 def test_gpt_trains_on_synthetic_images_of_few_tokens(capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--dataset", "synthetic", "--model", "gpt", "--num_workers", "2", "--epochs", "1"]
+    options = ["--dataset", "synthetic", "--model", "gpt", "--num-workers", "2", "--epochs", "1"]
     assert distlab("train", *options) == 0
     headline, epoch, _ = capfd.readouterr().out.splitlines()
     assert "on synthetic (512 images of 63 tokens), cpu, batch 64 = 2 x 32, " in headline
@@ -156,7 +159,7 @@ def test_gpt_trains_on_synthetic_images_of_few_tokens(capfd: pytest.CaptureFixtu
 
 
 def first_loss(*options: str, capfd: pytest.CaptureFixture[str]) -> str:
-    assert distlab("train", "--num_workers", "1", "--epochs", "1", *options) == 0
+    assert distlab("train", "--num-workers", "1", "--epochs", "1", *options) == 0
     return capfd.readouterr().out.split("  loss ")[1].split()[0]
 
 
@@ -168,7 +171,7 @@ def test_learning_rate_and_seed_decide_the_training(capfd: pytest.CaptureFixture
 
 
 def test_ctrl_c_ends_the_training_with_one_line() -> None:
-    command = [sys.executable, "-m", "distlab", "train", "--num_workers", "2", "--epochs", "1000"]
+    command = [sys.executable, "-m", "distlab", "train", "--num-workers", "2", "--epochs", "1000"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -184,7 +187,7 @@ def test_ctrl_c_ends_the_training_with_one_line() -> None:
 @pytest.mark.usefixtures("forked")
 def test_train_joins_the_world_of_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    options = ["train", "--epochs", "1", "--all_reduce", "naive", "--backend", "gloo"]
+    options = ["train", "--epochs", "1", "--all-reduce", "naive", "--backend", "gloo"]
     done = subprocess.run(
         [*command, "-m", "distlab", *options], capture_output=True, text=True, timeout=180
     )
@@ -222,7 +225,7 @@ def test_training_on_the_simulated_cluster_learns_exactly_the_same() -> None:
 def test_the_first_line_says_that_simulated_times_are_virtual(
     cluster: list[str], name: str, workers: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--backend", "sim", *cluster, "--num_workers", workers, "--epochs", "1"]
+    options = ["--backend", "sim", *cluster, "--num-workers", workers, "--epochs", "1"]
     assert distlab("train", *options) == 0
     first, *_, last = capfd.readouterr().out.splitlines()
     assert f", {name}, times are virtual, not measured, batch 64" in first
@@ -348,5 +351,5 @@ def test_what_starts_its_own_workers_is_run_alone(
     for name in variables[launcher]:
         monkeypatch.setenv(name, "2")
     assert distlab(command) == 2
-    line = f"distlab {command} starts its own workers: run it alone, without {launcher}\n"
+    line = f"distlab {command}: this starts its own workers: run it alone, without {launcher}\n"
     assert capsys.readouterr() == ("", line)

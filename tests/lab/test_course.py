@@ -386,7 +386,7 @@ def test_template_begins_as_the_solution_does_and_names_its_tasks(template: Path
     assert of_template.splitlines()[0] == of_solution.splitlines()[0]
     ids = [task.id for task in TASKS if task.template == template]
     assert f"Tasks {ids[0]} {'and' if len(ids) == 2 else 'to'} {ids[-1]}." in of_template
-    assert f"pytest tests/test_phase{ids[0].partition('.')[0]}.py -k {ids[0]}" in of_template
+    assert f"distlab check {ids[0]}``" in of_template
 
 
 def call_without_arguments(function: Callable[..., object]) -> None:

@@ -280,7 +280,7 @@ def test_offline_the_error_says_what_to_put_where(
         files,
         f"into {tmp_path / folder}",
         "Connection refused",
-        "--data_root",
+        "--data-root",
         "--dataset digits",
     ):
         assert part in message
@@ -341,7 +341,7 @@ def test_augmentation_crops_at_random_in_training_only(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_named_with_the_layout(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=f"{tmp_path}/train does not exist.*train/<class>.*--data_root"
+        DataError, match=f"{tmp_path}/train does not exist.*train/<class>.*--data-root"
     ):
         load("imagefolder", root=tmp_path)
     write_images(tmp_path, "train", "ab")

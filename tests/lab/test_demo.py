@@ -60,5 +60,5 @@ def test_a_folder_that_cannot_be_written_to_stops_the_demo_before_it_trains(
         assert left.value.code == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert printed.err.startswith(f"--out {out} cannot be written to: ")
+        assert printed.err.startswith(f"distlab demo: --out {out} cannot be written to: ")
         assert printed.err.count("\n") == 1

@@ -155,7 +155,7 @@ def test_commands_exist(page: Path) -> None:
         ("```console\n$ distlab check 1.4   # grades\n$ distlab\n$ ls\n```", []),
         ("say `distlab trane` or `distlab train`", ["distlab trane"]),
         ("`distlab train --workers 4`", ["distlab train --workers 4"]),
-        ("`distlab train --num_workers 4`, `distlab --help`, `distlab bench launch`", []),
+        ("`distlab train --num-workers 4`, `distlab --help`, `distlab bench launch`", []),
         ("`distlab bench lunch`", ["distlab bench lunch"]),
         ("`distlab sim --ranks 2 ring.py --kib 4`", []),
         ("`distlab sim --rnks 2 ring.py`", ["distlab sim --rnks 2 ring.py"]),

@@ -99,7 +99,7 @@ def test_no_help_is_cut_on_80_columns(
 def test_a_loss_that_is_no_number_ends_the_training(
     options: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert distlab("train", "--lr", "1e9", "--num_workers", "2", *options.split()) == 1
+    assert distlab("train", "--lr", "1e9", "--num-workers", "2", *options.split()) == 1
     printed = capfd.readouterr()
     assert len(printed.out.splitlines()) == 1, "no epoch is reported"
     assert re.fullmatch(
@@ -112,7 +112,7 @@ def test_a_loss_that_is_no_number_ends_the_training(
 def test_a_last_step_that_goes_too_far_is_seen_in_the_test(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    one_step = ["--epochs", "1", "--batch_size", "1436", "--num_workers", "1", "--lr", "1e30"]
+    one_step = ["--epochs", "1", "--batch-size", "1436", "--num-workers", "1", "--lr", "1e30"]
     assert distlab("train", *one_step, "--backend", "sim") == 1
     assert capfd.readouterr().err.startswith("step 1: the loss is nan, ")
 
@@ -160,8 +160,8 @@ def on_terminal(num_cores: int, *arguments: str) -> str:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
 def test_many_workers_are_warned_of() -> None:
     workers = starting.MAX_PER_CORE + 1
-    options = ["--epochs", "1", "--batch_size", str(workers * 16), "--backend", "gloo"]
-    shown = on_terminal(1, "train", "--num_workers", str(workers), *options)
+    options = ["--epochs", "1", "--batch-size", str(workers * 16), "--backend", "gloo"]
+    shown = on_terminal(1, "train", "--num-workers", str(workers), *options)
     assert f"{workers} workers share 1 core, more" in shown
     assert f"Use at most {workers - 1}, or backend sim\r\n" in shown
 

@@ -71,13 +71,13 @@ def test_section_begins_with_what_the_course_says_of_the_task(task: Task) -> Non
 
 @each_task
 def test_section_is_complete_and_of_readable_length(task: Task) -> None:
-    text, suite = section(task), f"tests/test_phase{task.id.partition('.')[0]}.py"
+    text = section(task)
     places = [
         text.find(part)
         for part in (
             "**Cost.**",
             "**Pitfalls.**",
-            f"**It must pass.**\n\n```console\n$ pytest {suite} -k {task.id}\n```",
+            f"**It must pass.**\n\n```console\n$ distlab check {task.id}\n```",
             "<summary>Hint 1: a question</summary>",
             "<summary>Hint 2: the idea</summary>",
             "<summary>Hint 3: names</summary>",

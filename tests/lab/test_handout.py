@@ -184,7 +184,7 @@ def test_no_part_of_an_answer_is_handed_out(mine: Path, tmp_path: Path) -> None:
 
 # Training with what was written
 
-SHORT = ["--num_workers", "2", "--epochs", "1"]
+SHORT = ["--num-workers", "2", "--epochs", "1"]
 
 
 def test_the_learner_s_own_trainer_trains_as_the_solution_s(
@@ -194,11 +194,11 @@ def test_the_learner_s_own_trainer_trains_as_the_solution_s(
     text = (mine / PHASE / "template_trainer.py").read_text()
     own = text.replace('f"epoch {result.epoch}', 'f"my own epoch {result.epoch}')
     (mine / PHASE / "template_trainer.py").write_text(own)
-    done = distlab(mine, "train", "--impl", "mine", *SHORT, "--all_reduce", "naive")
+    done = distlab(mine, "train", "--impl", "mine", *SHORT, "--all-reduce", "naive")
     assert done.returncode == 0, done.stderr
     assert "rank 0/2  my own epoch 1  loss " in done.stdout
     with pytest.raises(SystemExit):
-        main(["train", *SHORT, "--all_reduce", "naive"])
+        main(["train", *SHORT, "--all-reduce", "naive"])
     assert capfd.readouterr().out.splitlines()[-1] == done.stdout.splitlines()[-1]
 
 
@@ -223,5 +223,5 @@ def test_a_trainer_that_is_not_written_is_a_line_that_names_the_tasks(mine: Path
         "1.13 Trainer.fit. "
         "Go on with: distlab check 1.5\n"
     )
-    done = distlab(mine, "train", "--impl", "mine", *SHORT, "--all_reduce", "recursive_doubling")
+    done = distlab(mine, "train", "--impl", "mine", *SHORT, "--all-reduce", "recursive_doubling")
     assert "1.4 exchange, 1.5 broadcast, 1.7 all_reduce_recursive" in done.stderr

@@ -207,7 +207,7 @@ def test_the_tasks_of_each_node_are_written_out(counts: str, expanded: list[int]
 
 def test_another_number_of_tasks_is_refused(as_task: Any) -> None:
     as_task()
-    with pytest.raises(training.ConfigError, match="srun started 4 workers and --num_workers asks"):
+    with pytest.raises(training.ConfigError, match="srun started 4 workers and --num-workers asks"):
         training.make_config(dataset="digits", model="cnn", epochs=1, num_workers=2)
     with pytest.raises(launch.SetupError, match="srun started 4 ranks and the script asks for 2"):
         launch.run(dist.get_rank, 2)
@@ -218,7 +218,7 @@ def test_worlds_that_need_one_process_are_refused(as_task: Any) -> None:
     with pytest.raises(launch.SetupError, match="leave srun out"):
         launch.run(dist.get_rank, 2, backend="sim")
     with pytest.raises(training.ConfigError, match="run it alone, without srun"):
-        training.check_is_alone("distlab demo")
+        training.check_is_alone()
 
 
 def test_a_single_task_starts_its_own_ranks(as_task: Any) -> None:

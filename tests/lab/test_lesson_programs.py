@@ -161,9 +161,13 @@ def test_only_a_todo_that_can_be_reached_is_one(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_a_schedule_too_wide_to_draw_says_so(run: Run) -> None:
-    output = run("pipeline_parallel.py", 2, "--micro-batches", "20", "--steps", "1")
-    assert "\n(the schedule is too wide to draw)\n" in output
+def test_a_schedule_wider_than_a_terminal_is_drawn_in_bands(run: Run) -> None:
+    output = run("pipeline_parallel.py", 2, "--micro-batches", "16", "--steps", "1")
+    first, second = (output.splitlines()[start : start + 2] for start in (1, 4))
+    assert [row.split()[:2] for row in first] == [["F0", "F1"], [".", "F0"]]
+    assert [row.split()[-2:] for row in second] == [[".", "B15"], ["B15", "."]]
+    assert output.splitlines()[3] == ""
+    assert max(map(len, first + second)) <= 80
 
 
 def test_weights_that_are_not_those_of_one_process_end_it(

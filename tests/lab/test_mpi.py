@@ -283,10 +283,13 @@ def test_ctrl_c_ends_the_job_with_a_line_and_its_exit_code() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["train", "--lr", "-1"], "--lr -1.0 is not a learning rate"),
+        (["train", "--lr", "-1"], "distlab train: --lr -1.0 is not a learning rate"),
         (["train", "--epoch", "3"], "distlab train: No such option: --epoch"),
-        (["train", "--num_workers", "5"], "mpirun started 2 workers and --num_workers asks for 5"),
-        (["demo"], "distlab demo starts its own workers: run it alone, without mpirun"),
+        (
+            ["train", "--num-workers", "5"],
+            "distlab train: mpirun started 2 workers and --num-workers asks for 5",
+        ),
+        (["demo"], "distlab demo: this starts its own workers: run it alone, without mpirun"),
     ],
 )
 def test_what_all_ranks_refuse_one_rank_reports(options: list[str], said: str) -> None:

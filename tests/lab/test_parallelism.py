@@ -97,7 +97,7 @@ def test_rank_0_says_what_each_rank_holds_and_how_long_the_cluster_takes(
 
 
 def test_the_command_trains_in_processes(capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--parallelism", "tp=2", "--dataset", "synthetic", "--batch_size", "512"]
+    options = ["--parallelism", "tp=2", "--dataset", "synthetic", "--batch-size", "512"]
     assert distlab("train", *options, "--epochs", "1") == 0
     first, mesh, epoch, last = capfd.readouterr().out.splitlines()
     assert "batch 512 = 1 x 512, " in first
@@ -228,9 +228,9 @@ def test_an_unset_batch_gives_each_replica_a_sample_for_every_stage() -> None:
     [
         ("dp=2,dp=2", "--parallelism dp=2,dp=2: dp is there twice: write dp=2,pp=2,tp=2"),
         (
-            "dp=2,pp=2,tp=2 --num_workers 4",
-            "--parallelism dp=2,pp=2,tp=2: 2 x 2 x 2 = 8 ranks, but --num_workers asks for 4: "
-            "leave --num_workers out",
+            "dp=2,pp=2,tp=2 --num-workers 4",
+            "--parallelism dp=2,pp=2,tp=2: 2 x 2 x 2 = 8 ranks, but --num-workers asks for 4: "
+            "leave --num-workers out",
         ),
         (
             "pp=2 --model cnn",
@@ -238,13 +238,13 @@ def test_an_unset_batch_gives_each_replica_a_sample_for_every_stage() -> None:
             "out, or use --parallelism dp=2",
         ),
         (
-            "dp=3,tp=2 --batch_size 64",
-            "--batch_size 64 cannot be shared equally by 3 replicas: use 63 or 66",
+            "dp=3,tp=2 --batch-size 64",
+            "--batch-size 64 cannot be shared equally by 3 replicas: use 63 or 66",
         ),
         (
-            "dp=2,pp=4 --batch_size 6",
-            "--parallelism dp=2,pp=4: --batch_size 6 gives each replica 3 samples, fewer than its "
-            "4 stages: use --batch_size 8 or more",
+            "dp=2,pp=4 --batch-size 6",
+            "--parallelism dp=2,pp=4: --batch-size 6 gives each replica 3 samples, fewer than its "
+            "4 stages: use --batch-size 8 or more",
         ),
         (
             "tp=3",
@@ -257,8 +257,8 @@ def test_an_unset_batch_gives_each_replica_a_sample_for_every_stage() -> None:
             "use pp=4 or less",
         ),
         (
-            "pp=2,tp=2 --batch_size 5000",
-            "--batch_size 5000 is more than the 512 training images of synthetic: use at most 512",
+            "pp=2,tp=2 --batch-size 5000",
+            "--batch-size 5000 is more than the 512 training images of synthetic: use at most 512",
         ),
     ],
 )
@@ -267,7 +267,7 @@ def test_sizes_that_cannot_work_get_one_line_with_ones_that_do(
 ) -> None:
     where = ["--backend", "sim", "--dataset", "synthetic"]
     assert distlab("train", *where, "--parallelism", *options.split()) == 2
-    assert capfd.readouterr() == ("", f"{line}\n")
+    assert capfd.readouterr() == ("", f"distlab train: {line}\n")
 
 
 def test_a_launcher_that_started_another_number_of_ranks_is_named(

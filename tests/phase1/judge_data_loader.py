@@ -185,7 +185,7 @@ def test_the_order_stays_without_set_epoch(grade: Grade) -> None:
 
 
 @task("1.2")
-@pytest.mark.parametrize("is_in_group", [False, True])
+@pytest.mark.parametrize("is_in_group", [False, True], ids=["everyone", "group"])
 def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade, is_in_group: bool) -> None:
     named = {64: ("63", "66"), 65: ("63", "66"), 10: ("9", "12"), 2: ("3",), 1: ("3",)}
     cases = [(100, batch) for batch in named] + [(100, 0), (100, -3), (5, 6), (0, 3), (11, 12)]

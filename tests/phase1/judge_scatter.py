@@ -35,13 +35,13 @@ MORE_KINDS = [
 
 
 @task("1.3", real=True)
-@pytest.mark.parametrize(("n", "src", "kind"), KINDS)
+@pytest.mark.parametrize(("n", "src", "kind"), KINDS, ids=str)
 def test_every_rank_gets_its_rows(grade: Grade, n: int, src: int | None, kind: s.Kind) -> None:
     _check_kind(grade, n, src, kind)
 
 
 @task("1.3")
-@pytest.mark.parametrize(("n", "src", "kind"), MORE_KINDS)
+@pytest.mark.parametrize(("n", "src", "kind"), MORE_KINDS, ids=str)
 def test_any_shapes_and_dtypes_arrive(grade: Grade, n: int, src: int | None, kind: s.Kind) -> None:
     _check_kind(grade, n, src, kind)
 
@@ -201,7 +201,7 @@ def test_every_rank_hears_of_a_wrong_batch(grade: Grade, what: str) -> None:
 
 
 @task("1.3")
-@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("is_text", [False, True], ids=["device", "text"])
 def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
     n, src = 3, 1
     kind = s.Kind(7, seed=grade.random.randrange(10**6))

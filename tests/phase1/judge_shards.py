@@ -92,7 +92,7 @@ def _turns(order: list[int], ranks: int, drop_last: bool) -> s.Shards:
 
 
 @task("1.1")
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True], ids=["padded", "dropped"])
 def test_shards_together_are_the_order_of_one_process(grade: Grade, drop_last: bool) -> None:
     given = {"seed": grade.random.randrange(10**6), "epoch": grade.random.randrange(1000)}
     cases: list[tuple[int, int, dict[str, Any]]] = []

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.grade import WrongResult
 from judging.calls import numbers, refusal_of, returned
 from judging.pretend_device import PretendDevice, devices_sent
 
@@ -33,11 +34,11 @@ def _as_dict(times: Any) -> dict[str, Any]:
     """Take the table apart.
 
     Raises:
-        TypeError: it is not made of what it should be made of.
+        WrongResult: it is not made of what it should be made of.
     """
     kind = type(returned("measure_all_reduce", times)).__name__
     if kind != "AllReduceTimes":
-        raise TypeError(f"measure_all_reduce should return AllReduceTimes; it returned a {kind}")
+        raise WrongResult(f"measure_all_reduce should return AllReduceTimes; it returned a {kind}")
     for name, column in times.seconds.items():
         _check_floats(f"seconds[{name!r}]", column)
     _check_floats("α and 1/β", (times.alpha_s, times.bandwidth_bytes_per_s))
@@ -52,7 +53,7 @@ def _as_dict(times: Any) -> dict[str, Any]:
 def _check_floats(what: str, values: Any) -> None:
     is_sequence = isinstance(values, Sequence)
     if not is_sequence or not all(isinstance(value, float) for value in values):
-        raise TypeError(f"{what} should be floats, not {values!r:.70}")
+        raise WrongResult(f"{what} should be floats, not {values!r:.70}")
 
 
 def measure_sleepers(

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.grade import WrongResult
 from judging.calls import pair, refusal_of
 from judging.pretend_device import PretendDevice, device_of, devices_sent
 
@@ -24,6 +25,11 @@ class Kind:
     label_shape: Shape = ()
     is_strided: bool = False
     seed: int = 0
+
+    def __str__(self) -> str:
+        """What the name of a test calls it."""
+        strided = ", strided" if self.is_strided else ""
+        return f"{self.rows} rows of {self.image_dtype} and {self.label_dtype}{strided}"
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Make images and labels."""
@@ -71,7 +77,7 @@ def scatter(lesson: Any, kind: Kind, src: int | None, group: Any = None) -> dict
 
 def _told(part: Any) -> tuple[list[int], str, str, bytes]:
     if not isinstance(part, Tensor):
-        raise TypeError(f"scatter_batch should return tensors; it returned {part!r:.50}")
+        raise WrongResult(f"scatter_batch should return tensors; it returned {part!r:.50}")
     return list(part.shape), str(part.dtype), str(part.device), bytes_of(part)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from distlab.grade import WrongResult
 from judging.calls import cause_told, returned
 
 TWICE = "backward through the graph a second time"
@@ -120,7 +121,7 @@ def several_results(checkpoint: Checkpoint) -> Found:
 
     found = checkpoint(fn, x.sin())
     if not isinstance(found, tuple) or len(found) != 5 or found[3] != "words":
-        raise TypeError(f"fn returned a tuple of five; checkpoint returned {found!r:.60}")
+        raise WrongResult(f"fn returned a tuple of five; checkpoint returned {found!r:.60}")
     doubled, _, index, _, grown = found
     picked = doubled.gather(1, index[:, None])
     return finished((picked**2).sum() + grown.sum(), x=x, layer=layer, unused=unused)
@@ -130,7 +131,7 @@ def a_tuple_of_one(checkpoint: Checkpoint) -> Found:
     x, layer = leaf(3, 4), linear()
     found = checkpoint(lambda x: (layer(x).tanh(),), x.sin())
     if not isinstance(found, tuple) or len(found) != 1:
-        raise TypeError(f"fn returned a tuple of one; checkpoint returned {found!r:.60}")
+        raise WrongResult(f"fn returned a tuple of one; checkpoint returned {found!r:.60}")
     return finished((found[0] ** 2).sum(), x=x, layer=layer)
 
 

@@ -12,6 +12,12 @@ from phase2 import drawings as d
 from phase2 import schedules as b
 from phase2_advanced.given import Action, Schedule
 
+GPIPE = {(3, 4): d.GPIPE_3_4, (4, 2): d.GPIPE_4_2}  # by stages and micro-batches
+ONE_F_ONE_B = {
+    (3, 4): d.ONE_F_ONE_B_3_4,
+    (4, 8): d.ONE_F_ONE_B_4_8,
+    (4, 2): d.ONE_F_ONE_B_4_2,
+}
 SIZES = [(4, 8), (3, 5), (2, 3), (3, 2), (5, 3), (8, 8), (1, 4), (1, 1)]  # stages, micro-batches
 
 
@@ -92,13 +98,13 @@ def _check_drawing(here: str, schedule: Schedule, text: str, cause: str) -> None
 
 
 @task("2.10")
-@pytest.mark.parametrize(("p", "m", "text"), [(3, 4, d.GPIPE_3_4), (4, 2, d.GPIPE_4_2)])
-def test_gpipe_is_that_of_the_paper(grade: Grade, p: int, m: int, text: str) -> None:
+@pytest.mark.parametrize(("p", "m"), [*GPIPE])
+def test_gpipe_is_that_of_the_paper(grade: Grade, p: int, m: int) -> None:
     (schedule,) = _called(grade, "gpipe_schedule", [(p, m)])
     here = d.size_text(p, m)
     _check_actions(here, schedule, p, m)
     _check_drawing(
-        *(here, schedule, text),
+        *(here, schedule, GPIPE[p, m]),
         "All forward passes come first, from micro-batch 0 on; the backward passes begin with the "
         "last micro-batch.",
     )
@@ -156,16 +162,18 @@ def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
 
 
 @task("2.11")
-@pytest.mark.parametrize(
-    ("p", "m", "text"),
-    [(3, 4, d.ONE_F_ONE_B_3_4), (4, 8, d.ONE_F_ONE_B_4_8), (4, 2, d.ONE_F_ONE_B_4_2)],
-)
-def test_1f1b_is_that_of_the_paper(grade: Grade, p: int, m: int, text: str) -> None:
+@pytest.mark.parametrize(("p", "m"), [*ONE_F_ONE_B])
+def test_1f1b_is_that_of_the_paper(grade: Grade, p: int, m: int) -> None:
     """It is the only order with that memory and that length."""
     here = d.size_text(p, m)
     (schedule,) = _called(grade, "one_f_one_b_schedule", [(p, m)])
     _check_actions(here, schedule, p, m)
-    _check_drawing(here, schedule, text, "Where do they differ first, and which stage waits there?")
+    _check_drawing(
+        here,
+        schedule,
+        ONE_F_ONE_B[p, m],
+        "Where do they differ first, and which stage waits there?",
+    )
 
 
 # 2.13 Interleaved 1F1B

@@ -17,7 +17,7 @@ SIZES_WITH_INTEGERS = [(9, 5), (1, 1), (11, 3)]
 
 
 @task("2.7")
-@pytest.mark.parametrize("sizes", [SIZES, SIZES_WITH_INTEGERS])
+@pytest.mark.parametrize("sizes", [SIZES, SIZES_WITH_INTEGERS], ids=["floats", "integers"])
 def test_segments_are_of_equal_size(grade: Grade, sizes: list[tuple[int, int]]) -> None:
     seed = grade.random.randrange(2**31)
     by_case = grade.call(b.run_segments, sizes, seed)

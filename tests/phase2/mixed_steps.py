@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from distlab.grade import WrongResult
 from judging.calls import refusal_of, returned
 from phase2.mixed_models import LR, MOMENTUM, Noted, TorchScaler, batch_of, weighted
 from phase2.step_arguments import NotedAllReduce, two_groups
@@ -20,7 +21,7 @@ def _result(found: Any) -> tuple[float, bool, float]:
     """Loss, decision and norm of what the learner's step has returned.
 
     Raises:
-        TypeError: it returned something else.
+        WrongResult: it returned something else.
     """
     result = returned("mixed_precision_step", found)
     kinds = {"loss": float, "is_skipped": bool, "norm": float}
@@ -28,7 +29,7 @@ def _result(found: Any) -> tuple[float, bool, float]:
         name for name, kind in kinds.items() if not isinstance(getattr(result, name, None), kind)
     ]
     if odd:
-        raise TypeError(
+        raise WrongResult(
             "mixed_precision_step should return a StepResult of a float, a bool and a float; "
             f"{' and '.join(odd)} should be other in {result!r:.70}"
         )

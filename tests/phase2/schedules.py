@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from distlab.grade import WrongResult
 from judging.calls import refusal_of, returned
 
 Rows = list[list[list[Any]]]  # by stage its actions, each [kind, micro-batch, chunk]
@@ -20,7 +21,7 @@ def _rows_of(lesson: Any, function: str, *numbers: int) -> Rows:
     schedule = returned(function, getattr(lesson, function)(*numbers))
     call = f"{function}({', '.join(map(str, numbers))})"
     if not isinstance(schedule, list) or not all(isinstance(row, list) for row in schedule):
-        raise TypeError(f"{call} should return a list of lists; it returned {schedule!r:.70}")
+        raise WrongResult(f"{call} should return a list of lists; it returned {schedule!r:.70}")
     return [[_plain(call, action) for action in row] for row in schedule]
 
 
@@ -29,11 +30,11 @@ def _plain(call: str, action: Any) -> list[Any]:
     try:
         kind, micro_batch, chunk = (getattr(action, name) for name in names)
     except AttributeError:
-        raise TypeError(
+        raise WrongResult(
             f"{call} should contain actions, as in Action('F', 0): {action!r}"
         ) from None
     if kind not in ("F", "B") or type(micro_batch) is not int or type(chunk) is not int:
-        raise TypeError(f"{call}: kind is 'F' or 'B', and numbers are ints: {action!r}")
+        raise WrongResult(f"{call}: kind is 'F' or 'B', and numbers are ints: {action!r}")
     return [kind, micro_batch, chunk]
 
 

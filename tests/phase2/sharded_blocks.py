@@ -38,7 +38,7 @@ class Case:
         kind: "mlp", "attention" or "block".
         frozen: ends of the names of parameters that are not trained.
         num_passes: forward and backward passes, whose gradients add up.
-        is_transposed: whether input and gradient are not contiguous.
+        is_transposed: whether input and gradient are transposed in memory.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Case:
         size = f"width {self.width}" + f", {self.heads} heads" * (self.kind != "mlp")
         extras = ["no bias"] * self.without_bias + [f"frozen {name}" for name in self.frozen]
         extras += [f"{self.num_passes} passes"] * (self.num_passes > 1)
-        extras += ["not contiguous"] * self.is_transposed
+        extras += ["transposed"] * self.is_transposed
         shape = [self.batch_size, self.length, self.width]
         return ", ".join([FUNCTIONS[self.kind], size, f"x {shape}", *extras])
 

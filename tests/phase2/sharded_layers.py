@@ -33,7 +33,7 @@ class Case:
     Attributes:
         frozen: the parameter that is not trained, by name; "": none.
         is_input_trained: whether the input needs a gradient.
-        is_transposed: whether input and gradient are not contiguous.
+        is_transposed: whether input and gradient are transposed in memory.
     """
 
     in_features: int
@@ -52,7 +52,7 @@ class Case:
         extras += [f"frozen {self.frozen}"] * bool(self.frozen)
         extras += ["an input without gradient"] * (not self.is_input_trained)
         extras += [self.dtype] * (self.dtype != "float64")
-        extras += ["not contiguous"] * self.is_transposed
+        extras += ["transposed"] * self.is_transposed
         size = f"Linear({self.in_features}, {self.out_features})"
         return ", ".join([size, f"x {[*self.rows, self.in_features]}", *extras])
 

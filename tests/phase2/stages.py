@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.grade import WrongResult
 from judging.calls import case_told, cause_told, refusal_of, returned
 from phase2 import staged_model as m
 from phase2_advanced.given import group_device
@@ -28,10 +29,10 @@ def cuts_of(lesson: Any, cases: Sequence[tuple[Sequence[float], int]]) -> list[C
 
 def _cut(found: Any) -> Cut:
     if not isinstance(returned("partition_layers", found), list):
-        raise TypeError(f"partition_layers should return a list of ranges; it returned {found!r}")
+        raise WrongResult(f"partition_layers should return a list of ranges; it returned {found!r}")
     for stage in found:
         if not isinstance(stage, range) or stage.step != 1:
-            raise TypeError(
+            raise WrongResult(
                 "partition_layers should return a list of ranges, like range(0, 3); it contains "
                 f"{stage!r}"
             )
@@ -101,7 +102,9 @@ def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
 
 def _list_of(found: Any) -> list[Tensor]:
     if not isinstance(returned("recv_tensors", found), list | tuple):
-        raise TypeError(f"recv_tensors should return a list of tensors; it returned {found!r:.70}")
+        raise WrongResult(
+            f"recv_tensors should return a list of tensors; it returned {found!r:.70}"
+        )
     return [*found]
 
 
@@ -189,7 +192,7 @@ def _leaf_on(device: torch.device, x: Tensor) -> Tensor:
 
 def _pair(output: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(output, tuple) or len(output) != 2:
-        raise TypeError(
+        raise WrongResult(
             "on the last rank, forward should return what its stage returns, here a tuple of two "
             f"tensors; it returned {output!r:.70}"
         )

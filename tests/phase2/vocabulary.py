@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.grade import WrongResult
 from judging.calls import refusal_of, returned
 from phase2.sharded_layers import is_untouched_by
 from phase2.sharding import (
@@ -98,7 +99,7 @@ class Scores:
         """What a message calls it."""
         extras = [f"up to ±{self.scale:g}"] * (self.scale > 1)
         extras += ["some targets -100"] * self.has_ignored
-        extras += ["logits that are not contiguous"] * self.is_transposed
+        extras += ["transposed logits"] * self.is_transposed
         extras += [str(self.dtype)] * (self.dtype != torch.float64)
         return ", ".join([f"{[*self.shape]} targets of {self.vocabulary} tokens", *extras])
 
@@ -131,7 +132,7 @@ def loss_case(lesson: Any, case: Scores, group: Any = None) -> dict[str, Any]:
     losses = returned(LOSS, function(logits, targets, **group_argument(group)))
     dist.barrier(group)
     if (losses.shape, losses.dtype) != (targets.shape, logits.dtype):
-        raise TypeError(
+        raise WrongResult(
             f"there should be a loss for each target, {[*targets.shape]} in {logits.dtype}; the "
             f"losses have the shape {[*losses.shape]} and are {losses.dtype}"
         )

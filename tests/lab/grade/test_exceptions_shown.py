@@ -1,5 +1,6 @@
 """What a verdict shows of an exception: the call on one line, the case, and the learner's lines."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from distlab import course
+from distlab.grade import WrongResult
 from distlab.grade.called import Lesson
-from distlab.grade.outcomes import Verdict, verdict_on
+from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import RankFailed
@@ -81,6 +84,23 @@ def verdict(
 
 def go_backward(lesson: Any, group: Any = None) -> None:
     lesson.broadcast(torch.ones(1)).sum().backward()
+
+
+def a_list_of_tensors(lesson: Any, group: Any = None) -> None:
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        raise WrongResult(f"broadcast should return None; it returned {torch.ones(2, 2)}")
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+def test_a_result_of_the_wrong_kind_is_told_once(tmp_path: Path, world: str) -> None:
+    text = "broadcast should return None; it returned tensor([[1., 1.], [1., 1.]])"
+    found = verdict(tmp_path, LOSS, world, a_list_of_tensors, 3)
+    assert found == Verdict(Outcome.FAILED, f"on rank 2 of 3, {text}", found.details, kind="wrong")
+    assert "broadcast should" not in found.details
+    assert "Raised outside" not in found.details
+    shutil.rmtree(tmp_path / "phase1_data_parallel")
+    alone = verdict(tmp_path, LOSS, world, a_list_of_tensors, 1)
+    assert alone == Verdict(Outcome.FAILED, text, kind="wrong")
 
 
 def files_in(found: Verdict) -> list[str]:

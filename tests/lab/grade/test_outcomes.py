@@ -91,7 +91,7 @@ def test_a_hang_is_explained_by_what_kind_it_is() -> None:
         return table.next_step(a_task(("gloo", verdict)))
 
     assert advice("deadlock") == "guidelines.md 1.5"
-    assert "Does this loop ever end?" in advice("endless loop")
+    assert "Does this loop ever end, or" in advice("endless loop")
     assert "What does this line wait for" in advice("blocked")
     assert "--world-timeout" in advice("time is up")
 
