@@ -1,7 +1,7 @@
 """Whose trainer trains: the solution's, or the learner's own."""
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ PHASE_2 = "phase2_advanced"
 TRAINER_TASK = "1.13"
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
+MAX_NAMED = 6  # tasks
 
 
 class NotThereError(Exception):
@@ -72,10 +73,9 @@ def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:
     needed = _with_what_they_use(here, filter(is_called, here.course.tasks))
     missing = [task for task in needed if source.is_to_write(here, task)]
     if missing:
-        first, names = missing[0], ", ".join(f"{x.id} {joined(x.names)}" for x in missing)
         raise NotThereError(
-            f"this needs what you have not written yet: {names}. Go on with: "
-            f"distlab check {first.id}"
+            f"this needs what you have not written yet: {_listed(missing)}. Go on with: "
+            f"distlab check {missing[0].id}"
         )
     return Submission(here.root)
 
@@ -86,6 +86,13 @@ def _with_what_they_use(here: folder.CourseFolder, tasks: Iterable[Task]) -> lis
     for task in tasks:
         chosen.update((task, *here.course.builds_on(task)))
     return [task for task in here.course.tasks if task in chosen]
+
+
+def _listed(tasks: Sequence[Task]) -> str:
+    """Write ``1.9 broadcast_parameters, 1.11 train_step``; of many tasks the numbers alone."""
+    if len(tasks) > MAX_NAMED:
+        return f"the {len(tasks)} tasks {joined([task.id for task in tasks])}"
+    return ", ".join(f"{task.id} {joined(task.names)}" for task in tasks)
 
 
 def check_solutions() -> None:

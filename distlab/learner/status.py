@@ -85,15 +85,19 @@ def whats_next(
     if task is None:
         yield ALL_PASSED
         return
-    tasks = folder.course.tasks
-    is_skipped = after is not None and tasks.index(task) < tasks.index(after)
-    remark = ", which has not passed yet" if is_skipped else ""
-    yield f"Next: {task.heading} ({task.minutes} minutes){remark}"
+    yield f"Next: {task.heading} ({task.minutes} minutes){remark(folder, task, after)}"
     yield f"      write {task.label} in {task.template}"
     yield f"      read  {task.folder}/{task.guide}"
     watched = "" if task == progress.next_task(folder) else task.id
     check, watch = _command("check", task.id, lends), _command("watch", watched, lends)
     yield f"Run:  {check}   or: {watch}"
+
+
+def remark(folder: CourseFolder, task: Task, after: Task | None) -> str:
+    """Say of a next task that comes before the one just graded why it is next; else "" is it."""
+    tasks = folder.course.tasks
+    is_skipped = after is not None and tasks.index(task) < tasks.index(after)
+    return ", which has not passed yet" if is_skipped else ""
 
 
 def _command(name: str, task_id: str, lends: bool) -> str:
@@ -193,10 +197,11 @@ def _grade_it_first(folder: CourseFolder, task: Task, missing: str, lends: bool)
     """Yield the commands for an earlier task that is missing, and the way around it."""
     check, watch = _command("check", missing, lends), _command("watch", missing, lends)
     yield f"Run:  {check}   or: {watch}"
-    can_be_lent = folder.task(missing) in lendable(task, folder.course)
-    if can_be_lent and not lends and (folder.root / SOLUTIONS).is_dir():
+    borrowed = lendable(task, folder.course)
+    if folder.task(missing) in borrowed and not lends and (folder.root / SOLUTIONS).is_dir():
+        ids = [other.id for other in borrowed if source.is_to_write(folder, other)]
         check = _command("check", task.id, lends=True)
-        yield f"Or take {missing} from the solutions: {check}"
+        yield f"Or take {joined(ids)} from the solutions: {check}"
 
 
 def failure(grading: Grading) -> Iterator[str]:

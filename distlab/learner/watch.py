@@ -92,7 +92,11 @@ class Watch:
         yield status.phase_line(phase, progress)
         yield from status.built(phase, progress)
         following = progress.next_task(self._folder, self.task)
-        yield f"Next: {following.heading} (n)" if following else status.ALL_PASSED
+        if following:
+            remark = status.remark(self._folder, following, self.task)
+            yield f"Next: {following.heading}{remark} (n)"
+        else:
+            yield status.ALL_PASSED
 
     def _menu(self) -> str:
         """Name the keys that do something now."""

@@ -1103,6 +1103,18 @@ def test_several_commands_lend_too(
     assert capsys.readouterr().out.endswith(last)
 
 
+def test_all_that_is_missing_and_can_be_lent_is_named(
+    here: CourseFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = {"task": "1.4", "function": "exchange"}
+    run = saying(1, ("1.8", "todo", 0), write_next=missing)
+    monkeypatch.setattr(grading, "captured_in", lambda _: run)
+    assert distlab("check", "1.8") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "Or take 1.4, 1.5 and 1.6 from the solutions: distlab check --lend 1.8"
+    )
+
+
 def test_what_was_skipped_is_called_so_when_it_is_next(here: CourseFolder) -> None:
     ids = [task.id for task in here.course.tasks]
     state.remember(here, {id: state.Record("passed") for id in ids[1:]})
@@ -1110,6 +1122,8 @@ def test_what_was_skipped_is_called_so_when_it_is_next(here: CourseFolder) -> No
     line = next(status.whats_next(here, progress, here.task(ids[-1])))
     assert line == "Next: 1.1 Shard the data set (15 minutes), which has not passed yet"
     assert next(status.whats_next(here, progress)).endswith("(15 minutes)")
+    _, lines = session(here, saying(0, (ids[-1], "passed", 5)))
+    assert "Next: 1.1 Shard the data set, which has not passed yet (n)" in lines
 
 
 def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) -> None:

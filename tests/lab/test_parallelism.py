@@ -168,14 +168,12 @@ def test_parts_that_are_not_written_yet_are_named_before_anything_starts(
     monkeypatch.chdir(ROOT)
     with pytest.raises(trainers.NotThereError) as refused:
         config_of(parallelism="tp=2", impl="mine")
-    assert "2.14 copy_to_tensor_region and reduce_from_tensor_region, 2.15 " in str(refused.value)
-    assert "2.12 run_schedule" not in str(refused.value)
+    assert "the 12 tasks 1.1, 1.2, 1.5, " in str(refused.value)
+    assert ", 1.13, 2.14, 2.15, 2.16 and 2.17. Go on with: distlab check 1.1" in str(refused.value)
+    assert "2.12" not in str(refused.value)
     with pytest.raises(trainers.NotThereError) as refused:
         config_of(parallelism="pp=2", impl="mine")
-    messages = "2.9 StageRunner, send_tensors and recv_tensors"
-    assert f"2.8 partition_layers, {messages}, 2.11 " in str(refused.value)
-    assert "2.12 run_schedule" in str(refused.value)
-    assert "2.17 parallelize_mlp" not in str(refused.value)
+    assert ", 1.13, 2.1, 2.8, 2.9, 2.11 and 2.12. " in str(refused.value)
 
 
 # --- sizes ---------------------------------------------------------------------------------------
