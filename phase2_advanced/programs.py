@@ -24,6 +24,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# The first optimizer loads this module, whose functions then keep the process group of that moment
+# as their default: it is not destroyed, and its threads may abort the process as it ends (2.13).
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.autograd import set_multithreading_enabled
 from torch.autograd.graph import saved_tensors_hooks

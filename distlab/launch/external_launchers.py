@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # if first loaded later, it keeps the process group alive
 
 from distlab.launch import choices, srun, world
 from distlab.launch.errors import SetupError

@@ -53,15 +53,18 @@ def case_told(case: str, call: str = "a call") -> Iterator[None]:
 
 
 @contextmanager
-def cause_told(causes: Mapping[str, str]) -> Iterator[None]:
-    """Add the likely cause to a RuntimeError of torch's, whose words are a riddle by themselves.
+def cause_told(
+    causes: Mapping[str, str], kind: type[Exception] = RuntimeError
+) -> Iterator[None]:
+    """Add the likely cause to an error, say one of torch's, whose words are often a riddle.
 
     Args:
-        causes: a part of torch's words, and the sentences that follow them.
+        causes: a part of the error's words, and the sentences that follow them.
+        kind: of error.
     """
     try:
         yield
-    except RuntimeError as error:
+    except kind as error:
         found = next((cause for words, cause in causes.items() if words in str(error)), "")
         if found:
             error.args = (f"{str(error).rstrip('.')}. {found.rstrip('.')}",)
@@ -77,6 +80,20 @@ def returned(function: str, value: Any) -> Any:
     if value is None:
         raise WrongResult(f"{function} returned None: is there a return?")
     return value
+
+
+def boolean(function: str, value: Any) -> bool:
+    """Return what the learner's ``function`` has returned, if it is Python's own True or False.
+
+    Raises:
+        WrongResult: it is something else.
+    """
+    if not isinstance(returned(function, value), bool):
+        raise WrongResult(
+            f"{function} should return True or False; it returned a {type(value).__name__}, "
+            f"{value!r:.50}"
+        )
+    return bool(value)
 
 
 def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:

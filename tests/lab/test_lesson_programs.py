@@ -49,6 +49,25 @@ def test_model_parallel_trains_as_one_process_does(run: Run) -> None:
     assert output.count("\n") == 5, "one rank prints, and each line once"
 
 
+GROUP = """
+import {module}, torch, torch.distributed as dist, weakref
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+dist.destroy_process_group()
+assert group() is None
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["phase2_advanced.programs", "distlab.launch.external_launchers"]
+)
+def test_a_process_group_ends_when_it_is_destroyed(module: str) -> None:
+    """Else gloo's threads may still drop tensors while Python ends, which aborts the process."""
+    code = GROUP.format(module=module)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=LESSONS.parents[1])
+
+
 def test_a_pipeline_waits_as_long_as_its_schedule_says(run: Run) -> None:
     options = ["--micro-batches", "4", "--steps", "1"]
     waited = {}

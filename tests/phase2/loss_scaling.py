@@ -8,11 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from judging.calls import returned
+from judging.calls import boolean, cause_told, returned
 from phase2.step_arguments import NotedAllReduce
 
 SHAPES = ((3, 2), (16, 16), (), (2, 2))
 Bad = tuple[float, int, int] | None  # a number, the rank and the parameter whose gradient has it
+NO_GRAPH = {
+    "does not require grad": "No backward pass can go through what scale has returned: multiply "
+    "the loss itself, neither a number taken from it nor a copy"
+}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -27,7 +31,8 @@ def _scaled(lesson: Any, value: float, scale: float, dtype: torch.dtype) -> dict
     leaf = torch.tensor(value, dtype=dtype, requires_grad=True)
     loss = leaf * 1
     out = returned("scale", lesson.LossScaler(scale).scale(loss))
-    out.backward()
+    with cause_told(NO_GRAPH):
+        out.backward()
     return {
         "value": float(out.detach()),
         "dtype": str(out.dtype).removeprefix("torch."),
@@ -77,17 +82,17 @@ def unscale_twice(
     scaler = lesson.LossScaler(scale, **({} if group is None else {"group": group}))
     _set_gradients(parameters, has_gradient[rank], rank, scale)
     before = [(p.grad, p.grad.data_ptr()) if p.grad is not None else None for p in parameters]
-    answers, after = [scaler.unscale(optimizer)], [_gradients(parameters)]
+    answers, after = [boolean("unscale", scaler.unscale(optimizer))], [_gradients(parameters)]
     now = [(p.grad, p.grad.data_ptr()) if p.grad is not None else None for p in parameters]
     moved = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if _is_other(a, b)]
-    answers.append(scaler.unscale(optimizer))
+    answers.append(boolean("unscale", scaler.unscale(optimizer)))
     after.append(_gradients(parameters))
     _halve(parameters)
-    answers.append(scaler.step(optimizer))
+    answers.append(boolean("step", scaler.step(optimizer)))
     weights = [p.detach().flatten().tolist() for p in parameters]
     scaler.update()
     _set_gradients(parameters, has_gradient[rank], rank, scale)
-    answers.append(scaler.unscale(optimizer))
+    answers.append(boolean("unscale", scaler.unscale(optimizer)))
     after.append(_gradients(parameters))
     return {"answers": answers, "after": after, "moved": moved, "weights": weights}
 
@@ -133,9 +138,9 @@ def _one_step(
         gradient.view(-1)[0 if bad[0] == torch.inf else -2 :] = bad[0]
     quotients = [p.grad / scaler.value for p in parameters if p.grad is not None]
     before = _everything(parameters, optimizer)
-    taken = scaler.step(optimizer)
+    taken = boolean("step", scaler.step(optimizer))
     has_changed = before != _everything(parameters, optimizer)
-    again = scaler.unscale(optimizer)
+    again = boolean("unscale", scaler.unscale(optimizer))
     undivided = [
         number
         for number, (p, quotient) in enumerate(zip(parameters, quotients, strict=True))
@@ -229,7 +234,7 @@ def two_optimizers(lesson: Any, bad_rank: int) -> list[dict[str, Any]]:
         for number, parameter in enumerate(parameters):
             is_bad = number == bad_number and dist.get_rank() == bad_rank
             parameter.grad = torch.full((2,), torch.nan if is_bad else 8.0)
-        taken = [scaler.step(optimizer) for optimizer in optimizers]
+        taken = [boolean("step", scaler.step(optimizer)) for optimizer in optimizers]
         scaler.update()
         weights = [parameter[0].item() for parameter in parameters]
         found.append({"taken": taken, "weights": weights, "value": float(scaler.value)})

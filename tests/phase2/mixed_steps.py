@@ -25,14 +25,16 @@ def _result(found: Any) -> tuple[float, bool, float]:
     """
     result = returned("mixed_precision_step", found)
     kinds = {"loss": float, "is_skipped": bool, "norm": float}
-    odd = [
-        name for name, kind in kinds.items() if not isinstance(getattr(result, name, None), kind)
-    ]
-    if odd:
-        raise WrongResult(
-            "mixed_precision_step should return a StepResult of a float, a bool and a float; "
-            f"{' and '.join(odd)} should be other in {result!r:.70}"
-        )
+    if not all(hasattr(result, name) for name in kinds):
+        kind = type(result).__name__
+        raise WrongResult(f"mixed_precision_step should return a StepResult; it returned a {kind}")
+    for name, kind in kinds.items():
+        value = getattr(result, name)
+        if not isinstance(value, kind):
+            raise WrongResult(
+                f"mixed_precision_step should return a StepResult whose {name} is a "
+                f"{kind.__name__}; it is a {type(value).__name__}, {value!r:.50}"
+            )
     return result.loss, result.is_skipped, result.norm
 
 
