@@ -5,17 +5,28 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 Choose = Callable[[Collection[str]], Collection[str]]
-CALL = "__distlab_call__"  # attribute of an exception: the call that it came from, as text
+# Attributes of an exception, as text: the call that it came from, and its likely cause.
+CALL, CAUSE = "__distlab_call__", "__distlab_cause__"
 
 
 def headline(error: BaseException) -> str:
-    """Write ``ZeroDivisionError: division by zero, in shard_indices(2, 0, 4)``.
+    """Write ``ZeroDivisionError: division by zero, in shard_indices(2, 0, 4). No rank is left``.
 
-    The call is there if someone has noted it on the exception, as its attribute ``CALL``.
+    The call and the cause are there if someone has noted them on the exception, as its attributes
+    ``CALL`` and ``CAUSE``. They follow the first line of its text.
     """
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    call = getattr(error, CALL, "")
-    return f"{text}, in {call}" if isinstance(call, str) and call else text
+    call, cause = _noted(error, CALL), _noted(error, CAUSE)
+    if not call and not cause:
+        return text
+    first, newline, rest = text.partition("\n")
+    first = first.rstrip(".") + (f", in {call}" if call else "")
+    return f"{first}. {cause}{newline}{rest}" if cause else f"{first}{newline}{rest}"
+
+
+def _noted(error: BaseException, name: str) -> str:
+    text = getattr(error, name, "")
+    return text if isinstance(text, str) else ""
 
 
 def is_message_enough(error: BaseException) -> bool:

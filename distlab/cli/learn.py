@@ -223,8 +223,9 @@ def diff(
     here = folder.find()
     listed = here.task(task) if task else _last_passed(here)
     if not spoil and not state.load(here).has_passed(listed):
+        anyway = ", or --spoil shows it anyway" if here.has_solution(listed) else ""
         raise folder.LearnerError(
-            f"{listed.id} has not passed yet: distlab check {listed.id}, or --spoil shows it anyway"
+            f"{listed.id} has not passed yet: distlab check {listed.id}{anyway}"
         )
     found = compare.diff(here, listed)
     are = verb(listed.names, "are", "is")

@@ -29,7 +29,8 @@ def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
     else:
         explanation = (
             "The same program succeeds in the simulated world, so look for what differs on real "
-            "processes: a send that is still under way when the function returns, timing, the file "
-            "system, or state that the ranks of one process share."
+            "processes: a send that is still under way when the function returns, a work that is "
+            "waited for twice, timing, the file system, or state that the ranks of one process "
+            "share."
         )
     error.args = (f"{error}\n\n{explanation}", *error.args[1:])

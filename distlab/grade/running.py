@@ -19,7 +19,7 @@ from distlab.grade import diagnosis
 from distlab.grade.called import Lesson
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, limits_of, raised_to, scaled_by, work
 from distlab.grade.outcomes import OUTSIDE
-from distlab.grade.submission import Submission
+from distlab.grade.submission import COURSE, GIVEN, Submission
 from distlab.launch import LaunchError, Limits, RankExited, RankHung
 from distlab.launch.fork_server import load_ahead
 from distlab.launch.meter import metered
@@ -239,13 +239,14 @@ class Grade:
 
 
 def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, ...]:
-    """Return the folders without lines of the learner's: bodies, distlab, and what is lent.
+    """Return what has no lines of the learner's: bodies, distlab, what is lent, and given.py.
 
     A body may be among the arguments of another one, which calls it.
     """
     bodies = [each for each in (body, *args) if inspect.isfunction(each)]
     folders = dict.fromkeys(str(Path(each.__code__.co_filename).parent) for each in bodies)
-    return *folders, str(Path(distlab.__file__).parent), *submission.lenders
+    given = [str(file) for name in GIVEN for file in COURSE.glob(f"phase*/{name}.py")]
+    return *folders, str(Path(distlab.__file__).parent), *submission.lenders, *given
 
 
 @contextmanager

@@ -24,9 +24,9 @@ _LIBRARY_FOLDERS = (
 
 
 def is_of_program(file: str, given: Sequence[str] = ()) -> bool:
-    """Whether a file is of the program: not of a library, of distlab, or in a folder of given."""
+    """Whether a file is of the program: not of a library, of distlab, or in (or one of) given."""
     folders = (f"{folder}{os.sep}" for folder in (*_LIBRARY_FOLDERS, *given))
-    return not file.startswith(("<frozen", *folders))
+    return not file.startswith(("<frozen", *folders)) and file not in given
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,8 @@ def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
     Args:
         mlp: equal on all ranks, with the layers ``up`` and ``down``. They are replaced by layers of
             any class, with ``weight`` and ``bias`` as in ``ColumnParallelLinear`` and
-            ``RowParallelLinear``. Its input may have any layout, and is a positional argument.
+            ``RowParallelLinear``. Its input may have any layout and need no gradient, and is a
+            positional argument.
         group: the ranks that share the module; all by default.
 
     Raises:
@@ -273,8 +274,8 @@ def parallelize_attention(attention: Attention, group: Group = None) -> None:
         attention: equal on all ranks, with the layers ``query``, ``key``, ``value`` and ``out``,
             and ``head_width``. The layers are replaced by layers of any class, with ``weight`` and
             ``bias`` as in ``ColumnParallelLinear``, and for ``out`` as in ``RowParallelLinear``.
-            Its input may have any layout, and is a positional argument. What else reads the input
-            sends it a gradient that is not summed.
+            Its input may have any layout and need no gradient, and is a positional argument. What
+            else reads the input sends it a gradient that is not summed.
         group: the ranks that share the module; all by default.
 
     Raises:

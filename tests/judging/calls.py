@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from distlab.grade import WrongResult
-from distlab.tracebacks import CALL
+from distlab.tracebacks import CALL, CAUSE
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -53,9 +53,7 @@ def case_told(case: str, call: str = "a call") -> Iterator[None]:
 
 
 @contextmanager
-def cause_told(
-    causes: Mapping[str, str], kind: type[Exception] = RuntimeError
-) -> Iterator[None]:
+def cause_told(causes: Mapping[str, str], kind: type[Exception] = RuntimeError) -> Iterator[None]:
     """Add the likely cause to an error, say one of torch's, whose words are often a riddle.
 
     Args:
@@ -67,7 +65,8 @@ def cause_told(
     except kind as error:
         found = next((cause for words, cause in causes.items() if words in str(error)), "")
         if found:
-            error.args = (f"{str(error).rstrip('.')}. {found.rstrip('.')}",)
+            with suppress(AttributeError):
+                setattr(error, CAUSE, found)
         raise
 
 
@@ -94,6 +93,19 @@ def boolean(function: str, value: Any) -> bool:
             f"{value!r:.50}"
         )
     return bool(value)
+
+
+def real_number(function: str, value: Any) -> float:
+    """Return what the learner's ``function`` has returned, if it is a float.
+
+    Raises:
+        WrongResult: it is something else.
+    """
+    if not isinstance(returned(function, value), float):
+        raise WrongResult(
+            f"{function} should return a float; it returned a {type(value).__name__}, {value!r:.50}"
+        )
+    return float(value)
 
 
 def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from judging.calls import refusal_of, returned
+from judging.calls import cause_told, refusal_of, returned
 from phase2.accumulation_models import (
     Deep,
     Dropping,
@@ -21,7 +21,7 @@ from phase2.accumulation_models import (
     sgd,
     two_losses,
 )
-from phase2.step_arguments import NotedAllReduce, two_groups
+from phase2.step_arguments import OTHERS_HAVE_TARGETS, NotedAllReduce, two_groups
 from phase2.worn import Worn, state_of
 
 # 2.1
@@ -149,7 +149,8 @@ def steps_over_ranks(
     share = shares[rank]
 
     def step(model: nn.Module, optimizer: Any, batch: Any) -> Any:
-        return lesson.accumulate_step_over_ranks(model, optimizer, batch, share.size, **named)
+        with cause_told({} if share.rows else OTHERS_HAVE_TARGETS, ValueError):
+            return lesson.accumulate_step_over_ranks(model, optimizer, batch, share.size, **named)
 
     return _steps(step, "accumulate_step_over_ranks", share, rank, num_steps)
 

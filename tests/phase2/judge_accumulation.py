@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import counted, sentence
-from judging.checks import MEASURED, check_peak, check_refused, is_close, same_loss, short
+from distlab.words import counted, joined, sentence
+from judging.checks import (
+    MEASURED,
+    check_peak,
+    check_refused,
+    is_close,
+    same_loss,
+    short,
+    short_beside,
+)
 from phase2 import accumulation as b
 from phase2 import accumulation_reference as reference
 from phase2.accumulation_models import LENGTH, LR, WEIGHT_DECAY, Deep, Share, deep_batch
@@ -29,13 +37,9 @@ def test_accumulated_steps_are_those_of_the_batch(grade: Grade, size: str) -> No
     alone = reference.steps_alone((share,), STEPS)
     _check_first_loss(here, result["losses"][0], share)
     check_direction(here, result, directions(share), _scale(share), ONCE)
-    check(
-        is_close(alone["state"], result["states"][-1], TOLERANCE)
-        and same_loss(alone["losses"], result["losses"]),
-        f"{here}: after {STEPS} steps the weights differ from those of steps on whole batches, or "
-        f"the losses do: they are {short(result['losses'])} and should be "
-        f"{short(alone['losses'])}. Are gradients from before the step gone, and does a parameter "
-        "that nothing uses have no gradient?",
+    check_end(
+        *(here, alone, result, TOLERANCE, "Are gradients from before the step gone?"),
+        "Nothing uses it: it gets no gradient, so that weight decay leaves it as it is.",
     )
     check_use(here, "accumulate_step", result, share, STEPS)
 
@@ -125,6 +129,25 @@ def check_direction(
         )
 
 
+def check_end(
+    here: str, alone: Any, result: Any, tolerance: float, cause: str, of_unused: str
+) -> None:
+    """Check losses and weights after the last step; ``of_unused`` tells of what nothing uses."""
+    losses, state = result["losses"], result["states"][-1]
+    check(
+        same_loss(alone["losses"], losses),
+        f"{here}: the losses of {len(losses)} steps should be those of one process on whole "
+        f"batches, {short_beside(alone['losses'], losses)}; they are "
+        f"{short_beside(losses, alone['losses'])}. {cause}",
+    )
+    wrong = [name for name in state if not is_close(alone["state"][name], state[name], tolerance)]
+    check(
+        not wrong,
+        f"{here}: after {len(losses)} steps the losses are right, but {joined(wrong)} should have "
+        f"other weights, those of one process. {of_unused if wrong == ['unused'] else cause}",
+    )
+
+
 def _without_unused(gradient: list[float]) -> list[float]:
     """Leave out the parameter that nothing uses: only weight decay moves it, or nothing does."""
     kept, start = list[float](), 0
@@ -148,7 +171,8 @@ def check_use(here: str, function: str, result: Any, share: Share, num_steps: in
     check(
         [rows for rows in result["rows"] if rows] == passes,
         f"{here}: in {counted(num_steps, 'step')} the model should be called with {short(passes)} "
-        f"rows, once for each micro-batch; it was called with {short(result['rows'])}.",
+        f"rows, once for each micro-batch, {len(passes)} times in all; it was called "
+        f"{len(result['rows'])} times, with {short(result['rows'])} rows.",
     )
     check(
         not result["changed"],

@@ -37,7 +37,7 @@ ONCE = (
 
 def _full(case: Case) -> Mapping[str, Any]:
     """What one rank makes of it."""
-    return passed(case.full(), case.x().requires_grad_(), case.weights())
+    return passed(case.full(), case.x().requires_grad_(case.is_input_trained), case.weights())
 
 
 def _check_module(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
@@ -89,6 +89,13 @@ def test_a_module_without_bias_and_with_frozen_weights_is_split(grade: Grade, ki
         run = grade.run(b.block_case, 2, case)
         _check_module(case, run.results)
         _check_calls(run, case)
+
+
+@task("2.17")
+@pytest.mark.parametrize("kind", ["mlp", "attention"])
+def test_a_module_that_is_split_takes_an_input_without_gradient(grade: Grade, kind: str) -> None:
+    case = _case(grade, kind, 2, is_input_trained=False)
+    _check_module(case, grade.run(b.block_case, 2, case).results)
 
 
 @task("2.17")

@@ -9,6 +9,8 @@ from distlab.words import counted
 from judging.checks import check_refused, check_silent, short
 from phase2 import accumulation as b
 
+EVERY_ROW = "Every row belongs to one micro-batch, also those of an incomplete last one."
+
 
 @task("2.1")
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -66,8 +68,8 @@ def _check_sizes(here: str, values: list[Any], expected: list[int], count: int) 
     check(
         sizes == [[rows] * count for rows in expected],
         f"{here}: there should be {counted(len(expected), 'micro-batch', 'micro-batches')}{rows}; "
-        f"the rows of yours are {short(sizes)}. Every row belongs to one micro-batch, also those "
-        "of an incomplete last one.",
+        f"the rows of yours are {short(sizes)}. "
+        + (EVERY_ROW if expected else "A batch without rows has none."),
     )
 
 

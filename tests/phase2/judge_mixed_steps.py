@@ -43,6 +43,7 @@ def _check_all(by_rank: list[Any], sizes: list[int]) -> None:
         here = f"batches of {sizes}, rank {rank}"
         _check_first_loss(here, result["losses"][0], alone["losses"][0], sizes)
         _check_first_norm(here, result["norms"][0], alone["norms"][0])
+        _check_updates(here, result)
         check(
             is_close(alone["state"], result["state"], 1e-6)
             and same_loss(alone["losses"], result["losses"]),
@@ -96,6 +97,9 @@ def _check_once(here: str, result: Any, num_rows: int) -> None:
         f"{short(result['rows'])} rows.",
     )
     check(result["is_kept"], f"{here}: the batch should stay as it is, but it has been changed.")
+
+
+def _check_updates(here: str, result: Any) -> None:
     check(
         result["updates"] == [STEPS, 2048.0] and not any(result["skipped"]),
         f"{here}: in {STEPS} steps without an overflow, the scaler should be updated {STEPS} "

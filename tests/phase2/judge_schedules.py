@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.words import clauses, counted, joined
 from phase2 import drawings as d
 from phase2 import schedules as b
 from phase2_advanced.given import Action, Schedule
@@ -40,7 +40,7 @@ def _check_actions(here: str, schedule: Schedule, p: int, m: int, v: int = 1) ->
     """Check that every stage does every action once, and that the schedule can be run."""
     check(
         len(schedule) == p,
-        f"{here}: a list for each of the stages, {p}, was expected; {len(schedule)} came.",
+        f"{here}: {counted(p, 'list')}, one for each stage, should come; {len(schedule)} came.",
     )
     passes = [(i, chunk) for i in range(m) for chunk in range(v)]
     wanted = Counter(Action(kind, *one) for kind in "FB" for one in passes)
@@ -48,8 +48,8 @@ def _check_actions(here: str, schedule: Schedule, p: int, m: int, v: int = 1) ->
         missing, extra = wanted - Counter(actions), Counter(actions) - wanted
         check(
             not missing and not extra,
-            f"{here}: stage {stage} should do each of its {len(wanted)} actions once. It lacks "
-            f"{_some(missing)}, and has {_some(extra)} too often.{d.picture(schedule)}",
+            f"{here}: stage {stage} should do each of its {len(wanted)} actions once. "
+            f"{_told(missing, extra)}.{d.picture(schedule)}",
         )
     is_run = len(d.timeline(schedule)) == 4 * p * m * v
     check(
@@ -58,8 +58,15 @@ def _check_actions(here: str, schedule: Schedule, p: int, m: int, v: int = 1) ->
     )
 
 
+def _told(missing: Counter[Action], extra: Counter[Action]) -> str:
+    lacks = [f"lacks {_some(missing)}"] if missing else []
+    has = [f"has {_some(extra)} too often"] if extra else []
+    return f"It {clauses([*lacks, *has])}"
+
+
 def _some(actions: Counter[Action]) -> str:
-    return ", ".join(str(action) for action in list(actions)[:4]) or "nothing"
+    first, others = [str(action) for action in list(actions)[:4]], len(actions) - 4
+    return joined(first) if others <= 0 else f"{', '.join(first)} and {others} more"
 
 
 def _check_length(here: str, schedule: Schedule, expected: int, cause: str) -> None:
@@ -69,7 +76,7 @@ def _check_length(here: str, schedule: Schedule, expected: int, cause: str) -> N
         found = d.length(schedule, backward_time) / unit
         check(
             found <= expected,
-            f"{here}: if a backward pass takes {backward_time} times as long as a forward pass, "
+            f"{here}: if a backward pass takes {backward_time:g} times as long as a forward pass, "
             f"the step should take as long as {expected} forward and {expected} backward passes; "
             f"it takes as long as {found:g}. {cause}{d.picture(schedule)}",
         )

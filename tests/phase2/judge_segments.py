@@ -68,6 +68,10 @@ def _check_sizes(here: str, num_layers: int, segments: int, calls: list[int]) ->
         f"{here}: the backward pass should call all layers again, and may leave out only the last "
         f"segment; it called {calls}.",
     )
+    check(
+        calls or segments == 1,
+        f"{here}: the backward pass called no layer again, so nothing was checkpointed.",
+    )
     sizes = _sizes(num_layers, calls)
     check(
         len(sizes) == segments and max(sizes) - min(sizes) <= 1,

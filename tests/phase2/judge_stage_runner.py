@@ -22,6 +22,9 @@ ALL_BACK = (
     "Gradients come back for all tensors that require one, add up over the steps, and come of the "
     "last forward."
 )
+OF_THE_GRAPH = (
+    "Give the stage what forward was given, not a copy, and keep outputs that have their graph."
+)
 PLANS = [ALL_TRAINED, SOME_FROZEN]
 ROUNDING = 1e-6  # some numbers are in float32; a gradient that is wrong is so by more
 
@@ -106,8 +109,7 @@ def _check_input_gradients(here: str, result: Any, plan: Plan, *, is_first: bool
         check(
             distance(wanted, got) <= ROUNDING,
             f"{here}, step {step}: the gradient of the input that requires one is {short(got)}; in "
-            f"one process it is {short(wanted)}. "
-            + ("Give the stage what forward was given, not a copy." if got is None else ALL_BACK),
+            f"one process it is {short(wanted)}. " + (OF_THE_GRAPH if got is None else ALL_BACK),
         )
 
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distlab.grade import WrongResult
-from judging.calls import refusal_of, returned
+from judging.calls import cause_told, refusal_of, returned
 from phase2.mixed_models import LR, MOMENTUM, Noted, TorchScaler, batch_of, weighted
-from phase2.step_arguments import NotedAllReduce, two_groups
+from phase2.step_arguments import OTHERS_HAVE_TARGETS, NotedAllReduce, two_groups
 from phase2.worn import CLASSES, FEATURES, Worn, state_of
+from phase2_advanced.given import cross_entropy_sum
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -48,12 +49,13 @@ def train_steps(
     results, is_kept = [], True
     for step in range(num_steps):
         batch = batch_of(sizes, rank, step)
-        found = lesson.mixed_precision_step(
-            *(model, optimizer, scaler, batch),
-            reduce_dtype=torch.float64,
-            max_norm=max_norm,
-            **given,
-        )
+        with cause_told({} if len(batch[0]) else OTHERS_HAVE_TARGETS, ValueError):
+            found = lesson.mixed_precision_step(
+                *(model, optimizer, scaler, batch),
+                reduce_dtype=torch.float64,
+                max_norm=max_norm,
+                **given,
+            )
         results.append(_result(found))
         untouched = batch_of(sizes, rank, step)
         is_kept &= all(torch.equal(a, b) for a, b in zip(batch, untouched, strict=True))
@@ -183,12 +185,18 @@ def sums_of(lesson: Any, reduce_dtype: str, group: Any = None) -> list[Any]:
     chosen = {} if reduce_dtype == "float32" else {"reduce_dtype": DTYPES[reduce_dtype]}
     lesson.mixed_precision_step(
         *(model, optimizer, TorchScaler(8.0, group=group), batch),
+        loss_sum=_in_16_bits,
         all_reduce=noted,
         group=group,
         **chosen,
     )
     calls = zip(noted.sizes, noted.dtypes, noted.groups, strict=True)
     return [[size, dtype, given is group] for size, dtype, given in calls]
+
+
+def _in_16_bits(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    loss, count = cross_entropy_sum(model, batch)
+    return loss.half(), count
 
 
 NOTED_TRAINABLE = FEATURES * 8 + 8 + 8 * CLASSES + 5  # of sums_of

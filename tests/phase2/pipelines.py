@@ -10,21 +10,30 @@ from torch import Tensor, nn
 
 from distlab.sim import Cluster
 from distlab.sim.cluster import GPU
-from judging.calls import case_told, cause_told, numbers, refusal_of
+from judging.calls import case_told, cause_told, real_number, refusal_of
 from phase2.drawings import drawn
 from phase2.pipeline_models import block, gradients_of, loss_of, micro_batch
 from phase2_advanced.given import Action, Batch, LossSum, Schedule
 
 CALLS = 2
+ONE_ORDER = (
+    "Messages between two ranks arrive in the order in which they were sent, so both ranks must "
+    "follow one order of all messages, which timeline gives."
+)
 CAUSES = {
     "implicitly": "Backward got no gradient for an output. Did one arrive: does the result of B in "
-    "block k go to block k-1? It may be missing only where the loss does not depend on its output; "
-    "then skip backward.",
-    "Mismatch in shape: grad_output": "This is another micro-batch's gradient. Messages between "
-    "two ranks arrive in the order in which they were sent, so both ranks must follow one order of "
-    "all messages, which timeline gives.",
+    "block k go to block k-1, and is the input of every block but the first what the block before "
+    "it returned? It may be missing only where the loss does not depend on its output; then skip "
+    "backward.",
+    "Mismatch in shape: grad_output": f"This is another micro-batch's gradient. {ONE_ORDER}",
+    "The size of tensor a": f"Has the output of another micro-batch arrived? {ONE_ORDER}",
     "through the graph a second time": "Detach what goes from a block to the next, on the same "
     "rank too, so that each block has a graph of its own.",
+}
+
+NO_TARGETS = {
+    "division": "Only the last block's rank knows the loss and the number of targets: all ranks "
+    "need them."
 }
 
 Case = tuple[str, Sequence[int], str]  # a schedule as drawn; rows of micro-batches; kind of model
@@ -43,10 +52,10 @@ def _run_pipeline(
     calls: list[int] = []
     loss_sum = _noted(loss_of(kind), calls)
     case = f"of a {kind} model, with micro-batches of {[*sizes]} rows"
-    with case_told(case), cause_told(CAUSES):
+    with case_told(case), cause_told(CAUSES), cause_told(NO_TARGETS, ZeroDivisionError):
         for _ in range(CALLS):
             loss = lesson.run_schedule(drawn(text), chunks, batches, loss_sum, **given)
-    (number,) = numbers("run_schedule", [loss], ["mean loss"])
+    number = real_number("run_schedule", loss)
     gradients = [gradients_of(chunk) for chunk in chunks]
     return {"loss": number, "gradients": gradients, "losses": len(calls)}
 
@@ -59,6 +68,7 @@ def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
         calls.append(count)
         return loss, count
 
+    noted.__name__ = "loss_sum"  # as messages call it
     return noted
 
 
@@ -138,7 +148,7 @@ def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -
     chunks = [_wide_block() for _ in range(num_chunks)]
     batches = [(torch.ones(ROWS, NARROW),) * 2 for _ in range(num_micro_batches)]
     loss = lesson.run_schedule(drawn(text), chunks, batches, _squares)
-    return numbers("run_schedule", [loss], ["mean loss"])[0]
+    return real_number("run_schedule", loss)
 
 
 # Memory: one micro-batch at a time, so that all that may be kept is the last message
@@ -159,4 +169,4 @@ def run_one_at_a_time(lesson: Any, num_micro_batches: int) -> float:
     batches = [(torch.ones(KEPT_ROWS, KEPT_WIDTH),) * 2] * num_micro_batches
     schedule = one_at_a_time(p, num_micro_batches)
     loss = lesson.run_schedule(schedule, chunks, batches, _squares)
-    return numbers("run_schedule", [loss], ["mean loss"])[0]
+    return real_number("run_schedule", loss)

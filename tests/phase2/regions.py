@@ -60,7 +60,7 @@ def through_region(
     for kind, x in zip(kinds, given, strict=True):
         x.requires_grad_(kind != UNTRAINED)
     gradients = [tensors_of(kind, rank, 1, shapes[1]) for kind in kinds]
-    region = getattr(lesson, function)
+    region, before = getattr(lesson, function), [listed(x) for x in given]
     outputs = [returned(function, region(x, **group_argument(group))) for x in given]
     found = [_found(x, y, g) for x, y, g in zip(given, outputs, gradients, strict=True)]
     dist.barrier(group)
@@ -68,15 +68,15 @@ def through_region(
         has_way = x.requires_grad and y.requires_grad and y.shape == gradient.shape
         if has_way:  # if it should have one, the judge says why it has none
             go_backward_with(y, gradient)
-    for entry, x, gradient in zip(found, given, gradients, strict=True):
+    for entry, x, gradient, was in zip(found, given, gradients, before, strict=True):
         entry |= {"x_grad": listed(x.grad), "x_after": listed(x), "after": listed(gradient)}
+        entry["x"] = was
         entry["is_alone"] = not x.requires_grad or is_alone_summed(x, x.detach().clone())
     return found
 
 
 def _found(x: Tensor, y: Tensor, gradient: Tensor) -> dict[str, Any]:
     return {
-        "x": listed(x),
         "y": listed(y),
         "has_graph": y.requires_grad,
         "gradient": listed(gradient),

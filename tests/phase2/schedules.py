@@ -31,10 +31,10 @@ def _plain(call: str, action: Any) -> list[Any]:
         kind, micro_batch, chunk = (getattr(action, name) for name in names)
     except AttributeError:
         raise WrongResult(
-            f"{call} should contain actions, as in Action('F', 0): {action!r}"
+            f"{call} should contain actions, as in Action('F', 0), not {action!r}"
         ) from None
     if kind not in ("F", "B") or type(micro_batch) is not int or type(chunk) is not int:
-        raise WrongResult(f"{call}: kind is 'F' or 'B', and numbers are ints: {action!r}")
+        raise WrongResult(f"{call}: kind is 'F' or 'B', and numbers are ints, not as in {action!r}")
     return [kind, micro_batch, chunk]
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from judging.calls import refusal_of
+from judging.calls import case_told, refusal_of
 from phase2.sharding import (
     drawn,
     go_backward,
@@ -39,6 +39,7 @@ class Case:
         frozen: ends of the names of parameters that are not trained.
         num_passes: forward and backward passes, whose gradients add up.
         is_transposed: whether input and gradient are transposed in memory.
+        is_input_trained: whether the input needs a gradient.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     num_passes: int = 1
     is_transposed: bool = False
+    is_input_trained: bool = True
 
     def __str__(self) -> str:
         """What a message calls it."""
@@ -57,6 +59,7 @@ class Case:
         extras = ["no bias"] * self.without_bias + [f"frozen {name}" for name in self.frozen]
         extras += [f"{self.num_passes} passes"] * (self.num_passes > 1)
         extras += ["transposed"] * self.is_transposed
+        extras += ["an input without gradient"] * (not self.is_input_trained)
         shape = [self.batch_size, self.length, self.width]
         return ", ".join([FUNCTIONS[self.kind], size, f"x {shape}", *extras])
 
@@ -83,18 +86,21 @@ def block_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
     model, seen = case.full(), list[list[int]]()
     for name in NORMS if case.kind == "block" else ():
         getattr(model, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
-    getattr(lesson, FUNCTIONS[case.kind])(model, **group_argument(group))
+    with case_told(f"of {case}"):
+        getattr(lesson, FUNCTIONS[case.kind])(model, **group_argument(group))
     outputs, inputs, is_alone, has_graph = [], [], True, True
     for step in range(case.num_passes):
         x, weights = (_own_input(case, full, rank, n) for full in _drawn(case, step))
         dist.barrier(group)
-        output = model(x.requires_grad_())
-        dist.barrier(group)
-        go_backward(output, weights)
+        with case_told(f"of {case}", "a pass"):
+            output = model(x.requires_grad_(case.is_input_trained))
+            dist.barrier(group)
+            go_backward(output, weights)
         outputs.append(listed(output))
         has_graph = has_graph and output.requires_grad
         inputs.append(listed(x.grad))
-        is_alone = is_alone and is_alone_summed(x, weights)
+        if case.is_input_trained:
+            is_alone = is_alone and is_alone_summed(x, weights)
     found = {"outputs": outputs, "inputs": inputs, "is_alone": is_alone, "norms": seen}
     return {**found, "has_graph": has_graph, "state": state_of(model)}
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from judging.calls import refusal_of, returned
+from judging.calls import case_told, refusal_of, returned
 from phase2.sharding import (
     drawn,
     go_backward,
@@ -97,9 +97,11 @@ def linear_case(lesson: Any, layer: str, case: Case, group: Any = None) -> dict[
     weights = own(weights, rank, n, -1) if is_column and not case.gathers else weights
     weights = laid_out(weights, case.is_transposed)
     dist.barrier(group)
-    output = returned(f"{layer}.forward", made(x))
-    dist.barrier(group)
-    go_backward(output, weights)
+    shapes = ", ".join(f"{name} {[*p.shape]}" for name, p in made.named_parameters())
+    with case_told(f"of {layer}, {case}: on rank {rank} of {n} it has {shapes}", "a pass"):
+        output = returned(f"{layer}.forward", made(x))
+        dist.barrier(group)
+        go_backward(output, weights)
     return {
         "output": listed(output),
         "has_graph": output.requires_grad,
@@ -127,7 +129,8 @@ def is_untouched_by(full: nn.Module, made: nn.Module) -> bool:
 def _made(lesson: Any, layer: str, full: nn.Linear, case: Case, group: Any) -> Any:
     """Leave out what may be left out."""
     more = {"gather_output": True} if case.gathers else {}
-    return getattr(lesson, layer)(full, **group_argument(group), **more)
+    with case_told(f"of {case}", layer):
+        return getattr(lesson, layer)(full, **group_argument(group), **more)
 
 
 def refused_linear(lesson: Any, layer: str, in_features: int, out_features: int) -> dict[str, str]:

@@ -148,6 +148,12 @@ ALL_BACK = (
     "loss does not depend on it"
 )
 
+BACKWARD_CAUSES = {
+    "gradients": ALL_BACK,
+    "retain_graph": "The outputs of a stage share a graph: go backward through all of them in one "
+    "call of torch.autograd.backward",
+}
+
 
 def train_all(
     lesson: Any, plans: Sequence[m.Plan], cuts: Sequence[int], group: Any = None
@@ -173,7 +179,7 @@ def _step(runner: Any, plan: m.Plan, step: int, group: Any) -> dict[str, Any]:
         output = runner.forward(*inputs) if rank == 0 else runner.forward()
         loss = m.loss_of(_pair(output), targets) if is_last else None
     if not is_evaluation:
-        with cause_told({"gradients": ALL_BACK}):
+        with cause_told(BACKWARD_CAUSES):
             runner.backward() if loss is None else runner.backward(loss)
     if step in plan.updates:
         m.update(runner.stage)

@@ -64,10 +64,18 @@ def test_an_exception_says_in_which_case_it_was_raised() -> None:
 
 def test_a_riddle_of_torch_is_followed_by_its_cause() -> None:
     causes = {"riddle": "Send it.", "other": "Keep it."}
-    with pytest.raises(RuntimeError, match=r"^a riddle\. Send it$"), cause_told(causes):
+    with pytest.raises(RuntimeError) as riddle, cause_told(causes):
+        raise RuntimeError("a riddle.\nIn two lines.")
+    assert headline(riddle.value) == "RuntimeError: a riddle. Send it.\nIn two lines."
+    with pytest.raises(RuntimeError) as called, case_told("of two", "Runner"), cause_told(causes):
         raise RuntimeError("a riddle.")
-    with pytest.raises(RuntimeError, match=r"^clear\.$"), cause_told(causes):
+    assert headline(called.value) == "RuntimeError: a riddle, in Runner of two. Send it."
+    with pytest.raises(RuntimeError) as clear, cause_told(causes):
         raise RuntimeError("clear.")
+    assert headline(clear.value) == "RuntimeError: clear."
+    with pytest.raises(ValueError, match="no") as refused, cause_told({"": "Wait."}, ValueError):
+        raise ValueError("no")
+    assert headline(refused.value) == "ValueError: no. Wait."
 
 
 def verdict(
