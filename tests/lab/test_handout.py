@@ -109,6 +109,8 @@ def test_nothing_offers_what_a_handout_has_not_got(mine: Path) -> None:
     done = distlab(mine, "diff", "1.4")
     assert done.returncode == 2
     assert "comes without solutions/" in done.stderr
+    done = distlab(mine, "diff", "1.1")
+    assert done.stderr == "1.1 has not passed yet: distlab check 1.1\n"
     done = distlab(mine, "trace", "1.4", "--impl", "solution")
     assert done.returncode == 2
     assert "--impl solution: this copy of the course comes without solutions/" in done.stderr

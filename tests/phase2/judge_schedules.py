@@ -74,9 +74,10 @@ def _check_length(here: str, schedule: Schedule, expected: int, cause: str) -> N
     for backward_time in (1, 2):
         unit = 1 + backward_time
         found = d.length(schedule, backward_time) / unit
+        takes = "twice as long" if backward_time == 2 else "as long"
         check(
             found <= expected,
-            f"{here}: if a backward pass takes {backward_time:g} times as long as a forward pass, "
+            f"{here}: if a backward pass takes {takes} as a forward pass, "
             f"the step should take as long as {expected} forward and {expected} backward passes; "
             f"it takes as long as {found:g}. {cause}{d.picture(schedule)}",
         )

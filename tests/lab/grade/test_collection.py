@@ -1,6 +1,7 @@
 """What pytest is asked for, what it then says, and with which code it ends."""
 
 import json
+import re
 import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -95,6 +96,17 @@ def test_tasks_are_picked_by_their_ids(pytest_run: Run) -> None:
     assert "test_exchange_inside_a_group" in ended.stdout
     assert "broadcast" not in ended.stdout
     assert "total" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "suite", sorted((ROOT / "tests").glob("test_phase*.py")), ids=lambda suite: suite.stem
+)
+def test_no_name_of_a_test_is_made_up_by_pytest(pytest_run: Run, suite: Path) -> None:
+    """Names like ``[sim-sizes0]`` and ``[sim-True]`` stand in verdicts and say nothing there."""
+    names = re.findall(r"\[(.+)\]$", pytest_run("--collect-only", suite=suite).stdout, re.MULTILINE)
+    assert names
+    made_up = re.compile(r"(^|-)((?!b?float)[a-z_]+\d+|True|False)(-|$)")
+    assert [name for name in names if made_up.search(name)] == []
 
 
 def test_an_error_of_the_grader_ends_with_its_own_code(pytest_run: Run, tmp_path: Path) -> None:
