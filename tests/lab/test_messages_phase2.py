@@ -68,7 +68,10 @@ def test_what_takes_the_memory_of_a_second_bucket_is_named(change: str, tmp_path
         (
             OTHER_BLOCK,
             "test_gradients_are_those_of_one_process",
-            ["does the result of B in block k go to block k-1?"],
+            [
+                "does the result of B in block k go to block k-1",
+                "what the block before it returned?",
+            ],
         ),
         (
             SHARED_GRAPH,
