@@ -36,6 +36,7 @@ from torch.nn.functional import cross_entropy
 from phase2_advanced.given import Batch, group_device
 
 NUM_ROWS = 512  # of the data
+MAX_COLUMNS = 80  # of a drawing
 
 
 def load_digits(rows: int = NUM_ROWS) -> Batch:
@@ -143,6 +144,20 @@ def from_all_ranks(number: float) -> list[float]:
 def by_rank(number: float, form: str = ",.0f") -> str:
     """Write down the number of each rank; all ranks must call this."""
     return "  ".join(format(other, form) for other in from_all_ranks(number))
+
+
+def in_bands(drawing: str, cell: int) -> str:
+    """Fold a drawing that is wider than a terminal: one band of rows below the other.
+
+    Args:
+        drawing: its rows consist of cells.
+        cell: characters of each of them, with the gap behind it.
+    """
+    rows, width = drawing.splitlines(), MAX_COLUMNS // cell * cell
+    starts = range(0, max(map(len, rows)), width)
+    return "\n\n".join(
+        "\n".join(row[start : start + width].rstrip() for row in rows) for start in starts
+    )
 
 
 def say(text: str) -> None:

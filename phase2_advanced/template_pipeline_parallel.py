@@ -33,7 +33,6 @@ from phase2_advanced.template_model_parallel import (
 )
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # of each stage, by schedule
-MAX_COLUMNS = 80  # of a drawing
 NUM_HIDDEN = 8  # layers before the last, in the model that ``main`` trains
 
 
@@ -247,14 +246,8 @@ def _schedule(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def _drawing(schedule: Schedule) -> str:
-    """Draw the schedule, in several bands if it is wider than a terminal."""
-    rows = grid(schedule).splitlines()
-    cell = 1 + max(len(str(action)) for actions in schedule for action in actions)
-    width = MAX_COLUMNS // cell * cell
-    starts = range(0, max(map(len, rows)), width)
-    return "\n\n".join(
-        "\n".join(row[start : start + width].rstrip() for row in rows) for start in starts
-    )
+    longest = max(len(str(action)) for actions in schedule for action in actions)
+    return programs.in_bands(grid(schedule), longest + 1)
 
 
 def _cut(widths: Sequence[int], num_chunks: int) -> tuple[list[nn.Sequential], list[int]]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from distlab.grade import WrongResult
 from distlab.tracebacks import CALL, CAUSE
+
+T = TypeVar("T")
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -81,31 +83,18 @@ def returned(function: str, value: Any) -> Any:
     return value
 
 
-def boolean(function: str, value: Any) -> bool:
-    """Return what the learner's ``function`` has returned, if it is Python's own True or False.
+def typed(function: str, value: Any, kind: type[T]) -> T:
+    """Return what the learner's ``function`` has returned, if it is of that type.
 
     Raises:
         WrongResult: it is something else.
     """
-    if not isinstance(returned(function, value), bool):
+    if not isinstance(returned(function, value), kind):
         raise WrongResult(
-            f"{function} should return True or False; it returned a {type(value).__name__}, "
+            f"{function} should return a {kind.__name__}; it returned a {type(value).__name__}, "
             f"{value!r:.50}"
         )
-    return bool(value)
-
-
-def real_number(function: str, value: Any) -> float:
-    """Return what the learner's ``function`` has returned, if it is a float.
-
-    Raises:
-        WrongResult: it is something else.
-    """
-    if not isinstance(returned(function, value), float):
-        raise WrongResult(
-            f"{function} should return a float; it returned a {type(value).__name__}, {value!r:.50}"
-        )
-    return float(value)
+    return value
 
 
 def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:

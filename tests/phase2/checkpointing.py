@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from distlab.sim.hooks import this_tracker
-from judging.calls import cause_told, refusal_of, returned
+from judging.calls import cause_told, refusal_of, typed
 from phase2.checkpoint_cases import DOUBLE, Checkpoint, Found, finished, given_back, linear
 
 ROWS, WIDTH = 512, 64
@@ -264,7 +264,7 @@ def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Fou
         inner[0], x = nn.Embedding(9, 4, **DOUBLE), torch.tensor([3, 0, 8])
     layers = [Layer(number, calls, module) for number, module in enumerate(inner)]
     given = [*layers]
-    y = returned("checkpoint_sequential", lesson.checkpoint_sequential(given, segments, x))
+    y = typed("checkpoint_sequential", lesson.checkpoint_sequential(given, segments, x), Tensor)
     forward = [*calls]
     calls.clear()
     each_once = f"Every layer is called once, 0 to {num_layers - 1}; those called are {forward}"
@@ -280,7 +280,7 @@ def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
     layers = tuple(blocks)  # any sequence will do
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    y = returned("checkpoint_sequential", lesson.checkpoint_sequential(layers, segments, x))
+    y = typed("checkpoint_sequential", lesson.checkpoint_sequential(layers, segments, x), Tensor)
     y.sum().backward()
     return sum(p.nbytes for layer in layers for p in layer.parameters())
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from judging.calls import boolean, cause_told, returned
+from judging.calls import cause_told, returned, typed
 from phase2.step_arguments import NotedAllReduce
 
 SHAPES = ((3, 2), (16, 16), (), (2, 2))
@@ -82,17 +82,17 @@ def unscale_twice(
     scaler = lesson.LossScaler(scale, **({} if group is None else {"group": group}))
     _set_gradients(parameters, has_gradient[rank], rank, scale)
     before = [(p.grad, p.grad.data_ptr()) if p.grad is not None else None for p in parameters]
-    answers, after = [boolean("unscale", scaler.unscale(optimizer))], [_gradients(parameters)]
+    answers, after = [typed("unscale", scaler.unscale(optimizer), bool)], [_gradients(parameters)]
     now = [(p.grad, p.grad.data_ptr()) if p.grad is not None else None for p in parameters]
     moved = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if _is_other(a, b)]
-    answers.append(boolean("unscale", scaler.unscale(optimizer)))
+    answers.append(typed("unscale", scaler.unscale(optimizer), bool))
     after.append(_gradients(parameters))
     _halve(parameters)
-    answers.append(boolean("step", scaler.step(optimizer)))
+    answers.append(typed("step", scaler.step(optimizer), bool))
     weights = [p.detach().flatten().tolist() for p in parameters]
     scaler.update()
     _set_gradients(parameters, has_gradient[rank], rank, scale)
-    answers.append(boolean("unscale", scaler.unscale(optimizer)))
+    answers.append(typed("unscale", scaler.unscale(optimizer), bool))
     after.append(_gradients(parameters))
     return {"answers": answers, "after": after, "moved": moved, "weights": weights}
 
@@ -138,9 +138,9 @@ def _one_step(
         gradient.view(-1)[0 if bad[0] == torch.inf else -2 :] = bad[0]
     quotients = [p.grad / scaler.value for p in parameters if p.grad is not None]
     before = _everything(parameters, optimizer)
-    taken = boolean("step", scaler.step(optimizer))
+    taken = typed("step", scaler.step(optimizer), bool)
     has_changed = before != _everything(parameters, optimizer)
-    again = boolean("unscale", scaler.unscale(optimizer))
+    again = typed("unscale", scaler.unscale(optimizer), bool)
     undivided = [
         number
         for number, (p, quotient) in enumerate(zip(parameters, quotients, strict=True))
@@ -234,7 +234,7 @@ def two_optimizers(lesson: Any, bad_rank: int) -> list[dict[str, Any]]:
         for number, parameter in enumerate(parameters):
             is_bad = number == bad_number and dist.get_rank() == bad_rank
             parameter.grad = torch.full((2,), torch.nan if is_bad else 8.0)
-        taken = [boolean("step", scaler.step(optimizer)) for optimizer in optimizers]
+        taken = [typed("step", scaler.step(optimizer), bool) for optimizer in optimizers]
         scaler.update()
         weights = [parameter[0].item() for parameter in parameters]
         found.append({"taken": taken, "weights": weights, "value": float(scaler.value)})

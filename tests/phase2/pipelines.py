@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distlab.sim import Cluster
 from distlab.sim.cluster import GPU
-from judging.calls import case_told, cause_told, real_number, refusal_of
+from judging.calls import case_told, cause_told, refusal_of, typed
 from phase2.drawings import drawn
 from phase2.pipeline_models import block, gradients_of, loss_of, micro_batch
 from phase2_advanced.given import Action, Batch, LossSum, Schedule
@@ -55,7 +55,7 @@ def _run_pipeline(
     with case_told(case), cause_told(CAUSES), cause_told(NO_TARGETS, ZeroDivisionError):
         for _ in range(CALLS):
             loss = lesson.run_schedule(drawn(text), chunks, batches, loss_sum, **given)
-    number = real_number("run_schedule", loss)
+    number = typed("run_schedule", loss, float)
     gradients = [gradients_of(chunk) for chunk in chunks]
     return {"loss": number, "gradients": gradients, "losses": len(calls)}
 
@@ -148,7 +148,7 @@ def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -
     chunks = [_wide_block() for _ in range(num_chunks)]
     batches = [(torch.ones(ROWS, NARROW),) * 2 for _ in range(num_micro_batches)]
     loss = lesson.run_schedule(drawn(text), chunks, batches, _squares)
-    return real_number("run_schedule", loss)
+    return typed("run_schedule", loss, float)
 
 
 # Memory: one micro-batch at a time, so that all that may be kept is the last message
@@ -169,4 +169,4 @@ def run_one_at_a_time(lesson: Any, num_micro_batches: int) -> float:
     batches = [(torch.ones(KEPT_ROWS, KEPT_WIDTH),) * 2] * num_micro_batches
     schedule = one_at_a_time(p, num_micro_batches)
     loss = lesson.run_schedule(schedule, chunks, batches, _squares)
-    return real_number("run_schedule", loss)
+    return typed("run_schedule", loss, float)
