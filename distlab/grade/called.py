@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distlab.tracebacks import CALL
@@ -68,6 +69,8 @@ class _Brief(reprlib.Repr):
         """Write tensors by shape and dtype, functions and modules by name, and cut the rest."""
         if isinstance(value, Tensor):
             return f"<{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}>"
+        if isinstance(value, torch.dtype):
+            return str(value)
         if callable(value):
             return getattr(value, "__name__", type(value).__name__)
         plain = isinstance(value, bool | int | float | str | list | tuple | dict | type(None))

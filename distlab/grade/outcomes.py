@@ -71,7 +71,7 @@ class AlreadyKnown(Exception):
         self.verdict = verdict
 
 
-OUTSIDE = "Raised outside of your file:"  # heads a traceback of which no line is the learner's
+OUTSIDE = "Raised outside of your file"  # heads a traceback of which no line is the learner's
 _TRACEBACK = re.compile(rf"^(Traceback \(most recent|{OUTSIDE})", re.MULTILINE)
 _BY_ERROR = (
     (RankHung, Outcome.HANG),

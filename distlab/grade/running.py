@@ -33,6 +33,10 @@ _FRAME = re.compile(
     r'^  File "(?P<file>[^"\n]+)", line \d+, in .*\n(?:(?:    .*|  \[Previous line .*)\n)*',
     re.MULTILINE,
 )
+_OUTSIDE = re.compile(rf"^{OUTSIDE}:\n(.*)$", re.MULTILINE)
+# What the report of a deadlock ends with: one or two sentences under the table of its calls.
+_ADVICE = re.compile(r"^(  .*\n)([A-Z])(?=.*(?:\n[A-Z].*)?\Z)", re.MULTILINE)
+IF_NOT = "If that is not it: "  # there is a likelier cause, that of the test
 _EMPTY = re.compile(r"^Traceback \(most recent call last\):\n(?!  File)", re.MULTILINE)
 Body = Callable[..., Any]
 World = Callable[[Submission, Limits], "Run"]  # in which a body runs with a submission
@@ -261,8 +265,16 @@ def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
         text = _FRAME.sub(
             lambda one: one[0] if is_of_program(one["file"], given) else "", f"{error}"
         )
-        error.args = (_EMPTY.sub(f"{OUTSIDE}\n", text), *error.args[1:])
+        error.args = (_told_once(_EMPTY.sub(f"{OUTSIDE}:\n", text)), *error.args[1:])
         raise
+
+
+def _told_once(text: str) -> str:
+    """Leave out what stands under ``OUTSIDE`` if the headline says it."""
+    headline = text.partition("\n")[0]
+    return _OUTSIDE.sub(
+        lambda one: f"{OUTSIDE}." if one[1].rstrip(".") in headline else one[0], text
+    )
 
 
 @contextmanager
@@ -273,7 +285,7 @@ def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
     except (RankHung, RankExited) as error:
         waits, computes = error.kind in WAITING, error.kind in COMPUTING
         if cause := if_stuck if waits else if_slow if computes else "":
-            report = f"{error}"
+            report = _ADVICE.sub(lambda one: f"{one[1]}{IF_NOT}{one[2].lower()}", f"{error}")
             error.args = (f"{cause.rstrip()} {report[:1].upper()}{report[1:]}", *error.args[1:])
         raise
 

@@ -85,7 +85,7 @@ def whats_next(
     if task is None:
         yield ALL_PASSED
         return
-    yield f"Next: {task.heading} ({task.minutes} minutes){remark(folder, task, after)}"
+    yield f"Next: {task.heading} ({task.minutes} minutes){remark(folder, progress, task, after)}"
     yield f"      write {task.label} in {task.template}"
     yield f"      read  {task.folder}/{task.guide}"
     watched = "" if task == progress.next_task(folder) else task.id
@@ -93,11 +93,15 @@ def whats_next(
     yield f"Run:  {check}   or: {watch}"
 
 
-def remark(folder: CourseFolder, task: Task, after: Task | None) -> str:
+def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | None) -> str:
     """Say of a next task that comes before the one just graded why it is next; else "" is it."""
     tasks = folder.course.tasks
-    is_skipped = after is not None and tasks.index(task) < tasks.index(after)
-    return ", which has not passed yet" if is_skipped else ""
+    if after is None or tasks.index(task) > tasks.index(after):
+        return ""
+    has_failed = progress.outcome(task) not in ("", PASSED, TODO)
+    if has_failed and progress.is_edited(folder, task):
+        return ", edited since it failed"
+    return ", which has not passed yet"
 
 
 def _command(name: str, task_id: str, lends: bool) -> str:
@@ -163,10 +167,10 @@ def fix_first(
             continue
         if progress.outcome(other) not in ("", PASSED, TODO, GRADER_ERROR):
             state = (
-                f"which had failed and {verb(other.names, 'were', 'was')} edited since: "
-                f"grade {other.id} again"
+                f"which failed and {verb(other.names, 'were', 'was')} edited since. Grade "
+                f"{other.id} again"
                 if progress.is_edited(folder, other)
-                else f"which {verb(other.names, 'fail')} too: fix {other.id} first"
+                else f"which {verb(other.names, 'fail')} too. Fix {other.id} first"
             )
             check = _command("check", other.id, grading.lends)
             yield f"{task.id} builds on {other.label}, {state}: {check}"

@@ -93,7 +93,7 @@ class Watch:
         yield from status.built(phase, progress)
         following = progress.next_task(self._folder, self.task)
         if following:
-            remark = status.remark(self._folder, following, self.task)
+            remark = status.remark(self._folder, progress, following, self.task)
             yield f"Next: {following.heading}{remark} (n)"
         else:
             yield status.ALL_PASSED

@@ -1086,7 +1086,7 @@ def test_commands_that_are_printed_lend_where_the_one_that_was_typed_did(
     assert distlab("check", "--lend", "1.7") == 1
     printed = capsys.readouterr().out
     assert printed.endswith("Stuck? distlab hint 1.7   Again: distlab check --lend 1.7\n")
-    assert "fix 1.4 first: distlab check --lend 1.4\n" in printed
+    assert "Fix 1.4 first: distlab check --lend 1.4\n" in printed
     monkeypatch.setattr(grading, "captured_in", lambda _: passed)
     assert distlab("check", "--lend", "1.7") == 0
     last = "Run:  distlab check --lend 1.8   or: distlab watch --lend 1.8\n"
@@ -1124,6 +1124,14 @@ def test_what_was_skipped_is_called_so_when_it_is_next(here: CourseFolder) -> No
     assert next(status.whats_next(here, progress)).endswith("(15 minutes)")
     _, lines = session(here, saying(0, (ids[-1], "passed", 5)))
     assert "Next: 1.1 Shard the data set, which has not passed yet (n)" in lines
+
+
+def test_what_failed_and_was_edited_is_called_so_when_it_is_next(here: CourseFolder) -> None:
+    ids = [task.id for task in here.course.tasks]
+    state.remember(here, {id: state.Record("passed") for id in ids[1:]})
+    state.remember(here, {ids[0]: state.Record("failed", digest="of another file")})
+    line = next(status.whats_next(here, state.load(here), here.task(ids[-1])))
+    assert line == "Next: 1.1 Shard the data set (15 minutes), edited since it failed"
 
 
 def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) -> None:

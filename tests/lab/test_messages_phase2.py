@@ -228,3 +228,15 @@ def test_a_mistake_in_tensor_parallelism_is_judged_with_its_cause(
     found = [one for one in messages if all(phrase in one for phrase in phrases)]
     assert found, messages
     assert not any(" raised " in one for one in found), found
+
+
+def test_a_part_of_the_wrong_shape_is_named_where_torch_refuses_it(tmp_path: Path) -> None:
+    answer = ANSWERS["2.15 columns_for_rows"]
+    test = "test_a_column_parallel_layer_is_its_part"
+    first = messages_on("2.15", answer.change, test, tmp_path)[0]
+    found = re.search(
+        r"weight has the shape \[(\d+), (\d+)\], and should have \[(\d+), (\d+)\]", first
+    )
+    assert found, first
+    rows, columns, own_rows, all_columns = map(int, found.groups())
+    assert (rows, columns) == (2 * own_rows, all_columns / 2)

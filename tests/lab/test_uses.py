@@ -112,12 +112,12 @@ def test_a_check_of_one_task_knows_of_the_failure_that_it_builds_on(tmp_path: Pa
     state.remember(here, {"1.4": state.Record("hang"), "1.6": state.Record("failed")})
     failed = grading.Grading(1, {"1.8": grading.TaskGrade("1.8", "failed", 0, 10, 1.0)})
     lines = list(status.fix_first(here, task, failed, state.load(here)))
-    assert lines == ["1.8 builds on exchange, which fails too: fix 1.4 first: distlab check 1.4"]
+    assert lines == ["1.8 builds on exchange, which fails too. Fix 1.4 first: distlab check 1.4"]
     edited = state.Record("hang", digest="of another file")
     state.remember(here, {"1.4": edited})
     lines = list(status.fix_first(here, task, failed, state.load(here)))
     assert lines == [
-        "1.8 builds on exchange, which had failed and was edited since: grade 1.4 again: "
+        "1.8 builds on exchange, which failed and was edited since. Grade 1.4 again: "
         "distlab check 1.4"
     ]
     passed = grading.Grading(0, {"1.8": grading.TaskGrade("1.8", "passed", 10, 10, 1.0)})
@@ -135,9 +135,9 @@ def test_a_task_of_several_functions_is_built_on_by_all_their_names(tmp_path: Pa
         return list(status.fix_first(here, COURSE.task("2.17"), failed, progress))
 
     assert said("2.15") == [
-        "2.17 builds on ColumnParallelLinear, which fails too: fix 2.15 first: distlab check 2.15"
+        "2.17 builds on ColumnParallelLinear, which fails too. Fix 2.15 first: distlab check 2.15"
     ]
     assert said("2.14") == [
-        "2.17 builds on copy_to_tensor_region and 1 more, which fail too: fix 2.14 first: "
+        "2.17 builds on copy_to_tensor_region and 1 more, which fail too. Fix 2.14 first: "
         "distlab check 2.14"
     ]

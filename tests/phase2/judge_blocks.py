@@ -30,8 +30,8 @@ CAUSES = {
     "attention": "A head needs its own query, key and value whole, and no other head's.",
 }
 ONCE = (
-    "The layers that begin a module read one input, and the sum of their gradients of it is summed "
-    "over the ranks once."
+    "The layers that begin a module read one input: add up their gradients of it on the rank, and "
+    "sum the result over the ranks once."
 )
 
 

@@ -12,7 +12,7 @@ from distlab.grade import Grade, Run, check, task
 from judging.checks import check_refused, of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import sharded_layers as b
-from phase2.sharded_layers import COLUMN, ROW, Case
+from phase2.sharded_layers import COLUMN, ROW, SPLIT_DIMS, Case
 from phase2.sharding import own, passed
 from phase2.sharding_checks import (
     Calls,
@@ -26,10 +26,6 @@ from phase2.sharding_checks import (
 )
 
 STAGES = ("making it", "forward", "backward")
-PARTS: dict[str, dict[str, int | None]] = {
-    COLUMN: {"weight": 0, "bias": 0},
-    ROW: {"weight": 1, "bias": None},
-}
 
 
 def _cases(grade: Grade, n: int) -> list[Case]:
@@ -52,10 +48,10 @@ def _check_layer(layer: str, case: Case, by_rank: Sequence[Any], where: str = ""
         check_graph(here, got["has_graph"])
         dim = None if is_column else -1
         x_grad = None if full["input"] is None else own(full["input"], *place, dim)
-        check_same(here, "the gradient of x", x_grad, got["input"], n, _cause_of_x(layer))
+        check_same(here, "the gradient of x", x_grad, got["input"], n, _cause_of_x(layer, case))
         causes = {"bias": "Each rank's output is the same: add the whole bias once, to the sum."}
         check_parameters(
-            *(here, got["state"], full, place, PARTS[layer]), {} if is_column else causes
+            *(here, got["state"], full, place, SPLIT_DIMS[layer]), {} if is_column else causes
         )
         check_is_independent(here, got)
         check_others(here, got["is_alone"])
@@ -82,11 +78,12 @@ def _cause_of_output(layer: str) -> str:
     return "Sum the partial products over the ranks, and add the bias once, to the sum."
 
 
-def _cause_of_x(layer: str) -> str:
+def _cause_of_x(layer: str, case: Case) -> str:
     if layer == COLUMN:
+        after = " After a gather, all ranks compute the same, and no sum is needed."
         return (
             "Each rank's outputs add to the gradient of x: it is summed over the ranks once, where "
-            "x enters. After a gather, all ranks compute the same, and no sum is needed."
+            f"x enters.{after if case.gathers else ''}"
         )
     return "What follows the sum is the same on all ranks: its gradient is passed on as it is."
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.words import counted, joined
 from judging.checks import check_refused, check_silent, short
 from phase2 import accumulation as b
 
@@ -42,7 +42,7 @@ def _check_split(grade: Grade, rows: int, size: int, count: int) -> None:
     check(
         found["types"][0] == "list" and {*found["types"][1:]} <= {"tuple"},
         f"{here}: split_micro_batches should return a list of tuples; yours returned "
-        f"{' of '.join(found['types'])}.",
+        f"{_types_told(found['types'])}.",
     )
     _check_sizes(here, found["values"], [min(size, rows - i) for i in range(0, rows, size)], count)
     parts = [[tensor[i : i + size] for tensor in batch] for i in range(0, rows, size)]
@@ -54,6 +54,12 @@ def _check_split(grade: Grade, rows: int, size: int, count: int) -> None:
             f"{here}: the tensors of micro-batch {number} should have the dtypes {dtypes}; they "
             f"have {found['dtypes'][number]}.",
         )
+
+
+def _types_told(types: list[str]) -> str:
+    """Write ``a generator``, or with what is in it ``a list of lists and tuples``."""
+    outer, *inner = types
+    return " of ".join(filter(None, [f"a {outer}", joined([f"{one}s" for one in inner])]))
 
 
 def _check_sizes(here: str, values: list[Any], expected: list[int], count: int) -> None:

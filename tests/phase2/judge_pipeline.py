@@ -140,8 +140,8 @@ def _cause(wanted: list[float], got: list[float], means: list[float], expected: 
     if abs(factor - b.CALLS) < 1e-6:
         return "That is the sum of two calls: gradients from before the call do not count."
     return (
-        f"It is {factor:.4g} times as large on this rank: either it does not weigh each target "
-        "1/T, once, or gradients from before the call were not cleared."
+        f"It is {factor:.4g} times as large on this rank. Either a target does not weigh 1/T in "
+        "it, or gradients from before the call were not cleared."
     )
 
 

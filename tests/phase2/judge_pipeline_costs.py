@@ -61,9 +61,9 @@ def test_nothing_is_kept_of_a_micro_batch_that_is_done(grade: Grade) -> None:
     for rank, (fewer, more) in enumerate(zip(two.peak_bytes, six.peak_bytes, strict=True)):
         check(
             more < fewer + b.KEPT_BYTES,
-            f"rank {rank} of 3, of which each does F0 B0 F1 B1 and so on: it held at most "
-            f"{fewer:,} bytes with {few} micro-batches, and {more:,} with {many}, where an output "
-            f"or a gradient has {b.KEPT_BYTES:,}. Keep nothing of a micro-batch after its backward "
+            f"rank {rank} of 3, all of which run F0 B0 F1 B1 and so on, held at most {fewer:,} "
+            f"bytes with {few} micro-batches and {more:,} with {many}; an output or a gradient "
+            f"takes {b.KEPT_BYTES:,}. Keep nothing of a micro-batch after its backward "
             "pass, except for the last message to each neighbour: no input, no output, no "
             "gradient, and no loss with its graph, which holds the input of the last block.",
         )

@@ -20,6 +20,7 @@ from phase2.sharding import (
     own,
     place,
     state_of,
+    wrong_shapes,
 )
 
 FUNCTIONS = {
@@ -88,11 +89,12 @@ def block_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
         getattr(model, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     with case_told(f"of {case}"):
         getattr(lesson, FUNCTIONS[case.kind])(model, **group_argument(group))
+    wrong = wrong_shapes(model, case.full(), (rank, n))
     outputs, inputs, is_alone, has_graph = [], [], True, True
     for step in range(case.num_passes):
         x, weights = (_own_input(case, full, rank, n) for full in _drawn(case, step))
         dist.barrier(group)
-        with case_told(f"of {case}", "a pass"):
+        with case_told(f"of {case}{wrong}", "a pass"):
             output = model(x.requires_grad_(case.is_input_trained))
             dist.barrier(group)
             go_backward(output, weights)

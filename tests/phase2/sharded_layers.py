@@ -21,9 +21,14 @@ from phase2.sharding import (
     own,
     place,
     state_of,
+    wrong_shapes,
 )
 
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
+SPLIT_DIMS: dict[str, dict[str, int | None]] = {  # the dim that is split
+    COLUMN: {"weight": 0, "bias": 0},
+    ROW: {"weight": 1, "bias": None},
+}
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,8 @@ def linear_case(lesson: Any, layer: str, case: Case, group: Any = None) -> dict[
     weights = own(weights, rank, n, -1) if is_column and not case.gathers else weights
     weights = laid_out(weights, case.is_transposed)
     dist.barrier(group)
-    shapes = ", ".join(f"{name} {[*p.shape]}" for name, p in made.named_parameters())
-    with case_told(f"of {layer}, {case}: on rank {rank} of {n} it has {shapes}", "a pass"):
+    wrong = wrong_shapes(made, case.full(), (rank, n), SPLIT_DIMS[layer])
+    with case_told(f"of {layer}, {case}{wrong}", "a pass"):
         output = returned(f"{layer}.forward", made(x))
         dist.barrier(group)
         go_backward(output, weights)

@@ -107,6 +107,33 @@ def part_of(name: str) -> int | None:
     return next((dim for end, dim in PARTS.items() if name.endswith(end)), None)
 
 
+def wrong_shapes(
+    made: nn.Module,
+    full: nn.Module,
+    place: tuple[int, int],
+    parts: Mapping[str, int | None] | None = None,
+) -> str:
+    """Say which parameters have not the shape of the rank's part; "" if all have.
+
+    Args:
+        made: from ``full``.
+        full: the full module.
+        place: rank and number of ranks.
+        parts: the dim that is split, by name; by default as in a transformer's block.
+    """
+    expected = {
+        name: [*own(p, *place, parts[name] if parts else part_of(name)).shape]
+        for name, p in full.named_parameters()
+    }
+    shapes = {name: [*p.shape] for name, p in made.named_parameters()}
+    wrong = [
+        f"{name} has the shape {shape}, and should have {expected[name]}"
+        for name, shape in shapes.items()
+        if shape != expected.get(name, shape)
+    ]
+    return f": {', '.join(wrong)}" if wrong else ""
+
+
 def group_argument(group: Any) -> dict[str, Any]:
     """``group=``, left out where all ranks are meant."""
     return {} if group is None else {"group": group}

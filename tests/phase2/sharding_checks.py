@@ -141,7 +141,7 @@ def _multiple(expected: Tensor | None, got: Any, n: int) -> str:
     if expected is None or got is None or n == 1:
         return ""
     if is_close((expected * n).tolist(), got, 1e-9):
-        return f"That is {n} times as much, once for each rank. "
+        return f"That is {n} times as much, as if it were added up over the ranks. "
     return f"That is 1/{n} of it. " if is_close((expected / n).tolist(), got, 1e-9) else ""
 
 

@@ -185,11 +185,16 @@ def _step(runner: Any, plan: m.Plan, step: int, group: Any) -> dict[str, Any]:
         m.update(runner.stage)
     gradient = inputs[2].grad if rank == 0 else None
     return {
-        "output": [x.tolist() for x in output] if is_last else repr(output)[:70],
+        "output": [x.tolist() for x in output] if is_last else kind_of(output),
         "has_graph": [x.requires_grad for x in output] if is_last else [],
         "loss": None if loss is None else loss.item(),
         "input_gradient": None if gradient is None else gradient.tolist(),
     }
+
+
+def kind_of(output: Any) -> str:
+    """What a forward returned, in words: ``a tuple``, ``None``."""
+    return "None" if output is None else f"a {type(output).__name__}"
 
 
 def _leaf_on(device: torch.device, x: Tensor) -> Tensor:
@@ -219,7 +224,7 @@ class Boxed(nn.Sequential):
 def train_long(lesson: Any, num_steps: int) -> list[str]:
     """Train stages of one layer whose activations take much more memory than its weights.
 
-    Returns what ``forward`` has returned, step by step, in words.
+    Returns what ``forward`` has returned, step by step, in the words of ``kind_of``.
     """
     stage = Boxed(nn.Linear(8, 8), nn.Tanh(), nn.Tanh())
     for parameter in stage.parameters():
@@ -228,7 +233,7 @@ def train_long(lesson: Any, num_steps: int) -> list[str]:
     kinds = []
     for _ in range(num_steps):
         output = runner.forward(torch.ones(4_000, 8)) if rank == 0 else runner.forward()
-        kinds.append(f"a {type(output).__name__}" if output is not None else "None")
+        kinds.append(kind_of(output))
         y = output[0] if isinstance(output, tuple) else output
         runner.backward(None if y is None else y.sum())
         del output, y

@@ -46,4 +46,5 @@ def test_a_hang_of_rank_5_alone_names_it_and_its_line(
     assert (verdict.outcome, verdict.kind) == (Outcome.HANG, kind)
     assert "rank 5" in verdict.message
     assert verdict.message.startswith("Who waits?") == (kind == "deadlock"), "a loop is no wait"
+    assert ("\nIf that is not it: " in verdict.details) == (kind == "deadlock")
     assert "collectives.py:6 in exchange" in verdict.message + verdict.details
