@@ -35,7 +35,7 @@ _FRAME = re.compile(
 )
 _OUTSIDE = re.compile(rf"^{OUTSIDE}:\n(.*)$", re.MULTILINE)
 # What the report of a deadlock ends with: one or two sentences under the table of its calls.
-_ADVICE = re.compile(r"^(  .*\n)([A-Z])(?=.*(?:\n[A-Z].*)?\Z)", re.MULTILINE)
+_ADVICE = re.compile(r"^(  rank.*\n)([A-Z])(?=.*(?:\n[A-Z].*)?\Z)", re.MULTILINE)
 IF_NOT = "If that is not it: "  # there is a likelier cause, that of the test
 _EMPTY = re.compile(r"^Traceback \(most recent call last\):\n(?!  File)", re.MULTILINE)
 Body = Callable[..., Any]

@@ -207,9 +207,9 @@ def _check_overflow(by_rank: list[Any], is_bad: list[bool], what: str, scales: l
             )
             check(
                 step["scale"] == scale and step["updates"] == number + 1,
-                f"{here}: afterwards the scale should be {scale} on every rank, and the scaler "
-                f"have had {counted(number + 1, 'update')}, one in each step; the scale is "
-                f"{step['scale']}, after {counted(step['updates'], 'update')}.",
+                f"{here}: afterwards the scale should be {scale} on every rank, and it should "
+                f"have had {counted(number + 1, 'update')}, one in each step; it is "
+                f"{step['scale']} and has had {counted(step['updates'], 'update')}.",
             )
             check(
                 step["has_finite_norm"] is not bad,
