@@ -18,7 +18,7 @@ from matplotlib import rcParams
 
 from distlab.explore import IDEAL
 from distlab.sim import Cluster, Options, Simulated
-from distlab.sim.diagram import space_time
+from distlab.sim.results.diagram import space_time
 from distlab.sim.script import run_script
 from distlab.sim.simulation import Simulation
 

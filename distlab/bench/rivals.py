@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distlab.bench.collectives import Collectives
-from distlab.sim.device import Device
+from distlab.sim.device.device import Device
 from distlab.words import bytes_text, seconds_text
 
 WHOSE = {

@@ -118,8 +118,8 @@ def sim(
         capacity_bytes = _capacity(memory_gib, no_devices)
 
     from distlab.sim import Options
+    from distlab.sim.results.summary import summary
     from distlab.sim.script import run_script, title_of
-    from distlab.sim.summary import summary
 
     with _usage_errors(context):
         options = Options(
@@ -256,7 +256,7 @@ def _write(
     gantt: Path | None,
 ) -> None:
     """Write the files that were asked for, and say how to look at them."""
-    from distlab.sim import diagram, exports
+    from distlab.sim.results import diagram, exports
 
     if trace and trace.suffix:
         exports.write_trace(simulated, trace)

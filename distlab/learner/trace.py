@@ -14,8 +14,9 @@ from distlab.learner import status, trace_programs
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
 from distlab.learner.trace_bodies import BODIES
 from distlab.learner.trace_programs import CLUSTER
-from distlab.sim import Options, Simulated, diagram
-from distlab.sim.summary import summary
+from distlab.sim import Options, Simulated
+from distlab.sim.results import diagram
+from distlab.sim.results.summary import summary
 
 TIMEOUT_S = 30.0
 OUT = "out"

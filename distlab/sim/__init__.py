@@ -18,19 +18,19 @@ simulated.results, simulated.seconds, simulated.trace.bytes_sent
     trace      what happened: events with virtual times, bytes and messages per rank
 """
 
-from distlab.sim.cluster import GPU, PRESETS, Cluster
-from distlab.sim.errors import (
+from distlab.sim.engine.faults import Faults
+from distlab.sim.engine.trace import Event, Trace
+from distlab.sim.hardware.cluster import GPU, PRESETS, Cluster, choose_cluster
+from distlab.sim.isolation.patches import unwaited
+from distlab.sim.reporting.errors import (
     BlockedCall,
     Deadlock,
     Mismatch,
     RankError,
     SimulationError,
 )
-from distlab.sim.faults import Faults
-from distlab.sim.handles import unwaited
-from distlab.sim.options import Options, Simulated, choose_cluster
+from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.simulation import simulate
-from distlab.sim.trace import Event, Trace
 
 __all__ = [
     "GPU",

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from distlab.sim.cluster import Cluster
-from distlab.sim.errors import SimulationError
-from distlab.sim.options import Options, Simulated
+from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.simulation import simulate
 
 

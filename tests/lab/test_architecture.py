@@ -38,21 +38,18 @@ TOOLS = {
     *("garbage", "interrupts", "reading", "torchvision_repair", "tracebacks", "words", "writing")
 }
 
-# Imports for the type checker alone that close a cycle inside sim, each with its reason.
-_WORLD = "is built by the Simulation, and calls it back"
-CYCLES_OF_TYPES = {
-    ("group", "simulation"): _WORLD,
-    ("mailbox", "simulation"): _WORLD,
-    ("meetings", "simulation"): _WORLD,
-    ("patches", "simulation"): _WORLD,
-    ("pending", "simulation"): _WORLD,
-    ("refusals", "simulation"): _WORLD,
-    ("store", "simulation"): _WORLD,
-    ("lanes", "mailbox"): "a lane queues messages, and a message knows its turn in the lane",
-    ("hooks", "memory"): "what sees torch's calls tells the tracker, which installs it",
-    ("trace", "pending"): "notes an operation that has finished, and every operation has a world",
-}
-
+# Folders and files of the simulator, floor by floor from the lowest: each imports from lower floors
+# and from itself.
+FLOORS_OF_SIM = (
+    {"reporting", "hardware", "device"},
+    {"engine", "collectives"},
+    {"network", "results"},
+    {"messages"},
+    {"isolation", "postmortem"},
+    {"simulation"},
+    {"script"},
+    {""},  # distlab.sim itself
+)
 PUBLIC = {
     "sim": (
         *("BlockedCall", "Cluster", "Deadlock", "Event", "Faults", "GPU", "Mismatch", "Options"),
@@ -121,8 +118,24 @@ def arrows() -> frozenset[Arrow]:
 
 
 def folder(module: str) -> str:
-    """Return ``sim`` for ``distlab.sim.trace``; ``distlab`` itself holds nothing."""
+    """Return ``sim`` for ``distlab.sim.engine.trace``; ``distlab`` itself holds nothing."""
     return module.split(".")[1] if "." in module else ""
+
+
+def folder_of_sim(module: str) -> str:
+    """Return ``engine`` for ``distlab.sim.engine.trace``; "" for ``distlab.sim``."""
+    return "".join(module.split(".")[2:3])
+
+
+def floor_of_sim(module: str) -> int:
+    return next(i for i, floor in enumerate(FLOORS_OF_SIM) if folder_of_sim(module) in floor)
+
+
+def climbs(arrow: Arrow) -> bool:
+    """Whether it leads to a higher floor of the simulator, or to another room of the same floor."""
+    if folder_of_sim(arrow.importer) == folder_of_sim(arrow.imported):
+        return False
+    return floor_of_sim(arrow.importer) <= floor_of_sim(arrow.imported)
 
 
 def reached_from(start: str, edges: set[tuple[str, str]]) -> set[str]:
@@ -172,15 +185,14 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert in_cycles({(a.importer, a.imported) for a in arrows() if not a.is_for_types}) == set()
 
 
-def test_cycles_of_types_inside_sim_are_listed() -> None:
-    edges = {(a.importer, a.imported) for a in arrows()}
-    closing = {
-        (a.importer.removeprefix("distlab.sim."), a.imported.removeprefix("distlab.sim."))
-        for a in arrows()
-        if a.is_for_types and folder(a.importer) == "sim"
-        if a.importer in reached_from(a.imported, edges)
-    }
-    assert closing == set(CYCLES_OF_TYPES)
+def test_no_import_inside_sim_climbs_a_floor() -> None:
+    inside = [a for a in arrows() if folder(a.importer) == folder(a.imported) == "sim"]
+    assert sorted(map(tuple, filter(climbs, inside))) == []
+
+
+def test_not_even_types_import_each_other_inside_sim() -> None:
+    edges = {(a.importer, a.imported) for a in arrows() if folder(a.importer) == "sim"}
+    assert in_cycles(edges) == set()
 
 
 @pytest.mark.parametrize(
@@ -208,9 +220,9 @@ def test_public_names(package: str) -> None:
 @pytest.mark.parametrize(
     ("importer", "text"),
     [
-        ("distlab.sim.trace", "from distlab.grade import outcomes"),
-        ("distlab.sim.trace", "def later():\n    import distlab.course"),
-        ("distlab.process_group.base", "from distlab.sim.trace import Trace"),
+        ("distlab.sim.engine.trace", "from distlab.grade import outcomes"),
+        ("distlab.sim.engine.trace", "def later():\n    import distlab.course"),
+        ("distlab.process_group.base", "from distlab.sim.engine.trace import Trace"),
         ("distlab.launch.api", "from distlab.grade.outcomes import Outcome"),
         ("distlab.words", "from distlab.sim import Cluster"),
         ("distlab.new_folder.file", "from distlab.sim import Cluster"),
@@ -222,9 +234,28 @@ def test_an_import_from_above_is_refused(importer: str, text: str) -> None:
 
 
 def test_an_import_for_types_is_told_from_others() -> None:
-    text = "if TYPE_CHECKING:\n    from distlab.sim import trace\nfrom distlab.sim.host import Host"
+    text = (
+        "if TYPE_CHECKING:\n    from distlab.sim.engine import trace\n"
+        "from distlab.sim.isolation.host import prepared"
+    )
     found = {(arrow.imported, arrow.is_for_types) for arrow in arrows_of("distlab.sim.new", text)}
-    assert found == {("distlab.sim.trace", True), ("distlab.sim.host", False)}
+    assert found == {("distlab.sim.engine.trace", True), ("distlab.sim.isolation.host", False)}
+
+
+@pytest.mark.parametrize(
+    ("importer", "text", "expected"),
+    [
+        ("distlab.sim.engine.trace", "from distlab.sim.messages.pending import Pending", True),
+        ("distlab.sim.engine.trace", "from distlab.sim.collectives.phases import Phase", True),
+        ("distlab.sim.engine.trace", "from distlab.sim.simulation import Simulation", True),
+        ("distlab.sim.engine.trace", "from distlab.sim.engine.faults import Faults", False),
+        ("distlab.sim.engine.trace", "from distlab.sim.reporting.sites import Site", False),
+        ("distlab.sim.messages.group", "from distlab.sim.network.traffic import Traffic", False),
+    ],
+)
+def test_an_import_that_climbs_is_found(importer: str, text: str, expected: bool) -> None:
+    (arrow,) = arrows_of(importer, text)
+    assert climbs(arrow) is expected
 
 
 def test_a_cycle_is_found() -> None:

@@ -12,9 +12,9 @@ from own_phases import shipped
 
 from distlab.course import Phase, Task, load
 from distlab.sim import Cluster, Options, Simulated
-from distlab.sim.errors import SimulationError
+from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.results.summary import totals
 from distlab.sim.script import run_script
-from distlab.sim.summary import totals
 from distlab.words import seconds_text
 
 pytestmark = pytest.mark.usefixtures("forked")

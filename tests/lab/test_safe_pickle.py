@@ -87,8 +87,8 @@ def test_dicts_and_sets_arrive_as_they_are(value: object, protocol: int) -> None
 
 FORGED = (
     # the class on the stack, changed by BUILD; then a list of one instance of it
-    b"cdistlab.sim.phases\nPhase\n(N}S'__eq__'\ncdistlab.sim.errors\nSimulationError\nstb0]"
-    b"(cdistlab.sim.phases\nPhase\noa."
+    b"cdistlab.sim.collectives.phases\nPhase\n(N}S'__eq__'\ncdistlab.sim.reporting.errors\nSimulationError\nstb0]"
+    b"(cdistlab.sim.collectives.phases\nPhase\noa."
 )
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from distlab.sim.hooks import this_tracker
+from distlab.sim.device.hooks import this_tracker
 from judging.calls import cause_told, refusal_of, typed
 from phase2.checkpoint_cases import DOUBLE, Checkpoint, Found, finished, given_back, linear
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.sim import Cluster
-from distlab.sim.cluster import GPU
+from distlab.sim.hardware.cluster import GPU
 from judging.calls import case_told, cause_told, refusal_of, typed
 from phase2.drawings import drawn
 from phase2.pipeline_models import block, gradients_of, loss_of, micro_batch

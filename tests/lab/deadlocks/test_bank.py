@@ -20,7 +20,7 @@ import pytest
 from catalogue import BROKEN, CORRECT, PASSES, Broken, Correct
 
 from distlab.sim import Deadlock, Faults, Mismatch, Options, RankError, SimulationError, simulate
-from distlab.sim.errors import DeadlockKind
+from distlab.sim.reporting.errors import DeadlockKind
 
 ORDERS = range(1, 21)
 FEW_ORDERS = range(4)  # where sends are buffered; 0: as the program stands

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from distlab.sim import Cluster, Simulated, simulate
-from distlab.sim.cluster import GPU
+from distlab.sim.hardware.cluster import GPU
 
 # Stages are wide inside and narrow between, because torch keeps the inputs of all micro-batches for
 # the whole step, whatever the schedule: 2 numbers a row, beside the 576 of a stage inside.

@@ -1,9 +1,9 @@
 """A second way to compute finish times: exact fractions, everything anew at every event.
 
-It shares no code and no method with distlab.sim.network. There, rates grow until links are full.
-Here, each link announces a fair share and each flow takes the smallest announced on its route,
-until nobody changes his mind. Source: Charny, Clark and Jain 1995, Congestion control with explicit
-rate indication. Slow; for a dozen flows.
+It shares no code and no method with distlab.sim.network.flows. There, rates grow until links are
+full. Here, each link announces a fair share and each flow takes the smallest announced on its
+route, until nobody changes his mind. Source: Charny, Clark and Jain 1995, Congestion control with
+explicit rate indication. Slow; for a dozen flows.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from distlab.models.gpt import GPT, Block
-from distlab.sim import hooks, simulate
+from distlab.sim import simulate
+from distlab.sim.device import hooks
 
 WIDTH, HEADS, VOCABULARY, TOKENS = 4096, 32, 50_304, 2048  # tokens: one sequence on each rank
 LAYERS = 32

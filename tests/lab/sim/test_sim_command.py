@@ -13,7 +13,7 @@ import pytest
 from distlab.cli import main
 from distlab.cli.sim import Algorithm
 from distlab.sim import Cluster, Options, RankError, SimulationError
-from distlab.sim.algorithms import ALGORITHMS
+from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.script import run_script
 
 TIMEOUT_S = 60

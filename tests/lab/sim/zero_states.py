@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import linear, pad
 
-from distlab.sim import hooks
+from distlab.sim.device import hooks
 
 LAYERS, WIDTH = 3, 50_000
 PARAMETERS = LAYERS * WIDTH**2

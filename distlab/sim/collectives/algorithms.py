@@ -1,0 +1,230 @@
+"""Which transfers a built-in collective makes, and how long they would take.
+
+An algorithm that a collective does not have gives way to the first of its row. Seconds on p equal
+GPUs whose links nobody shares; n: bytes of the whole buffer; lg: to base 2, rounded up.
+
+    collective       algorithm            seconds
+    all_reduce       ring                 2(p-1)α + 2n(p-1)/p β
+                     tree                 2 lg p (α + nβ)
+                     recursive_doubling   lg p (α + nβ)                     (p = 2^k)
+                     halving_doubling     2 lg p α + 2n(p-1)/p β            (p = 2^k)
+                     hierarchical         ring inside the nodes and one across them, see below
+    broadcast,       tree                 lg p (α + nβ)
+    reduce           ring                 (lg p + p-1)α + 2n(p-1)/p β
+                     halving_doubling     2 lg p α + 2n(p-1)/p β
+                     hierarchical         a tree across the nodes, then one inside each
+    all_gather,      ring                 (p-1)α + n(p-1)/p β
+    reduce_scatter   recursive_doubling   lg p α + n(p-1)/p β               (also halving_doubling)
+                     hierarchical         ring inside the nodes, ring across them
+    scatter,         tree                 lg p α + n(p-1)/p β
+    gather           direct               (p-1)α + n(p-1)/p β
+    all_to_all       direct               (p-1)α + n(p-1)/p β
+                     recursive_doubling   lg p α + (n/2) lg p β             (p = 2^k; Bruck)
+    barrier          recursive_doubling   lg p α                            (dissemination)
+
+For other p see `patterns`. Adding numbers up takes no time. The "hierarchical" ones need equally
+many ranks on every node of the group and give way like any other where that is not so.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from typing import TypeVar
+
+from distlab.sim.collectives.patterns import (
+    bruck_all_to_all,
+    dissemination,
+    doubling_all_gather,
+    doubling_all_reduce,
+    doubling_broadcast,
+    halving_doubling_all_reduce,
+    one_by_one,
+    pairwise,
+    ring,
+    ring_broadcast,
+    ring_twice,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_scatter,
+)
+from distlab.sim.collectives.phases import Phase, Phases, mirrored, round_s, together
+from distlab.sim.hardware.cluster import Cluster
+
+__all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan"]
+
+Members = Sequence[int]  # GPUs by position; the root comes first
+Nodes = Sequence[Members]  # the members of each node, equally many; the root is the very first
+M = TypeVar("M", Members, Nodes)
+
+
+def plan(
+    collective: str,
+    algorithm: str,
+    gpus: Sequence[int],
+    num_bytes: float,
+    cluster: Cluster,
+    *,
+    root: int = 0,
+) -> list[Phase]:
+    """Return the transfers of a collective, phase by phase; none for a group of one.
+
+        plan("all_reduce", "ring", [4, 5, 6, 7], 1000, cluster)
+            one phase, 6 times: 4→5, 5→6, 6→7 and 7→4, 250 bytes each
+
+    Args:
+        collective, algorithm: see the table on top. "auto" takes the plan whose
+            rounds take the least time (`round_s`, of shared links); among equals, the one with the
+            fewest transfers.
+        gpus: of the ranks of the group, in the order of the ring.
+        num_bytes: all_reduce, reduce, broadcast: of the tensor. all_gather, reduce_scatter: of
+            all shards together. scatter, gather: of all that the root sends or gets, its own part
+            included. all_to_all: of what one rank sends, its own part included. barrier: 0.
+        root: index into ``gpus``; of reduce, broadcast, scatter and gather.
+
+    Raises: ValueError: for an unknown name or root; says what is valid.
+    Cost: 1024 GPUs: below 1 ms for a ring or a tree, 3 ms where all are busy in lg p rounds, 0.1 s
+        for "auto" once the cluster knows its routes; a direct all_to_all has p(p-1) transfers,
+        which take 0.4 s.
+    """
+    _check("collective", collective, COLLECTIVES)
+    _check("algorithm", algorithm, ALGORITHMS)
+    if not 0 <= root < len(gpus):
+        raise ValueError(f"root must be an index of the {len(gpus)} ranks of the group, got {root}")
+    members = [*gpus[root:], *gpus[:root]]
+    if algorithm != "auto":
+        return _plan(collective, algorithm, members, num_bytes, cluster)
+    plans = [pattern(members, num_bytes) for pattern in dict.fromkeys(_FLAT[collective].values())]
+    if collective in _HIERARCHICAL:
+        plans.append(_plan(collective, "hierarchical", members, num_bytes, cluster))
+    return plans[0] if len(plans) == 1 else _fastest(plans, cluster)
+
+
+def _fastest(plans: Iterable[Phases], cluster: Cluster) -> Phases:
+    """Return the plan that ends first, giving up each one as soon as it is behind the best."""
+    best: Phases = []
+    best_s = inf
+    for phases in sorted(plans, key=lambda phases: sum(len(each.transfers) for each in phases)):
+        elapsed_s = 0.0
+        for phase in phases:
+            elapsed_s += phase.repeat * round_s(phase, cluster, shared=True)
+            if elapsed_s >= best_s:
+                break
+        else:
+            best, best_s = phases, elapsed_s
+    return best
+
+
+def _plan(
+    collective: str, algorithm: str, members: Members, num_bytes: float, cluster: Cluster
+) -> list[Phase]:
+    if algorithm == "hierarchical" and collective in _HIERARCHICAL:
+        nodes = _by_node(members, cluster)
+        if len({len(node) for node in nodes}) == 1:
+            return _HIERARCHICAL[collective](nodes, num_bytes)
+    row = _FLAT[collective]
+    natural = next(iter(row.values()))
+    return row.get(algorithm, natural)(members, num_bytes)
+
+
+def _by_node(members: Members, cluster: Cluster) -> list[list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for gpu in members:
+        nodes.setdefault(cluster.node_of(gpu), []).append(gpu)
+    return list(nodes.values())
+
+
+def _check(what: str, name: str, valid: Sequence[str]) -> None:
+    if name not in valid:
+        raise ValueError(f"unknown {what} {name!r}: use one of {', '.join(valid)}")
+
+
+# Two levels. A node is a row, the j-th members of all nodes are a column:
+#
+#     node 0    0  1  2  3        inside a node:    rows, in parallel
+#     node 1    4  5  6  7        across nodes:     columns, in parallel
+
+
+def _hierarchical_all_reduce(nodes: Nodes, n: float) -> Phases:
+    """Reduce-scatter in every row, all-reduce in every column, all-gather in every row.
+
+    Cost: k nodes of g: 2(g-1)α₁ + 2n(g-1)/g β₁ + 2(k-1)α₂ + 2(n/g)(k-1)/k β₂.
+    Source: Mikami et al. 2018, arXiv 1811.05233 (2-D torus all-reduce): the same three steps.
+    """
+    columns = list(zip(*nodes, strict=True))
+    inside = together(ring(node, n) for node in nodes)
+    across = together(ring_twice(column, n / len(columns)) for column in columns)
+    return inside + across + inside
+
+
+def _hierarchical_all_gather(nodes: Nodes, n: float) -> Phases:
+    """Gather in every column what belongs to it, then all of it in every row.
+
+    Cost: k nodes of g: (k-1)α₂ + (n/g)(k-1)/k β₂ + (g-1)α₁ + n(g-1)/g β₁.
+    """
+    columns = list(zip(*nodes, strict=True))
+    across = together(ring(column, n / len(columns)) for column in columns)
+    return across + together(ring(node, n) for node in nodes)
+
+
+def _hierarchical_broadcast(nodes: Nodes, n: float) -> Phases:
+    """Copy down the root's column, then along every row.
+
+    Cost: k nodes of g: lg k (α₂ + nβ₂) + lg g (α₁ + nβ₁).
+    """
+    across = tree_broadcast([node[0] for node in nodes], n)
+    return across + together(tree_broadcast(node, n) for node in nodes)
+
+
+def _backwards(pattern: Callable[[M, float], Phases]) -> Callable[[M, float], Phases]:
+    """Make a reduction of a distribution."""
+    return lambda members, n: mirrored(pattern(members, n))
+
+
+_BROADCASTS: Mapping[str, Callable[[Members, float], Phases]] = {
+    "tree": tree_broadcast,
+    "ring": ring_broadcast,
+    "halving_doubling": doubling_broadcast,
+}
+_halving_reduce_scatter = _backwards(doubling_all_gather)
+
+_FLAT: Mapping[str, Mapping[str, Callable[[Members, float], Phases]]] = {
+    "all_reduce": {
+        "ring": ring_twice,
+        "tree": tree_all_reduce,
+        "recursive_doubling": doubling_all_reduce,
+        "halving_doubling": halving_doubling_all_reduce,
+    },
+    "broadcast": _BROADCASTS,
+    "reduce": {name: _backwards(pattern) for name, pattern in _BROADCASTS.items()},
+    "all_gather": {
+        "ring": ring,
+        "recursive_doubling": doubling_all_gather,
+        "halving_doubling": doubling_all_gather,
+    },
+    "reduce_scatter": {
+        "ring": ring,
+        "recursive_doubling": _halving_reduce_scatter,
+        "halving_doubling": _halving_reduce_scatter,
+    },
+    "scatter": {"tree": tree_scatter, "direct": one_by_one},
+    "gather": {"tree": _backwards(tree_scatter), "direct": _backwards(one_by_one)},
+    "all_to_all": {"direct": pairwise, "recursive_doubling": bruck_all_to_all},
+    "barrier": {"recursive_doubling": dissemination},
+}
+_HIERARCHICAL: Mapping[str, Callable[[Nodes, float], Phases]] = {
+    "all_reduce": _hierarchical_all_reduce,
+    "broadcast": _hierarchical_broadcast,
+    "reduce": _backwards(_hierarchical_broadcast),
+    "all_gather": _hierarchical_all_gather,
+    "reduce_scatter": _backwards(_hierarchical_all_gather),
+}
+
+COLLECTIVES = tuple(_FLAT)
+ALGORITHMS = (
+    "auto",
+    "ring",
+    "tree",
+    "recursive_doubling",
+    "halving_doubling",
+    "hierarchical",
+    "direct",
+)

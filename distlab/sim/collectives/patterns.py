@@ -1,0 +1,248 @@
+"""Who sends how much to whom: the message patterns that collectives are made of.
+
+    members   the GPUs of the group in the order of their positions 0 … p-1; a root is at position 0
+    n         bytes of the whole buffer; a share of it is n/p
+    α, β      seconds per message, seconds per byte; costs are for equal links without sharing
+    lg        logarithm to base 2
+
+Reductions are missing here: each is a distribution run backwards (`phases.mirrored`), a reduce a
+broadcast, a gather a scatter, a reduce-scatter an all-gather. Adding takes no time.
+
+A group of one has nothing to send: every pattern is then empty.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from distlab.sim.collectives.phases import Phase, Phases, mirrored
+
+# One round after the other along a ring, or to all members in turn
+
+
+def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
+    """Pass shares to the right neighbour, p-1 times per lap.
+
+    One lap is an all-gather or a reduce-scatter, two are an all-reduce. p = 4, n = 1000, two laps:
+        every member sends 250 bytes to the right, 6 times: 1500 bytes each
+
+    Cost: laps·((p-1)α + n(p-1)/p β).
+    Source: Patarasuk and Yuan 2009 (all-reduce); Thakur, Rabenseifner and Gropp 2005, section 4.1.
+    """
+    p = len(members)
+    if p == 1:
+        return []
+    right = [*members[1:], members[0]]
+    return [
+        Phase(tuple((a, b, n / p) for a, b in zip(members, right, strict=True)), laps * (p - 1))
+    ]
+
+
+def ring_twice(members: Sequence[int], n: float) -> Phases:
+    """All-reduce: a lap of reduce-scatter, a lap of all-gather.
+
+    Cost: 2(p-1)α + 2n(p-1)/p β.
+    """
+    return ring(members, n, laps=2)
+
+
+def pairwise(members: Sequence[int], n: float) -> Phases:
+    """All-to-all: in round s every member sends one share to the member s positions further.
+
+    Cost: (p-1)α + n(p-1)/p β.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.3.
+    """
+    p = len(members)
+    return [
+        Phase(tuple((members[i], members[(i + step) % p], n / p) for i in range(p)))
+        for step in range(1, p)
+    ]
+
+
+def one_by_one(members: Sequence[int], n: float) -> Phases:
+    """Scatter: the root sends every other member its share, one after the other.
+
+    Cost: (p-1)α + n(p-1)/p β.
+    """
+    root, *others = members
+    return [Phase(((root, other, n / len(members)),)) for other in others]
+
+
+# Binomial trees
+
+
+def _branches(p: int) -> Iterator[tuple[int, range]]:
+    """Yield, from the root outwards, how far the messages of a round go, and who sends them.
+
+    p = 6:   distance 4   0→4
+                      2   0→2
+                      1   0→1  2→3  4→5
+    Whoever received at distance d has the next d positions below it, its own included. Far
+    messages come first, so that a node of 8 neighbouring positions is entered once.
+    """
+    distance = _power_of_two_from(p) // 2
+    while distance:
+        yield distance, range(0, p - distance, 2 * distance)
+        distance //= 2
+
+
+def tree_broadcast(members: Sequence[int], n: float) -> Phases:
+    """Copy the root's buffer to all, along a binomial tree.
+
+    Cost: ⌈lg p⌉(α + nβ).
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.2.
+    """
+    return [
+        Phase(tuple((members[i], members[i + distance], n) for i in senders))
+        for distance, senders in _branches(len(members))
+    ]
+
+
+def tree_all_reduce(members: Sequence[int], n: float) -> Phases:
+    """Reduce to position 0 and broadcast from there.
+
+    Cost: 2⌈lg p⌉(α + nβ).
+    """
+    down = tree_broadcast(members, n)
+    return mirrored(down) + down
+
+
+def tree_scatter(members: Sequence[int], n: float) -> Phases:
+    """Hand each subtree the shares of all its members. p = 4, n = 1000: 500 bytes, then 250.
+
+    Cost: ⌈lg p⌉α + n(p-1)/p β.
+    """
+    p = len(members)
+    return [
+        Phase(
+            tuple(
+                (members[i], members[i + distance], min(distance, p - i - distance) * n / p)
+                for i in senders
+            )
+        )
+        for distance, senders in _branches(p)
+    ]
+
+
+# Distances 1, 2, 4, …: lg p rounds in which all are busy
+
+
+def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
+    """Double what each member has: partners swap all of it. p = 4, n = 1000: 250 bytes, then 500.
+
+    p = 2^k: recursive doubling. Else Bruck: to the member ``distance`` to the left, and in the last
+    round only what is still missing there. Run backwards: recursive halving, and for other p the
+    reduce-scatter of Träff.
+
+    Cost: ⌈lg p⌉α + n(p-1)/p β.
+    Source: Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4; Träff 2024, arXiv 2410.14234.
+    """
+    p = len(members)
+    if p == _power_of_two_from(p):
+        return [_swaps(members, distance, distance * n / p) for distance in _doublings(p)]
+    return [
+        _shift(members, -distance, min(distance, p - distance) * n / p)
+        for distance in _doublings(p)
+    ]
+
+
+def ring_broadcast(members: Sequence[int], n: float) -> Phases:
+    """Scatter along a tree, then all-gather along the ring.
+
+    Cost: (⌈lg p⌉ + p-1)α + 2n(p-1)/p β.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.2.
+    """
+    return tree_scatter(members, n) + ring(members, n)
+
+
+def doubling_broadcast(members: Sequence[int], n: float) -> Phases:
+    """Scatter along a tree, then all-gather by doubling. Backwards: Rabenseifner's reduce.
+
+    Cost: 2⌈lg p⌉α + 2n(p-1)/p β.
+    Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.5.
+    """
+    return tree_scatter(members, n) + doubling_all_gather(members, n)
+
+
+def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
+    """All-to-all in few rounds: shares travel in the hops of 1, 2, 4, … that add up to their way.
+
+    p = 4: a share for the member 3 further hops 1, then 2; it is sent twice.
+
+    Cost: p = 2^k: lg p α + (n/2) lg p β. Else the hop of ``distance`` carries one share for
+        each way below p that contains it.
+    Source: Bruck et al. 1997; Thakur, Rabenseifner and Gropp 2005, section 4.3.
+    """
+    p = len(members)
+    return [
+        _shift(members, distance, sum(1 for way in range(p) if way & distance) * n / p)
+        for distance in _doublings(p)
+    ]
+
+
+def dissemination(members: Sequence[int], n: float) -> Phases:
+    """Barrier: tell the member 1, 2, 4, … positions further who has arrived, as far as you know.
+
+    Cost: ⌈lg p⌉α.
+    Source: Hensgen, Finkel and Manber 1988.
+    """
+    return [_shift(members, distance, n) for distance in _doublings(len(members))]
+
+
+def doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
+    """Partners at distance 1, 2, 4, … swap their whole sums.
+
+    Cost: p = 2^k: lg p (α + nβ), else (⌊lg p⌋ + 2)(α + nβ): see `_fold`.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.5.
+    """
+    fold, core = _fold(members, n)
+    swaps = [_swaps(core, distance, n) for distance in _doublings(len(core))]
+    return fold + swaps + mirrored(fold)
+
+
+def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
+    """Rabenseifner: halve what is still to be added, then double what is done. p = 4, n = 1000:
+
+        reduce-scatter   distance 1: 500 bytes, distance 2: 250
+        all-gather       distance 2: 250 bytes, distance 1: 500
+
+    The large messages go to the neighbour, as in MPICH.
+
+    Cost: p = 2^k: 2 lg p α + 2n(p-1)/p β. Else, P being the largest power of two below p:
+        (2 lg P + 2)α + (2(P-1)/P + 2)nβ: see `_fold`.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.5.
+    """
+    fold, core = _fold(members, n)
+    halve = [_swaps(core, distance, n / (2 * distance)) for distance in _doublings(len(core))]
+    return fold + halve + mirrored(fold + halve)
+
+
+def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
+    """Make the number of members a power of two: the surplus hand their buffers to a neighbour.
+
+    p = 6:  1→0  3→2, and 0 2 4 5 go on. What comes back at the end is this, mirrored.
+    """
+    p = len(members)
+    surplus = p - _power_of_two_from(p + 1) // 2
+    leaving, staying = members[1 : 2 * surplus : 2], members[0 : 2 * surplus : 2]
+    pairs = tuple((a, b, n) for a, b in zip(leaving, staying, strict=True))
+    return [Phase(pairs)] if pairs else [], [*staying, *members[2 * surplus :]]
+
+
+def _swaps(members: Sequence[int], distance: int, size: float) -> Phase:
+    """Every member sends to the partner whose position differs in the bit ``distance``."""
+    return Phase(tuple((src, members[i ^ distance], size) for i, src in enumerate(members)))
+
+
+def _shift(members: Sequence[int], distance: int, size: float) -> Phase:
+    """Every member sends to the member ``distance`` positions further."""
+    p = len(members)
+    return Phase(tuple((src, members[(i + distance) % p], size) for i, src in enumerate(members)))
+
+
+def _doublings(p: int) -> list[int]:
+    """Return 1, 2, 4, … below p."""
+    return [1 << k for k in range((p - 1).bit_length())]
+
+
+def _power_of_two_from(p: int) -> int:
+    """Return the smallest power of two that is at least p."""
+    return 1 << (p - 1).bit_length()

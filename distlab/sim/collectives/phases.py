@@ -1,0 +1,72 @@
+"""Plans of transfers: phases one after the other, what they send and how long they would take."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+from distlab.sim.hardware.cluster import Cluster
+
+Transfer = tuple[int, int, float]  # src GPU, dst GPU, bytes
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Transfers that run at the same time; the next phase begins when all have arrived.
+
+    Phase(((0, 1, 250.0), (1, 0, 250.0)), repeat=6) is a swap of 250 bytes, done six times: each
+    transfer takes 6 (latency + 250 bytes / bandwidth).
+
+    Attributes:
+        transfers: at least one; the bytes are those of one round.
+        repeat: how often the pattern runs in a row.
+    """
+
+    transfers: tuple[Transfer, ...]
+    repeat: int = 1
+
+
+Phases = list[Phase]
+
+
+def mirrored(phases: Phases) -> Phases:
+    """Reverse every arrow and run the phases from the last to the first.
+
+    Bytes and times stay the same. A copy of one buffer to many becomes a sum of many into one:
+        broadcast    0→2   then  0→1  2→3
+        reduce       1→0  3→2   then  2→0
+    """
+    return [
+        Phase(tuple((dst, src, size) for src, dst, size in phase.transfers), phase.repeat)
+        for phase in reversed(phases)
+    ]
+
+
+def together(plans: Iterable[Phases]) -> Phases:
+    """Run plans of disjoint groups side by side; all must have the same number of phases."""
+    return [
+        Phase(tuple(chain.from_iterable(phase.transfers for phase in row)), row[0].repeat)
+        for row in zip(*plans, strict=True)
+    ]
+
+
+def round_s(phase: Phase, cluster: Cluster, *, shared: bool) -> float:
+    """Return how long one of the phase's rounds takes if nothing else is on the way.
+
+    It waits for its slowest transfer: latency + bytes / slowest link.
+
+    Args:
+        shared: False: as if no two transfers met on a link, which is a lower bound. True: a link
+            that k of them cross gives each 1/k of its bandwidth, an upper bound. Both are exact
+            where nothing is shared.
+    """
+    routes = [cluster.route(src, dst) for src, dst, _ in phase.transfers]
+    crossing = Counter(chain.from_iterable(route.links for route in routes))
+    bytes_per_s = {
+        link: cluster.links[link].bytes_per_s / (transfers if shared else 1)
+        for link, transfers in crossing.items()
+    }
+    return max(
+        route.latency_s + size / min(map(bytes_per_s.__getitem__, route.links))
+        for route, (_, _, size) in zip(routes, phase.transfers, strict=True)
+    )

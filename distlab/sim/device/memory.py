@@ -1,0 +1,231 @@
+"""What a rank's memory is used for, now and at the worst moment.
+
+    model = nn.Linear(1000, 1000)                          parameters       4,004,000 bytes
+    model(x).sum().backward()                              gradients        4,004,000
+    torch.optim.Adam(model.parameters()).step()            optimizer_state  8,008,008
+
+A parameter is known by its registration in a module or by its use, a gradient by being ``.grad`` of
+a parameter, optimizer state by being in ``optimizer.state``. An activation is any other result that
+autograd may differentiate, also one that is freed at once. The rest is "other": inputs, buffers,
+temporaries of the backward pass.
+
+Sizes are exact. An allocator that rounds up to 512 bytes, as CUDA's does, uses a little more; one
+that fragments, a lot more. Not seen: memory inside an operation; tensors that another thread made
+or that were there before; tensors made without an operation (``torch.Tensor([1.0])``).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from distlab.sim.device import hooks
+from distlab.sim.device.flops import Operation, tensors_in
+from distlab.sim.device.ledger import Account, Category
+from distlab.words import bytes_text
+
+_REMEDIES = {
+    "parameters": "shard the parameters, or store them in 16 bits",
+    "gradients": "shard the gradients, or free them early: zero_grad(set_to_none=True)",
+    "optimizer_state": "shard the optimizer state",
+    "activations": "use smaller micro-batches, or checkpoint activations",
+    "other": "free buffers and temporaries earlier",
+}
+_PLAIN = (Tensor, Parameter)
+
+
+class OutOfMemory(RuntimeError):
+    """A rank needed more memory than its device has; the message says what fills it."""
+
+
+class MemoryTracker:
+    """Account for the memory of the thread that enters it.
+
+    The thread's ``Device`` reports operations to it, hooks the rest.
+
+    Args: capacity_bytes: more live bytes than these are an error; None: no limit.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._account = Account()
+        self._parameters: dict[int, tuple[ref[Tensor], RemovableHandle | None]] = {}
+
+    def __enter__(self) -> "MemoryTracker":
+        hooks.start_serving(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._update()
+        hooks.stop_serving()
+        for _, handle in self._parameters.values():
+            if handle:
+                handle.remove()
+        self._parameters.clear()
+
+    # What is held
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes held now."""
+        return self._update().live_bytes
+
+    @property
+    def live_by_category(self) -> dict[str, int]:
+        """Bytes held now, by what they are for; they sum to ``live_bytes``."""
+        return dict(self._update().live)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes ever held at once."""
+        return self._account.peak_bytes
+
+    @property
+    def peak_by_category(self) -> dict[str, int]:
+        """What was held when ``peak_bytes`` were; not the peaks of the categories."""
+        return dict(self._update().peak)
+
+    def reclassify(self, tensor: Tensor, category: Category) -> None:
+        """Say what a tensor is for, such as a hand-made momentum; it must be this rank's."""
+        for storage in _storages(tensor):
+            block = self._account.find(storage)
+            if block and block.category != category:
+                self._account.move(block, category)
+
+    def _update(self) -> Account:
+        """Bring the account up to date: ``model.bfloat16()`` swaps parameters silently."""
+        for reference, _ in list(self._parameters.values()):
+            if (parameter := reference()) is not None:
+                self.meet(parameter)
+        self._account.forget_dead()
+        return self._account
+
+    # What happens
+
+    def observe(self, op: Operation, args: Sequence[Any], out: Any) -> None:
+        """Account for an operation that has just run.
+
+        Raises: OutOfMemory: its results do not fit; they stay out of the account.
+        """
+        self._account.forget_dead()
+        inputs = tensors_in(args[:1] if op.is_view else args)
+        is_differentiable = self._classify_inputs(inputs)
+        if op.creates:
+            if fresh := self._fresh(tensors_in(out), inputs if op.may_alias else ()):
+                is_activation = is_differentiable and not _is_buffer(op, inputs)
+                self._allocate(fresh, "activations" if is_activation else "other", op.name)
+        elif op.resizes:
+            self._follow_sizes(tensors_in(out), op.name)
+
+    def meet(self, parameter: Tensor) -> None:
+        """Note that a tensor is a parameter, and note its gradient, now or when it gets one."""
+        if is_lazy(parameter):
+            return  # it has neither shape nor memory yet
+        self.reclassify(parameter, "parameters")
+        if parameter.grad is not None:
+            self.reclassify(parameter.grad, "gradients")
+        known = self._parameters.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            handle = None
+            if parameter.requires_grad and parameter.is_leaf:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                handle = register(hooks.on_gradient)
+            self._parameters[id(parameter)] = (ref(parameter), handle)
+
+    def resize(self, storage: UntypedStorage, nbytes: int) -> None:
+        """Account for a storage whose size is about to change.
+
+        Raises: OutOfMemory: it does not fit, and must keep its size.
+        """
+        if block := self._account.find(storage):
+            self._require(nbytes - block.nbytes, "resize_")
+            self._account.set_size(block, nbytes)
+
+    def _classify_inputs(self, inputs: list[Tensor]) -> bool:
+        """Know parameters and activations by their use; return whether results need gradients."""
+        is_recorded = torch.is_grad_enabled()
+        for tensor in inputs:
+            if type(tensor) is Parameter:
+                self.meet(tensor)
+            elif is_recorded and tensor.requires_grad:
+                self._recognise_activation(tensor)
+        return is_recorded and any(tensor.requires_grad for tensor in inputs)
+
+    def _recognise_activation(self, tensor: Tensor) -> None:
+        """Note what was received from another rank or comes from an ``autograd.Function``."""
+        block = self._account.find(tensor.untyped_storage())
+        if block and block.category == "other":
+            self._account.move(block, "activations")
+
+    def _fresh(self, results: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results with memory of their own, one for each storage.
+
+        An operation that may return a view without saying so has the memory of its ``sources``.
+        """
+        known = self._account.blocks
+        fresh = {id(storage): t for t in results if id(storage := t.untyped_storage()) not in known}
+        for tensor in sources:
+            fresh.pop(id(tensor.untyped_storage()), None)
+        return list(fresh.values())
+
+    def _allocate(self, tensors: list[Tensor], category: Category, op_name: str) -> None:
+        self._require(sum([tensor.untyped_storage().nbytes() for tensor in tensors]), op_name)
+        for tensor in tensors:
+            self._account.add(tensor, category)
+
+    def _follow_sizes(self, tensors: list[Tensor], op_name: str) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            block = self._account.find(storage)
+            if block and block.nbytes != storage.nbytes():
+                self._account.set_size(block, storage.nbytes())
+        self._require(0, op_name)
+
+    # The limit
+
+    def _require(self, nbytes: int, op_name: str) -> None:
+        capacity = self.capacity_bytes
+        if capacity is not None and self._account.live_bytes + nbytes > capacity:
+            hooks.recognise_optimizer_state()  # that of a first step is not known yet
+            raise OutOfMemory(_explain(self._update(), nbytes, capacity, op_name))
+
+
+def _is_buffer(op: Operation, inputs: list[Tensor]) -> bool:
+    """Whether a result is only shaped like a parameter, or the 1.0 that a backward starts from."""
+    return op.is_factory and (inputs[0].is_leaf or op.name == "ones_like")
+
+
+def _storages(value: object) -> list[UntypedStorage]:
+    """Return the storages of a tensor; a DTensor has that of its local part, a sparse one none."""
+    if type(value) not in _PLAIN and is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return [storage for name in names for storage in _storages(getattr(value, name))]
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return [value.untyped_storage()]
+    return []
+
+
+def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
+    """Say what fills the memory, largest first, and what usually helps."""
+    held = sorted(account.live.items(), key=lambda item: -item[1])
+    return "\n".join(
+        [
+            f"out of memory in {op_name}: it needs {bytes_text(nbytes)} more, "
+            f"{bytes_text(account.live_bytes)} of {bytes_text(capacity)} are in use",
+            *(f"  {name:16}{bytes_text(n):>12}{n / max(1, capacity):>7.0%}" for name, n in held),
+            "largest tensors",
+            *(
+                f"  {block.category:16}{bytes_text(block.nbytes):>12}  {tuple(block.shape)} "
+                + str(block.dtype).removeprefix("torch.")
+                + (f", {count} of them" if count > 1 else "")
+                for block, count in account.largest(5)
+            ),
+            f"what may help: {_REMEDIES[held[0][0]]}",
+        ]
+    )

@@ -1,0 +1,146 @@
+"""A cache for operations on meta tensors: a repeated call returns what the first one returned.
+
+Meta tensors hold no numbers, so a result is a shape; but torch works it out in Python, in 100 to
+400 us for each call. The ranks of a simulated training make the same calls over and over. A
+repeated call takes 15 us here.
+
+    x = torch.empty(4096, 4096, device="meta")
+    x + x                                     # torch's own kernel; the result's shape is noted
+    x * 2 + x                                 # the sum is another tensor of the shape noted
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from distlab.sim.device.flops import Cost, Operation, op_cost, tensors_in
+
+Key = tuple[Any, ...]  # all that the shape of a result may depend on
+
+_MOST_CALLS = 20_000  # remembered at once
+_PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
+_PLAIN |= {torch.layout, torch.memory_format}
+_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # looked up for every operation
+
+
+class Result(NamedTuple):
+    """One result of a call: an argument, by its position; a new tensor; without a dtype, None."""
+
+    position: int | None = None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+class Call(NamedTuple):
+    """What a call returned and cost. ``kind``: list or tuple of results; None: just the one."""
+
+    results: list[Result]
+    kind: type | None
+    cost: Cost
+
+
+_calls: dict[Key, Call] = {}
+
+
+def run(
+    func: OpOverload[..., Any], op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Cost | None]:
+    """Call an operation.
+
+    Returns: what it returned, and what it cost if that is remembered.
+    """
+    key = _key(func, op, args, kwargs) if op.is_repeatable else None
+    if key is None:
+        return func(*args, **kwargs), None
+    if call := _calls.get(key):
+        return _repeat(call, args), call.cost
+    out = func(*args, **kwargs)
+    _remember(key, op, args, kwargs, out)
+    return out, None
+
+
+def _key(
+    func: OpOverload[..., Any], op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Key | None:
+    """Return what distinguishes this call from others; None: it cannot be remembered."""
+    parts: list[Any] = [func, *kwargs]
+    tensors: list[int] = []
+    # In place no shape depends on a float, and each step of an optimizer has new ones.
+    skipped = float if op.written else None
+    if not (
+        _describe(args, skipped, parts, tensors)
+        and _describe([*kwargs.values()], skipped, parts, tensors)
+        and tensors
+    ):
+        return None
+    if len(set(tensors)) < len(tensors):  # one tensor in two places costs less than two tensors
+        first_places: dict[int, int] = {}
+        parts += [first_places.setdefault(tensor, place) for place, tensor in enumerate(tensors)]
+    return tuple(parts)
+
+
+def _describe(
+    values: Sequence[Any], skipped: type | None, parts: list[Any], tensors: list[int]
+) -> bool:
+    """Append to ``parts`` what shapes may depend on; return whether that is all there is."""
+    parts.append(len(values))
+    for value in values:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            if not value.is_meta or value.layout is not _STRIDED:
+                return False
+            parts += (value.dtype, value.shape, value.stride())
+            tensors.append(id(value))
+        elif kind in _PLAIN:
+            parts += (kind, None if kind is skipped else value)
+        elif kind not in _SEQUENCES or not _describe(value, skipped, parts, tensors):
+            return False
+    return True
+
+
+def _remember(
+    key: Key, op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
+    kind = type(out) if isinstance(out, _SEQUENCES) else None
+    used = {id(tensor.untyped_storage()) for tensor in tensors_in(args)}
+    results = []
+    for value in (out,) if kind is None else out:
+        result = _result(op, args, value, used)
+        if result is None:
+            return
+        results.append(result)
+    if len(_calls) >= _MOST_CALLS:
+        _calls.clear()
+    _calls[key] = Call(results, kind, op_cost(op, args, kwargs, out))
+
+
+def _result(op: Operation, args: Sequence[Any], value: Any, used: set[int]) -> Result | None:
+    """Say how to make a result again; None: it shares memory, or has more than its shape needs."""
+    if value is None:
+        return Result()
+    for position in op.written:
+        if value is args[position]:
+            return Result(position)
+    if type(value) is not Tensor or id(storage := value.untyped_storage()) in used:
+        return None
+    used.add(id(storage))
+    result = Result(None, value.shape, value.stride(), value.dtype)
+    is_alone = _make(result, args).untyped_storage().nbytes() == storage.nbytes()
+    return result if is_alone else None
+
+
+def _repeat(call: Call, args: Sequence[Any]) -> Any:
+    if call.kind is None:
+        return _make(call.results[0], args)
+    return call.kind([_make(result, args) for result in call.results])
+
+
+def _make(result: Result, args: Sequence[Any]) -> Any:
+    position, shape, stride, dtype = result
+    if position is not None:
+        return args[position]
+    return dtype and torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -1,0 +1,1 @@
+"""Who runs when, what goes wrong on purpose, and what has happened."""

@@ -1,0 +1,101 @@
+"""The ranks' time: what takes some, who has to wait, and what is noted of both.
+
+rank 0   ── computes ──┬ act: all earlier ranks go first
+                       └ block · · · · · ready ── computes
+noted         compute        waited
+"""
+
+from distlab.sim.engine.faults import Faults
+from distlab.sim.engine.scheduler import Rank, Scheduler
+from distlab.sim.engine.trace import Trace
+from distlab.sim.reporting.sites import Site
+
+CLOCK_TICK_S = 1e-9  # that of time.perf_counter_ns
+POLL_S = 1e-6  # what asking is_completed() costs; if it were free, a polling loop would never end
+# Between two communication calls. A program that times its steps reads the clock a few times; one
+# that reads it more often than this waits for it, and torch reads it not at all in a step.
+FREE_CLOCK_READS = 100
+
+
+class Clock:
+    """The time of the running rank, as its calls see it.
+
+    Args:
+        scheduler: knows who runs.
+        trace: notes when a rank computes and when it waits.
+        faults: may have jitter.
+
+    Attributes:
+        num_ranks: of the world.
+    """
+
+    def __init__(self, scheduler: Scheduler, trace: Trace, faults: Faults) -> None:
+        self.trace = trace
+        self.num_ranks = len(scheduler.ranks)
+        self._scheduler = scheduler
+        self._computed_until = [0.0] * self.num_ranks
+        self._jitter_s = faults.jitter_s
+        has_jitter = faults.jitter_s > 0
+        self._jitter = [faults.jitter(rank) for rank in range(self.num_ranks)] if has_jitter else []
+
+    @property
+    def current(self) -> Rank:
+        """The rank that runs."""
+        return self._scheduler.current
+
+    def act(self) -> None:
+        """Let all earlier ranks go first; called before anything that others can notice."""
+        rank = self._scheduler.current
+        rank.num_clock_reads = 0
+        if self._jitter:
+            rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
+        if rank.clock_s > self._computed_until[rank.number]:
+            self.note_compute(rank, rank.clock_s)
+        self._scheduler.act()
+
+    def read(self) -> float:
+        """Return the running rank's time.
+
+        Reading it is free, unless a rank does nothing else: code that waits for time to pass, such
+        as a busy loop or asyncio, must see it pass. In every hundred reads, each costs twice as
+        much as in the hundred before. No two readings are equal, so their difference is never 0.
+        """
+        rank = self._scheduler.current
+        rank.num_clock_reads += 1
+        if rank.num_clock_reads > FREE_CLOCK_READS:
+            doublings = min(rank.num_clock_reads // FREE_CLOCK_READS - 1, 10)
+            rank.clock_s += POLL_S * 2**doublings
+            self._scheduler.act()
+        rank.last_reading_s = max(rank.clock_s, rank.last_reading_s + CLOCK_TICK_S)
+        return rank.last_reading_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass for the running rank, which computes."""
+        self._scheduler.current.clock_s += seconds
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, and see what others have done meanwhile: it may be what it waits for."""
+        self._scheduler.current.clock_s += seconds
+        self._scheduler.act()
+
+    def block(self, operation: object) -> None:
+        """Wait until ``ready`` is called for the running rank."""
+        self._scheduler.block(operation)
+
+    def ready(self, rank: Rank, at_s: float) -> None:
+        """Let a rank go on at ``at_s`` or later, if it is blocked."""
+        self._scheduler.ready(rank, at_s)
+
+    def waited(self, name: str, site: Site, start_s: float) -> None:
+        """Note that the running rank has waited since ``start_s``; until then it computed."""
+        rank = self._scheduler.current
+        self.note_compute(rank, start_s)
+        self.trace.waited(rank.number, name, site, start_s, rank.clock_s)
+        self._computed_until[rank.number] = rank.clock_s
+
+    def note_compute(self, rank: Rank, until_s: float) -> None:
+        """Note that a rank has computed since it last waited."""
+        since_s = self._computed_until[rank.number]
+        if until_s > since_s:
+            self.trace.computed(rank.number, since_s, until_s)
+        self._computed_until[rank.number] = until_s

@@ -1,0 +1,131 @@
+"""Things that go wrong on purpose: slow ranks and links, lost ranks, delays, jitter.
+
+Faults(slow_ranks={3: 2.0}, kill_ranks={5: 0.010}, jitter_s=1e-6, seed=7)
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from distlab.words import unknown_name
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What to do to a simulated world.
+
+    Attributes:
+        slow_ranks: rank -> factor by which its computation takes longer.
+        slow_links: pattern of link names -> factor by which their bandwidth is smaller.
+        kill_ranks: rank -> virtual second after which its next call kills it.
+        kill_at_steps: rank -> number of the optimizer step, counted from 1, that kills it.
+        delays_s: (source, destination) -> seconds added to every message between them, those of
+            built-in collectives too.
+        jitter_s: up to this many seconds are added before every communication call; each seed
+            gives another order of events, which is how schedules are fuzzed.
+        seed: of the jitter.
+
+    Raises:
+        ValueError: a time below 0, a factor that is not above 0, or a step before the first.
+    """
+
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)
+    slow_links: Mapping[str, float] = field(default_factory=dict)
+    kill_ranks: Mapping[int, float] = field(default_factory=dict)
+    kill_at_steps: Mapping[int, int] = field(default_factory=dict)
+    delays_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    jitter_s: float = 0.0
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, texts: Iterable[str], seed: int = 0) -> "Faults":
+        """Read faults as people write them: ``slow_rank 3 2.0``; ``FORMS`` lists all kinds.
+
+            Faults.parse(["slow_rank 3 2.0", "kill_rank 5 0.01"])
+
+        Raises:
+            ValueError: there is no such fault, or its values do not fit; one line.
+        """
+        tables: dict[str, Any] = {form.field: {} for form in FORMS.values()}
+        for text in texts:
+            name, *words = text.split() or [""]
+            if name not in FORMS:
+                raise unknown_name("fault", name, FORMS)
+            key, value = FORMS[name].read(text, words)
+            tables[FORMS[name].field][key] = value
+        jitter_s = tables.pop("jitter_s").get((), 0.0)
+        return cls(**tables, jitter_s=jitter_s, seed=seed)
+
+    def __post_init__(self) -> None:
+        slow: dict[Any, float] = {**self.slow_ranks, **self.slow_links}
+        for key, factor in slow.items():
+            if not 0 < factor < inf:
+                raise ValueError(f"the factor of {key!r} must be above 0, got {factor!r}")
+        for rank, step in self.kill_at_steps.items():
+            if step < 1:
+                raise ValueError(f"kill_at_steps: steps count from 1, but rank {rank} has {step!r}")
+        late: dict[Any, float] = {**self.kill_ranks, **self.delays_s, "jitter_s": self.jitter_s}
+        for key, seconds in late.items():
+            if not 0 <= seconds < inf:
+                raise ValueError(f"the seconds of {key!r} must be 0 or more, got {seconds!r}")
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Refuse faults of ranks that do not exist.
+
+        Raises:
+            ValueError: with the ranks that do.
+        """
+        named = {
+            "slow_rank": list(self.slow_ranks),
+            "kill_rank": list(self.kill_ranks),
+            "kill_at_step": list(self.kill_at_steps),
+            "delay": [rank for pair in self.delays_s for rank in pair],
+        }
+        for name, ranks in named.items():
+            for rank in ranks:
+                if rank not in range(num_ranks):
+                    raise ValueError(
+                        f"{name}: there is no rank {rank!r}; ranks are 0 to {num_ranks - 1}"
+                    )
+
+    def jitter(self, rank: int) -> random.Random:
+        """Return the rank's own source of jitter."""
+        return random.Random(self.seed * 1_000_003 + rank)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one kind of fault is written, and which field of ``Faults`` holds it.
+
+    Attributes:
+        field: a table from what ``keys`` give to the value; of no keys, one number for all.
+        keys: what reads each word but the last.
+        value: reads the last one.
+        example: shown where a text does not fit.
+    """
+
+    field: str
+    keys: tuple[Callable[[str], Any], ...]
+    value: Callable[[str], Any]
+    example: str
+
+    def read(self, text: str, words: list[str]) -> tuple[Any, Any]:
+        """Return key and value of the words behind a fault's name."""
+        readers = (*self.keys, self.value)
+        try:
+            *keys, value = (read(word) for read, word in zip(readers, words, strict=True))
+        except ValueError:
+            raise ValueError(f"{text!r} must be like {self.example!r}") from None
+        return (keys[0] if len(keys) == 1 else tuple(keys)), value
+
+
+FORMS = {
+    "slow_rank": Form("slow_ranks", (int,), float, "slow_rank 3 2.0"),
+    "slow_link": Form("slow_links", (str,), float, "slow_link node0.nic* 10"),
+    "kill_rank": Form("kill_ranks", (int,), float, "kill_rank 5 0.01"),
+    "kill_at_step": Form("kill_at_steps", (int,), int, "kill_at_step 5 3"),
+    "delay": Form("delays_s", (int, int), float, "delay 0 1 1e-6"),
+    "jitter": Form("jitter_s", (), float, "jitter 1e-6"),
+}

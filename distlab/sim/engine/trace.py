@@ -1,0 +1,162 @@
+"""What happened in a simulated world: events with times, and totals per rank and link."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from distlab.sim.reporting.sites import Site
+
+NOWHERE: Site = ("", 0, "")
+
+
+class Event(NamedTuple):
+    """Something a rank did, from ``start_s`` to ``end_s`` of virtual time.
+
+    Attributes:
+        kind: "compute", "send", "recv", "collective" or "wait".
+        name: of the call, or of what was waited for; of computation "".
+        num_bytes: of this rank's tensors.
+        peer: global rank of the other side of a send or recv, else -1.
+        site: file, line and function of the call.
+        message: number of the message, the same at its send and its recv, else -1.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+    peer: int = -1
+    site: Site = NOWHERE
+    message: int = -1
+
+
+class Trace:
+    """Collects events and totals while the world runs.
+
+    Attributes:
+        bytes_by_link: what has arrived over each link of the cluster; the network updates it.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.bytes_by_link: list[float] = []
+        self.leftovers: list[str] = []  # what was posted and never matched, a line each
+        self.unwaited: list[str] = []  # handles that were never waited for, a line each, by rank
+        self.killed_in_step_s: dict[int, float] = {}  # rank -> when
+        self.network_s = 0.0  # when the last bytes had arrived, or the last rank had ended
+        self._rows: list[tuple[Any, ...]] = []  # of Event's fields: plain tuples are made faster
+        self.bytes_sent = [0.0] * num_ranks
+        self.bytes_received = [0.0] * num_ranks
+        self.messages = [0] * num_ranks
+        self.collectives = [0] * num_ranks
+        self.compute_s = [0.0] * num_ranks
+        self.exposed_s = [0.0] * num_ranks
+        self.peak_bytes = [0] * num_ranks
+        self.peak_by_category: list[dict[str, int]] = [{} for _ in range(num_ranks)]
+
+    def state(self) -> dict[str, Any]:
+        """Return all that was collected as plain data, to be sent to another process."""
+        return dict(vars(self))
+
+    @classmethod
+    def of_state(cls, state: object) -> "Trace":
+        """Return the trace that another process has sent.
+
+        Raises:
+            ValueError: it is not a ``state``.
+        """
+        trace = cls(1)
+        wanted = {name: type(value) for name, value in vars(trace).items()}
+        if not isinstance(state, dict) or {k: type(v) for k, v in state.items()} != wanted:
+            raise ValueError("what was sent is not a trace")
+        vars(trace).update(state)
+        return trace
+
+    @property
+    def events(self) -> list[Event]:
+        """All events, in the order in which they ended."""
+        return list(map(Event._make, self._rows))
+
+    def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
+        """Count bytes and messages between two ranks, whichever call they belong to."""
+        self.bytes_sent[src] += num_bytes
+        self.bytes_received[dst] += num_bytes
+        self.messages[src] += messages
+
+    def record(
+        self,
+        rank: int,
+        kind: str,
+        name: str,
+        start_s: float,
+        end_s: float,
+        num_bytes: int,
+        peer: int,
+        site: Site,
+        message: int,
+    ) -> None:
+        """Record an operation that is done; the arguments are the fields of an ``Event``."""
+        if kind == "collective":
+            self.collectives[rank] += 1
+        self._rows.append((rank, kind, name, start_s, end_s, num_bytes, peer, site, message))
+
+    def waited(self, rank: int, name: str, site: Site, start_s: float, end_s: float) -> None:
+        """Record that a rank waited for an operation."""
+        self.exposed_s[rank] += end_s - start_s
+        self._rows.append((rank, "wait", name, start_s, end_s, 0, -1, site, -1))
+
+    def computed(self, rank: int, start_s: float, end_s: float) -> None:
+        """Record computation between two communication calls."""
+        self.compute_s[rank] += end_s - start_s
+        self._rows.append((rank, "compute", "", start_s, end_s, 0, -1, NOWHERE, -1))
+
+    def pairs(self) -> Iterator[tuple[Event, Event]]:
+        """Yield every send with its recv, in the order in which the bytes arrived."""
+        events = self.events
+        sends = {event.message: event for event in events if event.kind == "send"}
+        for event in events:
+            if event.kind == "recv":
+                yield sends[event.message], event
+
+    def arrived(self) -> dict[tuple[int, int], int]:
+        """Count the messages that have arrived, by source and destination."""
+        return Counter((event.peer, event.rank) for event in self.events if event.kind == "recv")
+
+    def digest(self) -> str:
+        """Return a hash of all events: equal for equal histories."""
+        return digest(self.events)
+
+
+def departure_s(send: Event, recv: Event) -> float:
+    """Return when the bytes set out: at once if the send was buffered, otherwise with the recv."""
+    is_buffered = send.end_s == send.start_s
+    return send.start_s if is_buffered else max(send.start_s, recv.start_s)
+
+
+def lanes(events: Iterable[Event]) -> list[list[Event]]:
+    """Distribute events over as few lanes as possible, so that none overlap on a lane.
+
+    0─────2
+       1─────3         becomes   0─────2  3──4   and   1─────3
+                3──4
+    """
+    lanes: list[list[Event]] = []
+    for event in sorted(events, key=lambda event: (event.start_s, event.end_s)):
+        for lane in lanes:
+            if lane[-1].end_s <= event.start_s:
+                lane.append(event)
+                break
+        else:
+            lanes.append([event])
+    return lanes
+
+
+def digest(events: Iterable[Event]) -> str:
+    """Hash events, without the files they came from, which differ from machine to machine."""
+    sha = hashlib.sha256()
+    for e in events:
+        line = (e.rank, e.kind, e.name, e.start_s, e.end_s, e.num_bytes, e.peer, e.site[1:])
+        sha.update(repr(line).encode())
+    return sha.hexdigest()

@@ -1,0 +1,1 @@
+"""The cluster: GPUs, links and routes. No time, no ranks."""

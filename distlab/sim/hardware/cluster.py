@@ -1,0 +1,315 @@
+"""The machine that is simulated: GPUs, links, and the route from each GPU to each other one.
+
+    cluster = Cluster.preset("dgx-h100", nodes=2)
+    cluster.route(0, 8).latency_s                                # 1e-05
+    [cluster.links[i].name for i in cluster.route(0, 8).links]   # ['node0.nic0.out',
+                                                                 #  'node1.nic0.in']
+
+A message of n bytes over an idle route takes latency_s + n / (bandwidth of its slowest link).
+All bandwidths are bytes/s in one direction.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from math import inf
+
+from distlab.sim.hardware.presets import CLUSTERS, GPUS, PRESETS, Number, assumed
+from distlab.sim.hardware.topology import TOPOLOGIES, Place, Shape, Topology
+from distlab.words import unknown_name
+
+__all__ = ["GPU", "PRESETS", "Cluster", "Link", "Route"]
+
+
+@dataclass(frozen=True, eq=False)
+class GPU:
+    """What one GPU can hold and do.
+
+    Args:
+        peak_flops: FLOP/s by name of the dtype ("bfloat16", "float16", "float32", "float64"), as on
+            the data sheet, dense. Utilisation (MFU) divides by it.
+        achievable_flops: FLOP/s that a large matmul really reaches. Time divides by it.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    peak_flops: Mapping[str, float]
+    achievable_flops: Mapping[str, float]
+
+    @classmethod
+    def preset(cls, name: str) -> "GPU":
+        """Return a GPU of the table in presets.py, such as "H100-80GB"."""
+        if name not in GPUS:
+            raise unknown_name("GPU", name, GPUS)
+        values = {key: number.value for key, number in GPUS[name].items()}
+        return cls(
+            name,
+            memory_bytes=values["memory_bytes"],
+            memory_bytes_per_s=values["memory_bytes_per_s"],
+            peak_flops=_by_dtype(values, "peak_flops."),
+            achievable_flops=_by_dtype(values, "achievable_flops."),
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers under the names of the table: "peak_flops.float16" and so on."""
+        return {
+            "memory_bytes": self.memory_bytes,
+            "memory_bytes_per_s": self.memory_bytes_per_s,
+            **{f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()},
+            **{f"achievable_flops.{dtype}": v for dtype, v in self.achievable_flops.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of one cable or port."""
+
+    name: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Route:
+    """Indices into `Cluster.links`, and the seconds until the first byte arrives."""
+
+    links: tuple[int, ...]
+    latency_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """GPUs and the links between them.
+
+        topology           inside a node               between nodes
+        switch             one switch (NVSwitch)       NICs and one big switch
+        rail-optimised     one switch                  NIC i of every node on rail i
+        fat-tree           one switch                  leaf switches below a spine
+        ethernet           PCIe                        one NIC per node and one big switch
+        torus              a ring, the x axis          rings, the y axis
+
+    GPU g is number g % gpus_per_node of node g // gpus_per_node.
+
+    Args:
+        nodes, gpus_per_node: a node is what shares one switch or host; an NVL72 rack is one node.
+        gpu: what each GPU can do; None: computation takes no time and memory is unlimited.
+        nics_per_node: shared evenly, by neighbours; 0: the topology's default, see above, else one
+            NIC per GPU.
+        nvlink_bytes_per_s: of one GPU inside its node, over NVLink (ethernet: over PCIe).
+        nic_bytes_per_s: of one NIC.
+        latency_s, net_latency_s: of a message inside a node, and between nodes.
+        hop_latency_s: added for every GPU that relays and every switch beyond the first.
+        oversubscription: fat-tree: bandwidth of the NICs below a leaf / bandwidth of its up-link.
+        nodes_per_leaf: fat-tree: nodes that share a leaf switch.
+        faults: (pattern, factor) of the links that `slowed` has slowed down.
+    Raises: ValueError: for a value that makes no sense; one line, which says what would.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 8
+    _: KW_ONLY
+    topology: str = "switch"
+    gpu: GPU | None = None
+    nics_per_node: int = 0
+    nvlink_bytes_per_s: float = 300e9
+    nic_bytes_per_s: float = 25e9
+    latency_s: float = 5e-6
+    net_latency_s: float = 10e-6
+    hop_latency_s: float = 1e-6
+    oversubscription: float = 1.0
+    nodes_per_leaf: int = 1
+    faults: tuple[tuple[str, float], ...] = ()
+    name: str = "custom"
+    _map: Topology = field(init=False, repr=False)
+    _routes: dict[tuple[int, int], Route] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise unknown_name("topology", self.topology, TOPOLOGIES)
+        if not self.nics_per_node:
+            default = self.gpus_per_node if TOPOLOGIES[self.topology].nic_per_gpu else 1
+            object.__setattr__(self, "nics_per_node", default)
+        _check(self)
+        shape = Shape(
+            self.nodes,
+            self.gpus_per_node,
+            self.nics_per_node,
+            self.nvlink_bytes_per_s,
+            self.nic_bytes_per_s,
+            self.oversubscription,
+            self.nodes_per_leaf,
+        )
+        object.__setattr__(self, "_map", TOPOLOGIES[self.topology](shape))
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 1) -> "Cluster":
+        """Return ``nodes`` nodes of a known machine: one of PRESETS, such as "dgx-h100".
+
+        Raises: ValueError: if there is none of that name; gives the valid names and the nearest.
+        Source: presets.py, for every number.
+        """
+        if name not in CLUSTERS:
+            raise unknown_name("preset", name, PRESETS)
+        preset = CLUSTERS[name]
+        return cls(
+            nodes,
+            int(preset.gpus_per_node.value),
+            topology=preset.topology,
+            gpu=GPU.preset(preset.gpu) if preset.gpu else None,
+            nics_per_node=int(preset.nics_per_node.value),
+            nvlink_bytes_per_s=preset.nvlink_bytes_per_s.value,
+            nic_bytes_per_s=preset.nic_bytes_per_s.value,
+            latency_s=preset.latency_s.value,
+            net_latency_s=preset.net_latency_s.value,
+            hop_latency_s=preset.hop_latency_s.value,
+            name=name,
+        )
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @cached_property
+    def links(self) -> list[Link]:
+        """All links; a route names them by their index."""
+        links = []
+        for name, bytes_per_s in self._map.links().items():
+            for pattern, factor in self.faults:
+                if fnmatchcase(name, pattern):
+                    bytes_per_s /= factor
+            links.append(Link(name, bytes_per_s))
+        return links
+
+    def node_of(self, gpu: int) -> int:
+        """Return the node of GPU number ``gpu``."""
+        return self._place(gpu).node
+
+    def route(self, src: int, dst: int) -> Route:
+        """Return how bytes get from GPU ``src`` to GPU ``dst``; to itself: no link, no latency."""
+        route = self._routes.get((src, dst))
+        if route is None:
+            route = self._routes[src, dst] = self._find_route(self._place(src), self._place(dst))
+        return route
+
+    def slowed(self, pattern: str, factor: float) -> "Cluster":
+        """Return a copy in which all links whose name matches ``pattern`` are slower.
+
+            cluster.slowed("node3.nic0.*", 10)      # both directions, a tenth of the bandwidth
+
+        Args:
+            pattern: as for file names: `*` is any text, `?` any character, `[12]` either.
+            factor: 1 or more.
+        Raises: ValueError: if no link matches; names some that exist.
+        """
+        if not 1 <= factor < inf:
+            raise ValueError(f"slowed() divides by factor: expected 1 or more, got {factor}")
+        names = [link.name for link in self.links]
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some = difflib.get_close_matches(pattern, names, cutoff=0.0)
+            raise ValueError(f"no link matches {pattern!r}; there are {', '.join(some)}, ...")
+        return replace(self, faults=(*self.faults, (pattern, factor)))
+
+    def assumptions(self) -> list[str]:
+        """Return one line for every number that is neither on a data sheet nor measured.
+
+        They belong to every result: "simulated, preset dgx-h100, assuming: ...". For one node, the
+        numbers of the network are left out.
+        """
+        preset = CLUSTERS.get(self.name)
+        used = _INSIDE if self.nodes == 1 else _INSIDE + _BETWEEN
+        values = {key: getattr(self, key) for key in used}
+        lines = _assumed_lines("", values, vars(preset) if preset else {})
+        if self.gpu:
+            lines += _assumed_lines("gpu.", self.gpu.numbers(), GPUS.get(self.gpu.name, {}))
+        return lines + self._fault_lines()
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {link.name: index for index, link in enumerate(self.links)}
+
+    def _place(self, gpu: int) -> Place:
+        if not 0 <= gpu < self.num_gpus:
+            raise ValueError(f"{self.name} has GPUs 0 to {self.num_gpus - 1}, not {gpu}")
+        return Place(*divmod(gpu, self.gpus_per_node))
+
+    def _find_route(self, src: Place, dst: Place) -> Route:
+        if src == dst:
+            return Route((), 0.0)
+        path = self._map.path(src, dst)
+        base_s = self.latency_s if src.node == dst.node else self.net_latency_s
+        links = tuple(self._index[name] for name in path.links)
+        return Route(links, base_s + path.relays * self.hop_latency_s)
+
+    def _fault_lines(self) -> list[str]:
+        return [f"{pattern} is {factor:g} times slower" for pattern, factor in self.faults]
+
+
+MAX_RANKS = 1024
+_INSIDE = ("gpus_per_node", "nvlink_bytes_per_s", "latency_s", "hop_latency_s")
+_BETWEEN = ("nics_per_node", "nic_bytes_per_s", "net_latency_s")
+
+
+def _check(cluster: Cluster) -> None:
+    for key in ("nodes", "gpus_per_node", "nics_per_node", "nodes_per_leaf", "oversubscription"):
+        if getattr(cluster, key) < 1:
+            raise ValueError(f"{key} must be 1 or more, got {getattr(cluster, key)}")
+    for key in ("nvlink_bytes_per_s", "nic_bytes_per_s"):
+        if not 0 < getattr(cluster, key) < inf:
+            raise ValueError(f"{key} must be above 0 and finite, got {getattr(cluster, key)}")
+    for key in ("latency_s", "net_latency_s", "hop_latency_s"):
+        if not 0 <= getattr(cluster, key) < inf:
+            raise ValueError(f"{key} must be 0 or more and finite, got {getattr(cluster, key)}")
+    if cluster.gpus_per_node % cluster.nics_per_node:
+        raise ValueError(
+            f"{cluster.gpus_per_node} GPUs cannot share {cluster.nics_per_node} NICs evenly"
+        )
+    if cluster.topology != "fat-tree" and cluster.oversubscription * cluster.nodes_per_leaf != 1:
+        raise ValueError(
+            "oversubscription and nodes_per_leaf need topology='fat-tree', the only one with "
+            f"shared up-links, not {cluster.topology!r}"
+        )
+
+
+def _assumed_lines(
+    prefix: str, values: Mapping[str, float], known: Mapping[str, Number]
+) -> list[str]:
+    """Return a line for each value that is assumed in ``known``, or differs from it."""
+    lines = []
+    for key, value in values.items():
+        number = known.get(key)
+        if number is None or number.value != value:
+            number = assumed(value, "set by hand")
+        if number.status == "assumed":
+            lines.append(f"{prefix}{key} = {value:g} (assumed: {number.source})")
+    return lines
+
+
+def _by_dtype(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {key[len(prefix) :]: value for key, value in values.items() if key.startswith(prefix)}
+
+
+def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
+    """Return the cluster that is meant, large enough for the ranks.
+
+    Raises:
+        ValueError: it has fewer GPUs than there are ranks, there is no preset of that name, or
+            these are more ranks than can be simulated.
+    """
+    if num_ranks > MAX_RANKS:
+        raise ValueError(
+            f"a simulated world has 1 to {MAX_RANKS:,} ranks, got {num_ranks:,}: take fewer "
+            "nodes or ranks"
+        )
+    if cluster is None:
+        return Cluster(1, num_ranks)
+    if isinstance(cluster, str):
+        one = Cluster.preset(cluster)
+        return Cluster.preset(cluster, nodes=-(-num_ranks // one.gpus_per_node))
+    if cluster.num_gpus < num_ranks:
+        raise ValueError(
+            f"{num_ranks} ranks need as many GPUs, but {cluster.name} has only {cluster.num_gpus}: "
+            "use more nodes, or fewer ranks"
+        )
+    return cluster

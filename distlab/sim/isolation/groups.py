@@ -1,0 +1,65 @@
+"""The process groups that ranks make: the default one, and those of ``new_group``."""
+
+import sys
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
+
+from distlab.sim.isolation.rank_state import RankWorld
+from distlab.sim.isolation.roster import Roster
+from distlab.sim.messages.group import Means, SimGroup
+from distlab.sim.messages.store import SimStore
+
+BACKEND = "sim"
+
+
+class Groups:
+    """Makes each rank's view of a group.
+
+    Args:
+        means: how messages travel.
+        tables: of the running rank, in which torch keeps its groups.
+
+    Attributes:
+        store: of the world.
+        roster: of the groups that were made.
+    """
+
+    def __init__(self, means: Means, tables: RankWorld) -> None:
+        self.store = SimStore(means.clock, means.places)
+        self.roster = Roster()
+        self._means, self._tables = means, tables
+        num_ranks = means.clock.num_ranks
+        self._everyone = tuple(range(num_ranks))
+        self._global_ranks = {rank: rank for rank in self._everyone}
+        self._joins = [0] * num_ranks  # how often each rank has made its default group
+
+    def join(self) -> None:
+        """Make the default process group of the running rank."""
+        number = self._means.clock.current.number
+        self._joins[number] += 1
+        group = SimGroup(self._means, self._everyone, number, (self._joins[number], "0"), "0")
+        c10d._register_pg_in_world(
+            group,
+            backend_name=BACKEND,
+            store=self.store,
+            group_name=GroupName("0"),
+            backend_config=",".join(f"{device}:sim" for device in ("cpu", "cuda", "meta")),
+            add_to_default_tag=True,
+        )
+        tables: dict[str, Any] = self._tables.__dict__
+        tables["pg_group_ranks"][group] = self._global_ranks
+        tables.update(default_pg=group, group_count=1)
+
+    def make(self, ranks: tuple[int, ...], key: object) -> SimGroup:
+        """Make the running rank's view of a new group; of no ``ranks``, of all.
+
+        Raises:
+            Mismatch: another rank has made a group of other ranks under this key.
+        """
+        members, number = ranks or self._everyone, self._means.clock.current.number
+        place = (self._joins[number], key)  # groups of a world that was left are others
+        site, _ = self._means.places.call_site(sys._getframe(1))
+        self.roster.enter(place, number, members, site)
+        return SimGroup(self._means, members, members.index(number), place, str(key))

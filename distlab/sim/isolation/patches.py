@@ -1,0 +1,283 @@
+"""What is changed in torch and Python while a simulated world runs, and put back afterwards.
+
+torch keeps one table of process groups per process and has no public way to keep one per rank. The
+attributes changed here are those that torch's own tests with threads use. They are private, so
+another torch version has to be tested first (constraints.txt names the tested one).
+"""
+
+import contextlib
+import functools
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+import torch.distributed.nn.functional  # in a rank, its defaults would become that rank's group
+
+from distlab.sim.engine.clock import Clock
+from distlab.sim.isolation import refusals
+from distlab.sim.isolation.groups import BACKEND, Groups
+from distlab.sim.isolation.meta_device import MetaHandle
+from distlab.sim.isolation.rank_state import (
+    NUMPY_FUNCTIONS,
+    PYTHON_FUNCTIONS,
+    RankVariables,
+    set_warning_state,
+    warning_state,
+)
+from distlab.sim.isolation.refusals import Refusals
+from distlab.sim.isolation.residents import Residents
+from distlab.sim.messages.handles import Handles
+from distlab.sim.messages.lanes import Lanes
+from distlab.sim.reporting.errors import SimulationError
+from distlab.words import rank_names
+
+
+@dataclass(frozen=True)
+class Home:
+    """What a process needs to be the home of simulated ranks.
+
+    Attributes:
+        clock: of the ranks.
+        residents: tell which rank runs, and have what is its own.
+        groups: make process groups.
+        refusals: note what torch refuses.
+        handles: the operations for which nobody has waited.
+        lanes: told of batches; None: messages have no order.
+    """
+
+    clock: Clock
+    residents: Residents
+    groups: Groups
+    refusals: Refusals
+    handles: Handles
+    lanes: Lanes | None
+
+
+_home = threading.Lock()  # held while this process is the home of simulated ranks
+
+
+@contextlib.contextmanager
+def installed(home: Home) -> Iterator[None]:
+    """Make this process the home of simulated ranks.
+
+    Raises:
+        SimulationError: it is already.
+    """
+    if not _home.acquire(blocking=False):
+        raise SimulationError("a process can simulate only one world at a time")
+    with contextlib.ExitStack() as undo:
+        undo.callback(_home.release)
+        _replace(undo, c10d, "_world", home.residents.tables)
+        isolate: Any = torch._C._distributed_c10d  # groups by name, per thread; not in the stubs
+        isolate._set_thread_isolation_mode(True)
+        undo.callback(isolate._set_thread_isolation_mode, False)
+        _register_backend(home)
+        _patch_groups(undo, home)
+        refusals.install(functools.partial(_replace, undo), home.residents, home.refusals)
+        _patch_clocks(undo, home)
+        _patch_generators(undo, home.residents)
+        _patch_environment(undo, home.residents)
+        torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
+        undo.callback(delattr, torch, "meta")
+        undo.callback(set_warning_state, warning_state())
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        undo.callback(_set_deterministic, torch.are_deterministic_algorithms_enabled())
+        undo.callback(setattr, sys, "stdout", sys.stdout)  # ranks that redirect it interleave
+        undo.callback(setattr, sys, "stderr", sys.stderr)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # otherwise each rank's thread gets its own pool
+        yield
+
+
+def _set_deterministic(wanted: bool) -> None:
+    """Set it only if a rank has changed it, because torch then loads its compiler for a second."""
+    if torch.are_deterministic_algorithms_enabled() != wanted:
+        torch.use_deterministic_algorithms(wanted)
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -> Any:
+    original = getattr(owner, name)
+    undo.callback(setattr, owner, name, original)
+    setattr(owner, name, value)
+    return original
+
+
+def _register_backend(home: Home) -> None:
+    """Let ``new_group`` and ``DeviceMesh`` make simulated groups."""
+    _current["home"] = home
+    if BACKEND.upper() not in vars(dist.Backend):
+        dist.Backend.register_backend(
+            BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda", "meta"]
+        )
+
+
+_current: dict[str, Any] = {}  # the backend is registered once per process, simulations come and go
+
+
+def unwaited() -> list[str]:
+    """List the handles that the calling rank has not waited for, a line each.
+
+    A handle counts as waited for when ``wait()`` was called, or ``is_completed()`` returned True;
+    a barrier is not enough. Outside of a simulated rank there are none.
+    """
+    home: Home | None = _current.get("home")
+    if home is None or not _home.locked() or not home.residents.is_in_rank():
+        return []
+    rows = home.handles.rows([home.residents.current])
+    return [f"{rank_names(row.ranks)}  {row.text}  {row.where}" for row in rows]
+
+
+def _create_group(options: Any, _: object) -> dist.ProcessGroup:
+    home: Home = _current["home"]
+    return home.groups.make(tuple(options.global_ranks_in_group), options.group_id)
+
+
+def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
+    """Simulate all groups, whatever backend the program names."""
+
+    def init_process_group(*_: object, **__: object) -> None:
+        if dist.is_initialized():
+            raise ValueError("trying to initialize the default process group twice!")
+        home.groups.join()
+
+    new_group = c10d.new_group
+
+    def new_simulated_group(*args: Any, **kwargs: Any) -> Any:
+        positional = list(args)
+        if len(positional) > 2:
+            positional[2] = None
+        return new_group(*positional, **{**kwargs, "backend": None})
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, **_: object) -> None:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            members: Any = c10d._group_or_default_group(group)
+            members.monitored_barrier(timeout)
+
+    for owner in (dist, c10d):
+        _replace(undo, owner, "init_process_group", init_process_group)
+        _replace(undo, owner, "new_group", new_simulated_group)
+        _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch: gloo's only
+    _patch_insides(undo, home)
+
+
+def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
+    """Make torch's own ``init_process_group`` and ``new_group`` work if imported by name before."""
+
+    def rendezvous(*_: object, **__: object) -> Iterator[tuple[object, int, int]]:
+        yield home.groups.store, home.residents.current, home.residents.num_ranks
+
+    make_group = c10d._new_process_group_helper
+
+    def make_simulated_group(
+        size: int, rank: int, ranks: list[int], backend: str, *rest: Any, **settings: Any
+    ) -> Any:
+        if not ranks:
+            home.groups.join()
+            return dist.group.WORLD, home.groups.store
+        settings.update(backend_options=None, device_id=None)
+        return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
+
+    def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
+        if not tensors[0].is_meta:  # DDP compares shapes as the numbers in a tensor
+            verify(group, tensors, *rest)
+
+    def check_batch(p2p_ops: list[dist.P2POp]) -> None:
+        check(p2p_ops)
+        if home.lanes is not None:
+            home.lanes.begin_batch(home.residents.current, len(p2p_ops))
+
+    # The first call of batch_isend_irecv, by whatever name a program has imported that.
+    check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
+    verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
+    _replace(undo, c10d, "rendezvous", rendezvous)
+    _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
+    undo.callback(setattr, sys, "excepthook", sys.excepthook)
+
+
+def _patch_clocks(undo: contextlib.ExitStack, home: Home) -> None:
+    """Clocks show a rank its virtual time; sleeping takes virtual time only."""
+    for name, per_second in (
+        ("perf_counter", None),
+        ("monotonic", None),
+        ("time", None),
+        ("perf_counter_ns", 10**9),
+        ("monotonic_ns", 10**9),
+        ("time_ns", 10**9),
+    ):
+        _replace(undo, time, name, _virtual(getattr(time, name), per_second, home))
+    sleep = time.sleep
+
+    def virtual_sleep(seconds: float) -> None:
+        if not home.residents.is_in_rank():
+            return sleep(seconds)
+        if seconds < 0:
+            raise ValueError("sleep length must be non-negative")
+        return home.clock.sleep(seconds)
+
+    _replace(undo, time, "sleep", virtual_sleep)
+
+
+def _virtual(real: Callable[[], float], per_second: int | None, home: Home) -> Callable[[], float]:
+    def clock() -> float:
+        if not home.residents.is_in_rank():
+            return real()
+        now_s = home.clock.read()
+        return round(now_s * per_second) if per_second else now_s
+
+    return clock
+
+
+def _patch_generators(undo: contextlib.ExitStack, residents: Residents) -> None:
+    """Let ``random.random`` and ``np.random.rand`` draw from the running rank's generators."""
+    undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+    for name in PYTHON_FUNCTIONS:
+        draw = getattr(random, name)
+        _replace(undo, random, name, _of_rank("python_rng", draw, residents))
+    for name in NUMPY_FUNCTIONS:
+        draw = getattr(np.random, name)
+        _replace(undo, np.random, name, _of_rank("numpy_rng", draw, residents))
+
+
+def _of_rank(generator: str, draw: Callable[..., Any], residents: Residents) -> Callable[..., Any]:
+    @functools.wraps(draw)
+    def draw_of_rank(*args: Any, **kwargs: Any) -> Any:
+        if not residents.is_in_rank():
+            return draw(*args, **kwargs)
+        return getattr(getattr(residents.state(), generator), draw.__name__)(*args, **kwargs)
+
+    return draw_of_rank
+
+
+def _patch_environment(undo: contextlib.ExitStack, residents: Residents) -> None:
+    """Set the variables that torchrun would set."""
+    variables = RankVariables(
+        os.environ._data,  # type: ignore[attr-defined]
+        lambda: residents.state().variables,
+    )
+    process = _replace(undo, os.environ, "_data", variables)
+    undo.callback(_put_back, process, variables.written)
+    common = {
+        "WORLD_SIZE": residents.num_ranks,
+        "LOCAL_WORLD_SIZE": residents.num_local_ranks,
+        "MASTER_ADDR": "simulated",
+        "MASTER_PORT": 0,
+    }
+    variables.update({name.encode(): str(value).encode() for name, value in common.items()})
+
+
+def _put_back(process: dict[bytes, bytes], written: set[bytes]) -> None:
+    """Undo what ``os.environ`` has also told the process that child processes inherit from."""
+    for name in written:
+        if name in process:
+            os.putenv(name, process[name])
+        else:
+            os.unsetenv(name)

@@ -1,0 +1,68 @@
+"""Who is at home in the process: one rank at a time, with what is its own."""
+
+import threading
+from collections.abc import MutableSequence
+
+from distlab.sim.engine.scheduler import Rank
+from distlab.sim.isolation.rank_state import RankState, RankWorld
+
+
+class Residents:
+    """The ranks of a world, each with its state; the running one's is the process's.
+
+    Args:
+        num_ranks: of the world.
+        gpus_per_node: of the cluster.
+        seed: of the ranks' generators.
+        running: where to note the rank that runs, followed by the thread of every rank, for a
+            supervisor in another process; None: nowhere else.
+
+    Attributes:
+        num_ranks: of the world.
+        num_local_ranks: those of a node.
+        tables: what torch takes for its table of process groups: the running rank's.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        gpus_per_node: int,
+        seed: int,
+        running: MutableSequence[int] | memoryview | None = None,
+    ) -> None:
+        self.num_ranks, self.num_local_ranks = num_ranks, min(num_ranks, gpus_per_node)
+        self.tables = RankWorld()
+        self._running = [0] * (1 + num_ranks) if running is None else running
+        self._states = [RankState(rank, gpus_per_node, seed) for rank in range(num_ranks)]
+
+    def begin(self) -> None:
+        """Let rank 0 be the first."""
+        self._running[0] = 0
+        self._states[0].bring_out(self.tables)
+
+    def move_in(self, rank: Rank) -> None:
+        """Note that the calling thread is a rank's."""
+        self._running[1 + rank.number] = threading.get_ident()
+
+    def switch(self, rank: Rank, next_rank: Rank) -> None:
+        """Put away what is the rank's, and bring out what is the next one's."""
+        self._states[rank.number].put_away()
+        self._states[next_rank.number].bring_out(self.tables)
+        self._running[0] = next_rank.number
+
+    @property
+    def current(self) -> int:
+        """The number of the running rank."""
+        return self._running[0]
+
+    def state(self) -> RankState:
+        """Return the state of the running rank."""
+        return self._states[self._running[0]]
+
+    def is_in_rank(self) -> bool:
+        """Whether the calling thread is the rank that runs."""
+        return self._running[1 + self._running[0]] == threading.get_ident()
+
+    def threads(self) -> dict[int, int]:
+        """Return each rank's thread."""
+        return dict(enumerate(self._running[1:]))

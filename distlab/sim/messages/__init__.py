@@ -1,0 +1,1 @@
+"""What ranks do to each other: messages, collectives, and the store."""

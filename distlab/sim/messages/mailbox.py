@@ -1,0 +1,167 @@
+"""Point-to-point messages: a send meets its recv, the bytes travel, both are done.
+
+synchronous (as on NCCL)    send ── waits ──┬ recv posted
+                                            └─ α + nβ ─▶ both are done
+eager (small, buffered)     send is done ───── α + nβ ─▶ arrived;  recv is done then, or when
+                                                         it is posted later
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from itertools import chain, count
+
+from distlab.process_group.call import describe
+from distlab.sim.messages.buffers import Buffers
+from distlab.sim.messages.lanes import Lanes
+from distlab.sim.messages.message import Message
+from distlab.sim.messages.pending import ANY_SOURCE
+from distlab.sim.network.traffic import Traffic
+from distlab.sim.reporting.report import mismatch
+
+Address = tuple[object, int, int, int]  # group, source, destination, tag
+
+
+class Mailbox:
+    """Holds what only one side has posted, first in first out per address.
+
+    Args:
+        traffic: carries the bytes.
+        buffers: what messages are read from and written to.
+        eager_bytes: sends up to this size are buffered.
+        p2p_order: "pair" or "free", as in ``Options``.
+
+    Attributes:
+        lanes: hold what may not start yet; None: everything starts when it is posted.
+    """
+
+    def __init__(
+        self, traffic: Traffic, buffers: Buffers, *, eager_bytes: int, p2p_order: str
+    ) -> None:
+        self._traffic, self._buffers, self._eager_bytes = traffic, buffers, eager_bytes
+        self.lanes = Lanes(self._start) if p2p_order == "pair" else None
+        self._sends: dict[Address, deque[Message]] = defaultdict(deque)
+        self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
+        self._has_any_source = False  # whether there ever was such a recv
+        self._numbers = count()
+
+    def send(self, send: Message, key: object) -> None:
+        """Post a send on the group of this key.
+
+        Raises:
+            Mismatch: the recv that waits for it has another size or dtype.
+        """
+        send.key, send.number = key, next(self._numbers)
+        send.is_eager = send.num_bytes <= self._eager_bytes
+        if send.is_eager or self._buffers.is_strict:
+            send.payload = self._buffers.copied(send.tensor)
+        if self.lanes is None or self.lanes.enter(send):
+            self._start_send(send)
+
+    def _start_send(self, send: Message) -> None:
+        address = (send.key, send.rank, send.peer, send.tag)
+        recv = _first(self._recvs.get(address))
+        if recv is None and self._has_any_source:
+            recv = _first(self._recvs.get((send.key, ANY_SOURCE, send.peer, send.tag)))
+        if recv is None:
+            self._sends[address].append(send)
+        else:
+            self._pair(send, recv, send)
+        if send.is_eager or recv:
+            self._travel(send, send.posted_s)
+        if send.is_eager:
+            send.finish(send.posted_s)
+            if self.lanes is not None:
+                self.lanes.done(send, send.posted_s)
+
+    def recv(self, recv: Message, key: object) -> None:
+        """Post a recv on the group of this key.
+
+        Raises:
+            Mismatch: the send that waits for it has another size or dtype.
+        """
+        recv.key = key
+        if self.lanes is None or self.lanes.enter(recv):
+            self._start_recv(recv)
+
+    def _start(self, message: Message) -> None:
+        if message.name == "send":
+            self._start_send(message)
+        else:
+            self._start_recv(message)
+
+    def _start_recv(self, recv: Message) -> None:
+        address = (recv.key, recv.peer, recv.rank, recv.tag)
+        if recv.peer == ANY_SOURCE:
+            self._has_any_source = True
+            send = _first(self._earliest_to(recv.key, recv.rank, recv.tag))
+        else:
+            send = _first(self._sends.get(address))
+        if send is None:
+            self._recvs[address].append(recv)
+            return
+        self._pair(send, recv, recv)
+        if not send.is_eager:
+            self._travel(send, recv.posted_s)
+        elif send.arrived_s is not None:
+            self._deliver(send, recv, recv.posted_s)
+
+    def unmatched(self) -> Iterator[Message]:
+        """Yield what was posted, has started, and has not met its other side."""
+        return chain.from_iterable((*self._sends.values(), *self._recvs.values()))
+
+    def waiting(self) -> Iterator[Message]:
+        """Yield what was posted and has not started."""
+        return iter(()) if self.lanes is None else self.lanes.waiting()
+
+    def _earliest_to(self, group: object, dst: int, tag: int) -> deque[Message] | None:
+        queues = [
+            queue
+            for (of, _, to, with_tag), queue in self._sends.items()
+            if queue and (of, to, with_tag) == (group, dst, tag)
+        ]
+        return min(queues, key=lambda queue: (queue[0].posted_s, queue[0].rank), default=None)
+
+    def _pair(self, send: Message, recv: Message, later: Message) -> None:
+        mine, theirs = send.tensor, recv.tensor
+        if mine.numel() != theirs.numel() or mine.dtype != theirs.dtype:
+            earlier = recv if later is send else send
+            raise mismatch(
+                "shape or dtype mismatch",
+                f"rank {send.rank} sends {describe(mine)}, and rank {recv.rank} receives "
+                f"{describe(theirs)}",
+                [earlier.row(), later.row()],
+                "A send and its recv need the same number of elements and the same dtype. Messages "
+                "from one rank to another meet in the order of the calls.",
+            )
+        send.partner, recv.partner = recv, send
+        recv.peer, recv.number = send.rank, send.number
+
+    def _travel(self, send: Message, start_s: float) -> None:
+        self._traffic.carry(
+            send.rank, send.peer, send.num_bytes, start_s, lambda at_s: self._arrive(send, at_s)
+        )
+
+    def _arrive(self, send: Message, at_s: float) -> None:
+        send.arrived_s = at_s
+        if send.partner is not None:
+            self._deliver(send, send.partner, at_s)
+
+    def _deliver(self, send: Message, recv: Message, at_s: float) -> None:
+        if self._buffers.is_strict and send.payload is not None and not send.is_eager:
+            send.check_unchanged(send.tensor, send.payload)
+        payload = send.payload if send.is_eager and send.payload is not None else send.tensor
+        self._buffers.copy(recv.tensor, payload)
+        recv.source = send.source
+        send.partner = recv.partner = None  # a circle would hold the tensors
+        send.payload = None
+        del send.tensor, recv.tensor  # so that a handle that is never waited for does not hold them
+        recv.finish(at_s)
+        if not send.is_eager:
+            send.finish(at_s)
+        if self.lanes is not None:
+            self.lanes.done(recv, at_s)
+            self.lanes.done(send, at_s)
+
+
+def _first(queue: deque[Message] | None) -> Message | None:
+    return queue.popleft() if queue else None

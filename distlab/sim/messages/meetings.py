@@ -1,0 +1,218 @@
+"""Collectives: all ranks of a group meet, the bytes travel phase by phase, all are done.
+
+A collective is recognised by its number: the k-th call of every rank on a group is one meeting.
+What must agree is compared as each rank arrives, so a mismatch is reported at the call that
+disagrees, before any rank waits for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from distlab.process_group.call import Call, Form, describe
+from distlab.process_group.moves import MOVES
+from distlab.sim.collectives.phases import Phase
+from distlab.sim.engine.clock import Clock
+from distlab.sim.messages.buffers import Buffers
+from distlab.sim.messages.pending import Pending
+from distlab.sim.network.traffic import Traffic
+from distlab.sim.reporting.errors import Mismatch
+from distlab.sim.reporting.report import mismatch
+from distlab.sim.reporting.sites import CallSite
+from distlab.words import joined, rank_names
+
+Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # of a call by the ranks of a group
+
+
+class Attendance(Pending):
+    """One rank's part in a meeting."""
+
+    __slots__ = ("call", "form", "kept", "meeting")
+
+    def __init__(
+        self,
+        clock: Clock,
+        group: tuple[int, ...],
+        call: Call,
+        meeting: "Meeting",
+        site: CallSite,
+    ) -> None:
+        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in call.inputs)
+        super().__init__(clock, call.name, group, num_bytes, site)
+        self.call = call  # until it is done
+        tensors = [*call.inputs, *call.outputs][:1]
+        self.form = Form(tensors[0].shape, tensors[0].dtype) if tensors else None
+        self.meeting = meeting
+        self.kept: list[Tensor] = []  # strict mode: the inputs as they were when posted
+
+    def waits_for(self) -> Sequence[int]:
+        """Return the ranks of the group that have not arrived."""
+        return [rank for rank in self.group if rank not in self.meeting.attendances]
+
+    def title(self) -> str:
+        """Write ``all_reduce (call 3 of ranks 0-7)``."""
+        return f"{self.name} (call {self.meeting.number + 1} of {rank_names(self.group)})"
+
+    def text(self) -> str:
+        """Write ``all_reduce (call 3 of ranks 0-7), (4,) float32``."""
+        shapes = f", {describe(self.form)}" if self.form else ""
+        return f"{self.title()}{shapes}"
+
+
+class Meeting:
+    """One collective call of one group, from the first arrival to the end."""
+
+    def __init__(self, means: "Meetings", group: tuple[int, ...], number: int) -> None:
+        self._means = means
+        self.group = group
+        self.number = number
+        self.attendances: dict[int, Attendance] = {}  # by global rank
+        self._under_way = 0  # transfers of the current phase
+
+    def arrive(self, call: Call, site: CallSite) -> Attendance:
+        """Take part as the running rank.
+
+        Raises:
+            Mismatch: this call disagrees with that of the rank that came first.
+        """
+        buffers = self._means.buffers
+        attendance = Attendance(self._means.clock, self.group, call, self, site)
+        if self.attendances:
+            _compare(attendance, next(iter(self.attendances.values())))
+        self.attendances[attendance.rank] = attendance
+        if buffers.is_strict:
+            attendance.kept = [buffers.copied(tensor) for tensor in call.inputs]
+        if len(self.attendances) == len(self.group):
+            if call.name == "all_to_all":
+                _compare_parts([self.attendances[rank] for rank in self.group])
+            self._begin(call)
+        return attendance
+
+    def _begin(self, call: Call) -> None:
+        """All ranks have arrived: let the bytes travel."""
+        phases = self._means.plan(call, self.group)
+        self._run_phase(iter(phases), self._means.clock.current.clock_s)
+
+    def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
+        """Start all transfers of the next phase; the last one to arrive starts the one after."""
+        phase = next(phases, None)
+        if phase is None:
+            return self._end(now_s)
+
+        def arrived(at_s: float) -> None:
+            self._under_way -= 1
+            if not self._under_way:
+                self._run_phase(phases, at_s)
+
+        self._under_way = len(phase.transfers)
+        for src, dst, num_bytes in phase.transfers:
+            self._means.traffic.carry(src, dst, num_bytes, now_s, arrived, repeat=phase.repeat)
+        return None
+
+    def _end(self, at_s: float) -> None:
+        members = [self.attendances[rank] for rank in self.group]
+        for member in members:
+            for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
+                member.check_unchanged(tensor, kept)
+        with self._means.buffers.unnoticed():
+            MOVES[members[0].name]([member.call for member in members])
+        self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors
+        for member in members:
+            del member.call  # a handle that is never waited for holds no tensors
+            member.kept.clear()
+            member.finish(at_s)
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """All meetings that have begun and lack a rank.
+
+    Args:
+        clock: of the ranks.
+        traffic: carries the bytes.
+        buffers: what goes in and comes out.
+        plan: which ranks send how much to whom.
+    """
+
+    clock: Clock
+    traffic: Traffic
+    buffers: Buffers
+    plan: Plan
+    _open: dict[tuple[object, int], Meeting] = field(default_factory=dict, init=False)
+
+    def at(self, key: object, ranks: tuple[int, ...], number: int) -> Meeting:
+        """Return the meeting of a group's ``number``-th collective call."""
+        place = (key, number)
+        meeting = self._open.get(place)
+        if meeting is None:
+            meeting = self._open[place] = Meeting(self, ranks, number)
+        elif len(meeting.attendances) == len(ranks) - 1:
+            del self._open[place]  # the last one arrives now
+        return meeting
+
+    def leftovers(self) -> Iterator[Attendance]:
+        """Yield the parts in meetings to which not all ranks have come."""
+        for meeting in self._open.values():
+            yield from meeting.attendances.values()
+
+
+def _compare(later: Attendance, first: Attendance) -> None:
+    """Raise if two ranks' calls cannot be the same collective."""
+    if later.name != first.name:
+        raise mismatch(
+            "operation mismatch",
+            f"{first.name} on rank {first.rank}, but {later.name} on rank {later.rank}",
+            [first.row(), later.row()],
+            "Every rank of a group must make the same collective calls in the same order.",
+        )
+    if later.call.must_agree != first.call.must_agree or _device(later) != _device(first):
+        raise _disagreement(later, first)
+
+
+def _device(attendance: Attendance) -> str:
+    """Write ``cpu`` or ``meta``: tensors without data match only others without data."""
+    call = attendance.call
+    return joined(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
+
+
+def _must_agree(attendance: Attendance) -> dict[str, object]:
+    return {**attendance.call.must_agree, "device": _device(attendance)}
+
+
+def _disagreement(later: Attendance, first: Attendance) -> Mismatch:
+    """Say what differs between two calls of a collective: op, root, size, dtype or device."""
+    others = _must_agree(first)
+    words = [word for word, value in _must_agree(later).items() if value != others.get(word)]
+    is_shape = {"size", "dtype", "device"}.issuperset(words)
+    return mismatch(
+        "shape or dtype mismatch" if is_shape else "operation mismatch",
+        f"{first.name} with {_details(first, words)} on rank {first.rank}, "
+        f"but with {_details(later, words)} on rank {later.rank}",
+        [first.row(), later.row()],
+        f"In one collective call all ranks must give the same {joined(words)}.",
+    )
+
+
+def _details(attendance: Attendance, words: Iterable[str]) -> str:
+    """Write ``size 4 and dtype float32``; a root by its global number."""
+    values = _must_agree(attendance)
+    if "root" in values:
+        values["root"] = attendance.group[attendance.call.root]
+    return joined([f"{word} {str(values.get(word)).removeprefix('torch.')}" for word in words])
+
+
+def _compare_parts(members: Sequence[Attendance]) -> None:
+    """Raise if a rank sends more or fewer elements in ``all_to_all`` than the receiver expects."""
+    for i, sender in enumerate(members):
+        for k, receiver in enumerate(members):
+            sent, expected = sender.call.inputs[k].numel(), receiver.call.outputs[i].numel()
+            if sent != expected:
+                raise mismatch(
+                    "shape or dtype mismatch",
+                    f"in all_to_all rank {sender.rank} sends {sent} elements to rank "
+                    f"{receiver.rank}, which expects {expected}",
+                    [sender.row(), receiver.row()],
+                    "The sender's input split for a rank is that rank's output split for the "
+                    "sender.",
+                )

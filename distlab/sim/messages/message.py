@@ -1,0 +1,89 @@
+"""A posted send or recv, from the call until its bytes have arrived."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from distlab.process_group.call import Form, describe
+from distlab.sim.engine.clock import Clock
+from distlab.sim.messages.pending import ANY_SOURCE, Pending
+from distlab.sim.reporting.sites import CallSite
+from distlab.words import rank_names
+
+PREPOSITIONS = {"send": "to", "recv": "from"}
+
+
+class InLane(Protocol):
+    """Where a message stands among those that run one after the other."""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it stands among batches."""
+
+    def ahead(self) -> "list[Message]":
+        """Return what has to be done before."""
+
+
+class Message(Pending):
+    """A posted send or recv. Ranks are global; ``partner`` is the other side, once there is one.
+
+    A pair has one ``number``, the send's.
+    """
+
+    __slots__ = (
+        *("arrived_s", "form", "is_eager", "key", "kind", "number", "partner"),
+        *("payload", "peer", "source", "tag", "tensor", "turn"),
+    )
+
+    def __init__(
+        self,
+        clock: Clock,
+        name: str,
+        group: tuple[int, ...],
+        tensor: Tensor,
+        peer: int,
+        source: int,
+        tag: int,
+        call: CallSite,
+    ) -> None:
+        super().__init__(clock, name, group, tensor.numel() * tensor.itemsize, call)
+        self.kind = name
+        self.tensor = tensor  # until it has arrived
+        self.form = tensor.shape, tensor.dtype  # a plain tuple: made for every message
+        self.peer = peer
+        self.number = -1
+        self.tag = tag
+        self.payload: Tensor | None = None  # the tensor as it was when posted: eager, strict
+        self.is_eager = False
+        self.arrived_s: float | None = None
+        self.partner: Message | None = None
+        self.key: object = None  # of the group, for those that have the same ranks
+        self.turn: InLane | None = None  # in its lane, where there are any, until it is done
+        self.source = source  # rank inside the group that it comes from
+
+    def waits_for(self) -> Sequence[int]:
+        """Return the peer, or every rank that could send; if others come first, their peers."""
+        if ahead := self.ahead():
+            return sorted({peer for message in ahead for peer in message.waits_for()})
+        if self.peer == ANY_SOURCE:
+            return [rank for rank in self.group if rank != self.rank]
+        return (self.peer,)
+
+    def ahead(self) -> "list[Message]":
+        """Return what has to be done before this may start."""
+        return self.turn.ahead() if self.turn else []
+
+    def toward(self) -> str:
+        """Write ``to rank 2``, ``from itself`` or ``from any rank``."""
+        peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
+        return f"{PREPOSITIONS[self.name]} {'itself' if self.peer == self.rank else peer}"
+
+    def text(self) -> str:
+        """Write ``recv from rank 2, (4,) float32``, and the tag and the group if not the usual."""
+        toward = PREPOSITIONS[self.name]
+        peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
+        tag = f", tag {self.tag}" if self.tag else ""
+        is_usual = len(self.group) == self.clock.num_ranks
+        group = "" if is_usual else f", on the group of {rank_names(self.group)}"
+        return f"{self.name} {toward} {peer}, {describe(Form(*self.form))}{tag}{group}"

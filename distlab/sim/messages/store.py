@@ -1,0 +1,105 @@
+"""The key-value store of a simulated world: waiting for a key is waiting for a rank."""
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from distlab.sim.engine.clock import POLL_S, Clock
+from distlab.sim.messages.pending import Pending
+from distlab.sim.reporting.sites import CallSite, Places
+
+
+class KeyWait(Pending):
+    """A rank that waits for keys that no rank has set yet."""
+
+    __slots__ = ("keys",)
+    kind = "store"
+
+    def __init__(self, clock: Clock, keys: Sequence[str], call: CallSite) -> None:
+        super().__init__(clock, "store.wait", tuple(range(clock.num_ranks)), 0, call)
+        self.keys = list(keys)
+
+    def waits_for(self) -> Sequence[int]:
+        """Return every other rank: any could set the key."""
+        return [rank for rank in self.group if rank != self.rank]
+
+    def text(self) -> str:
+        """Write ``store.wait for 'ready'``."""
+        return f"store.wait for {', '.join(map(repr, self.keys))}"
+
+
+class SimStore(Store):
+    """A store that all ranks share. Only asking whether a key is there costs virtual time."""
+
+    def __init__(self, clock: Clock, places: Places) -> None:
+        super().__init__()
+        self._clock, self._places = clock, places
+        self._values: dict[str, bytes] = {}
+        self._waits: list[KeyWait] = []
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a key, and wake the ranks that wait for it."""
+        self._clock.act()
+        self._set(key, value)
+
+    def _set(self, key: str, value: bytes | str) -> None:
+        self._values[key] = value if isinstance(value, bytes) else value.encode()
+        self._wake()
+
+    def get(self, key: str) -> bytes:
+        """Return a key's value, waiting for it."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        self._clock.act()
+        value = int(self._values.get(key, b"0")) + amount
+        self._set(key, str(value))
+        return value
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Set a key if it has the expected value; return what it has afterwards."""
+        self._clock.act()
+        old = expected if isinstance(expected, bytes) else expected.encode()
+        if self._values.get(key, b"") == old:
+            self._set(key, desired)
+        return self._values.get(key, old)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell whether all keys are set; a microsecond passes, or asking again would not help."""
+        self._clock.advance(POLL_S)
+        self._clock.act()
+        return self._has(keys)
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are set. A key that never comes is a deadlock, found at once."""
+        self._clock.act()
+        if not self._has(keys):
+            waiting = KeyWait(self._clock, keys, self._places.call_site(sys._getframe(1)))
+            self._waits.append(waiting)
+            waiting.wait()
+
+    def num_keys(self) -> int:
+        """Return how many keys are set."""
+        self._clock.act()
+        return len(self._values)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; tell whether it was there."""
+        self._clock.act()
+        return self._values.pop(key, None) is not None
+
+    getNumKeys, deleteKey = num_keys, delete_key  # what C++ calls: a PrefixStore around this one
+
+    def _wake(self) -> None:
+        now_s = self._clock.current.clock_s
+        ready = [wait for wait in self._waits if self._has(wait.keys)]
+        self._waits = [wait for wait in self._waits if wait not in ready]
+        for waiting in ready:
+            waiting.finish(now_s)

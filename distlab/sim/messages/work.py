@@ -1,0 +1,94 @@
+"""The ``Work`` that a simulated operation returns."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from distlab.sim.engine.clock import POLL_S
+from distlab.sim.messages.handles import Handles
+from distlab.sim.messages.pending import Pending
+
+
+class SimWork(dist.Work):
+    """Waits in virtual time.
+
+    Args:
+        pending: the operation.
+        tensors: what a future of it holds.
+        handles: it is one of these until it was waited for.
+    """
+
+    __slots__ = ("_open", "pending", "tensors")
+
+    def __init__(self, pending: Pending, tensors: Sequence[Tensor], handles: Handles) -> None:
+        super().__init__()
+        self.pending = pending
+        self.tensors = tensors
+        self._open = handles.open
+        self._open[pending] = None
+        rank = pending.clock.current
+        rank.num_calls += 1
+        rank.last_call = pending
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is done. No timeout: a deadlock is found at once."""
+        self._open.pop(self.pending, None)
+        self.pending.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it is done at this rank's time; asking takes a microsecond."""
+        clock = self.pending.clock
+        clock.sleep(POLL_S)
+        is_completed = self.pending.is_done and self.pending.done_s <= clock.current.clock_s
+        if is_completed:
+            self._open.pop(self.pending, None)
+        return is_completed
+
+    def is_success(self) -> bool:
+        """Tell whether it is done; a failed operation raises in its rank instead."""
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        """Block until the operation is done."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Block until the operation is done: a rank is its own stream."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that were written."""
+        return list(self.tensors)
+
+    def source_rank(self) -> int:
+        """Return the rank inside the group that a receive came from."""
+        return int(getattr(self.pending, "source", -1))
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a completed future, having blocked until the data is there.
+
+        C++ code (the reducer of DistributedDataParallel) waits for futures in a place where no
+        other rank could get the baton. So it blocks here, without moving this rank's clock. The
+        clock moves to the end of the operation when backward has ended, where the reducer waits.
+        Async operations that ranks post in different orders therefore deadlock here; NCCL forbids
+        them too.
+        """
+        self._open.pop(self.pending, None)
+        rank = self.pending.clock.current
+        if torch._C._current_graph_task_id() == -1:  # not in backward
+            self.pending.wait()
+        else:
+            posted_s = rank.clock_s
+            self.pending.block()
+            rank.clock_s = posted_s
+            Variable._execution_engine.queue_callback(self.pending.wait)
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(list(self.tensors))
+        return future

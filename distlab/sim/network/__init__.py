@@ -1,0 +1,1 @@
+"""Bytes on their way: they share links, and arrive."""

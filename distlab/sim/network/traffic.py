@@ -1,0 +1,86 @@
+"""Transfers between ranks: latency first, then bytes that share the links of their route."""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+from distlab.sim.engine.faults import Faults
+from distlab.sim.engine.scheduler import Scheduler
+from distlab.sim.engine.trace import Trace
+from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.network.flows import Flow, Network
+
+# When it may begin, its place among those of the same instant, links, bytes, whom to tell.
+Transfer = tuple[float, int, tuple[int, ...], float, Callable[[float], None]]
+
+
+class Traffic:
+    """The network as the scheduler sees it: a source of events, the arrivals.
+
+    A transfer of n bytes over an idle route takes latency + n / bandwidth seconds, exactly.
+
+    Args:
+        cluster: has the links.
+        scheduler: told when something arrives.
+        trace: counts what is sent.
+        faults: may have delays.
+    """
+
+    def __init__(
+        self, cluster: Cluster, scheduler: Scheduler, trace: Trace, faults: Faults
+    ) -> None:
+        self.cluster = cluster
+        self.network = Network([link.bytes_per_s for link in cluster.links])
+        trace.bytes_by_link = self.network.bytes_by_link
+        self._scheduler = scheduler
+        self._trace = trace
+        self._delays_s = faults.delays_s
+        self._waiting: list[Transfer] = []  # heap: their latency is not over
+        self._order = count()
+        scheduler.source = self
+
+    def carry(
+        self,
+        src: int,
+        dst: int,
+        num_bytes: float,
+        now_s: float,
+        arrived: Callable[[float], None],
+        *,
+        repeat: int = 1,
+    ) -> None:
+        """Send ``num_bytes`` from GPU ``src`` to GPU ``dst``; call ``arrived`` with the time.
+
+        ``repeat`` such messages, each sent when the one before has arrived, are one transfer of
+        all their bytes after all their latencies and delays.
+        """
+        route, total = self.cluster.route(src, dst), repeat * num_bytes
+        self._trace.carried(src, dst, total, repeat)
+        latency_s = route.latency_s
+        if self._delays_s:
+            latency_s += self._delays_s.get((src, dst), 0.0)
+        begin_s = max(now_s + repeat * latency_s, self._scheduler.now_s)
+        transfer = (begin_s, next(self._order), route.links, total, arrived)
+        heapq.heappush(self._waiting, transfer)
+
+    def next_event_s(self) -> float:
+        """When the latency of the next transfer is over, or its bytes have arrived."""
+        end_s = self.network.next_finish_s()
+        if self._waiting and self._waiting[0][0] < end_s:
+            return self._waiting[0][0]
+        return end_s
+
+    def run_events(self, now_s: float) -> None:
+        """Start transfers that are due, and notify the owners of bytes that have arrived."""
+        while self._waiting and self._waiting[0][0] <= now_s:
+            _, _, links, num_bytes, arrived = heapq.heappop(self._waiting)
+            self.network.start(links, num_bytes, now_s).tag = arrived
+        for flow in self.network.pop_finished(now_s):
+            _arrived(flow)(now_s)
+
+
+def _arrived(flow: Flow) -> Callable[[float], None]:
+    tag = flow.tag
+    if not callable(tag):
+        raise TypeError(f"a flow carries {tag!r} instead of a function to call on arrival")
+    return tag

@@ -1,0 +1,164 @@
+"""The kinds of deadlock: which mistake it is, which ranks to blame, and what to look for."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from distlab.sim.messages.meetings import Attendance
+from distlab.sim.messages.message import Message
+from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.store import KeyWait
+from distlab.sim.postmortem import ways_out
+from distlab.sim.postmortem.group_hints import wrong_group
+from distlab.sim.postmortem.standstill import Standstill, find_cycle
+from distlab.sim.reporting.errors import DeadlockKind
+from distlab.words import rank_names, verb
+
+
+class Cause(NamedTuple):
+    """One reason why ranks cannot go on.
+
+    Attributes:
+        ranks: to blame.
+        involved: the blocked ranks that it consists of.
+        words: who waits for whom.
+        advice: what to look for.
+    """
+
+    kind: DeadlockKind
+    ranks: list[int]
+    involved: list[int]
+    words: str
+    advice: str
+
+
+Groups = Collection[Sequence[int]]
+
+
+def find_causes(still: Standstill, groups: Groups = ()) -> list[Cause]:
+    """Find everything that has to be fixed before all ranks can go on.
+
+    Args:
+        still: who waits for whom.
+        groups: the members of all groups that the program has made.
+    """
+    return [
+        *(_peer_ended(still, ranks, groups) for ranks in still.deserted()),
+        *(_knot(still, ranks, groups) for ranks in still.knots()),
+    ]
+
+
+def _knot(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+    waits = [still.blocked[rank] for rank in ranks]
+    if any(isinstance(wait, KeyWait) for wait in waits):
+        return _key_never_set(still, ranks)
+    if all(isinstance(wait, Message) for wait in waits):
+        return _send_recv_cycle(still, ranks)
+    if all(isinstance(wait, Attendance) for wait in waits):
+        return _order_mismatch(still, ranks, groups)
+    return _missing_rank(still, ranks, groups)
+
+
+def _peer_ended(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+    """Blame those that have ended."""
+    peers = still.waits_for[ranks[0]]
+    gone = [peer for peer in peers if peer in still.ended]
+    running = [peer for peer in peers if peer not in still.ended]
+    words = f"{still.sentence(ranks)}, but {still.fates(gone)}"
+    if running:
+        words += f" ({still.sentences(running)})"
+    if still.killed.isdisjoint(gone):
+        hint = wrong_group(still, ranks, groups)
+        advice = _why_early(still.blocked[ranks[0]], ranks, gone)
+        advice = f"{hint} If not: {_lower(advice)}" if hint else advice
+    else:
+        advice = (
+            "A killed rank never answers. The others need a heartbeat or a timeout to notice that, "
+            "and a group without the killed rank to go on."
+        )
+    return Cause("peer ended", gone, ranks, words, advice)
+
+
+def _why_early(wait: Pending, ranks: Sequence[int], gone: Sequence[int]) -> str:
+    who = rank_names(gone)
+    if isinstance(wait, Attendance):
+        return (
+            f"Why did {who} return before call {wait.meeting.number + 1} of this group? Fewer "
+            "batches, an early return, or a call under an `if` on the rank?"
+        )
+    missing, surplus = ("send", "receive") if wait.name == "recv" else ("recv", "send")
+    return (
+        f"Is a {missing} missing on {who}, or is there an early return? "
+        f"Or {verb(ranks, 'do', 'does')} {rank_names(ranks)} {surplus} once too often?"
+    )
+
+
+def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
+    """Blame those that wait for the key: who should have set it is not known."""
+    waiting = [rank for rank in ranks if isinstance(still.blocked[rank], KeyWait)]
+    others = [rank for rank in ranks if rank not in waiting]
+    words = still.sentences([*waiting, *others])
+    advice = (
+        "Is the key spelled the same on both sides? Does the rank that should set it wait for "
+        "something else first?"
+    )
+    return Cause("key never set", waiting, ranks, words, advice)
+
+
+def _send_recv_cycle(still: Standstill, ranks: list[int]) -> Cause:
+    """Blame all of the cycle."""
+    cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
+    is_whole = len(cycle) == len(ranks)
+    words = still.circle([[rank] for rank in cycle]) if is_whole else still.sentences(ranks)
+    return Cause("send/recv cycle", ranks, ranks, words, ways_out.of_cycle(still, ranks))
+
+
+def _order_mismatch(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+    """Blame all ranks that wait for each other."""
+    cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
+    words = still.circle([still.mates[rank] for rank in cycle])
+    advice = "Ranks that share several groups have to use them in the same order. "
+    if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
+        advice += "These are two different groups of the same ranks: check group=."
+    else:
+        hint = wrong_group(still, still.mates[cycle[0]], groups)
+        advice += (
+            f"Or else: {_lower(hint)}" if hint else "Or is one of these calls on the wrong group?"
+        )
+    return Cause("order mismatch", ranks, ranks, words, advice)
+
+
+def _missing_rank(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+    """Blame those whom the collective with the fewest absent ranks waits for."""
+    present = min(
+        (rank for rank in ranks if isinstance(still.blocked[rank], Attendance)),
+        key=lambda rank: (len(still.waits_for[rank]), rank),
+    )
+    missing = _directly_missing(still, present)
+    words = f"{still.sentence(still.mates[present])}, but {still.sentences(missing)}"
+    advice = _joined(
+        wrong_group(still, still.mates[present], groups),
+        ways_out.of_absence(still, missing, present)
+        or "Every rank of a group must make the same collective calls in the same order.",
+        f"Or {verb(missing, 'do', 'does')} {rank_names(missing)} skip a call?",
+    )
+    return Cause("missing rank", missing, ranks, words, advice)
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _joined(*sentences: str) -> str:
+    return " ".join(filter(None, sentences))
+
+
+def _directly_missing(still: Standstill, present: int) -> list[int]:
+    """Return the absent ranks that wait for one that is present, or all absent ones if none do."""
+    absent = still.waits_for[present]
+    there = set(still.blocked[present].group).difference(absent)
+    direct = [
+        rank
+        for rank in absent
+        if isinstance(still.blocked[rank], Message) and there.intersection(still.waits_for[rank])
+    ]
+    return direct or absent

@@ -1,0 +1,145 @@
+"""How a world ends if it fails: with the error of a rank, or with a report of who waits for whom.
+
+What comes first counts. When a rank has raised, the calls of its clean-up may meet ranks that wait
+for what it would have done next, and then they deadlock or disagree. The cause is what it raised.
+"""
+
+import ast
+import linecache
+import sys
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from distlab import tracebacks
+from distlab.sim.device.memory import OutOfMemory
+from distlab.sim.engine.scheduler import Rank
+from distlab.sim.messages.mailbox import Mailbox
+from distlab.sim.messages.pending import Pending
+from distlab.sim.postmortem.deadlock import History, explain
+from distlab.sim.reporting.errors import RankError, SimulationError
+from distlab.sim.reporting.sites import PROGRAM, SIMULATOR, Places
+
+
+def rank_error(
+    rank: int, num_ranks: int, error: BaseException, places: Places, afterwards: str = ""
+) -> RankError:
+    """Make the error of a rank that has raised; its traceback is of the program's lines.
+
+    Args:
+        places: tell the program's lines.
+        afterwards: what happened then, to be reported below the traceback.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    tracebacks.keep_frames(shown, partial(_of_program, places=places))
+    headline = tracebacks.headline(error)
+    text = "".join(shown.format())
+    if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
+        headline = f"OutOfMemory: {error}"
+        text = "".join(["Traceback (most recent call last):\n", *shown.stack.format()])
+    if isinstance(error, SystemExit):  # the program ends itself; nothing has broken
+        text = ""
+    below = f"\n\n{text.rstrip()}" if text else ""
+    return RankError(
+        f"rank {rank} of {num_ranks} raised {headline}{below}{afterwards}",
+        (rank,),
+        type(error).__name__,
+    )
+
+
+def _of_program(files: Collection[str], places: Places) -> Collection[str]:
+    """Choose the program's files; if none is, those that are not the simulator's."""
+    kinds = {file: places.kind(file) for file in files}
+    has_program = PROGRAM in kinds.values()
+    return [
+        f for f, kind in kinds.items() if (kind == PROGRAM if has_program else kind != SIMULATOR)
+    ]
+
+
+def standstill_error(
+    ranks: Sequence[Rank],
+    threads: Mapping[int, int],
+    places: Places,
+    mailbox: Mailbox,
+    history: History,
+) -> SimulationError:
+    """Make the error for a world in which no rank can go on.
+
+    Args:
+        ranks: all of the world.
+        threads: by rank, its thread.
+        places: tell the program's lines.
+        history: what they did before.
+        mailbox: has all sends and recvs that were posted and have not met.
+    """
+    blocked = {rank.number: rank.waits_in for rank in ranks if isinstance(rank.waits_in, Pending)}
+    frames = sys._current_frames()
+    report = explain(
+        blocked,
+        ended=[rank.number for rank in ranks if rank.has_ended],
+        killed=[rank.number for rank in ranks if rank.is_killed],
+        unmatched=mailbox.unmatched(),
+        queued=mailbox.waiting(),
+        history=history,
+        waits_at={rank: places.call_site(frames[threads[rank]])[0] for rank in blocked},
+    )
+    return first_error(report, ranks, threads, places)
+
+
+def first_error(
+    report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int], places: Places
+) -> SimulationError:
+    """Return the exception that a rank was passing on when ``report`` was made, or ``report``."""
+    under_way = dict(_exceptions(report, ranks, threads))
+    for error in under_way.values():
+        if isinstance(error, SimulationError):
+            report = error
+            break
+    for rank, error in under_way.items():
+        if not isinstance(error, SimulationError) and _is_passed_on(error):
+            afterwards = f"\n\nWhile it cleaned up, the world ended:\n{report}"
+            return rank_error(rank, len(ranks), error, places, afterwards)
+    return report
+
+
+def _exceptions(
+    report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int]
+) -> Iterator[tuple[int, Exception]]:
+    """Yield the exceptions other than ``report`` that ranks have raised and are still handling."""
+    by_thread: Mapping[int, Any] = sys._current_exceptions()
+    for rank in ranks:
+        error = None if rank.has_ended else by_thread.get(threads[rank.number])
+        if isinstance(error, tuple):  # Python 3.10 and 3.11: with its type and traceback
+            error = error[1]
+        error = report.__context__ if error is report else error
+        if isinstance(error, Exception):
+            yield rank.number, error
+
+
+def _is_passed_on(error: Exception) -> bool:
+    """Whether an exception goes on from where it has come to: a ``finally``, a ``with``.
+
+    An ``except`` that raises nothing has dealt with it: that is how fallbacks are written.
+    """
+    if error.__traceback__ is None:
+        return False
+    frame = error.__traceback__.tb_frame  # the outermost that it has come to
+    handlers = [
+        node
+        for node in _handlers(frame.f_code.co_filename)
+        if node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
+    ]
+    if not handlers:
+        return True
+    innermost = max(handlers, key=lambda node: node.lineno)
+    return any(isinstance(node, ast.Raise) for node in ast.walk(innermost))
+
+
+def _handlers(file: str) -> list[ast.ExceptHandler]:
+    """List the ``except`` clauses of a file; none if it is not there any more as it was."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return []
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]

@@ -1,0 +1,100 @@
+"""Messages that nearly matched: a send and a recv that differ in tag, group or peer."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from distlab.sim.messages.message import Message
+from distlab.sim.messages.pending import ANY_SOURCE
+from distlab.words import rank_names
+
+Pair = tuple[Message, Message]  # a send and a recv
+
+
+def near_pairs(unmatched: Iterable[Message], waiting: Iterable[Message]) -> Iterator[Pair]:
+    """Find sends and recvs that have not matched, although they have a rank in common.
+
+    Args:
+        unmatched: all sends and recvs that were posted and have not met.
+        waiting: those that ranks wait in; each pair has one of them.
+    """
+    by_rank, by_peer = defaultdict(list), defaultdict(list)
+    for message in unmatched:
+        by_rank[message.name, message.rank].append(message)
+        by_peer[message.name, message.peer].append(message)
+    for mine in waiting:
+        name = "recv" if mine.name == "send" else "send"
+        for other in (*by_rank[name, mine.peer], *by_peer[name, mine.rank]):
+            yield (mine, other) if mine.name == "send" else (other, mine)
+
+
+def between_the_same_ranks(pairs: Sequence[Pair]) -> str:
+    """Say what keeps a send from the recv that its receiver has posted for it; "" if there is none.
+
+    Rank 0 sends to rank 1 with tag 1, but rank 1 receives with tag 2.
+    """
+    for send, recv in pairs:
+        if send.peer == recv.rank and recv.peer in (send.rank, ANY_SOURCE):
+            return f"Rank {send.rank} sends to rank {recv.rank} {_difference(send, recv)}"
+    return ""
+
+
+def _difference(send: Message, recv: Message) -> str:
+    but = f"but rank {recv.rank} receives"
+    if send.group != recv.group:
+        return (
+            f"on the group of {rank_names(send.group)}, {but} on the group of "
+            f"{rank_names(recv.group)}: give both the same group."
+        )
+    if send.tag != recv.tag:
+        return f"with tag {send.tag}, {but} with tag {recv.tag}: give both the same tag."
+    return f"on one group, {but} on another group of the same ranks: give both the same group."
+
+
+def with_another_rank(pairs: Sequence[Pair]) -> str:
+    """Ask whether a send and a recv were meant for each other; "" if there are none.
+
+    Rank 0 sends to rank 1, but rank 1 receives from rank 2: is one of the peers wrong?
+    """
+    for send, recv in pairs:
+        if recv.peer != ANY_SOURCE and (send.peer == recv.rank) != (send.rank == recv.peer):
+            ends = (
+                f"rank {send.rank} sends to rank {send.peer}",
+                f"rank {recv.rank} receives from rank {recv.peer}",
+            )
+            one, other = ends if send.peer == recv.rank else ends[::-1]
+            return f"{one.capitalize()}, but {other}: is one of the peers wrong?"
+    return ""
+
+
+def counted_inside_the_group(pairs: Sequence[Pair]) -> str:
+    """Say which peer would be right if its number were counted inside the group; "" if none.
+
+    Rank 1 sends to rank 2, and rank 3 waits for rank 1 to send. Inside the group of ranks 1-3, …
+    """
+    for send, recv in pairs:
+        is_usual = len(send.group) == send.clock.num_ranks
+        if not is_usual and send.group == recv.group and ANY_SOURCE not in (send.peer, recv.peer):
+            if recv.peer == send.rank and _is_number_of(send.peer, recv):
+                return (
+                    f"Rank {send.rank} sends to rank {send.peer}, and rank {recv.rank} waits for "
+                    f"rank {send.rank} to send. {_number(recv, send.peer, 'dst')}"
+                )
+            if send.peer == recv.rank and _is_number_of(recv.peer, send):
+                return (
+                    f"Rank {recv.rank} receives from rank {recv.peer}, and rank {send.rank} waits "
+                    f"for rank {recv.rank} to receive. {_number(send, recv.peer, 'src')}"
+                )
+    return ""
+
+
+def _is_number_of(number: int, message: Message) -> bool:
+    """Whether a message's rank has this number inside its group, and another one outside."""
+    group = message.group
+    return number != message.rank and number < len(group) and group[number] == message.rank
+
+
+def _number(message: Message, number: int, end: str) -> str:
+    return (
+        f"Inside the group of {rank_names(message.group)}, rank {message.rank} is number {number}, "
+        f"but {end}= counts all ranks: is group_{end}={number} meant?"
+    )

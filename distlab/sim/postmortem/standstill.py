@@ -1,0 +1,155 @@
+"""A world in which no rank can go on: who waits for whom, in numbers and in words.
+
+    rank 4 ──▶ rank 3 ──▶ rank 1 ⇄ rank 2        ranks 1 and 2 are a knot, 3 and 4 its victims
+    rank 5 ──▶ rank 0, which has returned        a second cause
+
+An arrow is "waits for". A knot is a set of ranks that wait for each other and for no other rank.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from distlab.sim.messages.message import Message
+from distlab.sim.messages.pending import ANY_SOURCE, Pending
+from distlab.sim.messages.store import KeyWait
+from distlab.sim.postmortem import order
+from distlab.words import clauses, rank_names, verb
+
+MAX_CLAUSES = 3  # in a sentence; of more, the first two and the end are given
+
+Graph = Mapping[int, Sequence[int]]  # by blocked rank, the ranks it waits for
+
+
+def find_knots(waits_for: Graph) -> list[list[int]]:
+    """Find the sets of ranks that wait only for each other, directly or not."""
+    reach = {rank: sum(1 << peer for peer in peers) for rank, peers in waits_for.items()}
+    for via in reach:
+        for rank in reach:
+            if reach[rank] >> via & 1:
+                reach[rank] |= reach[via]
+    sets: dict[int, list[int]] = {}
+    for rank in sorted(reach):
+        if reach[rank] >> rank & 1:
+            sets.setdefault(reach[rank], []).append(rank)
+    return [ranks for bits, ranks in sets.items() if bits == sum(1 << rank for rank in ranks)]
+
+
+def find_cycle(waits_for: Graph) -> list[int]:
+    """Find ranks each of which waits for the next, and the last for the first; [] if none do.
+
+    The cycle is a shortest one through the lowest rank that is on any.
+    """
+    for start in sorted(waits_for):
+        paths, seen = [[start]], {start}
+        for path in paths:
+            for peer in sorted(waits_for[path[-1]]):
+                if peer == start:
+                    return path
+                if peer in waits_for and peer not in seen:
+                    seen.add(peer)
+                    paths.append([*path, peer])
+    return []
+
+
+class Standstill:
+    """Who waits for whom.
+
+    Args:
+        blocked: by rank, the operation in which it waits.
+        ended: ranks that have returned or were killed.
+        killed: those of them that a fault has killed.
+        arrived: by source and destination, how many messages have arrived.
+        is_in_order: a rank's messages run one after the other, unless they are one batch.
+    """
+
+    def __init__(
+        self,
+        blocked: Mapping[int, Pending],
+        ended: Iterable[int] = (),
+        killed: Iterable[int] = (),
+        arrived: Mapping[tuple[int, int], int] | None = None,
+        *,
+        is_in_order: bool = False,
+    ) -> None:
+        self.is_in_order = is_in_order
+        self.arrived = arrived or {}
+        self.blocked = dict(sorted(blocked.items()))
+        self.killed = set(killed)
+        self.ended = set(ended)
+        self.waits_for = {rank: self._peers(wait) for rank, wait in self.blocked.items()}
+
+    def _peers(self, wait: Pending) -> list[int]:
+        """Return whom a rank waits for; if any of several would do, those that have not ended."""
+        peers = list(wait.waits_for())
+        running = [peer for peer in peers if peer not in self.ended]
+        if isinstance(wait, KeyWait):
+            return running or [wait.rank]
+        if isinstance(wait, Message) and wait.peer == ANY_SOURCE:
+            return running or peers or [wait.rank]
+        return peers
+
+    def deserted(self) -> list[list[int]]:
+        """Find the ranks that wait for one that has ended; those with equal waits together."""
+        return self._alike(
+            rank for rank, peers in self.waits_for.items() if not self.ended.isdisjoint(peers)
+        )
+
+    def knots(self) -> list[list[int]]:
+        """Find the sets of ranks that wait only for each other."""
+        return find_knots(self.waits_for)
+
+    @cached_property
+    def mates(self) -> dict[int, list[int]]:
+        """By rank, those that wait for the same thing, itself included."""
+        return {rank: group for group in self._alike(self.blocked) for rank in group}
+
+    # Words
+
+    def sentence(self, ranks: Sequence[int]) -> str:
+        """Say what ranks with equal waits wait for: ``rank 0 waits for rank 1 to send``."""
+        return f"{rank_names(ranks)} {verb(ranks, 'wait')} {self._wait(ranks[0])}"
+
+    def sentences(self, ranks: Iterable[int]) -> str:
+        """Say what each rank waits for, in this order."""
+        groups = self._alike(ranks)
+        told = [self.sentence(group) for group in groups[:MAX_CLAUSES]]
+        if len(groups) <= MAX_CLAUSES:
+            return clauses(told)
+        return clauses([*told[:2], f"{sum(map(len, groups[2:]))} more ranks wait"])
+
+    def circle(self, groups: Sequence[Sequence[int]]) -> str:
+        """Say how groups of ranks wait for each other in a circle."""
+        if len(groups) <= MAX_CLAUSES:
+            return clauses([self.sentence(group) for group in groups])
+        return ", ".join([*map(self.sentence, groups[:2]), "…", self.sentence(groups[-1])])
+
+    def fates(self, ranks: Iterable[int]) -> str:
+        """Say how ranks have ended: ``rank 1 has returned``."""
+        killed = sorted(self.killed.intersection(ranks))
+        returned = sorted(set(ranks) - self.killed)
+        fates = []
+        if returned:
+            fates.append(f"{rank_names(returned)} {verb(returned, 'have', 'has')} returned")
+        if killed:
+            fates.append(f"{rank_names(killed)} {verb(killed, 'were', 'was')} killed by a fault")
+        return clauses(fates)
+
+    def _wait(self, rank: int) -> str:
+        wait = self.blocked[rank]
+        if isinstance(wait, Message):
+            if ahead := wait.ahead():
+                return f"in {wait.name} behind its {order.named(ahead)}"
+            peer = "any rank" if wait.peer == ANY_SOURCE else rank_names([wait.peer])
+            peer = "itself" if wait.peer == rank else peer
+            return f"for {peer} to {'send' if wait.name == 'recv' else 'receive'}"
+        if isinstance(wait, KeyWait):
+            keys = ", ".join(map(repr, wait.keys))
+            return f"for the {verb(wait.keys, 'keys', 'key')} {keys}, which no rank has set"
+        return f"in {wait.title()} for {rank_names(self.waits_for[rank])}"
+
+    def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
+        """Group the ranks that wait for the same thing."""
+        groups: dict[str, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(self._wait(rank), []).append(rank)
+        return list(groups.values())

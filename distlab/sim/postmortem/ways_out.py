@@ -1,0 +1,107 @@
+"""How to get out of a deadlock of messages: advice that fits these ranks and calls, or none."""
+
+from collections.abc import Collection, Sequence
+
+from distlab.sim.messages.message import Message
+from distlab.sim.messages.pending import ANY_SOURCE
+from distlab.sim.postmortem.standstill import Standstill
+from distlab.words import counted, rank_names, verb
+
+_TOGETHER = "give the send and the recv of each rank to batch_isend_irecv"
+_ONE_BY_ONE = (
+    "start the send with isend, receive, and only then wait for the send, or give both to "
+    "batch_isend_irecv"
+)
+
+
+def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
+    """Say how ranks that wait for each other's messages can go on.
+
+    If messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
+    """
+    if len(ranks) == 1:
+        both = "in one batch_isend_irecv" if still.is_in_order else "posted before the wait"
+        return f"A message to oneself needs both ends, isend and irecv, {both}."
+    names = {still.blocked[rank].name for rank in ranks}
+    if still.is_in_order:
+        return " ".join(filter(None, [_all_together(names), _counts(still, ranks)]))
+    if len(names) == 2:
+        return (
+            "Find an order in which one of them can go first, or post everything with isend and "
+            "irecv and wait afterwards."
+        )
+    advice = _all_send(ranks) if names == {"send"} else _all_receive(ranks)
+    return " ".join(filter(None, [advice, _counts(still, ranks)]))
+
+
+def _all_together(names: Collection[str]) -> str:
+    if names == {"recv"}:
+        return (
+            "All of them wait to receive, and none has a send under way. If each has a send "
+            f"further down, {_TOGETHER}. If not, a send is missing."
+        )
+    return f"None of them can go first: {_TOGETHER}."
+
+
+def _all_send(ranks: Sequence[int]) -> str:
+    if len(ranks) == 2:
+        return (
+            "Both wait in a send, which is done only when it is received. Let one of the two "
+            f"receive before it sends, or {_TOGETHER}."
+        )
+    return (
+        "All of them wait in a send, which is done only when it is received, and none gets as far "
+        f"as a recv. On every rank, {_ONE_BY_ONE}."
+    )
+
+
+def _all_receive(ranks: Sequence[int]) -> str:
+    if len(ranks) == 2:
+        return (
+            "Both wait to receive, and neither has a send under way. If each has a send further "
+            f"down, let one of the two send first, or {_TOGETHER}; if not, a send is missing."
+        )
+    return (
+        "All of them wait to receive, and none has a send under way. If each has a send further "
+        f"down, on every rank {_ONE_BY_ONE}. If not, a send is missing."
+    )
+
+
+def _counts(still: Standstill, ranks: Sequence[int]) -> str:
+    """Compare how many messages went each way before: unequal counts also lead to a cycle."""
+    if len(ranks) != 2:
+        return ""
+    arrived = still.arrived
+    src, dst = max((ranks, ranks[::-1]), key=lambda ends: arrived.get((ends[0], ends[1]), 0))
+    there, back = arrived.get((src, dst), 0), arrived.get((dst, src), 0)
+    if there == back:
+        return ""
+    missing = "recv" if still.blocked[src].name == "send" else "send"
+    return (
+        f"Before, {counted(there, 'message')} went from rank {src} to rank "
+        f"{dst}, and {back or 'none'} back: is a {missing} missing on rank {dst}?"
+    )
+
+
+def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:
+    """Say why ranks do not come to the collective in which ``present`` waits; "" if not known.
+
+    A rank that waits for a message from one that is already there can never arrive.
+    """
+    call = still.blocked[present]
+    for rank in missing:
+        wait = still.blocked.get(rank)
+        there = [peer for peer in still.waits_for.get(rank, ()) if peer not in missing]
+        met = [peer for peer in there if peer in still.mates[present]]
+        if not isinstance(wait, Message) or not met:
+            continue
+        who = f"Rank {rank} cannot go on until"
+        others = f"{rank_names(met)} {verb(met, 'wait')} for rank {rank} in this {call.name}"
+        if wait.peer == ANY_SOURCE:
+            return f"{who} some rank sends, and {others}: does rank {rank} receive once too often?"
+        does, does_own = ("send", "receive") if wait.name == "recv" else ("receive", "send")
+        return (
+            f"{who} {rank_names(met)} {does}s, and {others}. Let {rank_names(met)} {does} before "
+            f"the {call.name}, or let rank {rank} {does_own} after it."
+        )
+    return ""

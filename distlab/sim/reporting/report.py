@@ -1,0 +1,49 @@
+"""How reports are written: one row per call, and two calls that disagree."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from distlab.sim.reporting.errors import Mismatch, MismatchKind
+from distlab.words import rank_names
+
+
+class Row(NamedTuple):
+    """One line of a table: who, what, where in the program."""
+
+    ranks: tuple[int, ...]
+    text: str
+    where: str
+
+
+def place(site: tuple[str, int, str]) -> str:
+    """Write ``ring.py:41 in exchange``."""
+    file, line, function = site
+    if not file:
+        return f"in given code ({function})"
+    return f"{Path(file).name}:{line} in {function}"
+
+
+def shorten(rows: Sequence[Row], limit: int) -> list[Row]:
+    """Keep the first rows of too many, and say whose are left out."""
+    if len(rows) <= limit:
+        return list(rows)
+    others = tuple(sorted({rank for row in rows[limit - 1 :] for rank in row.ranks}))
+    return [*rows[: limit - 1], Row(others, "not shown", "")]
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Write rows in columns."""
+    labels = [rank_names(row.ranks) for row in rows]
+    label_width = max(map(len, labels), default=0)
+    text_width = max((len(row.text) for row in rows if row.where), default=0)
+    return [
+        f"  {label:<{label_width}}  {row.text:<{text_width}}  {row.where}".rstrip()
+        for label, row in zip(labels, rows, strict=True)
+    ]
+
+
+def mismatch(kind: MismatchKind, headline: str, rows: Sequence[Row], advice: str) -> Mismatch:
+    """Make the error for calls that cannot belong together."""
+    message = "\n".join([f"{kind}: {headline}", *table([*dict.fromkeys(rows)]), advice])
+    return Mismatch(message, sorted({rank for row in rows for rank in row.ranks}), kind)

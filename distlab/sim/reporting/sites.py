@@ -1,0 +1,88 @@
+"""Where in a program a call was made: its own innermost line, not a line of the machinery."""
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from distlab import process_group
+
+Site = tuple[str, int, str]  # file, line, function; no file: in given code
+CallSite = tuple[Site, bool]  # and whether torch made the call for the program
+
+PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
+
+
+def _folder(file: str | None) -> str:
+    return f"{Path(file or '').parent}{os.sep}"
+
+
+# The first that fits. It distinguishes what a program calls from what torch does by itself.
+_KINDS = (
+    (f"{Path(__file__).parents[1]}{os.sep}", SIMULATOR),
+    (_folder(process_group.__file__), SIMULATOR),
+    (f"{_folder(dist.__file__)}distributed_c10d.py", API),
+    (f"{_folder(dist.__file__)}c10d_logger.py", API),
+    (_folder(torch.__file__), TORCH),
+    ("<frozen", STANDARD_LIBRARY),
+)
+_LIBRARY = _folder(threading.__file__)
+_PACKAGES = ("site-packages", "dist-packages")  # inside the library's folder, and not of it
+
+
+class Places:
+    """Distinguishes the lines of a program from those of the machinery.
+
+    Args: given: folders or files of code that belongs to the caller, not to the program.
+    """
+
+    def __init__(self, given: Iterable[str] = ()) -> None:
+        self._given = tuple(os.path.realpath(folder) for folder in given)
+        self._kinds: dict[str, int] = {}
+
+    def kind(self, file: str) -> int:
+        """Say whose code a file holds."""
+        kind = self._kinds.get(file)
+        if kind is None:
+            kind = self._kinds[file] = self._find_kind(file)
+        return kind
+
+    def _find_kind(self, file: str) -> int:
+        for start, kind in _KINDS:
+            if file.startswith(start):
+                return kind
+        if file.startswith(_LIBRARY) and not file[len(_LIBRARY) :].startswith(_PACKAGES):
+            return STANDARD_LIBRARY
+        real = os.path.realpath(file)
+        is_given = any(real == path or real.startswith(path + os.sep) for path in self._given)
+        return GIVEN if is_given else PROGRAM
+
+    def call_site(self, frame: FrameType) -> CallSite:
+        """Find the innermost frame of the program, and whether torch made the call for it."""
+        kinds, is_by_torch, innermost = self._kinds, False, frame
+        while True:
+            code = frame.f_code
+            kind = kinds.get(code.co_filename)
+            if kind is None:
+                kind = self.kind(code.co_filename)
+            if kind == PROGRAM:
+                return (code.co_filename, frame.f_lineno, code.co_name), is_by_torch
+            if kind == TORCH:
+                is_by_torch = True
+            if frame.f_back is None:
+                return self._given_site(innermost), is_by_torch
+            frame = frame.f_back
+
+    def _given_site(self, frame: FrameType) -> Site:
+        """Name the caller's function that made the call, or torch's if none did."""
+        names: dict[int, str] = {}
+        outer: FrameType | None = frame
+        while outer is not None:
+            names.setdefault(self.kind(outer.f_code.co_filename), outer.f_code.co_name)
+            outer = outer.f_back
+        wanted: Sequence[int] = (GIVEN, API, TORCH, STANDARD_LIBRARY)
+        return "", 0, next((names[kind] for kind in wanted if kind in names), "")

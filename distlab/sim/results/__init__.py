@@ -1,0 +1,1 @@
+"""What a run takes and gives, for people and for tools."""

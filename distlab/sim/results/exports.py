@@ -1,0 +1,180 @@
+"""A simulated run for other tools: Perfetto, Holistic Trace Analysis, a spreadsheet.
+
+    rank 0   compute            ████ wait ████
+             communication 1         send ┄┄┐
+    rank 1   compute            ██ wait ██  ┊
+             communication 1      recv ◀┄┄┄┄┘
+
+A trace file holds what torch's profiler (Kineto) would write: a process per rank, a thread for
+computation, and as many threads for communication as operations were under way at the same time.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from distlab.sim.engine.trace import Event, departure_s, lanes
+from distlab.sim.results.simulated import Simulated
+from distlab.sim.results.summary import assumed, label, link_use, settings
+
+Json = dict[str, Any]
+Placed = tuple[Event, Json]  # an event and how a trace file writes it
+
+COMPUTE = 1  # the thread, which Kineto calls a stream; communication follows from 2 on
+WRITTEN_DIGITS = 3  # of microseconds: nanoseconds, as finely as viewers count
+
+
+def write_trace(simulated: Simulated[Any], path: Path) -> None:
+    """Write all ranks into one file, for https://ui.perfetto.dev or chrome://tracing."""
+    path.write_text(json.dumps(chrome_trace(simulated)))
+
+
+def write_traces(simulated: Simulated[Any], folder: Path) -> None:
+    """Write a file per rank into a folder, for Holistic Trace Analysis.
+
+    Set HTA_DISABLE_NS_ROUNDING=1, or it rounds every event to whole microseconds, and then:
+        TraceAnalysis(trace_dir=folder).get_comm_comp_overlap()
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, trace in enumerate(kineto_traces(simulated)):
+        (folder / f"rank{rank}.json").write_text(json.dumps(trace))
+
+
+def write_links(simulated: Simulated[Any], path: Path) -> None:
+    """Write for every link its bytes, its capacity, and what share of that was used."""
+    trace, cluster = simulated.trace, simulated.cluster
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(("link", "bytes", "bytes_per_s", "busy_share"))
+        for num_bytes, link, (share, _) in zip(
+            trace.bytes_by_link, cluster.links, link_use(simulated), strict=True
+        ):
+            table.writerow((link.name, round(num_bytes), f"{link.bytes_per_s:.0f}", f"{share:.6f}"))
+
+
+def chrome_trace(simulated: Simulated[Any]) -> Json:
+    """Return all ranks' events, and an arrow from every send to its recv, as JSON."""
+    placed = [place for events in _by_rank(simulated) for place in _placed(events)]
+    slices = [what for _, what in placed]
+    return {
+        "displayTimeUnit": "ns",
+        "otherData": {
+            "label": label(simulated),
+            "assumed": assumed(simulated),
+            "set": settings(simulated),
+        },
+        "traceEvents": [
+            *_names(simulated, slices),
+            *slices,
+            *_arrows(simulated, placed),
+        ],
+    }
+
+
+def kineto_traces(simulated: Simulated[Any]) -> Iterator[Json]:
+    """Yield each rank's events under the names by which analysers tell kernels apart."""
+    ranks = len(simulated.results)
+    for rank, events in enumerate(_by_rank(simulated)):
+        yield {
+            "schemaVersion": 1,
+            "distributedInfo": {"backend": "sim", "rank": rank, "world_size": ranks},
+            "otherData": {"label": label(simulated)},
+            "traceEvents": [_as_kernel(what) for _, what in _placed(events)],
+        }
+
+
+def _by_rank(simulated: Simulated[Any]) -> list[list[Event]]:
+    events: list[list[Event]] = [[] for _ in simulated.results]
+    for event in simulated.trace.events:
+        events[event.rank].append(event)
+    return events
+
+
+def _placed(events: Iterable[Event]) -> list[Placed]:
+    """Put every event of a rank on a thread."""
+    own: list[Event] = []
+    network: list[Event] = []
+    for event in events:
+        (own if event.kind in ("compute", "wait") else network).append(event)
+    return [
+        (event, _slice(event, thread))
+        for thread, lane in enumerate([own, *lanes(network)], COMPUTE)
+        for event in lane
+    ]
+
+
+def _slice(event: Event, thread: int) -> Json:
+    """Write an event as a complete one ("X") of the trace format."""
+    start_us, end_us = _us(event.start_s), _us(event.end_s)
+    return {
+        "ph": "X",
+        "cat": "wait" if event.kind == "wait" else "kernel",
+        "name": f"wait: {event.name}" if event.kind == "wait" else event.name or "compute",
+        "pid": event.rank,
+        "tid": thread,
+        "ts": start_us,
+        "dur": round(end_us - start_us, WRITTEN_DIGITS),
+        "args": _arguments(event, thread),
+    }
+
+
+def _arguments(event: Event, thread: int) -> Json:
+    arguments: Json = {"stream": thread}
+    if event.kind in ("send", "recv", "collective"):
+        arguments["bytes"] = event.num_bytes
+    if event.peer >= 0:
+        arguments["peer"] = event.peer
+    file, line, function = event.site
+    if file:
+        arguments["source"] = f"{file}:{line} in {function}"
+    return arguments
+
+
+def _names(simulated: Simulated[Any], slices: Iterable[Json]) -> Iterator[Json]:
+    """Yield what the viewer writes beside processes and threads, and in which order."""
+    cluster = simulated.cluster
+    for rank in range(len(simulated.results)):
+        node = f", node {cluster.node_of(rank)}" if cluster.nodes > 1 else ""
+        yield _name("process_name", rank, COMPUTE, name=f"rank {rank}{node}")
+        yield _name("process_sort_index", rank, COMPUTE, sort_index=rank)
+    for rank, thread in sorted({(what["pid"], what["tid"]) for what in slices}):
+        number = thread - COMPUTE
+        name = f"communication {number}" if number else "compute"
+        yield _name("thread_name", rank, thread, name=name)
+        yield _name("thread_sort_index", rank, thread, sort_index=thread)
+
+
+def _name(what: str, rank: int, thread: int, **arguments: object) -> Json:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": arguments}
+
+
+def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Json]:
+    """Yield the two ends ("s" and "f") of each message; either lies inside its slice."""
+    threads = {
+        (event.kind, event.message): {"pid": what["pid"], "tid": what["tid"]}
+        for event, what in placed
+    }
+    for send, recv in simulated.trace.pairs():
+        arrow = {"cat": "message", "name": "message", "id": send.message}
+        leaves_us = _us(departure_s(send, recv))
+        arrives_us = max(_us(recv.start_s), round(_us(recv.end_s) - 1e-3, WRITTEN_DIGITS))
+        sender, receiver = threads["send", send.message], threads["recv", send.message]
+        yield {"ph": "s", **arrow, **sender, "ts": leaves_us}
+        yield {"ph": "f", "bp": "e", **arrow, **receiver, "ts": arrives_us}
+
+
+def _as_kernel(what: Json) -> Json:
+    """Name a slice as NCCL would, or as the host's call if it is a wait."""
+    if what["cat"] == "wait":
+        return {**what, "cat": "cpu_op", "args": {**what["args"], "stream": -1}}
+    if what["tid"] == COMPUTE:
+        return what
+    words = "send_recv" if what["name"] in ("send", "recv") else what["name"]
+    kind = "".join(word.capitalize() for word in words.split("_"))
+    return {**what, "name": f"ncclDevKernel_{kind}"}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, WRITTEN_DIGITS)

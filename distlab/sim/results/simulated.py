@@ -1,0 +1,64 @@
+"""What a simulation takes besides its program, and what it returns."""
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from distlab.sim.collectives.algorithms import ALGORITHMS
+from distlab.sim.engine.faults import Faults
+from distlab.sim.engine.trace import Trace
+from distlab.sim.hardware.cluster import Cluster
+
+T = TypeVar("T")
+P2P_ORDERS = ("free", "pair")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a world is simulated.
+
+    Attributes:
+        algorithm: of the built-in collectives, one of ALGORITHMS.
+        eager_bytes: sends up to this size are buffered; -1: every send waits for its recv, as on
+            NCCL.
+        p2p_order: "free": point-to-point operations start when they are posted; "pair": as on
+            NCCL, those of the same two ranks run one after the other unless they are batched.
+        is_strict: report a buffer that was changed before its operation was done.
+        seed: of the ranks' own generators of ``random`` and numpy.
+        has_devices: account for computation and memory; None: if the cluster describes its GPU.
+        capacity_bytes: memory of each GPU; None: as its description says.
+        faults: what goes wrong on purpose.
+        given: folders or files of the caller's own code: reports and tracebacks name the innermost
+            line of the program that is in none of them.
+    """
+
+    algorithm: str = "auto"
+    eager_bytes: int = -1
+    p2p_order: str = "free"
+    is_strict: bool = False
+    seed: int = 0
+    has_devices: bool | None = None
+    capacity_bytes: int | None = None
+    faults: Faults = field(default_factory=Faults)
+    given: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"there is no algorithm {self.algorithm!r}; valid: {', '.join(ALGORITHMS)}"
+            )
+        if self.p2p_order not in P2P_ORDERS:
+            raise ValueError(
+                f"there is no p2p_order {self.p2p_order!r}; valid: {', '.join(P2P_ORDERS)}"
+            )
+
+
+@dataclass(frozen=True)
+class Simulated(Generic[T]):
+    """What a simulation returns: a result per rank, and the trace."""
+
+    results: list[T]
+    trace: Trace
+    seconds: float  # of virtual time, until the last rank had ended
+    cluster: Cluster
+    options: Options
+    flops: list[int]  # by rank; 0 without a GPU

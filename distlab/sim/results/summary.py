@@ -1,0 +1,182 @@
+"""A simulated run in words: a table of what each rank did, and the assumptions behind it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import isclose
+from statistics import median
+from typing import Any, NamedTuple
+
+from distlab.sim.results.simulated import Simulated
+from distlab.words import bytes_text, counted, seconds_text
+
+LISTED = 16  # ranks that get a line each; with more, only the spread and the slowest ones
+SLOWEST = 3
+BUSIEST = 3  # number of links that are named
+
+HEADINGS = ("rank", "time", "compute", "exposed", "idle", "sent", "messages", "peak memory")
+
+
+class Totals(NamedTuple):
+    """What one rank did: compute + exposed = time, and time + idle = that of the last rank.
+
+    Attributes:
+        time_s: until its function had returned, or until it was killed.
+        exposed_s: it waited for communication.
+        idle_s: it was done and others were not.
+    """
+
+    time_s: float
+    compute_s: float
+    exposed_s: float
+    idle_s: float
+    bytes_sent: float
+    messages: float
+    peak_bytes: float
+
+
+def totals(simulated: Simulated[Any]) -> list[Totals]:
+    """Add up what each rank did."""
+    trace = simulated.trace
+    columns = (
+        *(trace.compute_s, trace.exposed_s),
+        *(trace.bytes_sent, trace.messages, trace.peak_bytes),
+    )
+    rows = []
+    for compute_s, exposed_s, *counts in zip(*columns, strict=True):
+        time_s = compute_s + exposed_s
+        idle_s = 0.0 if isclose(time_s, simulated.seconds) else simulated.seconds - time_s
+        rows.append(Totals(time_s, compute_s, exposed_s, idle_s, *counts))
+    return rows
+
+
+def summary(simulated: Simulated[Any]) -> str:
+    """Describe a run: where each rank's time went, its bytes and memory, and the assumptions.
+
+        simulated, preset dgx-h100, not measured
+        4 ranks on 1 x 8 GPUs (H100-80GB), rail-optimised: 38.4 µs
+
+        rank     time  compute  exposed  idle      sent  messages  peak memory
+           0  38.4 µs  4.07 µs  34.3 µs   0 s  6.00 MiB         6     5.00 MiB
+
+    For more than 16 ranks: minimum, median, maximum, and the slowest ranks.
+    """
+    ranks = totals(simulated)
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    if len(ranks) <= LISTED:
+        rows += [_row(str(rank), what) for rank, what in enumerate(ranks)]
+    else:
+        columns = list(zip(*ranks, strict=True))
+        rows.append(_row("min", Totals(*map(min, columns))))
+        rows.append(_row("median", Totals(*map(median, columns))))
+        rows.append(_row("max", Totals(*map(max, columns))))
+        rows += [_row(str(rank), ranks[rank]) for rank in _slowest(ranks)]
+    parts = [[label(simulated), _size(simulated)], _table(rows), _details(simulated)]
+    parts += _listed("set:", settings(simulated)) + _listed("assumed:", assumed(simulated))
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def label(simulated: Simulated[Any]) -> str:
+    """Write what every table and picture must say: "simulated, preset dgx-h100, not measured"."""
+    name = simulated.cluster.name
+    cluster = "custom cluster" if name == "custom" else f"preset {name}"
+    return f"simulated, {cluster}, not measured"
+
+
+def assumed(simulated: Simulated[Any]) -> list[str]:
+    """List the numbers in use that are neither on a data sheet nor measured."""
+    lines = replace(simulated.cluster, faults=()).assumptions()
+    if has_compute(simulated):
+        return lines
+    return ["computation takes no time"] + [line for line in lines if not line.startswith("gpu.")]
+
+
+def has_compute(simulated: Simulated[Any]) -> bool:
+    """Tell whether computation took time."""
+    return simulated.cluster.gpu is not None and simulated.options.has_devices is not False
+
+
+def settings(simulated: Simulated[Any]) -> list[str]:
+    """List the options that are not the usual ones, and the faults."""
+    options, faults = simulated.options, simulated.options.faults
+    slowed = simulated.cluster.faults
+    lines = [f"{pattern} is {factor:g} times slower" for pattern, factor in slowed]
+    if options.algorithm != "auto":
+        lines.append(f"built-in collectives: {options.algorithm}")
+    if options.eager_bytes >= 0:
+        lines.append(f"sends of up to {bytes_text(options.eager_bytes)} are buffered")
+    if options.capacity_bytes is not None:
+        lines.append(f"each GPU has {bytes_text(options.capacity_bytes)} of memory")
+    lines += [f"rank {rank} computes {f:g} times slower" for rank, f in faults.slow_ranks.items()]
+    lines += [f"rank {rank} dies at {seconds_text(s)}" for rank, s in faults.kill_ranks.items()]
+    lines += [f"rank {rank} dies in optimizer step {k}" for rank, k in faults.kill_at_steps.items()]
+    lines += [
+        f"messages from rank {src} to rank {dst} arrive {seconds_text(s)} late"
+        for (src, dst), s in faults.delays_s.items()
+    ]
+    if faults.jitter_s:
+        lines.append(f"every call starts up to {seconds_text(faults.jitter_s)} late")
+    return lines
+
+
+def _row(name: str, what: Totals) -> tuple[str, ...]:
+    times = (what.time_s, what.compute_s, what.exposed_s, what.idle_s)
+    return (
+        name,
+        *map(seconds_text, times),
+        bytes_text(what.bytes_sent),
+        f"{what.messages:g}",
+        bytes_text(what.peak_bytes) if what.peak_bytes else "-",
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+
+
+def _slowest(ranks: Sequence[Totals]) -> list[int]:
+    """Pick those that ended last; of ranks that ended together, those that waited least."""
+    return sorted(
+        range(len(ranks)), key=lambda rank: (-round(ranks[rank].time_s, 9), ranks[rank].exposed_s)
+    )[:SLOWEST]
+
+
+def _size(simulated: Simulated[Any]) -> str:
+    cluster = simulated.cluster
+    gpu = f" ({cluster.gpu.name})" if cluster.gpu else ""
+    return (
+        f"{counted(len(simulated.results), 'rank')} on {cluster.nodes} x "
+        f"{cluster.gpus_per_node} GPUs{gpu}, "
+        f"{cluster.topology}: {seconds_text(simulated.seconds)}"
+    )
+
+
+def _details(simulated: Simulated[Any]) -> list[str]:
+    """Name the busiest links, and say what filled the memory of the fullest rank."""
+    lines = []
+    busiest = sorted(link_use(simulated), key=lambda use: -round(use[0], 6))[:BUSIEST]
+    named = [f"{name} {share:.0%}" for share, name in busiest if share >= 0.005]
+    if named:
+        lines.append(f"busiest links: {', '.join(named)} of their capacity")
+    trace = simulated.trace
+    if trace.leftovers:
+        lines += ["posted, but never matched by another rank:", *trace.leftovers]
+    if trace.unwaited:
+        lines += ["never waited for, so the tensor was never safe to use:", *trace.unwaited]
+    fullest = max(range(len(trace.peak_bytes)), key=trace.peak_bytes.__getitem__)
+    if trace.peak_bytes[fullest]:
+        held = sorted(trace.peak_by_category[fullest].items(), key=lambda item: -item[1])
+        parts = (f"{bytes_text(size)} {what.replace('_', ' ')}" for what, size in held if size)
+        lines.append(f"peak memory of rank {fullest}: {', '.join(parts)}")
+    return lines
+
+
+def link_use(simulated: Simulated[Any]) -> Iterable[tuple[float, str]]:
+    """Yield for every link which share of its capacity was used, and its name."""
+    for link, num_bytes in zip(simulated.cluster.links, simulated.trace.bytes_by_link, strict=True):
+        capacity = link.bytes_per_s * simulated.trace.network_s
+        yield (num_bytes / capacity if capacity else 0.0), link.name
+
+
+def _listed(heading: str, lines: Sequence[str]) -> list[list[str]]:
+    return [[heading, *(f"  {line}" for line in lines)]] if lines else []

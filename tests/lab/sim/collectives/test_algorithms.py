@@ -1,0 +1,472 @@
+"""Plans of collectives: seconds as in the textbooks, bytes, rounds, who hears of whom."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from math import ceil, floor, log2
+
+import pytest
+
+from distlab.sim.collectives.algorithms import (
+    ALGORITHMS,
+    COLLECTIVES,
+    Phase,
+    plan,
+)
+from distlab.sim.collectives.phases import mirrored, round_s
+from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.network.flows import Network
+
+SIZES = (1, 2, 3, 4, 5, 8, 16)
+ODD_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16)
+POWERS = (1, 2, 4, 8, 16)
+ALPHA_S, BETA_S = 7e-6, 1 / 13e9
+ROOTED = ("broadcast", "reduce", "scatter", "gather")
+PAIRS = list(itertools.product(COLLECTIVES, ALGORITHMS))
+
+
+def bytes_sent(phases: Sequence[Phase]) -> dict[int, float]:
+    """Return how many bytes each GPU sends; 0 for those that only receive."""
+    sent: dict[int, float] = {}
+    for phase in phases:
+        for src, dst, size in phase.transfers:
+            sent[src] = sent.get(src, 0.0) + phase.repeat * size
+            sent.setdefault(dst, 0.0)
+    return sent
+
+
+def estimate_s(phases: Sequence[Phase], cluster: Cluster, *, shared: bool = False) -> float:
+    """Return how long the phases take if nothing else is on the way."""
+    return sum(round_s(phase, cluster, shared=shared) * phase.repeat for phase in phases)
+
+
+def uniform(p: int) -> Cluster:
+    return Cluster(1, p, latency_s=ALPHA_S, nvlink_bytes_per_s=1 / BETA_S)
+
+
+def lg(p: int) -> int:
+    return ceil(log2(p))
+
+
+def core(p: int) -> int:
+    """The largest power of two that is at most p."""
+    return 1 << floor(log2(p))
+
+
+def simulated_s(phases: Sequence[Phase], cluster: Cluster) -> float:
+    """Run the phases as the simulator does: flows that begin after their latency, on real links."""
+    network = Network([link.bytes_per_s for link in cluster.links])
+    now_s = 0.0
+    for phase in phases:
+        starts: list[tuple[float, tuple[int, ...], float]] = []
+        for src, dst, size in phase.transfers:
+            route = cluster.route(src, dst)
+            begin_s = now_s + phase.repeat * route.latency_s
+            starts.append((begin_s, route.links, phase.repeat * size))
+        starts.sort()
+        under_way = len(starts)
+        while under_way:
+            if starts and starts[0][0] <= network.next_finish_s():
+                begin_s, links, size = starts.pop(0)
+                network.start(links, size, begin_s)
+            else:
+                now_s = network.next_finish_s()
+                under_way -= len(network.pop_finished(now_s))
+    return now_s
+
+
+# --- Seconds -------------------------------------------------------------------------------------
+
+Form = Callable[[int], tuple[float, float]]  # p -> messages one after the other, bytes / n
+
+FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
+    ("broadcast", "tree", lambda p: (lg(p), lg(p)), SIZES),
+    ("broadcast", "halving_doubling", lambda p: (2 * lg(p), 2 * (p - 1) / p), SIZES),
+    ("broadcast", "ring", lambda p: (lg(p) + p - 1, 2 * (p - 1) / p), SIZES),
+    ("reduce", "tree", lambda p: (lg(p), lg(p)), SIZES),
+    ("reduce", "halving_doubling", lambda p: (2 * lg(p), 2 * (p - 1) / p), SIZES),
+    ("reduce", "ring", lambda p: (lg(p) + p - 1, 2 * (p - 1) / p), SIZES),
+    ("scatter", "tree", lambda p: (lg(p), (p - 1) / p), SIZES),
+    ("gather", "tree", lambda p: (lg(p), (p - 1) / p), SIZES),
+    ("scatter", "direct", lambda p: (p - 1, (p - 1) / p), SIZES),
+    ("gather", "direct", lambda p: (p - 1, (p - 1) / p), SIZES),
+    ("all_gather", "ring", lambda p: (p - 1, (p - 1) / p), SIZES),
+    ("all_gather", "recursive_doubling", lambda p: (lg(p), (p - 1) / p), SIZES),
+    ("reduce_scatter", "ring", lambda p: (p - 1, (p - 1) / p), SIZES),
+    ("reduce_scatter", "halving_doubling", lambda p: (lg(p), (p - 1) / p), SIZES),
+    ("all_reduce", "tree", lambda p: (2 * lg(p), 2 * lg(p)), SIZES),
+    ("all_reduce", "ring", lambda p: (2 * (p - 1), 2 * (p - 1) / p), SIZES),
+    ("all_reduce", "recursive_doubling", lambda p: (lg(p), lg(p)), POWERS),
+    (
+        "all_reduce",
+        "recursive_doubling",
+        lambda p: (floor(log2(p)) + 2, floor(log2(p)) + 2),
+        (3, 5, 6, 7, 12),
+    ),
+    ("all_reduce", "halving_doubling", lambda p: (2 * lg(p), 2 * (p - 1) / p), POWERS),
+    (
+        # MPICH's comment writes (p-1)/p, but only core(p) ranks halve and double.
+        "all_reduce",
+        "halving_doubling",
+        lambda p: (2 * floor(log2(p)) + 2, 2 * (core(p) - 1) / core(p) + 2),
+        (3, 5, 6, 7, 12),
+    ),
+    ("all_to_all", "direct", lambda p: (p - 1, (p - 1) / p), SIZES),
+    ("all_to_all", "recursive_doubling", lambda p: (lg(p), lg(p) / 2), POWERS),
+    ("all_to_all", "recursive_doubling", lambda p: (lg(p), _bits(p) / p), (3, 5, 6, 7, 12)),
+    ("barrier", "auto", lambda p: (lg(p), 0), SIZES),
+]
+
+
+def _bits(p: int) -> int:
+    """Hops of all ways 0 … p-1 when a way hops along its binary digits."""
+    return sum(bin(way).count("1") for way in range(p))
+
+
+@pytest.mark.parametrize("num_bytes", [0.0, 1000.0, 1e9])
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "form", "sizes"),
+    FORMS,
+    ids=[f"{form[0]}-{form[1]}-p{form[3][1]}" for form in FORMS],
+)
+def test_seconds_are_those_of_the_closed_form(
+    collective: str, algorithm: str, form: Form, sizes: Sequence[int], num_bytes: float
+) -> None:
+    for p in sizes:
+        messages, share = form(p)
+        size = 0.0 if collective == "barrier" else num_bytes
+        expected_s = messages * ALPHA_S + share * size * BETA_S
+        cluster = uniform(p)
+        phases = plan(collective, algorithm, range(p), size, cluster)
+        close = pytest.approx(expected_s, rel=1e-9, abs=0)
+        assert estimate_s(phases, cluster) == close
+        assert estimate_s(phases, cluster, shared=True) == close  # nobody shares a link
+        assert simulated_s(phases, cluster) == close
+
+
+GRIDS = [(1, 4), (4, 1), (2, 2), (2, 4), (3, 2), (4, 8), (3, 5)]  # nodes, GPUs per node
+N1_S, N2_S = 1 / 300e9, 1 / 25e9  # seconds per byte inside a node, across
+A1_S, A2_S = 3e-6, 11e-6
+
+
+def two_level_s(collective: str, k: int, g: int, n: float) -> float:
+    inside_s = (g - 1) * A1_S + n * (g - 1) / g * N1_S
+    across_s = (k - 1) * A2_S + (n / g) * (k - 1) / k * N2_S
+    trees_s = lg(k) * (A2_S + n * N2_S) + lg(g) * (A1_S + n * N1_S)
+    return {
+        "all_reduce": 2 * inside_s + 2 * across_s,
+        "all_gather": inside_s + across_s,
+        "reduce_scatter": inside_s + across_s,
+        "broadcast": trees_s,
+        "reduce": trees_s,
+    }[collective]
+
+
+@pytest.mark.parametrize(("k", "g"), GRIDS)
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
+)
+def test_hierarchical_costs_a_level_inside_the_nodes_and_one_across(
+    collective: str, k: int, g: int
+) -> None:
+    cluster = Cluster(
+        k,
+        g,
+        latency_s=A1_S,
+        net_latency_s=A2_S,
+        nvlink_bytes_per_s=1 / N1_S,
+        nic_bytes_per_s=1 / N2_S,
+    )
+    phases = plan(collective, "hierarchical", range(k * g), 1e8, cluster)
+    expected = pytest.approx(two_level_s(collective, k, g, 1e8), rel=1e-9)
+    assert estimate_s(phases, cluster) == expected
+    assert simulated_s(phases, cluster) == expected
+
+
+@pytest.mark.parametrize(("x", "y"), [(3, 3), (4, 3), (4, 8)])
+def test_on_a_torus_hierarchical_is_the_two_dimensional_all_reduce(x: int, y: int) -> None:
+    cluster = Cluster(y, x, topology="torus", latency_s=A1_S, net_latency_s=A2_S)
+    phases = plan("all_reduce", "hierarchical", range(x * y), 1e8, cluster)
+    bytes_s = [1 / cluster.nvlink_bytes_per_s, 1 / cluster.nic_bytes_per_s]
+    expected_s = (
+        2 * (x - 1) * A1_S
+        + 2 * (y - 1) * A2_S
+        + 2e8 * (x - 1) / x * bytes_s[0]
+        + 2e8 / x * (y - 1) / y * bytes_s[1]
+    )
+    assert simulated_s(phases, cluster) == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_with_several_nodes_the_slowest_edge_governs_the_ring() -> None:
+    cluster = Cluster(2, 4, latency_s=1e-6, net_latency_s=1e-5)
+    phases = plan("all_reduce", "ring", range(8), 8e6, cluster)
+    assert estimate_s(phases, cluster) == pytest.approx(14 * (1e-5 + 1e6 / 25e9))
+
+
+CLUSTERS = {
+    "one switch": Cluster(1, 8),
+    "a NIC per GPU": Cluster(4, 8),
+    "one NIC per node": Cluster(4, 8, nics_per_node=1),
+    "ethernet": Cluster(3, 4, topology="ethernet"),
+    "oversubscribed": Cluster(4, 4, topology="fat-tree", oversubscription=7.0),
+    "rails": Cluster(3, 4, topology="rail-optimised"),
+    "torus": Cluster(4, 4, topology="torus"),
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+def test_the_simulated_time_lies_between_the_two_estimates(cluster: Cluster) -> None:
+    for (collective, algorithm), size in itertools.product(PAIRS, (1e3, 1e7)):
+        phases = plan(collective, algorithm, range(cluster.num_gpus), size, cluster)
+        at_s = simulated_s(phases, cluster)
+        assert estimate_s(phases, cluster) <= at_s * (1 + 1e-9)
+        assert at_s <= estimate_s(phases, cluster, shared=True) * (1 + 1e-9)
+
+
+# --- Bytes ---------------------------------------------------------------------------------------
+
+SENT: list[tuple[str, str, Callable[[int], float], Sequence[int]]] = [
+    ("all_reduce", "ring", lambda p: 2 * (p - 1) / p, ODD_SIZES),
+    ("all_reduce", "halving_doubling", lambda p: 2 * (p - 1) / p, POWERS),
+    ("all_reduce", "recursive_doubling", lg, POWERS),
+    ("all_gather", "ring", lambda p: (p - 1) / p, ODD_SIZES),
+    ("all_gather", "recursive_doubling", lambda p: (p - 1) / p, ODD_SIZES),
+    ("reduce_scatter", "ring", lambda p: (p - 1) / p, ODD_SIZES),
+    ("reduce_scatter", "halving_doubling", lambda p: (p - 1) / p, ODD_SIZES),
+    ("all_to_all", "direct", lambda p: (p - 1) / p, ODD_SIZES),
+    ("all_to_all", "recursive_doubling", lambda p: lg(p) / 2, POWERS),
+]
+
+
+@pytest.mark.parametrize(("collective", "algorithm", "share", "sizes"), SENT)
+def test_every_rank_sends_the_documented_bytes(
+    collective: str, algorithm: str, share: Callable[[int], float], sizes: Sequence[int]
+) -> None:
+    for p in sizes:
+        sent = bytes_sent(plan(collective, algorithm, range(p), 5040.0, uniform(p)))
+        expected = {gpu: pytest.approx(share(p) * 5040.0) for gpu in range(p)} if p > 1 else {}
+        assert sent == expected
+
+
+def test_in_a_tree_the_root_sends_most_and_a_leaf_nothing() -> None:
+    sent = bytes_sent(plan("broadcast", "tree", range(8), 10.0, uniform(8)))
+    assert sent == {0: 30, 4: 20, 2: 10, 6: 10, 1: 0, 3: 0, 5: 0, 7: 0}
+
+
+def test_hierarchical_sends_little_across_the_nodes() -> None:
+    k, g, n = 4, 8, 1e6
+    cluster = Cluster(k, g)
+    across: defaultdict[int, float] = defaultdict(float)
+    for phase in plan("all_reduce", "hierarchical", range(k * g), n, cluster):
+        for src, dst, size in phase.transfers:
+            if cluster.node_of(src) != cluster.node_of(dst):
+                across[src] += phase.repeat * size
+    assert across == {gpu: pytest.approx(2 * (n / g) * (k - 1) / k) for gpu in range(k * g)}
+
+
+def must_send(collective: str, p: int, is_root: bool) -> float:
+    """What a rank cannot do without, in units of n: others need its data, or its sum."""
+    share = (p - 1) / p
+    return {
+        "all_reduce": 1.0,
+        "reduce": 0.0 if is_root else 1.0,
+        "broadcast": share if is_root else 0.0,
+        "all_gather": 1 / p,
+        "reduce_scatter": share,
+        "gather": 0.0 if is_root else 1 / p,
+        "scatter": share if is_root else 0.0,
+        "all_to_all": share,
+        "barrier": 0.0,
+    }[collective]
+
+
+MIRROR = {
+    "broadcast": "reduce",
+    "all_gather": "reduce_scatter",
+    "scatter": "gather",
+}
+MIRROR |= {there: here for here, there in MIRROR.items()}
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_no_rank_sends_or_receives_less_than_it_must(collective: str, algorithm: str) -> None:
+    for p in ODD_SIZES[1:]:
+        cluster = Cluster(2, p // 2) if p % 2 == 0 else uniform(p)
+        root = p - 1 if collective in ROOTED else 0
+        phases = plan(collective, algorithm, range(p), 1.0, cluster, root=root)
+        sent, received = bytes_sent(phases), bytes_sent(mirrored(phases))
+        for gpu in range(p):
+            is_root = gpu == root
+            assert sent[gpu] >= must_send(collective, p, is_root) - 1e-12
+            to_receive = must_send(MIRROR.get(collective, collective), p, is_root)
+            assert received[gpu] >= to_receive - 1e-12
+        assert sum(sent.values()) == pytest.approx(sum(received.values()))
+
+
+# --- Who talks to whom ---------------------------------------------------------------------------
+
+
+def heard_of(phases: Sequence[Phase], gpus: Sequence[int]) -> dict[int, set[int]]:
+    """Whose data may have reached each GPU, passed on from message to message."""
+    known = {gpu: {gpu} for gpu in gpus}
+    for phase in phases:
+        for _ in range(phase.repeat):
+            before = {gpu: set(known[gpu]) for gpu in gpus}
+            for src, dst, _ in phase.transfers:
+                known[dst] |= before[src]
+    return known
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_the_news_reaches_all_whom_it_must_reach(collective: str, algorithm: str) -> None:
+    for p in ODD_SIZES:
+        gpus = [3 * rank + 1 for rank in reversed(range(p))]
+        for root in {0, p // 2, p - 1} if collective in ROOTED else {0}:
+            phases = plan(collective, algorithm, gpus, 1.0, Cluster(4, 12), root=root)
+            known = heard_of(phases, gpus)
+            if collective in ("broadcast", "scatter"):
+                assert all(gpus[root] in known[gpu] for gpu in gpus)
+            elif collective in ("reduce", "gather"):
+                assert known[gpus[root]] == set(gpus)
+            else:
+                assert all(known[gpu] == set(gpus) for gpu in gpus)
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_members_send_to_other_members_one_message_at_a_time(
+    collective: str, algorithm: str
+) -> None:
+    for p in ODD_SIZES:
+        gpus = [2 * rank + 5 for rank in range(p)]
+        for phase in plan(collective, algorithm, gpus, 64.0, Cluster(5, 8)):
+            senders = [src for src, _, _ in phase.transfers]
+            receivers = [dst for _, dst, _ in phase.transfers]
+            assert senders
+            assert set(senders + receivers) <= set(gpus)
+            assert all(src != dst for src, dst, _ in phase.transfers)
+            assert len(set(senders)) == len(senders)
+            assert len(set(receivers)) == len(receivers)
+            assert phase.repeat >= 1
+
+
+def test_the_ring_keeps_the_order_of_the_group() -> None:
+    [phase] = plan("all_reduce", "ring", [6, 2, 9, 4], 1000, Cluster(2, 8))
+    assert phase == Phase(((6, 2, 250.0), (2, 9, 250.0), (9, 4, 250.0), (4, 6, 250.0)), repeat=6)
+
+
+def test_a_ring_in_rank_order_crosses_each_node_boundary_once() -> None:
+    cluster = Cluster(4, 8)
+    [phase] = plan("all_gather", "ring", range(32), 1.0, cluster)
+    crossings = [
+        (cluster.node_of(src), cluster.node_of(dst))
+        for src, dst, _ in phase.transfers
+        if cluster.node_of(src) != cluster.node_of(dst)
+    ]
+    assert crossings == [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+
+@pytest.mark.parametrize("algorithm", ["tree", "hierarchical"])
+def test_a_broadcast_enters_each_node_once_whatever_the_root(algorithm: str) -> None:
+    cluster = Cluster(4, 8)
+    for root in (0, 8, 24):
+        phases = plan("broadcast", algorithm, range(32), 1.0, cluster, root=root)
+        entered = [
+            cluster.node_of(dst)
+            for phase in phases
+            for src, dst, _ in phase.transfers
+            if cluster.node_of(src) != cluster.node_of(dst)
+        ]
+        assert sorted([*entered, cluster.node_of(root)]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("collective", ROOTED)
+def test_the_root_is_where_the_tree_begins_or_ends(collective: str) -> None:
+    gpus = [7, 3, 5, 1, 0]
+    for root, gpu in enumerate(gpus):
+        phases = plan(collective, "tree", gpus, 1.0, uniform(8), root=root)
+        sent, received = bytes_sent(phases), bytes_sent(mirrored(phases))
+        silent = sent if collective in ("reduce", "gather") else received
+        assert silent[gpu] == 0
+        assert all(silent[other] > 0 for other in gpus if other != gpu)
+
+
+def test_halving_doubling_folds_the_surplus_ranks() -> None:
+    first, *_, last = plan("all_reduce", "halving_doubling", range(6), 8.0, uniform(6))
+    assert first == Phase(((1, 0, 8.0), (3, 2, 8.0)))
+    assert last == Phase(((0, 1, 8.0), (2, 3, 8.0)))
+
+
+def test_bruck_gathers_only_what_is_missing_in_the_last_round() -> None:
+    phases = plan("all_gather", "recursive_doubling", range(5), 5.0, uniform(5))
+    assert [phase.transfers[0] for phase in phases] == [(0, 4, 1.0), (0, 3, 2.0), (0, 1, 1.0)]
+
+
+# --- Choice --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_a_rank_alone_sends_nothing(collective: str, algorithm: str) -> None:
+    assert plan(collective, algorithm, [3], 1e6, Cluster(2, 2)) == []
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+def test_auto_is_the_best_of_the_row_on_links_that_are_shared(cluster: Cluster) -> None:
+    for collective, size in itertools.product(COLLECTIVES, (1e3, 1e5, 1e7, 1e9)):
+        gpus = range(cluster.num_gpus)
+        plans = {name: plan(collective, name, gpus, size, cluster) for name in ALGORITHMS}
+        chosen = plans.pop("auto")
+        estimates = [estimate_s(phases, cluster, shared=True) for phases in plans.values()]
+        assert estimate_s(chosen, cluster, shared=True) == min(estimates)
+        assert chosen == plan(collective, "auto", gpus, size, cluster)
+        fastest_s = min(simulated_s(phases, cluster) for phases in plans.values())
+        assert simulated_s(chosen, cluster) <= 1.05 * fastest_s
+
+
+def test_auto_takes_few_rounds_when_small_and_few_bytes_when_large() -> None:
+    def chosen(size: float, cluster: Cluster) -> str:
+        gpus = range(cluster.num_gpus)
+        phases = plan("all_reduce", "auto", gpus, size, cluster)
+        names = ("ring", "tree", "recursive_doubling", "halving_doubling", "hierarchical")
+        return next(a for a in names if plan("all_reduce", a, gpus, size, cluster) == phases)
+
+    assert chosen(8, Cluster(1, 8)) == "recursive_doubling"
+    assert chosen(1e9, Cluster(1, 7)) == "ring"
+    assert chosen(1e9, Cluster(3, 8)) == "hierarchical"
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "natural"),
+    [
+        ("all_reduce", "direct", "ring"),
+        ("reduce", "recursive_doubling", "tree"),
+        ("broadcast", "direct", "tree"),
+        ("all_gather", "tree", "ring"),
+        ("reduce_scatter", "direct", "ring"),
+        ("scatter", "hierarchical", "tree"),
+        ("gather", "ring", "tree"),
+        ("all_to_all", "hierarchical", "direct"),
+        ("barrier", "ring", "recursive_doubling"),
+    ],
+)
+def test_what_a_collective_does_not_have_gives_way_to_its_natural_algorithm(
+    collective: str, algorithm: str, natural: str
+) -> None:
+    cluster = Cluster(2, 3)
+    args = (range(6), 60.0, cluster)
+    assert plan(collective, algorithm, *args) == plan(collective, natural, *args)
+
+
+def test_hierarchical_gives_way_where_nodes_have_unequally_many_ranks() -> None:
+    cluster, gpus = Cluster(2, 4), [0, 1, 2, 4, 5]
+    for collective, natural in (("all_reduce", "ring"), ("broadcast", "tree")):
+        given = plan(collective, "hierarchical", gpus, 1e3, cluster)
+        assert given == plan(collective, natural, gpus, 1e3, cluster)
+
+
+def test_unknown_names_and_roots_are_answered_with_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"^unknown algorithm 'rign': use one of auto, ring, tree"):
+        plan("all_reduce", "rign", range(4), 1.0, uniform(4))
+    with pytest.raises(ValueError, match=r"^unknown collective 'allreduce': use one of all_reduce"):
+        plan("allreduce", "ring", range(4), 1.0, uniform(4))
+    with pytest.raises(ValueError, match=r"^root must be an index of the 4 ranks .*, got 4$"):
+        plan("reduce", "tree", range(4), 1.0, uniform(4), root=4)

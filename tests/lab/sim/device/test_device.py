@@ -1,0 +1,313 @@
+"""The virtual clock and the arithmetic of a device; its memory is in test_memory."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from distlab.models.gpt import Block
+from distlab.sim.device.device import Device
+from distlab.sim.device.memory import OutOfMemory
+
+
+@dataclass
+class ToyGpu:
+    """Breaks even at 1 FLOP per byte in float32, at 4 in bfloat16."""
+
+    memory_bytes: float = 1e15
+    memory_bytes_per_s: float = 1000.0
+    achievable_flops: Mapping[str, float] = field(
+        default_factory=lambda: {"float32": 1000.0, "bfloat16": 4000.0}
+    )
+
+
+class Clock:
+    """Remembers how it was advanced."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[float, str]] = []
+
+    def advance(self, seconds: float, name: str) -> None:
+        self.calls.append((seconds, name))
+
+    @property
+    def now_s(self) -> float:
+        return sum(seconds for seconds, _ in self.calls)
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[tuple[Device, Clock]]:
+    clock = Clock()
+    with Device(ToyGpu(), advance=clock.advance, **options) as device:
+        yield device, clock
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def test_an_operation_takes_as_long_as_its_slower_part() -> None:
+    square, row, other = torch.ones(100, 100), torch.ones(1, 100), torch.ones(100, 100)
+    with running() as (device, clock):
+        square @ other
+        row @ square
+    assert clock.calls == [
+        (2 * 100**3 / 1000, "mm"),  # by arithmetic; its 120,000 bytes take 120 s
+        (4 * (100 + 10_000 + 100) / 1000, "mm"),  # by memory; its 20,000 FLOPs take 20 s
+    ]
+    assert device.flops == 2 * 100**3 + 20_000
+    assert device.bytes_moved == 120_000 + 40_800
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.sampled_from([0.5, 1.0, 3.0]))
+@settings(
+    derandomize=True, deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow]
+)
+def test_the_roofline(n: int, m: int, k: int, slowdown: float) -> None:
+    for dtype, rate in ((torch.float32, 1000.0), (torch.bfloat16, 4000.0)):
+        a, b = torch.ones(n, m, dtype=dtype), torch.ones(m, k, dtype=dtype)
+        with running(slowdown=slowdown) as (_, clock):
+            a @ b
+        traffic = (n * m + m * k + n * k) * a.itemsize / 1000
+        assert clock.now_s == max(2 * n * m * k / rate, traffic) * slowdown
+
+
+def test_a_dtype_that_the_gpu_does_not_list_runs_as_float32() -> None:
+    x = torch.ones(100, 100, dtype=torch.float64)
+    with running() as (_, clock):
+        x @ x
+    assert clock.now_s == 2 * 100**3 / 1000
+
+
+def test_a_device_can_become_slow_while_it_runs() -> None:
+    x = torch.ones(250)
+    with running() as (device, clock):
+        x.neg()
+        device.slowdown = 3.0
+        x.neg()
+    assert [seconds for seconds, _ in clock.calls] == [2.0, 6.0]
+
+
+def test_views_and_allocations_do_not_touch_the_clock() -> None:
+    x = torch.ones(10, 10)
+    with running() as (_, clock):
+        torch.empty_like(x.reshape(100)[3:].view(97))
+        torch.tensor([1.0])
+    assert clock.calls == []
+
+
+def test_without_a_gpu_compute_is_free_and_memory_is_not() -> None:
+    clock = Clock()
+    with Device(None, advance=clock.advance) as device:
+        x = torch.ones(100) * 2
+        assert device.memory.live_bytes == 400
+    assert clock.calls == []
+    assert x.sum() == 200
+
+
+def test_what_runs_unnoticed_is_free() -> None:
+    with running(capacity_bytes=100) as (device, clock):
+        with device.unnoticed():
+            x = torch.ones(1000)
+        assert device.memory.live_bytes == 0
+        x.sum()
+    assert [name for _, name in clock.calls] == ["sum"]
+
+
+def test_tensors_that_only_stand_for_shapes_are_free() -> None:
+    """DTensor makes some for every operation that it meets for the first time."""
+    with running() as (device, clock), FakeTensorMode():
+        product = torch.ones(1000, 1000) @ torch.ones(1000, 10)
+        assert product.shape == (1000, 10)
+        assert device.memory.peak_bytes == device.flops == 0
+    assert clock.calls == []
+
+
+def test_the_clock_shows_when_each_operation_ends() -> None:
+    """Advancing comes after the operation, so who reads the clock in between sees the past."""
+    seen = []
+    x = torch.zeros(1)
+
+    def advance(seconds: float, name: str) -> None:
+        seen.append((name, float(x)))
+
+    with Device(ToyGpu(), advance=advance):
+        x += 1
+        x *= 5
+    assert seen == [("add_", 1.0), ("mul_", 5.0)]
+
+
+def test_the_memory_of_the_gpu_is_the_limit_unless_another_is_given() -> None:
+    gpu = ToyGpu(memory_bytes=1000)
+    with Device(gpu, advance=Clock().advance), pytest.raises(OutOfMemory):
+        torch.ones(300)
+    with Device(gpu, advance=Clock().advance, capacity_bytes=2000):
+        torch.ones(300)
+
+
+def test_results_are_those_without_a_device() -> None:
+    def train(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        block = Block(16, heads=2)
+        block(x).square().mean().backward()
+        gradient = block.feed_forward.up.weight.grad
+        assert gradient is not None
+        return gradient
+
+    x = torch.ones(2, 5, 16)
+    with running():
+        simulated = train(x)
+    assert torch.equal(simulated, train(x))
+
+
+def test_a_wrapper_is_charged_for_the_tensors_inside() -> None:
+    with running() as (device, clock):
+        pair = TwoTensor(torch.empty(100), torch.empty(100))
+        pair.neg()
+        assert device.memory.live_bytes == 2 * 400
+    assert clock.calls == [(0.8, "neg"), (0.8, "neg")]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_evaluation_costs_what_the_forward_pass_of_training_costs(mode: Any) -> None:
+    encoder = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Conv1d(3, 32, 3), nn.Flatten(2), nn.LazyLinear(32), encoder)
+    x = torch.ones(2, 3, 10)
+    with running() as (device, _):
+        model(x)
+    expected = device.flops
+    with mode(), running() as (device, _):
+        model.eval()(x)
+    assert device.flops == expected == 2 * 2 * (8 * 32 * 9 + 32 * 8 * 32 + 12 * 32**3 + 2 * 32**3)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+def test_a_recurrent_layer_costs_the_same_on_cpu_and_meta(device_type: str) -> None:
+    layer = nn.LSTM(8, 4, device=device_type)
+    x = torch.ones(5, 2, 8, device=device_type, requires_grad=True)
+    state = torch.ones(1, 2, 4, device=device_type, requires_grad=True)
+    with running() as (device, _):
+        layer(x, (state, state))[0].sum().backward()
+    assert device.flops == 3 * 2 * (5 * 2) * 4 * 4 * (8 + 4)  # four gates
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+
+def test_each_thread_has_its_own_device() -> None:
+    first, second, meet = Clock(), Clock(), threading.Barrier(2, timeout=10)
+
+    def run_first() -> None:
+        with Device(ToyGpu(), advance=first.advance):
+            meet.wait()
+            for _ in range(200):
+                torch.empty(250).zero_()
+            meet.wait()
+        meet.wait()
+
+    def run_second() -> None:  # enters second, leaves last
+        meet.wait()
+        with Device(ToyGpu(), advance=second.advance):
+            for _ in range(200):
+                torch.empty(500).zero_()
+            meet.wait()
+            meet.wait()
+
+    threads = [threading.Thread(target=target) for target in (run_first, run_second)]
+    for thread in threads:
+        thread.start()
+    torch.ones(10)  # this thread has no device
+    for thread in threads:
+        thread.join()
+    assert (first.now_s, second.now_s) == (200.0, 400.0)
+    assert not is_in_torch_dispatch_mode()
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+def attend(device: str, *, kv_heads: int = 4, **options: Any) -> None:
+    q = torch.ones(2, 4, 8, 16, device=device, requires_grad=True)
+    k, v = (torch.ones(2, kv_heads, 8, 16, device=device, requires_grad=True) for _ in "kv")
+    F.scaled_dot_product_attention(q, k, v, **options).sum().backward()
+
+
+def masked(device: str, dtype: torch.dtype, **options: Any) -> None:
+    attend(device, attn_mask=torch.ones(8, 8, dtype=dtype, device=device), **options)
+
+
+FORWARD = 4 * 2 * 4 * 8 * 8 * 16  # two products in four heads of two samples
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (attend, 3 * FORWARD),
+        (lambda d: attend(d, is_causal=True), 3 * FORWARD // 2),
+        (lambda d: attend(d, scale=0.5), 3 * FORWARD),
+        (lambda d: attend(d, kv_heads=2, enable_gqa=True), 3 * FORWARD),
+        (lambda d: attend(d, dropout_p=0.5), 3 * FORWARD),  # not fused
+        (lambda d: attend(d, dropout_p=0.5, is_causal=True), 3 * FORWARD),  # the mask is hidden
+        (lambda d: masked(d, torch.bool), 3 * FORWARD),
+        (lambda d: masked(d, torch.float32), 3 * FORWARD),
+        (lambda d: masked(d, torch.bool, dropout_p=0.5), 3 * FORWARD),
+    ],
+)
+def test_attention_costs_the_same_on_cpu_and_meta(
+    program: Callable[[str], None], expected: int, device_type: str
+) -> None:
+    with running() as (device, _):
+        program(device_type)
+    assert device.flops == expected
+
+
+def test_attention_on_meta_keeps_no_scores_while_there_is_a_device() -> None:
+    def operations() -> set[str]:
+        q = torch.ones(1, 1, 64, 2, device="meta", requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape), id):
+            F.scaled_dot_product_attention(q, q, q)
+        return {"scores" if shape[-2:] == (64, 64) else "other" for shape in shapes}
+
+    shapes: list[torch.Size] = []
+    with running():
+        assert operations() == {"other"}
+    assert operations() == {"other", "scores"}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+def test_a_transformer_layer_costs_what_the_formula_says(device_type: str) -> None:
+    """24 b s h^2 (1 + s / 6h) FLOPs forward without a causal mask, twice that backward.
+
+    Source: Narayanan et al. 2021 (Megatron-LM), appendix.
+    """
+    batch, length, width = 2, 24, 32
+    layer = nn.TransformerEncoderLayer(
+        width, 4, 4 * width, dropout=0.0, batch_first=True, device=device_type
+    )
+    x = torch.ones(batch, length, width, device=device_type, requires_grad=True)
+    with running() as (device, _):
+        out = layer(x)
+        forward = device.flops
+        out.sum().backward()
+    assert forward == 24 * batch * length * width**2 * (1 + length / (6 * width))
+    assert device.flops == 3 * forward
+
+
+def test_a_causal_layer_saves_half_of_its_attention() -> None:
+    batch, length, width = 1, 2048, 4096
+    with running() as (device, _):
+        x = torch.empty(batch, length, width, device="meta")
+        with torch.device("meta"):
+            Block(width, heads=32)(x)
+    assert device.flops == 24 * batch * length * width**2 * (1 + length / (12 * width))

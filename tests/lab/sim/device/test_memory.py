@@ -1,0 +1,504 @@
+"""What is held, for what, and what was held at the peak: exact bytes of small programs."""
+
+import copy
+import gc
+import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, UntypedStorage, nn
+from torch.nn.modules.module import _global_parameter_registration_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
+
+from distlab.models.gpt import GPT, Block
+from distlab.sim.device.device import Device
+from distlab.sim.device.memory import MemoryTracker, OutOfMemory
+
+
+@contextmanager
+def memory(capacity_bytes: int | None = None) -> Iterator[MemoryTracker]:
+    with Device(None, advance=lambda *_: None, capacity_bytes=capacity_bytes) as device:
+        yield device.memory
+
+
+def held(tracker: MemoryTracker) -> dict[str, int]:
+    return {name: n for name, n in tracker.live_by_category.items() if n}
+
+
+def at_peak(tracker: MemoryTracker) -> dict[str, int]:
+    return {name: n for name, n in tracker.peak_by_category.items() if n}
+
+
+# --- storages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tensor_counts_from_its_birth_to_its_death(device: str) -> None:
+    with memory() as tracker:
+        x = torch.ones(100, device=device)
+        y = x + 1
+        assert tracker.live_bytes == 800
+        del x
+        assert tracker.live_bytes == 400
+    del y
+    assert (tracker.live_bytes, tracker.peak_bytes) == (0, 800)  # also after the device was left
+
+
+def test_views_and_in_place_work_are_free() -> None:
+    with memory() as tracker:
+        x = torch.ones(10, 10)
+        views = [x.t(), x[3:], x.view(4, 25), x.detach(), x.expand(3, 10, 10), *x.split(2)]
+        views.append(x.add_(1))
+        views.append(torch.ops.aten._unsafe_view(x, [100]))  # its schema promises a new tensor
+        assert tracker.peak_bytes == 400
+        del x
+        assert tracker.live_bytes == 400
+        views.clear()
+        assert tracker.live_bytes == 0
+
+
+def test_only_what_the_thread_allocates_itself_counts() -> None:
+    before = torch.ones(100)
+    with memory() as tracker:
+        before.view(-1).add_(1)
+        assert tracker.live_bytes == 0
+        kept = [torch.tensor([1.0, 2.0]), copy.deepcopy(before), torch.from_numpy(numpy.zeros(3))]
+        assert tracker.live_bytes == 8 + 400 + 24
+        assert len(kept) == 3
+
+
+def test_a_tensor_loaded_from_a_file_counts() -> None:
+    file = io.BytesIO()
+    torch.save(torch.ones(100), file)
+    file.seek(0)
+    with memory() as tracker:
+        loaded = torch.load(file)
+        assert tracker.live_bytes == loaded.nbytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_storage_can_be_emptied_and_filled_again(device: str) -> None:
+    with memory() as tracker:
+        x = torch.ones(100, device=device)
+        storage = x.untyped_storage()
+        for nbytes in (0, 400, 0, 200):
+            storage.resize_(nbytes)
+            assert tracker.live_bytes == storage.nbytes() == nbytes
+        x.resize_(300)
+        assert (tracker.live_bytes, tracker.peak_bytes) == (1200, 1200)
+        torch.add(torch.ones(500, device=device), 1, out=x.resize_(0))
+        assert tracker.live_bytes == 2000
+        del x, storage
+        assert tracker.live_bytes == 0
+
+
+def test_resizing_what_is_not_the_threads_own_changes_nothing() -> None:
+    before = torch.ones(100)
+    with memory() as tracker:
+        before.untyped_storage().resize_(800)
+    assert tracker.peak_bytes == 0
+
+
+actions = st.sampled_from(["new", "drop", "resize", "view", "parameters", "gradients"])
+
+
+@given(st.lists(st.tuples(actions, st.integers(0, 5)), max_size=30))
+@settings(
+    derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
+def test_the_books_balance(program: list[tuple[str, int]]) -> None:
+    tensors: dict[int, Tensor] = {}
+    with memory() as tracker:
+        for action, key in program:
+            if action == "new":
+                tensors[key] = torch.empty(10 * key + 1)
+            elif key in tensors:
+                tensor = tensors[key]
+                if action == "drop":
+                    del tensors[key]
+                elif action == "resize":
+                    tensor.untyped_storage().resize_(7 * key)
+                elif action == "view":
+                    tensors[key] = tensor.detach()
+                else:
+                    tracker.reclassify(tensor, action)  # type: ignore[arg-type]
+                del tensor
+            assert tracker.live_bytes == sum(t.untyped_storage().nbytes() for t in tensors.values())
+            assert tracker.live_bytes == sum(tracker.live_by_category.values())
+            assert tracker.peak_bytes == sum(tracker.peak_by_category.values())
+            assert tracker.peak_bytes >= tracker.live_bytes
+            assert min(*tracker.live_by_category.values(), *tracker.peak_by_category.values()) >= 0
+
+
+# --- categories ----------------------------------------------------------------------------------
+
+PARAMETERS = 4 * (100 * 50 + 50 + 50 * 10 + 10)  # of the model below, in four tensors
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_bytes"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), PARAMETERS),
+        (lambda p: torch.optim.Adam(p), 2 * PARAMETERS + 4 * 4),  # and a count for each tensor
+        (lambda p: torch.optim.AdamW(p, foreach=True), 2 * PARAMETERS + 4 * 4),
+    ],
+)
+def test_a_training_loop(optimizer: Callable[..., Any], state_bytes: int) -> None:
+    with memory() as tracker:
+        model = build()
+        state = {"parameters": PARAMETERS}
+        assert held(tracker) == state
+        optim = optimizer(model.parameters())
+        for _ in range(2):
+            loss = model(torch.ones(8, 100)).sum()
+            hidden = 4 * 8 * 50  # one for the linear layer's backward, none for its result
+            assert held(tracker) == {**state, "activations": hidden + 4, "other": 4 * 8 * 100}
+            loss.backward()
+            del loss
+            assert held(tracker) == {**state, "gradients": PARAMETERS}
+            optim.step()
+            state |= {"optimizer_state": state_bytes} if state_bytes else {}
+            assert held(tracker) == {**state, "gradients": PARAMETERS}
+            optim.zero_grad()
+            assert held(tracker) == state
+        del model, optim
+        assert held(tracker) == {}
+
+
+def test_the_peak_is_told_with_what_is_known_only_later() -> None:
+    """Nothing says that a tensor is a momentum until the step that made it has ended."""
+    with memory() as tracker:
+        model = nn.Linear(100, 50, bias=False)
+        optim = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=0.1)
+        model(torch.ones(1, 100)).sum().backward()
+        optim.step()
+        parts = ("parameters", "gradients", "optimizer_state", "other")  # other: decayed gradient
+        assert at_peak(tracker) == dict.fromkeys(parts, 4 * 100 * 50)
+
+
+def test_a_gradient_that_is_freed_at_once_is_a_gradient_at_the_peak() -> None:
+    """As in ZeRO-2, where nobody ever looks at a parameter with its gradient again."""
+
+    def reduce_and_free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    with memory() as tracker:
+        weight = nn.Linear(100, 100, bias=False).weight
+        weight.register_post_accumulate_grad_hook(reduce_and_free)
+        x = torch.ones(1, 100)
+        (x @ weight).sum().backward()
+        assert held(tracker) == {"parameters": 40_000, "other": 400}
+    assert at_peak(tracker)["gradients"] == 40_000
+
+
+def test_a_gradient_that_is_a_view_of_a_bucket_counts_once() -> None:
+    with memory() as tracker:
+        layer = nn.Linear(10, 10)
+        bucket = torch.zeros(110)
+        layer.weight.grad, layer.bias.grad = bucket[:100].view(10, 10), bucket[100:]
+        layer(torch.ones(1, 10)).sum().backward()
+        assert held(tracker) == {"parameters": 440, "gradients": 440}
+
+
+def test_parameters_are_known_however_they_are_made() -> None:
+    with memory() as tracker:
+        model = build().bfloat16()  # swaps the data of each
+        assert held(tracker) == {"parameters": PARAMETERS // 2}
+        shard = nn.Parameter(torch.empty(100))  # of no module
+        shard.detach().fill_(1)
+        assert held(tracker) == {"parameters": PARAMETERS // 2 + 400}
+        plain = torch.zeros(100, requires_grad=True)
+        torch.optim.SGD([plain]).step()
+        assert held(tracker) == {"parameters": PARAMETERS // 2 + 800}
+        lazy = nn.LazyLinear(10, bias=False)
+        lazy(torch.ones(1, 100))
+        assert held(tracker) == {"parameters": PARAMETERS // 2 + 800 + 4000}
+        del model
+
+
+def test_what_resembles_a_parameter_is_no_activation() -> None:
+    with memory() as tracker:
+        weight = nn.Linear(10, 10, bias=False).weight
+        momentum = [torch.zeros_like(weight), torch.empty_like(weight), weight.new_zeros(100)]
+        assert held(tracker) == {"parameters": 400, "other": 1200}
+        tracker.reclassify(momentum[0], "optimizer_state")
+        assert held(tracker) == {"parameters": 400, "other": 800, "optimizer_state": 400}
+
+
+def test_dropout_keeps_its_mask() -> None:
+    with memory() as tracker:
+        layer = nn.Linear(10, 100, bias=False)
+        y = nn.functional.dropout(layer(torch.ones(1, 10)))
+        assert held(tracker) == {"parameters": 4000, "activations": 800, "other": 40}
+        del y
+
+
+class Square(torch.autograd.Function):
+    """Computes without being recorded, as parallel layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+def test_an_activation_may_show_only_by_its_use() -> None:
+    with memory() as tracker:
+        received = torch.empty(100).requires_grad_()  # by the second stage of a pipeline
+        assert held(tracker) == {"other": 400}
+        squared = Square.apply(received)
+        assert held(tracker) == {"other": 800}
+        cubed = squared * received
+        assert held(tracker) == {"activations": 1200}
+        del cubed
+
+
+def test_checkpointing_trades_activations_for_time() -> None:
+    def run(use: Callable[..., Tensor]) -> tuple[int, int]:
+        with memory() as tracker:
+            layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(6)]
+            x = torch.ones(100, 8)
+            for layer in layers:
+                x = use(layer, x)
+            after_forward = tracker.live_by_category["activations"]
+            x.sum().backward()
+        return after_forward, tracker.peak_bytes
+
+    one = 4 * 100 * 8
+    plain, plain_peak = run(lambda layer, x: layer(x))
+    kept, kept_peak = run(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    assert plain == 6 * 3 * one  # before and after GELU, and the result
+    assert kept == 6 * one  # the results
+    assert plain_peak - kept_peak > 8 * one  # one layer at a time is whole again
+
+
+# --- threads and hooks ---------------------------------------------------------------------------
+
+
+def test_threads_have_separate_accounts() -> None:
+    meet, results = threading.Barrier(2, timeout=10), {}
+
+    def train(width: int) -> None:
+        with memory() as tracker:
+            model = nn.Linear(width, width, bias=False)
+            optim = torch.optim.Adam(model.parameters())
+            for _ in range(5):
+                meet.wait()
+                optim.zero_grad()
+                model(torch.ones(1, width)).sum().backward()
+                optim.step()
+            results[width] = held(tracker)
+
+    threads = [threading.Thread(target=train, args=(width,)) for width in (10, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for width in (10, 20):
+        n = 4 * width**2
+        assert results[width] == {"parameters": n, "gradients": n, "optimizer_state": 2 * n + 4}
+
+
+def test_a_tensor_can_die_in_another_thread() -> None:
+    box = []
+    with memory() as tracker:
+        box.append(torch.ones(100))
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        thread.join()
+        assert tracker.live_bytes == 0
+
+
+def test_nothing_stays_installed() -> None:
+    shared = nn.Linear(2, 2)
+    with memory(), memory_of_another_thread():
+        shared(torch.ones(1, 2)).sum().backward()
+        assert shared.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        assert "resize_" in vars(UntypedStorage)
+    assert not shared.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    assert "resize_" not in vars(UntypedStorage)
+    assert not _global_parameter_registration_hooks
+    assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
+
+
+@contextmanager
+def memory_of_another_thread() -> Iterator[None]:
+    """Is in use while the body starts, and has gone when it ends."""
+
+    def enter_and_leave() -> None:
+        with memory():
+            torch.ones(1)
+
+    thread = threading.Thread(target=enter_and_leave)
+    thread.start()
+    thread.join()
+    yield
+
+
+def test_a_thread_has_one_tracker() -> None:
+    with memory(), pytest.raises(RuntimeError, match="one tracker per thread"), memory():
+        pass
+
+
+def test_a_tracked_model_can_be_saved_and_copied() -> None:
+    with memory():
+        model = build()
+        model(torch.ones(1, 100)).sum().backward()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for twin in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+            assert torch.equal(twin[0].weight, model[0].weight)
+
+
+# --- the limit -----------------------------------------------------------------------------------
+
+
+def test_running_out_of_memory_says_what_fills_it() -> None:
+    with memory(capacity_bytes=100 * 1024):
+        layer = nn.Linear(64, 64, bias=False)
+        x = [torch.ones(128, 64), torch.ones(256)]
+        with pytest.raises(OutOfMemory) as caught:
+            layer(layer(x[0]))
+    assert str(caught.value).splitlines() == [
+        "out of memory in mm: it needs 32.0 KiB more, 81.0 KiB of 100 KiB are in use",
+        "  other               33.0 KiB    33%",
+        "  activations         32.0 KiB    32%",
+        "  parameters          16.0 KiB    16%",
+        "  gradients                0 B     0%",
+        "  optimizer_state          0 B     0%",
+        "largest tensors",
+        "  other               32.0 KiB  (128, 64) float32",
+        "  activations         32.0 KiB  (128, 64) float32",
+        "  parameters          16.0 KiB  (64, 64) float32",
+        "  other               1.00 KiB  (256,) float32",
+        "what may help: free buffers and temporaries earlier",
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_after_running_out_of_memory_the_account_is_right(device: str) -> None:
+    with memory(capacity_bytes=1000) as tracker:
+        x = torch.ones(100, device=device)
+        with pytest.raises(OutOfMemory, match="in _to_copy: it needs 800 B more, 400 B of 1000 B"):
+            x.double()
+        for _ in range(3):
+            with pytest.raises(OutOfMemory):
+                torch.ones(151, device=device)
+        assert tracker.live_bytes == 400
+        y = torch.ones(150, device=device)  # fills it to the last byte
+        with pytest.raises(OutOfMemory, match="in resize_"):
+            x.untyped_storage().resize_(404)
+        assert x.untyped_storage().nbytes() == 400
+        x.untyped_storage().resize_(0)
+        assert (tracker.live_bytes, tracker.peak_bytes) == (600, 1000)
+        del y
+
+
+def test_what_an_optimizer_has_made_so_far_is_its_state_also_in_its_first_step() -> None:
+    with memory(capacity_bytes=3 * 40_000 + 8) as tracker:
+        layer = nn.Linear(100, 100, bias=False)
+        layer.weight.grad = torch.ones(100, 100)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        with pytest.raises(OutOfMemory) as caught:
+            optimizer.step()
+        assert (
+            held(tracker)["optimizer_state"] >= 40_000
+        )  # the first average; the second does not fit
+    lines = str(caught.value).splitlines()
+    assert "  optimizer_state     39.1 KiB    33%" in lines
+
+
+def test_equal_tensors_are_listed_once() -> None:
+    with memory(capacity_bytes=100):
+        kept = [torch.ones(5), torch.ones(5), torch.ones(6)]
+        with pytest.raises(OutOfMemory) as caught:
+            torch.ones(10)
+        del kept
+    assert [line.split("  ")[-1] for line in str(caught.value).splitlines()[7:-1]] == [
+        "(6,) float32", "(5,) float32, 2 of them"
+    ]  # fmt: skip
+
+
+def test_memory_can_run_out_in_the_backward_pass() -> None:
+    with memory(capacity_bytes=2 * 40_000 - 1) as tracker:
+        layer = nn.Linear(100, 100, bias=False)
+        loss = layer(torch.ones(1, 100)).sum()
+        with pytest.raises(OutOfMemory, match=r"in mm: it needs 39.1 KiB more"):
+            loss.backward()
+        del loss
+        gc.collect()  # what the failed backward held
+        assert held(tracker) == {"parameters": 40_000}
+
+
+def test_the_largest_tensors_are_at_most_five() -> None:
+    with memory(capacity_bytes=100) as tracker:
+        kept = [torch.ones(n) for n in (1, 2, 3, 4, 5, 6)]
+        with pytest.raises(OutOfMemory) as caught:
+            torch.ones(5)
+        assert tracker.live_bytes == 4 * sum(map(len, kept))
+    assert [line.split()[3] for line in str(caught.value).splitlines()[7:-1]] == [
+        "(6,)", "(5,)", "(4,)", "(3,)", "(2,)"
+    ]  # fmt: skip
+
+
+# --- models of real size, on meta ----------------------------------------------------------------
+
+
+class MixedPrecisionAdam(torch.optim.Optimizer):
+    """Keeps a float32 copy of each parameter and two averages of its gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            for name in ("master", "average", "square"):
+                self.state[parameter][name] = torch.empty_like(parameter, dtype=torch.float32)
+
+
+def test_mixed_precision_takes_16_bytes_for_each_parameter() -> None:
+    """2 + 2 + 12, as in ZeRO, section 3.1; here for 7.5 billion parameters."""
+    with memory() as tracker, torch.device("meta"):
+        model = GPT(50_257, 2048, width=4096, layers=37, heads=32).bfloat16()
+        count = sum(parameter.numel() for parameter in model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optim = MixedPrecisionAdam(model.parameters(), {})
+        optim.step()
+        assert held(tracker) == {
+            "parameters": 2 * count,
+            "gradients": 2 * count,
+            "optimizer_state": 12 * count,
+        }
+        assert tracker.live_bytes / 1e9 == pytest.approx(120, rel=0.03)  # ZeRO, figure 1
+
+
+def test_the_activations_of_a_transformer_layer() -> None:
+    """34 s b h bytes (Korthikanti et al. 2022), less two dropout masks, with fused attention."""
+    batch, length, width, heads = 2, 512, 1024, 16
+    with memory() as tracker, torch.device("meta"):
+        block = Block(width, heads).bfloat16()
+        x = block(torch.empty(batch, length, width, dtype=torch.bfloat16).requires_grad_())
+        x = block(x)
+        tokens = batch * length
+        statistics = 4 * tokens * heads + 4 * 4 * tokens  # of the softmax; of two layer norms
+        assert tracker.live_by_category["activations"] == (
+            2 * (32 * tokens * width + statistics) + 2 * tokens * width  # and the last result
+        )

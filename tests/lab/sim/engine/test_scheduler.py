@@ -1,0 +1,530 @@
+"""The scheduler alone: who runs when, what a deadlock is, and that no thread is left behind."""
+
+import heapq
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distlab.sim.engine.scheduler import NEVER, Killed, Rank, Scheduler
+
+TIMEOUT_S = 10.0
+Body = Callable[[Scheduler, Rank], object]
+
+
+class Stuck(Exception):
+    """What the tests' worlds raise in a deadlock."""
+
+
+def new_scheduler(num_ranks: int) -> Scheduler:
+    return Scheduler(num_ranks, lambda _, __: None)
+
+
+def run(scheduler: Scheduler, body: Body) -> BaseException | None:
+    """Run to the end and return what was raised; fail if there is no end, or a thread is left."""
+    before, raised = threading.active_count(), [None]
+
+    def main() -> None:
+        try:
+            scheduler.run(partial(body, scheduler), Stuck)
+        except BaseException as error:
+            raised[0] = error
+
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive(), "the scheduler hangs"
+    assert threading.active_count() == before
+    return raised[0]
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("durations", "order"),
+    [
+        ([[1, 1, 1], [2, 2]], [(1, 0), (2, 0), (2, 1), (3, 0), (4, 1)]),
+        ([[3], [2], [1]], [(1, 2), (2, 1), (3, 0)]),
+        ([[1], [1], [1]], [(1, 0), (1, 1), (1, 2)]),
+        ([[0, 0], [0]], [(0, 0), (0, 0), (0, 1)]),  # a rank goes on until its clock moves
+        ([[5], [1, 1, 1, 1, 1]], [(1, 1), (2, 1), (3, 1), (4, 1), (5, 0), (5, 1)]),
+    ],
+)
+def test_acts_come_in_the_order_of_the_clocks_and_then_of_the_ranks(
+    durations: list[list[int]], order: list[tuple[int, int]]
+) -> None:
+    log = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for duration in durations[rank.number]:
+            rank.clock_s += duration
+            scheduler.act()
+            log.append((rank.clock_s, rank.number))
+            assert scheduler.now_s == rank.clock_s
+            assert scheduler.current is rank
+
+    assert run(new_scheduler(len(durations)), body) is None
+    assert log == order
+
+
+def test_a_rank_computes_ahead_without_waiting_for_anybody() -> None:
+    log = []
+
+    def body(_: Scheduler, rank: Rank) -> None:
+        for _ in range(3):
+            rank.clock_s += 10 - rank.number
+            log.append(rank.number)
+
+    scheduler = new_scheduler(3)
+    assert run(scheduler, body) is None
+    assert log == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [rank.clock_s for rank in scheduler.ranks] == [30, 27, 24]
+
+
+def test_events_come_before_ranks_at_equal_time_and_in_the_order_they_were_planned() -> None:
+    log: list[object] = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number == 0:
+            scheduler.at(2.0, lambda: log.append("second"))
+            scheduler.at(1.0, lambda: scheduler.at(2.0, lambda: log.append("third")))
+            scheduler.at(1.0, lambda: log.append("first"))
+        rank.clock_s += 2.0
+        scheduler.act()
+        log.append(rank.number)
+
+    assert run(new_scheduler(2), body) is None
+    assert log == ["first", "second", "third", 0, 1]
+
+
+def test_events_go_on_after_the_last_rank_has_ended() -> None:
+    log: list[float] = []
+    scheduler = new_scheduler(2)
+    scheduler.at(5.0, lambda: log.append(scheduler.now_s))
+    assert run(scheduler, lambda _, __: None) is None
+    assert log == [5.0]
+
+
+class Ticks:
+    """A source with an event at each of the given times."""
+
+    def __init__(self, times: Sequence[float], happen: Callable[[float], None]) -> None:
+        self.times, self.happen = sorted(times), happen
+
+    def next_event_s(self) -> float:
+        return self.times[0] if self.times else NEVER
+
+    def run_events(self, now_s: float) -> None:
+        assert now_s == self.times.pop(0)
+        self.happen(now_s)
+
+
+def test_a_source_makes_things_happen_in_time() -> None:
+    log: list[object] = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for _ in range(3):
+            rank.clock_s += 1.0
+            scheduler.act()
+            log.append(rank.number)
+
+    scheduler = new_scheduler(1)
+    scheduler.source = Ticks([0.5, 2.0, 2.5, 9.0], log.append)
+    assert run(scheduler, body) is None
+    assert log == [0.5, 0, 2.0, 0, 2.5, 0, 9.0]
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own_s", "ready_s", "after_s"), [(1.0, 3.0, 3.0), (4.0, 3.0, 4.0)])
+def test_a_resumed_rank_has_the_later_of_both_times(
+    own_s: float, ready_s: float, after_s: float
+) -> None:
+    clocks = {}
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number == 0:
+            rank.clock_s = own_s
+            scheduler.block("a recv")
+            clocks["after"] = rank.clock_s
+        else:
+            assert scheduler.ranks[0].waits_in == "a recv"
+            scheduler.ready(scheduler.ranks[0], ready_s)
+            assert scheduler.ranks[0].waits_in is None
+
+    assert run(new_scheduler(2), body) is None
+    assert clocks == {"after": after_s}
+
+
+def test_resuming_a_rank_that_does_not_wait_changes_nothing() -> None:
+    log = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for other in scheduler.ranks:
+            scheduler.ready(other, 100.0)
+            scheduler.ready(other, 100.0)
+        rank.clock_s += 1.0
+        scheduler.act()
+        log.append((rank.number, rank.clock_s))
+
+    assert run(new_scheduler(3), body) is None
+    assert log == [(0, 1.0), (1, 1.0), (2, 1.0)]
+
+
+def test_an_event_resumes_a_rank_at_its_time() -> None:
+    log = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        scheduler.at(7.0 - rank.number, lambda: scheduler.ready(rank, scheduler.now_s))
+        scheduler.block("an arrival")
+        log.append((rank.number, rank.clock_s))
+
+    assert run(new_scheduler(3), body) is None
+    assert log == [(2, 5.0), (1, 6.0), (0, 7.0)]
+
+
+def test_every_switch_is_reported() -> None:
+    hands = []
+    scheduler = Scheduler(3, lambda rank, to: hands.append((rank.number, to.number)))
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for _ in range(2):
+            rank.clock_s += 1.0
+            scheduler.act()
+
+    assert run(scheduler, body) is None
+    starts, ends = [rank for rank, _ in hands], [rank for _, rank in hands]
+    assert ends[:-1] == starts[1:]  # an unbroken chain
+    assert all(rank != to for rank, to in hands)
+    assert set(ends) == {0, 1, 2}
+
+
+# --- how a world ends ----------------------------------------------------------------------------
+
+
+def test_a_deadlock_is_known_at_once_and_every_rank_is_unwound() -> None:
+    unwound = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            scheduler.block(f"recv of {rank.number}")
+        except Exception:  # an except of the program must not stop the unwinding
+            unwound.append("caught")
+        finally:
+            unwound.append(rank.number)
+
+    scheduler = new_scheduler(4)
+    assert isinstance(run(scheduler, body), Stuck)
+    assert unwound == [0, 1, 2, 3]
+    assert all(rank.has_ended for rank in scheduler.ranks)
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_is_in_a_deadlock() -> None:
+    ended = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number:
+            ended.extend(r.number for r in scheduler.ranks if r.has_ended)
+            scheduler.block("for ever")
+
+    assert isinstance(run(new_scheduler(2), body), Stuck)
+    assert ended == [0]
+
+
+def test_the_first_error_of_a_rank_ends_the_world() -> None:
+    unwound = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            rank.clock_s += 4.0 - rank.number
+            scheduler.act()
+            if rank.number > 1:
+                raise ValueError(f"rank {rank.number}")
+            scheduler.block("for ever")
+        finally:
+            unwound.append(rank.number)
+            raise KeyError("while it was unwound")
+
+    error = run(new_scheduler(4), body)
+    assert isinstance(error, KeyError)
+    assert str(error.__context__) == "rank 3"
+    assert sorted(unwound) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_even_what_is_not_an_exception_ends_the_world(error: BaseException) -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number == 1:
+            raise error
+        scheduler.block("for ever")
+
+    assert run(new_scheduler(2), body) is error
+
+
+def test_a_rank_that_is_unwound_may_not_act_again() -> None:
+    acted = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number == 2:
+            raise ValueError("boom")
+        try:
+            scheduler.block("for ever")
+        except BaseException:
+            scheduler.act()
+            acted.append(rank.number)
+
+    assert str(run(new_scheduler(3), body)) == "boom"
+    assert acted == []
+
+
+def test_a_rank_that_acts_while_it_is_unwound_does_not_delay_the_end() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            if rank.number == 3:
+                raise ValueError("boom")
+            scheduler.block("for ever")
+        finally:
+            rank.clock_s += 1.0
+            scheduler.act()
+
+    assert str(run(new_scheduler(4), body)) == "boom"
+
+
+def test_a_rank_that_is_unwound_resumes_no_other() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            if rank.number == 3:
+                raise ValueError("boom")
+            scheduler.block("for ever")
+        finally:
+            for other in scheduler.ranks:
+                scheduler.ready(other, 0.0)
+
+    assert str(run(new_scheduler(4), body)) == "boom"
+
+
+def fail() -> None:
+    raise ValueError("in an event")
+
+
+def test_an_error_in_an_event_is_not_blamed_on_the_rank_that_waits() -> None:
+    caught = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            scheduler.block("for ever")
+        except Exception:
+            caught.append(rank.number)
+
+    scheduler = new_scheduler(2)
+    scheduler.at(1.0, fail)
+    assert str(run(scheduler, body)) == "in an event"
+    assert caught == []
+
+
+def test_an_error_in_an_event_ends_the_world_even_when_all_ranks_have_ended() -> None:
+    scheduler = new_scheduler(2)
+    scheduler.at(1.0, fail)
+    assert str(run(scheduler, lambda _, __: None)) == "in an event"
+
+
+def test_an_error_in_the_report_of_a_deadlock_ends_the_world_too() -> None:
+    raised: list[BaseException] = []
+
+    def main() -> None:
+        with pytest.raises(ValueError, match="in an event") as caught:
+            scheduler.run(lambda _: scheduler.block("for ever"), fail)
+        raised.append(caught.value)
+
+    scheduler = new_scheduler(2)
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert len(raised) == 1, "the scheduler hangs"
+
+
+def test_a_killed_rank_ends_where_it_is_and_the_others_go_on() -> None:
+    log = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for step in range(1, 5):
+            rank.clock_s = float(step)
+            scheduler.act()
+            log.append((rank.number, step))
+
+    scheduler = new_scheduler(2)
+    scheduler.at(2.5, lambda: scheduler.kill(scheduler.ranks[0]))
+    assert run(scheduler, body) is None
+    assert log == [(0, 1), (1, 1), (0, 2), (1, 2), (1, 3), (1, 4)]
+    assert scheduler.ranks[0].has_ended
+
+
+def test_a_rank_is_also_killed_while_it_waits() -> None:
+    ends = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            if rank.number == 0:
+                scheduler.block("for ever")
+            rank.clock_s = 3.0
+            scheduler.act()
+        finally:
+            ends.append((rank.number, rank.clock_s))
+
+    scheduler = new_scheduler(2)
+    scheduler.at(1.0, lambda: scheduler.kill(scheduler.ranks[0]))
+    assert run(scheduler, body) is None
+    assert ends == [(0, 1.0), (1, 3.0)]
+
+
+def test_killing_a_rank_that_has_ended_changes_nothing() -> None:
+    scheduler = new_scheduler(2)
+    scheduler.at(1.0, lambda: scheduler.kill(scheduler.ranks[0]))
+    assert run(scheduler, lambda _, __: None) is None
+    assert not scheduler.ranks[0].is_killed
+
+
+def test_a_killed_rank_does_nothing_more_in_its_clean_up() -> None:
+    acted = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for attempt in (lambda: scheduler.block("for ever"), scheduler.act, scheduler.act):
+            try:
+                attempt()
+                acted.append(rank.number)
+            except Killed:
+                rank.clock_s += 1.0
+
+    scheduler = new_scheduler(1)
+    scheduler.at(1.0, lambda: scheduler.kill(scheduler.ranks[0]))
+    assert run(scheduler, body) is None
+    assert acted == []
+    assert scheduler.now_s == 1.0
+
+
+def test_many_ranks_come_and_go() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for _ in range(5):
+            rank.clock_s += 1.0 + rank.number % 7
+            scheduler.act()
+
+    scheduler = new_scheduler(500)
+    assert run(scheduler, body) is None
+    assert max(rank.clock_s for rank in scheduler.ranks) == 35.0
+
+
+# --- against a model without threads -------------------------------------------------------------
+
+Step = tuple[str, int, int]  # what, which rank, how long
+LONGEST = 3
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[list[Step]]:
+    """For every rank: compute, act, give a token (later), wait for one, set a timer."""
+    num_ranks = draw(st.integers(1, 4))
+    step = st.tuples(
+        st.sampled_from(["compute", "act", "give", "wait", "timer"]),
+        st.integers(0, num_ranks - 1),
+        st.integers(0, LONGEST),
+    )
+    return [draw(st.lists(step, max_size=8)) for _ in range(num_ranks)]
+
+
+def scheduled(steps: list[list[Step]]) -> list[object]:
+    """What happens under the scheduler."""
+    log: list[object] = []
+    scheduler = new_scheduler(len(steps))
+    tokens: list[list[float]] = [[] for _ in steps]  # the times from which they may be taken
+
+    def give(rank: int, at_s: float) -> None:
+        if scheduler.ranks[rank].waits_in:
+            scheduler.ready(scheduler.ranks[rank], at_s)
+        else:
+            tokens[rank].append(at_s)
+
+    def ring(rank: int) -> None:
+        log.append((scheduler.now_s, f"timer of {rank}"))
+        give(rank, scheduler.now_s)
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        for what, other, duration in steps[rank.number]:
+            if what == "compute":
+                rank.clock_s += duration
+                continue
+            scheduler.act()
+            log.append((rank.clock_s, rank.number, what))
+            if what == "give":
+                give(other, rank.clock_s + duration)
+            elif what == "timer":
+                scheduler.at(rank.clock_s + duration, partial(ring, other))
+            elif what == "wait" and tokens[rank.number]:
+                rank.clock_s = max(rank.clock_s, tokens[rank.number].pop(0))
+            elif what == "wait":
+                scheduler.block("a token")
+
+    log.append(type(run(scheduler, body)).__name__)
+    log.append([rank.clock_s for rank in scheduler.ranks])
+    return log
+
+
+def modelled(steps: list[list[Step]]) -> list[object]:
+    """What should happen: the earliest always goes on, events first, then ranks by number."""
+    log: list[object] = []
+    clocks = [0.0] * len(steps)
+    tokens: list[list[float]] = [[] for _ in steps]
+    timers: list[tuple[float, int, int]] = []
+    order, blocked, now = count(), set(), 0.0
+
+    def give(rank: int, at_s: float) -> None:
+        if rank in blocked:
+            blocked.remove(rank)
+            clocks[rank] = max(clocks[rank], at_s)
+        else:
+            tokens[rank].append(at_s)
+
+    def live(rank: int) -> Iterator[None]:
+        """Yield wherever another rank may be earlier."""
+        for what, other, duration in steps[rank]:
+            if what == "compute":
+                clocks[rank] += duration
+                continue
+            while clocks[rank] > now:
+                yield
+            log.append((clocks[rank], rank, what))
+            if what == "give":
+                give(other, clocks[rank] + duration)
+            elif what == "timer":
+                heapq.heappush(timers, (clocks[rank] + duration, next(order), other))
+            elif what == "wait" and tokens[rank]:
+                clocks[rank] = max(clocks[rank], tokens[rank].pop(0))
+            elif what == "wait":
+                blocked.add(rank)
+                yield
+
+    lives = {rank: live(rank) for rank in range(len(steps))}
+    while lives or timers:
+        ready = min(((clocks[r], r) for r in lives if r not in blocked), default=(NEVER, -1))
+        if timers and timers[0][0] <= ready[0]:
+            now, _, rank = heapq.heappop(timers)
+            log.append((now, f"timer of {rank}"))
+            give(rank, now)
+        elif ready[1] < 0:
+            return [*log, "Stuck", clocks]
+        else:
+            now = max(now, ready[0])
+            if next(lives[ready[1]], "ended") == "ended":
+                del lives[ready[1]]
+    return [*log, "NoneType", clocks]
+
+
+@given(programs())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_random_programs_do_what_a_model_without_threads_does(steps: list[list[Step]]) -> None:
+    assert scheduled(steps) == modelled(steps)

@@ -1,0 +1,388 @@
+"""Clusters: routes of every topology, presets with a source for every number, errors."""
+
+import importlib
+import inspect
+import itertools
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from distlab.sim.hardware.cluster import GPU, PRESETS, Cluster
+from distlab.sim.hardware.presets import CLUSTERS, GPUS, Number
+from distlab.sim.hardware.topology import TOPOLOGIES
+
+DTYPES = {"bfloat16", "float16", "float32", "float64"}
+
+
+def names(cluster: Cluster, src: int, dst: int) -> list[str]:
+    """The route from src to dst, by the names of its links."""
+    return [cluster.links[link].name for link in cluster.route(src, dst).links]
+
+
+def speeds(cluster: Cluster) -> dict[str, float]:
+    return {link.name: link.bytes_per_s for link in cluster.links}
+
+
+def small(topology: str, nodes: int = 2) -> Cluster:
+    return Cluster(nodes, 4, topology=topology)
+
+
+# --------------------------------------------------------------------------- every topology
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_there_is_a_route_between_any_two_gpus(topology: str, nodes: int) -> None:
+    cluster = small(topology, nodes)
+    for src, dst in itertools.permutations(range(cluster.num_gpus), 2):
+        route = cluster.route(src, dst)
+        assert route.links
+        assert len(set(route.links)) == len(route.links)
+        assert route.latency_s >= cluster.latency_s
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_both_directions_have_their_own_links(topology: str) -> None:
+    cluster = small(topology)
+    for a, b in itertools.combinations(range(cluster.num_gpus), 2):
+        assert not set(cluster.route(a, b).links) & set(cluster.route(b, a).links)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_gpu_reaches_itself_at_once(topology: str) -> None:
+    route = small(topology).route(3, 3)
+    assert (route.links, route.latency_s) == ((), 0.0)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_no_link_is_there_for_nothing(topology: str) -> None:
+    cluster = small(topology, nodes=3)
+    pairs = itertools.permutations(range(cluster.num_gpus), 2)
+    used = {link for src, dst in pairs for link in cluster.route(src, dst).links}
+    idle = {cluster.links[i].name for i in range(len(cluster.links))} - {
+        cluster.links[i].name for i in used
+    }
+    assert not idle
+
+
+def test_gpus_are_numbered_node_by_node() -> None:
+    cluster = Cluster(nodes=3, gpus_per_node=4)
+    assert cluster.num_gpus == 12
+    assert [cluster.node_of(gpu) for gpu in range(12)] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_a_route_is_found_once() -> None:
+    cluster = Cluster(nodes=2)
+    assert cluster.route(0, 9) is cluster.route(0, 9)
+
+
+# ----------------------------------------------------------------------------- switch, ethernet
+
+
+def test_switch_uses_ports_inside_a_node_and_nics_between_nodes() -> None:
+    cluster = Cluster(2, 4, latency_s=3e-6, net_latency_s=8e-6)
+    assert names(cluster, 0, 1) == ["node0.gpu0.out", "node0.gpu1.in"]
+    assert names(cluster, 2, 5) == ["node0.nic2.out", "node1.nic1.in"]
+    assert cluster.route(0, 1).latency_s == 3e-6
+    assert cluster.route(2, 5).latency_s == 8e-6
+    assert speeds(cluster)["node0.gpu0.out"] == 300e9
+    assert speeds(cluster)["node1.nic1.in"] == 25e9
+
+
+def test_one_node_has_no_nics() -> None:
+    assert [link.name for link in Cluster(1, 2).links] == [
+        "node0.gpu0.out",
+        "node0.gpu0.in",
+        "node0.gpu1.out",
+        "node0.gpu1.in",
+    ]
+
+
+def test_neighbours_share_a_nic_where_there_are_fewer_nics_than_gpus() -> None:
+    # 8 GPUs, 4 NICs:  0 1 | 2 3 | 4 5 | 6 7
+    cluster = Cluster(2, 8, nics_per_node=4)
+    out = [names(cluster, gpu, 8)[0] for gpu in range(8)]
+    assert out == [f"node0.nic{gpu // 2}.out" for gpu in range(8)]
+
+
+def test_ethernet_crosses_pcie_and_the_one_nic_of_each_node() -> None:
+    # gpu1 ── host ── nic0 ═══ nic0 ── host ── gpu0
+    cluster = Cluster(2, 2, topology="ethernet", nvlink_bytes_per_s=31e9, nic_bytes_per_s=1e9)
+    assert names(cluster, 1, 2) == [
+        "node0.gpu1.out",
+        "node0.nic0.out",
+        "node1.nic0.in",
+        "node1.gpu0.in",
+    ]
+    assert names(cluster, 0, 1) == ["node0.gpu0.out", "node0.gpu1.in"]
+    assert speeds(cluster)["node0.nic0.out"] == 1e9
+
+
+# -------------------------------------------------------------------------------- rail-optimised
+
+
+def test_the_same_rail_goes_from_nic_to_nic() -> None:
+    cluster = Cluster(2, 4, topology="rail-optimised", net_latency_s=8e-6)
+    assert names(cluster, 1, 5) == ["node0.nic1.out", "node1.nic1.in"]
+    assert cluster.route(1, 5).latency_s == 8e-6
+
+
+def test_another_rail_is_reached_over_nvlink_to_its_gpu_at_home() -> None:
+    #  node 0    gpu0 ═ NVLink ═> gpu2        rail 2 is the only one that reaches
+    #                             nic2        gpu2 of node 1, which is GPU 6
+    #  rail 2                      │
+    #  node 1                     nic2 -> gpu2
+    cluster = Cluster(2, 4, topology="rail-optimised", net_latency_s=8e-6, hop_latency_s=2e-6)
+    assert names(cluster, 0, 6) == [
+        "node0.gpu0.out",
+        "node0.gpu2.in",
+        "node0.nic2.out",
+        "node1.nic2.in",
+    ]
+    assert cluster.route(0, 6).latency_s == pytest.approx(8e-6 + 2e-6)
+
+
+# -------------------------------------------------------------------------------------- fat-tree
+
+
+def test_fat_tree_passes_the_up_links_only_between_leaves() -> None:
+    #            spine
+    #        ┌─────┴─────┐
+    #      leaf0       leaf1
+    #     ┌──┴──┐     ┌──┴──┐
+    #   node0 node1 node2 node3       2 GPUs each: GPU 0, 1 | 2, 3 | 4, 5 | 6, 7
+    cluster = Cluster(4, 2, topology="fat-tree", nodes_per_leaf=2, oversubscription=4)
+    assert names(cluster, 0, 3) == ["node0.nic0.out", "node1.nic1.in"]
+    assert names(cluster, 0, 7) == ["node0.nic0.out", "leaf0.up", "leaf1.down", "node3.nic1.in"]
+    assert cluster.route(0, 7).latency_s == pytest.approx(10e-6 + 2 * 1e-6)
+    assert speeds(cluster)["leaf0.up"] == 2 * 2 * 25e9 / 4  # nodes x NICs x speed / 4
+
+
+def test_fat_tree_has_one_node_per_leaf_by_default_and_no_spine_for_one_leaf() -> None:
+    assert speeds(Cluster(2, 4, topology="fat-tree"))["leaf1.down"] == 4 * 25e9
+    one_leaf = Cluster(3, 4, topology="fat-tree", nodes_per_leaf=3)
+    assert not any(link.name.startswith("leaf") for link in one_leaf.links)
+
+
+# ----------------------------------------------------------------------------------------- torus
+
+
+def test_torus_goes_along_x_first_then_along_y() -> None:
+    #         x 0   1   2   3
+    #  y 0      0 ─ 1 ─ 2 ─ 3          GPU 1 to GPU 10:  1 -> 2, then 2 -> 6 -> 10
+    #    1      4 ─ 5 ─ 6 ─ 7
+    #    2      8 ─ 9 ─10 ─11
+    #    3, 4   ...
+    cluster = Cluster(5, 4, topology="torus", net_latency_s=9e-6, hop_latency_s=2e-6)
+    assert names(cluster, 1, 10) == ["node0.gpu1.x+", "node0.gpu2.y+", "node1.gpu2.y+"]
+    assert cluster.route(1, 10).latency_s == pytest.approx(9e-6 + 2 * 2e-6)
+
+
+def test_torus_takes_the_shorter_way_round() -> None:
+    cluster = Cluster(5, 4, topology="torus")
+    assert names(cluster, 0, 3) == ["node0.gpu0.x-"]  # 0 -> 3 backwards: one hop, not three
+    assert names(cluster, 3, 0) == ["node0.gpu3.x+"]
+    assert names(cluster, 0, 2) == ["node0.gpu0.x+", "node0.gpu1.x+"]  # equal: upwards
+    assert names(cluster, 0, 16) == ["node0.gpu0.y-"]  # node 4 is next to node 0
+    farthest = max(len(cluster.route(0, dst).links) for dst in range(20))
+    assert farthest == 4 // 2 + 5 // 2
+
+
+def test_torus_axes_have_the_speeds_of_nvlink_and_of_the_network() -> None:
+    cluster = Cluster(3, 3, topology="torus", nvlink_bytes_per_s=7.0, nic_bytes_per_s=2.0)
+    assert speeds(cluster)["node1.gpu1.x-"] == 7.0
+    assert speeds(cluster)["node1.gpu1.y+"] == 2.0
+    assert len(cluster.links) == 9 * 4
+
+
+def test_two_gpus_on_an_axis_have_one_cable_and_one_gpu_has_none() -> None:
+    assert [link.name for link in Cluster(1, 2, topology="torus").links] == [
+        "node0.gpu0.x+",
+        "node0.gpu1.x+",
+    ]
+    assert Cluster(1, 1, topology="torus").links == []
+
+
+# --------------------------------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_every_preset_builds(name: str, nodes: int) -> None:
+    cluster = Cluster.preset(name, nodes)
+    assert (cluster.name, cluster.nodes) == (name, nodes)
+    assert cluster.route(0, cluster.num_gpus - 1).latency_s >= 0
+
+
+def test_the_presets_of_the_course_are_there() -> None:
+    assert set(PRESETS) == {
+        "laptop",
+        "dgx-a100",
+        "dgx-h100",
+        "dgx-h200",
+        "hgx-b200",
+        "gb200-nvl72",
+        "p4d",
+        "a3-mega",
+        "ethernet-10g",
+        "ethernet-25g",
+    }
+
+
+@pytest.mark.parametrize("name", [*CLUSTERS, *GPUS])
+def test_every_number_has_a_source_and_a_status(name: str) -> None:
+    table = GPUS[name] if name in GPUS else vars(CLUSTERS[name])
+    for key, number in table.items():
+        if key in ("topology", "gpu"):
+            continue
+        assert isinstance(number, Number), key
+        assert number.value >= 0, key
+        assert number.status in ("spec", "measured", "assumed"), key
+        assert len(number.source) > 5, key
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_knows_four_dtypes_and_never_beats_its_peak(name: str) -> None:
+    gpu = GPU.preset(name)
+    assert set(gpu.peak_flops) == set(gpu.achievable_flops) == DTYPES
+    for dtype in DTYPES:
+        assert 0.5 * gpu.peak_flops[dtype] < gpu.achievable_flops[dtype] < gpu.peak_flops[dtype]
+    assert gpu.numbers() == {key: number.value for key, number in GPUS[name].items()}
+
+
+def test_peak_and_achievable_are_those_of_the_table() -> None:
+    gpu = Cluster.preset("dgx-h100").gpu
+    assert gpu is not None
+    assert gpu.peak_flops["bfloat16"] == 989e12
+    assert gpu.achievable_flops["bfloat16"] == 794e12
+    assert gpu.achievable_flops["float32"] == pytest.approx(67e12 * 794 / 989)
+
+
+def test_bandwidths_are_those_of_one_direction() -> None:
+    # The sheets say 900 GB/s, both directions together, and 400 Gb/s.
+    cluster = Cluster.preset("dgx-h100", nodes=2)
+    assert speeds(cluster)["node0.gpu0.out"] == 376e9
+    assert speeds(cluster)["node0.nic0.out"] == 50e9
+
+
+def test_an_nvl72_rack_is_one_node() -> None:
+    cluster = Cluster.preset("gb200-nvl72")
+    assert names(cluster, 0, 71) == ["node0.gpu0.out", "node0.gpu71.in"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_assumed_is_listed_and_what_is_known_is_not(name: str) -> None:
+    listed = {line.split(" = ")[0] for line in Cluster.preset(name, nodes=2).assumptions()}
+    preset = CLUSTERS[name]
+    numbers = {key: n for key, n in vars(preset).items() if isinstance(n, Number)}
+    numbers |= {f"gpu.{key}": n for key, n in GPUS.get(preset.gpu or "", {}).items()}
+    assert listed == {key for key, number in numbers.items() if number.status == "assumed"}
+
+
+def test_an_assumption_says_its_value_and_why() -> None:
+    assert "net_latency_s = 2e-05 (assumed: TCPXO, guessed between 15 and 30 µs)" in (
+        Cluster.preset("a3-mega", nodes=2).assumptions()
+    )
+
+
+def test_one_node_assumes_nothing_about_the_network() -> None:
+    assert not any("net_latency_s" in line for line in Cluster.preset("a3-mega").assumptions())
+
+
+def test_numbers_that_the_caller_gives_count_as_assumed() -> None:
+    gpu = GPU("mine", 1e9, 1e9, {"float32": 2.0}, {"float32": 1.0})
+    lines = Cluster(gpu=gpu, latency_s=7e-6).assumptions()
+    assert "latency_s = 7e-06 (assumed: set by hand)" in lines
+    assert "gpu.peak_flops.float32 = 2 (assumed: set by hand)" in lines
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("words", "sim.network.flows"),
+        *("sim.hardware.cluster", "sim.hardware.presets", "sim.hardware.topology"),
+    ],
+)
+def test_the_network_needs_only_the_standard_library(name: str) -> None:
+    module = importlib.import_module(f"distlab.{name}")
+    imports = re.findall(r"^(?:from|import) ([\w.]+)", inspect.getsource(module), re.MULTILINE)
+    foreign = [name for name in imports if name.split(".")[0] not in sys.stdlib_module_names]
+    assert all(name.startswith(("distlab.sim.", "distlab.words")) for name in foreign)
+
+
+# ---------------------------------------------------------------------------------------- faults
+
+
+def test_slowed_returns_a_slower_copy() -> None:
+    healthy = Cluster(2, 2)
+    sick = healthy.slowed("node1.nic0.*", 10)
+    assert speeds(sick)["node1.nic0.out"] == speeds(sick)["node1.nic0.in"] == 2.5e9
+    assert speeds(sick)["node1.nic1.out"] == speeds(healthy)["node1.nic0.out"] == 25e9
+    assert sick.route(0, 2) == healthy.route(0, 2)
+    assert sick.assumptions()[-1] == "node1.nic0.* is 10 times slower"
+
+
+def test_faults_add_up() -> None:
+    sick = Cluster(1, 2).slowed("*", 2).slowed("node0.gpu0.out", 3)
+    assert speeds(sick)["node0.gpu0.out"] == 300e9 / 6
+    assert speeds(sick)["node0.gpu1.in"] == 300e9 / 2
+
+
+def test_slowed_says_which_links_exist_if_none_matches() -> None:
+    with pytest.raises(
+        ValueError, match=r"no link matches 'node2\.nic0\.out'; there are node"
+    ) as e:
+        Cluster(2, 2).slowed("node2.nic0.out", 2)
+    assert "node0.nic0.out" in str(e.value)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, -1.0, float("inf"), float("nan")])
+def test_slowed_makes_nothing_faster(factor: float) -> None:
+    with pytest.raises(ValueError, match="divides by factor: expected 1 or more, got"):
+        Cluster().slowed("*", factor)
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def test_an_unknown_preset_names_the_valid_ones_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown preset 'dgx_a100'; valid: laptop, dgx-a100") as e:
+        Cluster.preset("dgx_a100")
+    assert str(e.value).endswith("Did you mean 'dgx-a100'?")
+    with pytest.raises(ValueError, match="Did you mean 'H100-80GB'"):
+        GPU.preset("h100")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"topology": "fattree"}, "unknown topology 'fattree'; .* Did you mean 'fat-tree'"),
+        ({"nodes": 0}, "nodes must be 1 or more, got 0"),
+        ({"gpus_per_node": 0}, "gpus_per_node must be 1 or more, got 0"),
+        ({"nics_per_node": -1}, "nics_per_node must be 1 or more, got -1"),
+        ({"nics_per_node": 3}, "8 GPUs cannot share 3 NICs evenly"),
+        ({"nvlink_bytes_per_s": 0.0}, "nvlink_bytes_per_s must be above 0 and finite, got 0"),
+        ({"nic_bytes_per_s": float("inf")}, "nic_bytes_per_s must be above 0 and finite, got inf"),
+        ({"latency_s": -1e-6}, "latency_s must be 0 or more and finite, got -1e-06"),
+        ({"oversubscription": 0.5, "topology": "fat-tree"}, "oversubscription must be 1 or more"),
+        ({"oversubscription": 7.0}, "need topology='fat-tree', .* not 'switch'"),
+        ({"nodes_per_leaf": 2}, "need topology='fat-tree', .* not 'switch'"),
+        (
+            {"topology": "rail-optimised", "nics_per_node": 4},
+            "needs one NIC per GPU, got 4 NICs for 8 GPUs",
+        ),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_at_once(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster(**arguments)
+
+
+@pytest.mark.parametrize("gpu", [-1, 16])
+def test_there_is_no_route_to_a_gpu_that_does_not_exist(gpu: int) -> None:
+    with pytest.raises(ValueError, match=f"custom has GPUs 0 to 15, not {gpu}"):
+        Cluster(2).route(0, gpu)

@@ -1,0 +1,267 @@
+"""Habits of programs that a simulated world has to put up with, and leaves nothing of."""
+
+import gc
+import io
+import os
+import sys
+import threading
+import time
+from contextlib import redirect_stdout
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import me, neighbours
+
+from distlab import launch
+from distlab.sim import Faults, Mismatch, Options, RankError, simulate
+from distlab.sim.engine.scheduler import Scheduler
+from distlab.sim.engine.trace import Trace
+from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.network.traffic import Traffic
+
+STRICT = Options(is_strict=True)
+
+
+# Waiting for time to pass
+
+
+def waits_busily(seconds: float) -> float:
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        pass
+    return time.perf_counter() - start
+
+
+def test_a_rank_that_waits_busily_sees_time_pass() -> None:
+    for seconds in (1e-6, 1e-3, 0.5):
+        (waited,) = simulate(waits_busily, 1, seconds).results
+        assert seconds <= waited < 3 * seconds + 0.01
+
+
+def test_a_busy_rank_lets_others_go_on() -> None:
+    assert simulate(_one_polls_while_two_talk, 3).results == [7.0, 7.0, 0.0]
+
+
+def _one_polls_while_two_talk() -> float:
+    x = torch.full((1,), 7.0 if me() == 0 else 0.0)
+    if me() == 2:
+        waits_busily(0.1)
+    elif me() == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    return float(x)
+
+
+def test_reading_a_clock_now_and_then_costs_nothing() -> None:
+    simulated = simulate(lambda: [time.perf_counter() for _ in range(50)], 2)
+    assert simulated.seconds == 0.0
+    assert simulated.results == [pytest.approx([1e-9 * read for read in range(50)])] * 2
+
+
+def test_whoever_divides_by_the_time_of_something_that_took_none_can() -> None:
+    def rate() -> float:
+        start = time.perf_counter()
+        return 1 / (time.perf_counter() - start)
+
+    assert simulate(rate, 1).results == [pytest.approx(1e9)]
+
+
+# Catching everything
+
+
+def catches_everything_for_ever() -> None:
+    if me() == 0:
+        time.sleep(1)
+        raise ValueError("boom")
+    while True:
+        try:
+            dist.recv(torch.zeros(1), 0)
+            break
+        except BaseException:  # that is the habit
+            pass
+
+
+def test_a_rank_that_catches_everything_for_ever_does_not_hide_the_first_error() -> None:
+    with pytest.raises(RankError, match="rank 0 of 3 raised ValueError: boom"):
+        simulate(catches_everything_for_ever, 3)
+    assert simulate(me, 3).results == [0, 1, 2]
+
+
+# One world after the other
+
+
+def leaves_a_message_and_joins_again() -> float:
+    x = torch.full((1,), 7.0)
+    if me() == 0:
+        dist.isend(x, 1)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    x = torch.full((1,), 8.0 if me() == 0 else 0.0)
+    if me() == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    return float(x)
+
+
+def test_a_message_of_a_world_that_was_left_does_not_arrive_in_the_next() -> None:
+    assert simulate(leaves_a_message_and_joins_again, 2).results == [8.0, 8.0]
+
+
+# What nobody waits for
+
+
+def posts_and_forgets() -> None:
+    if me() == 0:
+        dist.isend(torch.ones(3), 1)
+    dist.barrier()
+
+
+def starts_a_collective_alone() -> None:
+    if me() == 1:
+        dist.all_reduce(torch.ones(2), async_op=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [(posts_and_forgets, "send to rank 1"), (starts_a_collective_alone, "all_reduce")],
+)
+def test_operations_that_never_meet_are_listed_and_strictly_an_error(program, says: str) -> None:  # type: ignore[no-untyped-def]
+    (line,) = simulate(program, 2).trace.leftovers
+    assert says in line
+    assert "test_habits.py:" in line
+    with pytest.raises(Mismatch, match=f"never met: an operation was posted(.|\n)*{says}"):
+        simulate(program, 2, options=STRICT)
+
+
+def test_nothing_is_listed_where_all_have_met() -> None:
+    assert simulate(_ring, 3, options=STRICT).trace.leftovers == []
+
+
+def _ring() -> None:
+    right, left = neighbours()
+    sending = dist.isend(torch.full((4,), float("nan")), right)
+    dist.recv(torch.zeros(4), left)
+    sending.wait()  # type: ignore[union-attr]
+
+
+def test_strict_mode_compares_bits_and_has_no_say_on_meta() -> None:
+    def meta() -> None:
+        dist.all_reduce(torch.ones(3, device="meta"))
+        dist.all_reduce(torch.full((3,), float("nan")))
+
+    simulate(meta, 2, options=STRICT)
+
+
+def test_waiting_for_a_key_is_no_collective() -> None:
+    def sets_or_waits() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if me() == 0:
+            time.sleep(1)
+            store.set("key", "value")
+        else:
+            store.wait(["key"], timedelta(seconds=9))
+
+    assert simulate(sets_or_waits, 2).trace.collectives == [0, 0]
+
+
+# Threads, output, collections, scheduling
+
+
+def test_a_rank_may_rename_its_thread() -> None:
+    def renamed() -> float:
+        threading.current_thread().name = "worker"
+        time.sleep(1000)
+        return time.perf_counter()
+
+    assert simulate(renamed, 2).results == [1000.0, 1000.0]
+
+
+def test_output_that_ranks_redirect_is_the_callers_again() -> None:
+    def redirects() -> None:
+        with redirect_stdout(io.StringIO()):
+            dist.barrier()
+
+    before = sys.stdout
+    simulate(redirects, 3)
+    assert sys.stdout is before
+
+
+def test_objects_that_the_caller_has_frozen_stay_so_and_no_others() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        simulate(dist.barrier, 2)
+        assert gc.get_freeze_count() <= frozen
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_collections_that_the_caller_has_switched_off_stay_off() -> None:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        assert simulate(gc.get_threshold, 1).results[0][0] == 0
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_a_machine_that_refuses_another_scheduling_is_only_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse, raising=False)
+    assert simulate(me, 2).results == [0, 1]
+
+
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_a_rank_that_the_group_does_not_have_is_refused(offset: int) -> None:
+    """A ring without ``% world_size``: gloo waits there until time is up."""
+
+    def sends() -> None:
+        dist.isend(torch.zeros(1), group_dst=me() + offset)
+
+    def receives() -> None:
+        dist.recv(torch.zeros(1), group_src=me() + offset)
+
+    for program, name in ((sends, "send"), (receives, "recv")):
+        with pytest.raises(launch.RankFailed, match=f"{name}: the group has no rank (-1|3)"):
+            launch.run(program, 3, backend="sim")
+
+
+# Ranks of a script are as separate as processes, where that is possible
+
+
+def test_arguments_and_globals_of_a_lambda_are_each_ranks_own() -> None:
+    seen: list[int] = []
+
+    def note(shared: list[int]) -> tuple[list[int], list[int]]:
+        seen.append(me())
+        shared.append(me())
+        dist.barrier()
+        return seen, shared
+
+    assert launch.run(note, 3, [], backend="sim") == [([0], [0]), ([1], [1]), ([2], [2])]
+
+
+# The network's time
+
+
+def test_a_transfer_never_begins_before_now() -> None:
+    scheduler = Scheduler(2, lambda *_: None)
+    cluster = Cluster(1, 2, latency_s=1e-6, nvlink_bytes_per_s=1e9)
+    traffic = Traffic(cluster, scheduler, Trace(2), Faults())
+    scheduler.now_s = 5.0  # a rank whose clock was put back, as by get_future, posts in the past
+    arrivals: list[float] = []
+    traffic.carry(0, 1, 1000.0, 1.0, arrivals.append)
+    assert traffic.next_event_s() == 5.0
+    traffic.run_events(5.0)
+    traffic.run_events(traffic.next_event_s())
+    assert arrivals == [pytest.approx(5.0 + 1e-6)]

@@ -1,0 +1,406 @@
+"""The verdict on a deadlock is exact and its words are English, for few and many ranks."""
+
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from distlab.process_group.call import Form
+from distlab.sim import Deadlock, Mismatch
+from distlab.sim.messages.meetings import Attendance, Meeting
+from distlab.sim.messages.message import Message
+from distlab.sim.messages.pending import ANY_SOURCE, Pending
+from distlab.sim.messages.store import KeyWait
+from distlab.sim.postmortem.deadlock import History, explain
+
+SCREEN_LINES = 24
+SITE = ("/home/me/ring.py", 41, "exchange")
+FORM = Form(torch.Size([4]), torch.float32)
+
+
+def hand_made(kind: type[Any], rank: int, name: str, group: Sequence[int], **others: Any) -> Any:
+    """Make an operation without a world around it."""
+    wait = kind.__new__(kind)
+    fields = {"rank": rank, "name": name, "group": tuple(group), "site": SITE, **others}
+    for field, value in fields.items():
+        setattr(wait, field, value)
+    return wait
+
+
+def message(name: str, rank: int, peer: int, tag: int = 0, size: int = 4, **others: Any) -> Message:
+    defaults = {"group": range(size), "clock": SimpleNamespace(num_ranks=size)}
+    made: Message = hand_made(
+        Message,
+        rank,
+        name,
+        peer=peer,
+        tag=tag,
+        form=FORM,
+        turn=None,
+        key=None,
+        **{**defaults, **others},
+    )
+    return made
+
+
+def send(rank: int, peer: int, **others: Any) -> Message:
+    return message("send", rank, peer, **others)
+
+
+def recv(rank: int, peer: int, **others: Any) -> Message:
+    return message("recv", rank, peer, **others)
+
+
+def collective(present: Iterable[int], group: Sequence[int], number: int = 0) -> dict[int, Pending]:
+    """Let ``present`` wait in an all_reduce for the rest of the group."""
+    world: Any = None
+    meeting = Meeting(world, tuple(group), number)
+    for rank in present:
+        meeting.attendances[rank] = hand_made(
+            Attendance,
+            rank,
+            "all_reduce",
+            group,
+            clock=SimpleNamespace(num_ranks=8),
+            form=FORM,
+            meeting=meeting,
+        )
+    return dict(meeting.attendances)
+
+
+def key(rank: int, *keys: str, size: int = 4) -> KeyWait:
+    made: KeyWait = hand_made(KeyWait, rank, "store.wait", range(size), keys=list(keys))
+    return made
+
+
+def waits(*waits: Message | KeyWait) -> dict[int, Pending]:
+    return {wait.rank: wait for wait in waits}
+
+
+def first_line(report: Deadlock) -> str:
+    return str(report).splitlines()[0]
+
+
+def advice(report: Deadlock) -> str:
+    return str(report).splitlines()[-1]
+
+
+# Kinds
+
+
+def test_who_sends_to_itself_is_told_so_among_many_too() -> None:
+    report = explain(waits(*(send(rank, rank, size=20) for rank in range(20))))
+    assert "ranks 0-19  send to themselves" in str(report)
+
+
+def test_a_cycle_is_told_from_its_victims() -> None:
+    report = explain(waits(send(1, 2), send(2, 1), recv(3, 1), recv(0, 3)))
+    assert (report.kind, report.ranks) == ("send/recv cycle", (1, 2))
+    assert first_line(report) == (
+        "deadlock (send/recv cycle): rank 1 waits for rank 2 to receive, "
+        "and rank 2 waits for rank 1 to receive"
+    )
+    assert "  rank 0  recv from rank 3, (4,) float32  ring.py:41 in exchange" in str(report)
+
+
+def test_a_rank_that_waits_for_itself() -> None:
+    report = explain(waits(send(2, 2)), ended=[0, 1, 3])
+    assert (report.kind, report.ranks) == ("send/recv cycle", (2,))
+    assert "rank 2 waits for itself to receive" in first_line(report)
+
+
+def test_a_collective_that_is_short_of_one_rank_and_of_several() -> None:
+    one = explain(collective([0, 1, 2], range(4)) | waits(recv(3, 0)))
+    assert (one.kind, one.ranks) == ("missing rank", (3,))
+    assert first_line(one) == (
+        "deadlock (missing rank): ranks 0-2 wait in all_reduce (call 1 of ranks 0-3) for rank 3, "
+        "but rank 3 waits for rank 0 to send"
+    )
+    assert advice(one) == (
+        "Rank 3 cannot go on until rank 0 sends, and rank 0 waits for rank 3 in this all_reduce. "
+        "Let rank 0 send before the all_reduce, or let rank 3 receive after it. Or does rank 3 "
+        "skip a call?"
+    )
+    several = explain(collective([0], range(3)) | waits(recv(1, 0), send(2, 0)))
+    assert several.ranks == (1, 2)
+    assert first_line(several).endswith(
+        "rank 0 waits in all_reduce (call 1 of ranks 0-2) for ranks 1 and 2, but rank 1 waits for "
+        "rank 0 to send, and rank 2 waits for rank 0 to receive"
+    )
+    assert advice(several).endswith("Or do ranks 1 and 2 skip a call?")
+
+
+def test_the_collective_with_the_fewest_absent_ranks_is_the_one_to_look_at() -> None:
+    blocked = collective([0], range(3)) | collective([1], [1, 2]) | waits(recv(2, 0))
+    report = explain(blocked)
+    assert (report.kind, report.ranks) == ("missing rank", (2,))
+    assert "rank 1 waits in all_reduce (call 1 of ranks 1 and 2) for rank 2" in first_line(report)
+
+
+def test_crossed_groups() -> None:
+    report = explain(collective([0], [0, 1]) | collective([1, 2], range(3), number=6))
+    assert (report.kind, report.ranks) == ("order mismatch", (0, 1))
+    assert first_line(report) == (
+        "deadlock (order mismatch): rank 0 waits in all_reduce (call 1 of ranks 0 and 1) for "
+        "rank 1, and ranks 1 and 2 wait in all_reduce (call 7 of ranks 0-2) for rank 0"
+    )
+
+
+def test_groups_of_the_same_ranks_are_told_apart() -> None:
+    report = explain(collective([0, 1], range(4)) | collective([2, 3], range(4)))
+    assert report.ranks == (0, 1, 2, 3)
+    assert advice(report).endswith(
+        "These are two different groups of the same ranks: check group=."
+    )
+    assert "  ranks 2 and 3  all_reduce" in str(report)
+
+
+def test_a_peer_has_returned() -> None:
+    one = explain(waits(recv(0, 1), recv(2, 0)), ended=[1, 3])
+    assert (one.kind, one.ranks) == ("peer ended", (1,))
+    assert first_line(one).endswith("rank 0 waits for rank 1 to send, but rank 1 has returned")
+    assert "  ranks 1 and 3  returned" in str(one)
+    assert advice(one).endswith("Or does rank 0 receive once too often?")
+    several = explain(collective([1, 3], range(4), number=8), ended=[0, 2])
+    assert several.ranks == (0, 2)
+    assert first_line(several).endswith(
+        "ranks 1 and 3 wait in all_reduce (call 9 of ranks 0-3) for ranks 0 and 2, "
+        "but ranks 0 and 2 have returned"
+    )
+    assert "before call 9 of this group" in advice(several)
+
+
+def test_several_ranks_wait_for_one_that_has_returned() -> None:
+    report = explain(waits(send(1, 0), send(2, 0), send(3, 0)), ended=[0])
+    assert first_line(report).endswith(
+        "ranks 1-3 wait for rank 0 to receive, but rank 0 has returned"
+    )
+    assert advice(report).endswith("Or do ranks 1-3 send once too often?")
+
+
+def test_a_killed_rank_is_not_one_that_has_returned() -> None:
+    report = explain(collective([0], range(4)), ended=[1, 2, 3], killed=[2])
+    assert report.ranks == (1, 2, 3)
+    assert first_line(report).endswith(
+        "but ranks 1 and 3 have returned, and rank 2 was killed by a fault"
+    )
+    assert "  rank 2         killed by a fault" in str(report)
+    assert advice(report).startswith("A killed rank never answers")
+
+
+def test_any_source_waits_in_vain_only_if_nobody_is_left() -> None:
+    gone = explain(waits(recv(0, ANY_SOURCE)), ended=[1, 2, 3])
+    assert (gone.kind, gone.ranks) == ("peer ended", (1, 2, 3))
+    left = explain(waits(recv(0, ANY_SOURCE), recv(2, 0)), ended=[1, 3])
+    assert (left.kind, left.ranks) == ("send/recv cycle", (0, 2))
+    assert "rank 0 waits for any rank to send, and rank 2 waits for rank 0" in first_line(left)
+
+
+@pytest.mark.parametrize("ended", [[0, 1], []])
+def test_a_key_that_nobody_sets(ended: list[int]) -> None:
+    others = {} if ended else collective([0, 1], range(3))
+    report = explain(waits(key(2, "a", "b", size=3)) | others, ended=ended)
+    assert (report.kind, report.ranks) == ("key never set", (2,))
+    assert "rank 2 waits for the keys 'a', 'b', which no rank has set" in first_line(report)
+
+
+def test_a_key_in_a_world_of_one() -> None:
+    report = explain(waits(key(0, "ready", size=1)))
+    assert first_line(report) == (
+        "deadlock (key never set): rank 0 waits for the key 'ready', which no rank has set"
+    )
+
+
+def test_who_waits_for_a_key_is_a_victim_if_others_wait_for_each_other() -> None:
+    report = explain(waits(recv(0, 1), recv(1, 0), key(2, "ready", size=3)))
+    assert (report.kind, report.ranks) == ("send/recv cycle", (0, 1))
+
+
+def test_further_causes_are_told_and_of_the_same_kind_all_are_blamed() -> None:
+    report = explain(waits(*(recv(r, r ^ 1) for r in range(4)), recv(4, 5)), ended=[5])
+    assert (report.kind, report.ranks) == ("peer ended", (5,))
+    assert str(report).splitlines()[1].startswith("and also (send/recv cycle): rank 0 waits")
+    pairs = explain(waits(*(recv(r, r ^ 1) for r in range(10))))
+    assert pairs.ranks == tuple(range(10))
+    assert "… and 2 more causes" in str(pairs).splitlines()
+
+
+# Hints
+
+
+@pytest.mark.parametrize(
+    ("blocked", "hint"),
+    [
+        (
+            [send(0, 1, tag=7), recv(1, 0)],
+            "Rank 0 sends to rank 1 with tag 7, but rank 1 receives with tag 0: give both the same "
+            "tag.",
+        ),
+        (
+            [send(0, 1, tag=7), recv(1, ANY_SOURCE)],
+            "Rank 0 sends to rank 1 with tag 7, but rank 1 receives with tag 0: give both the same "
+            "tag.",
+        ),
+        (
+            [send(0, 1, group=(0, 1)), recv(1, 0)],
+            "Rank 0 sends to rank 1 on the group of ranks 0 and 1, but rank 1 receives on the "
+            "group of ranks 0-3: give both the same group.",
+        ),
+        (
+            [send(0, 1), recv(1, 0)],
+            "Rank 0 sends to rank 1 on one group, but rank 1 receives on another group of the same "
+            "ranks: give both the same group.",
+        ),
+    ],
+)
+def test_what_keeps_a_send_from_its_recv(blocked: list[Message], hint: str) -> None:
+    assert advice(explain(waits(*blocked), ended=[2, 3], unmatched=blocked)) == hint
+
+
+def test_a_send_that_nobody_waits_in_is_a_hint_too() -> None:
+    idle, mine = send(0, 1, tag=3), recv(1, 0, tag=4)
+    report = explain(waits(mine, recv(0, 1)), unmatched=[mine, idle])
+    lines = str(report).splitlines()
+    assert lines[3:5] == [
+        "also posted, and never matched:",
+        "  rank 0  send to rank 1, (4,) float32, tag 3  ring.py:41 in exchange",
+    ]
+    assert "with tag 3, but rank 1 receives with tag 4" in advice(report)
+
+
+@pytest.mark.parametrize(
+    ("posted", "question"),
+    [
+        (
+            [send(0, 1), recv(1, 2)],
+            "Rank 0 sends to rank 1, but rank 1 receives from rank 2: is one of the peers wrong?",
+        ),
+        (
+            [send(0, 2), recv(1, 0)],
+            "Rank 1 receives from rank 0, but rank 0 sends to rank 2: is one of the peers wrong?",
+        ),
+    ],
+)
+def test_a_wrong_peer_is_asked_about(posted: list[Message], question: str) -> None:
+    report = explain(waits(*posted), ended=[2], unmatched=posted)
+    assert report.kind == "peer ended"
+    assert question in str(report).splitlines()
+
+
+# Rows
+
+
+def test_a_row_says_where_it_was_posted_and_where_it_waits() -> None:
+    blocked = waits(send(0, 1), send(1, 2), send(2, 0))
+    places = {
+        0: SITE,
+        1: ("/home/me/ring.py", 43, "exchange"),
+        2: ("/home/me/train.py", 7, "step"),
+    }
+    rows = [call.where for call in explain(blocked, waits_at=places).calls]
+    assert rows == [
+        "ring.py:41 in exchange",
+        "ring.py:41 in exchange, waits at line 43",
+        "ring.py:41 in exchange, waits at train.py:7 in step",
+    ]
+
+
+def test_calls_are_there_for_programs_to_read() -> None:
+    report = explain(collective([2], range(3)) | waits(recv(0, 2), recv(1, 2)))
+    assert [(call.rank, call.operation, call.waits_for) for call in report.calls] == [
+        (0, "recv", (2,)),
+        (1, "recv", (2,)),
+        (2, "all_reduce", (0, 1)),
+    ]
+
+
+def test_errors_survive_a_pickle() -> None:
+    report = explain(waits(recv(0, 1), recv(1, 0)))
+    copy = pickle.loads(pickle.dumps(report))
+    assert (str(copy), copy.ranks, copy.kind) == (str(report), report.ranks, report.kind)
+    assert copy.calls == report.calls
+    other = pickle.loads(pickle.dumps(Mismatch("sizes", (0, 1), "shape or dtype mismatch")))
+    assert (other.ranks, other.kind) == ((0, 1), "shape or dtype mismatch")
+
+
+def test_of_too_many_rows_those_to_blame_are_kept() -> None:
+    victims = [recv(rank, rank - 1, tag=rank, size=64) for rank in range(2, 62)]
+    cycle = [
+        recv(62, 63, size=64),
+        recv(63, 62, size=64),
+        recv(0, 62, size=64),
+        recv(1, 62, size=64),
+    ]
+    report = str(explain(waits(*victims, *cycle)))
+    assert "rank 62 recv from rank 63" in " ".join(report.split())
+    assert "not shown" in report
+    assert len(report.splitlines()) <= SCREEN_LINES
+
+
+def test_equal_messages_of_a_rank_are_counted() -> None:
+    idle = [send(0, 1) for _ in range(3)]
+    report = str(explain(waits(recv(0, 1), recv(1, 2), recv(2, 0)), unmatched=idle))
+    assert "  rank 0  send to rank 1, (4,) float32 (3 times)  ring.py:41 in exchange" in report
+
+
+# What is not said where it would not help
+
+
+def test_who_has_posted_both_sides_is_not_advised_to() -> None:
+    idle = [recv(rank, (rank + 1) % 3, size=3) for rank in range(3)]
+    blocked = waits(send(0, 1, size=3), send(1, 2, size=3), send(2, 0, size=3))
+    text = str(explain(blocked, unmatched=[*blocked.values(), *idle]))  # type: ignore[list-item]
+    assert "All of them" not in text
+    assert "Rank 0 sends to rank 1, but rank 1 receives from rank 2" in text
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_one_side_is_advised_to_go_first_only_where_there_are_two(num_ranks: int) -> None:
+    for post in (send, recv):
+        circle = [post(rank, (rank + 1) % num_ranks, size=num_ranks) for rank in range(num_ranks)]
+        words = advice(explain(waits(*circle)))
+        assert ("one of the two" in words) == (num_ranks == 2)
+        assert "batch_isend_irecv" in words
+
+
+@pytest.mark.parametrize("posts", [(send,), (recv,), (send, recv)])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_where_messages_run_in_order_only_a_batch_is_advised(
+    num_ranks: int, posts: tuple[Callable[..., Message], ...]
+) -> None:
+    circle = [
+        posts[rank % len(posts)](rank, (rank + 1) % num_ranks, size=num_ranks)
+        for rank in range(num_ranks)
+    ]
+    words = advice(explain(waits(*circle), history=History(is_in_order=True)))
+    assert "batch_isend_irecv" in words
+    assert "isend and" not in words
+    assert "one of the two" not in words
+
+
+def test_messages_that_went_each_way_alike_are_not_counted() -> None:
+    blocked = waits(send(0, 1, size=2), send(1, 0, size=2))
+    for arrived, counted in (({(0, 1): 2, (1, 0): 2}, False), ({(1, 0): 2}, True)):
+        words = advice(explain(blocked, history=History(arrived=arrived)))
+        assert ("Before, 2 messages went from rank 1 to rank 0, and none back" in words) == counted
+
+
+def test_a_group_is_named_only_if_it_would_do() -> None:
+    for groups, is_named in (({(0, 1)}, True), ({(0, 2), (1, 2)}, False), ({(0, 1, 2, 3)}, False)):
+        report = explain(collective([0, 1], range(4)), ended=[2, 3], history=History(groups=groups))
+        assert ("There is a group of ranks 0 and 1" in str(report)) == is_named
+
+
+def test_how_far_ranks_had_come_that_returned() -> None:
+    calls = {1: (3, send(1, 0)), 2: (1, recv(2, 3))}
+    text = str(explain(waits(recv(0, 1)), ended=[1, 2, 3], history=History(calls=calls)))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert (
+        "rank 1 returned after 3 calls, the last: send to rank 0, (4,) float32 ring.py:41 in "
+        in ("".join(rows))
+    )
+    assert "rank 2 returned after 1 call: recv from rank 3, (4,) float32" in "".join(rows)
+    assert "rank 3 returned without communicating" in "".join(rows)

@@ -1,0 +1,172 @@
+"""Pictures: every event is drawn, labelled as simulated, for 2 ranks and for many."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.quiver import Quiver
+from matplotlib.text import Text
+from pictured import compute, overlapped, ring, run
+
+from distlab.sim import Faults, Simulated
+from distlab.sim.results.diagram import gantt, space_time
+from distlab.sim.results.summary import totals
+
+
+def words(figure: Figure) -> str:
+    return "\n".join(text.get_text() for text in figure.findobj(Text))
+
+
+def bars(figure: Figure, name: str) -> list[tuple[float, float]]:
+    """From when to when each bar of a kind is, in the unit of the picture."""
+    return [
+        (path.vertices[:, 0].min(), path.vertices[:, 0].max())
+        for shapes in figure.axes[0].collections
+        if isinstance(shapes, PolyCollection) and shapes.get_label() == name
+        for path in shapes.get_paths()
+    ]
+
+
+def arrows(figure: Figure) -> list[Quiver]:
+    return [shape for shape in figure.axes[0].collections if isinstance(shape, Quiver)]
+
+
+def events(simulated: Simulated[Any], kind: str) -> list[Any]:
+    return [event for event in simulated.trace.events if event.kind == kind]
+
+
+@pytest.mark.parametrize(("fn", "num_ranks"), [(ring, 4), (overlapped, 33)])
+def test_pictures_are_written_in_the_format_of_their_ending(
+    fn: Any, num_ranks: int, tmp_path: Path
+) -> None:
+    simulated = run(fn, num_ranks)
+    for name, draw in (("space_time", space_time), ("gantt", gantt)):
+        draw(simulated).savefig(tmp_path / f"{name}.png")
+        draw(simulated).savefig(tmp_path / f"{name}.svg")
+        pixels = imread(tmp_path / f"{name}.png")
+        assert pixels.shape[0] > 300
+        assert pixels.shape[1] > 1000
+        assert len(np.unique(pixels[::5, ::5].reshape(-1, 4), axis=0)) > 10
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+
+
+def test_every_event_has_its_bar_at_its_time() -> None:
+    simulated = run(overlapped, 4)
+    figure = space_time(simulated)
+    for kind, name in (
+        ("compute", "computing"),
+        ("wait", "waiting"),
+        ("collective", "all_reduce"),
+    ):
+        drawn = sorted(bars(figure, name))
+        happened = sorted((e.start_s * 1e6, e.end_s * 1e6) for e in events(simulated, kind))
+        np.testing.assert_allclose(drawn, happened)
+    assert "virtual time (µs)" in words(figure)
+
+
+def test_every_message_is_an_arrow_from_lane_to_lane() -> None:
+    simulated = run(ring, 8)
+    (quiver,) = arrows(space_time(simulated))
+    assert len(quiver.X) == len(events(simulated, "send")) == 8 * 14
+    ends = {(round(y), round(y + v)) for y, v in zip(quiver.Y, quiver.V, strict=True)}
+    assert ends == {(rank, (rank + 1) % 8) for rank in range(8)}
+    assert (quiver.U > 0).all()
+    last_us = max(x + u for x, u in zip(quiver.X, quiver.U, strict=True))
+    assert last_us == pytest.approx(simulated.seconds * 1e6)
+
+
+def test_between_many_ranks_there_are_no_arrows() -> None:
+    assert arrows(space_time(run(ring, 32)))
+    assert not arrows(space_time(run(ring, 33)))
+
+
+def test_lanes_are_named_and_of_many_only_some() -> None:
+    def lanes(num_ranks: int) -> list[str]:
+        figure = space_time(run(overlapped, num_ranks))
+        return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+    assert lanes(3) == ["rank 0", "rank 1", "rank 2"]
+    assert lanes(64)[:2] == ["rank 0", "rank 2"]
+
+
+@pytest.mark.parametrize("draw", [space_time, gantt])
+def test_a_picture_says_that_it_is_simulated_and_on_which_assumptions(draw: Any) -> None:
+    figure = draw(run(ring, 2, faults=Faults(slow_ranks={1: 2.0})), "Two ranks")
+    text = words(figure)
+    assert "Two ranks" in text
+    assert "simulated, preset dgx-h100, not measured: 2 ranks" in text
+    assert "rank 1 computes 2 times slower" in text
+    assert "assumed: latency_s = 2.92857e-06" in text
+
+
+def test_the_legend_names_what_there_is_to_see() -> None:
+    def legend(fn: Any) -> list[str]:
+        box = space_time(run(fn, 2)).axes[0].get_legend()
+        return [text.get_text() for text in box.get_texts()]
+
+    assert legend(ring) == ["computing", "sending and receiving", "message"]
+    assert legend(overlapped) == ["computing", "waiting", "all_reduce"]
+
+
+def late_receiver() -> None:
+    """Rank 0 computes before it receives what rank 1 sends at once, and rank 2 does nothing."""
+    x = torch.empty(10**6, device="meta")
+    if dist.get_rank() == 0:
+        compute()
+        dist.recv(x, 1)
+    elif dist.get_rank() == 1:
+        dist.send(x, 0)
+
+
+def test_a_sender_waits_until_the_receiver_is_there_and_sends_from_then_on() -> None:
+    figure = space_time(run(late_receiver, 3))
+    [(begin, met)], [(sent, end)] = bars(figure, "waiting"), bars(figure, "sending")
+    assert begin == 0
+    assert 0 < met == sent < end
+    assert bars(figure, "receiving") == [(sent, end)]
+    assert bars(figure, "ended") == [(0, end)], "rank 2"
+
+
+def test_collectives_under_way_together_are_drawn_apart() -> None:
+    figure = space_time(run(overlapped, 2))
+    heights = {
+        (round(path.vertices[:, 1].min(), 6), round(path.vertices[:, 1].max(), 6))
+        for shapes in figure.axes[0].collections
+        if shapes.get_label() == "all_reduce"
+        for path in shapes.get_paths()
+    }
+    (first, second), (third, fourth) = sorted(span for span in heights if span[0] < 0.5)
+    assert first < second <= third < fourth
+
+
+def test_gantt_bars_are_the_totals_of_the_ranks() -> None:
+    simulated = run(overlapped, 4)
+    figure = gantt(simulated)
+    for name, field in (("compute", "compute_s"), ("exposed communication", "exposed_s")):
+        drawn = [end - start for start, end in bars(figure, name)]
+        expected = [getattr(what, field) * 1e6 for what in totals(simulated)]
+        assert drawn == pytest.approx(expected)
+    share = totals(simulated)[0].compute_s / simulated.seconds
+    assert f"{share:.0%}" in words(figure)
+
+
+def test_a_killed_rank_is_marked() -> None:
+    def wait_in_vain() -> None:
+        compute(10)
+        if dist.get_rank() == 1:
+            dist.send(torch.ones(1), 0)
+
+    figure = space_time(run(wait_in_vain, 2, faults=Faults(kill_ranks={1: 4e-5})))
+    (cross,) = [shape for shape in figure.axes[0].collections if shape.get_label() == "killed"]
+    assert cross.get_offsets().tolist() == [[pytest.approx(40), 1]]
+
+
+def test_a_run_in_which_nothing_happens_can_be_drawn(tmp_path: Path) -> None:
+    for draw in (space_time, gantt):
+        draw(run(int, 2, cluster="laptop")).savefig(tmp_path / "empty.png")

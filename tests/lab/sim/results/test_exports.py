@@ -1,0 +1,230 @@
+"""Trace files: every event is in its place, every message an arrow; links add up."""
+
+import csv
+import json
+import re
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pictured import compute, overlapped, ring, run
+
+from distlab.sim import Cluster, Faults, Simulated
+from distlab.sim.results.exports import (
+    chrome_trace,
+    kineto_traces,
+    write_links,
+    write_trace,
+    write_traces,
+)
+
+NANOSECOND = 1.001e-3  # in microseconds: what is written is rounded to it
+Json = dict[str, Any]
+
+
+def buffered() -> None:
+    """Rank 0's sends are over before rank 1 asks for them."""
+    if dist.get_rank() == 0:
+        for _ in range(3):
+            dist.send(torch.ones(100), 1)
+    else:
+        compute(20)
+        for _ in range(3):
+            dist.recv(torch.ones(100), 0)
+
+
+def out_of_order() -> None:
+    """Messages of 1, 2 and 3 elements; the last to be sent is the first to be received."""
+    if dist.get_rank() == 0:
+        works = [dist.isend(torch.ones(n), 1, tag=n) for n in (1, 2, 3)]
+    else:
+        works = [dist.irecv(torch.ones(n), 0, tag=n) for n in (3, 2, 1)]
+    for work in works:
+        work.wait()
+
+
+def from_anyone() -> int:
+    if dist.get_rank():
+        dist.send(torch.ones(2), 0)
+        return 0
+    return dist.recv(torch.ones(2))
+
+
+PROGRAMS = {
+    "ring": (ring, {}),
+    "overlapped": (overlapped, {}),
+    "buffered": (buffered, {"eager_bytes": 1000}),
+    "out_of_order": (out_of_order, {}),
+}
+
+
+@pytest.fixture(scope="module", params=list(PROGRAMS))
+def simulated(request: pytest.FixtureRequest) -> Simulated[Any]:
+    fn, options = PROGRAMS[request.param]
+    return run(fn, 4 if request.param in ("ring", "overlapped") else 2, **options)
+
+
+def slices(simulated: Simulated[Any]) -> list[Json]:
+    return [event for event in chrome_trace(simulated)["traceEvents"] if event["ph"] == "X"]
+
+
+def arrows(simulated: Simulated[Any]) -> list[tuple[Json, Json]]:
+    """Both ends of each arrow."""
+    ends: dict[int, dict[str, Json]] = defaultdict(dict)
+    for event in chrome_trace(simulated)["traceEvents"]:
+        if event["ph"] in "sf":
+            assert event["ph"] not in ends[event["id"]], "an end too many"
+            ends[event["id"]][event["ph"]] = event
+    return [(pair["s"], pair["f"]) for pair in ends.values()]
+
+
+def around(end: Json, simulated: Simulated[Any]) -> list[Json]:
+    """The slices that an arrow's end lies in, on its own thread."""
+    return [
+        what
+        for what in slices(simulated)
+        if (what["pid"], what["tid"]) == (end["pid"], end["tid"])
+        and what["ts"] <= end["ts"] <= what["ts"] + what["dur"]
+    ]
+
+
+def test_every_event_is_a_slice_of_its_rank(simulated: Simulated[Any]) -> None:
+    written = slices(simulated)
+    assert len(written) == len(simulated.trace.events)
+    assert {what["pid"] for what in written} == set(range(len(simulated.results)))
+    assert all(what["dur"] >= 0 for what in written)
+    end_us = max(what["ts"] + what["dur"] for what in written)
+    assert end_us == pytest.approx(simulated.seconds * 1e6, abs=NANOSECOND)
+
+
+def test_slices_of_a_thread_do_not_overlap(simulated: Simulated[Any]) -> None:
+    threads: dict[tuple[int, int], list[Json]] = defaultdict(list)
+    for what in slices(simulated):
+        threads[what["pid"], what["tid"]].append(what)
+    for thread in threads.values():
+        thread.sort(key=lambda what: (what["ts"], what["dur"]))
+        for before, after in pairwise(thread):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
+
+
+def test_computation_and_waits_have_a_thread_of_their_own(simulated: Simulated[Any]) -> None:
+    for rank in range(len(simulated.results)):
+        mine = [what for what in slices(simulated) if what["pid"] == rank]
+        computing = [what for what in mine if what["name"] == "compute"]
+        waiting = [what for what in mine if what["name"].startswith("wait: ")]
+        threads = {what["tid"] for what in computing + waiting}
+        assert threads.isdisjoint(w["tid"] for w in mine if w not in computing + waiting)
+        assert len(threads) <= 1
+        for part, seconds in (
+            (computing, simulated.trace.compute_s[rank]),
+            (waiting, simulated.trace.exposed_s[rank]),
+        ):
+            assert sum(what["dur"] for what in part) == pytest.approx(
+                seconds * 1e6, abs=NANOSECOND * (1 + len(part))
+            )
+
+
+def test_every_message_is_an_arrow_from_its_send_to_its_recv(simulated: Simulated[Any]) -> None:
+    sends = [event for event in simulated.trace.events if event.kind == "send"]
+    assert len(arrows(simulated)) == len(sends)
+    for start, finish in arrows(simulated):
+        assert start["ts"] <= finish["ts"]
+        (send,) = [w for w in around(start, simulated) if w["name"] == "send"][-1:]
+        (recv,) = [w for w in around(finish, simulated) if w["name"] == "recv"][:1]
+        assert (send["args"]["peer"], recv["args"]["peer"]) == (recv["pid"], send["pid"])
+
+
+def test_arrows_join_what_belongs_together_whatever_the_order() -> None:
+    simulated = run(out_of_order, 2)
+    sends = {e.message: e.num_bytes for e in simulated.trace.events if e.kind == "send"}
+    recvs = {e.message: e.num_bytes for e in simulated.trace.events if e.kind == "recv"}
+    assert sends == recvs
+    assert sorted(sends.values()) == [4, 8, 12]
+
+
+def test_a_recv_from_anyone_names_who_it_was() -> None:
+    simulated = run(from_anyone, 2)
+    (recv,) = [event for event in simulated.trace.events if event.kind == "recv"]
+    assert recv.peer == 1
+    assert len(arrows(simulated)) == 1
+
+
+def test_operations_under_way_together_are_on_threads_of_their_own() -> None:
+    simulated = run(overlapped, 2)
+    reduces = [what for what in slices(simulated) if what["name"] == "all_reduce"]
+    assert len({what["tid"] for what in reduces if what["pid"] == 0}) == 2
+    (computing,) = [e for e in simulated.trace.events if e.kind == "compute" and e.rank == 0][1:]
+    assert computing.start_s < reduces[0]["ts"] * 1e-6 + reduces[0]["dur"] * 1e-6
+
+
+def test_slices_say_how_much_and_from_which_line(simulated: Simulated[Any]) -> None:
+    communication = [what for what in slices(simulated) if what["name"] in ("send", "all_reduce")]
+    assert communication
+    for what in communication:
+        assert what["args"]["bytes"] > 0
+        assert re.search(r"(test_exports|pictured)\.py:\d+ in \S+$", what["args"]["source"])
+
+
+def test_processes_and_threads_have_names_and_the_file_says_what_it_is() -> None:
+    trace = chrome_trace(run(ring, 4, cluster="ethernet-10g"))
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {f"rank {rank}, node {rank}" for rank in range(4)}
+    threads = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert {"compute", "communication 1", "communication 2"} == threads
+    assert trace["otherData"]["label"] == "simulated, preset ethernet-10g, not measured"
+    assert any("net_latency_s" in line for line in trace["otherData"]["assumed"])
+
+
+def test_analysers_find_a_file_per_rank_with_kernels_they_know() -> None:
+    simulated = run(overlapped, 4)
+    traces = list(kineto_traces(simulated))
+    assert [trace["distributedInfo"]["rank"] for trace in traces] == [0, 1, 2, 3]
+    assert {trace["distributedInfo"]["world_size"] for trace in traces} == {4}
+    for rank, trace in enumerate(traces):
+        kernels = [what for what in trace["traceEvents"] if what["args"]["stream"] >= 0]
+        communication = [what for what in kernels if re.match("nccl.*Kernel", what["name"])]
+        assert {what["cat"] for what in kernels} == {"kernel"}
+        assert [what["name"] for what in communication] == ["ncclDevKernel_AllReduce"] * 2
+        computed_us = sum(w["dur"] for w in kernels if w not in communication)
+        assert computed_us == pytest.approx(simulated.trace.compute_s[rank] * 1e6, abs=0.01)
+
+
+def test_files_are_written(tmp_path: Path) -> None:
+    simulated = run(ring, 2)
+    write_trace(simulated, tmp_path / "all.json")
+    assert json.loads((tmp_path / "all.json").read_text()) == chrome_trace(simulated)
+    write_traces(simulated, tmp_path / "each")
+    assert sorted(path.name for path in (tmp_path / "each").iterdir()) == [
+        "rank0.json",
+        "rank1.json",
+    ]
+
+
+def links_of(simulated: Simulated[Any], tmp_path: Path) -> dict[str, dict[str, str]]:
+    write_links(simulated, tmp_path / "links.csv")
+    with (tmp_path / "links.csv").open(newline="") as file:
+        return {row["link"]: row for row in csv.DictReader(file)}
+
+
+def test_bytes_per_link_are_those_of_the_ranks_behind_it(tmp_path: Path) -> None:
+    simulated = run(ring, 4)
+    links = links_of(simulated, tmp_path)
+    assert set(links) == {link.name for link in simulated.cluster.links}
+    for rank in range(4):
+        out = links[f"node0.gpu{rank}.out"]
+        assert int(out["bytes"]) == simulated.trace.bytes_sent[rank] == 6 * 1024 * 4
+        assert float(out["busy_share"]) == pytest.approx(
+            int(out["bytes"]) / float(out["bytes_per_s"]) / simulated.seconds, abs=1e-6
+        )
+    assert int(links["node0.gpu7.out"]["bytes"]) == 0
+
+
+def test_a_slowed_link_has_its_capacity_in_the_table(tmp_path: Path) -> None:
+    usual = Cluster.preset("dgx-h100")
+    slow = run(ring, 4, faults=Faults(slow_links={"node0.gpu0.out": 10}))
+    link = links_of(slow, tmp_path)["node0.gpu0.out"]
+    assert float(link["bytes_per_s"]) == usual.links[0].bytes_per_s / 10

@@ -1,0 +1,116 @@
+"""The table after a run: the trace's own numbers, in units for people, and what they rest on."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from pictured import compute, overlapped, ring, run
+
+from distlab.sim import Cluster, Faults, Simulated
+from distlab.sim.results.summary import label, summary, totals
+from distlab.words import seconds_text
+
+
+def uneven() -> None:
+    """Rank r computes r + 1 times as long as rank 0, and nobody waits."""
+    compute(1 + dist.get_rank())
+
+
+def row(simulated: Simulated[Any], name: str) -> list[str]:
+    """The cells of a line of the table: times, bytes, messages, memory."""
+    (line,) = [line for line in summary(simulated).splitlines() if line.split()[:1] == [name]]
+    return line.split()[1:]
+
+
+def test_totals_are_those_of_the_trace() -> None:
+    simulated = run(ring, 4)
+    trace = simulated.trace
+    for rank, what in enumerate(totals(simulated)):
+        assert what.compute_s == trace.compute_s[rank]
+        assert what.exposed_s == trace.exposed_s[rank]
+        assert what.bytes_sent == trace.bytes_sent[rank]
+        assert what.messages == trace.messages[rank]
+        assert what.peak_bytes == trace.peak_bytes[rank]
+        assert what.time_s + what.idle_s == pytest.approx(simulated.seconds)
+
+
+@pytest.mark.parametrize("fn", [ring, overlapped, uneven])
+def test_time_is_computation_and_waiting_and_nothing_else(fn: Any) -> None:
+    simulated = run(fn, 4)
+    for rank, what in enumerate(totals(simulated)):
+        own = [e for e in simulated.trace.events if e.kind in ("compute", "wait")]
+        last_s = max(event.end_s for event in own if event.rank == rank)
+        assert what.time_s == pytest.approx(last_s, rel=1e-9)
+
+
+def test_a_rank_that_is_done_early_is_idle() -> None:
+    first, second = totals(run(uneven, 2))
+    assert second.time_s == pytest.approx(2 * first.time_s)
+    assert first.idle_s == pytest.approx(first.time_s)
+    assert second.idle_s == 0
+
+
+def test_the_table_has_a_line_per_rank_in_readable_units() -> None:
+    simulated = run(uneven, 4)
+    assert row(simulated, "rank")[:4] == ["time", "compute", "exposed", "idle"]
+    step_s = simulated.seconds / 4
+    assert row(simulated, "1") == [
+        *seconds_text(2 * step_s).split(),
+        *seconds_text(2 * step_s).split(),
+        *("0", "s"),
+        *seconds_text(2 * step_s).split(),
+        *("0", "B", "0", "2.00", "MiB"),
+    ]
+
+
+def test_of_many_ranks_the_spread_and_the_slowest_are_listed() -> None:
+    simulated = run(overlapped, 20, faults=Faults(slow_ranks={7: 50.0}))
+    lines = summary(simulated).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.lstrip().startswith("rank"))
+    names = [line.split()[0] for line in lines[start + 1 : start + 5]]
+    assert names == ["min", "median", "max", "7"]
+    largest = max(simulated.trace.exposed_s)
+    assert seconds_text(largest) in lines[start + 3]
+
+
+def test_the_label_names_the_preset_and_the_assumed_numbers() -> None:
+    simulated = run(ring, 2)
+    text = summary(simulated)
+    assert text.startswith("simulated, preset dgx-h100, not measured\n2 ranks on 1 x 8 GPUs")
+    for line in simulated.cluster.assumptions():
+        assert line in text
+    assert label(run(ring, 2, cluster=None)) == "simulated, custom cluster, not measured"
+
+
+def test_without_devices_nothing_is_said_about_the_gpu() -> None:
+    text = summary(run(ring, 2, has_devices=False))
+    assert "computation takes no time" in text
+    assert "gpu." not in text
+    assert "peak memory of" not in text
+
+
+def test_what_was_set_and_broken_on_purpose_is_listed() -> None:
+    faults = Faults(
+        slow_ranks={1: 2.0}, slow_links={"node0.gpu0.*": 10}, delays_s={(0, 1): 1e-3}, jitter_s=1e-6
+    )
+    text = summary(run(ring, 2, faults=faults, algorithm="ring", eager_bytes=2048))
+    for line in (
+        "node0.gpu0.* is 10 times slower",
+        "built-in collectives: ring",
+        "sends of up to 2.00 KiB are buffered",
+        "rank 1 computes 2 times slower",
+        "messages from rank 0 to rank 1 arrive 1.00 ms late",
+        "every call starts up to 1.00 µs late",
+    ):
+        assert f"  {line}\n" in text
+
+
+def test_the_busiest_links_and_the_fullest_memory_are_named() -> None:
+    cluster = Cluster.preset("dgx-h100").slowed("node0.gpu2.out", 100)
+    text = summary(run(ring, 4, 1 << 20, cluster=cluster))
+    assert "busiest links: node0.gpu2.out 9" in text
+    assert "peak memory of rank 0: 3.00 MiB other" in text
+
+
+def test_a_run_in_which_nothing_happens_has_a_summary() -> None:
+    assert "0 s" in summary(run(int, 2, cluster="laptop"))
