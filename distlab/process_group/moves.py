@@ -101,6 +101,10 @@ def barrier(calls: Calls) -> None:
     """Move nothing."""
 
 
+def monitored_barrier(calls: Calls) -> None:
+    """Move nothing."""
+
+
 def broadcast(calls: Calls) -> None:
     """Copy the root's tensors to all."""
     source = calls[calls[0].root]
@@ -167,6 +171,6 @@ MOVES: dict[str, Callable[[Calls], None]] = {
     move.__name__: move
     for move in (
         *(broadcast, all_reduce, reduce, all_gather, gather),
-        *(scatter, reduce_scatter, all_to_all, barrier),
+        *(scatter, reduce_scatter, all_to_all, barrier, monitored_barrier),
     )
 }

@@ -18,7 +18,9 @@ from distlab.sim.isolation import deaths, host, patches
 from distlab.sim.isolation.groups import Groups
 from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.residents import Residents
+from distlab.sim.isolation.threads import Threads
 from distlab.sim.messages.buffers import Buffers
+from distlab.sim.messages.failures import Failures
 from distlab.sim.messages.group import Means
 from distlab.sim.messages.handles import Handles
 from distlab.sim.messages.mailbox import Mailbox
@@ -53,6 +55,7 @@ class Simulation:
         self.devices = self._make_devices()
         self.places = Places(options.given)
         self.handles, self.refusals = Handles(), Refusals()
+        self.failures = Failures(self._explained)
         traffic = Traffic(cluster, self.scheduler, self.trace, options.faults)
         buffers = Buffers(
             is_strict=options.is_strict, unnoticed=self._unnoticed if self.devices else None
@@ -61,8 +64,13 @@ class Simulation:
             traffic, buffers, eager_bytes=options.eager_bytes, p2p_order=options.p2p_order
         )
         self.meetings = Meetings(self.clock, traffic, buffers, self._plan)
-        means = Means(self.clock, self.places, self.mailbox, self.meetings, self.handles)
+        means = Means(
+            self.clock, self.places, self.mailbox, self.meetings, self.handles, self.failures
+        )
         self.groups = Groups(means, self.residents.tables)
+        self.threads = Threads(
+            self.scheduler, self.clock, self.residents, self.places, self._in_another_thread
+        )
 
     def _make_devices(self) -> Devices | None:
         """Give every rank a device, if computation and memory are to be accounted for."""
@@ -103,6 +111,8 @@ class Simulation:
         with self._process_prepared():
             self.residents.begin()
             self.scheduler.run(body, self._standstill_error)
+        if self.failures.first:  # ranks caught it, and went on as if it had not been
+            raise self.failures.first
         self._note_what_is_left()
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
         self.trace.network_s = max(end_s, self.scheduler.now_s)
@@ -118,6 +128,7 @@ class Simulation:
             self.groups,
             self.refusals,
             self.handles,
+            self.threads,
             self.mailbox.lanes,
         )
         dying = deaths.due(faults, self.scheduler, self.clock, self.residents)
@@ -128,11 +139,10 @@ class Simulation:
         try:
             return fn(*args)
         except SimulationError as error:
-            threads = self.residents.threads()
-            first = first_error(error, self.scheduler.ranks, threads, self.places)
-            raise self._noted(first) from None
+            raise self.failures.first or self._explained(error) from None
         except (Exception, SystemExit) as error:
-            raise rank_error(rank.number, self.num_ranks, error, self.places) from error
+            own = rank_error(rank.number, self.num_ranks, error, self.places)
+            raise self.failures.first or own from error
 
     @contextlib.contextmanager
     def _on_device(self, rank: Rank) -> Iterator[None]:
@@ -147,6 +157,15 @@ class Simulation:
         finally:
             self.trace.peak_bytes[rank.number] = device.memory.peak_bytes
             self.trace.peak_by_category[rank.number] = {**device.memory.peak_by_category}
+
+    @contextlib.contextmanager
+    def _in_another_thread(self) -> Iterator[None]:
+        """Be inside of what a rank's first thread is inside of."""
+        device = self.devices[self.residents.current] if self.devices else None
+        self.groups.show()
+        inside = device.in_another_thread() if device else contextlib.nullcontext()
+        with torch.autograd.set_multithreading_enabled(False), inside:
+            yield
 
     # The end
 
@@ -165,10 +184,13 @@ class Simulation:
         self.trace.unwaited = leftovers.unwaited(self.handles, alive)
 
     def _standstill_error(self) -> SimulationError:
-        ranks, threads = self.scheduler.ranks, self.residents.threads()
-        return self._noted(
-            standstill_error(ranks, threads, self.places, self.mailbox, self._history())
+        ranks = self.scheduler.ranks
+        return self.failures.first or self._noted(
+            standstill_error(ranks, self.places, self.mailbox, self._history())
         )
+
+    def _explained(self, error: SimulationError) -> SimulationError:
+        return self._noted(first_error(error, self.scheduler.ranks, self.places))
 
     def _history(self) -> History:
         return History(
@@ -186,7 +208,7 @@ class Simulation:
         """Add which errors and open handles the ranks to blame had, if they have returned."""
         if isinstance(error, Deadlock | Mismatch):
             ranks = self.scheduler.ranks
-            gone = [r for r in error.ranks if ranks[r].has_ended and not ranks[r].is_killed]
+            gone = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]
             notes = (*self.refusals.notes(gone), *self.handles.notes(gone))
             error.args = ("\n".join([str(error), *notes]),)
         return error

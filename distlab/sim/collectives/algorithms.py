@@ -20,7 +20,7 @@ GPUs whose links nobody shares; n: bytes of the whole buffer; lg: to base 2, rou
     gather           direct               (p-1)α + n(p-1)/p β
     all_to_all       direct               (p-1)α + n(p-1)/p β
                      recursive_doubling   lg p α + (n/2) lg p β             (p = 2^k; Bruck)
-    barrier          recursive_doubling   lg p α                            (dissemination)
+    barrier          recursive_doubling   lg p α     (dissemination; also monitored_barrier)
 
 For other p see `patterns`. Adding numbers up takes no time. The "hierarchical" ones need equally
 many ranks on every node of the group and give way like any other where that is not so.
@@ -209,6 +209,7 @@ _FLAT: Mapping[str, Mapping[str, Callable[[Members, float], Phases]]] = {
     "gather": {"tree": _backwards(tree_scatter), "direct": _backwards(one_by_one)},
     "all_to_all": {"direct": pairwise, "recursive_doubling": bruck_all_to_all},
     "barrier": {"recursive_doubling": dissemination},
+    "monitored_barrier": {"recursive_doubling": dissemination},
 }
 _HIERARCHICAL: Mapping[str, Callable[[Nodes, float], Phases]] = {
     "all_reduce": _hierarchical_all_reduce,

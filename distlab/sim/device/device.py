@@ -95,6 +95,17 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory.__exit__(*exception)
 
     @contextlib.contextmanager
+    def in_another_thread(self) -> Iterator[None]:
+        """Let the operations of another thread run on it too, while the first one is inside."""
+        self.memory.serve()
+        _push_mode(self)
+        try:
+            yield
+        finally:
+            _pop_mode()
+            self.memory.stop_serving()
+
+    @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
         """Let operations run for free, and keep what they allocate out of the account."""
         before, self._is_paused = self._is_paused, True

@@ -58,12 +58,20 @@ class MemoryTracker:
         self._parameters: dict[int, tuple[ref[Tensor], RemovableHandle | None]] = {}
 
     def __enter__(self) -> "MemoryTracker":
-        hooks.start_serving(self)
+        self.serve()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def serve(self) -> None:
+        """Account for the calling thread."""
+        hooks.start_serving(self)
+
+    def stop_serving(self) -> None:
+        """Account for the calling thread no more."""
         self._update()
         hooks.stop_serving()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop_serving()
         for _, handle in self._parameters.values():
             if handle:
                 handle.remove()

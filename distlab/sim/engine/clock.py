@@ -5,8 +5,10 @@ rank 0   ── computes ──┬ act: all earlier ranks go first
 noted         compute        waited
 """
 
+from collections.abc import Callable
+
 from distlab.sim.engine.faults import Faults
-from distlab.sim.engine.scheduler import Rank, Scheduler
+from distlab.sim.engine.scheduler import NEVER, Scheduler, Strand
 from distlab.sim.engine.trace import Trace
 from distlab.sim.reporting.sites import Site
 
@@ -39,14 +41,16 @@ class Clock:
         self._jitter = [faults.jitter(rank) for rank in range(self.num_ranks)] if has_jitter else []
 
     @property
-    def current(self) -> Rank:
-        """The rank that runs."""
+    def current(self) -> Strand:
+        """The rank that runs, or the thread of it that does."""
         return self._scheduler.current
 
     def act(self) -> None:
         """Let all earlier ranks go first; called before anything that others can notice."""
         rank = self._scheduler.current
         rank.num_clock_reads = 0
+        if rank.polls is not None:
+            rank.polls, rank.num_polls = None, 0
         if self._jitter:
             rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
         if rank.clock_s > self._computed_until[rank.number]:
@@ -70,31 +74,46 @@ class Clock:
         return rank.last_reading_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass for the running rank, which computes."""
-        self._scheduler.current.clock_s += seconds
+        """Let time pass for the running rank, which computes.
+
+        Other threads of the rank see what it does, so those that are earlier go first.
+        """
+        strand = self._scheduler.current
+        strand.clock_s += seconds
+        if len(strand.rank.strands) > 1:
+            self._scheduler.act()
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, and see what others have done meanwhile: it may be what it waits for."""
         self._scheduler.current.clock_s += seconds
         self._scheduler.act()
 
-    def block(self, operation: object) -> None:
-        """Wait until ``ready`` is called for the running rank."""
-        self._scheduler.block(operation)
+    def poll(self, operation: Callable[[], object]) -> None:
+        """Let a moment pass for a rank that asks whether ``operation()`` is done."""
+        self._scheduler.current.clock_s += POLL_S
+        self._scheduler.poll(operation)
 
-    def ready(self, rank: Rank, at_s: float) -> None:
+    def block(self, operation: object, until_s: float = NEVER) -> bool:
+        """Wait until ``ready`` is called for the running rank; tell whether it was, in time."""
+        return self._scheduler.block(operation, until_s)
+
+    def ready(self, rank: Strand, at_s: float) -> None:
         """Let a rank go on at ``at_s`` or later, if it is blocked."""
         self._scheduler.ready(rank, at_s)
 
     def waited(self, name: str, site: Site, start_s: float) -> None:
         """Note that the running rank has waited since ``start_s``; until then it computed."""
         rank = self._scheduler.current
+        if rank.order:
+            return
         self.note_compute(rank, start_s)
         self.trace.waited(rank.number, name, site, start_s, rank.clock_s)
         self._computed_until[rank.number] = rank.clock_s
 
-    def note_compute(self, rank: Rank, until_s: float) -> None:
-        """Note that a rank has computed since it last waited."""
+    def note_compute(self, rank: Strand, until_s: float) -> None:
+        """Note that a rank has computed since it last waited; of other threads nothing is noted."""
+        if rank.order:
+            return
         since_s = self._computed_until[rank.number]
         if until_s > since_s:
             self.trace.computed(rank.number, since_s, until_s)

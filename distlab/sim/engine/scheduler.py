@@ -10,15 +10,21 @@ order of the virtual clock, ties by rank, and what a program does never depends 
 
 There is no thread for the scheduler: the rank that stops picks the next one and hands over the
 baton. When no rank is ready and no event is pending, the world is known to be deadlocked.
+
+A rank may start threads of its own. Each is a strand with a clock and a baton; a rank is its first
+strand. Of all strands of all ranks one runs, so what holds for ranks holds for them.
 """
 
 import heapq
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 NEVER = float("inf")
+MAX_POLLS = 10_000  # a program that gives up earlier, or sleeps in between, is patient enough
 MAX_UNWOUND = 100  # calls of a rank that ends: `finally` makes a few, `while` with `except` goes on
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for 1,024 ranks
 
@@ -41,40 +47,97 @@ class EventSource(Protocol):
         """Do what happens at ``now_s``."""
 
 
-class Rank:
-    """One simulated rank: a thread, its clock and its baton."""
+_new_baton = threading.Lock  # while a world runs, ranks that ask for a lock get one of their own
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.clock_s = 0.0
-        self.has_ended = False
-        self.is_killed = False
-        self.num_calls = 0  # of torch.distributed
-        self.last_call: object = None  # the operation
-        self.num_clock_reads = 0  # since its last communication call
-        self.last_reading_s = -1.0  # of its clock
-        self.num_unwound = 0  # how often it was told to end
-        self.is_parked = False
-        self.waits_in: object = None  # the operation that blocks it
-        self.baton = threading.Lock()
+
+class Timer:
+    """Something that is to happen at a virtual time; without an action, it does not."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+
+
+class Strand:
+    """A thread of a rank, its clock and its baton.
+
+    Attributes:
+        rank: whose thread it is.
+        number: of the rank.
+        order: 0 is the rank itself, 1 the first thread that it has started.
+        clock_s: its virtual time.
+        ident: of the thread.
+        waits_in: the operation that blocks it.
+        is_late: it has waited as long as it wanted to.
+        polls: makes what it asks for again and again; None: it does something else.
+        num_polls: how often it has asked since it did something else.
+        num_clock_reads: since its last communication call.
+        last_reading_s: of its clock.
+        num_unwound: how often it was told to end.
+        is_daemon: it ends with the rank.
+        waiting: who waits for its end.
+    """
+
+    rank: "Rank"
+    number: int
+
+    def __init__(self, order: int, clock_s: float, *, is_daemon: bool = False) -> None:
+        self.order = order
+        self.clock_s = clock_s
+        self.ident = 0
+        self.has_ended = self.is_killed = self.is_parked = False
+        self.num_clock_reads = 0
+        self.last_reading_s = -1.0
+        self.num_unwound = 0
+        self.waits_in: object = None
+        self.is_late = False
+        self.polls: Callable[[], object] | None = None
+        self.num_polls = 0
+        self.is_daemon = is_daemon
+        self.waiting: deque[Strand] = deque()
+        self.baton = _new_baton()
         self.baton.acquire()
 
     def __repr__(self) -> str:
-        return f"rank {self.number} at {self.clock_s:.9f} s"
+        thread = f", thread {self.order}," if self.order else ""
+        return f"rank {self.number}{thread} at {self.clock_s:.9f} s"
+
+
+class Rank(Strand):
+    """One simulated rank: its first thread, and what it has once.
+
+    Attributes:
+        strands: its threads, itself the first.
+        num_calls: of torch.distributed.
+        last_call: the operation.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(0, 0.0)
+        self.rank, self.number = self, number
+        self.strands: list[Strand] = [self]
+        self.num_calls = 0
+        self.last_call: object = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has ended, with all its threads."""
+        return all(strand.has_ended for strand in self.strands)
 
 
 class Scheduler:
     """Runs the ranks of one world in the order of their clocks."""
 
-    def __init__(self, num_ranks: int, on_switch: Callable[[Rank, Rank], None]) -> None:
+    def __init__(self, num_ranks: int, on_switch: Callable[[Strand, Strand], None]) -> None:
         self.ranks = [Rank(number) for number in range(num_ranks)]
-        self.current = self.ranks[0]
+        self.current: Strand = self.ranks[0]
         self.now_s = 0.0  # no event and no act lies before this
         self.source: EventSource | None = None
         self.is_stopping = False
         self._on_switch = on_switch  # (from, to): swap what is the rank's own
-        self._ready = [(0.0, number) for number in range(num_ranks)]
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # clock, rank, strand
+        self._timers: list[tuple[float, int, Timer]] = []
         self._order = count()
         self._all_ended = threading.Lock()
         self._on_deadlock: Callable[[], BaseException] | None = None
@@ -90,7 +153,7 @@ class Scheduler:
         self._on_deadlock = on_deadlock
         self._all_ended.acquire()
         threads = self._start(body)
-        _, first = heapq.heappop(self._ready)
+        _, first, _ = heapq.heappop(self._ready)
         self.current = self.ranks[first]
         self.current.baton.release()
         self._all_ended.acquire()
@@ -109,24 +172,52 @@ class Scheduler:
                 )
                 for rank in self.ranks
             ]
-            for thread in threads:
+            for rank, thread in zip(self.ranks, threads, strict=True):
                 thread.start()
+                rank.ident = thread.ident or 0
         finally:
             threading.stack_size(usual)
         return threads
 
     def _be_rank(self, rank: Rank, body: Callable[[Rank], None]) -> None:
-        rank.baton.acquire()
+        me: Any = threading.current_thread()
+        me._daemonic = False  # what it starts is to be no daemon either, unless it says so
+        self._be(rank, lambda: body(rank))
+
+    def spawn(self, *, is_daemon: bool) -> Strand:
+        """Make another strand of the running rank, whose thread is to call ``be``."""
+        rank = self.current.rank
+        strand = Strand(len(rank.strands), self.current.clock_s, is_daemon=is_daemon)
+        strand.rank, strand.number = rank, rank.number
+        rank.strands.append(strand)
+        heapq.heappush(self._ready, (strand.clock_s, strand.number, strand.order))
+        return strand
+
+    def be(self, strand: Strand, body: Callable[[], None]) -> None:
+        """Be a strand that was spawned: run ``body`` when it is its turn, to the end.
+
+        What ``body`` raises ends the world.
+        """
+        self._be(strand, body)
+
+    def _be(self, strand: Strand, body: Callable[[], None]) -> None:
+        strand.baton.acquire()
         try:
-            if not self.is_stopping:
-                body(rank)
+            if not self.is_stopping and not strand.is_killed:
+                body()
         except (Stopped, Killed):
             pass
         except BaseException as error:
-            rank.has_ended = True
+            strand.has_ended = True
             self.stop(error)
-        rank.has_ended = True
-        self._hand_over(rank)
+        strand.has_ended = True
+        for other in strand.waiting:
+            self.ready(other, strand.clock_s)
+        if strand is strand.rank:
+            for other in strand.rank.strands:
+                if other.is_daemon:
+                    self._kill(other)
+        self._hand_over(strand)
 
     # What a rank does
 
@@ -137,37 +228,85 @@ class Scheduler:
             if not self._someone_is_earlier(rank):
                 self.now_s = rank.clock_s
                 break
-            heapq.heappush(self._ready, (rank.clock_s, rank.number))
+            heapq.heappush(self._ready, (rank.clock_s, rank.number, rank.order))
             self._yield(rank)
         if self.is_stopping or rank.is_killed:
             self._unwind()
 
-    def block(self, operation: object) -> None:
-        """Wait until ``ready`` is called for the running rank."""
+    def block(self, operation: object, until_s: float = NEVER) -> bool:
+        """Wait until ``ready`` is called for the running rank; tell whether it was, in time."""
         rank = self.current
         if self.is_stopping or rank.is_killed:
             self._unwind()
-        rank.waits_in = operation
-        self._yield(rank)
+        rank.waits_in, rank.is_late = operation, False
+        rank.polls, rank.num_polls = None, 0
+        if until_s == NEVER:
+            self._yield(rank)
+            return True
+        timer = self.at(max(until_s, self.now_s), partial(self._give_up, rank, operation))
+        try:
+            self._yield(rank)
+        finally:
+            timer.action = None
+        return not rank.is_late
 
-    def ready(self, rank: Rank, at_s: float) -> None:
-        """Let a rank go on at ``at_s`` or later, if it is blocked."""
+    def _give_up(self, rank: Strand, operation: object) -> None:
+        if rank.waits_in is operation:
+            rank.is_late = True
+            self.ready(rank, self.now_s)
+
+    def poll(self, operation: Callable[[], object]) -> None:
+        """Do what ``act`` does, for a rank that asks again and again whether something is done.
+
+        If nobody can run but ranks that only ask, asking will never help: the world is deadlocked.
+
+        Args:
+            operation: makes what the rank asks for.
+        """
+        rank = self.current
+        rank.polls = operation
+        rank.num_polls += 1
+        if rank.num_polls % MAX_POLLS == 0 and self._all_poll():
+            for strand in self._strands():
+                if strand.polls is not None and strand.waits_in is None and not strand.has_ended:
+                    strand.waits_in = strand.polls()
+            self._stop_deadlock()
+            self._yield(rank)
+        self.act()
+
+    def _all_poll(self) -> bool:
+        """Whether nothing can happen but that ranks ask whether it has."""
+        waiting = (self.ranks[number].strands[order] for _, number, order in self._ready)
+        return self._next_event_s() == NEVER and all(strand.polls for strand in waiting)
+
+    def ready(self, rank: Strand, at_s: float) -> None:
+        """Let a rank, or a thread of it, go on at ``at_s`` or later, if it is blocked."""
         if rank.waits_in is None:
             return
         rank.waits_in = None
         if at_s > rank.clock_s:
             rank.clock_s = at_s
-        heapq.heappush(self._ready, (rank.clock_s, rank.number))
+        heapq.heappush(self._ready, (rank.clock_s, rank.number, rank.order))
 
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Call ``action`` when the virtual time is ``time_s``."""
-        heapq.heappush(self._timers, (time_s, next(self._order), action))
+    def at(self, time_s: float, action: Callable[[], None]) -> Timer:
+        """Call ``action`` when the virtual time is ``time_s``, unless it is taken away before."""
+        timer = Timer(action)
+        heapq.heappush(self._timers, (time_s, next(self._order), timer))
+        return timer
 
     def kill(self, rank: Rank) -> None:
         """Let a rank end where it is, without notifying the others."""
-        if not rank.has_ended:
-            rank.is_killed = True
-            self.ready(rank, self.now_s)
+        for strand in rank.strands:
+            self._kill(strand)
+
+    def _kill(self, strand: Strand) -> None:
+        if not strand.has_ended:
+            strand.is_killed = True
+            self.ready(strand, self.now_s)
+
+    def is_ending(self) -> bool:
+        """Whether the running strand has been told to end."""
+        return self.is_stopping or self.current.is_killed
 
     def stop(self, failure: BaseException) -> None:
         """End the world: every other rank is unwound where it is."""
@@ -175,23 +314,30 @@ class Scheduler:
         if not self.is_stopping:
             self.is_stopping = True
             self.now_s = NEVER  # no rank has to wait any more
-            for rank in self.ranks:
-                rank.waits_in = None
-            self._ready = [(0.0, rank.number) for rank in self.ranks if not rank.has_ended]
+            left = [strand for strand in self._strands() if not strand.has_ended]
+            for strand in left:
+                strand.waits_in = None
+            self._ready = [(0.0, strand.number, strand.order) for strand in left]
+
+    def _strands(self) -> Iterator[Strand]:
+        for rank in self.ranks:
+            yield from rank.strands
 
     # Handing over
 
-    def _someone_is_earlier(self, rank: Rank) -> bool:
-        if self._ready and self._ready[0] < (rank.clock_s, rank.number):
+    def _someone_is_earlier(self, rank: Strand) -> bool:
+        if self._ready and self._ready[0] < (rank.clock_s, rank.number, rank.order):
             return True
         return self._next_event_s() <= rank.clock_s
 
     def _next_event_s(self) -> float:
+        while self._timers and self._timers[0][2].action is None:
+            heapq.heappop(self._timers)
         timer_s = self._timers[0][0] if self._timers else NEVER
         source_s = self.source.next_event_s() if self.source else NEVER
         return timer_s if timer_s < source_s else source_s
 
-    def _yield(self, rank: Rank) -> None:
+    def _yield(self, rank: Strand) -> None:
         next_rank = self._next()
         if next_rank is not None and next_rank is not rank:
             self._switch(rank, next_rank)
@@ -205,14 +351,14 @@ class Scheduler:
             self._park(self.current)
         raise Stopped if self.is_stopping else Killed
 
-    def _park(self, rank: Rank) -> NoReturn:
+    def _park(self, rank: Strand) -> NoReturn:
         """Never again run a rank that catches everything and keeps calling."""
         rank.has_ended = rank.is_parked = True
         self._hand_over(rank)
         while True:
             rank.baton.acquire()
 
-    def _hand_over(self, rank: Rank) -> None:
+    def _hand_over(self, rank: Strand) -> None:
         """Pass the baton on for the last time."""
         next_rank = self._next()
         if next_rank is None:
@@ -220,32 +366,48 @@ class Scheduler:
         else:
             self._switch(rank, next_rank)
 
-    def _switch(self, rank: Rank, next_rank: Rank) -> None:
+    def _switch(self, rank: Strand, next_rank: Strand) -> None:
         self._on_switch(rank, next_rank)
         self.current = next_rank
         next_rank.baton.release()
 
-    def _next(self) -> Rank | None:
+    def _next(self) -> Strand | None:
         """Let events happen until a rank is the earliest, and return it; None if all have ended."""
         while True:
             event_s = NEVER if self.is_stopping else self._next_event_s()
             if self._ready and self._ready[0][0] < event_s:
-                clock_s, number = heapq.heappop(self._ready)
+                clock_s, number, order = heapq.heappop(self._ready)
                 self.now_s = max(self.now_s, clock_s)
-                return self.ranks[number]
+                return self.ranks[number].strands[order]
             if event_s < NEVER:
                 self._run_events(event_s)
-            elif all(rank.has_ended for rank in self.ranks):
+            elif all(strand.has_ended for strand in self._strands()):
                 return None
-            else:
+            elif not self._dismiss():
                 self._stop_deadlock()
+
+    def _dismiss(self) -> bool:
+        """End threads that only wait for what their rank, which has ended, would give them to do.
+
+        Python ends them too: a thread of an executor is told when the program ends.
+        """
+        idle = [
+            strand
+            for strand in self._strands()
+            if strand.rank.has_ended and getattr(strand.waits_in, "ends_with_rank", False)
+        ]
+        for strand in idle:
+            self._kill(strand)
+        return bool(idle)
 
     def _run_events(self, now_s: float) -> None:
         """Do what happens now; what it raises ends the world, and is not the waiting rank's."""
         self.now_s = now_s
         try:
             while self._timers and self._timers[0][0] <= now_s:
-                heapq.heappop(self._timers)[2]()
+                action = heapq.heappop(self._timers)[2].action
+                if action:
+                    action()
             if self.source and self.source.next_event_s() <= now_s:
                 self.source.run_events(now_s)
         except BaseException as error:

@@ -22,7 +22,7 @@ def due(faults: Faults, scheduler: Scheduler, clock: Clock, residents: Residents
     def begin_step(*_: object) -> None:
         if not residents.is_in_rank():
             return
-        rank = clock.current
+        rank = clock.current.rank
         begun[rank.number] += 1
         if begun[rank.number] == faults.kill_at_steps.get(rank.number):
             clock.trace.killed_in_step_s[rank.number] = rank.clock_s

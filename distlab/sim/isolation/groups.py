@@ -1,6 +1,7 @@
 """The process groups that ranks make: the default one, and those of ``new_group``."""
 
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
@@ -9,7 +10,9 @@ from torch.distributed.distributed_c10d import GroupName
 from distlab.sim.isolation.rank_state import RankWorld
 from distlab.sim.isolation.roster import Roster
 from distlab.sim.messages.group import Means, SimGroup
+from distlab.sim.messages.limits import group_limit_s
 from distlab.sim.messages.store import SimStore
+from distlab.sim.reporting.errors import Mismatch
 
 BACKEND = "sim"
 
@@ -35,11 +38,12 @@ class Groups:
         self._global_ranks = {rank: rank for rank in self._everyone}
         self._joins = [0] * num_ranks  # how often each rank has made its default group
 
-    def join(self) -> None:
-        """Make the default process group of the running rank."""
+    def join(self, timeout: timedelta | None = None) -> None:
+        """Make the default process group of the running rank; ``timeout``: of its operations."""
         number = self._means.clock.current.number
         self._joins[number] += 1
-        group = SimGroup(self._means, self._everyone, number, (self._joins[number], "0"), "0")
+        key, limit_s = (self._joins[number], "0"), group_limit_s(timeout)
+        group = SimGroup(self._means, self._everyone, number, key, "0", limit_s)
         c10d._register_pg_in_world(
             group,
             backend_name=BACKEND,
@@ -52,7 +56,15 @@ class Groups:
         tables["pg_group_ranks"][group] = self._global_ranks
         tables.update(default_pg=group, group_count=1)
 
-    def make(self, ranks: tuple[int, ...], key: object) -> SimGroup:
+    def show(self) -> None:
+        """Let functional collectives in the calling thread find the rank's groups by name."""
+        register: Any = c10d._register_process_group  # type: ignore[attr-defined]
+        for group, name in self._tables.__dict__["pg_names"].items():
+            register(name, group)
+
+    def make(
+        self, ranks: tuple[int, ...], key: object, timeout: timedelta | None = None
+    ) -> SimGroup:
         """Make the running rank's view of a new group; of no ``ranks``, of all.
 
         Raises:
@@ -61,5 +73,10 @@ class Groups:
         members, number = ranks or self._everyone, self._means.clock.current.number
         place = (self._joins[number], key)  # groups of a world that was left are others
         site, _ = self._means.places.call_site(sys._getframe(1))
-        self.roster.enter(place, number, members, site)
-        return SimGroup(self._means, members, members.index(number), place, str(key))
+        try:
+            self.roster.enter(place, number, members, site)
+        except Mismatch as error:
+            self._means.failures.note(error)
+            raise
+        rank, limit_s = members.index(number), group_limit_s(timeout)
+        return SimGroup(self._means, members, rank, place, str(key), limit_s)

@@ -35,6 +35,7 @@ from distlab.sim.isolation.rank_state import (
 )
 from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.residents import Residents
+from distlab.sim.isolation.threads import Threads
 from distlab.sim.messages.handles import Handles
 from distlab.sim.messages.lanes import Lanes
 from distlab.sim.reporting.errors import SimulationError
@@ -51,6 +52,7 @@ class Home:
         groups: make process groups.
         refusals: note what torch refuses.
         handles: the operations for which nobody has waited.
+        threads: make strands of the threads that ranks start.
         lanes: told of batches; None: messages have no order.
     """
 
@@ -59,6 +61,7 @@ class Home:
     groups: Groups
     refusals: Refusals
     handles: Handles
+    threads: Threads
     lanes: Lanes | None
 
 
@@ -84,6 +87,7 @@ def installed(home: Home) -> Iterator[None]:
         _patch_groups(undo, home)
         refusals.install(functools.partial(_replace, undo), home.residents, home.refusals)
         _patch_clocks(undo, home)
+        home.threads.install(functools.partial(_replace, undo))
         _patch_generators(undo, home.residents)
         _patch_environment(undo, home.residents)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
@@ -138,16 +142,23 @@ def unwaited() -> list[str]:
 
 def _create_group(options: Any, _: object) -> dist.ProcessGroup:
     home: Home = _current["home"]
-    return home.groups.make(tuple(options.global_ranks_in_group), options.group_id)
+    members = tuple(options.global_ranks_in_group)
+    return home.groups.make(members, options.group_id, options.timeout)
 
 
 def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
     """Simulate all groups, whatever backend the program names."""
 
-    def init_process_group(*_: object, **__: object) -> None:
+    def init_process_group(
+        backend: object = None,
+        init_method: object = None,
+        timeout: Any = None,
+        *_: object,
+        **__: object,
+    ) -> None:
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
-        home.groups.join()
+        home.groups.join(timeout)
 
     new_group = c10d.new_group
 
@@ -157,10 +168,12 @@ def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
             positional[2] = None
         return new_group(*positional, **{**kwargs, "backend": None})
 
-    def monitored_barrier(group: Any = None, timeout: Any = None, **_: object) -> None:
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
         if group != dist.GroupMember.NON_GROUP_MEMBER:
             members: Any = c10d._group_or_default_group(group)
-            members.monitored_barrier(timeout)
+            members.monitored_barrier(timeout, wait_all_ranks)
 
     for owner in (dist, c10d):
         _replace(undo, owner, "init_process_group", init_process_group)
@@ -181,7 +194,7 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
         size: int, rank: int, ranks: list[int], backend: str, *rest: Any, **settings: Any
     ) -> Any:
         if not ranks:
-            home.groups.join()
+            home.groups.join(settings.get("timeout"))
             return dist.group.WORLD, home.groups.store
         settings.update(backend_options=None, device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)

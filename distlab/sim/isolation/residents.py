@@ -3,7 +3,7 @@
 import threading
 from collections.abc import MutableSequence
 
-from distlab.sim.engine.scheduler import Rank
+from distlab.sim.engine.scheduler import Strand
 from distlab.sim.isolation.rank_state import RankState, RankWorld
 
 
@@ -40,15 +40,18 @@ class Residents:
         self._running[0] = 0
         self._states[0].bring_out(self.tables)
 
-    def move_in(self, rank: Rank) -> None:
+    def move_in(self, rank: Strand) -> None:
         """Note that the calling thread is a rank's."""
         self._running[1 + rank.number] = threading.get_ident()
 
-    def switch(self, rank: Rank, next_rank: Rank) -> None:
+    def switch(self, strand: Strand, next_strand: Strand) -> None:
         """Put away what is the rank's, and bring out what is the next one's."""
-        self._states[rank.number].put_away()
-        self._states[next_rank.number].bring_out(self.tables)
-        self._running[0] = next_rank.number
+        number = next_strand.number
+        if strand.number != number:
+            self._states[strand.number].put_away()
+            self._states[number].bring_out(self.tables)
+            self._running[0] = number
+        self._running[1 + number] = next_strand.ident
 
     @property
     def current(self) -> int:
@@ -62,7 +65,3 @@ class Residents:
     def is_in_rank(self) -> bool:
         """Whether the calling thread is the rank that runs."""
         return self._running[1 + self._running[0]] == threading.get_ident()
-
-    def threads(self) -> dict[int, int]:
-        """Return each rank's thread."""
-        return dict(enumerate(self._running[1:]))

@@ -6,6 +6,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from torch import Tensor
 
@@ -13,13 +14,19 @@ from distlab.process_group.base import BaseGroup
 from distlab.process_group.call import Call
 from distlab.process_group.checks import check_contiguous, check_peer
 from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.scheduler import NEVER
+from distlab.sim.messages.failures import Failures
 from distlab.sim.messages.handles import Handles
+from distlab.sim.messages.limits import limit_s, missing_error, unmonitored_error
 from distlab.sim.messages.mailbox import Mailbox
-from distlab.sim.messages.meetings import Meetings
+from distlab.sim.messages.meetings import Attendance, Meetings
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
 from distlab.sim.messages.work import SimWork
+from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.sites import Places
+
+MONITORED = Call("monitored_barrier", {}, 0, (), ())
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Means:
         mailbox: takes messages.
         meetings: take collectives.
         handles: which operations were not waited for.
+        failures: told of calls that cannot belong together.
     """
 
     clock: Clock
@@ -39,6 +47,7 @@ class Means:
     mailbox: Mailbox
     meetings: Meetings
     handles: Handles
+    failures: Failures
 
 
 class SimGroup(BaseGroup):
@@ -50,17 +59,25 @@ class SimGroup(BaseGroup):
         rank: this rank inside the group.
         key: tells groups apart; equal on all ranks that created the same one.
         name: under which torch knows it.
+        limit_s: how long an operation may take, in virtual time.
     """
 
     world_name = "sim"
 
     def __init__(
-        self, means: Means, ranks: tuple[int, ...], rank: int, key: object, name: str
+        self,
+        means: Means,
+        ranks: tuple[int, ...],
+        rank: int,
+        key: object,
+        name: str,
+        limit_s: float = NEVER,
     ) -> None:
         super().__init__(rank, len(ranks), name)
         self._means = means
         self._ranks = ranks
         self._key = key
+        self._limit_s = limit_s
         self._num_calls = 0
 
     # Point to point
@@ -73,8 +90,12 @@ class SimGroup(BaseGroup):
         means.clock.act()
         call = means.places.call_site(sys._getframe(1))
         message = Message(means.clock, "send", self._ranks, tensors[0], peer, self._me, tag, call)
-        means.mailbox.send(message, self._key)
-        return SimWork(message, tensors, means.handles)
+        try:
+            means.mailbox.send(message, self._key)
+        except Mismatch as error:
+            means.failures.note(error)
+            raise
+        return SimWork(message, tensors, means.handles, self._limit_s)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> SimWork:
         """Post a recv from a rank of the group."""
@@ -91,13 +112,45 @@ class SimGroup(BaseGroup):
         means.clock.act()
         call = means.places.call_site(sys._getframe(2))
         message = Message(means.clock, "recv", self._ranks, tensors[0], peer, source, tag, call)
-        means.mailbox.recv(message, self._key)
-        return SimWork(message, tensors, means.handles)
+        try:
+            means.mailbox.recv(message, self._key)
+        except Mismatch as error:
+            means.failures.note(error)
+            raise
+        return SimWork(message, tensors, means.handles, self._limit_s)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks; rank 0 of the group says which of them do not come in time.
+
+        Args:
+            timeout: of rank 0; None: the group's.
+            wait_all_ranks: name all of them, not only the first.
+
+        Raises:
+            RuntimeError: not all have come; also on the ranks that have.
+        """
+        self.counts.add(MONITORED)
+        attendance = self._attend(MONITORED)
+        own_limit_s = limit_s(timeout) if timeout else self._limit_s
+        until_s = self._means.clock.current.clock_s + own_limit_s
+        if self._me == 0 and not attendance.block(until_s):
+            missing = [self._ranks.index(rank) for rank in attendance.waits_for()]
+            attendance.meeting.fail(lambda rank: unmonitored_error(self._ranks.index(rank)))
+            raise missing_error(missing if wait_all_ranks else missing[:1], own_limit_s)
+        attendance.wait()
 
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> SimWork:
+        return SimWork(self._attend(call), results, self._means.handles, self._limit_s)
+
+    def _attend(self, call: Call) -> Attendance:
         means = self._means
         means.clock.act()
         number, self._num_calls = self._num_calls, self._num_calls + 1
         meeting = means.meetings.at(self._key, self._ranks, number)
-        attendance = meeting.arrive(call, means.places.call_site(sys._getframe(1)))
-        return SimWork(attendance, results, means.handles)
+        try:
+            return meeting.arrive(call, means.places.call_site(sys._getframe(2)))
+        except Mismatch as error:
+            means.failures.note(error)
+            raise

@@ -6,6 +6,7 @@ eager (small, buffered)     send is done ───── α + nβ ─▶ arrived
                                                          it is posted later
 """
 
+import copy
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain, count
@@ -13,11 +14,13 @@ from itertools import chain, count
 from distlab.process_group.call import describe
 from distlab.sim.messages.buffers import Buffers
 from distlab.sim.messages.lanes import Lanes
+from distlab.sim.messages.limits import closed_error
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.report import mismatch
 
+Pair = tuple[object, int, int]  # group and two ranks, the lower one first
 Address = tuple[object, int, int, int]  # group, source, destination, tag
 
 
@@ -43,14 +46,17 @@ class Mailbox:
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
         self._has_any_source = False  # whether there ever was such a recv
         self._numbers = count()
+        self._closed: dict[Pair, int] = {}  # connections, and the rank that had waited there
 
     def send(self, send: Message, key: object) -> None:
         """Post a send on the group of this key.
 
         Raises:
             Mismatch: the recv that waits for it has another size or dtype.
+            RuntimeError: the connection of these two ranks is closed.
         """
-        send.key, send.number = key, next(self._numbers)
+        send.key, send.number, send.mailbox = key, next(self._numbers), self
+        self._check_open(send)
         send.is_eager = send.num_bytes <= self._eager_bytes
         if send.is_eager or self._buffers.is_strict:
             send.payload = self._buffers.copied(send.tensor)
@@ -78,8 +84,10 @@ class Mailbox:
 
         Raises:
             Mismatch: the send that waits for it has another size or dtype.
+            RuntimeError: the connection of these two ranks is closed.
         """
-        recv.key = key
+        recv.key, recv.mailbox = key, self
+        self._check_open(recv)
         if self.lanes is None or self.lanes.enter(recv):
             self._start_recv(recv)
 
@@ -105,6 +113,25 @@ class Mailbox:
         elif send.arrived_s is not None:
             self._deliver(send, recv, recv.posted_s)
 
+    def close(self, late: Message) -> None:
+        """Close the connection of two ranks, as gloo does when one has waited long enough.
+
+        What is posted there fails; so does what will be.
+        """
+        pair = _pair_of(late)
+        self._closed[pair] = late.rank
+        now_s = late.clock.current.clock_s
+        for queue in (*self._sends.values(), *self._recvs.values()):
+            for message in [m for m in queue if _pair_of(m) == pair]:
+                queue.remove(message)
+                if message is not late:
+                    message.fail(closed_error(message.rank, late.rank), now_s)
+
+    def _check_open(self, message: Message) -> None:
+        gave_up = self._closed.get(_pair_of(message)) if self._closed else None
+        if gave_up is not None:
+            raise closed_error(message.rank, gave_up)
+
     def unmatched(self) -> Iterator[Message]:
         """Yield what was posted, has started, and has not met its other side."""
         return chain.from_iterable((*self._sends.values(), *self._recvs.values()))
@@ -125,7 +152,7 @@ class Mailbox:
         mine, theirs = send.tensor, recv.tensor
         if mine.numel() != theirs.numel() or mine.dtype != theirs.dtype:
             earlier = recv if later is send else send
-            raise mismatch(
+            error = mismatch(
                 "shape or dtype mismatch",
                 f"rank {send.rank} sends {describe(mine)}, and rank {recv.rank} receives "
                 f"{describe(theirs)}",
@@ -133,6 +160,8 @@ class Mailbox:
                 "A send and its recv need the same number of elements and the same dtype. Messages "
                 "from one rank to another meet in the order of the calls.",
             )
+            earlier.fail(copy.copy(error), later.posted_s)  # each rank adds its own traceback
+            raise error
         send.partner, recv.partner = recv, send
         recv.peer, recv.number = send.rank, send.number
 
@@ -161,6 +190,10 @@ class Mailbox:
         if self.lanes is not None:
             self.lanes.done(recv, at_s)
             self.lanes.done(send, at_s)
+
+
+def _pair_of(message: Message) -> Pair:
+    return message.key, min(message.rank, message.peer), max(message.rank, message.peer)
 
 
 def _first(queue: deque[Message] | None) -> Message | None:

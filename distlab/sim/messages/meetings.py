@@ -5,6 +5,7 @@ What must agree is compared as each rank arrives, so a mismatch is reported at t
 disagrees, before any rank waits for it.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from distlab.process_group.moves import MOVES
 from distlab.sim.collectives.phases import Phase
 from distlab.sim.engine.clock import Clock
 from distlab.sim.messages.buffers import Buffers
+from distlab.sim.messages.limits import closed_error, patience_error
 from distlab.sim.messages.pending import Pending
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
@@ -46,6 +48,16 @@ class Attendance(Pending):
         self.meeting = meeting
         self.kept: list[Tensor] = []  # strict mode: the inputs as they were when posted
 
+    def late(self, limit_s: float) -> Exception:
+        """Return the error for a rank that waits no longer; the collective goes on."""
+        return patience_error(limit_s, f"{self.text()}, {self.where()}")
+
+    def expired(self, limit_s: float) -> Exception:
+        """Let it fail on all ranks of the group."""
+        error = super().expired(limit_s)
+        self.meeting.close(self.rank)
+        return error
+
     def waits_for(self) -> Sequence[int]:
         """Return the ranks of the group that have not arrived."""
         return [rank for rank in self.group if rank not in self.meeting.attendances]
@@ -63,12 +75,14 @@ class Attendance(Pending):
 class Meeting:
     """One collective call of one group, from the first arrival to the end."""
 
-    def __init__(self, means: "Meetings", group: tuple[int, ...], number: int) -> None:
+    def __init__(self, means: "Meetings", key: object, group: tuple[int, ...], number: int) -> None:
         self._means = means
+        self.key = key
         self.group = group
         self.number = number
         self.attendances: dict[int, Attendance] = {}  # by global rank
         self._under_way = 0  # transfers of the current phase
+        self._error_of: Callable[[int], Exception] | None = None  # it has failed
 
     def arrive(self, call: Call, site: CallSite) -> Attendance:
         """Take part as the running rank.
@@ -78,16 +92,47 @@ class Meeting:
         """
         buffers = self._means.buffers
         attendance = Attendance(self._means.clock, self.group, call, self, site)
-        if self.attendances:
-            _compare(attendance, next(iter(self.attendances.values())))
+        try:
+            self._check(attendance)
+        except Mismatch as error:
+            mismatch = error
+            self.fail(lambda _: copy.copy(mismatch))  # each rank adds its own traceback
+            raise
         self.attendances[attendance.rank] = attendance
         if buffers.is_strict:
             attendance.kept = [buffers.copied(tensor) for tensor in call.inputs]
         if len(self.attendances) == len(self.group):
-            if call.name == "all_to_all":
-                _compare_parts([self.attendances[rank] for rank in self.group])
             self._begin(call)
         return attendance
+
+    def _check(self, late: Attendance) -> None:
+        """Compare a call with those of the ranks that have come before."""
+        if self._error_of is not None:
+            raise self._error_of(late.rank)
+        if self.attendances:
+            _compare(late, next(iter(self.attendances.values())))
+        if late.name == "all_to_all" and len(self.attendances) == len(self.group) - 1:
+            present = {**self.attendances, late.rank: late}
+            _compare_parts([present[rank] for rank in self.group])
+
+    def close(self, gave_up: int) -> None:
+        """Let it fail, and what comes after it, because a rank has waited long enough."""
+        self._means.closed[self.key] = gave_up
+        self.fail(lambda rank: closed_error(rank, gave_up))
+
+    def fail(self, error_of: Callable[[int], Exception]) -> None:
+        """End it for all its ranks, also those that are still to come, if it has not begun.
+
+        Args:
+            error_of: makes the error of a global rank.
+        """
+        if len(self.attendances) == len(self.group):
+            return
+        self._error_of = error_of
+        now_s = self._means.clock.current.clock_s
+        for rank, attendance in self.attendances.items():
+            attendance.fail(error_of(rank), now_s)
+        self.attendances.clear()
 
     def _begin(self, call: Call) -> None:
         """All ranks have arrived: let the bytes travel."""
@@ -133,20 +178,30 @@ class Meetings:
         traffic: carries the bytes.
         buffers: what goes in and comes out.
         plan: which ranks send how much to whom.
+
+    Attributes:
+        closed: groups of which a rank has waited long enough, and that rank.
     """
 
     clock: Clock
     traffic: Traffic
     buffers: Buffers
     plan: Plan
+    closed: dict[object, int] = field(default_factory=dict, init=False)
     _open: dict[tuple[object, int], Meeting] = field(default_factory=dict, init=False)
 
     def at(self, key: object, ranks: tuple[int, ...], number: int) -> Meeting:
-        """Return the meeting of a group's ``number``-th collective call."""
+        """Return the meeting of a group's ``number``-th collective call.
+
+        Raises:
+            RuntimeError: a rank of the group has waited long enough, and has closed it.
+        """
+        if key in self.closed:
+            raise closed_error(self.clock.current.number, self.closed[key])
         place = (key, number)
         meeting = self._open.get(place)
         if meeting is None:
-            meeting = self._open[place] = Meeting(self, ranks, number)
+            meeting = self._open[place] = Meeting(self, key, ranks, number)
         elif len(meeting.attendances) == len(ranks) - 1:
             del self._open[place]  # the last one arrives now
         return meeting

@@ -25,6 +25,13 @@ class InLane(Protocol):
         """Return what has to be done before."""
 
 
+class Connections(Protocol):
+    """What closes the connection of two ranks."""
+
+    def close(self, late: "Message") -> None:
+        """Close that of a message that has taken too long."""
+
+
 class Message(Pending):
     """A posted send or recv. Ranks are global; ``partner`` is the other side, once there is one.
 
@@ -32,7 +39,7 @@ class Message(Pending):
     """
 
     __slots__ = (
-        *("arrived_s", "form", "is_eager", "key", "kind", "number", "partner"),
+        *("arrived_s", "form", "is_eager", "key", "kind", "mailbox", "number", "partner"),
         *("payload", "peer", "source", "tag", "tensor", "turn"),
     )
 
@@ -58,9 +65,18 @@ class Message(Pending):
         self.is_eager = False
         self.arrived_s: float | None = None
         self.partner: Message | None = None
+        self.mailbox: Connections | None = None  # in which it was posted
         self.key: object = None  # of the group, for those that have the same ranks
         self.turn: InLane | None = None  # in its lane, where there are any, until it is done
         self.source = source  # rank inside the group that it comes from
+
+    def expired(self, limit_s: float) -> Exception:
+        """Close the connection; the error is that of an operation that has timed out."""
+        error = super().expired(limit_s)
+        self.fail(error, self.clock.current.clock_s)
+        if self.mailbox is not None:
+            self.mailbox.close(self)
+        return error
 
     def waits_for(self) -> Sequence[int]:
         """Return the peer, or every rank that could send; if others come first, their peers."""

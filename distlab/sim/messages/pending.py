@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from distlab.sim.engine.clock import Clock
-from distlab.sim.engine.scheduler import Rank
+from distlab.sim.engine.scheduler import NEVER, Strand
+from distlab.sim.messages import limits
 from distlab.sim.messages.buffers import same_bytes
 from distlab.sim.reporting.report import Row, mismatch, place
 from distlab.sim.reporting.sites import CallSite
@@ -23,15 +24,16 @@ class Pending:
         num_bytes: of this rank's tensors.
         posted_s: virtual time of the call.
         done_s: virtual time of the end, once ``is_done``.
+        error: why it has failed; None: it has not.
         site: file, line and function of the call.
         is_by_torch: torch made the call by itself, and keeps the handle.
     """
 
     __slots__ = (
         *("done_s", "group", "is_by_torch", "is_done", "name", "num_bytes"),
-        *("clock", "posted_s", "rank", "site", "waiter"),
+        *("clock", "error", "posted_s", "rank", "site", "waiters"),
     )
-    kind = "collective"  # or "send", "recv", "store"
+    kind = "collective"  # or "send", "recv", "store", "thread"
     peer = -1  # global rank of the other side, of a message
     number = -1  # of the message
 
@@ -48,13 +50,14 @@ class Pending:
         self.done_s = 0.0
         self.is_done = False
         self.site, self.is_by_torch = call
-        self.waiter: Rank | None = None
+        self.waiters: tuple[Strand, ...] = ()
+        self.error: Exception | None = None
 
     def finish(self, at_s: float) -> None:
         """Mark it done, record it, and let its rank go on if it waits."""
         self.is_done = True
         self.done_s = at_s
-        if self.kind != "store":  # what a rank waits for there is recorded by ``waited``
+        if self.kind not in ("store", "thread"):  # waiting is recorded by ``waited``
             self.clock.trace.record(
                 self.rank,
                 self.kind,
@@ -66,26 +69,58 @@ class Pending:
                 self.site,
                 self.number,
             )
-        if self.waiter is not None:
-            self.clock.ready(self.waiter, at_s)
+        for waiter in self.waiters:
+            self.clock.ready(waiter, at_s)
 
-    def wait(self) -> None:
-        """Block the running rank until it is done; its clock is then at that time or later."""
+    def fail(self, error: Exception, at_s: float) -> None:
+        """Let who waits for it, or will, get an error."""
+        self.error, self.is_done, self.done_s = error, True, at_s
+        for waiter in self.waiters:
+            self.clock.ready(waiter, at_s)
+
+    def wait(self, limit_s: float = NEVER, group_limit_s: float = NEVER) -> None:
+        """Block the running rank until it is done; its clock is then at that time or later.
+
+        Args:
+            limit_s: how long the rank waits at most.
+            group_limit_s: how long the operation may take.
+
+        Raises:
+            Exception: it has failed, or was not done in time.
+        """
         rank = self.clock.current
         start_s = rank.clock_s
-        if not self.is_done:
-            self.block()
+        until_s = start_s + min(limit_s, group_limit_s)
+        if not self.is_done and not self.block(until_s):
+            raise self.late(limit_s) if limit_s <= group_limit_s else self.expired(group_limit_s)
         if self.done_s > rank.clock_s:
             rank.clock_s = self.done_s
         if rank.clock_s > start_s:
             self.clock.waited(self.name, self.site, start_s)
+        if self.error is not None:
+            raise self.error
 
-    def block(self) -> None:
-        """Let others run until it is done, which may move the running rank's clock."""
-        if not self.is_done:
-            self.waiter = self.clock.current
-            self.clock.block(self)
-            self.waiter = None
+    def block(self, until_s: float = NEVER) -> bool:
+        """Let others run until it is done, which may move the running rank's clock.
+
+        Returns:
+            Whether it was done by then.
+        """
+        if self.is_done:
+            return True
+        me = self.clock.current
+        self.waiters = (*self.waiters, me)
+        is_in_time = self.clock.block(self, until_s)
+        self.waiters = tuple(other for other in self.waiters if other is not me)
+        return is_in_time
+
+    def late(self, limit_s: float) -> Exception:
+        """Return the error for a rank that waits no longer."""
+        return self.expired(limit_s)
+
+    def expired(self, limit_s: float) -> Exception:
+        """End it, because it has taken too long; return the error."""
+        return limits.operation_error(self.name, limit_s, f"{self.text()}, {self.where()}")
 
     def check_unchanged(self, tensor: Tensor, before: Tensor) -> None:
         """Raise if one of its tensors was written while it was under way.

@@ -6,7 +6,9 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from distlab.sim.engine.clock import POLL_S, Clock
+from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.scheduler import NEVER
+from distlab.sim.messages.limits import limit_s, store_error
 from distlab.sim.messages.pending import Pending
 from distlab.sim.reporting.sites import CallSite, Places
 
@@ -25,6 +27,11 @@ class KeyWait(Pending):
         """Return every other rank: any could set the key."""
         return [rank for rank in self.group if rank != self.rank]
 
+    def expired(self, limit_s: float) -> Exception:
+        """Return the error for keys that were not set in time."""
+        self.is_done = True
+        return store_error(self.keys, limit_s)
+
     def text(self) -> str:
         """Write ``store.wait for 'ready'``."""
         return f"store.wait for {', '.join(map(repr, self.keys))}"
@@ -36,6 +43,7 @@ class SimStore(Store):
     def __init__(self, clock: Clock, places: Places) -> None:
         super().__init__()
         self._clock, self._places = clock, places
+        self._limit_s = NEVER
         self._values: dict[str, bytes] = {}
         self._waits: list[KeyWait] = []
 
@@ -70,20 +78,26 @@ class SimStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Tell whether all keys are set; a microsecond passes, or asking again would not help."""
-        self._clock.advance(POLL_S)
-        self._clock.act()
+        self._clock.poll(lambda: self._key_wait(keys))
         return self._has(keys)
 
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. A key that never comes is a deadlock, found at once."""
+        """Wait until all keys are set. A key that never comes is found at once, without a limit."""
         self._clock.act()
         if not self._has(keys):
-            waiting = KeyWait(self._clock, keys, self._places.call_site(sys._getframe(1)))
+            waiting = self._key_wait(keys)
             self._waits.append(waiting)
-            waiting.wait()
+            waiting.wait(self._limit_s if timeout is None else limit_s(timeout))
+
+    def _key_wait(self, keys: Sequence[str]) -> KeyWait:
+        return KeyWait(self._clock, keys, self._places.call_site(sys._getframe(2)))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Limit how long a rank waits for a key."""
+        self._limit_s = limit_s(timeout)
 
     def num_keys(self) -> int:
         """Return how many keys are set."""
@@ -99,7 +113,8 @@ class SimStore(Store):
 
     def _wake(self) -> None:
         now_s = self._clock.current.clock_s
-        ready = [wait for wait in self._waits if self._has(wait.keys)]
-        self._waits = [wait for wait in self._waits if wait not in ready]
+        waits = [wait for wait in self._waits if not wait.is_done]  # else it has given up
+        ready = [wait for wait in waits if self._has(wait.keys)]
+        self._waits = [wait for wait in waits if wait not in ready]
         for waiting in ready:
             waiting.finish(now_s)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from distlab.sim.engine.clock import POLL_S
+from distlab.sim.engine.scheduler import NEVER
 from distlab.sim.messages.handles import Handles
+from distlab.sim.messages.limits import limit_s
 from distlab.sim.messages.pending import Pending
 
 
@@ -20,30 +21,41 @@ class SimWork(dist.Work):
         pending: the operation.
         tensors: what a future of it holds.
         handles: it is one of these until it was waited for.
+        group_limit_s: how long its group lets a rank wait.
     """
 
-    __slots__ = ("_open", "pending", "tensors")
+    __slots__ = ("_limit_s", "_open", "pending", "tensors")
 
-    def __init__(self, pending: Pending, tensors: Sequence[Tensor], handles: Handles) -> None:
+    def __init__(
+        self,
+        pending: Pending,
+        tensors: Sequence[Tensor],
+        handles: Handles,
+        group_limit_s: float = NEVER,
+    ) -> None:
         super().__init__()
+        self._limit_s = group_limit_s
         self.pending = pending
         self.tensors = tensors
         self._open = handles.open
         self._open[pending] = None
-        rank = pending.clock.current
+        rank = pending.clock.current.rank
         rank.num_calls += 1
         rank.last_call = pending
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is done. No timeout: a deadlock is found at once."""
+        """Block until the operation is done, or has taken too long in virtual time.
+
+        Without a limit, an operation that can never be done is found at once.
+        """
         self._open.pop(self.pending, None)
-        self.pending.wait()
+        self.pending.wait(limit_s(timeout), self._limit_s)
         return True
 
     def is_completed(self) -> bool:
         """Return whether it is done at this rank's time; asking takes a microsecond."""
         clock = self.pending.clock
-        clock.sleep(POLL_S)
+        clock.poll(lambda: self.pending)
         is_completed = self.pending.is_done and self.pending.done_s <= clock.current.clock_s
         if is_completed:
             self._open.pop(self.pending, None)

@@ -7,6 +7,7 @@ from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.store import KeyWait
+from distlab.sim.messages.thread_wait import ThreadWait
 from distlab.sim.postmortem import ways_out
 from distlab.sim.postmortem.group_hints import wrong_group
 from distlab.sim.postmortem.standstill import Standstill, find_cycle
@@ -49,6 +50,8 @@ def find_causes(still: Standstill, groups: Groups = ()) -> list[Cause]:
 
 def _knot(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     waits = [still.blocked[rank] for rank in ranks]
+    if any(isinstance(wait, ThreadWait) for wait in waits):
+        return _thread_wait(still, ranks)
     if any(isinstance(wait, KeyWait) for wait in waits):
         return _key_never_set(still, ranks)
     if all(isinstance(wait, Message) for wait in waits):
@@ -102,6 +105,17 @@ def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
         "something else first?"
     )
     return Cause("key never set", waiting, ranks, words, advice)
+
+
+def _thread_wait(still: Standstill, ranks: list[int]) -> Cause:
+    """Blame a rank of which all threads wait for each other."""
+    rank = next(rank for rank in ranks if isinstance(still.blocked[rank], ThreadWait))
+    words = f"rank {rank} {still.blocked[rank].text()}, and no thread of it can go on"
+    advice = (
+        f"Is a put(), set(), release() or notify() missing on rank {rank}, does one of its threads "
+        "end too early, or does one hold a lock while it waits?"
+    )
+    return Cause("thread wait", [rank], [rank], words, advice)
 
 
 def _send_recv_cycle(still: Standstill, ranks: list[int]) -> Cause:

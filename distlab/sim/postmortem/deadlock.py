@@ -49,6 +49,7 @@ def explain(
     queued: Iterable[Message] = (),
     waits_at: Mapping[int, Site] | None = None,
     history: History | None = None,
+    beside: Iterable[Pending] = (),
 ) -> Deadlock:
     """Make the error for a world in which no rank can go on.
 
@@ -60,8 +61,9 @@ def explain(
         queued: those that were posted but wait for others of their rank before they start.
         waits_at: by rank, the line on which it waits; the line on which it posted is known.
         history: what the ranks did before.
+        beside: the operations in which further threads of the ranks wait.
     """
-    history = history or History()
+    history, beside = history or History(), list(beside)
     still = Standstill(blocked, ended, killed, history.arrived, is_in_order=history.is_in_order)
     unmatched = sorted(unmatched, key=lambda message: message.rank)
     queued = sorted(queued, key=lambda message: message.rank)
@@ -72,7 +74,8 @@ def explain(
     lines = [
         *_headlines(causes),
         *table(_fitting(calls, MAX_ROWS, ranks) + _ends(still, history.calls)),
-        *_also_posted(unmatched, still.blocked, "never matched"),
+        *_in_other_threads(beside),
+        *_also_posted([m for m in unmatched if m not in beside], still.blocked, "never matched"),
         *_also_posted(queued, still.blocked, "not started"),
         *_advice(causes[0], still.blocked, unmatched, queued),
     ]
@@ -197,6 +200,12 @@ def _ends(still: Standstill, calls: Mapping[int, tuple[int, Pending]]) -> list[R
 def _last(num_calls: int, last: Pending) -> Row:
     count = "1 call" if num_calls == 1 else f"{num_calls} calls, the last"
     return last.row()._replace(text=f"returned after {count}: {last.text()}")
+
+
+def _in_other_threads(operations: Iterable[Pending]) -> list[str]:
+    """List where further threads of the ranks wait."""
+    rows = _fitting([(_row(operation), operation) for operation in operations], MAX_IDLE)
+    return ["other threads wait too:", *table(rows)] if rows else []
 
 
 def _also_posted(

@@ -17,6 +17,7 @@ from distlab.sim.device.memory import OutOfMemory
 from distlab.sim.engine.scheduler import Rank
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.thread_wait import ThreadWait
 from distlab.sim.postmortem.deadlock import History, explain
 from distlab.sim.reporting.errors import RankError, SimulationError
 from distlab.sim.reporting.sites import PROGRAM, SIMULATOR, Places
@@ -59,7 +60,6 @@ def _of_program(files: Collection[str], places: Places) -> Collection[str]:
 
 def standstill_error(
     ranks: Sequence[Rank],
-    threads: Mapping[int, int],
     places: Places,
     mailbox: Mailbox,
     history: History,
@@ -68,30 +68,38 @@ def standstill_error(
 
     Args:
         ranks: all of the world.
-        threads: by rank, its thread.
         places: tell the program's lines.
         history: what they did before.
         mailbox: has all sends and recvs that were posted and have not met.
     """
-    blocked = {rank.number: rank.waits_in for rank in ranks if isinstance(rank.waits_in, Pending)}
+    waiting = {rank.number: _waiting(rank) for rank in ranks}
+    firsts = {number: strands[0] for number, strands in waiting.items() if strands}
     frames = sys._current_frames()
     report = explain(
-        blocked,
-        ended=[rank.number for rank in ranks if rank.has_ended],
+        {number: strand.waits_in for number, strand in firsts.items()},
+        ended=[rank.number for rank in ranks if rank.has_left],
         killed=[rank.number for rank in ranks if rank.is_killed],
         unmatched=mailbox.unmatched(),
         queued=mailbox.waiting(),
         history=history,
-        waits_at={rank: places.call_site(frames[threads[rank]])[0] for rank in blocked},
+        waits_at={
+            number: places.call_site(frames[strand.ident], strand.ident)[0]
+            for number, strand in firsts.items()
+        },
+        beside=[strand.waits_in for strands in waiting.values() for strand in strands[1:]],
     )
-    return first_error(report, ranks, threads, places)
+    return first_error(report, ranks, places)
 
 
-def first_error(
-    report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int], places: Places
-) -> SimulationError:
+def _waiting(rank: Rank) -> list[Any]:
+    """Return the blocked threads of a rank; first the one whose wait tells most."""
+    blocked = [strand for strand in rank.strands if isinstance(strand.waits_in, Pending)]
+    return sorted(blocked, key=lambda strand: isinstance(strand.waits_in, ThreadWait))
+
+
+def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) -> SimulationError:
     """Return the exception that a rank was passing on when ``report`` was made, or ``report``."""
-    under_way = dict(_exceptions(report, ranks, threads))
+    under_way = dict(_exceptions(report, ranks))
     for error in under_way.values():
         if isinstance(error, SimulationError):
             report = error
@@ -103,13 +111,11 @@ def first_error(
     return report
 
 
-def _exceptions(
-    report: SimulationError, ranks: Sequence[Rank], threads: Mapping[int, int]
-) -> Iterator[tuple[int, Exception]]:
+def _exceptions(report: SimulationError, ranks: Sequence[Rank]) -> Iterator[tuple[int, Exception]]:
     """Yield the exceptions other than ``report`` that ranks have raised and are still handling."""
     by_thread: Mapping[int, Any] = sys._current_exceptions()
     for rank in ranks:
-        error = None if rank.has_ended else by_thread.get(threads[rank.number])
+        error = None if rank.has_ended else by_thread.get(rank.ident)
         if isinstance(error, tuple):  # Python 3.10 and 3.11: with its type and traceback
             error = error[1]
         error = report.__context__ if error is report else error

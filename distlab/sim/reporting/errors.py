@@ -21,6 +21,7 @@ DeadlockKind = Literal[
     "missing rank",  # a rank waits for a message while others wait for it in a collective
     "order mismatch",  # ranks wait in different collectives, each for the other
     "key never set",  # of the store
+    "thread wait",  # a rank waits for a lock, a queue or a thread of its own
     "peer ended",  # a rank waits for one that has returned or was killed
 ]
 

@@ -43,6 +43,7 @@ class Places:
     def __init__(self, given: Iterable[str] = ()) -> None:
         self._given = tuple(os.path.realpath(folder) for folder in given)
         self._kinds: dict[str, int] = {}
+        self._starts: dict[int, Site] = {}
 
     def kind(self, file: str) -> int:
         """Say whose code a file holds."""
@@ -61,8 +62,17 @@ class Places:
         is_given = any(real == path or real.startswith(path + os.sep) for path in self._given)
         return GIVEN if is_given else PROGRAM
 
-    def call_site(self, frame: FrameType) -> CallSite:
-        """Find the innermost frame of the program, and whether torch made the call for it."""
+    def note_start(self, thread: int, site: Site) -> None:
+        """Note where the program has started a thread, which may run none of its lines."""
+        self._starts[thread] = site
+
+    def call_site(self, frame: FrameType, thread: int = 0) -> CallSite:
+        """Find the innermost frame of the program, and whether torch made the call for it.
+
+        Args:
+            frame: of the call.
+            thread: whose frame it is; 0: the calling one's.
+        """
         kinds, is_by_torch, innermost = self._kinds, False, frame
         while True:
             code = frame.f_code
@@ -74,7 +84,8 @@ class Places:
             if kind == TORCH:
                 is_by_torch = True
             if frame.f_back is None:
-                return self._given_site(innermost), is_by_torch
+                start = self._starts.get(thread or threading.get_ident())
+                return start or self._given_site(innermost), is_by_torch
             frame = frame.f_back
 
     def _given_site(self, frame: FrameType) -> Site:

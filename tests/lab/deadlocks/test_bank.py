@@ -13,9 +13,11 @@ import broken_calls  # noqa: F401
 import broken_collectives  # noqa: F401
 import broken_ends  # noqa: F401
 import broken_messages  # noqa: F401
+import broken_threads  # noqa: F401
 import correct_collectives  # noqa: F401
 import correct_messages  # noqa: F401
 import correct_patterns  # noqa: F401
+import correct_threads  # noqa: F401
 import pytest
 from catalogue import BROKEN, CORRECT, PASSES, Broken, Correct
 

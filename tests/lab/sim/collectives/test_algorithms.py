@@ -115,6 +115,7 @@ FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
     ("all_to_all", "recursive_doubling", lambda p: (lg(p), lg(p) / 2), POWERS),
     ("all_to_all", "recursive_doubling", lambda p: (lg(p), _bits(p) / p), (3, 5, 6, 7, 12)),
     ("barrier", "auto", lambda p: (lg(p), 0), SIZES),
+    ("monitored_barrier", "auto", lambda p: (lg(p), 0), SIZES),
 ]
 
 
@@ -134,7 +135,7 @@ def test_seconds_are_those_of_the_closed_form(
 ) -> None:
     for p in sizes:
         messages, share = form(p)
-        size = 0.0 if collective == "barrier" else num_bytes
+        size = 0.0 if collective.endswith("barrier") else num_bytes
         expected_s = messages * ALPHA_S + share * size * BETA_S
         cluster = uniform(p)
         phases = plan(collective, algorithm, range(p), size, cluster)
@@ -277,6 +278,7 @@ def must_send(collective: str, p: int, is_root: bool) -> float:
         "scatter": share if is_root else 0.0,
         "all_to_all": share,
         "barrier": 0.0,
+        "monitored_barrier": 0.0,
     }[collective]
 
 

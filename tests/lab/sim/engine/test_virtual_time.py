@@ -1,5 +1,6 @@
 """Clocks and sleep are virtual in a rank; who asks again and again lets virtual time pass."""
 
+import _thread
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from programs import me
 from distlab.sim import simulate
 
 real_clock = time.perf_counter
+real_lock = threading.Lock
 
 
 def reads_clocks() -> list[float]:
@@ -60,9 +62,23 @@ def reads_clocks_in_a_thread() -> float:
     return read[0]
 
 
-def test_clocks_are_real_in_a_thread_that_is_no_rank() -> None:
-    before = real_clock()
+def test_clocks_are_virtual_in_a_thread_of_a_rank() -> None:
     [read] = simulate(reads_clocks_in_a_thread, 1).results
+    assert 0 <= read < 1e-6
+
+
+def reads_clocks_outside() -> float:
+    read: list[float] = []
+    is_done = real_lock()
+    is_done.acquire()
+    _thread.start_new_thread(lambda: (read.append(time.perf_counter()), is_done.release()), ())
+    is_done.acquire()
+    return read[0]
+
+
+def test_clocks_are_real_in_a_thread_that_is_no_ranks() -> None:
+    before = real_clock()
+    [read] = simulate(reads_clocks_outside, 1).results
     assert before <= read <= real_clock()
 
 

@@ -81,18 +81,14 @@ def other_threads_draw() -> tuple[float, float]:
     return random.random(), drawn[0]
 
 
-def test_a_thread_that_is_no_rank_draws_from_the_process() -> None:
-    random.seed(3)
-    expected = [random.random(), random.random()]
-    random.seed(3)
-    assert sorted(drawn for _, drawn in simulate(other_threads_draw, 2).results) == sorted(expected)
-    assert [mine for mine, _ in simulate(other_threads_draw, 2).results] == [
-        mine for mine, _ in simulate(draws_once, 2).results
-    ]
+def test_a_thread_of_a_rank_draws_from_the_ranks_generator() -> None:
+    drawn = [[first, second] for second, first in simulate(other_threads_draw, 2).results]
+    assert drawn == simulate(draws_twice, 2).results
+    assert drawn[0] != drawn[1]
 
 
-def draws_once() -> tuple[float, float]:
-    return random.random(), 0.0
+def draws_twice() -> list[float]:
+    return [random.random(), random.random()]
 
 
 def reads_environment() -> dict[str, str]:

@@ -1,0 +1,298 @@
+"""Threads that a rank starts itself: heartbeats, savers, servers, prefetching.
+
+Of all threads of all ranks one runs at a time, so a thread of a rank is one more strand of the
+scheduler, and what would block it for real blocks it in virtual time instead: locks, and all that
+Python makes of locks (conditions, events, semaphores, queues, futures, executors).
+
+    rank 0            all_reduce · · · · · · · · · · all_reduce
+    its heartbeat     sleep 1 s ── store.set ── sleep 1 s ── store.set
+
+Locks that exist before the world runs stay as they are: their owners do not communicate.
+"""
+
+import contextlib
+import logging
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import _base as futures
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
+from distlab.sim.isolation.residents import Residents
+from distlab.sim.messages.thread_wait import ThreadWait
+from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.reporting.sites import Places
+
+Replace: TypeAlias = Callable[[Any, str, object], Any]  # (owner, name, value): what was there
+Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
+_real_lock, _real_thread = threading.Lock, threading.Thread
+_real_start, _real_join, _real_is_alive = (
+    _real_thread.start,
+    _real_thread.join,
+    _real_thread.is_alive,
+)
+STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
+
+
+class Threads:
+    """Makes strands of the threads that ranks start.
+
+    Args:
+        scheduler: runs them.
+        clock: of the ranks.
+        residents: tell whether a thread is a rank's.
+        places: tell where in a program a thread waits.
+        around: what a rank's thread is inside of while it runs, such as its device.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Clock,
+        residents: Residents,
+        places: Places,
+        around: Around,
+    ) -> None:
+        self._scheduler, self._clock = scheduler, clock
+        self._residents, self._places = residents, places
+        self._around = around
+        self._plain = threading.local()  # set where real locks are wanted
+
+    def install(self, replace: Replace) -> None:
+        """Put locks and threads of the world in place of Python's."""
+        replace(threading, "Lock", self._lock)
+        replace(threading, "RLock", self._rlock)
+        replace(threading, "_allocate_lock", self._lock)
+        replace(threading, "_time", time.monotonic)  # virtual where a rank asks
+        replace(queue, "time", time.monotonic)
+        replace(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
+        replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
+        replace(_real_thread, "start", _method(self._start))
+        replace(_real_thread, "join", _method(self._join))
+        replace(_real_thread, "is_alive", _method(self._is_alive))
+
+    def is_virtual(self) -> bool:
+        """Whether what is made now belongs to a rank."""
+        return self._residents.is_in_rank() and not getattr(self._plain, "is_wanted", False)
+
+    def _lock(self) -> Any:
+        return RankLock(self) if self.is_virtual() else _real_lock()
+
+    def _rlock(self) -> Any:
+        return RankRLock(self) if self.is_virtual() else threading._CRLock()  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _plain_locks(self) -> Iterator[None]:
+        self._plain.is_wanted = True
+        try:
+            yield
+        finally:
+            self._plain.is_wanted = False
+
+    # Threads
+
+    def _start(self, thread: threading.Thread) -> None:
+        if not self._residents.is_in_rank():
+            return _real_start(thread)
+        strand = self._scheduler.spawn(is_daemon=thread.daemon)
+        setattr(thread, STRAND, strand)
+        run = thread.run
+
+        def be_strand() -> None:
+            self._scheduler.be(strand, lambda: self._run(thread, run))
+
+        thread.run = be_strand  # type: ignore[method-assign]
+        with self._plain_locks():  # Python's own hand-shake happens outside of virtual time
+            thread._started = threading.Event()  # type: ignore[attr-defined]
+            _real_start(thread)
+        strand.ident = thread.ident or 0
+        self._places.note_start(strand.ident, self._places.call_site(sys._getframe(1))[0])
+        return None
+
+    def _run(self, thread: threading.Thread, run: Callable[[], None]) -> None:
+        """Run a thread's function; what it raises ends the thread, as in Python."""
+        try:
+            with self._around():
+                run()
+        except (SimulationError, Stopped, Killed):
+            raise
+        except BaseException as error:
+            if not self._scheduler.is_ending():  # else it was told to end, in the midst of a lock
+                trace = error.__traceback__.tb_next if error.__traceback__ else None
+                error = error.with_traceback(trace)
+                threading.excepthook(threading.ExceptHookArgs((type(error), error, trace, thread)))
+
+    def _join(self, thread: threading.Thread, timeout: float | None = None) -> None:
+        strand: Strand | None = getattr(thread, STRAND, None)
+        if strand is None or not self._residents.is_in_rank():
+            return _real_join(thread, timeout)
+        if strand is self._scheduler.current:
+            raise RuntimeError("cannot join current thread")
+        until_s = NEVER if timeout is None else self._now_s() + max(timeout, 0.0)
+        what = f"the end of its thread {thread.name!r}"
+        self.wait_until(lambda: strand.has_ended, strand.waiting, until_s, what)
+        return None
+
+    def _is_alive(self, thread: threading.Thread) -> bool:
+        strand: Strand | None = getattr(thread, STRAND, None)
+        return _real_is_alive(thread) if strand is None else not strand.has_ended
+
+    # Waiting
+
+    def _now_s(self) -> float:
+        return self._clock.current.clock_s
+
+    def wait_until(
+        self,
+        is_done: Callable[[], bool],
+        waiting: deque[Strand],
+        until_s: float,
+        what: str,
+    ) -> bool:
+        """Let others run until ``is_done()``, or the time is up; return whether it is done.
+
+        Args:
+            is_done: tried whenever the thread is woken.
+            waiting: where who changes that finds whom to wake.
+            until_s: virtual time.
+            what: it waits for, for a report.
+        """
+        self._scheduler.act()  # who comes first in virtual time goes first
+        current, site = self._scheduler.current, self._places.call_site(sys._getframe(1))
+        start_s, is_in_time = current.clock_s, True
+        while is_in_time and not is_done():
+            waiting.append(current)
+            operation = ThreadWait(self._clock, what, (current.number,), 0, site)
+            is_in_time = self._scheduler.block(operation, until_s)
+        self._clock.waited(what, site[0], start_s)
+        with contextlib.suppress(ValueError):
+            waiting.remove(current)
+        return is_in_time or is_done()
+
+    def wake(self, waiting: deque[Strand]) -> None:
+        """Let the first of them try again."""
+        if waiting:
+            self._scheduler.ready(waiting.popleft(), self._now_s())
+
+    def ask(self) -> None:
+        """Count a vain question: who asks on and on must see time pass."""
+        self._clock.read()
+
+
+class RankLock:
+    """``threading.Lock`` for the threads of ranks."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._lock = _real_lock()
+        self._waiting: deque[Strand] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it, waiting in virtual time."""
+        if self._lock.acquire(False):
+            return True
+        if not self._threads.is_virtual():
+            return self._lock.acquire(blocking, timeout)
+        if not blocking:
+            self._threads.ask()
+            return False
+        until_s = NEVER if timeout < 0 else self._threads._now_s() + timeout
+        return self._threads.wait_until(
+            lambda: self._lock.acquire(False), self._waiting, until_s, "a lock of its own"
+        )
+
+    def release(self) -> None:
+        """Give it back, and wake who waits for it."""
+        self._lock.release()
+        if self._threads.is_virtual():
+            self._threads.wake(self._waiting)
+
+    def locked(self) -> bool:
+        """Tell whether somebody has it."""
+        return self._lock.locked()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _at_fork_reinit(self) -> None:
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self._waiting.clear()
+
+
+class RankRLock:
+    """``threading.RLock`` for the threads of ranks."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._block = RankLock(threads)
+        self._owner, self._count = 0, 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it, once more if it is the thread's own."""
+        me = threading.get_ident()
+        if self._owner == me:
+            self._count += 1
+            return True
+        is_taken = self._block.acquire(blocking, timeout)
+        if is_taken:
+            self._owner, self._count = me, 1
+        return is_taken
+
+    def release(self) -> None:
+        """Give it back, if it was taken once."""
+        if self._owner != threading.get_ident():
+            raise RuntimeError("cannot release un-acquired lock")
+        self._count -= 1
+        if not self._count:
+            self._owner = 0
+            self._block.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    # What threading.Condition asks for
+
+    def _is_owned(self) -> bool:
+        return self._owner == threading.get_ident()
+
+    def _release_save(self) -> tuple[int, int]:
+        state = self._count, self._owner
+        self._count = self._owner = 0
+        self._block.release()
+        return state
+
+    def _acquire_restore(self, state: tuple[int, int]) -> None:
+        self._block.acquire()
+        self._count, self._owner = state
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """Leave out that a thread of an executor was told to end."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, Stopped | Killed)
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of the class: a bound method would not be given the thread."""
+    return lambda thread, *args, **kwargs: function(thread, *args, **kwargs)

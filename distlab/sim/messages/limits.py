@@ -1,0 +1,78 @@
+"""Limits on waiting, in virtual time: what ``timeout=`` means, and what is raised when it is over.
+
+The errors begin as torch's do over gloo, and end with what has been waited for.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistStoreError
+from torch.distributed.constants import default_pg_timeout
+
+from distlab.sim.engine.scheduler import NEVER
+
+
+def limit_s(timeout: timedelta | None) -> float:
+    """Return a limit in seconds; NEVER for none, which torch also writes as 0."""
+    return timeout.total_seconds() if timeout else NEVER
+
+
+def group_limit_s(timeout: timedelta | None) -> float:
+    """Return the limit of a group; NEVER for torch's default: what never ends is found at once."""
+    return NEVER if timeout == default_pg_timeout else limit_s(timeout)
+
+
+def milliseconds(seconds: float) -> str:
+    """Write ``1500``."""
+    return f"{round(seconds * 1000)}"
+
+
+def operation_error(name: str, seconds: float, waited_for: str) -> RuntimeError:
+    """Make the error of a message or a collective that has failed, because it took too long."""
+    return RuntimeError(
+        f"Timed out waiting {milliseconds(seconds)}ms for {name} operation to complete: "
+        f"{waited_for}"
+    )
+
+
+def patience_error(seconds: float, waited_for: str) -> RuntimeError:
+    """Make the error of a collective that goes on, but for which its rank no longer waits."""
+    return RuntimeError(f"Operation timed out! After {milliseconds(seconds)}ms: {waited_for}")
+
+
+def store_error(keys: list[str], seconds: float) -> DistStoreError:
+    """Make the error of keys that nobody has set in time."""
+    return DistStoreError(f"wait timeout after {milliseconds(seconds)}ms, keys: {', '.join(keys)}")
+
+
+def closed_error(rank: int, gave_up: int) -> RuntimeError:
+    """Make the error of a connection that is closed, because a rank has waited long enough.
+
+    Args:
+        rank: that gets the error.
+        gave_up: the rank that had waited.
+    """
+    if rank == gave_up:
+        return RuntimeError("Application timeout caused pair closure: a timed out operation did it")
+    return RuntimeError(f"Connection closed by peer: rank {gave_up} had waited long enough")
+
+
+def missing_error(missing: Sequence[int], seconds: float) -> RuntimeError:
+    """Make the error of a monitored barrier on rank 0 of its group.
+
+    Args:
+        missing: ranks inside the group that have not come.
+        seconds: how long rank 0 has waited.
+    """
+    ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return RuntimeError(
+        f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {milliseconds(seconds)} ms"
+    )
+
+
+def unmonitored_error(rank: int) -> RuntimeError:
+    """Make the error of a monitored barrier on a rank that has come; ``rank``: inside the group."""
+    return RuntimeError(
+        f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+        "send/recv from rank 0. Please check rank 0 logs for faulty rank."
+    )

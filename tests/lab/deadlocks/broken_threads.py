@@ -1,0 +1,239 @@
+"""Broken programs: threads of a rank, swallowed errors, and questions that nobody answers."""
+
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from catalogue import (
+    CYCLE,
+    ENDED,
+    KEY,
+    MISSING,
+    OPERATION,
+    SHAPE,
+    THREAD,
+    data,
+    deadlock,
+    me,
+    mismatch,
+    size,
+)
+from torch.distributed.distributed_c10d import _get_default_store
+
+# Threads
+
+
+@deadlock(
+    2,
+    THREAD,
+    (0,),
+    "rank 0 waits for a lock of its own, and no thread of it can go on",
+    "in waits_for_a_queue",
+    "Is a put(), set(), release() or notify() missing on rank 0",
+)
+def waits_for_a_queue() -> None:
+    """Rank 0 waits for a batch that no thread loads."""
+    if me() == 0:
+        queue.Queue[int]().get()
+    dist.barrier()
+
+
+@deadlock(1, THREAD, (0,), "does one hold a lock while it waits?")
+def takes_its_own_lock_twice() -> None:
+    """A lock that is not reentrant is taken again by the thread that holds it."""
+    lock = threading.Lock()
+    with lock, lock:
+        dist.barrier()
+
+
+@deadlock(2, THREAD, (0,), "rank 0 waits for a lock of its own")
+def two_threads_take_two_locks() -> None:
+    """Two threads of rank 0 take two locks in opposite orders."""
+    first, second = threading.Lock(), threading.Lock()
+
+    def take(one: threading.Lock, other: threading.Lock) -> None:
+        with one:
+            time.sleep(0.1)
+            with other:
+                pass
+
+    if me() == 0:
+        threads = [
+            threading.Thread(target=take, args=pair) for pair in ((first, second), (second, first))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    dist.barrier()
+
+
+@deadlock(
+    2,
+    ENDED,
+    (1,),
+    "rank 0 waits for rank 1 to send, but rank 1 has returned",
+    "other threads wait too",
+    "rank 0 waits for the end of its thread 'receiver'",
+)
+def a_thread_receives_once_too_often() -> None:
+    """A thread of rank 0 takes two messages; rank 1 sends one."""
+    if me() == 1:
+        dist.send(data(), 0)
+        return
+
+    def receive() -> None:
+        for _ in range(2):
+            dist.recv(data(), 1)
+
+    thread = threading.Thread(target=receive, name="receiver")
+    thread.start()
+    thread.join()
+
+
+@deadlock(
+    3,
+    MISSING,
+    (2,),
+    "ranks 0 and 1 wait in barrier (call 1 of ranks 0-2) for rank 2, but rank 2 waits for rank 0",
+    "rank 2 recv from rank 0, (4,) float32 broken_threads.py:",
+    "in a_saver_waits_for_the_step_after",
+    "Let rank 0 send before the barrier, or let rank 2 receive after it.",
+)
+def a_saver_waits_for_the_step_after() -> None:
+    """Rank 2 waits for its saver, which waits for a message that rank 0 sends after the barrier."""
+    if me() == 2:
+        with ThreadPoolExecutor(1) as saver:
+            saver.submit(dist.recv, data(), 0).result()
+    dist.barrier()
+    if me() == 0:
+        dist.send(data(), 2)
+
+
+@deadlock(2, CYCLE, (0, 1), "rank 0 waits for rank 1 to receive, and rank 1 waits for rank 0")
+def threads_send_head_to_head() -> None:
+    """Each rank sends in a thread, and waits for its end before it receives."""
+    thread = threading.Thread(target=dist.send, args=(data(1 << 19), 1 - me()))
+    thread.start()
+    thread.join()
+    dist.recv(data(1 << 19), 1 - me())
+
+
+@mismatch(2, SHAPE, (0, 1), "all_reduce with size 2 on rank 0, but with size 3 on rank 1")
+def a_thread_reduces_another_size() -> None:
+    """The sizes differ between the ranks, in a thread whose exceptions nobody sees."""
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(2 + me()),))
+    thread.start()
+    thread.join()
+
+
+# Swallowed errors
+
+
+@mismatch(2, SHAPE, (0, 1), "all_reduce with size 2 on rank 0, but with size 3 on rank 1")
+def both_swallow_a_mismatch() -> None:
+    """The sizes differ, and whoever learns of it goes on."""
+    with suppress(Exception):
+        dist.all_reduce(torch.ones(2 + me()))
+    dist.barrier()
+
+
+@mismatch(3, OPERATION, (2,), "operation mismatch: ", "broadcast on rank 2")
+def a_mismatch_is_swallowed_and_the_rank_leaves() -> None:
+    """Rank 2 makes another call, swallows the error, and returns; the others go on."""
+    try:
+        if me() == 2:
+            dist.broadcast(data(), 0)
+        else:
+            dist.all_reduce(data())
+    except RuntimeError:
+        return
+    dist.barrier()
+
+
+@mismatch(2, SHAPE, (0, 1), "rank 0 sends (4,) float32, and rank 1 receives (5,) float32")
+def a_retry_after_a_mismatch() -> None:
+    """Rank 1 expects more than rank 0 sends, and tries again."""
+    for count in (5, 4):
+        with suppress(RuntimeError):
+            if me() == 0:
+                dist.send(data(), 1)
+            else:
+                dist.recv(data(count), 0)
+            return
+
+
+@mismatch(2, SHAPE, (0, 1), "all_reduce with dtype float32 on rank 0, but with dtype float64")
+def another_error_in_place_of_a_mismatch() -> None:
+    """Rank 1's dtype is another one; both ranks raise what says nothing."""
+    try:
+        dist.all_reduce(data().double() if me() else data())
+    except RuntimeError:
+        raise ValueError("something went wrong") from None
+
+
+# Questions that nobody answers
+
+
+@deadlock(
+    2,
+    CYCLE,
+    (0, 1),
+    "rank 0 waits for rank 1 to send, and rank 1 waits for rank 0 to send",
+    "in both_poll_for_a_message",
+)
+def both_poll_for_a_message() -> None:
+    """Both ask whether a message has come, which neither has sent."""
+    work = dist.irecv(data(), 1 - me())
+    while not work.is_completed():
+        pass
+
+
+@deadlock(3, ENDED, (2,), "ranks 0 and 1 wait in all_reduce (call 1 of ranks 0-2) for rank 2")
+def polls_with_pauses() -> None:
+    """Rank 2 has left; the others ask again and again, and sleep in between."""
+    if me() == 2:
+        return
+    work = dist.all_reduce(data(), async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+
+
+@deadlock(2, KEY, (0,), "rank 0 waits for the key 'ready', which no rank has set")
+def polls_for_a_key() -> None:
+    """Rank 0 asks for a key that rank 1 does not set."""
+    while me() == 0 and not _get_default_store().check(["ready"]):
+        time.sleep(0.001)
+
+
+@deadlock(2, ENDED, (1,), "rank 0 waits for rank 1 to send, but rank 1 has returned")
+def one_polls_while_its_thread_waits() -> None:
+    """Rank 0 polls in one thread and waits for work in another one."""
+    if me() == 1:
+        return
+    threading.Thread(target=queue.Queue[int]().get).start()
+    work = dist.irecv(data(), 1)
+    while not work.is_completed():
+        pass
+
+
+@deadlock(
+    2,
+    MISSING,
+    (1,),
+    "rank 0 waits in barrier (call 1 of ranks 0 and 1) for rank 1, but rank 1 waits for rank 0",
+    "in polls_beside_a_barrier, waits at line",
+)
+def polls_beside_a_barrier() -> None:
+    """Rank 1 polls for a message that rank 0 would send after its barrier."""
+    if me() == 1:
+        work = dist.irecv(data(), size() - 2)
+        while not work.is_completed():
+            pass
+    dist.barrier()
+    if me() == 0:
+        dist.send(data(), 1)

@@ -1,0 +1,243 @@
+"""Correct programs: threads of a rank, and limits on waiting."""
+
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch.distributed as dist
+from catalogue import data, empty, me, received, reduced, returns, size, value
+from torch.distributed.distributed_c10d import _get_default_store
+
+SECOND = timedelta(seconds=1)
+
+# Threads
+
+
+@returns([5, 5])
+def heartbeats() -> object:
+    """A thread beats once a second, while the rank computes for five and a half."""
+    store, is_over, beats = _get_default_store(), threading.Event(), [0]
+
+    def beat() -> None:
+        while not is_over.wait(1.0):
+            beats[0] += 1
+            store.set(f"beat{me()}", str(beats[0]))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    time.sleep(5.5)
+    is_over.set()
+    thread.join()
+    dist.barrier()
+    return int(store.get(f"beat{1 - me()}"))
+
+
+@returns([(6, 10)] * 4)
+def a_group_of_its_own_for_a_thread() -> object:
+    """A thread reduces on one group while the rank reduces on another."""
+    group, sums = dist.new_group(), list[float]()
+
+    def reduce() -> None:
+        x = value(me() + 1)
+        dist.all_reduce(x, group=group)
+        sums.append(x.item())
+
+    thread = threading.Thread(target=reduce)
+    thread.start()
+    mine = reduced(me())
+    thread.join()
+    return mine, sums[0]
+
+
+@returns([[0, 1, 4], [0, 1, 4]])
+def a_saver_in_an_executor() -> object:
+    """Results come from an executor that is never shut down."""
+    saver = ThreadPoolExecutor(2)
+    saved = [saver.submit(lambda i=i: i * i) for i in range(3)]
+    dist.barrier()
+    return [one.result() for one in saved]
+
+
+@returns([[0, 1, 2, 3]] * 2)
+def a_loader_behind_a_queue() -> object:
+    """A thread loads batches ahead; the queue holds one."""
+    batches: queue.Queue[int | None] = queue.Queue(1)
+
+    def load() -> None:
+        for batch in (0, 1, 2, 3, None):
+            time.sleep(0.01)
+            batches.put(batch)
+
+    threading.Thread(target=load, daemon=True).start()
+    seen = []
+    while (batch := batches.get()) is not None:
+        seen.append(batch)
+        dist.barrier()
+    return seen
+
+
+@returns([6, 2, 4, 6])
+def a_server_with_a_thread_for_each_client() -> object:
+    """Rank 0 answers each of the others in a thread of its own."""
+    total, lock = [0.0], threading.Lock()
+
+    def serve(client: int) -> None:
+        x = received(client)
+        with lock:
+            total[0] += x
+        dist.send(value(2 * x), client)
+
+    if me():
+        dist.send(value(me()), 0)
+        return received(0)
+    threads = [threading.Thread(target=serve, args=(client,)) for client in range(1, size())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return total[0]
+
+
+@returns([1, 0])
+def sends_in_one_thread_and_receives_in_another() -> object:
+    """What would wait head to head in one thread does not in two."""
+    thread = threading.Thread(target=dist.send, args=(value(me()), 1 - me()))
+    thread.start()
+    x = received(1 - me())
+    thread.join()
+    return x
+
+
+@returns(["no batch"] * 2)
+def a_queue_that_stays_empty() -> object:
+    """Who waits for a second and gets nothing goes on."""
+    try:
+        queue.Queue[int]().get(timeout=1.0)
+    except queue.Empty:
+        dist.barrier()
+        return "no batch"
+    return "a batch"
+
+
+@returns([None, 3])
+def a_thread_that_outlives_its_rank() -> object:
+    """Rank 0 returns while a thread of it still has something to send."""
+
+    def send_late() -> None:
+        time.sleep(1.0)
+        dist.send(value(3), 1)
+
+    if me() == 1:
+        return received(0)
+    threading.Thread(target=send_late).start()
+    return None
+
+
+@returns([[0, 1, 2]] * 2)
+def waits_on_a_condition() -> object:
+    """Two threads take turns by a condition and a reentrant lock."""
+    turn, seen = threading.Condition(), list[int]()
+
+    def take(number: int) -> None:
+        with turn:
+            turn.wait_for(lambda: len(seen) == number)
+            seen.append(number)
+            turn.notify_all()
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in (2, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.barrier()
+    return seen
+
+
+# Limits
+
+
+@returns(["late", "closed"])
+def a_message_that_comes_too_late() -> object:
+    """Rank 0 waits for a second, and then the connection is closed."""
+    try:
+        if me() == 0:
+            dist.irecv(empty(), 1).wait(SECOND)
+        else:
+            time.sleep(2)
+            dist.send(value(1), 0)
+    except RuntimeError as error:
+        return "late" if "Timed out waiting 1000ms for recv" in str(error) else "closed"
+    return "in time"
+
+
+@returns(["late", "in time"])
+def a_collective_that_goes_on() -> object:
+    """Rank 0 waits for a second, and then for the rest."""
+    x, outcome = value(me()), "in time"
+    if me() == 1:
+        time.sleep(2)
+    work = dist.all_reduce(x, async_op=True)
+    try:
+        work.wait(SECOND)
+    except RuntimeError:
+        outcome = "late"
+        work.wait()
+    assert x.item() == 1
+    return outcome
+
+
+@returns(["no key", "no key"])
+def a_key_that_nobody_sets() -> object:
+    """Both wait for a key for a second."""
+    try:
+        _get_default_store().wait(["nobody sets it"], SECOND)
+    except RuntimeError:
+        dist.barrier()
+        return "no key"
+    return "a key"
+
+
+@returns(["Ranks 1, 2", "absent", "absent", "Rank 3 successfully reached monitoredBarrier"])
+def a_monitored_barrier_names_who_is_missing() -> object:
+    """Ranks 1 and 2 do not come; rank 0 says so to all."""
+    if me() in (1, 2):
+        time.sleep(2)
+        return "absent"
+    try:
+        dist.monitored_barrier(timeout=SECOND, wait_all_ranks=True)
+    except RuntimeError as error:
+        words = str(error).removeprefix("[Rank 0]: ")
+        return words.split(" failed")[0].split(", but")[0]
+    return "passed"
+
+
+@returns(["late", "closed"])
+def a_group_with_a_limit() -> object:
+    """A group lets its operations take a second, and rank 1 comes later."""
+    group = dist.new_group(timeout=SECOND)
+    if me() == 1:
+        time.sleep(2)
+    try:
+        dist.all_reduce(data(), group=group)
+    except RuntimeError as error:
+        return "late" if "Timed out" in str(error) else "closed"
+    return "in time"
+
+
+@returns([10, 0])
+def polls_for_a_while() -> object:
+    """Rank 0 asks ten times, then does without; rank 1 is there, but sends nothing."""
+    asked = 0
+    if me() == 0:
+        work = dist.irecv(empty(), 1, tag=7)
+        while not work.is_completed() and asked < 10:
+            asked += 1
+            time.sleep(0.1)
+    dist.barrier()
+    if me() == 1:
+        dist.send(value(1), 0, tag=7)
+    elif me() == 0:
+        work.wait()
+    return asked
