@@ -165,12 +165,13 @@ class Threads:
         """
         self._scheduler.act()  # who comes first in virtual time goes first
         current, site = self._scheduler.current, self._places.call_site(sys._getframe(1))
+        operation = ThreadWait(self._clock, what, site)
         start_s, is_in_time = current.clock_s, True
         while is_in_time and not is_done():
             waiting.append(current)
-            operation = ThreadWait(self._clock, what, (current.number,), 0, site)
             is_in_time = self._scheduler.block(operation, until_s)
-        self._clock.waited(what, site[0], start_s)
+        if current.clock_s > start_s:
+            self._clock.waited(operation.name, site[0], start_s)
         with contextlib.suppress(ValueError):
             waiting.remove(current)
         return is_in_time or is_done()

@@ -2,6 +2,7 @@
 
 import heapq
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distlab.sim.engine.scheduler import NEVER, Killed, Rank, Scheduler
+from distlab.sim.engine.scheduler import (
+    MAX_POLLS,
+    NEVER,
+    Killed,
+    Rank,
+    Scheduler,
+    Stopped,
+    Strand,
+)
 
 TIMEOUT_S = 10.0
 Body = Callable[[Scheduler, Rank], object]
@@ -528,3 +537,161 @@ def modelled(steps: list[list[Step]]) -> list[object]:
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_random_programs_do_what_a_model_without_threads_does(steps: list[list[Step]]) -> None:
     assert scheduled(steps) == modelled(steps)
+
+
+# --- limits on waiting ---------------------------------------------------------------------------
+
+
+def test_who_waits_too_long_goes_on_at_the_limit() -> None:
+    outcomes = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number == 0:
+            outcomes.append((scheduler.block("a recv", until_s=2.0), rank.clock_s))
+            outcomes.append((scheduler.block("another", until_s=1.0), rank.clock_s))  # over already
+        else:
+            rank.clock_s = 5.0
+            scheduler.act()
+
+    assert run(new_scheduler(2), body) is None
+    assert outcomes == [(False, 2.0), (False, 2.0)]
+
+
+def test_a_limit_that_is_not_reached_takes_no_time() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number == 0:
+            assert scheduler.block("a recv", until_s=1000.0)
+        else:
+            rank.clock_s = 3.0
+            scheduler.act()
+            scheduler.ready(scheduler.ranks[0], 4.0)
+
+    scheduler = new_scheduler(2)
+    assert run(scheduler, body) is None
+    assert (scheduler.ranks[0].clock_s, scheduler.now_s) == (4.0, 4.0)
+
+
+def test_a_limit_is_no_deadlock_and_waiting_without_one_is() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number == 0:
+            scheduler.block("a recv", until_s=2.0)
+        scheduler.block("for ever")
+
+    scheduler = new_scheduler(2)
+    assert isinstance(run(scheduler, body), Stuck)
+    assert scheduler.ranks[0].clock_s == 2.0
+
+
+# --- asking in vain ------------------------------------------------------------------------------
+
+
+def asks(scheduler: Scheduler, rank: Rank, times: int) -> int:
+    for asked in range(times):
+        rank.clock_s += 1e-6
+        scheduler.poll(lambda: "an answer")
+        if scheduler.is_stopping:
+            return asked
+    return times
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_asking_in_vain_is_a_deadlock(num_ranks: int) -> None:
+    waited_for = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        try:
+            if rank.number == num_ranks - 1 > 0:
+                scheduler.block("a recv")
+            asks(scheduler, rank, 10 * MAX_POLLS)
+        except Stopped:
+            waited_for.append(rank.number)
+            raise
+
+    assert isinstance(run(new_scheduler(num_ranks), body), Stuck)
+    assert sorted(waited_for) == [*range(num_ranks)]
+
+
+def test_who_asks_less_often_is_patient_enough() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        assert asks(scheduler, rank, MAX_POLLS - 1) == MAX_POLLS - 1
+
+    assert run(new_scheduler(1), body) is None
+
+
+def test_asking_is_not_in_vain_while_somebody_computes() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        if rank.number == 0:
+            asks(scheduler, rank, 2 * MAX_POLLS)
+        else:
+            rank.clock_s = 1.0
+            scheduler.act()
+
+    assert run(new_scheduler(2), body) is None
+
+
+# --- threads of a rank ---------------------------------------------------------------------------
+
+
+def start_thread(
+    scheduler: Scheduler, body: Callable[[], None], *, is_daemon: bool = False
+) -> Strand:
+    strand = scheduler.spawn(is_daemon=is_daemon)
+    thread = threading.Thread(target=scheduler.be, args=(strand, body), daemon=True)
+    thread.start()
+    strand.ident = thread.ident or 0
+    return strand
+
+
+def test_strands_of_a_rank_run_in_the_order_of_their_clocks() -> None:
+    log = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        def second() -> None:
+            for _ in range(3):
+                scheduler.current.clock_s += 2
+                scheduler.act()
+                log.append((scheduler.current.clock_s, "second"))
+
+        strand = start_thread(scheduler, second)
+        for _ in range(2):
+            rank.clock_s += 3
+            scheduler.act()
+            log.append((rank.clock_s, "first"))
+        assert (strand.rank, strand.number, strand.order) == (rank, rank.number, 1)
+
+    scheduler = new_scheduler(1)
+    assert run(scheduler, body) is None
+    assert log == [(2, "second"), (3, "first"), (4, "second"), (6, "first"), (6, "second")]
+    assert scheduler.ranks[0].has_left
+
+
+def test_a_daemon_ends_with_its_rank_and_others_do_not() -> None:
+    log = []
+
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        def go_on(name: str) -> None:
+            for _ in range(4):
+                scheduler.current.clock_s += 1
+                scheduler.act()
+                log.append(name)
+
+        start_thread(scheduler, partial(go_on, "daemon"), is_daemon=True)
+        start_thread(scheduler, partial(go_on, "other"))
+        rank.clock_s = 2.5
+        scheduler.act()
+
+    assert run(new_scheduler(1), body) is None
+    assert Counter(log) == {"daemon": 2, "other": 4}
+
+
+def test_a_rank_waits_for_the_end_of_a_thread() -> None:
+    def body(scheduler: Scheduler, rank: Rank) -> None:
+        def work() -> None:
+            scheduler.current.clock_s += 7
+
+        strand = start_thread(scheduler, work)
+        strand.waiting.append(rank)
+        assert scheduler.block("its end")
+        assert (strand.has_ended, rank.clock_s) == (True, 7)
+
+    assert run(new_scheduler(1), body) is None

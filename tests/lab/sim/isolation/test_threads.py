@@ -1,0 +1,363 @@
+"""Threads of a rank: they wait in virtual time, and what is the rank's is theirs."""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+
+from distlab.sim import Cluster, Deadlock, Faults, Options, RankError, simulate
+
+SIZES = (1, 2, 3, 5, 8)
+
+
+def in_thread(call: Callable[[], object], **settings: Any) -> object:
+    """What a call returns in a thread of its own."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(call()), **settings)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# Time
+
+
+def sleeps_beside_others(seconds: list[float]) -> list[float]:
+    woken: list[float] = []
+
+    def sleep(duration: float) -> None:
+        time.sleep(duration)
+        woken.append(time.monotonic())
+
+    threads = [threading.Thread(target=sleep, args=(duration,)) for duration in seconds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [*woken, time.monotonic()]
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_threads_sleep_at_the_same_time(num_ranks: int) -> None:
+    for woken in simulate(sleeps_beside_others, num_ranks, [3.0, 1.0, 2.0]).results:
+        assert woken == pytest.approx([1.0, 2.0, 3.0, 3.0], abs=1e-6)
+
+
+def computes_beside_a_heartbeat() -> list[float]:
+    beats: list[float] = []
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(1.0):
+            beats.append(round(time.monotonic(), 6))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    weight = torch.ones(4096, 4096, device="meta")
+    while time.monotonic() < 3.5:
+        for _ in range(10):
+            weight @ weight
+    is_over.set()
+    thread.join()
+    return beats
+
+
+def test_a_heartbeat_beats_while_the_rank_computes() -> None:
+    [beats] = simulate(computes_beside_a_heartbeat, 1, cluster="dgx-h100").results
+    assert beats == pytest.approx([1.0, 2.0, 3.0], abs=1e-3)
+
+
+def test_what_two_threads_do_has_one_order() -> None:
+    first = simulate(sleeps_beside_others, 3, [0.3, 0.1, 0.2, 0.1])
+    again = simulate(sleeps_beside_others, 3, [0.3, 0.1, 0.2, 0.1])
+    assert first.results == again.results
+    assert first.trace.digest() == again.trace.digest()
+
+
+def test_summaries_count_what_threads_do() -> None:
+    def program() -> None:
+        x = torch.ones(250_000)
+        if dist.get_rank():
+            for tag in (1, 2):
+                dist.recv(x, 0, tag=tag)
+            return
+        thread = threading.Thread(target=dist.send, args=(x, 1), kwargs={"tag": 1})
+        thread.start()
+        dist.send(x, 1, tag=2)
+        thread.join()
+
+    trace = simulate(program, 2).trace
+    assert trace.messages == [2, 0]
+    assert trace.bytes_sent == [2e6, 0]
+
+
+# Waiting
+
+
+def test_a_lock_is_given_on_in_virtual_time() -> None:
+    def program() -> list[tuple[int, float]]:
+        lock, taken = threading.Lock(), list[tuple[int, float]]()
+
+        def take(number: int) -> None:
+            with lock:
+                taken.append((number, round(time.monotonic(), 6)))
+                time.sleep(1.0)
+
+        threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return taken
+
+    assert simulate(program, 2).results == [[(0, 0.0), (1, 1.0), (2, 2.0)]] * 2
+
+
+def tries_a_lock() -> list[object]:
+    lock = threading.Lock()
+    with lock:
+        blocked = in_thread(lambda: lock.acquire(False)), in_thread(lambda: lock.acquire(timeout=2))
+        was_locked = lock.locked()
+    return [*blocked, was_locked, lock.locked(), round(time.monotonic(), 3)]
+
+
+def test_a_lock_can_be_tried() -> None:
+    assert simulate(tries_a_lock, 1).results == [[False, False, True, False, 2.0]]
+
+
+def uses_a_reentrant_lock() -> list[object]:
+    lock = threading.RLock()
+    with lock, lock:
+        other = in_thread(lambda: lock.acquire(timeout=0.5))
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        lock.release()
+    return [other, in_thread(lambda: lock.acquire(timeout=0.5))]
+
+
+def test_a_reentrant_lock_is_its_owners() -> None:
+    assert simulate(uses_a_reentrant_lock, 1).results == [[False, True]]
+
+
+def passes_a_barrier_of_threads() -> list[float]:
+    barrier, passed = threading.Barrier(3), list[float]()
+
+    def come(seconds: float) -> None:
+        time.sleep(seconds)
+        barrier.wait()
+        passed.append(round(time.monotonic(), 6))
+
+    with ThreadPoolExecutor(3) as pool:
+        wait([pool.submit(come, seconds) for seconds in (0.5, 2.0, 1.0)])
+    return passed
+
+
+def test_a_barrier_of_threads_opens_for_the_last() -> None:
+    assert simulate(passes_a_barrier_of_threads, 2).results == [[2.0, 2.0, 2.0]] * 2
+
+
+def joins_with_a_limit() -> list[object]:
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    thread.join(1.5)
+    after = round(time.monotonic(), 6), thread.is_alive()
+    is_over.set()
+    thread.join()
+    return [*after, thread.is_alive()]
+
+
+def test_a_join_has_a_limit() -> None:
+    assert simulate(joins_with_a_limit, 1).results == [[1.5, True, False]]
+
+
+def joins_itself() -> object:
+    def join() -> str:
+        with pytest.raises(RuntimeError, match="cannot join current thread"):
+            threading.current_thread().join()
+        return "refused"
+
+    return in_thread(join)
+
+
+def test_a_thread_cannot_wait_for_its_own_end() -> None:
+    assert simulate(joins_itself, 1).results == ["refused"]
+
+
+# What is the rank's is theirs
+
+
+def looks_around() -> list[object]:
+    return [dist.get_rank(), os.environ["RANK"], dist.get_world_size()]
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_a_thread_is_in_its_ranks_world(num_ranks: int) -> None:
+    results = simulate(lambda: in_thread(looks_around), num_ranks).results
+    assert results == [[rank, str(rank), num_ranks] for rank in range(num_ranks)]
+
+
+def sums_by_name() -> object:
+    def add() -> list[float]:
+        total = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        return (total + 0).tolist()  # type: ignore[no-any-return]
+
+    return in_thread(add)
+
+
+def test_a_thread_finds_groups_by_name() -> None:
+    assert simulate(sums_by_name, 3).results == [[3.0, 3.0]] * 3
+
+
+def trains_in_a_thread() -> object:
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        model(torch.ones(4, 8)).sum().backward()
+        assert model.weight.grad is not None
+        return [model.weight.grad.sum().item()]
+
+    return in_thread(train)
+
+
+def test_memory_and_time_of_a_thread_are_its_ranks() -> None:
+    cluster = Cluster.preset("dgx-h100")
+    simulated = simulate(trains_in_a_thread, 2, cluster=cluster)
+    assert simulated.results == [[256.0]] * 2
+    assert min(simulated.trace.peak_bytes) > 8 * 8 * 4
+    assert min(simulated.flops) > 0
+
+
+# Ends
+
+
+def test_what_a_thread_raises_ends_the_thread_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # not pytest's
+
+    def fail() -> None:
+        raise ZeroDivisionError("in a thread")
+
+    def program() -> str:
+        thread = threading.Thread(target=fail, name="unlucky")
+        thread.start()
+        thread.join()
+        dist.barrier()
+        return "went on"
+
+    assert simulate(program, 2).results == ["went on"] * 2
+    shown = capsys.readouterr().err
+    assert shown.count("Exception in thread unlucky") == 2
+    assert "ZeroDivisionError: in a thread" in shown
+    assert "threads.py" not in shown.replace("test_threads.py", "").replace("threading.py", "")
+
+
+def test_an_executors_thread_is_told_to_end_without_a_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def program() -> int:
+        return ThreadPoolExecutor(1).submit(lambda: 7).result()
+
+    assert simulate(program, 3).results == [7] * 3
+    assert capsys.readouterr().err == ""
+
+
+def test_a_daemon_ends_with_its_rank() -> None:
+    beats: list[float] = []
+
+    def beat() -> None:
+        while True:
+            time.sleep(1.0)
+            beats.append(time.monotonic())
+
+    def program() -> None:
+        threading.Thread(target=beat, daemon=True).start()
+        time.sleep(3.5)
+
+    assert simulate(program, 1).seconds == pytest.approx(3.5)
+    assert len(beats) == 3
+
+
+def test_threads_of_a_failed_world_leave_nothing_behind(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = threading.active_count()
+
+    def program() -> None:
+        pool = ThreadPoolExecutor(2)
+        condition = threading.Condition()
+
+        def wait_for_ever() -> None:
+            with condition:
+                condition.wait()
+
+        pool.submit(wait_for_ever)
+        time.sleep(1.0)
+        if dist.get_rank() == 1:
+            raise ValueError("no")
+        dist.barrier()
+
+    with pytest.raises(RankError, match="rank 1 of 2 raised ValueError: no"):
+        simulate(program, 2)
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    assert capsys.readouterr().err == ""
+
+
+def test_a_killed_rank_takes_its_threads_along() -> None:
+    seen: list[float] = []
+
+    def beat() -> None:
+        while True:
+            time.sleep(1.0)
+            seen.append(time.monotonic())
+
+    def program() -> None:
+        if dist.get_rank() == 1:
+            threading.Thread(target=beat).start()
+        time.sleep(10.0)
+
+    simulate(program, 2, options=Options(faults=Faults(kill_ranks={1: 4.5})))
+    assert len(seen) == 4
+
+
+def test_locks_of_a_world_work_after_its_end() -> None:
+    made: list[Any] = []
+
+    def program() -> None:
+        made.extend((threading.Lock(), threading.RLock(), threading.Condition(), queue.Queue()))
+
+    simulate(program, 1)
+    for lock in made[:3]:
+        with lock:
+            pass
+    made[3].put(1)
+    assert made[3].get(timeout=1) == 1
+    assert not isinstance(threading.Lock(), type(made[0]))
+
+
+def test_a_deadlock_lists_what_other_threads_wait_for() -> None:
+    def program() -> None:
+        thread = threading.Thread(target=dist.recv, args=(torch.ones(1), 1), name="receiver")
+        if dist.get_rank() == 0:
+            thread.start()
+            thread.join()
+
+    with pytest.raises(Deadlock) as caught:
+        simulate(program, 2)
+    assert caught.value.kind == "peer ended"
+    text = " ".join(str(caught.value).split())
+    assert "rank 0 recv from rank 1, (1,) float32 test_threads.py:" in text
+    assert "other threads wait too: rank 0 waits for the end of its thread 'receiver'" in text

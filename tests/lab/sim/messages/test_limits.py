@@ -1,0 +1,253 @@
+"""Limits on waiting pass in virtual time, and raise what gloo raises."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from distlab import launch
+from distlab.sim import Deadlock, Mismatch, simulate
+
+SECOND = timedelta(seconds=1)
+LATE_S = 2.5
+
+
+def outcome(call: Callable[[], object]) -> tuple[str, float]:
+    """What a call has raised, "" if nothing, and how long it took."""
+    start_s, words = time.monotonic(), ""
+    try:
+        call()
+    except RuntimeError as error:
+        words = str(error)
+    return words, round(time.monotonic() - start_s, 1)
+
+
+def me() -> int:
+    return dist.get_rank()
+
+
+# Messages
+
+
+def receives_too_late() -> list[tuple[str, float]]:
+    x = torch.zeros(2)
+    if me() == 0:
+        return [
+            outcome(lambda: dist.irecv(x, 1).wait(SECOND)),
+            outcome(lambda: dist.recv(x, 1)),
+        ]
+    time.sleep(LATE_S)
+    return [outcome(lambda: dist.send(x, 0))]
+
+
+def sends_too_early() -> list[tuple[str, float]]:
+    x = torch.zeros(2_000_000)
+    if me() == 0:
+        return [
+            outcome(lambda: dist.isend(x, 1).wait(SECOND)),
+            outcome(lambda: dist.send(x, 1)),
+        ]
+    time.sleep(LATE_S)
+    return [outcome(lambda: dist.recv(x, 0))]
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+@pytest.mark.parametrize(
+    ("program", "name"), [(receives_too_late, "recv"), (sends_too_early, "send")]
+)
+def test_a_late_message_closes_its_connection(
+    program: Callable[[], list[tuple[str, float]]], name: str, world: str
+) -> None:
+    (first, then), [peer] = launch.run(program, 2, backend=world, timeout_s=30)
+    assert f"Timed out waiting 1000ms for {name} operation to complete" in first[0]
+    assert first[1] == pytest.approx(1.0, abs=0.3)
+    assert then[0].startswith("Application timeout caused pair closure")
+    assert "Connection closed by peer" in peer[0]
+    assert max(then[1], peer[1]) < 0.5
+
+
+def test_the_error_of_a_late_message_says_which() -> None:
+    (first, _), _ = simulate(receives_too_late, 2).results
+    assert "recv from rank 1, (2,) float32, test_limits.py:" in first[0]
+
+
+def test_other_connections_stay_open() -> None:
+    def program() -> object:
+        x = torch.full((1,), float(me()))
+        if me() == 0:
+            late = outcome(lambda: dist.irecv(x, 1).wait(SECOND))
+            dist.recv(x, 2)
+            return bool(late[0]), x.item()
+        if me() == 2:
+            dist.send(x, 0)
+        return None
+
+    assert simulate(program, 3).results == [(True, 2.0), None, None]
+
+
+def test_a_message_in_time_has_no_error() -> None:
+    def program() -> object:
+        x = torch.zeros(1)
+        if me() == 0:
+            return outcome(lambda: dist.irecv(x, 1).wait(SECOND))
+        time.sleep(0.5)
+        dist.send(x, 0)
+        return None
+
+    simulated = simulate(program, 2)
+    assert simulated.results == [("", 0.5), None]
+    assert simulated.seconds == pytest.approx(0.5, abs=1e-3), "a limit that did not count"
+
+
+# Collectives
+
+
+def waits_twice() -> list[tuple[str, float]]:
+    x = torch.ones(2)
+    if me() == 1:
+        time.sleep(LATE_S)
+        return [outcome(lambda: dist.all_reduce(x)), outcome(lambda: dist.all_reduce(x))]
+    work = dist.all_reduce(x, async_op=True)
+    return [outcome(lambda: work.wait(SECOND)), outcome(lambda: dist.all_reduce(x))]
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+def test_a_rank_that_waits_no_longer_does_not_end_a_collective(world: str) -> None:
+    (first, then), others = launch.run(waits_twice, 2, backend=world, timeout_s=30)
+    assert "Operation timed out!" in first[0]
+    assert then == ("", pytest.approx(LATE_S - 1.0, abs=0.3))
+    assert [words for words, _ in others] == ["", ""]
+
+
+def in_a_group_with_a_limit() -> list[tuple[str, float]]:
+    group, x = dist.new_group(timeout=SECOND), torch.ones(2)
+    if me() == 1:
+        time.sleep(LATE_S)
+        return [outcome(lambda: dist.all_reduce(x, group=group))]
+    return [
+        outcome(lambda: dist.all_reduce(x, group=group)),
+        outcome(lambda: dist.barrier(group=group)),
+    ]
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+def test_a_groups_limit_ends_a_collective_and_closes_the_group(world: str) -> None:
+    (first, then), [late] = launch.run(in_a_group_with_a_limit, 2, backend=world, timeout_s=30)
+    assert "Timed out waiting 1000ms for" in first[0]
+    assert then[0].startswith("Application timeout caused pair closure")
+    assert "Connection closed by peer" in late[0]
+
+
+def joins_with_a_limit() -> object:
+    dist.init_process_group("gloo", timeout=SECOND)
+    if me() == 1:
+        time.sleep(LATE_S)
+        return None
+    return outcome(lambda: dist.all_reduce(torch.ones(1)))
+
+
+def test_the_worlds_limit_is_that_of_init_process_group() -> None:
+    late, _ = simulate(joins_with_a_limit, 2, joined=False).results
+    assert isinstance(late, tuple)
+    assert (late[0][:24], late[1]) == ("Timed out waiting 1000ms", 1.0)
+
+
+# The monitored barrier
+
+
+def comes_or_not(absent: list[int], *, names_all: bool) -> tuple[str, float]:
+    if me() in absent:
+        time.sleep(LATE_S)
+        return "", 0.0
+    return outcome(lambda: dist.monitored_barrier(timeout=SECOND, wait_all_ranks=names_all))
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+@pytest.mark.parametrize(("names_all", "who"), [(True, "Ranks 1, 2"), (False, "Rank 1")])
+def test_a_monitored_barrier_names_who_does_not_come(world: str, names_all: bool, who: str) -> None:
+    results = launch.run(_comes, 4, names_all, backend=world, timeout_s=30)
+    assert results[0][0].startswith(f"[Rank 0]: {who} failed to pass monitoredBarrier in 1000 ms")
+    assert results[3][0].startswith("Rank 3 successfully reached monitoredBarrier, but received")
+
+
+def _comes(names_all: bool) -> tuple[str, float]:
+    return comes_or_not([1, 2], names_all=names_all)
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+def test_a_monitored_barrier_waits_for_rank_0(world: str) -> None:
+    results = launch.run(_rank_0_comes_late, 3, backend=world, timeout_s=30)
+    assert [words for words, _ in results] == ["", "", ""]
+    assert results[1][1] == pytest.approx(LATE_S, abs=0.3)
+
+
+def _rank_0_comes_late() -> tuple[str, float]:
+    if me() == 0:
+        time.sleep(LATE_S)
+    return outcome(lambda: dist.monitored_barrier(timeout=SECOND))
+
+
+def test_a_monitored_barrier_is_no_barrier() -> None:
+    def program() -> None:
+        if me():
+            dist.barrier()
+        else:
+            dist.monitored_barrier()
+
+    with pytest.raises(Mismatch, match="monitored_barrier on rank 0, but barrier on rank 1"):
+        simulate(program, 2)
+
+
+# The store
+
+
+def asks_for_keys() -> list[tuple[str, float]]:
+    store = _get_default_store()
+    store.set("there", "1")
+    return [
+        outcome(lambda: store.wait(["there", "not there"], SECOND)),
+        outcome(lambda: store.wait(["there"], SECOND)),
+    ]
+
+
+@pytest.mark.parametrize("world", ["sim", "gloo"])
+def test_a_key_has_a_limit(world: str) -> None:
+    ((words, seconds), there), *_ = launch.run(asks_for_keys, 2, backend=world, timeout_s=30)
+    assert "timeout" in words.lower()
+    assert seconds >= 1.0
+    assert there[0] == ""
+
+
+def test_a_store_has_a_limit_for_all_keys() -> None:
+    def program() -> tuple[str, float]:
+        store = _get_default_store()
+        store.set_timeout(SECOND)
+        return outcome(lambda: store.get("missing"))
+
+    assert simulate(program, 1).results == [("wait timeout after 1000ms, keys: missing", 1.0)]
+
+
+# Without a limit
+
+
+def test_what_never_ends_is_found_at_once() -> None:
+    def program() -> None:
+        if me() == 0:
+            dist.recv(torch.ones(1), 1)
+
+    with pytest.raises(Deadlock):
+        simulate(program, 2)
+
+
+def test_a_limit_of_torchs_default_is_none() -> None:
+    def program() -> None:
+        group = dist.new_group()
+        if me() == 0:
+            dist.barrier(group=group)
+
+    with pytest.raises(Deadlock):
+        simulate(program, 2)
