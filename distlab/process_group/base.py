@@ -119,6 +119,7 @@ class BaseGroup(dist.ProcessGroup):
                 tensors,
                 tensors,
                 op=op,
+                is_coalesced=len(tensors) > 1,
             )
         )
 

@@ -20,6 +20,7 @@ class Call:
             the parts of the first for all ranks, then those of the second, …
         root: rank inside the group.
         op: the reduction, if it is one.
+        is_coalesced: it stands for several calls, one for each of the inputs.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Call:
     outputs: Sequence[Tensor]
     root: int = 0
     op: Any = None
+    is_coalesced: bool = False
 
 
 class Form(NamedTuple):

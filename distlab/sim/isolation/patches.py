@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # in a rank, its defaults would become that rank's group
 
 from distlab.sim.engine.clock import Clock
-from distlab.sim.isolation import refusals
+from distlab.sim.isolation import profiling, refusals
 from distlab.sim.isolation.groups import BACKEND, Groups
 from distlab.sim.isolation.meta_device import MetaHandle
 from distlab.sim.isolation.rank_state import (
@@ -88,6 +89,8 @@ def installed(home: Home) -> Iterator[None]:
         refusals.install(functools.partial(_replace, undo), home.residents, home.refusals)
         _patch_clocks(undo, home)
         home.threads.install(functools.partial(_replace, undo))
+        profiling.install(functools.partial(_replace, undo), home.residents)
+        _patch_process(undo, home.residents)
         _patch_generators(undo, home.residents)
         _patch_environment(undo, home.residents)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
@@ -247,6 +250,29 @@ def _virtual(real: Callable[[], float], per_second: int | None, home: Home) -> C
         return round(now_s * per_second) if per_second else now_s
 
     return clock
+
+
+def _patch_process(undo: contextlib.ExitStack, residents: Residents) -> None:
+    """Let each rank have a working folder, and say what only a process can have."""
+    change_folder, handle = os.chdir, signal.signal
+
+    def chdir(path: Any) -> None:
+        if residents.is_in_rank():
+            residents.change_folder(path)
+        else:
+            change_folder(path)
+
+    def refuse(number: Any, handler: Any) -> Any:
+        if not residents.is_in_rank():
+            return handle(number, handler)
+        raise ValueError(
+            f"rank {residents.current} cannot handle {signal.Signals(number).name}: signals come "
+            "to the process, which all simulated ranks share. On real processes it can"
+        )
+
+    undo.callback(residents.leave)
+    _replace(undo, os, "chdir", chdir)
+    _replace(undo, signal, "signal", refuse)
 
 
 def _patch_generators(undo: contextlib.ExitStack, residents: Residents) -> None:

@@ -6,6 +6,7 @@ disturb another, and ``os.environ["RANK"]`` is right.
 
 import functools
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -59,8 +60,9 @@ class RankState:
     """The process-wide state of one rank while another runs.
 
     torch's generator is one object, whose state is copied at every hand-over. The generators of
-    ``random`` and numpy are the rank's own objects, and so are the variables that tell its number
-    and what ``warnings.catch_warnings`` changes.
+    ``random`` and numpy are the rank's own objects, and so are the variables that tell its number,
+    what ``warnings.catch_warnings`` changes, ``sys.stdout`` where it was redirected, and the
+    default dtype.
     """
 
     def __init__(self, rank: int, gpus_per_node: int, seed: int) -> None:
@@ -73,6 +75,9 @@ class RankState:
             for name, value in zip(VARIABLES, (rank, local, node, rank), strict=True)
         }
         self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
+        self.streams = sys.stdout, sys.stderr
+        self.dtype = torch.get_default_dtype()
+        self.folder = ""  # that it has changed to; "": the one in which the world began
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -89,12 +94,17 @@ class RankState:
         """Keep what the running rank has changed."""
         self.torch_rng = torch.default_generator.get_state()
         self.warnings = warning_state()
+        self.streams = sys.stdout, sys.stderr
+        self.dtype = torch.get_default_dtype()
 
     def bring_out(self, world: RankWorld) -> None:
         """Make this rank's state the process's."""
         world.__dict__ = self.tables
         torch.default_generator.set_state(self.torch_rng)
         set_warning_state(self.warnings)
+        sys.stdout, sys.stderr = self.streams
+        if torch.get_default_dtype() is not self.dtype:
+            torch.set_default_dtype(self.dtype)
 
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:

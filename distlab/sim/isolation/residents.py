@@ -1,10 +1,14 @@
 """Who is at home in the process: one rank at a time, with what is its own."""
 
+import os
 import threading
 from collections.abc import MutableSequence
+from typing import Any
 
 from distlab.sim.engine.scheduler import Strand
 from distlab.sim.isolation.rank_state import RankState, RankWorld
+
+_chdir = os.chdir
 
 
 class Residents:
@@ -33,6 +37,7 @@ class Residents:
         self.num_ranks, self.num_local_ranks = num_ranks, min(num_ranks, gpus_per_node)
         self.tables = RankWorld()
         self._running = [0] * (1 + num_ranks) if running is None else running
+        self._folder = self._home = ""  # where the process is, if a rank has gone there; before
         self._states = [RankState(rank, gpus_per_node, seed) for rank in range(num_ranks)]
 
     def begin(self) -> None:
@@ -49,9 +54,27 @@ class Residents:
         number = next_strand.number
         if strand.number != number:
             self._states[strand.number].put_away()
-            self._states[number].bring_out(self.tables)
+            state = self._states[number]
+            state.bring_out(self.tables)
+            if state.folder != self._folder:
+                self._go_to(state.folder)
             self._running[0] = number
         self._running[1 + number] = next_strand.ident
+
+    def change_folder(self, path: Any) -> None:
+        """Do what ``os.chdir`` does, for the running rank alone."""
+        self._home = self._home or os.getcwd()
+        _chdir(path)
+        self.state().folder = self._folder = os.getcwd()
+
+    def _go_to(self, folder: str) -> None:
+        _chdir(folder or self._home)
+        self._folder = folder
+
+    def leave(self) -> None:
+        """Go back to where the world began."""
+        if self._folder:
+            self._go_to("")
 
     @property
     def current(self) -> int:

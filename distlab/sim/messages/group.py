@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 
 from distlab.process_group.base import BaseGroup
@@ -79,6 +80,11 @@ class SimGroup(BaseGroup):
         self._key = key
         self._limit_s = limit_s
         self._num_calls = 0
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors it carries; asynchronous checkpoints ask for the CPU."""
+        return [torch.device(name) for name in ("cpu", "cuda", "meta")]
 
     # Point to point
 

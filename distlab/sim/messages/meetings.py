@@ -24,13 +24,14 @@ from distlab.sim.reporting.report import mismatch
 from distlab.sim.reporting.sites import CallSite
 from distlab.words import joined, rank_names
 
+MAX_SHAPES = 6  # of a coalesced call, that are shown
 Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # of a call by the ranks of a group
 
 
 class Attendance(Pending):
     """One rank's part in a meeting."""
 
-    __slots__ = ("call", "form", "kept", "meeting")
+    __slots__ = ("call", "forms", "kept", "meeting")
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class Attendance(Pending):
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in call.inputs)
         super().__init__(clock, call.name, group, num_bytes, site)
         self.call = call  # until it is done
-        tensors = [*call.inputs, *call.outputs][:1]
-        self.form = Form(tensors[0].shape, tensors[0].dtype) if tensors else None
+        tensors = call.inputs if call.is_coalesced else [*call.inputs, *call.outputs][:1]
+        self.forms = [Form(tensor.shape, tensor.dtype) for tensor in tensors]
         self.meeting = meeting
         self.kept: list[Tensor] = []  # strict mode: the inputs as they were when posted
 
@@ -67,9 +68,10 @@ class Attendance(Pending):
         return f"{self.name} (call {self.meeting.number + 1} of {rank_names(self.group)})"
 
     def text(self) -> str:
-        """Write ``all_reduce (call 3 of ranks 0-7), (4,) float32``."""
-        shapes = f", {describe(self.form)}" if self.form else ""
-        return f"{self.title()}{shapes}"
+        """Write ``all_reduce (call 3 of ranks 0-7), (4,) float32``; all shapes if coalesced."""
+        shown = [describe(form) for form in self.forms[:MAX_SHAPES]]
+        more = ["…"] if len(self.forms) > MAX_SHAPES else []
+        return ", ".join([self.title(), *shown, *more])
 
 
 class Meeting:

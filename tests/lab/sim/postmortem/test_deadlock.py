@@ -65,7 +65,7 @@ def collective(present: Iterable[int], group: Sequence[int], number: int = 0) ->
             "all_reduce",
             group,
             clock=SimpleNamespace(num_ranks=8),
-            form=FORM,
+            forms=[FORM],
             meeting=meeting,
         )
     return dict(meeting.attendances)

@@ -1,0 +1,47 @@
+"""torch's profiler: a process has one, so one rank at a time can have it.
+
+Two that are started in different threads end the process by SIGSEGV.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.autograd.profiler
+
+from distlab.sim.isolation.residents import Residents
+
+Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
+
+
+def install(replace: Replace, residents: Residents) -> None:
+    """Refuse the profiler to a rank while another one has it.
+
+    Raises, in the rank:
+        RuntimeError: who has it, and what to do instead.
+    """
+    profiler: Any = torch.autograd.profiler
+    owner: list[int] = []  # the rank that has it, if one does
+
+    def take(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_alone(*args: Any, **kwargs: Any) -> Any:
+            me = residents.current
+            if owner and owner[0] != me:
+                raise RuntimeError(
+                    f"rank {me} cannot start a profiler while rank {owner[0]} has one: simulated "
+                    "ranks share a process, and so its profiler. Profile on one rank, or look at "
+                    "the trace of the simulation (distlab sim --trace)"
+                )
+            owner[:] = [me]
+            return begin(*args, **kwargs)
+
+        return begin_alone
+
+    end = profiler._disable_profiler
+
+    def give_back(*args: Any, **kwargs: Any) -> Any:
+        owner.clear()
+        return end(*args, **kwargs)
+
+    replace(profiler, "_prepare_profiler", take(profiler._prepare_profiler))
+    replace(profiler, "_enable_profiler", take(profiler._enable_profiler))
+    replace(profiler, "_disable_profiler", give_back)
