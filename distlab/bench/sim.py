@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from distlab.sim import Simulated, simulate
-from distlab.words import bytes_text
+from distlab.sim.isolation.core import hand_over_s, one_core
+from distlab.words import bytes_text, seconds_text
 
 RING_RANKS = 256
 MANY_RANKS = 1024
@@ -49,8 +50,17 @@ def print_table() -> None:
         )
     Console().print(table)
     print("Ring by hand: an all-reduce by isend and recv. all_reduce: the built-in one.")
+    print(
+        "To hand over from one thread to another takes "
+        f"{seconds_text(hand_over_s())} here, {_on_one_core()} on one core."
+    )
     total = bytes_text(psutil.Process().memory_info().rss)
     print(f"The whole process, torch included, now holds {total}.")
+
+
+def _on_one_core() -> str:
+    with one_core():
+        return seconds_text(hand_over_s())
 
 
 def _measure(what: str, program: Callable[[], object], ranks: int) -> Measured:

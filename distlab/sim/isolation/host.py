@@ -1,4 +1,4 @@
-"""The real machine while a world is simulated: no preemption, and few garbage collections.
+"""The real machine while a world is simulated: no preemption, one core, few garbage collections.
 
 A rank that hands over wakes the next thread and then blocks. If the woken thread ran at once, it
 would find the interpreter's lock still held and go back to sleep, which is twice the work. Also,
@@ -11,13 +11,15 @@ import os
 import sys
 from collections.abc import Iterator
 
+from distlab.sim.isolation.core import one_core
+
 YOUNG_OBJECTS = 50_000  # between two collections; the default of 700 doubles the time per message
 
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Arrange for both; restored afterwards."""
-    with _few_collections(), _no_preemption():
+    """Arrange for all three; restored afterwards."""
+    with _few_collections(), _no_preemption(), one_core():
         yield
 
 
