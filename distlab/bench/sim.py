@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from distlab.sim import Simulated, simulate
+from distlab.sim import Options, Simulated, simulate
 from distlab.sim.isolation.core import hand_over_s, one_core
 from distlab.words import bytes_text, seconds_text
 
@@ -37,6 +37,7 @@ def print_table() -> None:
     for measured in (
         _measure(f"{MANY_RANKS:,} idle ranks", _nothing, MANY_RANKS),
         _measure(f"ring by hand, {RING_RANKS} ranks", _ring, RING_RANKS),
+        _measure("the same, only counted", _ring, RING_RANKS, Options(has_events=False)),
         _measure(f"all_reduce, {MANY_RANKS:,} ranks", _built_in, MANY_RANKS),
     ):
         sent = sum(measured.simulated.trace.messages)
@@ -63,11 +64,13 @@ def _on_one_core() -> str:
         return seconds_text(hand_over_s())
 
 
-def _measure(what: str, program: Callable[[], object], ranks: int) -> Measured:
+def _measure(
+    what: str, program: Callable[[], object], ranks: int, options: Options | None = None
+) -> Measured:
     gc.collect()
     before = psutil.Process().memory_info().rss
     start = time.perf_counter()
-    simulated = simulate(program, ranks)
+    simulated = simulate(program, ranks, options=options)
     seconds = time.perf_counter() - start
     grown = psutil.Process().memory_info().rss - before
     return Measured(what, seconds, grown, simulated)

@@ -50,7 +50,7 @@ class Simulation:
         self.num_ranks, self.cluster, self.options = num_ranks, cluster, options
         self.residents = Residents(num_ranks, cluster.gpus_per_node, options.seed, running)
         self.scheduler = Scheduler(num_ranks, self.residents.switch)
-        self.trace = Trace(num_ranks)
+        self.trace = Trace(num_ranks, has_events=options.has_events)
         self.clock = Clock(self.scheduler, self.trace, options.faults)
         self.devices = self._make_devices()
         self.places = Places(options.given)

@@ -1,7 +1,6 @@
 """What happened in a simulated world: events with times, and totals per rank and link."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -36,17 +35,23 @@ class Event(NamedTuple):
 class Trace:
     """Collects events and totals while the world runs.
 
+    Args:
+        num_ranks: of the world.
+        has_events: keep what happened, and do not only count it.
+
     Attributes:
         bytes_by_link: what has arrived over each link of the cluster; the network updates it.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, has_events: bool = True) -> None:
+        self.has_events = has_events
         self.bytes_by_link: list[float] = []
         self.leftovers: list[str] = []  # what was posted and never matched, a line each
         self.unwaited: list[str] = []  # handles that were never waited for, a line each, by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> when
         self.network_s = 0.0  # when the last bytes had arrived, or the last rank had ended
         self._rows: list[tuple[Any, ...]] = []  # of Event's fields: plain tuples are made faster
+        self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # messages, by source
         self.bytes_sent = [0.0] * num_ranks
         self.bytes_received = [0.0] * num_ranks
         self.messages = [0] * num_ranks
@@ -76,7 +81,13 @@ class Trace:
 
     @property
     def events(self) -> list[Event]:
-        """All events, in the order in which they ended."""
+        """All events, in the order in which they ended.
+
+        Raises:
+            ValueError: they were only counted.
+        """
+        if not self.has_events:
+            raise ValueError("events were only counted: simulate with Options(has_events=True)")
         return list(map(Event._make, self._rows))
 
     def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
@@ -100,17 +111,23 @@ class Trace:
         """Record an operation that is done; the arguments are the fields of an ``Event``."""
         if kind == "collective":
             self.collectives[rank] += 1
-        self._rows.append((rank, kind, name, start_s, end_s, num_bytes, peer, site, message))
+        elif kind == "recv":
+            arrived = self._arrived[rank]
+            arrived[peer] = arrived.get(peer, 0) + 1
+        if self.has_events:
+            self._rows.append((rank, kind, name, start_s, end_s, num_bytes, peer, site, message))
 
     def waited(self, rank: int, name: str, site: Site, start_s: float, end_s: float) -> None:
         """Record that a rank waited for an operation."""
         self.exposed_s[rank] += end_s - start_s
-        self._rows.append((rank, "wait", name, start_s, end_s, 0, -1, site, -1))
+        if self.has_events:
+            self._rows.append((rank, "wait", name, start_s, end_s, 0, -1, site, -1))
 
     def computed(self, rank: int, start_s: float, end_s: float) -> None:
         """Record computation between two communication calls."""
         self.compute_s[rank] += end_s - start_s
-        self._rows.append((rank, "compute", "", start_s, end_s, 0, -1, NOWHERE, -1))
+        if self.has_events:
+            self._rows.append((rank, "compute", "", start_s, end_s, 0, -1, NOWHERE, -1))
 
     def pairs(self) -> Iterator[tuple[Event, Event]]:
         """Yield every send with its recv, in the order in which the bytes arrived."""
@@ -122,7 +139,11 @@ class Trace:
 
     def arrived(self) -> dict[tuple[int, int], int]:
         """Count the messages that have arrived, by source and destination."""
-        return Counter((event.peer, event.rank) for event in self.events if event.kind == "recv")
+        return {
+            (src, dst): number
+            for dst, by_source in enumerate(self._arrived)
+            for src, number in by_source.items()
+        }
 
     def digest(self) -> str:
         """Return a hash of all events: equal for equal histories."""

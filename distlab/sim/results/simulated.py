@@ -26,6 +26,8 @@ class Options:
         seed: of the ranks' own generators of ``random`` and numpy.
         has_devices: account for computation and memory; None: if the cluster describes its GPU.
         capacity_bytes: memory of each GPU; None: as its description says.
+        has_events: keep every event, for pictures and traces; without, a message takes less memory,
+            and only totals are known.
         faults: what goes wrong on purpose.
         given: folders or files of the caller's own code: reports and tracebacks name the innermost
             line of the program that is in none of them.
@@ -38,6 +40,7 @@ class Options:
     seed: int = 0
     has_devices: bool | None = None
     capacity_bytes: int | None = None
+    has_events: bool = True
     faults: Faults = field(default_factory=Faults)
     given: tuple[str, ...] = ()
 
