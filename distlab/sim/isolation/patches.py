@@ -130,6 +130,16 @@ def _register_backend(home: Home) -> None:
 _current: dict[str, Any] = {}  # the backend is registered once per process, simulations come and go
 
 
+def _be_no_rank() -> None:
+    """Let a process that a rank forks, say a data loader's, live in real time."""
+    home: Home | None = _current.get("home")
+    if home is not None and _home.locked():
+        home.residents.forget()
+
+
+os.register_at_fork(after_in_child=_be_no_rank)
+
+
 def unwaited() -> list[str]:
     """List the handles that the calling rank has not waited for, a line each.
 

@@ -36,9 +36,15 @@ class Residents:
     ) -> None:
         self.num_ranks, self.num_local_ranks = num_ranks, min(num_ranks, gpus_per_node)
         self.tables = RankWorld()
-        self._running = [0] * (1 + num_ranks) if running is None else running
+        self._running: MutableSequence[int] | memoryview = (
+            [0] * (1 + num_ranks) if running is None else running
+        )
         self._folder = self._home = ""  # where the process is, if a rank has gone there; before
         self._states = [RankState(rank, gpus_per_node, seed) for rank in range(num_ranks)]
+
+    def forget(self) -> None:
+        """Be no home any more: this is a process that a rank has forked."""
+        self._running = [0] * (1 + self.num_ranks)
 
     def begin(self) -> None:
         """Let rank 0 be the first."""

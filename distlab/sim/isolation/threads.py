@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import _base as futures
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeAlias
 
 from distlab.sim.engine.clock import Clock
@@ -82,10 +82,12 @@ class Threads:
         return self._residents.is_in_rank() and not getattr(self._plain, "is_wanted", False)
 
     def _lock(self) -> Any:
-        return RankLock(self) if self.is_virtual() else _real_lock()
+        is_ranks = self.is_virtual() and not _is_for_processes(sys._getframe(1))
+        return RankLock(self) if is_ranks else _real_lock()
 
     def _rlock(self) -> Any:
-        return RankRLock(self) if self.is_virtual() else threading._CRLock()  # type: ignore[attr-defined]
+        is_ranks = self.is_virtual() and not _is_for_processes(sys._getframe(1))
+        return RankRLock(self) if is_ranks else threading._CRLock()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def _plain_locks(self) -> Iterator[None]:
@@ -99,7 +101,23 @@ class Threads:
 
     def _start(self, thread: threading.Thread) -> None:
         if not self._residents.is_in_rank():
-            return _real_start(thread)
+            _real_start(thread)
+        elif _is_for_processes(sys._getframe(2)):
+            self._start_for_real(thread)
+        else:
+            site, _ = self._places.call_site(sys._getframe(1))
+            strand = self._make_strand(thread)
+            self._start_for_real(thread)
+            strand.ident = thread.ident or 0
+            self._places.note_start(strand.ident, site)
+
+    def _start_for_real(self, thread: threading.Thread) -> None:
+        with self._plain_locks():  # Python's own hand-shake happens outside of virtual time
+            thread._started = threading.Event()  # type: ignore[attr-defined]
+            _real_start(thread)
+
+    def _make_strand(self, thread: threading.Thread) -> Strand:
+        """Let the thread be a strand of the running rank once it has been started."""
         strand = self._scheduler.spawn(is_daemon=thread.daemon)
         setattr(thread, STRAND, strand)
         run = thread.run
@@ -108,12 +126,7 @@ class Threads:
             self._scheduler.be(strand, lambda: self._run(thread, run))
 
         thread.run = be_strand  # type: ignore[method-assign]
-        with self._plain_locks():  # Python's own hand-shake happens outside of virtual time
-            thread._started = threading.Event()  # type: ignore[attr-defined]
-            _real_start(thread)
-        strand.ident = thread.ident or 0
-        self._places.note_start(strand.ident, self._places.call_site(sys._getframe(1))[0])
-        return None
+        return strand
 
     def _run(self, thread: threading.Thread, run: Callable[[], None]) -> None:
         """Run a thread's function; what it raises ends the thread, as in Python."""
@@ -193,12 +206,15 @@ class RankLock:
         self._threads = threads
         self._lock = _real_lock()
         self._waiting: deque[Strand] = deque()
+        self._is_ranks = True  # whoever has it
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it, waiting in virtual time."""
+        is_virtual = self._threads.is_virtual()
         if self._lock.acquire(False):
+            self._is_ranks = is_virtual
             return True
-        if not self._threads.is_virtual():
+        if not (is_virtual and self._is_ranks):  # else a thread that is no rank's has it
             return self._lock.acquire(blocking, timeout)
         if not blocking:
             self._threads.ask()
@@ -286,6 +302,14 @@ class RankRLock:
     def _acquire_restore(self, state: tuple[int, int]) -> None:
         self._block.acquire()
         self._count, self._owner = state
+
+
+def _is_for_processes(frame: FrameType) -> bool:
+    """Whether a call comes from Python's own machinery for processes, as that of a data loader.
+
+    What such threads wait for happens outside of the simulated world, in real time.
+    """
+    return str(frame.f_globals.get("__name__", "")).startswith("multiprocessing.")
 
 
 def _says_something(record: logging.LogRecord) -> bool:

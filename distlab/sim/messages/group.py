@@ -126,7 +126,7 @@ class SimGroup(BaseGroup):
         return SimWork(message, tensors, means.handles, self._limit_s)
 
     def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Wait for all ranks; rank 0 of the group says which of them do not come in time.
 

@@ -12,9 +12,10 @@ from torch.distributed.constants import default_pg_timeout
 from distlab.sim.engine.scheduler import NEVER
 
 
-def limit_s(timeout: timedelta | None) -> float:
+def limit_s(timeout: timedelta | float | None) -> float:
     """Return a limit in seconds; NEVER for none, which torch also writes as 0."""
-    return timeout.total_seconds() if timeout else NEVER
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    return seconds or NEVER
 
 
 def group_limit_s(timeout: timedelta | None) -> float:
@@ -27,17 +28,19 @@ def milliseconds(seconds: float) -> str:
     return f"{round(seconds * 1000)}"
 
 
-def operation_error(name: str, seconds: float, waited_for: str) -> RuntimeError:
+def operation_error(rank: int, name: str, seconds: float, waited_for: str) -> RuntimeError:
     """Make the error of a message or a collective that has failed, because it took too long."""
     return RuntimeError(
-        f"Timed out waiting {milliseconds(seconds)}ms for {name} operation to complete: "
-        f"{waited_for}"
+        f"[rank {rank}] Timed out waiting {milliseconds(seconds)}ms for {name} operation to "
+        f"complete: {waited_for}"
     )
 
 
-def patience_error(seconds: float, waited_for: str) -> RuntimeError:
+def patience_error(rank: int, seconds: float, waited_for: str) -> RuntimeError:
     """Make the error of a collective that goes on, but for which its rank no longer waits."""
-    return RuntimeError(f"Operation timed out! After {milliseconds(seconds)}ms: {waited_for}")
+    return RuntimeError(
+        f"[rank {rank}] Operation timed out! After {milliseconds(seconds)}ms: {waited_for}"
+    )
 
 
 def store_error(keys: list[str], seconds: float) -> DistStoreError:
@@ -53,8 +56,10 @@ def closed_error(rank: int, gave_up: int) -> RuntimeError:
         gave_up: the rank that had waited.
     """
     if rank == gave_up:
-        return RuntimeError("Application timeout caused pair closure: a timed out operation did it")
-    return RuntimeError(f"Connection closed by peer: rank {gave_up} had waited long enough")
+        return RuntimeError(f"[rank {rank}] Application timeout caused pair closure")
+    return RuntimeError(
+        f"[rank {rank}] Connection closed by peer: rank {gave_up} had waited long enough"
+    )
 
 
 def missing_error(missing: Sequence[int], seconds: float) -> RuntimeError:

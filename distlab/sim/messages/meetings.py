@@ -51,7 +51,7 @@ class Attendance(Pending):
 
     def late(self, limit_s: float) -> Exception:
         """Return the error for a rank that waits no longer; the collective goes on."""
-        return patience_error(limit_s, f"{self.text()}, {self.where()}")
+        return patience_error(self.rank, limit_s, f"{self.text()}, {self.where()}")
 
     def expired(self, limit_s: float) -> Exception:
         """Let it fail on all ranks of the group."""

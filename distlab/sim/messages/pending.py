@@ -120,7 +120,9 @@ class Pending:
 
     def expired(self, limit_s: float) -> Exception:
         """End it, because it has taken too long; return the error."""
-        return limits.operation_error(self.name, limit_s, f"{self.text()}, {self.where()}")
+        return limits.operation_error(
+            self.rank, self.name, limit_s, f"{self.text()}, {self.where()}"
+        )
 
     def check_unchanged(self, tensor: Tensor, before: Tensor) -> None:
         """Raise if one of its tensors was written while it was under way.

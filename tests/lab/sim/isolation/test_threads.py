@@ -1,5 +1,6 @@
 """Threads of a rank: they wait in virtual time, and what is the rank's is theirs."""
 
+import multiprocessing
 import os
 import queue
 import threading
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from distlab.sim import Cluster, Deadlock, Faults, Options, RankError, simulate
 
@@ -361,3 +363,45 @@ def test_a_deadlock_lists_what_other_threads_wait_for() -> None:
     text = " ".join(str(caught.value).split())
     assert "rank 0 recv from rank 1, (1,) float32 test_threads.py:" in text
     assert "other threads wait too: rank 0 waits for the end of its thread 'receiver'" in text
+
+
+# Processes of a rank
+
+
+class Clocked(Dataset[float]):
+    """Its items are the time in the process that loads them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return time.monotonic()
+
+
+def loads_in_a_process(began_s: float) -> list[int]:
+    seen = []
+    for batch in DataLoader(Clocked(), batch_size=2, num_workers=1):
+        seen.append(len(batch))
+        dist.barrier()
+        assert batch.min().item() >= began_s, "not the virtual time of the rank"
+    return seen
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_data_loaders_process_lives_in_real_time(num_ranks: int) -> None:
+    began_s = time.monotonic()
+    assert simulate(loads_in_a_process, num_ranks, began_s).results == [[2, 2]] * num_ranks
+
+
+def passes_through_a_queue_of_processes() -> list[int]:
+    numbers: multiprocessing.Queue[int] = multiprocessing.Queue()
+    for number in range(3):
+        numbers.put(number)
+    found = [numbers.get() for _ in range(3)]
+    numbers.close()
+    numbers.join_thread()
+    return found
+
+
+def test_a_queue_of_processes_works_in_a_rank() -> None:
+    assert simulate(passes_through_a_queue_of_processes, 2).results == [[0, 1, 2]] * 2

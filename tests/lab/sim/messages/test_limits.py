@@ -65,7 +65,7 @@ def test_a_late_message_closes_its_connection(
     (first, then), [peer] = launch.run(program, 2, backend=world, timeout_s=30)
     assert f"Timed out waiting 1000ms for {name} operation to complete" in first[0]
     assert first[1] == pytest.approx(1.0, abs=0.3)
-    assert then[0].startswith("Application timeout caused pair closure")
+    assert "Application timeout caused pair closure" in then[0]
     assert "Connection closed by peer" in peer[0]
     assert max(then[1], peer[1]) < 0.5
 
@@ -138,7 +138,7 @@ def in_a_group_with_a_limit() -> list[tuple[str, float]]:
 def test_a_groups_limit_ends_a_collective_and_closes_the_group(world: str) -> None:
     (first, then), [late] = launch.run(in_a_group_with_a_limit, 2, backend=world, timeout_s=30)
     assert "Timed out waiting 1000ms for" in first[0]
-    assert then[0].startswith("Application timeout caused pair closure")
+    assert "Application timeout caused pair closure" in then[0]
     assert "Connection closed by peer" in late[0]
 
 
@@ -153,7 +153,8 @@ def joins_with_a_limit() -> object:
 def test_the_worlds_limit_is_that_of_init_process_group() -> None:
     late, _ = simulate(joins_with_a_limit, 2, joined=False).results
     assert isinstance(late, tuple)
-    assert (late[0][:24], late[1]) == ("Timed out waiting 1000ms", 1.0)
+    assert late[0].startswith("[rank 0] Timed out waiting 1000ms")
+    assert late[1] == 1.0
 
 
 # The monitored barrier
