@@ -18,7 +18,7 @@ from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.scheduler import NEVER
 from distlab.sim.messages.failures import Failures
 from distlab.sim.messages.handles import Handles
-from distlab.sim.messages.limits import limit_s, missing_error, unmonitored_error
+from distlab.sim.messages.limits import missing_error, seconds_of, unmonitored_error
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.meetings import Attendance, Meetings
 from distlab.sim.messages.message import Message
@@ -139,13 +139,18 @@ class SimGroup(BaseGroup):
         """
         self.counts.add(MONITORED)
         attendance = self._attend(MONITORED)
-        own_limit_s = limit_s(timeout) if timeout else self._limit_s
-        until_s = self._means.clock.current.clock_s + own_limit_s
-        if self._me == 0 and not attendance.block(until_s):
-            missing = [self._ranks.index(rank) for rank in attendance.waits_for()]
-            attendance.meeting.fail(lambda rank: unmonitored_error(self._ranks.index(rank)))
-            raise missing_error(missing if wait_all_ranks else missing[:1], own_limit_s)
+        if self._me == 0:
+            own_limit_s = self._limit_s if timeout is None else seconds_of(timeout)
+            self._monitor(attendance, own_limit_s, names_all=wait_all_ranks)
         attendance.wait()
+
+    def _monitor(self, attendance: Attendance, limit_s: float, *, names_all: bool) -> None:
+        until_s = self._means.clock.current.clock_s + limit_s
+        if limit_s and attendance.block(until_s):
+            return
+        missing = [self._ranks.index(rank) for rank in attendance.waits_for()]
+        attendance.meeting.fail(lambda rank: unmonitored_error(self._ranks.index(rank)))
+        raise missing_error(missing if names_all else missing[:1], limit_s)
 
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> SimWork:
         return SimWork(self._attend(call), results, self._means.handles, self._limit_s)

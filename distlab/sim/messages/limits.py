@@ -14,8 +14,12 @@ from distlab.sim.engine.scheduler import NEVER
 
 def limit_s(timeout: timedelta | float | None) -> float:
     """Return a limit in seconds; NEVER for none, which torch also writes as 0."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return seconds or NEVER
+    return seconds_of(timeout) if timeout else NEVER
+
+
+def seconds_of(timeout: timedelta | float) -> float:
+    """Return a time in seconds; torch takes them as numbers, too."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 def group_limit_s(timeout: timedelta | None) -> float:
@@ -69,6 +73,8 @@ def missing_error(missing: Sequence[int], seconds: float) -> RuntimeError:
         missing: ranks inside the group that have not come.
         seconds: how long rank 0 has waited.
     """
+    if not seconds:
+        return RuntimeError("Rank 0 timed out in monitoredBarrier after 0 ms.")
     ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
     return RuntimeError(
         f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {milliseconds(seconds)} ms"

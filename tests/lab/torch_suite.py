@@ -1,0 +1,154 @@
+"""torch's own tests of ``torch.distributed``, in any world: they are in every torch wheel.
+
+python tests/lab/torch_suite.py sim gloo mpi            # a line for each test, and the totals
+python tests/lab/torch_suite.py sim --only test_broadcast
+
+torch starts a process for each rank of a test. Here a world of three ranks is started, and each
+calls the test's method, as torch's processes do. What torch skips on CPUs is skipped. On ``sim``,
+the profiler is left out: simulated ranks have one between them.
+"""
+
+import argparse
+import contextlib
+import os
+import tempfile
+import unittest
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from distlab import launch
+from distlab.sim import SimulationError, simulate
+
+NUM_RANKS = 3
+SEED = 1234
+TIMEOUT_S = 60.0
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+class Outcome(NamedTuple):
+    """What became of a test, and why."""
+
+    kind: str
+    reason: str = ""
+
+
+@cache
+def suite() -> ModuleType:
+    """Load torch's tests, which read their settings from the environment."""
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=f"{NUM_RANKS}", TEMP_DIR=tempfile.gettempdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.distributed import distributed_test
+
+    return distributed_test
+
+
+def names() -> list[str]:
+    """List the names of all tests."""
+    return sorted(
+        name for name in dir(suite().DistributedTest._DistTestBase) if "test_" in name[:5]
+    )
+
+
+def run_in(world: str, name: str) -> Outcome:
+    """Run one test on three ranks of a world; a simulated one is in this process, to save time."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            if world == "sim":
+                found = simulate(on_rank, NUM_RANKS, name, folder, False).results
+            else:
+                found = launch.run(
+                    on_rank, NUM_RANKS, name, folder, backend=world, timeout_s=TIMEOUT_S
+                )
+        except (launch.LaunchError, SimulationError) as error:
+            return Outcome(FAILED, str(error).partition("\n")[0])
+    return Outcome(*max(found))
+
+
+def on_rank(name: str, folder: str, has_profiler: bool = True) -> tuple[str, str]:
+    """Be a rank of a test; return its outcome, or raise what it raises."""
+    skips = {skip.exit_code: skip.message for skip in _skips().values()}
+    case = _case(name, folder)
+    if not has_profiler:
+        profilers: tuple[Any, ...] = (torch.autograd.profiler, torch.profiler)
+        for profiler in profilers:
+            profiler.profile = lambda *_, **__: contextlib.nullcontext()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            getattr(case, name)()
+    except unittest.SkipTest as skip:
+        return SKIPPED, str(skip)
+    except SystemExit as end:
+        if end.code not in skips:
+            raise
+        return SKIPPED, skips[end.code]
+    return PASSED, ""
+
+
+def _case(name: str, folder: str) -> Any:
+    """Make the test case of a rank, as torch's ``_run`` does in its process."""
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    meet = _meeting_place()
+
+    class Case(suite().TestDistBackend, suite().DistributedTest._DistTestBase):  # type: ignore[misc]
+        def _barrier(self, *_: object, **__: object) -> None:
+            meet()
+
+    case: Any = Case(name)
+    case.rank, case.file_name = dist.get_rank(), str(Path(folder) / "store")
+    os.environ["TEMP_DIR"] = folder
+    for inner in ("test_dir", "barrier", "init_dir"):
+        (Path(folder) / inner).mkdir(exist_ok=True)
+    set_rng_seed(SEED)
+    return case
+
+
+def _meeting_place() -> Callable[[], None]:
+    """Return what lets ranks meet, at the store: torch's own files are for processes alone."""
+    store, times = _get_default_store(), count()
+
+    def meet() -> None:
+        key = f"met {next(times)}"
+        if store.add(f"{key}, ranks", 1) == NUM_RANKS:
+            store.set(key, "1")
+        store.wait([key])
+
+    return meet
+
+
+def _skips() -> dict[str, Any]:
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    return TEST_SKIPS
+
+
+def main() -> None:
+    """Run the tests in the worlds that are asked for, and print what became of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("worlds", nargs="+", choices=["sim", "gloo", "mpi"])
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    totals: dict[str, Counter[str]] = {world: Counter() for world in options.worlds}
+    for name in options.only or names():
+        outcomes = {world: run_in(world, name) for world in options.worlds}
+        for world, outcome in outcomes.items():
+            totals[world][outcome.kind] += 1
+        print(name, *(f"{world}: {' '.join(o)}" for world, o in outcomes.items()), sep="\t")
+    for world, total in totals.items():
+        print(world, *(f"{total[kind]} {kind}" for kind in (PASSED, FAILED, SKIPPED)))
+
+
+if __name__ == "__main__":
+    main()
