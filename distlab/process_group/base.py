@@ -83,7 +83,16 @@ class BaseGroup(dist.ProcessGroup):
     # Collectives
 
     def _meet(self, call: Call, results: Sequence[Tensor] | None = None) -> dist.Work:
-        """Take part in the group's next collective; ``results``: the outputs, if not in parts."""
+        """Take part in the group's next collective; ``results``: the outputs, if not in parts.
+
+        Raises:
+            ValueError: the root is no rank of the group.
+        """
+        if not 0 <= call.root < self.size():
+            raise ValueError(
+                f"{call.name}: the group has no rank {call.root}, its ranks are 0 to "
+                f"{self.size() - 1}"
+            )
         self.counts.add(call)
         return self._take_part(call, call.outputs if results is None else results)
 

@@ -89,7 +89,8 @@ def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tenso
 
 
 def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
-    total = fold(_OPERATORS[op], [tensor.detach() for tensor in tensors])
+    shape = tensors[0].shape  # others may have another one of the same size
+    total = fold(_OPERATORS[op], [tensor.detach().reshape(shape) for tensor in tensors])
     return total / len(tensors) if op == dist.ReduceOp.AVG else total
 
 

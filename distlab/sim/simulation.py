@@ -140,7 +140,7 @@ class Simulation:
             return fn(*args)
         except SimulationError as error:
             raise self.failures.first or self._explained(error) from None
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             own = rank_error(rank.number, self.num_ranks, error, self.places)
             raise self.failures.first or own from error
 

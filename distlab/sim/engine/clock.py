@@ -49,6 +49,7 @@ class Clock:
         """Let all earlier ranks go first; called before anything that others can notice."""
         rank = self._scheduler.current
         rank.num_clock_reads = 0
+        rank.busy_s = rank.clock_s
         if rank.polls is not None:
             rank.polls, rank.num_polls = None, 0
         if self._jitter:
@@ -80,13 +81,14 @@ class Clock:
         """
         strand = self._scheduler.current
         strand.clock_s += seconds
+        strand.busy_s, strand.polls = strand.clock_s, None
         if len(strand.rank.strands) > 1:
             self._scheduler.act()
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, and see what others have done meanwhile: it may be what it waits for."""
-        self._scheduler.current.clock_s += seconds
-        self._scheduler.act()
+        self._scheduler.current.clock_s += max(seconds, POLL_S)
+        self._scheduler.rest()
 
     def poll(self, operation: Callable[[], object]) -> None:
         """Let a moment pass for a rank that asks whether ``operation()`` is done."""

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol
 
 NEVER = float("inf")
 MAX_POLLS = 10_000  # a program that gives up earlier, or sleeps in between, is patient enough
+PATIENCE_S = 1800.0  # of sleeping alone; as long as gloo waits for a rank that does not come
 MAX_UNWOUND = 100  # calls of a rank that ends: `finally` makes a few, `while` with `except` goes on
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for 1,024 ranks
 
@@ -72,6 +73,7 @@ class Strand:
         is_late: it has waited as long as it wanted to.
         polls: makes what it asks for again and again; None: it does something else.
         num_polls: how often it has asked since it did something else.
+        busy_s: when it last computed or communicated; since then it has slept, or asked.
         num_clock_reads: since its last communication call.
         last_reading_s: of its clock.
         num_unwound: how often it was told to end.
@@ -94,6 +96,7 @@ class Strand:
         self.is_late = False
         self.polls: Callable[[], object] | None = None
         self.num_polls = 0
+        self.busy_s = clock_s
         self.is_daemon = is_daemon
         self.waiting: deque[Strand] = deque()
         self.baton = _new_baton()
@@ -135,6 +138,7 @@ class Scheduler:
         self.now_s = 0.0  # no event and no act lies before this
         self.source: EventSource | None = None
         self.is_stopping = False
+        self.describe_rest: Callable[[Strand], object] = repr  # what a strand that sleeps waits in
         self._on_switch = on_switch  # (from, to): swap what is the rank's own
         self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # clock, rank, strand
         self._timers: list[tuple[float, int, Timer]] = []
@@ -242,6 +246,7 @@ class Scheduler:
         rank.polls, rank.num_polls = None, 0
         if until_s == NEVER:
             self._yield(rank)
+            rank.busy_s = rank.clock_s
             return True
         timer = self.at(max(until_s, self.now_s), partial(self._give_up, rank, operation))
         try:
@@ -266,13 +271,26 @@ class Scheduler:
         rank = self.current
         rank.polls = operation
         rank.num_polls += 1
-        if rank.num_polls % MAX_POLLS == 0 and self._all_poll():
-            for strand in self._strands():
-                if strand.polls is not None and strand.waits_in is None and not strand.has_ended:
-                    strand.waits_in = strand.polls()
-            self._stop_deadlock()
-            self._yield(rank)
+        if rank.num_polls % MAX_POLLS == 0:
+            self._stop_if_in_vain(rank)
         self.act()
+
+    def rest(self) -> None:
+        """Do what ``act`` does, for a rank that has slept: it may sleep again and again."""
+        rank = self.current
+        if rank.clock_s - rank.busy_s > PATIENCE_S:
+            rank.polls = rank.polls or partial(self.describe_rest, rank)
+            self._stop_if_in_vain(rank)
+        self.act()
+
+    def _stop_if_in_vain(self, rank: Strand) -> None:
+        if not self._all_poll():
+            return
+        for strand in self._strands():
+            if strand.polls is not None and strand.waits_in is None and not strand.has_ended:
+                strand.waits_in = strand.polls()
+        self._stop_deadlock()
+        self._yield(rank)
 
     def _all_poll(self) -> bool:
         """Whether nothing can happen but that ranks ask whether it has."""

@@ -13,6 +13,7 @@ Locks that exist before the world runs stay as they are: their owners do not com
 import contextlib
 import logging
 import queue
+import selectors
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from concurrent.futures import _base as futures
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias
 
-from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.clock import POLL_S, Clock
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
 from distlab.sim.isolation.residents import Residents
 from distlab.sim.messages.thread_wait import ThreadWait
@@ -37,6 +38,8 @@ _real_start, _real_join, _real_is_alive = (
     _real_thread.join,
     _real_thread.is_alive,
 )
+_real_select: Any = selectors.DefaultSelector.select
+MAX_PAUSE_S = 1e-3  # between two looks at files
 STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
 
 
@@ -66,6 +69,7 @@ class Threads:
 
     def install(self, replace: Replace) -> None:
         """Put locks and threads of the world in place of Python's."""
+        self._scheduler.describe_rest = self._sleep
         replace(threading, "Lock", self._lock)
         replace(threading, "RLock", self._rlock)
         replace(threading, "_allocate_lock", self._lock)
@@ -73,6 +77,7 @@ class Threads:
         replace(queue, "time", time.monotonic)
         replace(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
         replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
+        replace(selectors.DefaultSelector, "select", _method(self._select))
         replace(_real_thread, "start", _method(self._start))
         replace(_real_thread, "join", _method(self._join))
         replace(_real_thread, "is_alive", _method(self._is_alive))
@@ -158,6 +163,13 @@ class Threads:
 
     # Waiting
 
+    def _sleep(self, strand: Strand) -> ThreadWait:
+        """Describe what a thread waits in that only sleeps."""
+        site = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
+        wait = ThreadWait(self._clock, "something, and only sleeps", site)
+        wait.rank, wait.group = strand.number, (strand.number,)
+        return wait
+
     def _now_s(self) -> float:
         return self._clock.current.clock_s
 
@@ -187,7 +199,21 @@ class Threads:
             self._clock.waited(operation.name, site[0], start_s)
         with contextlib.suppress(ValueError):
             waiting.remove(current)
+        if not is_in_time:
+            self._scheduler.rest()  # it may try again and again
         return is_in_time or is_done()
+
+    def _select(self, selector: Any, timeout: float | None = None) -> list[Any]:
+        """Wait for files, as asyncio does between tasks, while other threads of the rank run."""
+        strands = self._scheduler.current.rank.strands
+        until_s, pause_s = NEVER if timeout is None else self._now_s() + timeout, POLL_S
+        while self.is_virtual() and not all(s.has_ended for s in strands[1:]):
+            ready: list[Any] = _real_select(selector, 0)
+            if ready or self._now_s() >= until_s:
+                return ready
+            self._clock.sleep(min(pause_s, until_s - self._now_s()))
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        return _real_select(selector, timeout)  # type: ignore[no-any-return]
 
     def wake(self, waiting: deque[Strand]) -> None:
         """Let the first of them try again."""

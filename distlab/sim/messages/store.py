@@ -21,7 +21,7 @@ class KeyWait(Pending):
 
     def __init__(self, clock: Clock, keys: Sequence[str], call: CallSite) -> None:
         super().__init__(clock, "store.wait", tuple(range(clock.num_ranks)), 0, call)
-        self.keys = list(keys)
+        self.keys = list(keys)  # that are not set
 
     def waits_for(self) -> Sequence[int]:
         """Return every other rank: any could set the key."""
@@ -82,7 +82,10 @@ class SimStore(Store):
         return self._has(keys)
 
     def _has(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+        return not self._missing(keys)
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        return [key for key in keys if key not in self._values]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. A key that never comes is found at once, without a limit."""
@@ -93,7 +96,8 @@ class SimStore(Store):
             waiting.wait(self._limit_s if timeout is None else limit_s(timeout))
 
     def _key_wait(self, keys: Sequence[str]) -> KeyWait:
-        return KeyWait(self._clock, keys, self._places.call_site(sys._getframe(2)))
+        call = self._places.call_site(sys._getframe(2))
+        return KeyWait(self._clock, self._missing(keys), call)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Limit how long a rank waits for a key."""
@@ -114,7 +118,9 @@ class SimStore(Store):
     def _wake(self) -> None:
         now_s = self._clock.current.clock_s
         waits = [wait for wait in self._waits if not wait.is_done]  # else it has given up
-        ready = [wait for wait in waits if self._has(wait.keys)]
+        for wait in waits:
+            wait.keys = self._missing(wait.keys)
+        ready = [wait for wait in waits if not wait.keys]
         self._waits = [wait for wait in waits if wait not in ready]
         for waiting in ready:
             waiting.finish(now_s)

@@ -8,6 +8,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from distlab import process_group
 
@@ -29,6 +30,7 @@ _KINDS = (
     (f"{_folder(dist.__file__)}c10d_logger.py", API),
     (_folder(torch.__file__), TORCH),
     ("<frozen", STANDARD_LIBRARY),
+    (typing_extensions.__file__, STANDARD_LIBRARY),  # wraps what torch has deprecated
 )
 _LIBRARY = _folder(threading.__file__)
 _PACKAGES = ("site-packages", "dist-packages")  # inside the library's folder, and not of it

@@ -1,5 +1,7 @@
 """Threads of a rank: they wait in virtual time, and what is the rank's is theirs."""
 
+import asyncio
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -192,6 +194,60 @@ def joins_itself() -> object:
 
 def test_a_thread_cannot_wait_for_its_own_end() -> None:
     assert simulate(joins_itself, 1).results == ["refused"]
+
+
+async def reduces_in_a_thread() -> float:
+    x = torch.ones(1)
+    await asyncio.to_thread(dist.all_reduce, x)
+    await asyncio.sleep(2.0)
+    return x.item()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_asyncio_waits_for_threads(num_ranks: int) -> None:
+    def program() -> tuple[float, float]:
+        return asyncio.run(reduces_in_a_thread()), time.monotonic()
+
+    for total, now_s in simulate(program, num_ranks).results:
+        assert total == num_ranks
+        assert now_s == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_thread_that_yields_lets_others_go_on() -> None:
+    def program() -> int:
+        is_over, looked = [False], 0
+
+        def end() -> None:
+            time.sleep(0.001)
+            is_over[0] = True
+
+        threading.Thread(target=end).start()
+        while not is_over[0]:
+            time.sleep(0)
+            looked += 1
+        return looked
+
+    [looked] = simulate(program, 1).results
+    assert 900 < looked < 1100
+
+
+@pytest.mark.parametrize("is_queue", [True, False])
+def test_sleeping_for_ever_is_a_deadlock(is_queue: bool) -> None:
+    def program() -> None:
+        nothing = queue.Queue[int]()
+        while dist.get_rank() == 0:
+            if is_queue:
+                with contextlib.suppress(queue.Empty):
+                    nothing.get(timeout=10)
+            else:
+                time.sleep(10)
+        dist.barrier()
+
+    with pytest.raises(Deadlock) as caught:
+        simulate(program, 2)
+    text = str(caught.value)
+    assert "rank 0 waits for something, and only sleeps" in text
+    assert "test_threads.py" in text
 
 
 # What is the rank's is theirs
