@@ -50,8 +50,7 @@ class Clock:
         rank = self._scheduler.current
         rank.num_clock_reads = 0
         rank.busy_s = rank.clock_s
-        if rank.polls is not None:
-            rank.polls, rank.num_polls = None, 0
+        rank.polls, rank.num_polls = None, 0
         if self._jitter:
             rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
         if rank.clock_s > self._computed_until[rank.number]:
@@ -81,7 +80,7 @@ class Clock:
         """
         strand = self._scheduler.current
         strand.clock_s += seconds
-        strand.busy_s, strand.polls = strand.clock_s, None
+        strand.busy_s, strand.polls, strand.num_polls = strand.clock_s, None, 0
         if len(strand.rank.strands) > 1:
             self._scheduler.act()
 

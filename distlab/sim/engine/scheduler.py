@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol
 
 NEVER = float("inf")
 MAX_POLLS = 10_000  # a program that gives up earlier, or sleeps in between, is patient enough
+MIN_RESTS = 100  # fewer than these are long ones, and not a loop
 PATIENCE_S = 1800.0  # of sleeping alone; as long as gloo waits for a rank that does not come
 MAX_UNWOUND = 100  # calls of a rank that ends: `finally` makes a few, `while` with `except` goes on
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for 1,024 ranks
@@ -72,7 +73,7 @@ class Strand:
         waits_in: the operation that blocks it.
         is_late: it has waited as long as it wanted to.
         polls: makes what it asks for again and again; None: it does something else.
-        num_polls: how often it has asked since it did something else.
+        num_polls: how often it has asked, or slept, since it did something else.
         busy_s: when it last computed or communicated; since then it has slept, or asked.
         num_clock_reads: since its last communication call.
         last_reading_s: of its clock.
@@ -278,7 +279,8 @@ class Scheduler:
     def rest(self) -> None:
         """Do what ``act`` does, for a rank that has slept: it may sleep again and again."""
         rank = self.current
-        if rank.clock_s - rank.busy_s > PATIENCE_S:
+        rank.num_polls += 1
+        if rank.num_polls > MIN_RESTS and rank.clock_s - rank.busy_s > PATIENCE_S:
             rank.polls = rank.polls or partial(self.describe_rest, rank)
             self._stop_if_in_vain(rank)
         self.act()

@@ -1,67 +1,24 @@
 """distlab.sim.network.flows: shares are fair, finish times are right, nothing gets lost."""
 
 import random
-from collections.abc import Callable, Iterator
 from fractions import Fraction
 from math import inf, ulp
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from random_flows import any_seed, events, random_case, run
 from reference_solver import Arrival, fair_rates, finish_times
 
-from distlab.sim.network.flows import Flow, Network, max_min_rates
+from distlab.sim.network.flows import Network, max_min_rates
 
 
-def any_seed(number: int) -> Callable[[Callable[[int], None]], Callable[[], None]]:
-    """Run the test with that many seeds, always the same ones; hypothesis names a bad one."""
-    chosen = given(seed=st.integers(0, 2**32))
-    return lambda test: settings(max_examples=number, derandomize=True, deadline=None)(chosen(test))
+@pytest.fixture(params=["one by one", "in crowds"], autouse=True)
+def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs twice: no component is a crowd, and every one of two flows is."""
+    size = 2 if request.param == "in crowds" else 10**9
+    monkeypatch.setattr("distlab.sim.network.flows.CROWD", size)
 
 
-def random_case(seed: int, num_flows: int = 12) -> tuple[list[float], list[Arrival]]:
-    """2 to 8 links and some flows; starts are coarse, so that some coincide."""
-    rng = random.Random(seed)
-    bytes_per_s = [float(rng.choice([1, 2, 3, 5, 10, rng.uniform(0.5, 9)])) for _ in range(8)]
-    links = range(rng.randint(2, 8))
-    arrivals = [
-        Arrival(
-            start_s=rng.choice([0.0, 1.0, 2.0, rng.uniform(0, 5)]),
-            links=tuple(rng.sample(links, rng.randint(1, min(4, len(links))))),
-            num_bytes=float(rng.choice([0, 1, 10, 10, 40, rng.uniform(1, 50)])),
-        )
-        for _ in range(rng.randint(1, num_flows))
-    ]
-    return bytes_per_s, sorted(arrivals, key=lambda arrival: arrival.start_s)
-
-
-def events(network: Network, arrivals: list[Arrival]) -> Iterator[tuple[list[Flow], list[Flow]]]:
-    """Run all arrivals to their end; yield after every instant who ended and who is in flight.
-
-    Flows carry the index of their arrival as tag.
-    """
-    waiting = list(enumerate(arrivals))
-    in_flight: list[Flow] = []
-    while waiting or network.next_finish_s() < inf:
-        now_s = min(network.next_finish_s(), waiting[0][1].start_s if waiting else inf)
-        ended = network.pop_finished(now_s)
-        while waiting and waiting[0][1].start_s == now_s:
-            index, arrival = waiting.pop(0)
-            in_flight.append(network.start(arrival.links, arrival.num_bytes, now_s))
-            in_flight[-1].tag = index
-        in_flight = [flow for flow in in_flight if flow not in ended]
-        yield ended, in_flight
-
-
-def run(bytes_per_s: list[float], arrivals: list[Arrival]) -> dict[int, float]:
-    """Return the finish time of each arrival, by index, in the order in which they ended."""
-    steps = events(Network(bytes_per_s), arrivals)
-    return {index_of(flow): flow.finish_s for ended, _ in steps for flow in ended}
-
-
-def index_of(flow: Flow) -> int:
-    assert isinstance(flow.tag, int)
-    return flow.tag
+one_by_one = pytest.mark.parametrize("regime", ["one by one"], indirect=True)
 
 
 def assert_max_min(
@@ -193,7 +150,7 @@ def test_finish_times_equal_those_of_the_reference(seed: int) -> None:
     exact = finish_times(arrivals, bytes_per_s)
     assert sorted(ended) == list(range(len(arrivals)))
     for index, finish_s in ended.items():
-        assert finish_s == pytest.approx(float(exact[index]), rel=1e-9, abs=0)
+        assert finish_s == pytest.approx(float(exact[index]), rel=1e-12, abs=0)
 
 
 @any_seed(200)
@@ -287,7 +244,8 @@ def test_equal_finish_times_that_only_rounding_makes_equal_keep_the_order_too() 
     assert flows[0].finish_s == flows[1].finish_s
 
 
-def test_a_crowd_is_solved_once_per_instant(monkeypatch: pytest.MonkeyPatch) -> None:
+@one_by_one
+def test_a_component_is_solved_once_per_instant(monkeypatch: pytest.MonkeyPatch) -> None:
     # A parameter server: 255 workers push at once; every fifth pushes half as much.
     solves: list[int] = []
 
@@ -305,6 +263,7 @@ def test_a_crowd_is_solved_once_per_instant(monkeypatch: pytest.MonkeyPatch) -> 
     assert solves == [255, 204, 0]  # nobody is left to share with after the last instant
 
 
+@one_by_one
 def test_only_the_component_is_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # 0 ─ 1 ─ 2 are joined by the flow over (0, 1) and the one over (1, 2); link 3 is apart.
     solved: list[list[tuple[int, ...]]] = []

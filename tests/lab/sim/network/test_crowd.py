@@ -1,0 +1,279 @@
+"""Crowds: many flows end when the few would, and a crowd does no needless work."""
+
+import random
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import permutations
+from math import inf
+
+import numpy as np
+import pytest
+from random_flows import any_seed, random_case, run
+from reference_solver import Arrival, fair_rates, finish_times
+
+from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.network import crowd
+from distlab.sim.network import flows as network
+from distlab.sim.network.crowd import Floats, Links, fill_links
+from distlab.sim.network.flows import Flow, Network, max_min_rates
+
+
+def run_in(
+    crowd_size: float, bytes_per_s: list[float], arrivals: list[Arrival]
+) -> dict[int, float]:
+    """Return the finish times, in order, if components of ``crowd_size`` flows are crowds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "CROWD", crowd_size)
+        return run(bytes_per_s, arrivals)
+
+
+def many_flows(seed: int) -> tuple[list[float], list[Arrival]]:
+    """Up to 200 flows over up to 60 links, of sizes that are all different."""
+    rng = random.Random(seed)
+    bytes_per_s = [rng.choice([1.0, 2.0, rng.uniform(0.5, 9)]) for _ in range(rng.randint(4, 60))]
+    longest = rng.randint(1, 4)
+    arrivals = [
+        Arrival(
+            start_s=rng.choice([0.0, 0.0, 1.0, rng.uniform(0, 30)]),
+            links=tuple(rng.sample(range(len(bytes_per_s)), rng.randint(1, longest))),
+            num_bytes=rng.uniform(1, 50),
+        )
+        for _ in range(rng.randint(1, 200))
+    ]
+    return bytes_per_s, sorted(arrivals, key=lambda arrival: arrival.start_s)
+
+
+def all_to_all(ranks: int) -> tuple[list[float], list[Arrival]]:
+    """Every rank sends every other rank another number of bytes, on a fat tree, 4:1."""
+    cluster = Cluster(ranks // 4, 4, topology="fat-tree", oversubscription=4)
+    rng = random.Random(ranks)
+    pairs = permutations(range(ranks), 2)
+    routes = [cluster.route(src, dst).links for src, dst in pairs]
+    arrivals = [Arrival(0.0, links, rng.uniform(1e6, 2e6)) for links in routes]
+    return [link.bytes_per_s for link in cluster.links], arrivals
+
+
+@dataclass
+class Work:
+    """What crowds have done: flows that `fill_links` was given, and the rounds of each call."""
+
+    filled: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    """Count what crowds do from now on. Every component of two flows is one."""
+    counted, offers = Work(), crowd._offers
+
+    def fill(routes: Links, spare: Floats, levels: Floats) -> None:
+        counted.filled.append(routes.shape[1])
+        counted.rounds.append(0)
+        fill_links(routes, spare, levels)
+
+    def one_round(spare: Floats, growing: Floats) -> Floats:
+        counted.rounds[-1] += 1
+        return offers(spare, growing)
+
+    monkeypatch.setattr(network, "CROWD", 2)
+    monkeypatch.setattr(crowd, "fill_links", fill)
+    monkeypatch.setattr(crowd, "_offers", one_round)
+    return counted
+
+
+def filled_rates(routes: list[tuple[int, ...]], bytes_per_s: list[float]) -> list[float]:
+    """Return the rates of flows over ``routes`` by way of `fill_links`."""
+    nowhere = len(bytes_per_s)
+    width = max(map(len, routes))
+    padded = [route + (nowhere,) * (width - len(route)) for route in routes]
+    columns = np.array(padded, dtype=np.intp).T
+    levels = np.full(nowhere + 1, inf)
+    fill_links(columns, np.array([*bytes_per_s, inf]), levels)
+    rates: list[float] = levels.take(columns).min(axis=0).tolist()
+    return rates
+
+
+# ---------------------------------------------------------------------------------- fill_links
+
+
+def test_levels_of_the_example_in_the_docstring(work: Work) -> None:
+    routes = [(0,), (0, 1), (1,), (2,), (2,)]
+    columns = np.array([[0, 0, 1, 2, 2], [3, 1, 3, 3, 3]])
+    levels = np.full(4, inf)
+    crowd.fill_links(columns, np.array([10.0, 4.0, 9.0, inf]), levels)
+    assert levels.tolist() == [8.0, 2.0, 4.5, inf]
+    assert work.rounds == [2]
+    assert max_min_rates(routes, [10.0, 4.0, 9.0]) == [8.0, 2.0, 2.0, 4.5, 4.5]
+
+
+def test_links_that_only_rounding_keeps_apart_are_filled_in_one_round(work: Work) -> None:
+    # 0.3 / 3 is a little less than 0.2 / 2; the second flow is on both links.
+    columns = np.array([[0, 0, 0, 1], [2, 2, 1, 2]])
+    levels = np.full(3, inf)
+    crowd.fill_links(columns, np.array([0.3, 0.2, inf]), levels)
+    assert levels.tolist() == [0.3 / 3, 0.2 / 2, inf]
+    assert 0.3 / 3 < 0.2 / 2
+    assert work.rounds == [1]
+
+
+@any_seed(100)
+def test_filled_rates_equal_those_of_the_reference(seed: int) -> None:
+    bytes_per_s, arrivals = random_case(seed, num_flows=20)
+    routes = [arrival.links for arrival in arrivals]
+    exact = fair_rates(routes, [Fraction(value) for value in bytes_per_s])
+    assert filled_rates(routes, bytes_per_s) == pytest.approx(list(map(float, exact)), rel=1e-12)
+
+
+@any_seed(100)
+def test_filled_rates_of_many_flows_equal_those_of_max_min_rates(seed: int) -> None:
+    bytes_per_s, arrivals = many_flows(seed)
+    routes = [arrival.links for arrival in arrivals]
+    expected = max_min_rates(routes, bytes_per_s)
+    assert filled_rates(routes, bytes_per_s) == pytest.approx(expected, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------- finish times
+
+
+@any_seed(100)
+def test_a_crowd_of_any_size_ends_when_the_reference_does(seed: int) -> None:
+    bytes_per_s, arrivals = random_case(seed)
+    exact = [float(end) for end in finish_times(arrivals, bytes_per_s)]
+    for size in (2, 3, 6):
+        ended = run_in(size, bytes_per_s, arrivals)
+        assert [ended[i] for i in range(len(ended))] == pytest.approx(exact, rel=1e-12, abs=0)
+
+
+@any_seed(60)
+def test_many_flows_end_in_crowds_as_they_do_one_by_one(seed: int) -> None:
+    bytes_per_s, arrivals = many_flows(seed)
+    expected = run_in(inf, bytes_per_s, arrivals)
+    for size in (2, 16, 64):
+        ended = run_in(size, bytes_per_s, arrivals)
+        assert ended == pytest.approx(expected, rel=1e-12, abs=0)
+        assert list(ended) == list(expected)
+
+
+def test_an_all_to_all_ends_in_crowds_as_it_does_one_by_one() -> None:
+    expected = run_in(inf, *all_to_all(16))
+    ended = run_in(network.CROWD, *all_to_all(16))
+    assert ended == pytest.approx(expected, rel=1e-12, abs=0)
+    assert list(ended) == list(expected)
+
+
+def test_two_runs_in_crowds_are_bitwise_equal() -> None:
+    assert list(run_in(2, *all_to_all(8)).items()) == list(run_in(2, *all_to_all(8)).items())
+
+
+def test_equal_flows_of_a_crowd_end_at_one_instant_in_the_order_of_their_starts() -> None:
+    net = Network([1e9] * 64)
+    flows = [net.start((src, 32 + dst), 1e6, 0.0) for src, dst in permutations(range(32), 2)]
+    assert flows[0].crowd is None
+    assert net.next_finish_s() == pytest.approx(31e-3)
+    assert flows[0].crowd is flows[-1].crowd is not None
+    assert net.pop_finished(net.next_finish_s()) == flows
+    assert net.next_finish_s() == inf
+
+
+def test_rounding_does_not_part_what_is_equal_in_a_crowd(work: Work) -> None:
+    # As in test_network.py: 0.7 and 0.7000000000000001 bytes/s are left for the two on their own;
+    # the flow over both links makes them one crowd, and takes nothing that counts.
+    net = Network([1.0, 1.0, 0.3, 0.1, 0.1, 0.1, 1e-9])
+    alone = [net.start((link,), 7.0, 0.0) for link in (0, 1)]
+    for links in [(0, 2), (0, 2), (0, 2), (1, 3), (1, 4), (1, 5), (0, 1, 6)]:
+        net.start(links, 100.0, 0.0)
+    assert net.next_finish_s() == pytest.approx(10.0)
+    assert alone[0].rate == alone[1].rate == pytest.approx(0.7)
+    assert net.pop_finished(net.next_finish_s()) == alone
+
+
+def test_an_end_stays_exact_while_the_rate_stays(work: Work) -> None:
+    # Newcomers on link 1 come and go; both flows on link 0 keep half of it all the time.
+    net = Network([1.0, 100.0])
+    short, long = net.start((0, 1), 7.7, 0.0), net.start((0,), 9.0, 0.0)
+    for k in range(1, 100):
+        net.start((1,), 1.0, k * 0.15)
+    assert net.pop_finished(15.4)[-1] is short
+    assert short.finish_s == 2 * 7.7
+    assert net.pop_finished(20.0) == [long]
+
+
+# ------------------------------------------------------------------- who belongs to which crowd
+
+
+def crowds_of(flows: list[Flow]) -> int:
+    assert all(flow.crowd for flow in flows)
+    return len({id(flow.crowd) for flow in flows})
+
+
+def test_newcomers_join_the_crowd_that_they_disturb(work: Work) -> None:
+    net = Network([10.0, 10.0, 10.0])
+    flows = [net.start((0, 1), size, 0.0) for size in (100.0, 200.0)]
+    assert net.next_finish_s() == 20.0
+    flows.append(net.start((1, 2), 100.0, 8.0))
+    assert net.next_finish_s() == pytest.approx(8 + 60 / (10 / 3))
+    assert crowds_of(flows) == 1
+    assert work.filled == [2, 3]
+
+
+def test_a_flow_between_two_crowds_makes_them_one(work: Work) -> None:
+    net = Network([10.0, 10.0])
+    flows = [net.start((link,), 100.0 + size, 0.0) for link in (0, 1) for size in (0.0, 1.0, 2.0)]
+    net.next_finish_s()
+    assert crowds_of(flows) == 2
+    flows.append(net.start((0, 1), 100.0, 1.0))
+    net.next_finish_s()
+    assert crowds_of(flows) == 1
+    assert work.filled == [3, 3, 7]
+    assert [flow.rate for flow in flows] == [2.5] * 7
+
+
+def test_what_is_left_of_a_crowd_falls_apart_into_its_components(work: Work) -> None:
+    # The flow over both links ends first; once half have ended, each link is on its own.
+    net = Network([10.0, 10.0])
+    flows = [net.start((0, 1), 1.0, 0.0)]
+    flows += [net.start((link,), size, 0.0) for size in (2.0, 9.0, 10.0) for link in (0, 1)]
+    net.next_finish_s()
+    assert crowds_of(flows) == 1
+    assert net.pop_finished(net.next_finish_s()) == flows[:1]
+    net.next_finish_s()
+    assert crowds_of(flows[1:]) == 1
+    for _ in range(2):
+        net.pop_finished(net.next_finish_s())
+    net.next_finish_s()
+    assert work.filled[:3] == [7, 6, 4]
+    assert [flow.crowd for flow in flows] == [None] * 7
+
+
+def test_a_flow_alone_on_its_links_stays_out_of_the_crowd(work: Work) -> None:
+    net = Network([10.0, 10.0])
+    for size in (100.0, 200.0):
+        net.start((0,), size, 0.0)
+    net.next_finish_s()
+    assert net.start((1,), 100.0, 1.0).crowd is None
+    assert net.next_finish_s() == 11.0
+    assert work.filled == [2]
+
+
+# ---------------------------------------------------------------------------------------- work
+
+
+def test_rates_below_those_of_who_has_ended_are_not_computed_again(work: Work) -> None:
+    # Link 0 gives 1 byte/s to each of ten; link 1 the 9 that remain to a, then nobody needs more.
+    net = Network([10.0, 10.0])
+    slow = [net.start((0,), 100.0, 0.0) for _ in range(9)]
+    slow.append(net.start((0, 1), 100.0, 0.0))
+    fast = [net.start((1,), size, 0.0) for size in (9.0, 18.0)]
+    assert net.pop_finished(net.next_finish_s()) == fast[:1]
+    net.next_finish_s()
+    assert [flow.rate for flow in slow] == [1.0] * 10
+    assert fast[1].rate == 9.0
+    assert work.filled == [12, 1]
+
+
+def test_an_unequal_all_to_all_takes_one_solve_an_end_and_few_rounds(work: Work) -> None:
+    bytes_per_s, arrivals = all_to_all(16)
+    assert len(run(bytes_per_s, arrivals)) == 240
+    assert len(work.filled) <= 240 + 4  # every end, and the first share in each node
+    assert sum(work.filled) <= 192 * 192 / 2
+    assert sum(work.rounds) <= 3 * len(work.rounds)
