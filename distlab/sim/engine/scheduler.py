@@ -243,9 +243,9 @@ class Scheduler:
         rank = self.current
         if self.is_stopping or rank.is_killed:
             self._unwind()
-        rank.waits_in, rank.is_late = operation, False
-        rank.polls, rank.num_polls = None, 0
+        rank.waits_in, rank.is_late, rank.polls = operation, False, None
         if until_s == NEVER:
+            rank.num_polls = 0
             self._yield(rank)
             rank.busy_s = rank.clock_s
             return True
