@@ -55,7 +55,7 @@ class Simulation:
         self.devices = self._make_devices()
         self.places = Places(options.given)
         self.handles, self.refusals = Handles(), Refusals()
-        self.failures = Failures(self._explained)
+        self.failures = Failures(self._explained, self.scheduler.end_world)
         traffic = Traffic(cluster, self.scheduler, self.trace, options.faults)
         buffers = Buffers(
             is_strict=options.is_strict, unnoticed=self._unnoticed if self.devices else None

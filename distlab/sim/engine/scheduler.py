@@ -324,6 +324,11 @@ class Scheduler:
             strand.is_killed = True
             self.ready(strand, self.now_s)
 
+    def end_world(self, failure: BaseException) -> None:
+        """End the world from within the running rank, which is unwound like the others."""
+        self.stop(failure)
+        self._yield(self.current)
+
     def is_ending(self) -> bool:
         """Whether the running strand has been told to end."""
         return self.is_stopping or self.current.is_killed
