@@ -23,11 +23,20 @@ def test_ranks_share_a_core_if_handing_over_is_fast_there(
     if len(before) < 2:
         pytest.skip("there is only one core")
     monkeypatch.setattr(core, "hand_over_s", lambda: hand_over_s)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     seen = simulate(cores, 3).results
     assert all(len(found) == 1 for found in seen) is is_one
     assert len({frozenset(found) for found in seen}) == 1
     assert set.union(*seen) <= before
     assert cores() == before
+
+
+def test_on_a_busy_machine_ranks_take_the_cores_that_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core, "hand_over_s", lambda: 1e-6)
+    monkeypatch.setattr(os, "getloadavg", lambda: (float(len(cores())), 0.0, 0.0))
+    assert simulate(cores, 2).results == [cores()] * 2
 
 
 def test_a_failed_world_gives_the_cores_back() -> None:
