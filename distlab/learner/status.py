@@ -96,7 +96,7 @@ def whats_next(
 def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | None) -> str:
     """Say of a next task that comes before the one just graded why it is next; else "" is it."""
     tasks = folder.course.tasks
-    if after is None or tasks.index(task) > tasks.index(after):
+    if after is None or tasks.index(task) >= tasks.index(after):
         return ""
     has_failed = progress.outcome(task) not in ("", PASSED, TODO)
     if has_failed and progress.is_edited(folder, task):
