@@ -462,11 +462,25 @@ def waits_for_a_lock() -> None:
     held.acquire()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-def test_who_waits_for_what_is_not_communication_is_blocked(backend: str) -> None:
-    with pytest.raises(launch.RankHung, match="waits_for_a_lock") as caught:
-        launch.run(waits_for_a_lock, 1, backend=backend, limits=Limits(60, idle_s=0.5))
+def waits_for_60_s() -> None:
+    select.select([], [], [], 60)  # not virtual
+
+
+@pytest.mark.parametrize(
+    ("backend", "program"), [("gloo", waits_for_a_lock), ("sim", waits_for_60_s)]
+)
+def test_who_waits_for_what_is_not_communication_is_blocked(
+    backend: str, program: Callable[[], None]
+) -> None:
+    with pytest.raises(launch.RankHung, match=program.__name__) as caught:
+        launch.run(program, 1, backend=backend, limits=Limits(60, idle_s=0.5))
     assert caught.value.kind == "blocked"
+
+
+def test_a_simulated_rank_that_waits_for_its_own_lock_is_in_a_deadlock() -> None:
+    with pytest.raises(launch.RankHung, match="waits_for_a_lock") as caught:
+        launch.run(waits_for_a_lock, 1, backend="sim", limits=Limits(60, idle_s=60))
+    assert caught.value.kind == "deadlock"
 
 
 def test_a_wait_in_given_code_is_no_line_that_blocks() -> None:
@@ -489,10 +503,6 @@ def uses_a_processor_for_1_s() -> bool:
     while time.process_time() - start < 1:
         pass
     return True
-
-
-def waits_for_60_s() -> None:
-    select.select([], [], [], 60)  # not virtual
 
 
 def sleeps_for_1_s() -> bool:
