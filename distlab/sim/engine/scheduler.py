@@ -27,6 +27,7 @@ NEVER = float("inf")
 MAX_POLLS = 10_000  # a program that gives up earlier, or sleeps in between, is patient enough
 MIN_RESTS = 100  # fewer than these are long ones, and not a loop
 PATIENCE_S = 1800.0  # of sleeping alone; as long as gloo waits for a rank that does not come
+STRETCH = 0.1  # of the time slept so far: so much longer is a sleep after MAX_POLLS vain ones
 MAX_UNWOUND = 100  # calls of a rank that ends: `finally` makes a few, `while` with `except` goes on
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for 1,024 ranks
 
@@ -277,12 +278,20 @@ class Scheduler:
         self.act()
 
     def rest(self) -> None:
-        """Do what ``act`` does, for a rank that has slept: it may sleep again and again."""
+        """Do what ``act`` does, for a rank that has slept: it may sleep again and again.
+
+        Half an hour in milliseconds is two million sleeps. If nothing can happen meanwhile, they
+        become longer, so that it is over soon.
+        """
         rank = self.current
         rank.num_polls += 1
-        if rank.num_polls > MIN_RESTS and rank.clock_s - rank.busy_s > PATIENCE_S:
+        slept_s = rank.clock_s - rank.busy_s
+        if rank.num_polls > MAX_POLLS or (rank.num_polls > MIN_RESTS and slept_s > PATIENCE_S):
             rank.polls = rank.polls or partial(self.describe_rest, rank)
-            self._stop_if_in_vain(rank)
+            if slept_s > PATIENCE_S:
+                self._stop_if_in_vain(rank)
+            elif self._all_poll():
+                rank.clock_s += STRETCH * slept_s
         self.act()
 
     def _stop_if_in_vain(self, rank: Strand) -> None:

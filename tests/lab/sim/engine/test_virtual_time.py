@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from programs import me
 
-from distlab.sim import simulate
+from distlab.sim import Deadlock, simulate
 
 real_clock = time.perf_counter
 real_lock = threading.Lock
@@ -124,6 +124,29 @@ def test_who_asks_again_and_again_lets_the_others_get_on(program: Callable[[], f
     finally:
         vars(os).pop("_there", None)
     assert 0.001 <= waiting < 0.0012
+
+
+def sleeps_until(limit_s: float, pauses: list[int]) -> float:
+    """Ask every millisecond for what no rank sends; return when it gave up."""
+    work = dist.irecv(torch.zeros(1), 1 - me())
+    while not work.is_completed() and time.perf_counter() < limit_s:
+        pauses[me()] += 1
+        time.sleep(0.001)
+    return time.perf_counter()
+
+
+def test_who_sleeps_between_its_questions_keeps_its_own_limit() -> None:
+    pauses = [0, 0]
+    for limit_s in (5.0, 600.0):  # of 5,000 pauses none is stretched
+        for end_s in simulate(sleeps_until, 2, limit_s, pauses).results:
+            assert limit_s <= end_s < (1.001 if limit_s == 5.0 else 1.2) * limit_s
+
+
+def test_half_an_hour_of_short_sleeps_in_vain_takes_few_of_them() -> None:
+    pauses = [0, 0]
+    with pytest.raises(Deadlock, match="waits for rank"):
+        simulate(sleeps_until, 2, 1e9, pauses)
+    assert max(pauses) < 12_000  # an hour has 3,600,000 milliseconds
 
 
 def uses_the_store() -> list[object]:
