@@ -45,12 +45,16 @@ class Clock:
         """The rank that runs, or the thread of it that does."""
         return self._scheduler.current
 
-    def act(self) -> None:
-        """Let all earlier ranks go first; called before anything that others can notice."""
+    def act(self, *, is_progress: bool = True) -> None:
+        """Let all earlier ranks go first; called before anything that others can notice.
+
+        Args:
+            is_progress: False: a rank may do it for ever, and nothing happens.
+        """
         rank = self._scheduler.current
         rank.num_clock_reads = 0
-        rank.busy_s = rank.clock_s
-        rank.polls, rank.num_polls = None, 0
+        if is_progress:
+            rank.busy_s, rank.polls, rank.num_polls = rank.clock_s, None, 0
         if self._jitter:
             rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
         if rank.clock_s > self._computed_until[rank.number]:
@@ -88,6 +92,10 @@ class Clock:
         """Let time pass, and see what others have done meanwhile: it may be what it waits for."""
         self._scheduler.current.clock_s += max(seconds, POLL_S)
         self._scheduler.rest()
+
+    def gave_up(self, operation: object) -> None:
+        """Note that the running rank has waited as long as it wanted: it may wait again."""
+        self._scheduler.rest(lambda: operation)
 
     def poll(self, operation: Callable[[], object]) -> None:
         """Let a moment pass for a rank that asks whether ``operation()`` is done."""

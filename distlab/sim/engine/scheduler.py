@@ -277,17 +277,20 @@ class Scheduler:
             self._stop_if_in_vain(rank)
         self.act()
 
-    def rest(self) -> None:
+    def rest(self, operation: Callable[[], object] | None = None) -> None:
         """Do what ``act`` does, for a rank that has slept: it may sleep again and again.
 
         Half an hour in milliseconds is two million sleeps. If nothing can happen meanwhile, they
         become longer, so that it is over soon.
+
+        Args:
+            operation: makes what it has waited for meanwhile, as long as it wanted.
         """
         rank = self.current
         rank.num_polls += 1
         slept_s = rank.clock_s - rank.busy_s
         if rank.num_polls > MAX_POLLS or (rank.num_polls > MIN_RESTS and slept_s > PATIENCE_S):
-            rank.polls = rank.polls or partial(self.describe_rest, rank)
+            rank.polls = operation or rank.polls or partial(self.describe_rest, rank)
             if slept_s > PATIENCE_S:
                 self._stop_if_in_vain(rank)
             elif self._all_poll():

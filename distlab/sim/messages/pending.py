@@ -92,6 +92,7 @@ class Pending:
         start_s = rank.clock_s
         until_s = start_s + min(limit_s, group_limit_s)
         if not self.is_done and not self.block(until_s):
+            self.clock.gave_up(self)
             raise self.late(limit_s) if limit_s <= group_limit_s else self.expired(group_limit_s)
         if self.done_s > rank.clock_s:
             rank.clock_s = self.done_s

@@ -89,11 +89,14 @@ class SimStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. A key that never comes is found at once, without a limit."""
-        self._clock.act()
+        self._clock.act(is_progress=self._has(keys))
         if not self._has(keys):
             waiting = self._key_wait(keys)
             self._waits.append(waiting)
-            waiting.wait(self._limit_s if timeout is None else limit_s(timeout))
+            try:
+                waiting.wait(self._limit_s if timeout is None else limit_s(timeout))
+            finally:
+                self._waits = [wait for wait in self._waits if wait is not waiting]
 
     def _key_wait(self, keys: Sequence[str]) -> KeyWait:
         call = self._places.call_site(sys._getframe(2))
@@ -117,10 +120,7 @@ class SimStore(Store):
 
     def _wake(self) -> None:
         now_s = self._clock.current.clock_s
-        waits = [wait for wait in self._waits if not wait.is_done]  # else it has given up
-        for wait in waits:
-            wait.keys = self._missing(wait.keys)
-        ready = [wait for wait in waits if not wait.keys]
-        self._waits = [wait for wait in waits if wait not in ready]
-        for waiting in ready:
-            waiting.finish(now_s)
+        for waiting in self._waits:
+            waiting.keys = self._missing(waiting.keys)
+            if not waiting.keys and not waiting.is_done:
+                waiting.finish(now_s)

@@ -109,18 +109,17 @@ def marked_lines(program: Any) -> set[int]:
 
 
 NEXT_LINE = "the line that waits is named; the one that asked for it, or the loop, is beside it"
+LINE = re.compile(r'(?:broken_programs\.py(?:"?, line |:)|waits at line )(\d+)')
 CAUGHT = "an exception that the program has caught, or lost in a thread, is not named"
 NOT_WHERE = "it is said how the rank has ended, and not on which line"
 UNNAMED = {  # broken programs that are reported without the marked line, and why
     "async_save_error_unseen": CAUGHT,
-    "batch_p2p_missing_partner": NEXT_LINE,
     "coalescing_async_never_waited": NEXT_LINE,
     "context_manager_swallows": CAUGHT,
     "ddp_hook_future_never_set": "torch waits for the future in C++; the time limit ends it",
     "early_return_without_data": NOT_WHERE,
     "except_reports_to_rank0": CAUGHT,
     "irecv_read_before_wait": "the program's own assertion fails first",
-    "irecv_wait_before_isend": NEXT_LINE,
     "join_forgotten_daemon_sender": "a daemon that has ended with its rank is not named",
     "logged_and_continue": NEXT_LINE,
     "main_and_thread_recv_same": NEXT_LINE,
@@ -129,8 +128,6 @@ UNNAMED = {  # broken programs that are reported without the marked line, and wh
     "one_rank_destroys_early": NOT_WHERE,
     "os_exit_on_one": NOT_WHERE,
     "poll_file_flag": NEXT_LINE,
-    "poll_is_completed_forever": NEXT_LINE,
-    "poll_is_completed_with_sleep": NEXT_LINE,
     "poll_queue_get_nowait": NEXT_LINE,
     "poll_store_check": NEXT_LINE,
     "poll_thread_is_alive": NEXT_LINE,
@@ -162,7 +159,7 @@ def test_a_broken_program_is_reported_with_its_line(name: str) -> None:
     found = simulated(program)
     assert isinstance(found, str) is (name not in UNNOTICED), found
     if isinstance(found, str):
-        named = set(map(int, re.findall(r'broken_programs\.py(?:"?, line |:)(\d+)', found)))
+        named = set(map(int, LINE.findall(found)))
         assert bool(named & marked_lines(program)) is (name not in UNNAMED), found
 
 

@@ -1,5 +1,6 @@
 """Limits on waiting pass in virtual time, and raise what gloo raises."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -252,3 +253,29 @@ def test_a_limit_of_torchs_default_is_none() -> None:
 
     with pytest.raises(Deadlock):
         simulate(program, 2)
+
+
+def retries_for_ever() -> None:
+    store = _get_default_store()
+    while me() == 0 and not store.check(["ready"]):
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait(["ready"], timedelta(seconds=1))
+    dist.barrier()
+
+
+def test_who_tries_again_for_ever_is_found() -> None:
+    with pytest.raises(Deadlock, match="rank 0 waits for the key 'ready', which no rank has set"):
+        simulate(retries_for_ever, 2)
+
+
+def gives_up_after_a_thousand_attempts() -> str:
+    store = _get_default_store()
+    for attempt in range(1000):
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait(["ready"], timedelta(seconds=1))
+            return f"{attempt} attempts"
+    return "gave up"
+
+
+def test_a_thousand_attempts_are_no_loop() -> None:
+    assert simulate(gives_up_after_a_thousand_attempts, 2).results == ["gave up"] * 2
