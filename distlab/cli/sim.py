@@ -22,7 +22,13 @@ Algorithm = Literal[
     "recursive_doubling",
     "halving_doubling",
     "hierarchical",
+    "hierarchical_overlapped",
     "direct",
+    "nccl_ring",
+    "nccl_tree",
+    "nccl_nvls",
+    "nccl_nvls_tree",
+    "nccl_collnet",
 ]
 PICTURES = (".png", ".svg", ".pdf")
 GIB = 2**30
@@ -97,6 +103,14 @@ def sim(
         float | None,
         typer.Option("--memory-gib", help="Memory of each GPU.  [default: as the preset says]"),
     ] = None,
+    overlap_cost: Annotated[
+        float,
+        typer.Option(
+            "--overlap-cost",
+            min=0,
+            help="Share of its speed that computation loses beside collectives, such as 0.15.",
+        ),
+    ] = 0.0,
     seed: Annotated[
         int, typer.Option("--seed", help="Seeds random and numpy on the ranks, and the jitter.")
     ] = 0,
@@ -129,6 +143,7 @@ def sim(
             seed=seed,
             has_devices=False if no_devices else True if capacity_bytes else None,
             capacity_bytes=capacity_bytes,
+            overlap_cost=overlap_cost,
             faults=faults,
         )
     with _exits_told_once():

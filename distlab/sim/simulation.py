@@ -11,6 +11,7 @@ from distlab.sim.collectives import algorithms
 from distlab.sim.collectives.phases import Phase
 from distlab.sim.device.devices import Devices
 from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.overlap import Overlap
 from distlab.sim.engine.scheduler import Rank, Scheduler
 from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
@@ -51,7 +52,8 @@ class Simulation:
         self.residents = Residents(num_ranks, cluster.gpus_per_node, options.seed, running)
         self.scheduler = Scheduler(num_ranks, self.residents.switch)
         self.trace = Trace(num_ranks, has_events=options.has_events)
-        self.clock = Clock(self.scheduler, self.trace, options.faults)
+        overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None
+        self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
         self.devices = self._make_devices()
         self.places = Places(options.given)
         self.handles, self.refusals = Handles(), Refusals()

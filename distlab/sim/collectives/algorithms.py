@@ -23,13 +23,18 @@ GPUs whose links nobody shares; n: bytes of the whole buffer; lg: to base 2, rou
     barrier          recursive_doubling   lg p α     (dissemination; also monitored_barrier)
 
 For other p see `patterns`. Adding numbers up takes no time. The "hierarchical" ones need equally
-many ranks on every node of the group and give way like any other where that is not so.
+many ranks on every node of the group and give way like any other where that is not so. Their steps
+follow each other; in "hierarchical_overlapped" they work on different pieces of the buffer at once,
+and the slowest one decides.
+
+These are the algorithms of textbooks. Those that begin with "nccl_" are NCCL's own: see `nccl`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import TypeVar
 
+from distlab.sim.collectives import protocols
 from distlab.sim.collectives.patterns import (
     bruck_all_to_all,
     dissemination,
@@ -46,7 +51,14 @@ from distlab.sim.collectives.patterns import (
     tree_broadcast,
     tree_scatter,
 )
-from distlab.sim.collectives.phases import Phase, Phases, mirrored, round_s, together
+from distlab.sim.collectives.phases import (
+    Phase,
+    Phases,
+    mirrored,
+    overlapped,
+    round_s,
+    together,
+)
 from distlab.sim.hardware.cluster import Cluster
 
 __all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan"]
@@ -54,6 +66,7 @@ __all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan"]
 Members = Sequence[int]  # GPUs by position; the root comes first
 Nodes = Sequence[Members]  # the members of each node, equally many; the root is the very first
 M = TypeVar("M", Members, Nodes)
+NCCL = "nccl_"
 
 
 def plan(
@@ -71,9 +84,9 @@ def plan(
             one phase, 6 times: 4→5, 5→6, 6→7 and 7→4, 250 bytes each
 
     Args:
-        collective, algorithm: see the table on top. "auto" takes the plan whose
-            rounds take the least time (`round_s`, of shared links); among equals, the one with the
-            fewest transfers.
+        collective, algorithm: see the table on top. "auto": where the cluster has GPUs, what NCCL
+            would do (`protocols`). Elsewhere the plan of the table whose rounds take the least time
+            (`round_s`, of shared links); among equals, the one with the fewest transfers.
         gpus: of the ranks of the group, in the order of the ring.
         num_bytes: all_reduce, reduce, broadcast: of the tensor. all_gather, reduce_scatter: of
             all shards together. scatter, gather: of all that the root sends or gets, its own part
@@ -90,6 +103,9 @@ def plan(
     if not 0 <= root < len(gpus):
         raise ValueError(f"root must be an index of the {len(gpus)} ranks of the group, got {root}")
     members = [*gpus[root:], *gpus[:root]]
+    if algorithm.startswith(NCCL) or (algorithm == "auto" and cluster.gpu):
+        own_name = algorithm.removeprefix(NCCL)
+        return protocols.plan(collective, own_name, members, num_bytes, cluster)
     if algorithm != "auto":
         return _plan(collective, algorithm, members, num_bytes, cluster)
     plans = [pattern(members, num_bytes) for pattern in dict.fromkeys(_FLAT[collective].values())]
@@ -116,20 +132,14 @@ def _fastest(plans: Iterable[Phases], cluster: Cluster) -> Phases:
 def _plan(
     collective: str, algorithm: str, members: Members, num_bytes: float, cluster: Cluster
 ) -> list[Phase]:
-    if algorithm == "hierarchical" and collective in _HIERARCHICAL:
-        nodes = _by_node(members, cluster)
+    if algorithm.startswith("hierarchical") and collective in _HIERARCHICAL:
+        nodes = cluster.by_node(members)
         if len({len(node) for node in nodes}) == 1:
-            return _HIERARCHICAL[collective](nodes, num_bytes)
+            phases = _HIERARCHICAL[collective](nodes, num_bytes)
+            return overlapped(phases, cluster) if algorithm.endswith("overlapped") else phases
     row = _FLAT[collective]
     natural = next(iter(row.values()))
     return row.get(algorithm, natural)(members, num_bytes)
-
-
-def _by_node(members: Members, cluster: Cluster) -> list[list[int]]:
-    nodes: dict[int, list[int]] = {}
-    for gpu in members:
-        nodes.setdefault(cluster.node_of(gpu), []).append(gpu)
-    return list(nodes.values())
 
 
 def _check(what: str, name: str, valid: Sequence[str]) -> None:
@@ -227,5 +237,7 @@ ALGORITHMS = (
     "recursive_doubling",
     "halving_doubling",
     "hierarchical",
+    "hierarchical_overlapped",
     "direct",
+    *(f"{NCCL}{name}" for name in protocols.OF_ALGORITHM if name != "direct"),
 )

@@ -1,6 +1,6 @@
 """Plans of transfers: phases one after the other, what they send and how long they would take."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -20,10 +20,15 @@ class Phase:
     Attributes:
         transfers: at least one; the bytes are those of one round.
         repeat: how often the pattern runs in a row.
+        latency_s: of each transfer in all, if its pieces pass through several GPUs; None: that of
+            its route, in every round.
+        bytes_on_links: of each transfer, if a protocol's flags come on top of its data.
     """
 
     transfers: tuple[Transfer, ...]
     repeat: int = 1
+    latency_s: float | None = None
+    bytes_on_links: tuple[float, ...] = ()
 
 
 Phases = list[Phase]
@@ -48,6 +53,23 @@ def together(plans: Iterable[Phases]) -> Phases:
         Phase(tuple(chain.from_iterable(phase.transfers for phase in row)), row[0].repeat)
         for row in zip(*plans, strict=True)
     ]
+
+
+def overlapped(phases: Phases, cluster: Cluster) -> Phases:
+    """Let all phases run at once, each on a piece that the one before it has finished.
+
+    Pieces so small that the first one is through after the latencies of all phases: what is left is
+    the time of the phase that takes longest, or of a link that several of them use.
+    """
+    latency_s = 0.0
+    num_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for phase in phases:
+        routes = (cluster.route(src, dst) for src, dst, _ in phase.transfers)
+        latency_s += phase.repeat * max(route.latency_s for route in routes)
+        for src, dst, size in phase.transfers:
+            num_bytes[src, dst] += phase.repeat * size
+    transfers = tuple((src, dst, size) for (src, dst), size in num_bytes.items())
+    return [Phase(transfers, latency_s=latency_s)] if phases else []
 
 
 def round_s(phase: Phase, cluster: Cluster, *, shared: bool) -> float:

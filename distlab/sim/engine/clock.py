@@ -5,9 +5,10 @@ rank 0   ── computes ──┬ act: all earlier ranks go first
 noted         compute        waited
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from distlab.sim.engine.faults import Faults
+from distlab.sim.engine.overlap import Overlap
 from distlab.sim.engine.scheduler import NEVER, Scheduler, Strand
 from distlab.sim.engine.trace import Trace
 from distlab.sim.reporting.sites import Site
@@ -26,13 +27,21 @@ class Clock:
         scheduler: knows who runs.
         trace: notes when a rank computes and when it waits.
         faults: may have jitter.
+        overlap: what computation loses to collectives; None: nothing.
 
     Attributes:
         num_ranks: of the world.
     """
 
-    def __init__(self, scheduler: Scheduler, trace: Trace, faults: Faults) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        trace: Trace,
+        faults: Faults,
+        overlap: Overlap | None = None,
+    ) -> None:
         self.trace = trace
+        self._overlap = overlap
         self.num_ranks = len(scheduler.ranks)
         self._scheduler = scheduler
         self._computed_until = [0.0] * self.num_ranks
@@ -53,6 +62,8 @@ class Clock:
         """
         rank = self._scheduler.current
         rank.num_clock_reads = 0
+        if self._overlap:
+            rank.clock_s += self._overlap.pay(rank.number)
         if is_progress:
             rank.busy_s, rank.polls, rank.num_polls = rank.clock_s, None, 0
         if self._jitter:
@@ -83,10 +94,26 @@ class Clock:
         Other threads of the rank see what it does, so those that are earlier go first.
         """
         strand = self._scheduler.current
+        start_s = strand.clock_s
         strand.clock_s += seconds
+        if self._overlap:
+            self._overlap.computed(strand.number, start_s, strand.clock_s, self._scheduler.now_s)
+            strand.clock_s += self._overlap.pay(strand.number)
         strand.busy_s, strand.polls, strand.num_polls = strand.clock_s, None, 0
         if len(strand.rank.strands) > 1:
             self._scheduler.act()
+
+    def collective_begins(self, ranks: Iterable[int]) -> None:
+        """Note that bytes of a collective begin to travel."""
+        if self._overlap:
+            for rank in ranks:
+                self._overlap.begins(rank)
+
+    def collective_ends(self, ranks: Iterable[int], begin_s: float, end_s: float) -> None:
+        """Note that they have arrived; who has computed meanwhile has lost time."""
+        if self._overlap:
+            for rank in ranks:
+                self._overlap.ends(rank, begin_s, end_s)
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, and see what others have done meanwhile: it may be what it waits for."""
@@ -105,6 +132,14 @@ class Clock:
     def block(self, operation: object, until_s: float = NEVER) -> bool:
         """Wait until ``ready`` is called for the running rank; tell whether it was, in time."""
         return self._scheduler.block(operation, until_s)
+
+    def settle(self, since_s: float) -> float:
+        """Return since when the running rank has really waited, which has lost time before."""
+        if self._overlap:
+            strand = self._scheduler.current
+            since_s += self._overlap.pay(strand.number)
+            strand.clock_s = max(strand.clock_s, since_s)
+        return since_s
 
     def ready(self, rank: Strand, at_s: float) -> None:
         """Let a rank go on at ``at_s`` or later, if it is blocked."""

@@ -10,7 +10,7 @@ All bandwidths are bytes/s in one direction.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -31,6 +31,8 @@ class GPU:
         peak_flops: FLOP/s by name of the dtype ("bfloat16", "float16", "float32", "float64"), as on
             the data sheet, dense. Utilisation (MFU) divides by it.
         achievable_flops: FLOP/s that a large matmul really reaches. Time divides by it.
+        protocol_efficiency: share of the bandwidth of its links that each of NCCL's protocols
+            reaches, by name; those that are missing reach all of it.
     """
 
     name: str
@@ -38,6 +40,7 @@ class GPU:
     memory_bytes_per_s: float
     peak_flops: Mapping[str, float]
     achievable_flops: Mapping[str, float]
+    protocol_efficiency: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def preset(cls, name: str) -> "GPU":
@@ -49,8 +52,9 @@ class GPU:
             name,
             memory_bytes=values["memory_bytes"],
             memory_bytes_per_s=values["memory_bytes_per_s"],
-            peak_flops=_by_dtype(values, "peak_flops."),
-            achievable_flops=_by_dtype(values, "achievable_flops."),
+            peak_flops=_below(values, "peak_flops."),
+            achievable_flops=_below(values, "achievable_flops."),
+            protocol_efficiency=_below(values, "protocol_efficiency."),
         )
 
     def numbers(self) -> dict[str, float]:
@@ -60,6 +64,7 @@ class GPU:
             "memory_bytes_per_s": self.memory_bytes_per_s,
             **{f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()},
             **{f"achievable_flops.{dtype}": v for dtype, v in self.achievable_flops.items()},
+            **{f"protocol_efficiency.{name}": v for name, v in self.protocol_efficiency.items()},
         }
 
 
@@ -103,6 +108,8 @@ class Cluster:
         hop_latency_s: added for every GPU that relays and every switch beyond the first.
         oversubscription: fat-tree: bandwidth of the NICs below a leaf / bandwidth of its up-link.
         nodes_per_leaf: fat-tree: nodes that share a leaf switch.
+        switch_adds: the switch of a node adds up what its GPUs send (NVLS).
+        network_adds: so do the switches between the nodes (SHARP).
         faults: (pattern, factor) of the links that `slowed` has slowed down.
     Raises: ValueError: for a value that makes no sense; one line, which says what would.
     """
@@ -120,6 +127,8 @@ class Cluster:
     hop_latency_s: float = 1e-6
     oversubscription: float = 1.0
     nodes_per_leaf: int = 1
+    switch_adds: bool = False
+    network_adds: bool = False
     faults: tuple[tuple[str, float], ...] = ()
     name: str = "custom"
     _map: Topology = field(init=False, repr=False)
@@ -164,6 +173,7 @@ class Cluster:
             latency_s=preset.latency_s.value,
             net_latency_s=preset.net_latency_s.value,
             hop_latency_s=preset.hop_latency_s.value,
+            switch_adds=preset.switch_adds,
             name=name,
         )
 
@@ -185,6 +195,13 @@ class Cluster:
     def node_of(self, gpu: int) -> int:
         """Return the node of GPU number ``gpu``."""
         return self._place(gpu).node
+
+    def by_node(self, gpus: Sequence[int]) -> list[list[int]]:
+        """Sort GPUs by node, in the order in which the nodes appear."""
+        nodes: dict[int, list[int]] = {}
+        for gpu in gpus:
+            nodes.setdefault(self.node_of(gpu), []).append(gpu)
+        return list(nodes.values())
 
     def route(self, src: int, dst: int) -> Route:
         """Return how bytes get from GPU ``src`` to GPU ``dst``; to itself: no link, no latency."""
@@ -286,7 +303,7 @@ def _assumed_lines(
     return lines
 
 
-def _by_dtype(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+def _below(values: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {key[len(prefix) :]: value for key, value in values.items() if key.startswith(prefix)}
 
 

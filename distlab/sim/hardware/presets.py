@@ -4,6 +4,7 @@
     spec        the maker's data sheet: one direction, dense (the sheets print both directions
                 together and twice the FLOP/s with sparsity)
     measured    someone ran it and published the figure
+    fitted      to published runs of NCCL; docs/fidelity.md shows how well
     assumed     not published, but plausible; `Cluster.assumptions` lists these
 
 Simulated time divides by what is achievable, utilisation (MFU) by the peak: both are kept.
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-Status = Literal["spec", "measured", "assumed"]
+Status = Literal["spec", "measured", "fitted", "assumed"]
 
 
 class Number(NamedTuple):
@@ -31,12 +32,71 @@ def measured(value: float, source: str) -> Number:
     return Number(value, "measured", source)
 
 
+def fitted(value: float) -> Number:
+    return Number(value, "fitted", "half of the tables in docs/fidelity.md")
+
+
 def assumed(value: float, source: str) -> Number:
     return Number(value, "assumed", source)
 
 
 GIB = 2**30  # the sheets write GB; the drivers show that it is GiB
 Gbps = 1e9 / 8  # bytes/s
+
+# ------------------------------------------------------------------------------ NCCL's protocols
+
+
+class Protocol(NamedTuple):
+    """What a collective costs besides its bytes; see collectives/protocols.py.
+
+    Attributes:
+        launch_s: once, the kernel's start included.
+        hop: latency between two GPUs of a node, in latencies of the cluster.
+        net_hop: the same between two nodes.
+        net_efficiency: bytes of data for each byte between two nodes; inside of a node, see GPUS.
+        in_trees: what is left of the efficiency inside of a node if a GPU serves three neighbours
+            instead of two.
+    """
+
+    launch_s: Number
+    hop: Number
+    net_hop: Number
+    net_efficiency: Number
+    in_trees: Number = Number(1.0, "spec", "no trees")
+
+
+PROTOCOLS = {
+    "LL": Protocol(fitted(9.55e-6), fitted(0.193), fitted(1.09), fitted(0.113), fitted(0.8)),
+    "LL128": Protocol(fitted(12.2e-6), fitted(0.477), fitted(2.8), fitted(0.414), fitted(0.956)),
+    "Simple": Protocol(fitted(22.3e-6), fitted(1.39), fitted(2.91), fitted(0.985), fitted(0.275)),
+    "NVLS": Protocol(fitted(63.4e-6), fitted(1.04), fitted(5.12), fitted(0.918)),
+    "SHARP": Protocol(fitted(45.4e-6), fitted(1), fitted(3.02), fitted(0.699)),
+    "P2P": Protocol(fitted(52.7e-6), fitted(1.12), fitted(2.03), fitted(0.893)),
+}
+
+# Bytes of data for each byte that NVLink carries, by protocol.
+_AMPERE = {
+    "LL": fitted(0.418),
+    "LL128": fitted(0.55),
+    "Simple": fitted(0.833),
+    "P2P": fitted(0.752),
+}
+_HOPPER = {
+    "LL": fitted(0.443),
+    "LL128": fitted(0.806),
+    "Simple": fitted(0.905),
+    "NVLS": fitted(0.768),
+    "SHARP": fitted(0.576),
+    "P2P": fitted(0.94),
+}
+_BLACKWELL = {
+    "NVLS": fitted(0.727),
+    "SHARP": fitted(0.75),
+    "LL": assumed(0.443, "as Hopper"),
+    "LL128": assumed(0.806, "as Hopper"),
+    "Simple": assumed(0.905, "as Hopper"),
+    "P2P": assumed(0.94, "as Hopper"),
+}
 
 # ---------------------------------------------------------------------------------------- GPUs
 
@@ -50,6 +110,7 @@ def _gpu(
     memory_tb_per_s: float,
     peak_tflops: Mapping[str, float],
     matmul: Number,
+    protocol_efficiency: Mapping[str, Number],
 ) -> dict[str, Number]:
     """Return the numbers of one GPU, under the names of the fields of `cluster.GPU`.
 
@@ -68,7 +129,8 @@ def _gpu(
         sixteen_bit = peak.value == peaks["float16"].value
         guess = assumed(peak.value * share, f"{share:.1%} of the peak, as in 16 bits")
         numbers[f"achievable_flops.{dtype}"] = matmul if sixteen_bit else guess
-    return numbers
+    shares = {f"protocol_efficiency.{name}": n for name, n in protocol_efficiency.items()}
+    return numbers | shares
 
 
 # float32 is without TF32, float64 with tensor cores, as torch.matmul runs them by default.
@@ -79,6 +141,7 @@ GPUS: dict[str, dict[str, Number]] = {
         memory_tb_per_s=1.555,
         peak_tflops={"float16": 312, "bfloat16": 312, "float32": 19.5, "float64": 19.5},
         matmul=assumed(271e12, "as A100-80GB: the same chip with other memory"),
+        protocol_efficiency=_AMPERE,
     ),
     "A100-80GB": _gpu(
         "NVIDIA A100 SXM4 80 GB data sheet",
@@ -86,6 +149,7 @@ GPUS: dict[str, dict[str, Number]] = {
         memory_tb_per_s=2.039,
         peak_tflops={"float16": 312, "bfloat16": 312, "float32": 19.5, "float64": 19.5},
         matmul=measured(271e12, _MATMUL),
+        protocol_efficiency=_AMPERE,
     ),
     "H100-80GB": _gpu(
         "NVIDIA H100 SXM5 data sheet",
@@ -93,6 +157,7 @@ GPUS: dict[str, dict[str, Number]] = {
         memory_tb_per_s=3.35,
         peak_tflops={"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67},
         matmul=measured(794e12, _MATMUL),
+        protocol_efficiency=_HOPPER,
     ),
     "H200-141GB": _gpu(
         "NVIDIA H200 SXM5 data sheet",
@@ -100,6 +165,7 @@ GPUS: dict[str, dict[str, Number]] = {
         memory_tb_per_s=4.8,
         peak_tflops={"float16": 989, "bfloat16": 989, "float32": 67, "float64": 67},
         matmul=assumed(794e12, "as H100-80GB: the same chip with other memory"),
+        protocol_efficiency=_HOPPER,
     ),
     "B200-180GB": _gpu(
         "NVIDIA GB200 NVL72 data sheet, column HGX B200; its memory: DGX B200, 64 TB/s / 8",
@@ -107,6 +173,7 @@ GPUS: dict[str, dict[str, Number]] = {
         memory_tb_per_s=8.0,
         peak_tflops={"float16": 2250, "bfloat16": 2250, "float32": 75, "float64": 37},
         matmul=measured(1745e12, _MATMUL),
+        protocol_efficiency=_BLACKWELL,
     ),
     "GB200-186GB": _gpu(
         "NVIDIA GB200 NVL72 data sheet",
@@ -114,6 +181,7 @@ GPUS: dict[str, dict[str, Number]] = {
         memory_tb_per_s=8.0,
         peak_tflops={"float16": 2500, "bfloat16": 2500, "float32": 80, "float64": 40},
         matmul=measured(1822e12, _MATMUL),
+        protocol_efficiency=_BLACKWELL,
     ),
 }
 
@@ -141,6 +209,7 @@ class Preset:
     latency_s: Number
     net_latency_s: Number
     hop_latency_s: Number
+    switch_adds: bool = False  # NVLink SHARP: NVSwitch of Hopper and later
 
 
 def _ethernet(gigabit: float, net_latency_s: float) -> Preset:
@@ -190,6 +259,7 @@ CLUSTERS: dict[str, Preset] = {
         latency_s=assumed(41e-6 / 14, "as dgx-h200: the same NVLink"),
         net_latency_s=assumed(10e-6, _NCCL_TABLE),
         hop_latency_s=_relayed(3e-6),
+        switch_adds=True,
     ),
     "dgx-h200": Preset(
         "rail-optimised",
@@ -201,6 +271,7 @@ CLUSTERS: dict[str, Preset] = {
         latency_s=assumed(41e-6 / 14, f"shortest all_reduce 41 µs; {_IF_RING}"),
         net_latency_s=assumed(10e-6, _NCCL_TABLE),
         hop_latency_s=_relayed(3e-6),
+        switch_adds=True,
     ),
     "hgx-b200": Preset(
         "rail-optimised",
@@ -210,12 +281,11 @@ CLUSTERS: dict[str, Preset] = {
         nvlink_bytes_per_s=assumed(
             746e9, "as gb200-nvl72: ring busbw of both is 680e9; sheet 900e9"
         ),
-        nic_bytes_per_s=measured(
-            0.73 * 400 * Gbps, f"AWS P6, EFA v4, 73 % of 400 Gb/s; {_ALL_REDUCE_BENCH}"
-        ),
+        nic_bytes_per_s=spec(400 * Gbps, "DGX B200 data sheet: 8 x ConnectX-7 NDR"),
         latency_s=assumed(4e-6, "between dgx-h200 and dgx-a100"),
-        net_latency_s=assumed(378e-6 / 62, f"all_reduce of 1 MiB on 32 GPUs 378 µs; {_IF_RING}"),
+        net_latency_s=assumed(10e-6, _NCCL_TABLE),
         hop_latency_s=_relayed(4e-6),
+        switch_adds=True,
     ),
     "gb200-nvl72": Preset(  # a node is here the rack: the 72 GPUs on one NVLink switch
         "rail-optimised",
@@ -227,6 +297,7 @@ CLUSTERS: dict[str, Preset] = {
         latency_s=assumed(3e-6, "near dgx-h200"),
         net_latency_s=assumed(10e-6, _NCCL_TABLE),
         hop_latency_s=_relayed(3e-6),
+        switch_adds=True,
     ),
     "p4d": Preset(
         "switch",
@@ -236,8 +307,20 @@ CLUSTERS: dict[str, Preset] = {
         nvlink_bytes_per_s=assumed(274e9, "as dgx-a100: the same board"),
         nic_bytes_per_s=spec(100 * Gbps, "AWS P4d: 4 x 100 Gb/s EFA"),
         latency_s=assumed(79e-6 / 14, "as dgx-a100: the same board"),
-        net_latency_s=assumed(10e-6, _NCCL_TABLE),
+        net_latency_s=fitted(83.6e-6),
         hop_latency_s=_NO_RELAY,
+    ),
+    "p5": Preset(
+        "rail-optimised",
+        gpu="H100-80GB",
+        gpus_per_node=_BOARD(8),
+        nics_per_node=assumed(8, "AWS P5: 32 x 100 Gb/s EFA, four for each GPU, taken as one"),
+        nvlink_bytes_per_s=assumed(376e9, "as dgx-h100: the same board"),
+        nic_bytes_per_s=spec(400 * Gbps, "AWS P5: 4 x 100 Gb/s EFA for each GPU"),
+        latency_s=assumed(41e-6 / 14, "as dgx-h100: the same board"),
+        net_latency_s=fitted(30.7e-6),
+        hop_latency_s=_relayed(3e-6),
+        switch_adds=True,
     ),
     "a3-mega": Preset(
         "rail-optimised",
@@ -247,8 +330,9 @@ CLUSTERS: dict[str, Preset] = {
         nvlink_bytes_per_s=assumed(376e9, "as dgx-h100: the same board"),
         nic_bytes_per_s=spec(200 * Gbps, "Google A3 Mega, GPUDirect-TCPXO: 8 x 200 Gb/s"),
         latency_s=assumed(41e-6 / 14, "as dgx-h100: the same board"),
-        net_latency_s=assumed(20e-6, "TCPXO, guessed between 15 and 30 µs"),
+        net_latency_s=assumed(80e-6, "TCPXO: two nodes need 124 µs to add up a few bytes"),
         hop_latency_s=_relayed(3e-6),
+        switch_adds=True,
     ),
     "ethernet-10g": _ethernet(10, net_latency_s=50e-6),
     "ethernet-25g": _ethernet(25, net_latency_s=30e-6),

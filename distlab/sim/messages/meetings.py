@@ -8,6 +8,8 @@ disagrees, before any rank waits for it.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 
 from torch import Tensor
 
@@ -84,6 +86,7 @@ class Meeting:
         self.number = number
         self.attendances: dict[int, Attendance] = {}  # by global rank
         self._under_way = 0  # transfers of the current phase
+        self._begin_s = 0.0
         self._error_of: Callable[[int], Exception] | None = None  # it has failed
 
     def arrive(self, call: Call, site: CallSite) -> Attendance:
@@ -139,7 +142,9 @@ class Meeting:
     def _begin(self, call: Call) -> None:
         """All ranks have arrived: let the bytes travel."""
         phases = self._means.plan(call, self.group)
-        self._run_phase(iter(phases), self._means.clock.current.clock_s)
+        self._begin_s = self._means.clock.current.clock_s
+        self._means.clock.collective_begins(self.group)
+        self._run_phase(iter(phases), self._begin_s)
 
     def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
         """Start all transfers of the next phase; the last one to arrive starts the one after."""
@@ -153,11 +158,14 @@ class Meeting:
                 self._run_phase(phases, at_s)
 
         self._under_way = len(phase.transfers)
-        for src, dst, num_bytes in phase.transfers:
-            self._means.traffic.carry(src, dst, num_bytes, now_s, arrived, repeat=phase.repeat)
+        carry = partial(self._means.traffic.carry, repeat=phase.repeat, latency_s=phase.latency_s)
+        on_links = phase.bytes_on_links or repeat(None)
+        for (src, dst, num_bytes), carried in zip(phase.transfers, on_links, strict=False):
+            carry(src, dst, num_bytes, now_s, arrived, bytes_on_links=carried)
         return None
 
     def _end(self, at_s: float) -> None:
+        self._means.clock.collective_ends(self.group, self._begin_s, at_s)
         members = [self.attendances[rank] for rank in self.group]
         for member in members:
             for tensor, kept in zip(member.call.inputs, member.kept, strict=False):

@@ -96,6 +96,7 @@ class Pending:
             raise self.late(limit_s) if limit_s <= group_limit_s else self.expired(group_limit_s)
         if self.done_s > rank.clock_s:
             rank.clock_s = self.done_s
+        start_s = self.clock.settle(start_s)
         if rank.clock_s > start_s:
             self.clock.waited(self.name, self.site, start_s)
         if self.error is not None:

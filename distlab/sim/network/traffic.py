@@ -48,19 +48,27 @@ class Traffic:
         arrived: Callable[[float], None],
         *,
         repeat: int = 1,
+        latency_s: float | None = None,
+        bytes_on_links: float | None = None,
     ) -> None:
         """Send ``num_bytes`` from GPU ``src`` to GPU ``dst``; call ``arrived`` with the time.
 
         ``repeat`` such messages, each sent when the one before has arrived, are one transfer of
         all their bytes after all their latencies and delays.
+
+        Args:
+            latency_s: of a message; None: that of the route.
+            bytes_on_links: of a message, with what its protocol adds; None: those of its data.
         """
         route, total = self.cluster.route(src, dst), repeat * num_bytes
         self._trace.carried(src, dst, total, repeat)
-        latency_s = route.latency_s
+        if latency_s is None:
+            latency_s = route.latency_s
         if self._delays_s:
             latency_s += self._delays_s.get((src, dst), 0.0)
         begin_s = max(now_s + repeat * latency_s, self._scheduler.now_s)
-        transfer = (begin_s, next(self._order), route.links, total, arrived)
+        carried = total if bytes_on_links is None else repeat * bytes_on_links
+        transfer = (begin_s, next(self._order), route.links, carried, arrived)
         heapq.heappush(self._waiting, transfer)
 
     def next_event_s(self) -> float:

@@ -1,6 +1,7 @@
 """What a simulation takes besides its program, and what it returns."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, TypeVar
 
 from distlab.sim.collectives.algorithms import ALGORITHMS
@@ -26,6 +27,8 @@ class Options:
         seed: of the ranks' own generators of ``random`` and numpy.
         has_devices: account for computation and memory; None: if the cluster describes its GPU.
         capacity_bytes: memory of each GPU; None: as its description says.
+        overlap_cost: seconds that computation loses in each second in which a collective of its
+            rank is under way: see `engine.overlap`.
         has_events: keep every event, for pictures and traces; without, a message takes less memory,
             and only totals are known.
         faults: what goes wrong on purpose.
@@ -40,6 +43,7 @@ class Options:
     seed: int = 0
     has_devices: bool | None = None
     capacity_bytes: int | None = None
+    overlap_cost: float = 0.0
     has_events: bool = True
     faults: Faults = field(default_factory=Faults)
     given: tuple[str, ...] = ()
@@ -48,6 +52,10 @@ class Options:
         if self.algorithm not in ALGORITHMS:
             raise ValueError(
                 f"there is no algorithm {self.algorithm!r}; valid: {', '.join(ALGORITHMS)}"
+            )
+        if not 0 <= self.overlap_cost < inf:
+            raise ValueError(
+                f"overlap_cost must be 0 or more and finite, got {self.overlap_cost}: 0.15 is usual"
             )
         if self.p2p_order not in P2P_ORDERS:
             raise ValueError(

@@ -85,6 +85,8 @@ def label(simulated: Simulated[Any]) -> str:
 def assumed(simulated: Simulated[Any]) -> list[str]:
     """List the numbers in use that are neither on a data sheet nor measured."""
     lines = replace(simulated.cluster, faults=()).assumptions()
+    if not any(simulated.trace.collectives):
+        lines = [line for line in lines if not line.startswith("gpu.protocol")]
     if has_compute(simulated):
         return lines
     return ["computation takes no time"] + [line for line in lines if not line.startswith("gpu.")]
@@ -106,6 +108,8 @@ def settings(simulated: Simulated[Any]) -> list[str]:
         lines.append(f"sends of up to {bytes_text(options.eager_bytes)} are buffered")
     if options.capacity_bytes is not None:
         lines.append(f"each GPU has {bytes_text(options.capacity_bytes)} of memory")
+    if options.overlap_cost:
+        lines.append(f"computation loses {options.overlap_cost:.0%} beside collectives")
     lines += [f"rank {rank} computes {f:g} times slower" for rank, f in faults.slow_ranks.items()]
     lines += [f"rank {rank} dies at {seconds_text(s)}" for rank, s in faults.kill_ranks.items()]
     lines += [f"rank {rank} dies in optimizer step {k}" for rank, k in faults.kill_at_steps.items()]

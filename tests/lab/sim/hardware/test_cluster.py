@@ -225,6 +225,7 @@ def test_the_presets_of_the_course_are_there() -> None:
         "hgx-b200",
         "gb200-nvl72",
         "p4d",
+        "p5",
         "a3-mega",
         "ethernet-10g",
         "ethernet-25g",
@@ -235,11 +236,11 @@ def test_the_presets_of_the_course_are_there() -> None:
 def test_every_number_has_a_source_and_a_status(name: str) -> None:
     table = GPUS[name] if name in GPUS else vars(CLUSTERS[name])
     for key, number in table.items():
-        if key in ("topology", "gpu"):
+        if key in ("topology", "gpu", "switch_adds"):
             continue
         assert isinstance(number, Number), key
         assert number.value >= 0, key
-        assert number.status in ("spec", "measured", "assumed"), key
+        assert number.status in ("spec", "measured", "fitted", "assumed"), key
         assert len(number.source) > 5, key
 
 
@@ -282,13 +283,13 @@ def test_what_is_assumed_is_listed_and_what_is_known_is_not(name: str) -> None:
 
 
 def test_an_assumption_says_its_value_and_why() -> None:
-    assert "net_latency_s = 2e-05 (assumed: TCPXO, guessed between 15 and 30 µs)" in (
-        Cluster.preset("a3-mega", nodes=2).assumptions()
+    assert "net_latency_s = 5e-05 (assumed: a TCP message, guessed between 30 and 50 µs)" in (
+        Cluster.preset("ethernet-10g", nodes=2).assumptions()
     )
 
 
 def test_one_node_assumes_nothing_about_the_network() -> None:
-    assert not any("net_latency_s" in line for line in Cluster.preset("a3-mega").assumptions())
+    assert not any("net_latency_s" in line for line in Cluster.preset("ethernet-10g").assumptions())
 
 
 def test_numbers_that_the_caller_gives_count_as_assumed() -> None:

@@ -1,0 +1,256 @@
+"""Hold the simulator's NCCL against published runs of NCCL.
+
+    python benchmarks/fidelity.py        writes the tables of docs/fidelity.md anew
+    python benchmarks/fidelity_fit.py    fits the constants of presets.py to one half of the tables
+
+A table is what one source says of one collective on one machine: seconds by size. Of each
+collective, every second table, in alphabetical order, belongs to the half that was fitted; the
+others only check.
+"""
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+
+from distlab.sim.collectives import nccl, protocols
+from distlab.sim.hardware.cluster import Cluster
+from distlab.words import bytes_text
+
+FIGURES = Path(__file__).parent / "nccl_figures"
+PAGE = Path(__file__).parents[1] / "docs/fidelity.md"
+MIB, GIB = 2**20, 2**30
+SHOWN = tuple(2**k for k in (20, 24, 26, 28, 30, 33, 35))
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda p: 2 * (p - 1) / p,
+    "all_gather": lambda p: (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "all_to_all": lambda p: (p - 1) / p,
+    "broadcast": lambda p: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """One published table.
+
+    Attributes:
+        algorithm: that was forced, or "auto".
+        points: bytes and seconds.
+        is_fitted: it belongs to the half of the tables that the constants were fitted to.
+    """
+
+    source: str
+    where: str
+    machine: str
+    nodes: int
+    gpus_per_node: int
+    collective: str
+    algorithm: str
+    cluster: Cluster
+    points: tuple[tuple[int, float], ...]
+    is_fitted: bool
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The GPUs that took part."""
+        on_node = self.cluster.gpus_per_node
+        return tuple(
+            node * on_node + gpu for node in range(self.nodes) for gpu in range(self.gpus_per_node)
+        )
+
+    def way(self, num_bytes: int) -> protocols.Way:
+        """Return what the simulator does."""
+        return protocols.cheapest(
+            self.collective, self.algorithm, self.members, num_bytes, self.cluster
+        )
+
+    def errors(self, smallest: int = 0, largest: int = 2**60) -> list[float]:
+        """Return predicted / published - 1 for the sizes that are asked for."""
+        return [
+            self.way(num_bytes).seconds / seconds - 1
+            for num_bytes, seconds in self.points
+            if smallest <= num_bytes <= largest
+        ]
+
+
+def tables() -> list[Table]:
+    """Return the tables that are compared; what is left out, and why, is in sources.csv."""
+    with (FIGURES / "sources.csv").open() as file:
+        sources = {row["source"]: row for row in csv.DictReader(file) if row["use"] == "yes"}
+    points: defaultdict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
+    with (FIGURES / "figures.csv").open() as file:
+        for row in csv.DictReader(file):
+            source = sources.get(row["source"])
+            if source and int(row["bytes"]) >= int(source["from_bytes"]):
+                key = ("collective", "source", "algorithm", "nodes", "gpus_per_node")
+                point = int(row["bytes"]), float(row["time_us"]) * 1e-6
+                points[tuple(row[name] for name in key)].append(point)
+    return [
+        _table(key, sources[key[1]], points[key], is_fitted=index % 2 == 0)
+        for _, of_collective in groupby(sorted(points), key=itemgetter(0))
+        for index, key in enumerate(of_collective)
+    ]
+
+
+def _table(
+    key: tuple[str, ...],
+    source: dict[str, str],
+    points: Iterable[tuple[int, float]],
+    *,
+    is_fitted: bool,
+) -> Table:
+    collective, name, algorithm, nodes, gpus_per_node = key
+    cluster = _cluster(source["preset"], int(nodes), network_adds=source["network_adds"] == "yes")
+    return Table(
+        name,
+        source["where"],
+        source["preset"],
+        int(nodes),
+        int(gpus_per_node),
+        collective,
+        algorithm,
+        cluster,
+        tuple(sorted(points)),
+        is_fitted,
+    )
+
+
+@cache
+def _cluster(preset: str, nodes: int, *, network_adds: bool) -> Cluster:
+    return replace(Cluster.preset(preset, nodes), network_adds=network_adds)
+
+
+# The page
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A claim about a range of sizes."""
+
+    text: str
+    within: float
+    on_one_node: bool
+    smallest: int
+    largest: int
+
+    def points(self, of: Iterable[Table]) -> list[tuple[Table, int, float]]:
+        """Return what it is about: table, bytes, published seconds."""
+        return [
+            (table, num_bytes, seconds)
+            for table in of
+            if (table.nodes == 1) == self.on_one_node
+            for num_bytes, seconds in table.points
+            if self.smallest <= num_bytes <= self.largest
+        ]
+
+
+GOALS = (
+    Goal("one node, 16 MiB and more", 0.15, True, 16 * MIB, 2**60),
+    Goal("one node, 1 MiB", 0.25, True, MIB, MIB),
+    Goal("several nodes, 16 MiB and more", 0.20, False, 16 * MIB, 2**60),
+)
+
+
+def simulated_s(table: Table, num_bytes: int) -> float:
+    """Return what the simulator says."""
+    return table.way(num_bytes).seconds
+
+
+def constant_s(table: Table, num_bytes: int) -> float:
+    """Return a guess to be beaten: the bandwidth of NVLink, or of all NICs, and no latency."""
+    ring = nccl.pattern(table.collective, _natural(table), table.members, table.cluster)
+    return num_bytes * ring.seconds()
+
+
+def _natural(table: Table) -> str:
+    return "direct" if table.collective == "all_to_all" else "ring"
+
+
+def goal_rows(of: Sequence[Table]) -> list[str]:
+    """Return how well each half is met, and how well a guess would meet it."""
+    rows = []
+    for goal in GOALS:
+        for what, is_fitted, says in (
+            ("fitted", True, simulated_s),
+            ("checked", False, simulated_s),
+            ("checked, bandwidth alone", False, constant_s),
+        ):
+            points = goal.points(table for table in of if table.is_fitted == is_fitted)
+            errors = [says(table, num_bytes) / s - 1 for table, num_bytes, s in points]
+            sizes = sorted(map(abs, errors))
+            met = sum(size <= goal.within for size in sizes) / len(sizes)
+            rows.append(
+                f"| {goal.text} | {what} | {len(sizes)} | {goal.within:.0%} | {met:.0%} "
+                f"| {median(sizes):.1%} | {sizes[-1]:.0%} | {median(errors):+.1%} |"
+            )
+    return rows
+
+
+def table_row(table: Table) -> str:
+    """Return a published table as one row: bus bandwidth, published / simulated."""
+    factor = BUS_FACTORS[table.collective](len(table.members))
+    cells = []
+    for size in SHOWN:
+        near = [point for point in table.points if abs(point[0] / size - 1) < 0.01]
+        rates = (
+            f"{factor * n / s / 1e9:.3g}" for n, t in near[:1] for s in (t, simulated_s(table, n))
+        )
+        cells.append(" / ".join(rates))
+    forced = "" if table.algorithm == "auto" else f", {table.algorithm.replace('_', ' ')}"
+    half = "fitted" if table.is_fitted else "checked"
+    off = median(map(abs, table.errors(MIB)))
+    return f"| {table.source}{forced} | {half} | {' | '.join(cells)} | {off:.0%} |"
+
+
+def page() -> str:
+    """Return the part of docs/fidelity.md that is computed."""
+    everything = tables()
+    parts = [
+        "| range | half | points | goal | within | median error | worst | bias |",
+        "|---|---|---|---|---|---|---|---|",
+        *goal_rows(everything),
+    ]
+    groups: defaultdict[tuple[str, str, int, int], list[Table]] = defaultdict(list)
+    for table in everything:
+        key = (table.machine, table.collective, table.nodes, table.gpus_per_node)
+        groups[key].append(table)
+    sizes = " | ".join(bytes_text(size) for size in SHOWN)
+    for (machine, collective, nodes, gpus), members in sorted(groups.items()):
+        parts += ["", f"**{machine}, {collective}, {nodes} x {gpus} GPUs**", ""]
+        parts += [f"| source | half | {sizes} | error |", "|---|---|" + "---|" * (len(SHOWN) + 1)]
+        parts += [table_row(table) for table in members]
+    return "\n".join(parts)
+
+
+def sources() -> str:
+    """Return the table of sources, the unused ones with the reason."""
+    with (FIGURES / "sources.csv").open() as file:
+        rows = [
+            f"| {row['source']} | {row['where']} | {'' if row['use'] == 'yes' else row['use']} |"
+            for row in csv.DictReader(file)
+        ]
+    return "\n".join(["| source | where | not used because |", "|---|---|---|", *rows])
+
+
+def written(text: str) -> str:
+    """Return the page with its computed parts as they are now."""
+    for name, part in (("tables", page()), ("sources", sources())):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{part}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def main() -> None:
+    """Rewrite the page."""
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""What NCCL does: rings and double trees over all NICs at once, and sums inside the switches.
+
+    channel    one of C copies of a ring or tree; each carries 1/C of the bytes, and enters and
+               leaves a node through a NIC of its own, so that all NICs are busy
+    hop        a message that waits for the one before it: over NVLink, or over the network
+    pattern    how one byte of the buffer travels, and the hops of its longest way
+
+The pieces of a buffer follow each other along every channel, so all hops are busy at once. A
+collective takes the latency of its longest way, and what its busiest link needs for its bytes.
+
+    collective       algorithm   each GPU sends, of n bytes            hops in nodes + network
+    all_reduce       ring        2n(p-1)/p                             2(p-k) + 2(k-1)
+                     tree        2n, along chains; a NIC 2n/C          2(g-1) + 2 lg k
+                     nvls        n + n/g: the switch adds up           2
+                     nvls_tree   n + n/g; a NIC 2n/C                   2 + 2 lg k
+                     collnet     n + n/g; a NIC n/C: switches add up   2 + 2
+    all_gather,      ring        n(p-1)/p                              p-k + k-1
+    reduce_scatter
+    broadcast,       ring        n, a chain from the root              p-k + k-1
+    reduce
+    all_to_all       direct      n(p-1)/p, to all others at once       1
+    scatter, gather  direct      n(p-1)/p from or to the root          1
+
+p GPUs on k nodes of g; lg: to base 2, rounded up.
+Source: NVIDIA/nccl, src/graph and src/device; Hu et al. 2025, arXiv 2507.04786.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, pairwise, product
+
+from distlab.sim.collectives.phases import Transfer
+from distlab.sim.hardware.cluster import Cluster
+
+Nodes = Sequence[Sequence[int]]  # the GPUs of each node; a root is the very first
+Bytes = defaultdict[tuple[int, int], float]  # by src and dst GPU
+Travelling = tuple[list[Bytes], int, int]  # rounds, hops in nodes, hops between them
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How one byte of the whole buffer travels.
+
+    Attributes:
+        rounds: one after the other, but without a pause; each has one transfer for a pair of GPUs,
+            of all channels together.
+        hops, net_hops: one after the other on the longest way, inside of nodes and between them.
+        loads: for each round, what its busiest links need for bytes that stay inside of a node, and
+            for those that leave it, in seconds.
+    """
+
+    rounds: tuple[tuple[Transfer, ...], ...]
+    hops: int
+    net_hops: int
+    loads: tuple[tuple[tuple[float, float], ...], ...]
+
+    def seconds(self, efficiency: float = 1.0, net_efficiency: float = 1.0) -> float:
+        """Return what the busiest links need, if the data is that share of the bytes on them."""
+        return sum(
+            max(inside_s / efficiency + across_s / net_efficiency for inside_s, across_s in busiest)
+            for busiest in self.loads
+        )
+
+
+def pattern(collective: str, algorithm: str, members: tuple[int, ...], cluster: Cluster) -> Pattern:
+    """Return how a collective travels; ``members`` are GPUs, a root first.
+
+    Cost: 1024 GPUs: 50 ms, once; all_to_all 2 s, every time.
+    """
+    is_large = collective == "all_to_all"  # a pair for any two GPUs is too much to be kept
+    find = _pattern.__wrapped__ if is_large else _pattern
+    return find(collective, algorithm, members, cluster)
+
+
+@lru_cache(maxsize=64)  # a training step repeats a few collectives of a few groups
+def _pattern(
+    collective: str, algorithm: str, members: tuple[int, ...], cluster: Cluster
+) -> Pattern:
+    travelling, hops, net_hops = _PATTERNS[collective][algorithm](cluster.by_node(members))
+    rounds = tuple(
+        tuple((src, dst, share) for (src, dst), share in of_round.items())
+        for of_round in travelling
+    )
+    if collective in ("reduce", "gather"):
+        rounds = tuple(tuple((dst, src, share) for src, dst, share in each) for each in rounds)
+    loads = tuple(_busiest(transfers, cluster) for transfers in rounds)
+    return Pattern(rounds, hops, net_hops, loads)
+
+
+def algorithms(collective: str, members: Sequence[int], cluster: Cluster) -> list[str]:
+    """Return what NCCL has for these GPUs.
+
+    Switches that add need equally many GPUs of every node, at least two.
+    """
+    sizes = {len(node) for node in cluster.by_node(members)}
+    across = len(members) > max(sizes)
+    can_add = cluster.switch_adds and len(sizes) == 1 and min(sizes) > 1
+    possible = {
+        "ring": True,
+        "direct": True,
+        "tree": across,
+        "nvls": can_add and not across,
+        "nvls_tree": can_add and across,
+        "collnet": can_add and across and cluster.network_adds,
+    }
+    return [name for name in _PATTERNS[collective] if possible[name]]
+
+
+def _busiest(transfers: Iterable[Transfer], cluster: Cluster) -> tuple[tuple[float, float], ...]:
+    """Return the loads in seconds of all links that are not below another one in both kinds."""
+    loads: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for src, dst, num_bytes in transfers:
+        is_across = cluster.node_of(src) != cluster.node_of(dst)
+        for link in cluster.route(src, dst).links:
+            loads[link][is_across] += num_bytes / cluster.links[link].bytes_per_s
+    busiest: list[tuple[float, float]] = []
+    for inside_s, across_s in sorted({(a, b) for a, b in loads.values()}, reverse=True):
+        if not busiest or across_s > busiest[-1][1]:
+            busiest.append((inside_s, across_s))
+    return tuple(busiest) or ((0.0, 0.0),)
+
+
+# A channel enters node i at its c-th GPU, past the c-th NIC, and visits the others from there on:
+#
+#     channel 0    0 → 1 → 2 → 3 →  4 → 5 → 6 → 7 →  0        two nodes of four GPUs
+#     channel 1    1 → 2 → 3 → 0 →  5 → 6 → 7 → 4 →  1
+
+
+def _channels(nodes: Nodes) -> int:
+    return min(map(len, nodes))
+
+
+def _from(node: Sequence[int], c: int) -> list[int]:
+    """Return the GPUs of a node from the c-th on."""
+    return [*node[c:], *node[:c]]
+
+
+def _ring(nodes: Nodes, laps: int) -> Travelling:
+    """All-gather and reduce-scatter: one lap; all-reduce: two.
+
+    Source: Patarasuk and Yuan 2009.
+    """
+    p, channels = sum(map(len, nodes)), _channels(nodes)
+    travelling: Bytes = defaultdict(float)
+    for c in range(channels):
+        ring = list(chain.from_iterable(_from(node, c) for node in nodes))
+        for pair in zip(ring, [*ring[1:], ring[0]], strict=True):
+            travelling[pair] += laps * (p - 1) / p / channels
+    return [travelling], laps * (p - len(nodes)), laps * (len(nodes) - 1)
+
+
+def _broadcast(nodes: Nodes) -> Travelling:
+    """Pass everything on along a chain from the root."""
+    (root, *beside), *others = nodes
+    p, channels = sum(map(len, nodes)), _channels(nodes)
+    travelling: Bytes = defaultdict(float)
+    for c in range(channels):
+        rest = chain.from_iterable(_from(node, c) for node in (beside, *others))
+        for pair in pairwise([root, *rest]):
+            travelling[pair] += 1 / channels
+    return [travelling], p - len(nodes), len(nodes) - 1
+
+
+def _tree(nodes: Nodes) -> Travelling:
+    """All-reduce: up a chain in every node and a tree across them, and down again."""
+    channels = _channels(nodes)
+    travelling, net_hops = _double_tree(nodes, channels)
+    for c in range(channels):
+        for node in nodes:
+            for a, b in pairwise(_from(node, c)):
+                _both_ways(travelling, a, b, 1 / channels)
+    return [travelling], 2 * (max(map(len, nodes)) - 1), net_hops
+
+
+def _nvls(nodes: Nodes) -> Travelling:
+    """All-reduce in the switch: it reads everything of every GPU and adds up, hands each GPU a
+    share of the sums, takes it back, and copies it to all.
+
+    Every GPU sends and gets n + n/g; a ring of transfers puts that on the ports of the switch.
+    """
+    travelling: Bytes = defaultdict(float)
+    for node in nodes:
+        _around(travelling, node, 1 + 1 / len(node))
+    return [travelling], 2, 0
+
+
+def _nvls_tree(nodes: Nodes) -> Travelling:
+    """All-reduce: the switch of a node leaves each GPU a share of the sums, trees add the nodes."""
+    (inside,), hops, _ = _nvls(nodes)
+    across, net_hops = _double_tree(nodes, len(nodes[0]))
+    return [defaultdict(float, inside | across)], hops, net_hops
+
+
+def _collnet(nodes: Nodes) -> Travelling:
+    """All-reduce: as ``nvls_tree``, but the switches of the network add up the nodes (SHARP)."""
+    (travelling,), hops, _ = _nvls(nodes)
+    for column in zip(*nodes, strict=True):
+        _around(travelling, column, 1 / len(nodes[0]))
+    return [travelling], hops, 2
+
+
+def _around(travelling: Bytes, gpus: Sequence[int], share: float) -> None:
+    for pair in zip(gpus, _from(gpus, 1), strict=True):
+        travelling[pair] += share
+
+
+def _double_tree(nodes: Nodes, channels: int) -> tuple[Bytes, int]:
+    """Join the nodes by two trees, each for half of the bytes, and return its hops, too.
+
+    Inner nodes of one tree are leaves of the other, so that all send equally much.
+    Source: Sanders, Speck and Träff 2009.
+    """
+    travelling: Bytes = defaultdict(float)
+    parents = tree_parents(len(nodes))
+    for tree in (parents, other_tree(parents)):
+        for node, parent in enumerate(tree):
+            if parent >= 0:
+                for c in range(channels):
+                    _both_ways(travelling, nodes[node][c], nodes[parent][c], 1 / 2 / channels)
+    return travelling, 2 * max(_depth(parents, node) for node in range(len(nodes)))
+
+
+def _both_ways(travelling: Bytes, a: int, b: int, share: float) -> None:
+    travelling[a, b] += share
+    travelling[b, a] += share
+
+
+def tree_parents(k: int) -> list[int]:
+    """Return the parent of each of k nodes, -1 for the root: odd nodes are leaves.
+
+    k = 8:   0 ── 4 ─┬─ 2 ─┬─ 1
+                     │     └─ 3          [-1, 2, 4, 2, 0, 6, 4, 6]
+                     └─ 6 ─┬─ 5
+                           └─ 7
+    """
+    parents = [-1]
+    for node in range(1, k):
+        bit = node & -node
+        parent = (node ^ bit) | 2 * bit
+        parents.append(parent if parent < k else node ^ bit)
+    return parents
+
+
+def other_tree(parents: Sequence[int]) -> list[int]:
+    """Return the tree whose inner nodes are leaves of the first: mirrored, for odd k shifted."""
+    k = len(parents)
+    other = [-1] * k
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            new, above = (k - 1 - node, k - 1 - parent) if k % 2 == 0 else (node + 1, parent + 1)
+            other[new % k] = above % k
+    return other
+
+
+def _depth(parents: Sequence[int], node: int) -> int:
+    return 0 if parents[node] < 0 else 1 + _depth(parents, parents[node])
+
+
+def _all_to_all(nodes: Nodes) -> Travelling:
+    """All pairs at once; in rounds, one for each distance between nodes, that keep all NICs busy.
+
+    What stays inside of the nodes travels during the first one.
+    """
+    p, k = sum(map(len, nodes)), len(nodes)
+    rounds: list[Bytes] = [defaultdict(float) for _ in range(k)]
+    for distance, travelling in enumerate(rounds):
+        for i, node in enumerate(nodes):
+            for pair in product(node, nodes[(i + distance) % k]):
+                if pair[0] != pair[1]:
+                    travelling[pair] = 1 / p
+    if k > 1:
+        rounds[1].update(rounds.pop(0))
+    return rounds, int(k == 1), int(k > 1)
+
+
+def _scatter(nodes: Nodes) -> Travelling:
+    """The root sends all shares at once."""
+    root, *others = chain.from_iterable(nodes)
+    travelling: Bytes = defaultdict(float, {(root, gpu): 1 / (len(others) + 1) for gpu in others})
+    return [travelling], int(len(nodes) == 1), int(len(nodes) > 1)
+
+
+_LAP: Mapping[str, Callable[[Nodes], Travelling]] = {"ring": lambda nodes: _ring(nodes, laps=1)}
+_CHAIN: Mapping[str, Callable[[Nodes], Travelling]] = {"ring": _broadcast}
+_SCATTER: Mapping[str, Callable[[Nodes], Travelling]] = {"direct": _scatter}
+_PATTERNS: Mapping[str, Mapping[str, Callable[[Nodes], Travelling]]] = {
+    "all_reduce": {
+        "ring": lambda nodes: _ring(nodes, laps=2),
+        "tree": _tree,
+        "nvls": _nvls,
+        "nvls_tree": _nvls_tree,
+        "collnet": _collnet,
+    },
+    "all_gather": _LAP,
+    "reduce_scatter": _LAP,
+    "broadcast": _CHAIN,
+    "reduce": _CHAIN,
+    "scatter": _SCATTER,
+    "gather": _SCATTER,
+    "all_to_all": {"direct": _all_to_all},
+}

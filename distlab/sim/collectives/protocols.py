@@ -1,0 +1,126 @@
+"""NCCL's protocols, and its choice of an algorithm and a protocol for every size.
+
+    LL        a flag beside every 4 bytes of data: short hops, little bandwidth
+    LL128     a flag in every 128 bytes: short hops, most of the bandwidth
+    Simple    pieces of up to 512 KiB, each with a flag: long hops, all of the bandwidth
+    NVLS      Simple, and the switch of the node adds up
+    SHARP     NVLS, and the switches of the network add up
+    P2P       Simple, between all pairs at once: all_to_all, scatter, gather
+
+A collective of n bytes takes
+
+    launch + hops · hop + network hops · network hop + n · seconds / efficiency
+
+where hops and seconds (of the busiest link, for a byte) belong to the pattern, the rest to the
+protocol; its efficiency differs between bytes that stay inside of a node and those that leave it.
+As in NCCL's tuner, the cheapest pair of an algorithm and a protocol is taken.
+
+Source: NVIDIA/nccl, src/graph/tuning.cc, for this form; the numbers are fitted, see presets.py.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from distlab.sim.collectives import nccl
+from distlab.sim.collectives.phases import Phase, Phases, Transfer
+from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.hardware.presets import PROTOCOLS, Protocol
+
+OF_ALGORITHM = {
+    "ring": ("LL", "LL128", "Simple"),
+    "tree": ("LL", "LL128", "Simple"),
+    "nvls": ("NVLS",),
+    "nvls_tree": ("NVLS",),
+    "collnet": ("SHARP",),
+    "direct": ("P2P",),
+}
+
+
+class Way(NamedTuple):
+    """One way to run a collective; the cheaper of two is the smaller."""
+
+    seconds: float  # if nothing else is on the links
+    algorithm: str
+    protocol: str
+    latency_s: float
+    efficiency: float
+    net_efficiency: float
+    pattern: nccl.Pattern
+
+
+def plan(
+    collective: str, algorithm: str, members: Sequence[int], num_bytes: float, cluster: Cluster
+) -> Phases:
+    """Return the transfers of a collective as NCCL runs it: the latency, then all at once.
+
+        plan("all_reduce", "auto", range(8), 2**30, Cluster.preset("dgx-h100"))
+            one phase: each GPU sends and gets 1.125 GiB, by the switch, at 77 % of its bandwidth
+
+    Args:
+        algorithm: "auto": the cheapest; else one of OF_ALGORITHM, or a ring where NCCL has it not.
+        members: GPUs, a root first.
+        num_bytes: as in `algorithms.plan`.
+    """
+    if len(members) == 1:
+        return []
+    way = cheapest(collective, algorithm, members, num_bytes, cluster)
+    latencies_s = [way.latency_s] + [0.0] * (len(way.pattern.rounds) - 1)
+    return [
+        _phase(transfers, latency_s, num_bytes, way, cluster)
+        for transfers, latency_s in zip(way.pattern.rounds, latencies_s, strict=True)
+    ]
+
+
+def _phase(
+    transfers: Sequence[Transfer], latency_s: float, num_bytes: float, way: Way, cluster: Cluster
+) -> Phase:
+    scaled = tuple((src, dst, share * num_bytes) for src, dst, share in transfers)
+    on_links = tuple(
+        size
+        / (way.efficiency if cluster.node_of(src) == cluster.node_of(dst) else way.net_efficiency)
+        for src, dst, size in scaled
+    )
+    return Phase(scaled, latency_s=latency_s, bytes_on_links=on_links)
+
+
+def cheapest(
+    collective: str, algorithm: str, members: Sequence[int], num_bytes: float, cluster: Cluster
+) -> Way:
+    """Return what NCCL's tuner would choose, of one algorithm if that is given."""
+    if collective.endswith("barrier"):  # torch runs a barrier as an all-reduce of one number
+        collective = "all_reduce"
+    names = nccl.algorithms(collective, members, cluster)
+    if algorithm != "auto":
+        names = [algorithm] if algorithm in names else names[:1]
+    ways = (
+        _way(collective, name, protocol, members, num_bytes, cluster)
+        for name in names
+        for protocol in OF_ALGORITHM[name]
+    )
+    return min(ways, key=lambda way: way.seconds)
+
+
+def _way(
+    collective: str,
+    algorithm: str,
+    name: str,
+    members: Sequence[int],
+    num_bytes: float,
+    cluster: Cluster,
+) -> Way:
+    protocol = PROTOCOLS[name]
+    pattern = nccl.pattern(collective, algorithm, tuple(members), cluster)
+    efficiency = cluster.gpu.protocol_efficiency.get(name, 1.0) if cluster.gpu else 1.0
+    if algorithm == "tree":
+        efficiency *= protocol.in_trees.value
+    start_s = latency_s(protocol, pattern, cluster)
+    net_efficiency = protocol.net_efficiency.value
+    seconds = start_s + num_bytes * pattern.seconds(efficiency, net_efficiency)
+    return Way(seconds, algorithm, name, start_s, efficiency, net_efficiency, pattern)
+
+
+def latency_s(protocol: Protocol, pattern: nccl.Pattern, cluster: Cluster) -> float:
+    """Return how long the longest way takes without its bytes."""
+    hops_s = pattern.hops * protocol.hop.value * cluster.latency_s
+    net_hops_s = pattern.net_hops * protocol.net_hop.value * cluster.net_latency_s
+    return protocol.launch_s.value + hops_s + net_hops_s

@@ -1,0 +1,296 @@
+"""NCCL's patterns: what each GPU and each NIC carries, hops, who hears of whom, what is chosen."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, log2
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distlab.sim import Cluster, Options, simulate
+from distlab.sim.collectives import nccl, protocols
+from distlab.sim.collectives.algorithms import plan
+from distlab.sim.hardware.presets import PROTOCOLS, Protocol, fitted
+
+MIB, GIB = 2**20, 2**30
+GRIDS = [(1, 2), (1, 8), (2, 8), (3, 4), (4, 8), (8, 1), (5, 3)]  # nodes, GPUs per node
+ALL_REDUCES = ("ring", "tree", "nvls", "nvls_tree", "collnet")
+
+
+def machine(nodes: int, gpus: int) -> Cluster:
+    """A rail-optimised cluster whose switches can add, without latencies."""
+    return replace(
+        Cluster.preset("dgx-h100"),
+        nodes=nodes,
+        gpus_per_node=gpus,
+        nics_per_node=gpus,
+        network_adds=True,
+    )
+
+
+def all_reduces() -> list[tuple[str, int, int]]:
+    return [
+        (name, nodes, gpus)
+        for nodes, gpus in GRIDS
+        for name in nccl.algorithms("all_reduce", range(nodes * gpus), machine(nodes, gpus))
+    ]
+
+
+def pattern_of(collective: str, algorithm: str, nodes: int, gpus: int) -> nccl.Pattern:
+    return nccl.pattern(collective, algorithm, tuple(range(nodes * gpus)), machine(nodes, gpus))
+
+
+def sent(pattern: nccl.Pattern) -> dict[int, float]:
+    """What each GPU sends, for each byte of the buffer."""
+    by_gpu: defaultdict[int, float] = defaultdict(float)
+    for transfers in pattern.rounds:
+        for src, _, share in transfers:
+            by_gpu[src] += share
+    return by_gpu
+
+
+def on_links(pattern: nccl.Pattern, cluster: Cluster, kind: str) -> list[float]:
+    """What each link whose name contains ``kind`` carries."""
+    carried: defaultdict[str, float] = defaultdict(float)
+    for transfers in pattern.rounds:
+        for src, dst, share in transfers:
+            for link in cluster.route(src, dst).links:
+                carried[cluster.links[link].name] += share
+    return [share for name, share in carried.items() if kind in name]
+
+
+# --- What is carried -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), GRIDS)
+@pytest.mark.parametrize(("collective", "laps"), [("all_reduce", 2), ("all_gather", 1)])
+def test_in_a_ring_all_gpus_send_as_much_as_any_algorithm_without_help_must(
+    collective: str, laps: int, nodes: int, gpus: int
+) -> None:
+    p = nodes * gpus
+    shares = sent(pattern_of(collective, "ring", nodes, gpus))
+    assert shares == pytest.approx(dict.fromkeys(range(p), laps * (p - 1) / p))
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [grid for grid in GRIDS if grid[0] > 1])
+def test_rings_use_all_nics_equally(nodes: int, gpus: int) -> None:
+    cluster, p = machine(nodes, gpus), nodes * gpus
+    carried = on_links(pattern_of("all_reduce", "ring", nodes, gpus), cluster, "nic")
+    assert carried == pytest.approx([2 * (p - 1) / p / gpus] * (2 * p))  # in and out
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(2, 8), (4, 8), (8, 1), (3, 4), (5, 3), (16, 2)])
+def test_two_trees_send_no_more_than_twice_the_buffer_out_of_a_node(nodes: int, gpus: int) -> None:
+    cluster = machine(nodes, gpus)
+    carried = on_links(pattern_of("all_reduce", "tree", nodes, gpus), cluster, "nic")
+    most = {2: 1, 3: 1.5}.get(nodes, 2)
+    assert max(carried) == pytest.approx(most / gpus)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_a_switch_that_adds_halves_what_a_gpu_sends(gpus: int) -> None:
+    shares = sent(pattern_of("all_reduce", "nvls", 1, gpus))
+    assert shares == pytest.approx(dict.fromkeys(range(gpus), 1 + 1 / gpus))
+
+
+def test_a_network_that_adds_halves_what_a_nic_sends() -> None:
+    cluster = machine(4, 8)
+    trees = on_links(pattern_of("all_reduce", "nvls_tree", 4, 8), cluster, "nic")
+    adding = on_links(pattern_of("all_reduce", "collnet", 4, 8), cluster, "nic")
+    assert (max(trees), max(adding)) == pytest.approx((2 / 8, 1 / 8))
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), GRIDS)
+def test_all_to_all_sends_a_share_to_every_other_gpu(nodes: int, gpus: int) -> None:
+    p = nodes * gpus
+    rounds = pattern_of("all_to_all", "direct", nodes, gpus).rounds
+    pairs = [(src, dst) for transfers in rounds for src, dst, _ in transfers]
+    assert sorted(pairs) == [(a, b) for a in range(p) for b in range(p) if a != b]
+    assert {share for transfers in rounds for *_, share in transfers} == {1 / p}
+    assert len(rounds) == max(1, nodes - 1)
+
+
+@pytest.mark.parametrize(("algorithm", "nodes", "gpus"), all_reduces())
+def test_every_gpu_hears_of_every_other_one(algorithm: str, nodes: int, gpus: int) -> None:
+    transfers = pattern_of("all_reduce", algorithm, nodes, gpus).rounds[0]
+    heard = {gpu: {gpu} for gpu in range(nodes * gpus)}
+    for _ in range(2 * len(heard)):
+        for src, dst, _ in transfers:
+            heard[dst] |= heard[src]
+    assert all(len(others) == nodes * gpus for others in heard.values())
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), GRIDS)
+@pytest.mark.parametrize("root", [0, 1])
+def test_a_broadcast_enters_every_gpu_once(nodes: int, gpus: int, root: int) -> None:
+    p = nodes * gpus
+    members = (*range(root, p), *range(root))
+    pattern = nccl.pattern("broadcast", "ring", members, machine(nodes, gpus))
+    got: defaultdict[int, float] = defaultdict(float)
+    for src, dst, share in pattern.rounds[0]:
+        assert src != dst
+        got[dst] += share
+    assert got == pytest.approx({gpu: 1.0 for gpu in range(p) if gpu != root})
+    reduce = nccl.pattern("reduce", "ring", members, machine(nodes, gpus))
+    assert {(dst, src) for src, dst, _ in reduce.rounds[0]} == {
+        (src, dst) for src, dst, _ in pattern.rounds[0]
+    }
+
+
+# --- Trees ---------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 200))
+def test_the_two_trees_are_trees_and_inner_nodes_of_one_are_leaves_of_the_other(k: int) -> None:
+    first = nccl.tree_parents(k)
+    second = nccl.other_tree(first)
+    for parents in (first, second):
+        assert parents.count(-1) == 1
+        for node in range(k):
+            assert depth(parents, node) <= ceil(log2(k)) if k > 1 else parents == [-1]
+        assert max(children(parents)) <= 2
+    busy = [a and b for a, b in zip(children(first), children(second), strict=True)]
+    assert sum(map(bool, busy)) <= (0 if k < 3 else 2)  # but for the roots
+
+
+def depth(parents: Sequence[int], node: int) -> int:
+    steps = 0
+    while parents[node] >= 0:
+        node, steps = parents[node], steps + 1
+        assert steps <= len(parents), "a circle"
+    return steps
+
+
+def children(parents: Sequence[int]) -> list[int]:
+    return [parents.count(node) for node in range(len(parents))]
+
+
+# --- Time ----------------------------------------------------------------------------------------
+
+
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every protocol be perfect: no launch, hops as long as the cluster's latencies."""
+    perfect = Protocol(fitted(0.0), fitted(1.0), fitted(1.0), fitted(1.0))
+    for name in PROTOCOLS:
+        monkeypatch.setitem(PROTOCOLS, name, perfect)
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (4, 8), (8, 1)])
+def test_a_perfect_ring_takes_what_the_textbook_says(
+    nodes: int, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain(monkeypatch)
+    cluster = replace(machine(nodes, gpus), gpu=None)
+    p, n = nodes * gpus, 1e9
+    way = protocols.cheapest("all_reduce", "ring", range(p), n, cluster)
+    hops_s = 2 * (p - nodes) * cluster.latency_s + 2 * (nodes - 1) * cluster.net_latency_s
+    inside_s = 2 * n * (p - 1) / p / cluster.nvlink_bytes_per_s * (gpus > 1)
+    across_s = 2 * n * (p - 1) / p / gpus / cluster.nic_bytes_per_s * (nodes > 1)
+    assert way.seconds == pytest.approx(hops_s + max(inside_s, across_s))
+
+
+def takes(collective: str, num_bytes: int) -> float:
+    x = torch.empty(num_bytes // 4, device="meta")
+    p = dist.get_world_size()
+    if collective == "all_reduce":
+        dist.all_reduce(x)
+    elif collective == "all_gather":
+        dist.all_gather_single(torch.empty(x.numel() * p, device="meta"), x)
+    elif collective == "broadcast":
+        dist.broadcast(x, 0)
+    elif collective == "barrier":
+        dist.barrier()
+    else:
+        dist.all_to_all_single(torch.empty_like(x), x)
+    return 0.0
+
+
+@pytest.mark.parametrize(("preset", "nodes"), [("dgx-h100", 1), ("dgx-h100", 2), ("dgx-a100", 3)])
+@pytest.mark.parametrize("num_bytes", [48 * 1024, 48 * MIB])
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "all_gather", "broadcast", "all_to_all", "barrier"]
+)
+def test_a_simulation_takes_as_long_as_the_tuner_expects(
+    collective: str, num_bytes: int, preset: str, nodes: int
+) -> None:
+    cluster = Cluster.preset(preset, nodes)
+    p = cluster.num_gpus
+    run = simulate(takes, p, collective, num_bytes, cluster=cluster)
+    num_bytes *= {"all_gather": p, "barrier": 0}.get(collective, 1)
+    way = protocols.cheapest(collective, "auto", range(p), num_bytes, cluster)
+    assert run.seconds == pytest.approx(way.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("algorithm", ALL_REDUCES)
+def test_an_algorithm_can_be_chosen_by_hand(algorithm: str) -> None:
+    cluster = replace(Cluster.preset("dgx-h100", 2), network_adds=True)
+    usual = algorithm if algorithm != "nvls" else "ring"  # not across nodes: a ring takes its place
+    run = simulate(
+        takes,
+        16,
+        "all_reduce",
+        64 * MIB,
+        cluster=cluster,
+        options=Options(algorithm=f"nccl_{algorithm}"),
+    )
+    way = protocols.cheapest("all_reduce", usual, range(16), 64 * MIB, cluster)
+    assert way.algorithm == usual
+    assert run.seconds == pytest.approx(way.seconds, rel=1e-6)
+
+
+def test_a_delayed_message_delays_the_collective() -> None:
+    from distlab.sim import Faults
+
+    runs = [
+        simulate(
+            takes, 8, "all_reduce", MIB, cluster="dgx-h100", options=Options(faults=faults)
+        ).seconds
+        for faults in (Faults(), Faults(delays_s={(3, 4): 1e-3}))
+    ]
+    assert runs[1] - runs[0] == pytest.approx(1e-3)
+
+
+# --- The choice ----------------------------------------------------------------------------------
+
+# What NCCL's own logs name: stas00/ml-engineering, all-reduce-8xH200 (2.27.7), and
+# NVIDIA/nccl-tests issue 309 (2.26.2).
+LOGGED = [
+    ("dgx-h200", 1, 64 * 1024, "ring", "LL"),
+    ("dgx-h200", 1, MIB, "ring", "LL"),
+    ("dgx-h200", 1, 64 * MIB, "nvls", "NVLS"),
+    ("dgx-h200", 1, 8 * GIB, "nvls", "NVLS"),
+    ("dgx-h100", 2, 8 * GIB, "nvls_tree", "NVLS"),
+    ("dgx-a100", 1, 8 * GIB, "ring", "Simple"),
+]
+
+
+@pytest.mark.parametrize(("preset", "nodes", "num_bytes", "algorithm", "protocol"), LOGGED)
+def test_the_choice_is_that_of_nccls_log(
+    preset: str, nodes: int, num_bytes: int, algorithm: str, protocol: str
+) -> None:
+    cluster = Cluster.preset(preset, nodes)
+    way = protocols.cheapest("all_reduce", "auto", range(cluster.num_gpus), num_bytes, cluster)
+    assert (way.algorithm, way.protocol) == (algorithm, protocol)
+
+
+@pytest.mark.parametrize(("p", "algorithm"), [(2, "ring"), (8, "nvls")])
+def test_two_gpus_need_no_switch_that_adds(p: int, algorithm: str) -> None:
+    cluster = Cluster.preset("dgx-h200")
+    way = protocols.cheapest("all_reduce", "auto", range(p), 8 * GIB, cluster)
+    assert way.algorithm == algorithm
+
+
+def test_a_group_with_unequal_parts_of_nodes_runs_in_rings_and_trees() -> None:
+    cluster = Cluster.preset("dgx-h100", 2)
+    members = (0, 1, 2, 8)
+    assert nccl.algorithms("all_reduce", members, cluster) == ["ring", "tree"]
+    phases = plan("all_reduce", "auto", members, 64 * MIB, cluster)
+    assert {gpu for src, dst, _ in phases[0].transfers for gpu in (src, dst)} == set(members)
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    assert plan("all_reduce", "auto", [3], 1e6, Cluster.preset("dgx-h100")) == []

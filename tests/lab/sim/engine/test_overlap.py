@@ -1,0 +1,73 @@
+"""What computation loses to collectives beside it: nothing, unless one asks for it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.sim import GPU, Cluster, Options, simulate
+
+MS = 1e-3
+CORE = GPU("core", 1e12, 1e30, {"float32": 1e12}, {"float32": 1e12})
+WORLD = Cluster(1, 2, gpu=CORE, nvlink_bytes_per_s=1e9, latency_s=0.0)
+FLOPS_PER_MS, BYTES_PER_MS = 1e9, 1_000_000
+
+
+def compute(ms: float) -> None:
+    """Multiply a row by a matrix of ones, 1 GFLOP in a millisecond."""
+    n = round(ms * FLOPS_PER_MS / 2 / 1000)
+    torch.empty(1, 1000, device="meta") @ torch.empty(1000, n, device="meta")
+
+
+def overlaps(collective_ms: float, computing_ms: tuple[float, ...]) -> None:
+    x = torch.empty(round(collective_ms * BYTES_PER_MS / 4), device="meta")
+    work = dist.all_reduce(x, async_op=True)
+    for ms in computing_ms:
+        compute(ms)
+    work.wait()
+
+
+def seconds(cost: float, collective_ms: float, *computing_ms: float) -> float:
+    options = Options(algorithm="ring", overlap_cost=cost)
+    run = simulate(overlaps, 2, collective_ms, computing_ms, cluster=WORLD, options=options)
+    return run.seconds
+
+
+@pytest.mark.parametrize(
+    ("cost", "collective_ms", "computing_ms", "expected_ms"),
+    [
+        (0.0, 1.0, (2.0,), 2.0),
+        (0.5, 1.0, (2.0,), 2.5),  # half of the millisecond in which both run
+        (0.5, 1.0, (0.5, 0.5, 1.0), 2.5),  # in however many pieces
+        (0.5, 1.0, (0.5,), 1.0),  # it is over before the collective
+        (0.5, 1.0, (0.9,), 1.35),  # too late by as much as it lost beyond the collective's end
+        (0.5, 1.0, (), 1.0),
+    ],
+)
+def test_computation_beside_a_collective_takes_longer(
+    cost: float, collective_ms: float, computing_ms: tuple[float, ...], expected_ms: float
+) -> None:
+    found_s = seconds(cost, collective_ms, *computing_ms)
+    assert found_s == pytest.approx(expected_ms * MS, rel=1e-6)
+
+
+def one_after_the_other() -> None:
+    overlaps(1.0, ())
+    compute(2.0)
+
+
+def test_computation_alone_loses_nothing() -> None:
+    options = Options(algorithm="ring", overlap_cost=0.5)
+    assert simulate(one_after_the_other, 2, cluster=WORLD, options=options).seconds == (
+        pytest.approx(3 * MS)
+    )
+
+
+def test_what_is_lost_counts_as_computation() -> None:
+    options = Options(algorithm="ring", overlap_cost=0.5)
+    run = simulate(overlaps, 2, 1.0, (2.0,), cluster=WORLD, options=options)
+    assert run.trace.compute_s == pytest.approx([2.5 * MS] * 2)
+
+
+def test_a_cost_below_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="overlap_cost must be 0 or more"):
+        Options(overlap_cost=-0.1)
