@@ -24,7 +24,7 @@ def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
         simulate()
     except LaunchError as found:
         if (error.kind, found.kind) == ("all wait", "deadlock"):
-            error.kind = "deadlock"
+            error.kind, error.advice = "deadlock", found.advice
         explanation = f"The same program in the simulated world: {found}"
     else:
         explanation = (

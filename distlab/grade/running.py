@@ -34,8 +34,6 @@ _FRAME = re.compile(
     re.MULTILINE,
 )
 _OUTSIDE = re.compile(rf"^{OUTSIDE}:\n(.*)$", re.MULTILINE)
-# What the report of a deadlock ends with: one or two sentences under the table of its calls.
-_ADVICE = re.compile(r"^(  rank.*\n)([A-Z])(?=.*(?:\n[A-Z].*)?\Z)", re.MULTILINE)
 IF_NOT = "If that is not it: "  # there is a likelier cause, that of the test
 _EMPTY = re.compile(r"^Traceback \(most recent call last\):\n(?!  File)", re.MULTILINE)
 Body = Callable[..., Any]
@@ -285,7 +283,9 @@ def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
     except (RankHung, RankExited) as error:
         waits, computes = error.kind in WAITING, error.kind in COMPUTING
         if cause := if_stuck if waits else if_slow if computes else "":
-            report = _ADVICE.sub(lambda one: f"{one[1]}{IF_NOT}{one[2].lower()}", f"{error}")
+            report = f"{error}"
+            if advice := error.advice:
+                report = report.replace(advice, f"{IF_NOT}{advice[:1].lower()}{advice[1:]}", 1)
             error.args = (f"{cause.rstrip()} {report[:1].upper()}{report[1:]}", *error.args[1:])
         raise
 

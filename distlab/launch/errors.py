@@ -33,6 +33,7 @@ class LaunchError(RuntimeError):
         rank: the rank that is to blame, or None where no single one is.
         fates: what became of every rank; empty if none was started.
         exception: the name of the type that ``fn`` raised on ``rank``, if it did.
+        advice: the part of the message that says what to look for, if there is one.
     """
 
     KIND: ClassVar[str] = "unknown"
@@ -45,12 +46,14 @@ class LaunchError(RuntimeError):
         rank: int | None = None,
         fates: Sequence[RankFate] = (),
         exception: str = "",
+        advice: str = "",
     ) -> None:
         super().__init__(message)
         self.kind = kind or self.KIND
         self.rank = rank
         self.fates = tuple(fates)
         self.exception = exception
+        self.advice = advice
 
 
 class SetupError(LaunchError):

@@ -1,7 +1,8 @@
 """What the process of a simulated world sends to the one that asked for it: plain data.
 
     {"results": [pickle of each], "seconds": …, "flops": […], "trace": {…} or None}
-    {"error": "RankHung", "kind": …, "message": …, "rank": … or None, "exception": …}
+    {"error": "RankHung", "kind": …, "message": …, "rank": … or None, "exception": …,
+     "advice": …}
 
 The results are pickled on their own: whether they may hold more than plain data, the reader says.
 """
@@ -56,6 +57,7 @@ def of_error(error: sim.SimulationError) -> dict[str, object]:
         "message": str(error),
         "rank": error.ranks[0] if len(error.ranks) == 1 else None,
         "exception": exception,
+        "advice": error.advice if isinstance(error, sim.Deadlock) else "",
     }
 
 
@@ -101,6 +103,7 @@ def _error(values: dict[str, Any]) -> LaunchError:
         kind=str(values["kind"]),
         rank=rank,
         exception=str(values["exception"]),
+        advice=str(values["advice"])[:MAX_TEXT],
     )
 
 

@@ -135,6 +135,13 @@ def test_every_failure_is_the_same_clear_error_as_in_a_real_world(fn: Callable[[
     assert [child for server in servers for child in server.children()] == []
 
 
+def test_a_deadlock_says_what_to_look_for() -> None:
+    with pytest.raises(launch.RankHung) as caught:
+        launch.run(sends_first, 3, backend="sim", timeout_s=VERDICT_S)
+    assert caught.value.advice.startswith("All of them wait in a send")
+    assert str(caught.value).endswith(caught.value.advice)
+
+
 def test_running_out_of_simulated_memory_is_its_own_error() -> None:
     options = Options(has_devices=True, capacity_bytes=2000)
     with pytest.raises(launch.RankOutOfMemory, match="out of memory in") as caught:

@@ -11,8 +11,10 @@ from distlab.sim.isolation.rank_state import RankWorld
 from distlab.sim.isolation.roster import Roster
 from distlab.sim.messages.group import Means, SimGroup
 from distlab.sim.messages.limits import group_limit_s
+from distlab.sim.messages.meetings import FOUNDING
 from distlab.sim.messages.store import SimStore
 from distlab.sim.reporting.errors import Mismatch
+from distlab.sim.reporting.sites import CallSite
 
 BACKEND = "sim"
 
@@ -67,16 +69,23 @@ class Groups:
     ) -> SimGroup:
         """Make the running rank's view of a new group; of no ``ranks``, of all.
 
+        As on gloo, it is there when all its ranks have called for it.
+
         Raises:
             Mismatch: another rank has made a group of other ranks under this key.
         """
         members, number = ranks or self._everyone, self._means.clock.current.number
         place = (self._joins[number], key)  # groups of a world that was left are others
-        site, _ = self._means.places.call_site(sys._getframe(1))
+        call_site = self._means.places.call_site(sys._getframe(1))
         try:
-            self.roster.enter(place, number, members, site)
+            self.roster.enter(place, number, members, call_site[0])
         except Mismatch as error:
             self._means.failures.note(error)
             raise
+        self._await_members(place, members, call_site)
         rank, limit_s = members.index(number), group_limit_s(timeout)
         return SimGroup(self._means, members, rank, place, str(key), limit_s)
+
+    def _await_members(self, place: object, members: tuple[int, ...], site: CallSite) -> None:
+        self._means.clock.act()
+        self._means.meetings.at(("founding", place), members, 0).arrive(FOUNDING, site).wait()

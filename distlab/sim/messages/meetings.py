@@ -26,6 +26,7 @@ from distlab.sim.reporting.report import mismatch
 from distlab.sim.reporting.sites import CallSite
 from distlab.words import joined, rank_names
 
+FOUNDING = Call("new_group", {}, 0, (), ())
 MAX_SHAPES = 6  # of a coalesced call, that are shown
 Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # of a call by the ranks of a group
 
@@ -76,6 +77,17 @@ class Attendance(Pending):
         return ", ".join([self.title(), *shown, *more])
 
 
+class Founding(Attendance):
+    """One rank's part in making a group, which is there when all its ranks have called for it."""
+
+    __slots__ = ()
+    kind = "founding"
+
+    def title(self) -> str:
+        """Write ``new_group of ranks 0-3``."""
+        return f"new_group of {rank_names(self.group)}"
+
+
 class Meeting:
     """One collective call of one group, from the first arrival to the end."""
 
@@ -96,7 +108,8 @@ class Meeting:
             Mismatch: this call disagrees with that of the rank that came first.
         """
         buffers = self._means.buffers
-        attendance = Attendance(self._means.clock, self.group, call, self, site)
+        kind = Founding if call is FOUNDING else Attendance
+        attendance = kind(self._means.clock, self.group, call, self, site)
         try:
             self._check(attendance)
         except Mismatch as error:
@@ -141,7 +154,7 @@ class Meeting:
 
     def _begin(self, call: Call) -> None:
         """All ranks have arrived: let the bytes travel."""
-        phases = self._means.plan(call, self.group)
+        phases = [] if call is FOUNDING else self._means.plan(call, self.group)
         self._begin_s = self._means.clock.current.clock_s
         self._means.clock.collective_begins(self.group)
         self._run_phase(iter(phases), self._begin_s)
@@ -171,7 +184,8 @@ class Meeting:
             for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
                 member.check_unchanged(tensor, kept)
         with self._means.buffers.unnoticed():
-            MOVES[members[0].name]([member.call for member in members])
+            if members[0].call is not FOUNDING:
+                MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors
         for member in members:
             del member.call  # a handle that is never waited for holds no tensors

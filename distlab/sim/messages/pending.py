@@ -33,7 +33,7 @@ class Pending:
         *("done_s", "group", "is_by_torch", "is_done", "name", "num_bytes"),
         *("clock", "error", "posted_s", "rank", "site", "waiters"),
     )
-    kind = "collective"  # or "send", "recv", "store", "thread"
+    kind = "collective"  # or "send", "recv", "founding", "store", "thread"
     peer = -1  # global rank of the other side, of a message
     number = -1  # of the message
 
@@ -57,7 +57,7 @@ class Pending:
         """Mark it done, record it, and let its rank go on if it waits."""
         self.is_done = True
         self.done_s = at_s
-        if self.kind not in ("store", "thread"):  # waiting is recorded by ``waited``
+        if self.kind not in ("founding", "store", "thread"):  # waiting is recorded by ``waited``
             self.clock.trace.record(
                 self.rank,
                 self.kind,

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from distlab.sim.messages.meetings import Attendance
+from distlab.sim.messages.meetings import Attendance, Founding
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.store import KeyWait
@@ -33,6 +33,7 @@ class Cause(NamedTuple):
 
 
 Groups = Collection[Sequence[int]]
+FOUND_TOGETHER = "Every rank of a group has to call new_group for it"
 
 
 def find_causes(still: Standstill, groups: Groups = ()) -> list[Cause]:
@@ -83,6 +84,8 @@ def _peer_ended(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
 
 def _why_early(wait: Pending, ranks: Sequence[int], gone: Sequence[int]) -> str:
     who = rank_names(gone)
+    if isinstance(wait, Founding):
+        return f"{FOUND_TOGETHER}, and {who} returned without doing so."
     if isinstance(wait, Attendance):
         return (
             f"Why did {who} return before call {wait.meeting.number + 1} of this group? Fewer "
@@ -130,6 +133,9 @@ def _order_mismatch(still: Standstill, ranks: list[int], groups: Groups) -> Caus
     """Blame all ranks that wait for each other."""
     cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
     words = still.circle([still.mates[rank] for rank in cycle])
+    if any(isinstance(still.blocked[rank], Founding) for rank in cycle):
+        advice = f"{FOUND_TOGETHER}, at the same place among its other calls."
+        return Cause("order mismatch", ranks, ranks, words, advice)
     advice = "Ranks that share several groups have to use them in the same order. "
     if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
         advice += "These are two different groups of the same ranks: check group=."

@@ -71,15 +71,16 @@ def explain(
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
     calls = [(_row(wait, (waits_at or {}).get(rank)), wait) for rank, wait in still.blocked.items()]
+    advice = "\n".join(_advice(causes[0], still.blocked, unmatched, queued))
     lines = [
         *_headlines(causes),
         *table(_fitting(calls, MAX_ROWS, ranks) + _ends(still, history.calls)),
         *_in_other_threads(beside),
         *_also_posted([m for m in unmatched if m not in beside], still.blocked, "never matched"),
         *_also_posted(queued, still.blocked, "not started"),
-        *_advice(causes[0], still.blocked, unmatched, queued),
+        advice,
     ]
-    return Deadlock("\n".join(lines), sorted(ranks), kind, _blocked_calls(calls))
+    return Deadlock("\n".join(lines), sorted(ranks), kind, _blocked_calls(calls), advice)
 
 
 def _headlines(causes: Sequence[Cause]) -> list[str]:

@@ -85,6 +85,7 @@ class Deadlock(SimulationError):
     Attributes:
         kind: of the cause that the message names first.
         calls: the call in which each blocked rank waits, in the order of the ranks.
+        advice: what to look for; the message ends with it, or has notes on single ranks below it.
     """
 
     def __init__(
@@ -93,10 +94,12 @@ class Deadlock(SimulationError):
         ranks: Sequence[int] = (),
         kind: DeadlockKind = "send/recv cycle",
         calls: Sequence[BlockedCall] = (),
+        advice: str = "",
     ) -> None:
         super().__init__(message, ranks)
         self.kind = kind
         self.calls = tuple(calls)
+        self.advice = advice
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (str(self), self.ranks, self.kind, self.calls))
+        return (type(self), (str(self), self.ranks, self.kind, self.calls, self.advice))

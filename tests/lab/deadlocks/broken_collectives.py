@@ -169,6 +169,35 @@ def tensor_then_data_parallel() -> None:
         dist.all_reduce(data(), group=group)
 
 
+@deadlock(
+    3,
+    ENDED,
+    (1,),
+    "rank 0 waits in new_group of ranks 0 and 1 for rank 1, but rank 1 has returned",
+    "Every rank of a group has to call new_group for it, and rank 1 returned without doing so.",
+)
+def group_made_by_one_rank() -> None:
+    """Rank 0 alone makes a group of two."""
+    if me() == 0:
+        dist.new_group([0, 1])
+
+
+@deadlock(
+    4,
+    ORDER,
+    (0, 1, 2, 3),
+    "rank 0 waits in new_group of ranks 0-3 for ranks 1-3",
+    "Every rank of a group has to call new_group for it, at the same place among its other calls.",
+)
+def group_made_too_late() -> None:
+    """Rank 0 makes a group before a barrier, the others after it."""
+    if me() == 0:
+        dist.new_group(range(4))
+    dist.barrier()
+    if me() != 0:
+        dist.new_group(range(4))
+
+
 @deadlock(3, ORDER, (0, 1, 2), "call 1 of ranks 1 and 2", "call 1 of ranks 0 and 2")
 def circle_of_groups() -> None:
     """Three pairs, and everybody begins with the pair to the right."""

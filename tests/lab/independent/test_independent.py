@@ -139,13 +139,10 @@ UNNAMED = {  # broken programs that are reported without the marked line, and wh
     "thread_exception_lost": CAUGHT,
 }
 NEVER_END = {"poll_counter_add": "adding 0 to a counter, again and again, counts as work"}
-LOCAL = "the simulated group needs no other rank to be made"
 UNNOTICED = {  # broken programs that end well, and why
     "forgot_wait_used_result": "only strict mode watches buffers",
     "isend_buffer_reused": "only strict mode watches buffers",
     "long_sleep_before_barrier": "there is no limit of 30 minutes, unless the program sets one",
-    "mesh_on_rank0_only": LOCAL,
-    "new_group_rank0_only": LOCAL,
     "poll_irecv_never_completes_on_gloo": "asking is enough, as on NCCL",
 }
 

@@ -85,7 +85,8 @@ def first_line(report: Deadlock) -> str:
 
 
 def advice(report: Deadlock) -> str:
-    return str(report).splitlines()[-1]
+    assert str(report).endswith(f"\n{report.advice}")
+    return report.advice.splitlines()[-1]
 
 
 # Kinds
