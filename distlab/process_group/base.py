@@ -22,6 +22,7 @@ from distlab.process_group.call import Call
 from distlab.process_group.checks import (
     check_contiguous,
     check_one_per_rank,
+    check_own_part,
     check_reduction,
     op_name,
 )
@@ -42,9 +43,13 @@ class BaseGroup(dist.ProcessGroup):
 
     Attributes:
         counts: the collectives that this rank has called on this group.
+        adds_sparse: this world can sum sparse tensors in ``all_reduce``.
+        has_uneven_reduce_scatter: ranks may get parts of different sizes.
     """
 
     world_name: ClassVar[str]
+    adds_sparse: ClassVar[bool] = False
+    has_uneven_reduce_scatter: ClassVar[bool] = False
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -119,7 +124,8 @@ class BaseGroup(dist.ProcessGroup):
         """Reduce over all ranks, in place."""
         op = moves.op_of(opts)
         check_reduction(op, tensors)
-        check_contiguous("all_reduce", tensors, or_channels_last=True)
+        can_be_sparse = self.adds_sparse and op == dist.ReduceOp.SUM
+        check_contiguous("all_reduce", tensors, or_channels_last=True, or_sparse=can_be_sparse)
         return self._meet(
             Call(
                 "all_reduce",
@@ -236,7 +242,10 @@ class BaseGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
         """Reduce the k-th tensors of all ranks to rank k."""
-        check_one_per_rank("reduce_scatter", inputs[0], self.size(), outputs[0])
+        if self.has_uneven_reduce_scatter:
+            check_own_part("reduce_scatter", inputs[0], self.size(), self._me, outputs[0])
+        else:
+            check_one_per_rank("reduce_scatter", inputs[0], self.size(), outputs[0])
         return self._reduce_scatter(outputs, inputs[0], moves.op_of(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -258,11 +267,12 @@ class BaseGroup(dist.ProcessGroup):
         outputs, inputs = moves.as_reals(op, outputs), moves.as_reals(op, inputs)
         check_reduction(op, outputs)
         check_contiguous("reduce_scatter", [*outputs, *inputs])
+        is_even = len({tensor.numel() for tensor in inputs}) == 1
         return self._meet(
             Call(
                 "reduce_scatter",
-                {"op": op_name(op), **moves.alike(outputs)},
-                moves.nbytes(outputs) * self.size(),
+                {"op": op_name(op), **moves.alike(outputs if is_even else inputs)},
+                moves.nbytes(inputs),
                 inputs,
                 outputs,
                 op=op,

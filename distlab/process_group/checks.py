@@ -64,12 +64,17 @@ def check_peer(name: str, peer: int, group_size: int, me: int) -> None:
 
 
 def check_contiguous(
-    name: str, tensors: Sequence[Tensor], *, or_channels_last: bool = False
+    name: str,
+    tensors: Sequence[Tensor],
+    *,
+    or_channels_last: bool = False,
+    or_sparse: bool = False,
 ) -> None:
     """Refuse tensors whose elements do not lie one behind the other.
 
     NCCL refuses them too; gloo goes through their memory and is silently wrong. Calls that work on
-    each element alone, like a sum, may take channels-last images too (``or_channels_last``).
+    each element alone, like a sum, may take channels-last images too (``or_channels_last``), and
+    some worlds can add up sparse tensors (``or_sparse``).
 
     Raises:
         TypeError: a sparse tensor.
@@ -77,6 +82,8 @@ def check_contiguous(
     """
     received = "" if name == "send" else ", and copy back what it received"
     for tensor in tensors:
+        if or_sparse and tensor.is_sparse:
+            continue
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"{name} needs a dense tensor, got a {tensor.layout} one: use .to_dense()"
@@ -92,6 +99,22 @@ def _is_channels_last(tensor: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     known = formats.get(tensor.dim())
     return known is not None and tensor.is_contiguous(memory_format=known)
+
+
+def check_own_part(
+    name: str, tensors: Sequence[Tensor], size: int, rank: int, like: Tensor
+) -> None:
+    """Refuse a list that is not one tensor for each rank, the own one of the shape of ``like``.
+
+    Raises: ValueError.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(shapes) != size or shapes[rank] != tuple(like.shape):
+        raise ValueError(
+            f"{name} over {size} ranks needs a list of {size} tensors, and on rank {rank} of the "
+            f"group the one at index {rank} has the shape of the output, {tuple(like.shape)}; "
+            f"got {shapes}"
+        )
 
 
 def check_one_per_rank(name: str, tensors: Sequence[Tensor], size: int, like: Tensor) -> None:

@@ -5,6 +5,7 @@ Sums are made in the order of the ranks, whichever came first, in the dtype of t
 
 from collections.abc import Callable, Sequence
 from functools import reduce as fold
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,13 +44,17 @@ def as_reals(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of all elements."""
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    parts = ([x._indices(), x._values()] if x.is_sparse else [x] for x in tensors)
+    return sum(part.numel() * part.itemsize for part in chain.from_iterable(parts))
 
 
 def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
     """Return what must be equal on all ranks for a call on these tensors."""
     sizes: Any = [tensor.numel() for tensor in tensors]
-    dtypes: Any = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    dtypes: Any = [
+        "sparse " * tensor.is_sparse + str(tensor.dtype).removeprefix("torch.")
+        for tensor in tensors
+    ]
     if len(tensors) == 1:
         sizes, dtypes = sizes[0], dtypes[0]
     return {"size": sizes, "dtype": dtypes}
@@ -90,12 +95,17 @@ def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tenso
 
 def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
     shape = tensors[0].shape  # others may have another one of the same size
-    total = fold(_OPERATORS[op], [tensor.detach().reshape(shape) for tensor in tensors])
+    same = [x if x.is_sparse else x.reshape(shape) for x in (tensor.detach() for tensor in tensors)]
+    total = fold(_OPERATORS[op], same)
     return total / len(tensors) if op == dist.ReduceOp.AVG else total
 
 
 def _write(output: Tensor, value: Tensor) -> None:
-    output.detach().copy_(value.detach().reshape(output.shape))
+    if output.is_sparse:
+        with torch.no_grad():  # what is detached from it has elements of its own
+            output.copy_(value)
+    else:
+        output.detach().copy_(value.detach().reshape(output.shape))
 
 
 def barrier(calls: Calls) -> None:

@@ -5,12 +5,16 @@ python tests/lab/torch_suite.py sim --only test_broadcast
 
 torch starts a process for each rank of a test. Here a world of three ranks is started, and each
 calls the test's method, as torch's processes do. What torch skips on CPUs is skipped. On ``sim``,
-the profiler is left out: simulated ranks have one between them.
+the profiler is left out: simulated ranks have one between them. On ``mpi``, each test that is not
+skipped on ``sim`` is a job of mpirun.
 """
 
 import argparse
 import contextlib
 import os
+import re
+import subprocess
+import sys
 import tempfile
 import unittest
 import warnings
@@ -27,11 +31,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from distlab import launch
+from distlab.doctor import find_mpirun
 from distlab.sim import SimulationError, simulate
 
 NUM_RANKS = 3
 SEED = 1234
 TIMEOUT_S = 60.0
+RANK = "--rank"  # what is started by mpirun
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
@@ -64,6 +70,8 @@ def run_in(world: str, name: str) -> Outcome:
     """Run one test on three ranks of a world; a simulated one is in this process, to save time."""
     with tempfile.TemporaryDirectory() as folder:
         try:
+            if world == "mpi":
+                return _in_mpi_job(name, folder)
             if world == "sim":
                 found = simulate(on_rank, NUM_RANKS, name, folder, False).results
             else:
@@ -73,6 +81,27 @@ def run_in(world: str, name: str) -> Outcome:
         except (launch.LaunchError, SimulationError) as error:
             return Outcome(FAILED, str(error).partition("\n")[0])
     return Outcome(*max(found))
+
+
+def _in_mpi_job(name: str, folder: str) -> Outcome:
+    simulated = run_in("sim", name)
+    if simulated.kind == SKIPPED:
+        return simulated
+    command = [str(find_mpirun()), "-np", f"{NUM_RANKS}", sys.executable, __file__, RANK]
+    job = subprocess.run(
+        [*command, name, folder], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    outcome = re.search(r"^outcome (\w+) ?(.*)$", job.stdout, re.MULTILINE)
+    if job.returncode == 0 and outcome:
+        return Outcome(*outcome.groups())
+    errors = [line for line in job.stderr.splitlines() if re.match(r"\S*(Error|rank )", line)]
+    return Outcome(FAILED, next(iter(errors), f"mpirun ended with {job.returncode}"))
+
+
+def _be_rank_of_mpi_job(name: str, folder: str) -> None:
+    found = launch.run(on_rank, NUM_RANKS, name, folder, backend="mpi", timeout_s=TIMEOUT_S)
+    if os.environ["PMI_RANK"] == "0":
+        print("outcome", *max(found))
 
 
 def on_rank(name: str, folder: str, has_profiler: bool = True) -> tuple[str, str]:
@@ -151,4 +180,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [RANK]:
+        _be_rank_of_mpi_job(*sys.argv[2:])
+    else:
+        main()

@@ -64,6 +64,8 @@ class SimGroup(BaseGroup):
     """
 
     world_name = "sim"
+    adds_sparse = True
+    has_uneven_reduce_scatter = True
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from itertools import repeat
 from torch import Tensor
 
 from distlab.process_group.call import Call, Form, describe
-from distlab.process_group.moves import MOVES
+from distlab.process_group.moves import MOVES, nbytes
 from distlab.sim.collectives.phases import Phase
 from distlab.sim.engine.clock import Clock
 from distlab.sim.messages.buffers import Buffers
@@ -44,8 +44,7 @@ class Attendance(Pending):
         meeting: "Meeting",
         site: CallSite,
     ) -> None:
-        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in call.inputs)
-        super().__init__(clock, call.name, group, num_bytes, site)
+        super().__init__(clock, call.name, group, nbytes(call.inputs), site)
         self.call = call  # until it is done
         tensors = call.inputs if call.is_coalesced else [*call.inputs, *call.outputs][:1]
         self.forms = [Form(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -132,7 +132,7 @@ class Pending:
         Raises:
             Mismatch: it was.
         """
-        if tensor.is_meta or same_bytes(tensor.detach(), before):
+        if tensor.is_meta or tensor.is_sparse or same_bytes(tensor.detach(), before):
             return
         raise mismatch(
             "buffer changed",

@@ -559,7 +559,7 @@ def group_send_world_rank_confusion():
     if dist.get_rank() == 2:
         dist.send(t, 1, group=g)  # BUG
     elif dist.get_rank() == 3:
-        dist.recv(t, 0, group=g)
+        dist.recv(t, 0, group=g)  # BUG: the same
 
 
 @broken()

@@ -45,7 +45,6 @@ DIFFERS = {  # correct programs, and why they do not do what they do on gloo
     "own_tcp_store": OUTSIDE,
     "pids_differ": ONE_PROCESS,
     "profiler": ONE_PROCESS,
-    "reduce_scatter_uneven_list": "lists of unequal tensors are not simulated",
     "rng_of_main_beside_thread": SPINS,
     "sdpa_and_module_hooks": ONE_PROCESS,
     "signal_delivered": ONE_PROCESS,

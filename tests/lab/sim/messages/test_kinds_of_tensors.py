@@ -5,12 +5,14 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from programs import me, neighbours, size
 
-from distlab.sim import simulate
+from distlab import launch
+from distlab.sim import Mismatch, Options, RankError, simulate
 
 STRIDED = torch.arange(12.0).view(3, 4).t()  # 4 x 3
 
@@ -29,7 +31,7 @@ def refusals() -> dict[str, str]:
         "and of floats": lambda: dist.all_reduce(x, op.BAND),
         "sum of int16": lambda: dist.all_reduce(x.short()),
         "scaled sum": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0)),
-        "sparse": lambda: dist.all_reduce(x.to_sparse()),
+        "sparse": lambda: dist.all_reduce(x.to_sparse(), op.MAX),
     }
     found = {}
     for name, call in calls.items():
@@ -51,6 +53,71 @@ def test_what_gloo_or_nccl_cannot_do_is_refused_at_the_call() -> None:
         assert found["mean of integers"].startswith("TypeError: gloo and NCCL have no AVG of")
         assert found["scaled sum"].startswith("ValueError: only NCCL has the reduction PREMUL_SUM")
         assert found["sparse"].startswith("TypeError: all_reduce needs a dense")
+
+
+def adds_sparse_rows() -> list[list[float]]:
+    table = torch.zeros(4, 2)
+    table[me()] = 1.0 + me()
+    table[3] = 1.0
+    rows = table.to_sparse()
+    work = dist.all_reduce(rows, async_op=True)
+    assert work is not None
+    work.wait()
+    total: list[list[float]] = rows.to_dense().tolist()
+    return total
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_sparse_tensors_are_added_up(world: str) -> None:
+    expected = [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0], [2.0, 2.0]]
+    assert launch.run(adds_sparse_rows, 2, backend=world, timeout_s=60) == [expected] * 2
+
+
+def test_of_a_sparse_tensor_only_what_it_holds_is_sent() -> None:
+    run = simulate(adds_sparse_rows, 2, options=Options(algorithm="ring"))
+    held = 2 * 2 * (2 * 8 + 4)  # two rows of two numbers, each with two indices
+    assert run.trace.bytes_sent == [held] * 2
+
+
+def scatters_unequal_parts() -> list[float]:
+    parts = [torch.arange(float(k + 1)) + me() for k in range(size())]
+    mine = torch.zeros(me() + 1)
+    dist.reduce_scatter(mine, parts)
+    return mine.tolist()
+
+
+@pytest.mark.parametrize("world", ["gloo", "sim"])
+def test_ranks_may_get_parts_of_different_sizes(world: str) -> None:
+    found = launch.run(scatters_unequal_parts, 3, backend=world, timeout_s=60)
+    assert found == [[3.0], [3.0, 6.0], [3.0, 6.0, 9.0]]
+
+
+def expects_another_part() -> None:
+    dist.reduce_scatter(torch.zeros(3), [torch.ones(2), torch.ones(3)])
+
+
+def test_the_own_part_has_the_shape_of_the_output() -> None:
+    with pytest.raises(RankError, match=r"the one at index 0 has the shape of the output, \(3,\)"):
+        simulate(expects_another_part, 2)
+
+
+def cuts_differently() -> None:
+    cuts = [[1, 3], [2, 2]][me()]
+    dist.reduce_scatter(torch.zeros(cuts[me()]), [torch.ones(n) for n in cuts])
+
+
+def test_all_ranks_cut_into_the_same_parts() -> None:
+    with pytest.raises(Mismatch, match="size"):
+        simulate(cuts_differently, 2)
+
+
+def mixes_dense_and_sparse() -> None:
+    dist.all_reduce(torch.eye(2) if me() else torch.eye(2).to_sparse())
+
+
+def test_a_sparse_tensor_does_not_meet_a_dense_one() -> None:
+    with pytest.raises(Mismatch, match="dtype sparse float32 on rank 0, but with dtype float32"):
+        simulate(mixes_dense_and_sparse, 2)
 
 
 def communicates(device: str) -> list[tuple[int, ...]]:
