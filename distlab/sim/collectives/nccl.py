@@ -32,6 +32,7 @@ from functools import lru_cache
 from itertools import chain, pairwise, product
 
 from distlab.sim.collectives.phases import Transfer
+from distlab.sim.collectives.trees import depth, other_tree, tree_parents
 from distlab.sim.hardware.cluster import Cluster
 
 Nodes = Sequence[Sequence[int]]  # the GPUs of each node; a root is the very first
@@ -219,43 +220,12 @@ def _double_tree(nodes: Nodes, channels: int) -> tuple[Bytes, int]:
             if parent >= 0:
                 for c in range(channels):
                     _both_ways(travelling, nodes[node][c], nodes[parent][c], 1 / 2 / channels)
-    return travelling, 2 * max(_depth(parents, node) for node in range(len(nodes)))
+    return travelling, 2 * max(depth(parents, node) for node in range(len(nodes)))
 
 
 def _both_ways(travelling: Bytes, a: int, b: int, share: float) -> None:
     travelling[a, b] += share
     travelling[b, a] += share
-
-
-def tree_parents(k: int) -> list[int]:
-    """Return the parent of each of k nodes, -1 for the root: odd nodes are leaves.
-
-    k = 8:   0 ── 4 ─┬─ 2 ─┬─ 1
-                     │     └─ 3          [-1, 2, 4, 2, 0, 6, 4, 6]
-                     └─ 6 ─┬─ 5
-                           └─ 7
-    """
-    parents = [-1]
-    for node in range(1, k):
-        bit = node & -node
-        parent = (node ^ bit) | 2 * bit
-        parents.append(parent if parent < k else node ^ bit)
-    return parents
-
-
-def other_tree(parents: Sequence[int]) -> list[int]:
-    """Return the tree whose inner nodes are leaves of the first: mirrored, for odd k shifted."""
-    k = len(parents)
-    other = [-1] * k
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            new, above = (k - 1 - node, k - 1 - parent) if k % 2 == 0 else (node + 1, parent + 1)
-            other[new % k] = above % k
-    return other
-
-
-def _depth(parents: Sequence[int], node: int) -> int:
-    return 0 if parents[node] < 0 else 1 + _depth(parents, parents[node])
 
 
 def _all_to_all(nodes: Nodes) -> Travelling:

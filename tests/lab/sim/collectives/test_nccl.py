@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.sim import Cluster, Options, simulate
-from distlab.sim.collectives import nccl, protocols
+from distlab.sim.collectives import nccl, protocols, trees
 from distlab.sim.collectives.algorithms import plan
 from distlab.sim.hardware.presets import PROTOCOLS, Protocol, fitted
 
@@ -146,8 +146,8 @@ def test_a_broadcast_enters_every_gpu_once(nodes: int, gpus: int, root: int) -> 
 
 @given(st.integers(1, 200))
 def test_the_two_trees_are_trees_and_inner_nodes_of_one_are_leaves_of_the_other(k: int) -> None:
-    first = nccl.tree_parents(k)
-    second = nccl.other_tree(first)
+    first = trees.tree_parents(k)
+    second = trees.other_tree(first)
     for parents in (first, second):
         assert parents.count(-1) == 1
         for node in range(k):
