@@ -28,7 +28,7 @@ Source: NVIDIA/nccl, src/graph and src/device; Hu et al. 2025, arXiv 2507.04786.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise, product
 
 from distlab.sim.collectives.phases import Transfer
@@ -48,14 +48,20 @@ class Pattern:
         rounds: one after the other, but without a pause; each has one transfer for a pair of GPUs,
             of all channels together.
         hops, net_hops: one after the other on the longest way, inside of nodes and between them.
-        loads: for each round, what its busiest links need for bytes that stay inside of a node, and
-            for those that leave it, in seconds.
+        cluster: on which it travels.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
     hops: int
     net_hops: int
-    loads: tuple[tuple[tuple[float, float], ...], ...]
+    cluster: Cluster
+
+    @cached_property
+    def loads(self) -> list[list[tuple[float, float]]]:
+        """For each round, what its busiest links need for bytes that stay inside of a node, and for
+        those that leave it, in seconds.
+        """
+        return [_busiest(transfers, self.cluster) for transfers in self.rounds]
 
     def seconds(self, efficiency: float = 1.0, net_efficiency: float = 1.0) -> float:
         """Return what the busiest links need, if the data is that share of the bytes on them."""
@@ -68,7 +74,7 @@ class Pattern:
 def pattern(collective: str, algorithm: str, members: tuple[int, ...], cluster: Cluster) -> Pattern:
     """Return how a collective travels; ``members`` are GPUs, a root first.
 
-    Cost: 1024 GPUs: 50 ms, once; all_to_all 2 s, every time.
+    Cost: 1024 GPUs: 50 ms, once; all_to_all a few seconds for its million pairs, every time.
     """
     is_large = collective == "all_to_all"  # a pair for any two GPUs is too much to be kept
     find = _pattern.__wrapped__ if is_large else _pattern
@@ -86,8 +92,7 @@ def _pattern(
     )
     if collective in ("reduce", "gather"):
         rounds = tuple(tuple((dst, src, share) for src, dst, share in each) for each in rounds)
-    loads = tuple(_busiest(transfers, cluster) for transfers in rounds)
-    return Pattern(rounds, hops, net_hops, loads)
+    return Pattern(rounds, hops, net_hops, cluster)
 
 
 def algorithms(collective: str, members: Sequence[int], cluster: Cluster) -> list[str]:
@@ -109,7 +114,7 @@ def algorithms(collective: str, members: Sequence[int], cluster: Cluster) -> lis
     return [name for name in _PATTERNS[collective] if possible[name]]
 
 
-def _busiest(transfers: Iterable[Transfer], cluster: Cluster) -> tuple[tuple[float, float], ...]:
+def _busiest(transfers: Iterable[Transfer], cluster: Cluster) -> list[tuple[float, float]]:
     """Return the loads in seconds of all links that are not below another one in both kinds."""
     loads: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for src, dst, num_bytes in transfers:
@@ -120,7 +125,7 @@ def _busiest(transfers: Iterable[Transfer], cluster: Cluster) -> tuple[tuple[flo
     for inside_s, across_s in sorted({(a, b) for a, b in loads.values()}, reverse=True):
         if not busiest or across_s > busiest[-1][1]:
             busiest.append((inside_s, across_s))
-    return tuple(busiest) or ((0.0, 0.0),)
+    return busiest or [(0.0, 0.0)]
 
 
 # A channel enters node i at its c-th GPU, past the c-th NIC, and visits the others from there on:

@@ -19,7 +19,7 @@ Source: NVIDIA/nccl, src/graph/tuning.cc, for this form; the numbers are fitted,
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from distlab.sim.collectives import nccl
 from distlab.sim.collectives.phases import Phase, Phases, Transfer
@@ -36,16 +36,23 @@ OF_ALGORITHM = {
 }
 
 
-class Way(NamedTuple):
-    """One way to run a collective; the cheaper of two is the smaller."""
+@dataclass(frozen=True)
+class Way:
+    """One way to run a collective."""
 
-    seconds: float  # if nothing else is on the links
+    num_bytes: float
     algorithm: str
     protocol: str
     latency_s: float
     efficiency: float
     net_efficiency: float
     pattern: nccl.Pattern
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes if nothing else is on the links."""
+        bytes_s = self.pattern.seconds(self.efficiency, self.net_efficiency)
+        return self.latency_s + self.num_bytes * bytes_s
 
 
 def plan(
@@ -92,12 +99,12 @@ def cheapest(
     names = nccl.algorithms(collective, members, cluster)
     if algorithm != "auto":
         names = [algorithm] if algorithm in names else names[:1]
-    ways = (
+    ways = [
         _way(collective, name, protocol, members, num_bytes, cluster)
         for name in names
         for protocol in OF_ALGORITHM[name]
-    )
-    return min(ways, key=lambda way: way.seconds)
+    ]
+    return ways[0] if len(ways) == 1 else min(ways, key=lambda way: way.seconds)
 
 
 def _way(
@@ -113,10 +120,15 @@ def _way(
     efficiency = cluster.gpu.protocol_efficiency.get(name, 1.0) if cluster.gpu else 1.0
     if algorithm == "tree":
         efficiency *= protocol.in_trees.value
-    start_s = latency_s(protocol, pattern, cluster)
-    net_efficiency = protocol.net_efficiency.value
-    seconds = start_s + num_bytes * pattern.seconds(efficiency, net_efficiency)
-    return Way(seconds, algorithm, name, start_s, efficiency, net_efficiency, pattern)
+    return Way(
+        num_bytes,
+        algorithm,
+        name,
+        latency_s(protocol, pattern, cluster),
+        efficiency,
+        protocol.net_efficiency.value,
+        pattern,
+    )
 
 
 def latency_s(protocol: Protocol, pattern: nccl.Pattern, cluster: Cluster) -> float:
