@@ -12,7 +12,7 @@ from distlab.sim.collectives.phases import Phase
 from distlab.sim.device.devices import Devices
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.overlap import Overlap
-from distlab.sim.engine.scheduler import Rank, Scheduler
+from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped
 from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.isolation import deaths, host, patches
@@ -32,6 +32,7 @@ from distlab.sim.postmortem import leftovers
 from distlab.sim.postmortem.deadlock import History
 from distlab.sim.postmortem.ending import first_error, rank_error, standstill_error
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
+from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
 
@@ -71,7 +72,12 @@ class Simulation:
         )
         self.groups = Groups(means, self.residents.tables)
         self.threads = Threads(
-            self.scheduler, self.clock, self.residents, self.places, self._in_another_thread
+            self.scheduler,
+            self.clock,
+            self.residents,
+            self.places,
+            self._in_another_thread,
+            self._note_thread,
         )
 
     def _make_devices(self) -> Devices | None:
@@ -142,7 +148,9 @@ class Simulation:
             return fn(*args)
         except SimulationError as error:
             raise self.failures.first or self._explained(error) from None
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except (Stopped, Killed):
+            raise
+        except BaseException as error:  # torch has some, too, such as CheckpointException
             own = rank_error(rank.number, self.num_ranks, error, self.places)
             raise self.failures.first or own from error
 
@@ -168,6 +176,11 @@ class Simulation:
         inside = device.in_another_thread() if device else contextlib.nullcontext()
         with torch.autograd.set_multithreading_enabled(False), inside:
             yield
+
+    def _note_thread(self, name: str, error: BaseException) -> None:
+        """Keep what has ended a thread of the running rank, and on which line."""
+        where = place(self.places.raised_at(error))
+        self.refusals.note_thread(self.residents.current, name, error, where)
 
     # The end
 
@@ -211,7 +224,11 @@ class Simulation:
         if isinstance(error, Deadlock | Mismatch):
             ranks = self.scheduler.ranks
             gone = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]
-            notes = (*self.refusals.notes(gone), *self.handles.notes(gone))
+            notes = (
+                *self.refusals.notes(gone),
+                *self.refusals.thread_notes(),
+                *self.handles.notes(gone),
+            )
             error.args = ("\n".join([str(error), *notes]),)
         return error
 

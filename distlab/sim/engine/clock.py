@@ -103,6 +103,10 @@ class Clock:
         if len(strand.rank.strands) > 1:
             self._scheduler.act()
 
+    def when(self, time_s: float, action: Callable[[], None]) -> None:
+        """Call ``action`` at a virtual time, now or later; then ranks go on in their order."""
+        self._scheduler.at(time_s, action)
+
     def collective_begins(self, ranks: Iterable[int]) -> None:
         """Note that bytes of a collective begin to travel."""
         if self._overlap:

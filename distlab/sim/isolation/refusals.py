@@ -26,11 +26,23 @@ class Refusals:
 
     def __init__(self) -> None:
         self._by_rank: dict[int, str] = {}
+        self._threads: dict[int, str] = {}
 
     def note(self, rank: int, call: str, error: BaseException | None) -> None:
         """Keep an error, unless it only says that the world has ended."""
         if error is not None and not isinstance(error, SimulationError | Stopped | Killed):
             self._by_rank[rank] = f"{call} raised {_line(error)}"
+
+    def note_thread(self, rank: int, name: str, error: BaseException, where: str) -> None:
+        """Keep the error that has ended a thread of a rank."""
+        self._threads[rank] = (
+            f"Thread {name!r} of rank {rank} ended with {_line(error)[:-1]}, {where}."
+        )
+
+    def thread_notes(self) -> Iterator[str]:
+        """Say which errors have ended threads of ranks; Python only prints them."""
+        for rank in sorted(self._threads):
+            yield self._threads[rank]
 
     def notes(self, returned: Iterable[int]) -> Iterator[str]:
         """Say which errors ranks got before they returned."""

@@ -26,7 +26,21 @@ from typing import Any, TypeAlias
 from distlab.sim.engine.clock import POLL_S, Clock
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
 from distlab.sim.isolation.residents import Residents
-from distlab.sim.messages.thread_wait import ThreadWait
+from distlab.sim.messages.thread_wait import (
+    BARRIER,
+    CONDITION,
+    DONE,
+    END,
+    EVENT,
+    ITEM,
+    LOCK,
+    ONLY_SLEEPS,
+    RESULT,
+    ROOM,
+    SEMAPHORE,
+    Awaited,
+    ThreadWait,
+)
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.sites import Places
 
@@ -40,6 +54,26 @@ _real_start, _real_join, _real_is_alive = (
 )
 _real_select: Any = selectors.DefaultSelector.select
 MAX_PAUSE_S = 1e-3  # between two looks at files
+_MADE_OF_LOCKS: dict[str, dict[str, Awaited]] = {  # by module: what a function waits for
+    __name__: {},
+    "threading": {
+        "Event.wait": EVENT,
+        "Condition.wait": CONDITION,
+        "Semaphore.acquire": SEMAPHORE,
+        "Barrier.wait": BARRIER,
+    },
+    "queue": {
+        "Queue.get": ITEM,
+        "_PySimpleQueue.get": ITEM,
+        "Queue.put": ROOM,
+        "Queue.join": DONE,
+    },
+    "concurrent.futures._base": {
+        "Future.result": RESULT,
+        "Future.exception": RESULT,
+        "wait": RESULT,
+    },
+}
 STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
 
 
@@ -52,6 +86,7 @@ class Threads:
         residents: tell whether a thread is a rank's.
         places: tell where in a program a thread waits.
         around: what a rank's thread is inside of while it runs, such as its device.
+        failed: told the name of a thread and the error that has ended it.
     """
 
     def __init__(
@@ -61,10 +96,11 @@ class Threads:
         residents: Residents,
         places: Places,
         around: Around,
+        failed: Callable[[str, BaseException], None],
     ) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._residents, self._places = residents, places
-        self._around = around
+        self._around, self._failed = around, failed
         self._plain = threading.local()  # set where real locks are wanted
 
     def install(self, replace: Replace) -> None:
@@ -144,6 +180,7 @@ class Threads:
             if not self._scheduler.is_ending():  # else it was told to end, in the midst of a lock
                 trace = error.__traceback__.tb_next if error.__traceback__ else None
                 error = error.with_traceback(trace)
+                self._failed(thread.name, error)
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, trace, thread)))
 
     def _join(self, thread: threading.Thread, timeout: float | None = None) -> None:
@@ -153,7 +190,7 @@ class Threads:
         if strand is self._scheduler.current:
             raise RuntimeError("cannot join current thread")
         until_s = NEVER if timeout is None else self._now_s() + max(timeout, 0.0)
-        what = f"the end of its thread {thread.name!r}"
+        what = Awaited(f"the end of its thread {thread.name!r}", END)
         self.wait_until(lambda: strand.has_ended, strand.waiting, until_s, what)
         return None
 
@@ -166,7 +203,7 @@ class Threads:
     def _sleep(self, strand: Strand) -> ThreadWait:
         """Describe what a thread waits in that only sleeps."""
         site = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
-        wait = ThreadWait(self._clock, "something, and only sleeps", site)
+        wait = ThreadWait(self._clock, ONLY_SLEEPS, site)
         wait.rank, wait.group = strand.number, (strand.number,)
         return wait
 
@@ -178,7 +215,7 @@ class Threads:
         is_done: Callable[[], bool],
         waiting: deque[Strand],
         until_s: float,
-        what: str,
+        what: Awaited,
     ) -> bool:
         """Let others run until ``is_done()``, or the time is up; return whether it is done.
 
@@ -247,7 +284,10 @@ class RankLock:
             return False
         until_s = NEVER if timeout < 0 else self._threads._now_s() + timeout
         return self._threads.wait_until(
-            lambda: self._lock.acquire(False), self._waiting, until_s, "a lock of its own"
+            lambda: self._lock.acquire(False),
+            self._waiting,
+            until_s,
+            _awaited(sys._getframe(1)),
         )
 
     def release(self) -> None:
@@ -328,6 +368,15 @@ class RankRLock:
     def _acquire_restore(self, state: tuple[int, int]) -> None:
         self._block.acquire()
         self._count, self._owner = state
+
+
+def _awaited(frame: FrameType | None) -> Awaited:
+    """Say what is made of the lock for which a call of Python's own library waits."""
+    found = LOCK
+    while frame and frame.f_globals.get("__name__") in _MADE_OF_LOCKS:
+        found = _MADE_OF_LOCKS[frame.f_globals["__name__"]].get(frame.f_code.co_qualname, found)
+        frame = frame.f_back
+    return found
 
 
 def _is_for_processes(frame: FrameType) -> bool:

@@ -153,10 +153,13 @@ class Meeting:
 
     def _begin(self, call: Call) -> None:
         """All ranks have arrived: let the bytes travel."""
-        phases = [] if call is FOUNDING else self._means.plan(call, self.group)
-        self._begin_s = self._means.clock.current.clock_s
-        self._means.clock.collective_begins(self.group)
-        self._run_phase(iter(phases), self._begin_s)
+        clock = self._means.clock
+        self._begin_s = clock.current.clock_s
+        clock.collective_begins(self.group)
+        if call is FOUNDING:
+            clock.when(self._begin_s, lambda: self._end(self._begin_s))
+        else:
+            self._run_phase(iter(self._means.plan(call, self.group)), self._begin_s)
 
     def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
         """Start all transfers of the next phase; the last one to arrive starts the one after."""

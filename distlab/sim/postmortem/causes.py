@@ -33,6 +33,10 @@ class Cause(NamedTuple):
 
 
 Groups = Collection[Sequence[int]]
+KEY_ADVICE = (
+    "Is the key spelled the same on both sides? Does the rank that should set it wait for "
+    "something else first?"
+)
 FOUND_TOGETHER = "Every rank of a group has to call new_group for it"
 
 
@@ -103,22 +107,17 @@ def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
     waiting = [rank for rank in ranks if isinstance(still.blocked[rank], KeyWait)]
     others = [rank for rank in ranks if rank not in waiting]
     words = still.sentences([*waiting, *others])
-    advice = (
-        "Is the key spelled the same on both sides? Does the rank that should set it wait for "
-        "something else first?"
-    )
-    return Cause("key never set", waiting, ranks, words, advice)
+    wait = still.blocked[waiting[0]]
+    advice = wait.advice() if isinstance(wait, KeyWait) else ""
+    return Cause("key never set", waiting, ranks, words, advice or KEY_ADVICE)
 
 
 def _thread_wait(still: Standstill, ranks: list[int]) -> Cause:
     """Blame a rank of which all threads wait for each other."""
-    rank = next(rank for rank in ranks if isinstance(still.blocked[rank], ThreadWait))
-    words = f"rank {rank} {still.blocked[rank].text()}, and no thread of it can go on"
-    advice = (
-        f"Is a put(), set(), release() or notify() missing on rank {rank}, does one of its threads "
-        "end too early, or does one hold a lock while it waits?"
-    )
-    return Cause("thread wait", [rank], [rank], words, advice)
+    waits = (still.blocked[rank] for rank in ranks)
+    wait = next(wait for wait in waits if isinstance(wait, ThreadWait))
+    words = f"rank {wait.rank} {wait.text()}, and no thread of it can go on"
+    return Cause("thread wait", [wait.rank], [wait.rank], words, wait.awaited.advice)
 
 
 def _send_recv_cycle(still: Standstill, ranks: list[int]) -> Cause:

@@ -109,7 +109,7 @@ def _advice(
     hint = near_misses.with_another_rank(pairs)
     if hint and cause.kind == "send/recv cycle" and _have_posted_the_other_side(waiting, unmatched):
         return [hint]  # the cycle's advice, to post the other side, does not fit
-    return [hint, cause.advice] if hint else [cause.advice]
+    return [cause.advice, f"Or else: {hint}"] if hint else [cause.advice]
 
 
 def _have_posted_the_other_side(waiting: Sequence[Message], unmatched: Sequence[Message]) -> bool:

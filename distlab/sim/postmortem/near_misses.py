@@ -46,7 +46,10 @@ def _difference(send: Message, recv: Message) -> str:
             f"{rank_names(recv.group)}: give both the same group."
         )
     if send.tag != recv.tag:
-        return f"with tag {send.tag}, {but} with tag {recv.tag}: give both the same tag."
+        return (
+            f"with tag {send.tag}, {but} with tag {recv.tag}: give both the same tag, or, if both "
+            "tags are used, use them in the same order on both ranks."
+        )
     return f"on one group, {but} on another group of the same ranks: give both the same group."
 
 

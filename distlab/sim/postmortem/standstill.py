@@ -144,7 +144,7 @@ class Standstill:
             return f"for {peer} to {'send' if wait.name == 'recv' else 'receive'}"
         if isinstance(wait, KeyWait):
             keys = ", ".join(map(repr, wait.keys))
-            return f"for the {verb(wait.keys, 'keys', 'key')} {keys}, which no rank has set"
+            return f"for the {verb(wait.keys, 'keys', 'key')} {keys}, {wait.fate()}"
         return f"in {wait.title()} for {rank_names(self.waits_for[rank])}"
 
     def _alike(self, ranks: Iterable[int]) -> list[list[int]]:

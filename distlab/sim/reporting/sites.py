@@ -90,6 +90,16 @@ class Places:
                 return start or self._given_site(innermost), is_by_torch
             frame = frame.f_back
 
+    def raised_at(self, error: BaseException) -> Site:
+        """Find the innermost line of the program that an exception has passed."""
+        found, trace = ("", 0, ""), error.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if self.kind(code.co_filename) == PROGRAM:
+                found = (code.co_filename, trace.tb_lineno, code.co_name)
+            trace = trace.tb_next
+        return found
+
     def _given_site(self, frame: FrameType) -> Site:
         """Name the caller's function that made the call, or torch's if none did."""
         names: dict[int, str] = {}

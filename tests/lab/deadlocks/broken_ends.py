@@ -224,7 +224,8 @@ def any_source_takes_the_wrong_one() -> None:
     KEY,
     (1, 2),
     "ranks 1 and 2 wait for the key 'ready', which no rank has set",
-    "Is the key spelled the same on both sides?",
+    "There is a key 'raedy', which rank 0 has set at broken_ends.py:",
+    "in misspelt_key: is one misspelled?",
 )
 def misspelt_key() -> None:
     """Rank 0 sets another key than the one the others wait for, and goes on."""

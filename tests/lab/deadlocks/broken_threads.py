@@ -31,9 +31,9 @@ from torch.distributed.distributed_c10d import _get_default_store
     2,
     THREAD,
     (0,),
-    "rank 0 waits for a lock of its own, and no thread of it can go on",
+    "rank 0 waits for an item of a queue of its own, and no thread of it can go on",
     "in waits_for_a_queue",
-    "Is a put(), set(), release() or notify() missing on rank 0",
+    "Is a put() missing, or does the thread end that should put one more?",
 )
 def waits_for_a_queue() -> None:
     """Rank 0 waits for a batch that no thread loads."""
@@ -42,7 +42,7 @@ def waits_for_a_queue() -> None:
     dist.barrier()
 
 
-@deadlock(1, THREAD, (0,), "does one hold a lock while it waits?")
+@deadlock(1, THREAD, (0,), "rank 0 waits for a lock of its own", "does one thread take it twice")
 def takes_its_own_lock_twice() -> None:
     """A lock that is not reentrant is taken again by the thread that holds it."""
     lock = threading.Lock()
@@ -237,3 +237,45 @@ def polls_beside_a_barrier() -> None:
     dist.barrier()
     if me() == 0:
         dist.send(data(), 1)
+
+
+@deadlock(1, THREAD, (0,), "rank 0 waits for a semaphore of its own", "Is a release() missing")
+def never_gives_a_permit_back() -> None:
+    """A semaphore for two is taken three times."""
+    permits = threading.Semaphore(2)
+    for _ in range(3):
+        permits.acquire()
+
+
+@deadlock(1, THREAD, (0,), "waits for other threads at a barrier of its own", "Do as many threads")
+def makes_a_barrier_for_too_many() -> None:
+    """A barrier for three threads, of which there are two."""
+    barrier = threading.Barrier(3)
+    threading.Thread(target=barrier.wait).start()
+    barrier.wait()
+
+
+@deadlock(1, THREAD, (0,), "waits for an event of its own", "Is its set() missing")
+def waits_for_an_event() -> None:
+    """Nobody sets the event."""
+    threading.Event().wait()
+
+
+@deadlock(1, THREAD, (0,), "waits for room in a queue of its own", "Is a get() missing")
+def fills_its_queue() -> None:
+    """A queue for one gets two."""
+    full = queue.Queue[int](maxsize=1)
+    full.put(1)
+    full.put(2)
+
+
+@deadlock(2, KEY, (1,), "'done', which rank 0 has deleted at", "Delete a key only when all ranks")
+def deletes_a_key_too_early() -> None:
+    """Rank 0 deletes a key before rank 1 has read it."""
+    store = _get_default_store()
+    if me() == 0:
+        store.set("done", "1")
+        store.delete_key("done")
+    dist.barrier()
+    if me() == 1:
+        store.get("done")

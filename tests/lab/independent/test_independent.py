@@ -130,12 +130,10 @@ UNNAMED = {  # broken programs that are reported without the marked line, and wh
     "poll_queue_get_nowait": NEXT_LINE,
     "poll_store_check": NEXT_LINE,
     "poll_thread_is_alive": NEXT_LINE,
-    "store_deleted_key": "it is not said that the key was deleted",
     "store_value_not_decoded": "the wrong value is not known, only who waits",
     "swallowed_and_returned": CAUGHT,
     "swallowed_in_loop": CAUGHT,
     "sys_exit_on_one": NOT_WHERE,
-    "thread_exception_lost": CAUGHT,
 }
 NEVER_END = {"poll_counter_add": "adding 0 to a counter, again and again, counts as work"}
 UNNOTICED = {  # broken programs that end well, and why

@@ -461,3 +461,24 @@ def passes_through_a_queue_of_processes() -> list[int]:
 
 def test_a_queue_of_processes_works_in_a_rank() -> None:
     assert simulate(passes_through_a_queue_of_processes, 2).results == [[0, 1, 2]] * 2
+
+
+def loses_the_error_of_a_thread() -> None:
+    def sends_what_is_not_there() -> None:
+        dist.send({"weight": torch.ones(1)}["grad"], 1)
+
+    if dist.get_rank() == 0:
+        threading.Thread(target=sends_what_is_not_there, name="sender").start()
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
+def test_the_error_that_has_ended_a_thread_is_in_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # Python's only prints
+    with pytest.raises(Deadlock) as caught:
+        simulate(loses_the_error_of_a_thread, 2)
+    note = str(caught.value).splitlines()[-1]
+    assert note.startswith("Thread 'sender' of rank 0 ended with KeyError: 'grad', test_threads.py")
+    assert note.endswith("in sends_what_is_not_there.")
