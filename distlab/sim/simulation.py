@@ -199,10 +199,10 @@ class Simulation:
         self.trace.unwaited = leftovers.unwaited(self.handles, alive)
 
     def _standstill_error(self) -> SimulationError:
+        if first := self.failures.first or self.meetings.dispute():
+            return self._noted(first)
         ranks = self.scheduler.ranks
-        return self.failures.first or self._noted(
-            standstill_error(ranks, self.places, self.mailbox, self._history())
-        )
+        return self._noted(standstill_error(ranks, self.places, self.mailbox, self._history()))
 
     def _explained(self, error: SimulationError) -> SimulationError:
         return self._noted(first_error(error, self.scheduler.ranks, self.places))

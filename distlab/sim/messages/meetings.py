@@ -6,7 +6,7 @@ disagrees, before any rank waits for it.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -18,13 +18,19 @@ from distlab.process_group.moves import MOVES, nbytes
 from distlab.sim.collectives.phases import Phase
 from distlab.sim.engine.clock import Clock
 from distlab.sim.messages.buffers import Buffers
+from distlab.sim.messages.disagreement import (
+    Given,
+    device_of,
+    disagreement,
+    unequal_parts,
+    values_of,
+)
 from distlab.sim.messages.limits import closed_error, patience_error
 from distlab.sim.messages.pending import Pending
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
-from distlab.sim.reporting.report import mismatch
 from distlab.sim.reporting.sites import CallSite
-from distlab.words import joined, rank_names
+from distlab.words import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
 MAX_SHAPES = 6  # of a coalesced call, that are shown
@@ -98,39 +104,59 @@ class Meeting:
         self.attendances: dict[int, Attendance] = {}  # by global rank
         self._under_way = 0  # transfers of the current phase
         self._begin_s = 0.0
+        self._has_begun = False
         self._error_of: Callable[[int], Exception] | None = None  # it has failed
+        self.is_disputed = False  # calls differ
 
     def arrive(self, call: Call, site: CallSite) -> Attendance:
         """Take part as the running rank.
 
+        If calls differ, all ranks are awaited, so that the error can say who is alone with what.
+
         Raises:
-            Mismatch: this call disagrees with that of the rank that came first.
+            Mismatch: the calls of the ranks cannot be one collective.
         """
-        buffers = self._means.buffers
+        if self._error_of is not None:
+            raise self._error_of(self._means.clock.current.number)
         kind = Founding if call is FOUNDING else Attendance
         attendance = kind(self._means.clock, self.group, call, self, site)
-        try:
-            self._check(attendance)
-        except Mismatch as error:
-            mismatch = error
-            self.fail(lambda _: copy.copy(mismatch))  # each rank adds its own traceback
-            raise
         self.attendances[attendance.rank] = attendance
-        if buffers.is_strict:
-            attendance.kept = [buffers.copied(tensor) for tensor in call.inputs]
+        if self._means.buffers.is_strict:
+            attendance.kept = [self._means.buffers.copied(tensor) for tensor in call.inputs]
+        self.is_disputed = self.is_disputed or not self._agrees(attendance)
         if len(self.attendances) == len(self.group):
-            self._begin(call)
+            self._settle(call)
+        elif self.is_disputed:
+            attendance.block()
+        if attendance.error is not None:
+            raise attendance.error
         return attendance
 
-    def _check(self, late: Attendance) -> None:
-        """Compare a call with those of the ranks that have come before."""
-        if self._error_of is not None:
-            raise self._error_of(late.rank)
-        if self.attendances:
-            _compare(late, next(iter(self.attendances.values())))
-        if late.name == "all_to_all" and len(self.attendances) == len(self.group) - 1:
-            present = {**self.attendances, late.rank: late}
-            _compare_parts([present[rank] for rank in self.group])
+    def _agrees(self, late: Attendance) -> bool:
+        mine, first = late.call, next(iter(self.attendances.values())).call
+        return (
+            mine.name == first.name
+            and mine.must_agree == first.must_agree
+            and device_of(mine) == device_of(first)
+        )
+
+    def _settle(self, call: Call) -> None:
+        """All ranks have arrived: begin, or fail on all."""
+        members = [self.attendances[rank] for rank in self.group]
+        error = self.dispute() if self.is_disputed else None
+        if error is None and members[0].name == "all_to_all":
+            error = unequal_parts([m.call for m in members], [m.row() for m in members])
+        if error is None:
+            self._begin(call)
+        else:
+            self.fail(partial(_copied, error))
+
+    def dispute(self) -> Mismatch:
+        """Make the error for calls that differ, of the ranks that have come."""
+        present = [self.attendances[rank] for rank in sorted(self.attendances)]
+        return disagreement(
+            [Given(a.rank, a.name, values_of(a.call, self.group), a.row()) for a in present]
+        )
 
     def close(self, gave_up: int) -> None:
         """Let it fail, and what comes after it, because a rank has waited long enough."""
@@ -143,7 +169,7 @@ class Meeting:
         Args:
             error_of: makes the error of a global rank.
         """
-        if len(self.attendances) == len(self.group):
+        if self._has_begun:
             return
         self._error_of = error_of
         now_s = self._means.clock.current.clock_s
@@ -153,6 +179,7 @@ class Meeting:
 
     def _begin(self, call: Call) -> None:
         """All ranks have arrived: let the bytes travel."""
+        self._has_begun = True
         clock = self._means.clock
         self._begin_s = clock.current.clock_s
         clock.collective_begins(self.group)
@@ -232,68 +259,16 @@ class Meetings:
             del self._open[place]  # the last one arrives now
         return meeting
 
+    def dispute(self) -> Mismatch | None:
+        """Make the error for the first meeting in which calls differ; None if there is none."""
+        disputed = (meeting for meeting in self._open.values() if meeting.is_disputed)
+        return next((meeting.dispute() for meeting in disputed), None)
+
     def leftovers(self) -> Iterator[Attendance]:
         """Yield the parts in meetings to which not all ranks have come."""
         for meeting in self._open.values():
             yield from meeting.attendances.values()
 
 
-def _compare(later: Attendance, first: Attendance) -> None:
-    """Raise if two ranks' calls cannot be the same collective."""
-    if later.name != first.name:
-        raise mismatch(
-            "operation mismatch",
-            f"{first.name} on rank {first.rank}, but {later.name} on rank {later.rank}",
-            [first.row(), later.row()],
-            "Every rank of a group must make the same collective calls in the same order.",
-        )
-    if later.call.must_agree != first.call.must_agree or _device(later) != _device(first):
-        raise _disagreement(later, first)
-
-
-def _device(attendance: Attendance) -> str:
-    """Write ``cpu`` or ``meta``: tensors without data match only others without data."""
-    call = attendance.call
-    return joined(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
-
-
-def _must_agree(attendance: Attendance) -> dict[str, object]:
-    return {**attendance.call.must_agree, "device": _device(attendance)}
-
-
-def _disagreement(later: Attendance, first: Attendance) -> Mismatch:
-    """Say what differs between two calls of a collective: op, root, size, dtype or device."""
-    others = _must_agree(first)
-    words = [word for word, value in _must_agree(later).items() if value != others.get(word)]
-    is_shape = {"size", "dtype", "device"}.issuperset(words)
-    return mismatch(
-        "shape or dtype mismatch" if is_shape else "operation mismatch",
-        f"{first.name} with {_details(first, words)} on rank {first.rank}, "
-        f"but with {_details(later, words)} on rank {later.rank}",
-        [first.row(), later.row()],
-        f"In one collective call all ranks must give the same {joined(words)}.",
-    )
-
-
-def _details(attendance: Attendance, words: Iterable[str]) -> str:
-    """Write ``size 4 and dtype float32``; a root by its global number."""
-    values = _must_agree(attendance)
-    if "root" in values:
-        values["root"] = attendance.group[attendance.call.root]
-    return joined([f"{word} {str(values.get(word)).removeprefix('torch.')}" for word in words])
-
-
-def _compare_parts(members: Sequence[Attendance]) -> None:
-    """Raise if a rank sends more or fewer elements in ``all_to_all`` than the receiver expects."""
-    for i, sender in enumerate(members):
-        for k, receiver in enumerate(members):
-            sent, expected = sender.call.inputs[k].numel(), receiver.call.outputs[i].numel()
-            if sent != expected:
-                raise mismatch(
-                    "shape or dtype mismatch",
-                    f"in all_to_all rank {sender.rank} sends {sent} elements to rank "
-                    f"{receiver.rank}, which expects {expected}",
-                    [sender.row(), receiver.row()],
-                    "The sender's input split for a rank is that rank's output split for the "
-                    "sender.",
-                )
+def _copied(error: Mismatch, _: int) -> Mismatch:
+    return copy.copy(error)  # each rank adds its own traceback

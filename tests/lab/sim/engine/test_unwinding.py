@@ -147,11 +147,11 @@ def cleans_up_differently(*latecomers: int) -> None:
         (raises_again, "deadlock (missing rank)"),
         (
             partial(cleans_up_differently, 2),
-            "operation mismatch: all_reduce on rank 0, but barrier on rank 2",
+            "operation mismatch: all_reduce on ranks 0, 1 and 3, but barrier on rank 2",
         ),
         (
             partial(cleans_up_differently, 0, 1, 3),
-            "operation mismatch: barrier on rank 2, but all_reduce on rank 0",
+            "operation mismatch: all_reduce on ranks 0, 1 and 3, but barrier on rank 2",
         ),
     ],
 )

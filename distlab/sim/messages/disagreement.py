@@ -1,0 +1,103 @@
+"""Calls that cannot be one collective: which ranks gave what, and on which line."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from distlab.process_group.call import Call
+from distlab.sim.reporting.errors import Mismatch
+from distlab.sim.reporting.report import Row, mismatch, shorten
+from distlab.words import joined, rank_names
+
+MAX_SIDES = 4  # that the headline names
+MAX_ROWS = 12
+TWO_CALLS = (
+    "If these are two different calls of the program, the ranks make them in another order, or one "
+    "of them skips one."
+)
+
+
+class Given(NamedTuple):
+    """What one rank gave: all of ``values`` has to be the same on all ranks."""
+
+    rank: int
+    name: str
+    values: dict[str, object]  # by the word a report uses
+    row: Row
+
+    def key(self) -> str:
+        """Return what is equal for calls that belong together."""
+        return f"{self.name} {sorted(self.values.items())}"
+
+
+def values_of(call: Call, group: Sequence[int]) -> dict[str, object]:
+    """Return what has to be equal; a root by its global number, tensors with their device."""
+    values: dict[str, Any] = {**call.must_agree, "device": device_of(call)}
+    if "root" in values:
+        values["root"] = group[call.root]
+    return values
+
+
+def device_of(call: Call) -> str:
+    """Write ``cpu`` or ``meta``: tensors without data match only others without data."""
+    return joined(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
+
+
+def disagreement(given: Sequence[Given]) -> Mismatch:
+    """Make the error: the ranks on each side, what they gave, and on which lines.
+
+    all_reduce with op MAX on rank 2, but with op SUM on ranks 0, 1 and 3
+    """
+    sides: dict[str, list[Given]] = {}
+    for one in given:
+        sides.setdefault(one.key(), []).append(one)
+    ordered = list(sides.values())
+    rows = shorten(_merged(given), MAX_ROWS)
+    if len({one.name for one in given}) > 1:
+        told = [(side, side[0].name) for side in ordered]
+        advice = "Every rank of a group must make the same collective calls in the same order."
+        return mismatch("operation mismatch", _headline(told), rows, advice)
+    words = [word for word in given[0].values if len({str(g.values.get(word)) for g in given}) > 1]
+    details = [(side, f"with {_details(side[0], words)}") for side in ordered]
+    is_shape = {"size", "dtype", "device"}.issuperset(words)
+    advice = f"In one collective call all ranks must give the same {joined(words)}."
+    if len({one.row.where for one in given}) > 1 or is_shape:
+        advice += f" {TWO_CALLS}"
+    kind: Any = "shape or dtype mismatch" if is_shape else "operation mismatch"
+    return mismatch(kind, f"{given[0].name} {_headline(details)}", rows, advice)
+
+
+def _headline(sides: Sequence[tuple[Sequence[Given], str]]) -> str:
+    told = [f"{what} on {rank_names(g.rank for g in side)}" for side, what in sides[:MAX_SIDES]]
+    if len(sides) > MAX_SIDES:
+        told[-1] = f"other values on {len(sides) - MAX_SIDES + 1} more"
+    return ", but ".join(told) if len(told) == 2 else joined(told)
+
+
+def _details(one: Given, words: Iterable[str]) -> str:
+    """Write ``size 4 and dtype float32``."""
+    return joined([f"{word} {str(one.values.get(word)).removeprefix('torch.')}" for word in words])
+
+
+def _merged(given: Iterable[Given]) -> list[Row]:
+    """Make one row of equal calls."""
+    ranks: dict[tuple[str, str, str], list[int]] = {}
+    for one in given:
+        ranks.setdefault((one.key(), one.row.text, one.row.where), []).append(one.rank)
+    return [Row(tuple(who), text, where) for (_, text, where), who in ranks.items()]
+
+
+def unequal_parts(calls: Sequence[Call], rows: Sequence[Row]) -> Mismatch | None:
+    """Make the error if a rank sends more or fewer elements in ``all_to_all`` than are expected."""
+    for i, sender in enumerate(calls):
+        for k, receiver in enumerate(calls):
+            sent, expected = sender.inputs[k].numel(), receiver.outputs[i].numel()
+            if sent != expected:
+                return mismatch(
+                    "shape or dtype mismatch",
+                    f"in all_to_all {rank_names(rows[i].ranks)} sends {sent} elements to "
+                    f"{rank_names(rows[k].ranks)}, which expects {expected}",
+                    [rows[i], rows[k]],
+                    "The sender's input split for a rank is that rank's output split for the "
+                    "sender.",
+                )
+    return None

@@ -1,0 +1,102 @@
+"""Calls that differ: the report says which ranks gave what, whoever came first."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import me, size
+
+from distlab.sim import Mismatch, simulate
+
+
+def sums_another_size(odd: tuple[int, ...], last: int) -> None:
+    if me() == last:
+        time.sleep(1.0)
+    dist.all_reduce(torch.ones(5 if me() in odd else 4))
+
+
+@pytest.mark.parametrize("last", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("odd", "sides"),
+    [
+        ((2,), "size 4 on ranks 0, 1 and 3, but with size 5 on rank 2"),
+        ((0,), "size 5 on rank 0, but with size 4 on ranks 1-3"),
+        ((1, 3), "size 4 on ranks 0 and 2, but with size 5 on ranks 1 and 3"),
+    ],
+)
+def test_all_ranks_are_on_one_side_or_the_other(
+    odd: tuple[int, ...], sides: str, last: int
+) -> None:
+    with pytest.raises(Mismatch) as caught:
+        simulate(sums_another_size, 4, odd, last)
+    assert str(caught.value).startswith(f"shape or dtype mismatch: all_reduce with {sides}")
+    assert caught.value.ranks == (0, 1, 2, 3)
+
+
+def own_roots() -> None:
+    dist.broadcast(torch.ones(1), me())
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "end"),
+    [
+        (2, "with root 0 on rank 0, but with root 1 on rank 1"),
+        (4, "with root 2 on rank 2 and with root 3 on rank 3"),
+        (8, "with root 2 on rank 2 and other values on 5 more"),
+    ],
+)
+def test_few_sides_are_told_one_by_one(num_ranks: int, end: str) -> None:
+    with pytest.raises(Mismatch) as caught:
+        simulate(own_roots, num_ranks)
+    assert str(caught.value).splitlines()[0].endswith(end)
+
+
+def one_never_comes() -> None:
+    if me() == size() - 1:
+        dist.recv(torch.ones(1), 0)
+    dist.all_reduce(torch.ones(4 + (me() == 1)))
+
+
+def test_who_never_comes_does_not_hide_that_the_others_differ() -> None:
+    with pytest.raises(Mismatch, match="size 4 on ranks 0 and 2, but with size 5 on rank 1"):
+        simulate(one_never_comes, 4)
+
+
+def waits_later() -> str:
+    work = dist.all_reduce(torch.ones(4 + (me() == 0)), async_op=True)
+    try:
+        assert work is not None
+        work.wait()
+    except Mismatch:
+        return "caught"
+    return "went on"
+
+
+def test_a_rank_that_waits_later_gets_the_error_there_and_swallows_it_in_vain() -> None:
+    with pytest.raises(Mismatch, match="size 5 on rank 0, but with size 4 on ranks 1 and 2"):
+        simulate(waits_later, 3)
+
+
+def in_another_order() -> None:
+    first, second = torch.ones(2), torch.ones(3)
+    if me() == 1:
+        dist.all_reduce(second)
+        dist.all_reduce(first)
+    else:
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+
+
+def test_two_calls_in_another_order_are_thought_of() -> None:
+    with pytest.raises(Mismatch, match="If these are two different calls of the program"):
+        simulate(in_another_order, 3)
+
+
+def meta_on_one() -> None:
+    dist.all_reduce(torch.ones(4, device="meta" if me() else "cpu"))
+
+
+def test_tensors_without_data_meet_no_others() -> None:
+    with pytest.raises(Mismatch, match="device cpu on rank 0, but with device meta on rank 1"):
+        simulate(meta_on_one, 2)
