@@ -212,6 +212,13 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
         settings.update(backend_options=None, device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
+    find_group, tables = c10d._group_or_default_group, home.residents.tables
+
+    def group_or_default(group: Any = None) -> Any:
+        if group is None:
+            group = tables.default_pg
+        return find_group() if group is None else group
+
     def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
         if not tensors[0].is_meta:  # DDP compares shapes as the numbers in a tensor
             verify(group, tensors, *rest)
@@ -226,6 +233,7 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
     _replace(undo, c10d, "rendezvous", rendezvous)
     _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
+    _replace(undo, c10d, "_group_or_default_group", group_or_default)  # the same in fewer steps
     undo.callback(setattr, sys, "excepthook", sys.excepthook)
 
 

@@ -18,9 +18,16 @@ import torch
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 _warnings: Any = warnings  # whose inner names the stubs do not know
 
+# Called at every hand-over, so not looked up each time.
+_get_torch_rng = torch.default_generator.get_state
+_set_torch_rng = torch.default_generator.set_state
+_get_dtype = torch.get_default_dtype
+
 
 class RankWorld:
     """Stands in for c10d's table of process groups. All attributes are swapped at once."""
+
+    default_pg: Any
 
     def __init__(self) -> None:
         self.__dict__.update(new_tables())
@@ -92,18 +99,18 @@ class RankState:
 
     def put_away(self) -> None:
         """Keep what the running rank has changed."""
-        self.torch_rng = torch.default_generator.get_state()
-        self.warnings = warning_state()
+        self.torch_rng = _get_torch_rng()
+        self.warnings = _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
         self.streams = sys.stdout, sys.stderr
-        self.dtype = torch.get_default_dtype()
+        self.dtype = _get_dtype()
 
     def bring_out(self, world: RankWorld) -> None:
         """Make this rank's state the process's."""
         world.__dict__ = self.tables
-        torch.default_generator.set_state(self.torch_rng)
-        set_warning_state(self.warnings)
+        _set_torch_rng(self.torch_rng)
+        _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = self.warnings
         sys.stdout, sys.stderr = self.streams
-        if torch.get_default_dtype() is not self.dtype:
+        if _get_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
 
 

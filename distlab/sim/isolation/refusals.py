@@ -71,9 +71,11 @@ def install(replace: Replace, residents: Residents, refusals: Refusals) -> None:
             return describe_call(name, *args, **kwargs)
         return {}
 
-    number_in_group = c10d.get_group_rank
+    number_in_group, tables = c10d.get_group_rank, residents.tables
 
     def get_group_rank(group: Any, global_rank: int) -> int:
+        if group is tables.default_pg:  # what torch does too, in several steps
+            return int(global_rank)
         members = _members(group)
         if members and global_rank not in members:
             raise ValueError(_not_a_member(global_rank, members))
