@@ -41,10 +41,13 @@ class Killed(BaseException):
 
 
 class EventSource(Protocol):
-    """Something other than timers that makes things happen at a virtual time: the network."""
+    """Something other than timers that makes things happen at a virtual time: the network.
 
-    def next_event_s(self) -> float:
-        """When the next one happens; NEVER if none is pending."""
+    Attributes:
+        next_event_s: when the next one happens; NEVER if none is pending. Asked at every hand-over.
+    """
+
+    next_event_s: float
 
     def run_events(self, now_s: float) -> None:
         """Do what happens at ``now_s``."""
@@ -371,13 +374,15 @@ class Scheduler:
         while self._timers and self._timers[0][2].action is None:
             heapq.heappop(self._timers)
         timer_s = self._timers[0][0] if self._timers else NEVER
-        source_s = self.source.next_event_s() if self.source else NEVER
+        source_s = self.source.next_event_s if self.source else NEVER
         return timer_s if timer_s < source_s else source_s
 
     def _yield(self, rank: Strand) -> None:
         next_rank = self._next()
         if next_rank is not None and next_rank is not rank:
-            self._switch(rank, next_rank)
+            self._on_switch(rank, next_rank)
+            self.current = next_rank
+            next_rank.baton.release()
             rank.baton.acquire()
         if self.is_stopping or rank.is_killed:
             self._unwind()
@@ -401,12 +406,9 @@ class Scheduler:
         if next_rank is None:
             self._all_ended.release()
         else:
-            self._switch(rank, next_rank)
-
-    def _switch(self, rank: Strand, next_rank: Strand) -> None:
-        self._on_switch(rank, next_rank)
-        self.current = next_rank
-        next_rank.baton.release()
+            self._on_switch(rank, next_rank)
+            self.current = next_rank
+            next_rank.baton.release()
 
     def _next(self) -> Strand | None:
         """Let events happen until a rank is the earliest, and return it; None if all have ended."""
@@ -414,7 +416,8 @@ class Scheduler:
             event_s = NEVER if self.is_stopping else self._next_event_s()
             if self._ready and self._ready[0][0] < event_s:
                 clock_s, number, order = heapq.heappop(self._ready)
-                self.now_s = max(self.now_s, clock_s)
+                if clock_s > self.now_s:
+                    self.now_s = clock_s
                 return self.ranks[number].strands[order]
             if event_s < NEVER:
                 self._run_events(event_s)
@@ -445,7 +448,7 @@ class Scheduler:
                 action = heapq.heappop(self._timers)[2].action
                 if action:
                     action()
-            if self.source and self.source.next_event_s() <= now_s:
+            if self.source and self.source.next_event_s <= now_s:
                 self.source.run_events(now_s)
         except BaseException as error:
             self.stop(error)

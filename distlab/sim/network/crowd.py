@@ -13,6 +13,7 @@ in a crowd, an end is a few dozen operations on arrays.
 
 from collections.abc import Collection, Sequence
 from math import inf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +59,7 @@ class Flow:
         self.since_s = now_s
         self.finish_s = inf
         self.order = order
-        self.tag: object = None
+        self.tag: Any = None
 
     @property
     def rate(self) -> float:

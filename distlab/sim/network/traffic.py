@@ -5,10 +5,10 @@ from collections.abc import Callable
 from itertools import count
 
 from distlab.sim.engine.faults import Faults
-from distlab.sim.engine.scheduler import Scheduler
+from distlab.sim.engine.scheduler import NEVER, Scheduler
 from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster
-from distlab.sim.network.flows import Flow, Network
+from distlab.sim.network.flows import Network
 
 # When it may begin, its place among those of the same instant, links, bytes, whom to tell.
 Transfer = tuple[float, int, tuple[int, ...], float, Callable[[float], None]]
@@ -24,6 +24,9 @@ class Traffic:
         scheduler: told when something arrives.
         trace: counts what is sent.
         faults: may have delays.
+
+    Attributes:
+        next_event_s: when the latency of the next transfer is over, or its bytes have arrived.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Traffic:
         self._delays_s = faults.delays_s
         self._waiting: list[Transfer] = []  # heap: their latency is not over
         self._order = count()
+        self.next_event_s = NEVER
         scheduler.source = self
 
     def carry(
@@ -66,17 +70,14 @@ class Traffic:
             latency_s = route.latency_s
         if self._delays_s:
             latency_s += self._delays_s.get((src, dst), 0.0)
-        begin_s = max(now_s + repeat * latency_s, self._scheduler.now_s)
+        begin_s = now_s + repeat * latency_s
+        if begin_s < self._scheduler.now_s:
+            begin_s = self._scheduler.now_s
         carried = total if bytes_on_links is None else repeat * bytes_on_links
         transfer = (begin_s, next(self._order), route.links, carried, arrived)
         heapq.heappush(self._waiting, transfer)
-
-    def next_event_s(self) -> float:
-        """When the latency of the next transfer is over, or its bytes have arrived."""
-        end_s = self.network.next_finish_s()
-        if self._waiting and self._waiting[0][0] < end_s:
-            return self._waiting[0][0]
-        return end_s
+        if begin_s < self.next_event_s:
+            self.next_event_s = begin_s
 
     def run_events(self, now_s: float) -> None:
         """Start transfers that are due, and notify the owners of bytes that have arrived."""
@@ -84,11 +85,7 @@ class Traffic:
             _, _, links, num_bytes, arrived = heapq.heappop(self._waiting)
             self.network.start(links, num_bytes, now_s).tag = arrived
         for flow in self.network.pop_finished(now_s):
-            _arrived(flow)(now_s)
-
-
-def _arrived(flow: Flow) -> Callable[[float], None]:
-    tag = flow.tag
-    if not callable(tag):
-        raise TypeError(f"a flow carries {tag!r} instead of a function to call on arrival")
-    return tag
+            flow.tag(now_s)
+        end_s = self.network.next_finish_s()
+        begin_s = self._waiting[0][0] if self._waiting else NEVER
+        self.next_event_s = min(begin_s, end_s)

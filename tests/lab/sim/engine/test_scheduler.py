@@ -125,6 +125,7 @@ class Ticks:
     def __init__(self, times: Sequence[float], happen: Callable[[float], None]) -> None:
         self.times, self.happen = sorted(times), happen
 
+    @property
     def next_event_s(self) -> float:
         return self.times[0] if self.times else NEVER
 

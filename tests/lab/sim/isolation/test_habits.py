@@ -261,7 +261,7 @@ def test_a_transfer_never_begins_before_now() -> None:
     scheduler.now_s = 5.0  # a rank whose clock was put back, as by get_future, posts in the past
     arrivals: list[float] = []
     traffic.carry(0, 1, 1000.0, 1.0, arrivals.append)
-    assert traffic.next_event_s() == 5.0
+    assert traffic.next_event_s == 5.0
     traffic.run_events(5.0)
-    traffic.run_events(traffic.next_event_s())
+    traffic.run_events(traffic.next_event_s)
     assert arrivals == [pytest.approx(5.0 + 1e-6)]
