@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from distlab.sim.engine.faults import Faults
 from distlab.sim.engine.overlap import Overlap
-from distlab.sim.engine.scheduler import NEVER, Scheduler, Strand
+from distlab.sim.engine.scheduler import Scheduler, Strand
 from distlab.sim.engine.trace import Trace
 from distlab.sim.reporting.sites import Site
 
@@ -31,6 +31,10 @@ class Clock:
 
     Attributes:
         num_ranks: of the world.
+        scheduler: as given. Whoever asks for every message asks its ``current``, which is faster.
+        loses_time: whether computation loses time to collectives.
+        block: waits until ``ready`` is called for the running rank; tells whether it was, in time.
+        ready: lets a rank go on at a time or later, if it is blocked.
     """
 
     def __init__(
@@ -42,8 +46,10 @@ class Clock:
     ) -> None:
         self.trace = trace
         self._overlap = overlap
+        self.loses_time = overlap is not None
         self.num_ranks = len(scheduler.ranks)
-        self._scheduler = scheduler
+        self.scheduler = scheduler
+        self.block, self.ready = scheduler.block, scheduler.ready
         self._computed_until = [0.0] * self.num_ranks
         self._jitter_s = faults.jitter_s
         has_jitter = faults.jitter_s > 0
@@ -52,7 +58,7 @@ class Clock:
     @property
     def current(self) -> Strand:
         """The rank that runs, or the thread of it that does."""
-        return self._scheduler.current
+        return self.scheduler.current
 
     def act(self, *, is_progress: bool = True) -> None:
         """Let all earlier ranks go first; called before anything that others can notice.
@@ -60,7 +66,7 @@ class Clock:
         Args:
             is_progress: False: a rank may do it for ever, and nothing happens.
         """
-        rank = self._scheduler.current
+        rank = self.scheduler.current
         rank.num_clock_reads = 0
         if self._overlap:
             rank.clock_s += self._overlap.pay(rank.number)
@@ -70,7 +76,7 @@ class Clock:
             rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
         if rank.clock_s > self._computed_until[rank.number]:
             self.note_compute(rank, rank.clock_s)
-        self._scheduler.act()
+        self.scheduler.act()
 
     def read(self) -> float:
         """Return the running rank's time.
@@ -79,12 +85,12 @@ class Clock:
         as a busy loop or asyncio, must see it pass. In every hundred reads, each costs twice as
         much as in the hundred before. No two readings are equal, so their difference is never 0.
         """
-        rank = self._scheduler.current
+        rank = self.scheduler.current
         rank.num_clock_reads += 1
         if rank.num_clock_reads > FREE_CLOCK_READS:
             doublings = min(rank.num_clock_reads // FREE_CLOCK_READS - 1, 10)
             rank.clock_s += POLL_S * 2**doublings
-            self._scheduler.act()
+            self.scheduler.act()
         rank.last_reading_s = max(rank.clock_s, rank.last_reading_s + CLOCK_TICK_S)
         return rank.last_reading_s
 
@@ -93,15 +99,15 @@ class Clock:
 
         Other threads of the rank see what it does, so those that are earlier go first.
         """
-        strand = self._scheduler.current
+        strand = self.scheduler.current
         start_s = strand.clock_s
         strand.clock_s += seconds
         if self._overlap:
-            self._overlap.computed(strand.number, start_s, strand.clock_s, self._scheduler.now_s)
+            self._overlap.computed(strand.number, start_s, strand.clock_s, self.scheduler.now_s)
             strand.clock_s += self._overlap.pay(strand.number)
         strand.busy_s, strand.polls, strand.num_polls = strand.clock_s, None, 0
         if len(strand.rank.strands) > 1:
-            self._scheduler.act()
+            self.scheduler.act()
 
     def when(self, time_s: float, action: Callable[[], None]) -> None:
         """Call ``action`` at a virtual time, now or later; then ranks go on in their order."""
@@ -121,42 +127,36 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, and see what others have done meanwhile: it may be what it waits for."""
-        self._scheduler.current.clock_s += max(seconds, POLL_S)
-        self._scheduler.rest()
+        self.scheduler.current.clock_s += max(seconds, POLL_S)
+        self.scheduler.rest()
 
     def gave_up(self, operation: object) -> None:
         """Note that the running rank has waited as long as it wanted: it may wait again."""
-        self._scheduler.rest(lambda: operation)
+        self.scheduler.rest(lambda: operation)
 
     def poll(self, operation: Callable[[], object]) -> None:
         """Let a moment pass for a rank that asks whether ``operation()`` is done."""
-        self._scheduler.current.clock_s += POLL_S
-        self._scheduler.poll(operation)
-
-    def block(self, operation: object, until_s: float = NEVER) -> bool:
-        """Wait until ``ready`` is called for the running rank; tell whether it was, in time."""
-        return self._scheduler.block(operation, until_s)
+        self.scheduler.current.clock_s += POLL_S
+        self.scheduler.poll(operation)
 
     def settle(self, since_s: float) -> float:
         """Return since when the running rank has really waited, which has lost time before."""
         if self._overlap:
-            strand = self._scheduler.current
+            strand = self.scheduler.current
             since_s += self._overlap.pay(strand.number)
             strand.clock_s = max(strand.clock_s, since_s)
         return since_s
 
-    def ready(self, rank: Strand, at_s: float) -> None:
-        """Let a rank go on at ``at_s`` or later, if it is blocked."""
-        self._scheduler.ready(rank, at_s)
-
     def waited(self, name: str, site: Site, start_s: float) -> None:
         """Note that the running rank has waited since ``start_s``; until then it computed."""
-        rank = self._scheduler.current
+        rank = self.scheduler.current
         if rank.order:
             return
-        self.note_compute(rank, start_s)
-        self.trace.waited(rank.number, name, site, start_s, rank.clock_s)
-        self._computed_until[rank.number] = rank.clock_s
+        number, now_s = rank.number, rank.clock_s
+        if start_s > self._computed_until[number]:
+            self.note_compute(rank, start_s)
+        self.trace.waited(number, name, site, start_s, now_s)
+        self._computed_until[number] = now_s
 
     def note_compute(self, rank: Strand, until_s: float) -> None:
         """Note that a rank has computed since it last waited; of other threads nothing is noted."""

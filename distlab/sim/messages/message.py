@@ -25,18 +25,28 @@ class InLane(Protocol):
         """Return what has to be done before."""
 
 
-class Connections(Protocol):
-    """What closes the connection of two ranks."""
+class Postbox(Protocol):
+    """Where messages are posted."""
 
     def close(self, late: "Message") -> None:
-        """Close that of a message that has taken too long."""
+        """Close the connection of a message that has taken too long."""
+
+    def deliver(self, send: "Message", recv: "Message", at_s: float) -> None:
+        """Give a recv what has arrived from its send."""
 
 
 class Message(Pending):
     """A posted send or recv. Ranks are global; ``partner`` is the other side, once there is one.
 
     A pair has one ``number``, the send's.
+
+    Attributes:
+        mailbox: in which it was posted.
+        key: of the group, for those that have the same ranks.
     """
+
+    mailbox: "Postbox"
+    key: object
 
     __slots__ = (
         *("arrived_s", "form", "is_eager", "key", "kind", "mailbox", "number", "partner"),
@@ -54,7 +64,7 @@ class Message(Pending):
         tag: int,
         call: CallSite,
     ) -> None:
-        super().__init__(clock, name, group, tensor.numel() * tensor.itemsize, call)
+        super().__init__(clock, name, group, tensor.nbytes, call)
         self.kind = name
         self.tensor = tensor  # until it has arrived
         self.form = tensor.shape, tensor.dtype  # a plain tuple: made for every message
@@ -65,8 +75,6 @@ class Message(Pending):
         self.is_eager = False
         self.arrived_s: float | None = None
         self.partner: Message | None = None
-        self.mailbox: Connections | None = None  # in which it was posted
-        self.key: object = None  # of the group, for those that have the same ranks
         self.turn: InLane | None = None  # in its lane, where there are any, until it is done
         self.source = source  # rank inside the group that it comes from
 
@@ -74,9 +82,14 @@ class Message(Pending):
         """Close the connection; the error is that of an operation that has timed out."""
         error = super().expired(limit_s)
         self.fail(error, self.clock.current.clock_s)
-        if self.mailbox is not None:
-            self.mailbox.close(self)
+        self.mailbox.close(self)
         return error
+
+    def arrive(self, at_s: float) -> None:
+        """Note that the bytes of this send have arrived."""
+        self.arrived_s = at_s
+        if self.partner is not None:
+            self.mailbox.deliver(self, self.partner, at_s)
 
     def waits_for(self) -> Sequence[int]:
         """Return the peer, or every rank that could send; if others come first, their peers."""

@@ -34,13 +34,14 @@ class Pending:
         *("clock", "error", "posted_s", "rank", "site", "waiters"),
     )
     kind = "collective"  # or "send", "recv", "founding", "store", "thread"
+    is_recorded = True  # once it is done; waiting for it is recorded anyway
     peer = -1  # global rank of the other side, of a message
     number = -1  # of the message
 
     def __init__(
         self, clock: Clock, name: str, group: tuple[int, ...], num_bytes: int, call: CallSite
     ) -> None:
-        rank = clock.current
+        rank = clock.scheduler.current
         self.clock = clock
         self.rank = rank.number
         self.name = name
@@ -57,7 +58,7 @@ class Pending:
         """Mark it done, record it, and let its rank go on if it waits."""
         self.is_done = True
         self.done_s = at_s
-        if self.kind not in ("founding", "store", "thread"):  # waiting is recorded by ``waited``
+        if self.is_recorded:
             self.clock.trace.record(
                 self.rank,
                 self.kind,
@@ -88,17 +89,18 @@ class Pending:
         Raises:
             Exception: it has failed, or was not done in time.
         """
-        rank = self.clock.current
+        clock = self.clock
+        rank = clock.scheduler.current
         start_s = rank.clock_s
-        until_s = start_s + min(limit_s, group_limit_s)
-        if not self.is_done and not self.block(until_s):
-            self.clock.gave_up(self)
+        if not self.is_done and not self.block(start_s + min(limit_s, group_limit_s)):
+            clock.gave_up(self)
             raise self.late(limit_s) if limit_s <= group_limit_s else self.expired(group_limit_s)
         if self.done_s > rank.clock_s:
             rank.clock_s = self.done_s
-        start_s = self.clock.settle(start_s)
+        if clock.loses_time:
+            start_s = clock.settle(start_s)
         if rank.clock_s > start_s:
-            self.clock.waited(self.name, self.site, start_s)
+            clock.waited(self.name, self.site, start_s)
         if self.error is not None:
             raise self.error
 
@@ -110,10 +112,11 @@ class Pending:
         """
         if self.is_done:
             return True
-        me = self.clock.current
+        me = self.clock.scheduler.current
         self.waiters = (*self.waiters, me)
         is_in_time = self.clock.block(self, until_s)
-        self.waiters = tuple(other for other in self.waiters if other is not me)
+        if not self.is_done:  # otherwise nobody will be told any more
+            self.waiters = tuple(other for other in self.waiters if other is not me)
         return is_in_time
 
     def late(self, limit_s: float) -> Exception:

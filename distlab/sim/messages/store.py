@@ -41,6 +41,7 @@ class KeyWait(Pending):
 
     __slots__ = ("changes", "keys")
     kind = "store"
+    is_recorded = False
 
     def __init__(
         self, clock: Clock, keys: Sequence[str], changes: Mapping[str, Change], call: CallSite

@@ -53,6 +53,7 @@ class ThreadWait(Pending):
 
     __slots__ = ("awaited",)
     kind = "thread"
+    is_recorded = False
     ends_with_rank = True
 
     def __init__(self, clock: Clock, awaited: Awaited, call: CallSite) -> None:

@@ -33,13 +33,13 @@ class SimWork(dist.Work):
         handles: Handles,
         group_limit_s: float = NEVER,
     ) -> None:
-        super().__init__()
+        dist.Work.__init__(self)  # faster than by super()
         self._limit_s = group_limit_s
         self.pending = pending
         self.tensors = tensors
         self._open = handles.open
         self._open[pending] = None
-        rank = pending.clock.current.rank
+        rank = pending.clock.scheduler.current.rank
         rank.num_calls += 1
         rank.last_call = pending
 
@@ -49,7 +49,7 @@ class SimWork(dist.Work):
         Without a limit, an operation that can never be done is found at once.
         """
         self._open.pop(self.pending, None)
-        self.pending.wait(limit_s(timeout), self._limit_s)
+        self.pending.wait(NEVER if timeout is None else limit_s(timeout), self._limit_s)
         return True
 
     def is_completed(self) -> bool:

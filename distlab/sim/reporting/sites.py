@@ -75,20 +75,20 @@ class Places:
             frame: of the call.
             thread: whose frame it is; 0: the calling one's.
         """
-        kinds, is_by_torch, innermost = self._kinds, False, frame
-        while True:
-            code = frame.f_code
-            kind = kinds.get(code.co_filename)
-            if kind is None:
-                kind = self.kind(code.co_filename)
-            if kind == PROGRAM:
-                return (code.co_filename, frame.f_lineno, code.co_name), is_by_torch
-            if kind == TORCH:
-                is_by_torch = True
-            if frame.f_back is None:
+        kind_of, is_by_torch, innermost = self._kinds.get, False, frame
+        while (kind := kind_of(frame.f_code.co_filename)) != PROGRAM:
+            if kind != API:
+                if kind is None:
+                    self.kind(frame.f_code.co_filename)
+                    continue
+                is_by_torch = is_by_torch or kind == TORCH
+            outer = frame.f_back
+            if outer is None:
                 start = self._starts.get(thread or threading.get_ident())
                 return start or self._given_site(innermost), is_by_torch
-            frame = frame.f_back
+            frame = outer
+        code = frame.f_code
+        return (code.co_filename, frame.f_lineno, code.co_name), is_by_torch
 
     def raised_at(self, error: BaseException) -> Site:
         """Find the innermost line of the program that an exception has passed."""
