@@ -80,7 +80,6 @@ def check_contiguous(
         TypeError: a sparse tensor.
         ValueError: a tensor is not contiguous.
     """
-    received = "" if name == "send" else ", and copy back what it received"
     for tensor in tensors:
         if or_sparse and tensor.is_sparse:
             continue
@@ -89,6 +88,7 @@ def check_contiguous(
                 f"{name} needs a dense tensor, got a {tensor.layout} one: use .to_dense()"
             )
         if not (tensor.is_contiguous() or (or_channels_last and _is_channels_last(tensor))):
+            received = "" if name == "send" else ", and copy back what it received"
             raise ValueError(
                 f"{name} needs contiguous tensors, got shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()}: use .contiguous(){received}"

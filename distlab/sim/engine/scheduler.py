@@ -373,8 +373,10 @@ class Scheduler:
     def _next_event_s(self) -> float:
         while self._timers and self._timers[0][2].action is None:
             heapq.heappop(self._timers)
-        timer_s = self._timers[0][0] if self._timers else NEVER
         source_s = self.source.next_event_s if self.source else NEVER
+        if not self._timers:
+            return source_s
+        timer_s = self._timers[0][0]
         return timer_s if timer_s < source_s else source_s
 
     def _yield(self, rank: Strand) -> None:

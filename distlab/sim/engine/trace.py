@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from distlab.sim.reporting.sites import Site
 
@@ -30,6 +30,24 @@ class Event(NamedTuple):
     peer: int = -1
     site: Site = NOWHERE
     message: int = -1
+
+
+class Done(Protocol):
+    """An operation that is done, as far as it is recorded.
+
+    Attributes: rank, kind, name, posted_s, done_s, num_bytes, peer, site, number: fields of an
+        ``Event``, in that order.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    posted_s: float
+    done_s: float
+    num_bytes: int
+    peer: int
+    site: Site
+    number: int
 
 
 class Trace:
@@ -96,26 +114,28 @@ class Trace:
         self.bytes_received[dst] += num_bytes
         self.messages[src] += messages
 
-    def record(
-        self,
-        rank: int,
-        kind: str,
-        name: str,
-        start_s: float,
-        end_s: float,
-        num_bytes: int,
-        peer: int,
-        site: Site,
-        message: int,
-    ) -> None:
-        """Record an operation that is done; the arguments are the fields of an ``Event``."""
+    def record(self, done: Done) -> None:
+        """Record an operation that is done."""
+        rank, kind, peer = done.rank, done.kind, done.peer
         if kind == "collective":
             self.collectives[rank] += 1
         elif kind == "recv":
             arrived = self._arrived[rank]
             arrived[peer] = arrived.get(peer, 0) + 1
         if self.has_events:
-            self._rows.append((rank, kind, name, start_s, end_s, num_bytes, peer, site, message))
+            self._rows.append(
+                (
+                    rank,
+                    kind,
+                    done.name,
+                    done.posted_s,
+                    done.done_s,
+                    done.num_bytes,
+                    peer,
+                    done.site,
+                    done.number,
+                )
+            )
 
     def waited(self, rank: int, name: str, site: Site, start_s: float, end_s: float) -> None:
         """Record that a rank waited for an operation."""

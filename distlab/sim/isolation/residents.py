@@ -57,10 +57,10 @@ class Residents:
 
     def switch(self, strand: Strand, next_strand: Strand) -> None:
         """Put away what is the rank's, and bring out what is the next one's."""
-        number = next_strand.number
+        states, number = self._states, next_strand.number
         if strand.number != number:
-            self._states[strand.number].put_away()
-            state = self._states[number]
+            states[strand.number].put_away()
+            state = states[number]
             state.bring_out(self.tables)
             if state.folder != self._folder:
                 self._go_to(state.folder)

@@ -23,7 +23,7 @@ from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.meetings import Attendance, Meetings
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
-from distlab.sim.messages.work import SimWork
+from distlab.sim.messages.work import SimWork, work_of
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.sites import Places
 
@@ -93,7 +93,8 @@ class SimGroup(BaseGroup):
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> SimWork:
         """Post a send to a rank of the group."""
         check_contiguous("send", tensors)
-        check_peer("send", dst, len(self._ranks), self._me)
+        if not 0 <= dst < self._num_ranks:
+            check_peer("send", dst, self._num_ranks, self._me)
         means, peer = self._means, self._ranks[dst]
         means.clock.act()
         call = means.places.call_site(sys._getframe(1))
@@ -103,11 +104,12 @@ class SimGroup(BaseGroup):
         except Mismatch as error:
             means.failures.note(error)
             raise
-        return SimWork(message, tensors, means.handles, self._limit_s)
+        return work_of(message, tensors, means.handles, self._limit_s)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> SimWork:
         """Post a recv from a rank of the group."""
-        check_peer("recv", src, len(self._ranks), self._me)
+        if not 0 <= src < self._num_ranks:
+            check_peer("recv", src, self._num_ranks, self._me)
         return self._post_recv(tensors, self._ranks[src], src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimWork:
@@ -125,7 +127,7 @@ class SimGroup(BaseGroup):
         except Mismatch as error:
             means.failures.note(error)
             raise
-        return SimWork(message, tensors, means.handles, self._limit_s)
+        return work_of(message, tensors, means.handles, self._limit_s)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
@@ -155,7 +157,7 @@ class SimGroup(BaseGroup):
         raise missing_error(missing if names_all else missing[:1], limit_s)
 
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> SimWork:
-        return SimWork(self._attend(call), results, self._means.handles, self._limit_s)
+        return work_of(self._attend(call), results, self._means.handles, self._limit_s)
 
     def _attend(self, call: Call) -> Attendance:
         means = self._means

@@ -11,6 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain, count
 
+from torch import Tensor
+
 from distlab.process_group.call import describe
 from distlab.sim.messages.buffers import Buffers
 from distlab.sim.messages.lanes import Lanes
@@ -66,7 +68,8 @@ class Mailbox:
 
     def _start_send(self, send: Message) -> None:
         address = (send.key, send.rank, send.peer, send.tag)
-        recv = _first(self._recvs.get(address))
+        recvs = self._recvs.get(address)
+        recv = recvs.popleft() if recvs else None
         if recv is None and self._has_any_source:
             recv = _first(self._recvs.get((send.key, ANY_SOURCE, send.peer, send.tag)))
         if recv is None:
@@ -105,7 +108,8 @@ class Mailbox:
             self._has_any_source = True
             send = _first(self._earliest_to(recv.key, recv.rank, recv.tag))
         else:
-            send = _first(self._sends.get(address))
+            sends = self._sends.get(address)
+            send = sends.popleft() if sends else None
         if send is None:
             self._recvs[address].append(recv)
             return
@@ -151,8 +155,8 @@ class Mailbox:
         return min(queues, key=lambda queue: (queue[0].posted_s, queue[0].rank), default=None)
 
     def _pair(self, send: Message, recv: Message, later: Message) -> None:
-        mine, theirs = send.tensor, recv.tensor
-        if mine.numel() != theirs.numel() or mine.dtype != theirs.dtype:
+        if send.form != recv.form and not _fit(send.tensor, recv.tensor):
+            mine, theirs = send.tensor, recv.tensor
             earlier = recv if later is send else send
             error = mismatch(
                 "shape or dtype mismatch",
@@ -172,9 +176,12 @@ class Mailbox:
 
     def deliver(self, send: Message, recv: Message, at_s: float) -> None:
         """Give a recv what has arrived from its send, or what it was sent with."""
-        if self._buffers.is_strict and send.payload is not None and not send.is_eager:
-            send.check_unchanged(send.tensor, send.payload)
-        payload = send.payload if send.is_eager and send.payload is not None else send.tensor
+        payload = send.tensor
+        if send.payload is not None:  # eager or strict
+            if send.is_eager:
+                payload = send.payload
+            else:
+                send.check_unchanged(payload, send.payload)
         self._buffers.copy(recv.tensor, payload)
         recv.source = send.source
         send.partner = recv.partner = None  # a circle would hold the tensors
@@ -190,6 +197,10 @@ class Mailbox:
 
 def _pair_of(message: Message) -> Pair:
     return message.key, min(message.rank, message.peer), max(message.rank, message.peer)
+
+
+def _fit(mine: Tensor, theirs: Tensor) -> bool:
+    return mine.numel() == theirs.numel() and mine.dtype == theirs.dtype
 
 
 def _first(queue: deque[Message] | None) -> Message | None:

@@ -59,17 +59,7 @@ class Pending:
         self.is_done = True
         self.done_s = at_s
         if self.is_recorded:
-            self.clock.trace.record(
-                self.rank,
-                self.kind,
-                self.name,
-                self.posted_s,
-                at_s,
-                self.num_bytes,
-                self.peer,
-                self.site,
-                self.number,
-            )
+            self.clock.trace.record(self)
         for waiter in self.waiters:
             self.clock.ready(waiter, at_s)
 

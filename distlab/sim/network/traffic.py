@@ -81,11 +81,12 @@ class Traffic:
 
     def run_events(self, now_s: float) -> None:
         """Start transfers that are due, and notify the owners of bytes that have arrived."""
-        while self._waiting and self._waiting[0][0] <= now_s:
-            _, _, links, num_bytes, arrived = heapq.heappop(self._waiting)
-            self.network.start(links, num_bytes, now_s).tag = arrived
-        for flow in self.network.pop_finished(now_s):
+        waiting, network = self._waiting, self.network
+        while waiting and waiting[0][0] <= now_s:
+            _, _, links, num_bytes, arrived = heapq.heappop(waiting)
+            network.start(links, num_bytes, now_s).tag = arrived
+        for flow in network.pop_finished(now_s):
             flow.tag(now_s)
-        end_s = self.network.next_finish_s()
-        begin_s = self._waiting[0][0] if self._waiting else NEVER
+        end_s = network.next_finish_s()
+        begin_s = waiting[0][0] if waiting else NEVER
         self.next_event_s = min(begin_s, end_s)
