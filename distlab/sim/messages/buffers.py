@@ -19,24 +19,21 @@ class Buffers:
 
     Attributes:
         unnoticed: the same, for what others do with tensors.
+        copy: writes its second argument to its first.
     """
 
     def __init__(self, *, is_strict: bool, unnoticed: Quiet | None) -> None:
         self.is_strict = is_strict
         self.unnoticed: Quiet = unnoticed or (lambda: _NOTHING)
-        self._is_accounted = unnoticed is not None
+        self.copy = _copy if unnoticed is None else self._copy_unnoticed
 
     def copied(self, tensor: Tensor) -> Tensor:
         """Copy a tensor as it is now."""
         with self.unnoticed():
             return tensor.detach().clone()
 
-    def copy(self, output: Tensor, value: Tensor) -> None:
-        """Write ``value`` to ``output``."""
-        if self._is_accounted:
-            with self.unnoticed():
-                _copy(output, value)
-        else:
+    def _copy_unnoticed(self, output: Tensor, value: Tensor) -> None:
+        with self.unnoticed():
             _copy(output, value)
 
 

@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,9 @@ class Places:
         self._given = tuple(os.path.realpath(folder) for folder in given)
         self._kinds: dict[str, int] = {}
         self._starts: dict[int, Site] = {}
+        # By code and instruction, because finding its line takes a walk through a table. The code
+        # is kept, so that no other code gets its id.
+        self._sites: dict[tuple[int, int], tuple[CodeType, Site]] = {}
 
     def kind(self, file: str) -> int:
         """Say whose code a file holds."""
@@ -87,8 +90,12 @@ class Places:
                 start = self._starts.get(thread or threading.get_ident())
                 return start or self._given_site(innermost), is_by_torch
             frame = outer
-        code = frame.f_code
-        return (code.co_filename, frame.f_lineno, code.co_name), is_by_torch
+        code, instruction = frame.f_code, frame.f_lasti
+        known = self._sites.get((id(code), instruction))
+        if known is None:
+            site = code.co_filename, frame.f_lineno, code.co_name
+            known = self._sites[id(code), instruction] = code, site
+        return known[1], is_by_torch
 
     def raised_at(self, error: BaseException) -> Site:
         """Find the innermost line of the program that an exception has passed."""
