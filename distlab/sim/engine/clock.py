@@ -111,7 +111,7 @@ class Clock:
 
     def when(self, time_s: float, action: Callable[[], None]) -> None:
         """Call ``action`` at a virtual time, now or later; then ranks go on in their order."""
-        self._scheduler.at(time_s, action)
+        self.scheduler.at(time_s, action)
 
     def collective_begins(self, ranks: Iterable[int]) -> None:
         """Note that bytes of a collective begin to travel."""

@@ -86,7 +86,7 @@ class Founding(Attendance):
     """One rank's part in making a group, which is there when all its ranks have called for it."""
 
     __slots__ = ()
-    kind = "founding"
+    kind, is_recorded = "founding", False
 
     def title(self) -> str:
         """Write ``new_group of ranks 0-3``."""
