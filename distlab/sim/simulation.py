@@ -199,10 +199,13 @@ class Simulation:
         self.trace.unwaited = leftovers.unwaited(self.handles, alive)
 
     def _standstill_error(self) -> SimulationError:
-        if first := self.failures.first or self.meetings.dispute():
-            return self._noted(first)
+        if self.failures.first:
+            return self.failures.first
         ranks = self.scheduler.ranks
-        return self._noted(standstill_error(ranks, self.places, self.mailbox, self._history()))
+        return self._noted(
+            self.meetings.dispute()
+            or standstill_error(ranks, self.places, self.mailbox, self._history())
+        )
 
     def _explained(self, error: SimulationError) -> SimulationError:
         return self._noted(first_error(error, self.scheduler.ranks, self.places))

@@ -1,8 +1,8 @@
 """Collectives: all ranks of a group meet, the bytes travel phase by phase, all are done.
 
 A collective is recognised by its number: the k-th call of every rank on a group is one meeting.
-What must agree is compared as each rank arrives, so a mismatch is reported at the call that
-disagrees, before any rank waits for it.
+What must agree is compared as each rank arrives. If it differs, no bytes travel: the meeting fails
+on all its ranks when the last one has come, or ends the world when no other can come any more.
 """
 
 import copy
@@ -261,8 +261,10 @@ class Meetings:
 
     def dispute(self) -> Mismatch | None:
         """Make the error for the first meeting in which calls differ; None if there is none."""
-        disputed = (meeting for meeting in self._open.values() if meeting.is_disputed)
-        return next((meeting.dispute() for meeting in disputed), None)
+        for meeting in self._open.values():
+            if meeting.is_disputed and meeting.attendances:  # else it has failed for another reason
+                return meeting.dispute()
+        return None
 
     def leftovers(self) -> Iterator[Attendance]:
         """Yield the parts in meetings to which not all ranks have come."""

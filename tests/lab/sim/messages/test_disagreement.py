@@ -1,13 +1,14 @@
 """Calls that differ: the report says which ranks gave what, whoever came first."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from programs import me, size
 
-from distlab.sim import Mismatch, simulate
+from distlab.sim import Deadlock, Mismatch, simulate
 
 
 def sums_another_size(odd: tuple[int, ...], last: int) -> None:
@@ -100,3 +101,19 @@ def meta_on_one() -> None:
 def test_tensors_without_data_meet_no_others() -> None:
     with pytest.raises(Mismatch, match="device cpu on rank 0, but with device meta on rank 1"):
         simulate(meta_on_one, 2)
+
+
+def differs_and_one_gives_up() -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    try:
+        if me() < 2:
+            dist.all_reduce(torch.ones(4 + me()), group=group)
+    except RuntimeError as error:
+        return str(error)
+    dist.recv(torch.ones(1), 0)
+    return ""
+
+
+def test_a_meeting_that_a_limit_has_ended_is_in_dispute_no_more() -> None:
+    with pytest.raises(Deadlock, match="rank 2 waits for rank 0 to send, but rank 0 has returned"):
+        simulate(differs_and_one_gives_up, 3)
