@@ -116,8 +116,12 @@ def _expected_calls(function: str, kinds: Sequence[str], n: int) -> list[Calls]:
 
 @task("2.19")
 def test_positions_that_cannot_be_split_are_refused(grade: Grade) -> None:
-    results = grade.run(r.refused_positions, 4, 10).results
-    check_refused(results, f"{SCATTER} of 10 positions on 4 ranks", "10", "4")
+    run = grade.run(
+        *(r.refused_positions, 4, 10),
+        if_stuck="10 positions cannot be split evenly over 4 ranks: raise a ValueError before "
+        "anything is sent. ",
+    )
+    check_refused(run.results, f"{SCATTER} of 10 positions on 4 ranks", "10", "4")
 
 
 @task("2.19")

@@ -84,9 +84,10 @@ def plan(
             one phase, 6 times: 4→5, 5→6, 6→7 and 7→4, 250 bytes each
 
     Args:
-        collective, algorithm: see the table on top. "auto": where the cluster has GPUs, what NCCL
-            would do (`protocols`). Elsewhere the plan of the table whose rounds take the least time
-            (`round_s`, of shared links); among equals, the one with the fewest transfers.
+        collective, algorithm: see the table on top. "auto": on GPUs whose `protocol_efficiency`
+            is known, what NCCL would do (`protocols`). Elsewhere the plan of the table whose rounds
+            take the least time (`round_s`, of shared links); among equals, the one with the fewest
+            transfers.
         gpus: of the ranks of the group, in the order of the ring.
         num_bytes: all_reduce, reduce, broadcast: of the tensor. all_gather, reduce_scatter: of
             all shards together. scatter, gather: of all that the root sends or gets, its own part
@@ -103,7 +104,8 @@ def plan(
     if not 0 <= root < len(gpus):
         raise ValueError(f"root must be an index of the {len(gpus)} ranks of the group, got {root}")
     members = [*gpus[root:], *gpus[:root]]
-    if algorithm.startswith(NCCL) or (algorithm == "auto" and cluster.gpu):
+    has_nccl = cluster.gpu is not None and bool(cluster.gpu.protocol_efficiency)
+    if algorithm.startswith(NCCL) or (algorithm == "auto" and has_nccl):
         own_name = algorithm.removeprefix(NCCL)
         return protocols.plan(collective, own_name, members, num_bytes, cluster)
     if algorithm != "auto":
