@@ -57,7 +57,12 @@ def check_peer(name: str, peer: int, group_size: int, me: int) -> None:
     if not 0 <= peer < group_size:
         # Only a neighbour's number is one step outside: other slips have nothing to do with a ring.
         step = {me + 1: "rank + 1", me - 1: "rank - 1"}.get(peer)
-        advice = f"; if this is a ring, the neighbour is ({step}) % {group_size}" if step else ""
+        advice = (
+            f"; in a ring, the neighbour is ({step}) % {group_size}, and at the end of a line, as "
+            "in a pipeline, there is none"
+            if step
+            else ""
+        )
         raise ValueError(
             f"{name}: the group has no rank {peer}, its ranks are 0 to {group_size - 1}{advice}"
         )

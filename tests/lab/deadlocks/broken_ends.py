@@ -282,7 +282,7 @@ def root_counted_inside_the_group() -> None:
     3,
     "ValueError",
     (),
-    "the group has no rank -1, its ranks are 0 to 2; if this is a ring, the neighbour is",
+    "the group has no rank -1, its ranks are 0 to 2; in a ring, the neighbour is",
 )
 def ring_without_modulo() -> None:
     """The first rank has no left neighbour, and the last one no right one."""
