@@ -267,11 +267,13 @@ class BaseGroup(dist.ProcessGroup):
         outputs, inputs = moves.as_reals(op, outputs), moves.as_reals(op, inputs)
         check_reduction(op, outputs)
         check_contiguous("reduce_scatter", [*outputs, *inputs])
-        is_even = len({tensor.numel() for tensor in inputs}) == 1
+        must_agree = moves.alike(outputs)
+        if len({tensor.numel() for tensor in inputs}) > 1:
+            must_agree["size"] = [tensor.numel() for tensor in inputs]
         return self._meet(
             Call(
                 "reduce_scatter",
-                {"op": op_name(op), **moves.alike(outputs if is_even else inputs)},
+                {"op": op_name(op), **must_agree},
                 moves.nbytes(inputs),
                 inputs,
                 outputs,

@@ -52,7 +52,8 @@ def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
     """Return what must be equal on all ranks for a call on these tensors."""
     sizes: Any = [tensor.numel() for tensor in tensors]
     dtypes: Any = [
-        "sparse " * tensor.is_sparse + str(tensor.dtype).removeprefix("torch.")
+        f"sparse {tuple(tensor.shape)} " * tensor.is_sparse
+        + str(tensor.dtype).removeprefix("torch.")
         for tensor in tensors
     ]
     if len(tensors) == 1:

@@ -202,10 +202,7 @@ class Simulation:
         if self.failures.first:
             return self.failures.first
         ranks = self.scheduler.ranks
-        return self._noted(
-            self.meetings.dispute()
-            or standstill_error(ranks, self.places, self.mailbox, self._history())
-        )
+        return self._noted(standstill_error(ranks, self.places, self.mailbox, self._history()))
 
     def _explained(self, error: SimulationError) -> SimulationError:
         return self._noted(first_error(error, self.scheduler.ranks, self.places))

@@ -158,13 +158,15 @@ def _ring(nodes: Nodes, laps: int) -> Travelling:
 
 
 def _broadcast(nodes: Nodes) -> Travelling:
-    """Pass everything on along a chain from the root."""
+    """Pass everything on along a chain from the root; channel 0 leaves its node at the root."""
     (root, *beside), *others = nodes
     p, channels = sum(map(len, nodes)), _channels(nodes)
     travelling: Bytes = defaultdict(float)
     for c in range(channels):
-        rest = chain.from_iterable(_from(node, c) for node in (beside, *others))
-        for pair in pairwise([root, *rest]):
+        inside = [root, *_from(beside, c)]
+        across = chain.from_iterable(_from(node, c) for node in others)
+        leaving = inside[-1] if c else root
+        for pair in chain(pairwise(inside), pairwise([leaving, *across])):
             travelling[pair] += 1 / channels
     return [travelling], p - len(nodes), len(nodes) - 1
 

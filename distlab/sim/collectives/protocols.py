@@ -64,7 +64,7 @@ def plan(
             one phase: each GPU sends and gets 1.125 GiB, by the switch, at 77 % of its bandwidth
 
     Args:
-        algorithm: "auto": the cheapest; else one of OF_ALGORITHM, or a ring where NCCL has it not.
+        algorithm: "auto": the cheapest; else one of OF_ALGORITHM, or the first that NCCL has.
         members: GPUs, a root first.
         num_bytes: as in `algorithms.plan`.
     """

@@ -113,17 +113,17 @@ class Clock:
         """Call ``action`` at a virtual time, now or later; then ranks go on in their order."""
         self.scheduler.at(time_s, action)
 
-    def collective_begins(self, ranks: Iterable[int]) -> None:
+    def collective_begins(self, ranks: Iterable[int], at_s: float) -> None:
         """Note that bytes of a collective begin to travel."""
         if self._overlap:
             for rank in ranks:
-                self._overlap.begins(rank)
+                self._overlap.begins(rank, at_s)
 
-    def collective_ends(self, ranks: Iterable[int], begin_s: float, end_s: float) -> None:
+    def collective_ends(self, ranks: Iterable[int], at_s: float) -> None:
         """Note that they have arrived; who has computed meanwhile has lost time."""
         if self._overlap:
             for rank in ranks:
-                self._overlap.ends(rank, begin_s, end_s)
+                self._overlap.ends(rank, at_s)
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, and see what others have done meanwhile: it may be what it waits for."""

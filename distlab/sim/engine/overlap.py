@@ -26,27 +26,32 @@ class Overlap:
         self._cost = cost
         self._computed: list[deque[tuple[float, float]]] = [deque() for _ in range(num_ranks)]
         self._under_way = [0] * num_ranks
+        self._charged_until_s = [0.0] * num_ranks  # or when the first one under way began
         self._owed_s = [0.0] * num_ranks
 
     def computed(self, rank: int, start_s: float, end_s: float, now_s: float) -> None:
         """Note when a rank computes; ``now_s`` is the time of the world."""
         intervals = self._computed[rank]
-        if not self._under_way[rank]:  # what begins from now on does not meet what has ended
-            while intervals and intervals[0][1] <= now_s:
-                intervals.popleft()
+        # What begins from now on does not meet what has ended, and what is charged is charged once.
+        done_s = self._charged_until_s[rank] if self._under_way[rank] else now_s
+        while intervals and intervals[0][1] <= done_s:
+            intervals.popleft()
         if intervals and intervals[-1][1] == start_s:
             start_s = intervals.pop()[0]
         intervals.append((start_s, end_s))
 
-    def begins(self, rank: int) -> None:
+    def begins(self, rank: int, at_s: float) -> None:
         """Note that a collective of a rank begins."""
+        if not self._under_way[rank]:
+            self._charged_until_s[rank] = at_s
         self._under_way[rank] += 1
 
-    def ends(self, rank: int, begin_s: float, end_s: float) -> None:
-        """Charge a rank for a collective that ran from ``begin_s`` to ``end_s``."""
+    def ends(self, rank: int, at_s: float) -> None:
+        """Charge a rank for the time since another of its collectives has ended, or this began."""
         self._under_way[rank] -= 1
+        begin_s, self._charged_until_s[rank] = self._charged_until_s[rank], at_s
         self._owed_s[rank] += self._cost * sum(
-            max(0.0, min(end_s, until_s) - max(begin_s, since_s))
+            max(0.0, min(at_s, until_s) - max(begin_s, since_s))
             for since_s, until_s in self._computed[rank]
         )
 

@@ -82,10 +82,13 @@ class Groups:
         except Mismatch as error:
             self._means.failures.note(error)
             raise
-        self._await_members(place, members, call_site)
         rank, limit_s = members.index(number), group_limit_s(timeout)
+        self._await_members(place, members, call_site, limit_s)
         return SimGroup(self._means, members, rank, place, str(key), limit_s)
 
-    def _await_members(self, place: object, members: tuple[int, ...], site: CallSite) -> None:
+    def _await_members(
+        self, place: object, members: tuple[int, ...], site: CallSite, limit_s: float
+    ) -> None:
         self._means.clock.act()
-        self._means.meetings.at(("founding", place), members, 0).arrive(FOUNDING, site).wait()
+        founding = self._means.meetings.at(("founding", place), members, 0)
+        founding.arrive(FOUNDING, site).wait(group_limit_s=limit_s)

@@ -2,7 +2,7 @@
 
 A collective is recognised by its number: the k-th call of every rank on a group is one meeting.
 What must agree is compared as each rank arrives. If it differs, no bytes travel: the meeting fails
-on all its ranks when the last one has come, or ends the world when no other can come any more.
+on all its ranks when the last one has come, or a little later without those that are missing.
 """
 
 import copy
@@ -33,6 +33,7 @@ from distlab.sim.reporting.sites import CallSite
 from distlab.words import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
+DISPUTE_S = 0.1  # of virtual time, for which the others are awaited if calls differ
 MAX_SHAPES = 6  # of a coalesced call, that are shown
 Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # of a call by the ranks of a group
 
@@ -63,6 +64,10 @@ class Attendance(Pending):
 
     def expired(self, limit_s: float) -> Exception:
         """Let it fail on all ranks of the group."""
+        if self.meeting.is_disputed:
+            dispute = self.meeting.dispute()
+            self.meeting.fail(partial(_copied, dispute))
+            return dispute
         error = super().expired(limit_s)
         self.meeting.close(self.rank)
         return error
@@ -126,8 +131,8 @@ class Meeting:
         self.is_disputed = self.is_disputed or not self._agrees(attendance)
         if len(self.attendances) == len(self.group):
             self._settle(call)
-        elif self.is_disputed:
-            attendance.block()
+        elif self.is_disputed and not attendance.block(attendance.posted_s + DISPUTE_S):
+            self.fail(partial(_copied, self.dispute()))
         if attendance.error is not None:
             raise attendance.error
         return attendance
@@ -171,7 +176,7 @@ class Meeting:
         """
         if self._has_begun:
             return
-        self._error_of = error_of
+        self._error_of, self.is_disputed = error_of, False
         now_s = self._means.clock.current.clock_s
         for rank, attendance in self.attendances.items():
             attendance.fail(error_of(rank), now_s)
@@ -182,11 +187,13 @@ class Meeting:
         self._has_begun = True
         clock = self._means.clock
         self._begin_s = clock.current.clock_s
-        clock.collective_begins(self.group)
+        clock.collective_begins(self.group, self._begin_s)
         if call is FOUNDING:
             clock.when(self._begin_s, lambda: self._end(self._begin_s))
         else:
-            self._run_phase(iter(self._means.plan(call, self.group)), self._begin_s)
+            calls = (attendance.call for attendance in self.attendances.values())
+            largest = max(calls, key=lambda one: one.num_bytes)  # only sparse ones may differ
+            self._run_phase(iter(self._means.plan(largest, self.group)), self._begin_s)
 
     def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
         """Start all transfers of the next phase; the last one to arrive starts the one after."""
@@ -207,7 +214,7 @@ class Meeting:
         return None
 
     def _end(self, at_s: float) -> None:
-        self._means.clock.collective_ends(self.group, self._begin_s, at_s)
+        self._means.clock.collective_ends(self.group, at_s)
         members = [self.attendances[rank] for rank in self.group]
         for member in members:
             for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
@@ -255,16 +262,9 @@ class Meetings:
         meeting = self._open.get(place)
         if meeting is None:
             meeting = self._open[place] = Meeting(self, key, ranks, number)
-        elif len(meeting.attendances) == len(ranks) - 1:
+        if len(meeting.attendances) == len(ranks) - 1:
             del self._open[place]  # the last one arrives now
         return meeting
-
-    def dispute(self) -> Mismatch | None:
-        """Make the error for the first meeting in which calls differ; None if there is none."""
-        for meeting in self._open.values():
-            if meeting.is_disputed and meeting.attendances:  # else it has failed for another reason
-                return meeting.dispute()
-        return None
 
     def leftovers(self) -> Iterator[Attendance]:
         """Yield the parts in meetings to which not all ranks have come."""

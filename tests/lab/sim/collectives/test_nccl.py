@@ -141,6 +141,16 @@ def test_a_broadcast_enters_every_gpu_once(nodes: int, gpus: int, root: int) -> 
     }
 
 
+@pytest.mark.parametrize(("nodes", "gpus"), [(2, 8), (3, 4), (4, 8), (8, 1)])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_every_channel_leaves_a_node_by_a_nic_of_its_own(
+    collective: str, nodes: int, gpus: int
+) -> None:
+    cluster = machine(nodes, gpus)
+    carried = on_links(pattern_of(collective, "ring", nodes, gpus), cluster, "nic")
+    assert carried == pytest.approx([1 / gpus] * (2 * gpus * (nodes - 1)))
+
+
 # --- Trees ---------------------------------------------------------------------------------------
 
 

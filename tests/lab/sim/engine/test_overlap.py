@@ -50,6 +50,23 @@ def test_computation_beside_a_collective_takes_longer(
     assert found_s == pytest.approx(expected_ms * MS, rel=1e-6)
 
 
+def overlaps_with_several(collectives: int) -> None:
+    x = torch.empty(round(BYTES_PER_MS / 4), device="meta")
+    works = [dist.all_reduce(x, async_op=True) for _ in range(collectives)]
+    compute(3.0)
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize(("collectives", "expected_ms"), [(1, 3.5), (2, 4.0), (8, 8.0)])
+def test_a_second_is_lost_once_however_many_collectives_share_it(
+    collectives: int, expected_ms: float
+) -> None:
+    options = Options(algorithm="ring", overlap_cost=0.5)
+    run = simulate(overlaps_with_several, 2, collectives, cluster=WORLD, options=options)
+    assert run.seconds == pytest.approx(expected_ms * MS, rel=1e-6)
+
+
 def one_after_the_other() -> None:
     overlaps(1.0, ())
     compute(2.0)

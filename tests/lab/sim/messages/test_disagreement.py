@@ -1,5 +1,7 @@
 """Calls that differ: the report says which ranks gave what, whoever came first."""
 
+import contextlib
+import threading
 import time
 from datetime import timedelta
 
@@ -7,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import me, size
+from torch.distributed.distributed_c10d import _get_default_store
 
-from distlab.sim import Deadlock, Mismatch, simulate
+from distlab.sim import Mismatch, RankError, simulate
 
 
 def sums_another_size(odd: tuple[int, ...], last: int) -> None:
     if me() == last:
-        time.sleep(1.0)
+        time.sleep(0.05)
     dist.all_reduce(torch.ones(5 if me() in odd else 4))
 
 
@@ -103,17 +106,89 @@ def test_tensors_without_data_meet_no_others() -> None:
         simulate(meta_on_one, 2)
 
 
-def differs_and_one_gives_up() -> str:
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    try:
-        if me() < 2:
-            dist.all_reduce(torch.ones(4 + me()), group=group)
-    except RuntimeError as error:
-        return str(error)
-    dist.recv(torch.ones(1), 0)
-    return ""
+def differs_while_a_heart_beats() -> None:
+    stop = threading.Event()
+
+    def beats() -> None:
+        while not stop.wait(1.0):
+            _get_default_store().set(f"alive {me()}", "1")
+
+    if me() == 2:
+        return
+    threading.Thread(target=beats, daemon=True).start()
+    dist.all_reduce(torch.ones(4 + me()))
+    stop.set()
 
 
-def test_a_meeting_that_a_limit_has_ended_is_in_dispute_no_more() -> None:
-    with pytest.raises(Deadlock, match="rank 2 waits for rank 0 to send, but rank 0 has returned"):
-        simulate(differs_and_one_gives_up, 3)
+def test_who_never_comes_is_awaited_for_a_moment_only() -> None:
+    with pytest.raises(Mismatch, match="size 4 on rank 0, but with size 5 on rank 1"):
+        simulate(differs_while_a_heart_beats, 3)
+
+
+def differs_within_a_limit(seconds: float) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    if me() == 2:
+        time.sleep(10.0)
+    dist.all_reduce(torch.ones(4 + me() % 2), group=group)
+
+
+@pytest.mark.parametrize("limit_s", [0.01, 5.0])
+def test_a_limit_does_not_hide_that_calls_differ(limit_s: float) -> None:
+    with pytest.raises(Mismatch, match="size 4 on rank 0, but with size 5 on rank 1"):
+        simulate(differs_within_a_limit, 3, limit_s)
+
+
+def swallows_and_another_waits() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    if me() == 2:
+        dist.recv(torch.ones(1), 0)
+    with contextlib.suppress(RuntimeError):
+        dist.all_reduce(torch.ones(4 + me()), group=group)
+
+
+def test_a_meeting_that_has_failed_is_in_dispute_no_more() -> None:
+    with pytest.raises(Mismatch, match="size 4 on rank 0, but with size 5 on rank 1"):
+        simulate(swallows_and_another_waits, 3)
+
+
+def alone() -> int:
+    group = dist.new_group([me()], use_local_synchronization=True)
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1), group=group)
+    return me()
+
+
+def test_a_group_of_one_is_never_awaited() -> None:
+    assert simulate(alone, 2).trace.leftovers == []
+
+
+def comes_too_late() -> None:
+    if me() == 1:
+        time.sleep(50.0)
+    dist.new_group(timeout=timedelta(seconds=5))
+
+
+def test_the_limit_of_a_group_is_that_of_its_founding_too() -> None:
+    with pytest.raises(RankError, match="Timed out waiting 5000ms for new_group"):
+        simulate(comes_too_late, 2)
+
+
+def adds_unequal_sparse(last: int) -> None:
+    if me() == last:
+        time.sleep(1.0)
+    table = torch.ones(100, 100) if me() == 0 else torch.eye(100)
+    dist.all_reduce(table.to_sparse())
+
+
+def test_the_time_of_a_sparse_sum_does_not_depend_on_who_comes_last() -> None:
+    first, second = (simulate(adds_unequal_sparse, 2, last).seconds for last in (0, 1))
+    assert first == second > 1.0
+
+
+def adds_other_shapes() -> None:
+    dist.all_reduce(torch.ones((4, 4) if me() else (2, 8)).to_sparse())
+
+
+def test_sparse_tensors_have_the_same_shape() -> None:
+    with pytest.raises(Mismatch, match=r"sparse \(2, 8\) float32 on rank 0"):
+        simulate(adds_other_shapes, 2)

@@ -116,7 +116,7 @@ def mixes_dense_and_sparse() -> None:
 
 
 def test_a_sparse_tensor_does_not_meet_a_dense_one() -> None:
-    with pytest.raises(Mismatch, match="dtype sparse float32 on rank 0, but with dtype float32"):
+    with pytest.raises(Mismatch, match=r"dtype sparse \(2, 2\) float32 on rank 0, but with"):
         simulate(mixes_dense_and_sparse, 2)
 
 
