@@ -1193,7 +1193,7 @@ def busy_loop_pure():
     """Rank 0 computes for ever without a call. Report: rank 0 busy at this line after the limit; rank 1 in barrier."""
     if dist.get_rank() == 0:
         n = 0
-        while n >= 0:
+        while n >= 0:  # BUG: or this line of the same loop, when the time is up
             n += 1  # BUG
     dist.barrier()
 
