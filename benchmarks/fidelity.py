@@ -73,7 +73,7 @@ class Table:
     def errors(self, smallest: int = 0, largest: int = 2**60) -> list[float]:
         """Return predicted / published - 1 for the sizes that are asked for."""
         return [
-            self.way(num_bytes).seconds / seconds - 1
+            simulated_s(self, num_bytes) / seconds - 1
             for num_bytes, seconds in self.points
             if smallest <= num_bytes <= largest
         ]
