@@ -6,6 +6,8 @@ the other worlds, and a simulation leaves nothing behind in the process that ask
 
 import gc
 import mmap
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +25,7 @@ from distlab.launch.errors import (
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import WORD_BYTES, SimulationSpec, Spec, WorldFolder
 from distlab.launch.rank import RankProcess
+from distlab.words import rank_names
 
 T = TypeVar("T")
 
@@ -56,7 +59,7 @@ def simulate_in_child(
             partial(_on_cpu, spec),
             simulation.num_ranks,
             cluster=simulation.cluster,
-            options=simulation.options,
+            options=_with_our_frames_left_out(simulation.options),
             running=running,
         )
     except sim.SimulationError as error:
@@ -64,6 +67,12 @@ def simulate_in_child(
     return simulation_report.of_simulation(
         simulated, wants_trace=simulation.wants_trace, max_bytes=spec.max_result_bytes
     )
+
+
+def _with_our_frames_left_out(options: sim.Options | None) -> sim.Options:
+    """Let reports and tracebacks leave out the launcher, too."""
+    options = options or sim.Options()
+    return replace(options, given=(*options.given, str(Path(__file__).parent)))
 
 
 def _on_cpu(spec: Spec) -> object:
@@ -123,6 +132,18 @@ def _running(folder: WorldFolder, num_ranks: int) -> tuple[int, int | None]:
     return words[0], words[1 + words[0]]
 
 
+def _others(number: int, folder: WorldFolder, given: Sequence[str]) -> str:
+    """Say where the threads of the other ranks are; that of a rank that has ended is gone."""
+    dump, by_place = folder.read_stacks(0), dict[str, list[int]]()
+    for rank, ident in enumerate(folder.read_running()[1:]):
+        place = stacks.read_place(dump, ident, given) if ident else stacks.Place("", None)
+        waits = "waits " if place.operation else ""
+        if rank != number and place.frame:
+            by_place.setdefault(f"{waits}{place}", []).append(rank)
+    lines = [f"  {rank_names(ranks):<16}  {place}" for place, ranks in by_place.items()]
+    return "\n".join(["", "The other ranks:", *lines]) if lines else ""
+
+
 def _lost_simulation(
     process: RankProcess, simulation: SimulationSpec, folder: WorldFolder, exceeded: Exceeded | None
 ) -> LaunchError:
@@ -139,7 +160,8 @@ def _lost_simulation(
             exceeded, has_place=bool(place.frame), all_wait=False, is_suspended=is_suspended
         )
         message = f"time is up after {exceeded}: {who} is {place}{source}"
-        return RankHung(message, kind=kind, rank=number)
+        others = _others(number, folder, given_of(simulation))
+        return RankHung(f"{message}{others}", kind=kind, rank=number)
     if process.report:
         return RankFailed(f"{process.report.headline}\n\n{process.report.traceback}".rstrip())
     process.place = None  # of the main thread, which only waits for the ranks

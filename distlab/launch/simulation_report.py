@@ -15,10 +15,11 @@ from distlab.launch import safe_pickle
 from distlab.launch.errors import LaunchError, RankExited, RankFailed, RankHung, RankOutOfMemory
 from distlab.launch.protocol import MAX_TEXT, SimulationSpec
 from distlab.launch.rank_report import pickled_result
+from distlab.sim.reporting.errors import EXIT
 
 _KINDS = {kind.__name__: kind for kind in (RankFailed, RankHung, RankExited, RankOutOfMemory)}
 _KIND_OF: dict[type, str] = {sim.Deadlock: "deadlock", sim.Mismatch: "mismatch"}
-_BY_EXCEPTION = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited}
+_BY_EXCEPTION = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited, EXIT: RankExited}
 
 
 def of_simulation(
@@ -56,7 +57,7 @@ def of_error(error: sim.SimulationError) -> dict[str, object]:
         "kind": _KIND_OF.get(type(error), ""),
         "message": str(error),
         "rank": error.ranks[0] if len(error.ranks) == 1 else None,
-        "exception": exception,
+        "exception": "" if exception == EXIT else exception,
         "advice": error.advice if isinstance(error, sim.Deadlock) else "",
     }
 

@@ -1,6 +1,7 @@
 """One simulated world: its parts are made and joined here. ``simulate`` runs a function in it."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped
 from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.isolation import deaths, host, patches
+from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import Groups
 from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.residents import Residents
@@ -28,9 +30,15 @@ from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.meetings import Meetings
 from distlab.sim.messages.pending import Pending
 from distlab.sim.network.traffic import Traffic
-from distlab.sim.postmortem import leftovers
+from distlab.sim.postmortem import caught, leftovers
 from distlab.sim.postmortem.deadlock import History
-from distlab.sim.postmortem.ending import first_error, rank_error, standstill_error
+from distlab.sim.postmortem.ending import (
+    doing_of_others,
+    exit_error,
+    first_error,
+    rank_error,
+    standstill_error,
+)
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Places
@@ -57,7 +65,7 @@ class Simulation:
         self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
         self.devices = self._make_devices()
         self.places = Places(options.given)
-        self.handles, self.refusals = Handles(), Refusals()
+        self.handles, self.refusals, self.exits = Handles(), Refusals(), Exits(self.places)
         self.failures = Failures(self._explained, self.scheduler.end_world)
         traffic = Traffic(cluster, self.scheduler, self.trace, options.faults)
         buffers = Buffers(
@@ -137,6 +145,8 @@ class Simulation:
             self.refusals,
             self.handles,
             self.threads,
+            self.exits,
+            self._exit_process,
             self.mailbox.lanes,
         )
         dying = deaths.due(faults, self.scheduler, self.clock, self.residents)
@@ -145,14 +155,30 @@ class Simulation:
 
     def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
         try:
-            return fn(*args)
+            with self.exits.watched(rank.number):
+                return fn(*args)
         except SimulationError as error:
             raise self.failures.first or self._explained(error) from None
         except (Stopped, Killed):
             raise
         except BaseException as error:  # torch has some, too, such as CheckpointException
-            own = rank_error(rank.number, self.num_ranks, error, self.places)
+            own = rank_error(
+                rank.number, self.num_ranks, error, self.places, self._others(rank.number)
+            )
             raise self.failures.first or own from error
+
+    def _others(self, rank: int) -> str:
+        return doing_of_others(rank, self.scheduler.ranks, self.places, self._history())
+
+    def _exit_process(self, status: int) -> None:
+        """End the world, because a rank calls ``os._exit``: it runs no clean-up, and nor can they.
+
+        The other ranks' processes would go on, and fail as soon as they need this one.
+        """
+        rank = self.residents.current
+        site = self.places.call_site(sys._getframe(1))[0]
+        error = exit_error(rank, self.num_ranks, status, site, self._others(rank))
+        self.scheduler.end_world(self.failures.first or error)
 
     @contextlib.contextmanager
     def _on_device(self, rank: Rank) -> Iterator[None]:
@@ -216,20 +242,22 @@ class Simulation:
             },
             self.trace.arrived(),
             self.groups.roster.groups(),
+            self.exits.known,
             is_in_order=self.mailbox.lanes is not None,
         )
 
     def _noted(self, error: SimulationError) -> SimulationError:
-        """Add which errors and open handles the ranks to blame had, if they have returned."""
+        """Add what ranks have caught, which is the cause if there is any, and what else is odd."""
         if isinstance(error, Deadlock | Mismatch):
-            ranks = self.scheduler.ranks
+            ranks, places = self.scheduler.ranks, self.places
             gone = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]
-            notes = (
-                *self.refusals.notes(gone),
+            causes = (
+                *caught.handled(ranks, places),
+                *self.refusals.notes({rank: ranks[rank].num_calls for rank in error.ranks}),
                 *self.refusals.thread_notes(),
-                *self.handles.notes(gone),
             )
-            error.args = ("\n".join([str(error), *notes]),)
+            questions = () if causes else caught.suspicions(error, ranks, places, self.exits.known)
+            error.note(causes, (*questions, *self.handles.notes(gone)))
         return error
 
 

@@ -25,6 +25,7 @@ import torch.distributed.nn.functional  # in a rank, its defaults would become t
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.isolation import profiling, refusals
+from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import BACKEND, Groups
 from distlab.sim.isolation.meta_device import MetaHandle
 from distlab.sim.isolation.rank_state import (
@@ -54,6 +55,8 @@ class Home:
         refusals: note what torch refuses.
         handles: the operations for which nobody has waited.
         threads: make strands of the threads that ranks start.
+        exits: note where ranks enter and leave the world.
+        exit_process: called with the status by a rank that calls ``os._exit``.
         lanes: told of batches; None: messages have no order.
     """
 
@@ -63,6 +66,8 @@ class Home:
     refusals: Refusals
     handles: Handles
     threads: Threads
+    exits: Exits
+    exit_process: Callable[[int], None]
     lanes: Lanes | None
 
 
@@ -86,11 +91,13 @@ def installed(home: Home) -> Iterator[None]:
         undo.callback(isolate._set_thread_isolation_mode, False)
         _register_backend(home)
         _patch_groups(undo, home)
-        refusals.install(functools.partial(_replace, undo), home.residents, home.refusals)
+        refusals.install(
+            functools.partial(_replace, undo), home.clock, home.residents, home.refusals
+        )
         _patch_clocks(undo, home)
         home.threads.install(functools.partial(_replace, undo))
         profiling.install(functools.partial(_replace, undo), home.residents)
-        _patch_process(undo, home.residents)
+        _patch_process(undo, home)
         _patch_generators(undo, home.residents)
         _patch_environment(undo, home.residents)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
@@ -171,6 +178,7 @@ def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
     ) -> None:
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
+        home.exits.joined(home.residents.current)
         home.groups.join(timeout)
 
     new_group = c10d.new_group
@@ -207,6 +215,7 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
         size: int, rank: int, ranks: list[int], backend: str, *rest: Any, **settings: Any
     ) -> Any:
         if not ranks:
+            home.exits.joined(home.residents.current)
             home.groups.join(settings.get("timeout"))
             return dist.group.WORLD, home.groups.store
         settings.update(backend_options=None, device_id=None)
@@ -223,6 +232,11 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
         if not tensors[0].is_meta:  # DDP compares shapes as the numbers in a tensor
             verify(group, tensors, *rest)
 
+    def update_default(group: Any) -> None:
+        if group is None and home.residents.is_in_rank():  # destroy_process_group()
+            home.exits.left(home.residents.current)
+        update(group)
+
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
         check(p2p_ops)
         if home.lanes is not None:
@@ -231,6 +245,7 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
     # The first call of batch_isend_irecv, by whatever name a program has imported that.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
+    update = _replace(undo, c10d, "_update_default_pg", update_default)
     _replace(undo, c10d, "rendezvous", rendezvous)
     _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
     _replace(undo, c10d, "_group_or_default_group", group_or_default)  # the same in fewer steps
@@ -270,15 +285,21 @@ def _virtual(real: Callable[[], float], per_second: int | None, home: Home) -> C
     return clock
 
 
-def _patch_process(undo: contextlib.ExitStack, residents: Residents) -> None:
-    """Let each rank have a working folder, and say what only a process can have."""
-    change_folder, handle = os.chdir, signal.signal
+def _patch_process(undo: contextlib.ExitStack, home: Home) -> None:
+    """Let each rank have a working folder and an end, and say what only a process can have."""
+    residents = home.residents
+    change_folder, handle, end = os.chdir, signal.signal, os._exit
 
     def chdir(path: Any) -> None:
         if residents.is_in_rank():
             residents.change_folder(path)
         else:
             change_folder(path)
+
+    def end_rank(status: int) -> None:
+        if residents.is_in_rank():
+            home.exit_process(status)
+        end(status)
 
     def refuse(number: Any, handler: Any) -> Any:
         if not residents.is_in_rank():
@@ -290,6 +311,7 @@ def _patch_process(undo: contextlib.ExitStack, residents: Residents) -> None:
 
     undo.callback(residents.leave)
     _replace(undo, os, "chdir", chdir)
+    _replace(undo, os, "_exit", end_rank)
     _replace(undo, signal, "signal", refuse)
 
 

@@ -6,13 +6,14 @@ for it. So the last error of each rank is kept for the report.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.c10d_logger as c10d_logger
 import torch.distributed.distributed_c10d as c10d
 
+from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.scheduler import Killed, Stopped
 from distlab.sim.isolation.residents import Residents
 from distlab.sim.reporting.errors import SimulationError
@@ -25,13 +26,20 @@ class Refusals:
     """By rank, the last error that a call of ``torch.distributed`` raised there."""
 
     def __init__(self) -> None:
-        self._by_rank: dict[int, str] = {}
+        self._by_rank: dict[int, tuple[str, int]] = {}
         self._threads: dict[int, str] = {}
 
-    def note(self, rank: int, call: str, error: BaseException | None) -> None:
-        """Keep an error, unless it only says that the world has ended."""
+    def note(self, rank: int, call: str, error: BaseException | None, num_calls: int) -> None:
+        """Keep an error, unless it only says that the world has ended.
+
+        Args:
+            rank: that got it.
+            call: which raised it.
+            error: None: there is none.
+            num_calls: that have succeeded on this rank.
+        """
         if error is not None and not isinstance(error, SimulationError | Stopped | Killed):
-            self._by_rank[rank] = f"{call} raised {_line(error)}"
+            self._by_rank[rank] = f"{call} raised {_line(error)}", num_calls
 
     def note_thread(self, rank: int, name: str, error: BaseException, where: str) -> None:
         """Keep the error that has ended a thread of a rank."""
@@ -44,13 +52,18 @@ class Refusals:
         for rank in sorted(self._threads):
             yield self._threads[rank]
 
-    def notes(self, returned: Iterable[int]) -> Iterator[str]:
-        """Say which errors ranks got before they returned."""
-        for rank in returned:
-            if rank in self._by_rank:
+    def notes(self, num_calls: Mapping[int, int]) -> Iterator[str]:
+        """Say which errors ranks got instead of their last call, or the one before it.
+
+        Args:
+            num_calls: that have succeeded, by rank.
+        """
+        for rank, count in num_calls.items():
+            what, before = self._by_rank.get(rank, ("", 0))
+            if what and count - before < 2:
                 yield (
-                    f"Before rank {rank} returned, {self._by_rank[rank]} The exception was caught, "
-                    "so the other ranks know nothing about it."
+                    f"On rank {rank}, {what} The exception was caught, so the other ranks know "
+                    "nothing about it."
                 )
 
 
@@ -59,14 +72,15 @@ def _line(error: BaseException) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def install(replace: Replace, residents: Residents, refusals: Refusals) -> None:
+def install(replace: Replace, clock: Clock, residents: Residents, refusals: Refusals) -> None:
     """Make torch's errors about ranks mention groups, and note what torch refuses."""
     describe_call = c10d_logger._get_msg_dict
 
     def note_and_describe(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         error = sys.exc_info()[1]
         if residents.is_in_rank():
-            refusals.note(residents.current, name, error)
+            rank = clock.current.rank
+            refusals.note(rank.number, name, error, rank.num_calls)
         with contextlib.suppress(Exception):  # it asks groups that a rank may not be in
             return describe_call(name, *args, **kwargs)
         return {}

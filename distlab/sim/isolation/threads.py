@@ -146,7 +146,7 @@ class Threads:
         elif _is_for_processes(sys._getframe(2)):
             self._start_for_real(thread)
         else:
-            site, _ = self._places.call_site(sys._getframe(1))
+            site, *_ = self._places.call_site(sys._getframe(1))
             strand = self._make_strand(thread)
             self._start_for_real(thread)
             strand.ident = thread.ident or 0

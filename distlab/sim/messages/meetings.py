@@ -78,7 +78,7 @@ class Attendance(Pending):
 
     def title(self) -> str:
         """Write ``all_reduce (call 3 of ranks 0-7)``."""
-        return f"{self.name} (call {self.meeting.number + 1} of {rank_names(self.group)})"
+        return f"{self.full_name()} (call {self.meeting.number + 1} of {rank_names(self.group)})"
 
     def text(self) -> str:
         """Write ``all_reduce (call 3 of ranks 0-7), (4,) float32``; all shapes if coalesced."""
@@ -160,7 +160,7 @@ class Meeting:
         """Make the error for calls that differ, of the ranks that have come."""
         present = [self.attendances[rank] for rank in sorted(self.attendances)]
         return disagreement(
-            [Given(a.rank, a.name, values_of(a.call, self.group), a.row()) for a in present]
+            [Given(a.rank, a.full_name(), values_of(a.call, self.group), a.row()) for a in present]
         )
 
     def close(self, gave_up: int) -> None:

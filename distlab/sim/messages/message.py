@@ -115,4 +115,4 @@ class Message(Pending):
         tag = f", tag {self.tag}" if self.tag else ""
         is_usual = len(self.group) == self.clock.num_ranks
         group = "" if is_usual else f", on the group of {rank_names(self.group)}"
-        return f"{self.name} {toward} {peer}, {describe(Form(*self.form))}{tag}{group}"
+        return f"{self.full_name()} {toward} {peer}, {describe(Form(*self.form))}{tag}{group}"

@@ -12,6 +12,7 @@ from distlab.sim.reporting.report import Row, mismatch, place
 from distlab.sim.reporting.sites import CallSite
 
 ANY_SOURCE = -1  # the peer of a recv from any rank
+INDIRECT = ("_object", "coalesc")  # in names of torch's functions that call others
 
 
 class Pending:
@@ -27,11 +28,12 @@ class Pending:
         error: why it has failed; None: it has not.
         site: file, line and function of the call.
         is_by_torch: torch made the call by itself, and keeps the handle.
+        through: the function of torch that has made it.
     """
 
     __slots__ = (
         *("done_s", "group", "is_by_torch", "is_done", "name", "num_bytes"),
-        *("clock", "error", "posted_s", "rank", "site", "waiters"),
+        *("clock", "error", "posted_s", "rank", "site", "through", "waiters"),
     )
     kind = "collective"  # or "send", "recv", "founding", "store", "thread"
     is_recorded = True  # once it is done; waiting for it is recorded anyway
@@ -50,7 +52,7 @@ class Pending:
         self.posted_s = rank.clock_s
         self.done_s = 0.0
         self.is_done = False
-        self.site, self.is_by_torch = call
+        self.site, self.is_by_torch, self.through = call
         self.waiters: tuple[Strand, ...] = ()
         self.error: Exception | None = None
 
@@ -140,7 +142,14 @@ class Pending:
 
     def title(self) -> str:
         """Write which call it is, for a sentence: ``recv``."""
-        return self.name
+        return self.full_name()
+
+    def full_name(self) -> str:
+        """Write ``broadcast``, or ``broadcast_object_list's broadcast`` if the program has not
+        called it by that name.
+        """
+        is_inner = self.is_by_torch or any(part in self.through for part in INDIRECT)
+        return f"{self.through}'s {self.name}" if is_inner else self.name
 
     def text(self) -> str:
         """Write what was called, for a report: ``recv from rank 2, (4,) float32``."""

@@ -9,12 +9,15 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import Store
 
 from distlab.sim.engine.clock import Clock
-from distlab.sim.engine.scheduler import NEVER
+from distlab.sim.engine.scheduler import NEVER, Strand
 from distlab.sim.messages.limits import limit_s, store_error
 from distlab.sim.messages.pending import Pending
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import CallSite, Places, Site
+from distlab.words import joined, verb
 
+MAX_KEYS = 4  # that a report names
+MAX_VALUE_BYTES = 20  # of a value that it shows
 NEAR = 0.7  # how alike two keys are that may be meant to be one; 1: equal
 
 
@@ -32,22 +35,29 @@ class Change(NamedTuple):
 
 
 class KeyWait(Pending):
-    """A rank that waits for keys that no rank has set yet.
+    """A rank that waits for keys that no rank has set yet, or for another value of one.
 
     Attributes:
-        keys: that are not set.
+        keys: that are not set, or the one whose value has to change.
         changes: of all keys of the store.
+        values: of those that are set.
     """
 
-    __slots__ = ("changes", "keys")
+    __slots__ = ("changes", "keys", "values")
     kind = "store"
     is_recorded = False
 
     def __init__(
-        self, clock: Clock, keys: Sequence[str], changes: Mapping[str, Change], call: CallSite
+        self,
+        clock: Clock,
+        name: str,
+        keys: Sequence[str],
+        changes: Mapping[str, Change],
+        values: Mapping[str, bytes],
+        call: CallSite,
     ) -> None:
-        super().__init__(clock, "store.wait", tuple(range(clock.num_ranks)), 0, call)
-        self.keys, self.changes = list(keys), changes
+        super().__init__(clock, f"store.{name}", tuple(range(clock.num_ranks)), 0, call)
+        self.keys, self.changes, self.values = list(keys), changes, values
 
     def waits_for(self) -> Sequence[int]:
         """Return every other rank: any could set the key."""
@@ -59,22 +69,43 @@ class KeyWait(Pending):
         return store_error(self.keys, limit_s)
 
     def fate(self) -> str:
-        """Write ``which no rank has set``, or who has deleted it."""
-        change = self.changes.get(self.keys[0])
+        """Write ``which no rank has set``, who has deleted it, or which value it keeps."""
+        key = self.keys[0]
+        change = self.changes.get(key)
+        if change and key in self.values:
+            return (
+                f"which stays {_shown(self.values[key])}: rank {change.rank} was the last to set "
+                f"it, at {place(change.site)}"
+            )
         return f"which {change.text()}" if change else "which no rank has set"
 
     def advice(self) -> str:
-        """Say what to do about a deleted key, or one that is spelled like another; else ""."""
-        if self.keys[0] in self.changes:
+        """Say what to do about a deleted key, one like another, or a value; else what there is."""
+        key = self.keys[0]
+        if key in self.values:
+            return "Which rank should change it, and does that rank wait for something else first?"
+        if key in self.changes:
             return "Delete a key only when all ranks that need it have read it."
-        there = [key for key, change in self.changes.items() if not change.is_deletion]
-        for key in difflib.get_close_matches(self.keys[0], there, n=1, cutoff=NEAR):
-            return f"There is a key {key!r}, which {self.changes[key].text()}: is one misspelled?"
-        return ""
+        for near in difflib.get_close_matches(key, self.values, n=1, cutoff=NEAR):
+            return f"There is a key {near!r}, which {self.changes[near].text()}: is one misspelled?"
+        if not self.values:
+            return ""
+        there = [f"{key!r} ({_shown(value)})" for key, value in self.values.items()]
+        return (
+            f"There {verb(there, 'are keys', 'is a key')} {joined(there[-MAX_KEYS:])}: is "
+            f"{verb(there, 'one of them', 'it')} meant, or does the rank that should set {key!r} "
+            "not come to it?"
+        )
 
     def text(self) -> str:
-        """Write ``store.wait for 'ready'``."""
-        return f"store.wait for {', '.join(map(repr, self.keys))}"
+        """Write ``store.get for 'ready'``."""
+        return f"{self.name} for {', '.join(map(repr, self.keys))}"
+
+
+def _shown(value: bytes) -> str:
+    """Write ``2`` or ``'cpu'``, cut off where it is long."""
+    text = value[:MAX_VALUE_BYTES].decode(errors="replace")
+    return text if text.isdecimal() else repr(text)
 
 
 class SimStore(Store):
@@ -89,6 +120,7 @@ class SimStore(Store):
         self._values: dict[str, bytes] = {}
         self._changes: dict[str, Change] = {}
         self._waits: list[KeyWait] = []
+        self._asked: dict[int, tuple[str, bytes]] = {}  # by rank, what it has asked for last
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a key, and wake the ranks that wait for it."""
@@ -101,17 +133,41 @@ class SimStore(Store):
         self._wake()
 
     def _note_change(self, key: str, *, is_deletion: bool) -> None:
-        if self._changes.get(key) is None or is_deletion or key not in self._values:
-            site, _ = self._places.call_site(sys._getframe(2))
-            self._changes[key] = Change(self._clock.current.number, site, is_deletion)
+        site, *_ = self._places.call_site(sys._getframe(2))
+        self._changes[key] = Change(self._clock.current.number, site, is_deletion)
 
     def get(self, key: str) -> bytes:
         """Return a key's value, waiting for it."""
-        self.wait([key])
+        if key in self._values:
+            self._ask("get", key)
+        else:
+            self._wait("get", [key])
         return self._values[key]
 
+    def _ask(self, name: str, key: str) -> None:
+        """Let earlier ranks go first; who gets the same answer again and again waits for another.
+
+        The first time is free, then a microsecond passes, or asking again would not help.
+        """
+        strand, asked = self._clock.current, (key, self._values[key])
+        if self._asked.get(strand.number) == asked:
+            self._clock.poll(lambda: self._wait_of(strand, name, [key]))
+        else:
+            self._clock.act()
+        self._asked[strand.number] = asked
+
+    def _wait_of(self, strand: Strand, name: str, keys: Sequence[str]) -> KeyWait:
+        """Describe what a rank waits for that asks again and again; another one may run now."""
+        call = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
+        waiting = KeyWait(self._clock, name, keys, self._changes, self._values, call)
+        waiting.rank = strand.number
+        return waiting
+
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return it."""
+        """Add to a counter and return it; adding 0 is asking for it."""
+        if amount == 0 and key in self._values:
+            self._ask("add", key)
+            return int(self._values[key])
         self._clock.act()
         value = int(self._values.get(key, b"0")) + amount
         self._set(key, str(value))
@@ -127,7 +183,8 @@ class SimStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Tell whether all keys are set; a microsecond passes, or asking again would not help."""
-        self._clock.poll(lambda: self._key_wait(keys))
+        strand = self._clock.current
+        self._clock.poll(lambda: self._wait_of(strand, "check", self._missing(keys)))
         return self._has(keys)
 
     def _has(self, keys: Sequence[str]) -> bool:
@@ -138,9 +195,12 @@ class SimStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. A key that never comes is found at once, without a limit."""
+        self._wait("wait", keys, timeout)
+
+    def _wait(self, name: str, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._clock.act(is_progress=self._has(keys))
         if not self._has(keys):
-            waiting = self._key_wait(keys)
+            waiting = self._wait_of(self._clock.current, name, self._missing(keys))
             self._waits.append(waiting)
             try:
                 waiting.wait(self._limit_s() if timeout is None else limit_s(timeout))
@@ -150,10 +210,6 @@ class SimStore(Store):
     def _limit_s(self) -> float:
         """Return the limit that ``set_timeout`` has set, also that of a PrefixStore around it."""
         return NEVER if self.timeout == self._no_limit else limit_s(self.timeout)
-
-    def _key_wait(self, keys: Sequence[str]) -> KeyWait:
-        call = self._places.call_site(sys._getframe(2))
-        return KeyWait(self._clock, self._missing(keys), self._changes, call)
 
     def num_keys(self) -> int:
         """Return how many keys are set."""

@@ -6,23 +6,21 @@ deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits 
 Both wait in a send, which is done only when it is received. Let one of the two …
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
-from distlab.sim.messages.pending import ANY_SOURCE, Pending
-from distlab.sim.postmortem import near_misses, order
+from distlab.sim.messages.pending import Pending
+from distlab.sim.postmortem import near_misses, order, rows
 from distlab.sim.postmortem.causes import Cause, find_causes
 from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.errors import BlockedCall, Deadlock
-from distlab.sim.reporting.report import Row, place, shorten, table
-from distlab.sim.reporting.sites import Site
+from distlab.sim.reporting.report import table
+from distlab.sim.reporting.sites import Exit, Site
 
 MAX_ROWS = 12
 MAX_CAUSES = 3
-MAX_IDLE = 6
 
 
 class History(NamedTuple):
@@ -32,12 +30,14 @@ class History(NamedTuple):
         calls: by rank, how many calls of torch.distributed it made, and the last one.
         arrived: by source and destination, how many messages have arrived.
         groups: the members of all groups that were made.
+        exits: by rank, where it has left, as far as that is known.
         is_in_order: messages of a pair ran one after the other (``Options.p2p_order``).
     """
 
     calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
     arrived: Mapping[tuple[int, int], int] = MappingProxyType({})
     groups: Collection[Sequence[int]] = ()
+    exits: Mapping[int, Exit] = MappingProxyType({})
     is_in_order: bool = False
 
 
@@ -70,14 +70,21 @@ def explain(
     causes = find_causes(still, history.groups)
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
-    calls = [(_row(wait, (waits_at or {}).get(rank)), wait) for rank, wait in still.blocked.items()]
+    calls = [
+        (rows.row_of(wait, (waits_at or {}).get(rank)), wait)
+        for rank, wait in still.blocked.items()
+    ]
     advice = "\n".join(_advice(causes[0], still.blocked, unmatched, queued))
     lines = [
         *_headlines(causes),
-        *table(_fitting(calls, MAX_ROWS, ranks) + _ends(still, history.calls)),
-        *_in_other_threads(beside),
-        *_also_posted([m for m in unmatched if m not in beside], still.blocked, "never matched"),
-        *_also_posted(queued, still.blocked, "not started"),
+        *table(
+            rows.fitting(calls, MAX_ROWS, ranks) + rows.ends(still, history.calls, history.exits)
+        ),
+        *rows.in_other_threads(beside),
+        *rows.also_posted(
+            [m for m in unmatched if m not in beside], still.blocked, "never matched"
+        ),
+        *rows.also_posted(queued, still.blocked, "not started"),
         advice,
     ]
     return Deadlock("\n".join(lines), sorted(ranks), kind, _blocked_calls(calls), advice)
@@ -117,10 +124,7 @@ def _have_posted_the_other_side(waiting: Sequence[Message], unmatched: Sequence[
     return any(message.rank in ranks and message.name not in names for message in unmatched)
 
 
-Calls = Sequence[tuple[Row, Pending]]
-
-
-def _blocked_calls(calls: Calls) -> list[BlockedCall]:
+def _blocked_calls(calls: rows.Calls) -> list[BlockedCall]:
     """Say for programs what the table says for people; ranks with equal waits share one tuple."""
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}
     blocked = []
@@ -129,90 +133,3 @@ def _blocked_calls(calls: Calls) -> list[BlockedCall]:
         peers = shared.setdefault(peers, peers)
         blocked.append(BlockedCall(wait.rank, wait.name, peers, row.where, row.text))
     return blocked
-
-
-# Rows
-
-
-def _row(wait: Pending, waits_at: Site | None = None) -> Row:
-    row = wait.row()
-    if waits_at is None or waits_at == wait.site:
-        return row
-    is_near = waits_at[::2] == wait.site[::2]  # same file and function
-    there = f"line {waits_at[1]}" if is_near else place(waits_at)
-    return row._replace(where=f"{row.where}, waits at {there}")
-
-
-def _fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[Row]:
-    """Merge rows until they fit; if they never do, keep those of the ranks to blame."""
-    rows = _merged(calls, [row.text for row, _ in calls])
-    if len(rows) > limit:
-        rows = _merged(calls, [_relative(*call) for call in calls])
-    if len(rows) > limit:
-        rows.sort(key=lambda row: to_blame.isdisjoint(row.ranks))
-    return shorten(rows, limit)
-
-
-def _merged(calls: Calls, texts: Iterable[str]) -> list[Row]:
-    """Make one row of those with the same text, line and collective."""
-    groups: dict[tuple[str, str, object], list[Row]] = {}
-    for (row, wait), text in zip(calls, texts, strict=True):
-        meeting = wait.meeting if isinstance(wait, Attendance) else None
-        groups.setdefault((text, row.where, meeting), []).append(row)
-    return [_one(rows, text) for (text, _, _), rows in groups.items()]
-
-
-def _one(rows: Sequence[Row], text: str) -> Row:
-    """Merge rows into one with this text; a rank of its own keeps its text."""
-    ranks = sorted({row.ranks[0] for row in rows})
-    text = text if len(ranks) > 1 else rows[0].text
-    if len(rows) > len(ranks):
-        text += f" ({len(rows)} times)"
-    return Row(tuple(ranks), text, rows[0].where)
-
-
-def _relative(row: Row, wait: Pending) -> str:
-    """Name the peer by its distance: ``send to rank + 1``, ``send to themselves``."""
-    if not isinstance(wait, Message) or wait.peer == ANY_SOURCE:
-        return row.text
-    distance = wait.peer - wait.rank
-    sign = "+" if distance > 0 else "-"
-    there = f"rank {sign} {abs(distance)}" if distance else "themselves"
-    return row.text.replace(f"rank {wait.peer}", there, 1)
-
-
-def _ends(still: Standstill, calls: Mapping[int, tuple[int, Pending]]) -> list[Row]:
-    """Say how ranks have ended, and how far those that returned had come."""
-    returned = still.ended - still.killed
-    quiet = tuple(sorted(returned.difference(calls)))
-    others = [(_last(*calls[rank]), calls[rank][1]) for rank in sorted(returned & set(calls))]
-    killed = tuple(sorted(still.killed))
-    return [
-        *(
-            [Row(quiet, "returned without communicating" if calls else "returned", "")]
-            if quiet
-            else []
-        ),
-        *_fitting(others, MAX_IDLE),
-        *([Row(killed, "killed by a fault", "")] if killed else []),
-    ]
-
-
-def _last(num_calls: int, last: Pending) -> Row:
-    count = "1 call" if num_calls == 1 else f"{num_calls} calls, the last"
-    return last.row()._replace(text=f"returned after {count}: {last.text()}")
-
-
-def _in_other_threads(operations: Iterable[Pending]) -> list[str]:
-    """List where further threads of the ranks wait."""
-    rows = _fitting([(_row(operation), operation) for operation in operations], MAX_IDLE)
-    return ["other threads wait too:", *table(rows)] if rows else []
-
-
-def _also_posted(
-    messages: Iterable[Message], blocked: Mapping[int, Pending], fate: str
-) -> list[str]:
-    """List the messages in which no rank waits: one of them may be what a rank waits for."""
-    idle = [(_row(m), m) for m in messages if m is not blocked.get(m.rank)]
-    rows = _fitting(idle, MAX_IDLE)
-    return [f"also posted, and {fate}:", *table(rows)] if rows else []

@@ -31,14 +31,28 @@ class SimulationError(RuntimeError):
 
     Attributes:
         ranks: the ranks to blame, in order; empty if no particular ones are.
+        advice: what to look for, as the message has it; "": it has none.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+        self.advice = ""
+
+    def note(self, causes: Sequence[str], remarks: Sequence[str]) -> None:
+        """Add lines: causes before the advice, which is then one more guess, and others behind."""
+        text = str(self)
+        if causes and self.advice:
+            text = text.replace(self.advice, "\n".join([*causes, f"Or else: {self.advice}"]))
+        elif causes:
+            text = "\n".join([text, *causes])
+        self.args = ("\n".join([text, *remarks]),)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (str(self), self.ranks))
+
+
+EXIT = "os._exit"
 
 
 class RankError(SimulationError):
@@ -46,7 +60,7 @@ class RankError(SimulationError):
 
     def __init__(self, message: str, ranks: Sequence[int] = (), exception: str = "") -> None:
         super().__init__(message, ranks)
-        self.exception = exception  # the name of its type
+        self.exception = exception  # the name of its type, or EXIT
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (str(self), self.ranks, self.exception))
@@ -60,12 +74,14 @@ class Mismatch(SimulationError):
         message: str,
         ranks: Sequence[int] = (),
         kind: MismatchKind = "operation mismatch",
+        advice: str = "",
     ) -> None:
         super().__init__(message, ranks)
         self.kind = kind
+        self.advice = advice
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (str(self), self.ranks, self.kind))
+        return (type(self), (str(self), self.ranks, self.kind, self.advice))
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,6 @@ class Deadlock(SimulationError):
     Attributes:
         kind: of the cause that the message names first.
         calls: the call in which each blocked rank waits, in the order of the ranks.
-        advice: what to look for; the message ends with it, or has notes on single ranks below it.
     """
 
     def __init__(

@@ -46,4 +46,4 @@ def table(rows: Sequence[Row]) -> list[str]:
 def mismatch(kind: MismatchKind, headline: str, rows: Sequence[Row], advice: str) -> Mismatch:
     """Make the error for calls that cannot belong together."""
     message = "\n".join([f"{kind}: {headline}", *table([*dict.fromkeys(rows)]), advice])
-    return Mismatch(message, sorted({rank for row in rows for rank in row.ranks}), kind)
+    return Mismatch(message, sorted({rank for row in rows for rank in row.ranks}), kind, advice)

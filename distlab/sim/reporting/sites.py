@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,22 @@ import typing_extensions
 from distlab import process_group
 
 Site = tuple[str, int, str]  # file, line, function; no file: in given code
-CallSite = tuple[Site, bool]  # and whether torch made the call for the program
+# And whether torch made the call for the program, and which function of torch has made it.
+CallSite = tuple[Site, bool, str]
 
 PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
+
+
+class Exit(NamedTuple):
+    """How a rank has left.
+
+    Attributes:
+        at: the last line of its program.
+        left_group_at: where it destroyed its process group; None: it did not.
+    """
+
+    at: Site
+    left_group_at: Site | None = None
 
 
 def _folder(file: str | None) -> str:
@@ -27,11 +41,12 @@ _KINDS = (
     (f"{Path(__file__).parents[1]}{os.sep}", SIMULATOR),
     (_folder(process_group.__file__), SIMULATOR),
     (f"{_folder(dist.__file__)}distributed_c10d.py", API),
-    (f"{_folder(dist.__file__)}c10d_logger.py", API),
+    (f"{_folder(dist.__file__)}c10d_logger.py", STANDARD_LIBRARY),  # wraps its functions
     (_folder(torch.__file__), TORCH),
     ("<frozen", STANDARD_LIBRARY),
     (typing_extensions.__file__, STANDARD_LIBRARY),  # wraps what torch has deprecated
 )
+_OF_PARALLELISM = (_folder(dist.__file__), f"{_folder(torch.__file__)}nn{os.sep}parallel{os.sep}")
 _LIBRARY = _folder(threading.__file__)
 _PACKAGES = ("site-packages", "dist-packages")  # inside the library's folder, and not of it
 
@@ -72,15 +87,17 @@ class Places:
         self._starts[thread] = site
 
     def call_site(self, frame: FrameType, thread: int = 0) -> CallSite:
-        """Find the innermost frame of the program, and whether torch made the call for it.
+        """Find the innermost frame of the program, and what of torch it has called.
 
         Args:
             frame: of the call.
             thread: whose frame it is; 0: the calling one's.
         """
-        kind_of, is_by_torch, innermost = self._kinds.get, False, frame
+        kind_of, is_by_torch, innermost, through = self._kinds.get, False, frame, ""
         while (kind := kind_of(frame.f_code.co_filename)) != PROGRAM:
-            if kind != API:
+            if kind == API:
+                through = frame.f_code.co_name
+            else:
                 if kind is None:
                     self.kind(frame.f_code.co_filename)
                     continue
@@ -88,14 +105,30 @@ class Places:
             outer = frame.f_back
             if outer is None:
                 start = self._starts.get(thread or threading.get_ident())
-                return start or self._given_site(innermost), is_by_torch
+                return start or self._given_site(innermost), is_by_torch, through
             frame = outer
+        if is_by_torch:
+            through = self._maker(innermost, frame)
         code, instruction = frame.f_code, frame.f_lasti
         known = self._sites.get((id(code), instruction))
         if known is None:
             site = code.co_filename, frame.f_lineno, code.co_name
             known = self._sites[id(code), instruction] = code, site
-        return known[1], is_by_torch
+        return known[1], is_by_torch, through
+
+    def _maker(self, inner: FrameType, program: FrameType) -> str:
+        """Name what of torch the program has called that then communicates by itself.
+
+        That is the outermost of the functions about parallelism, ``ScheduleGPipe.step``, or of all.
+        """
+        makers = []
+        frame: FrameType | None = inner
+        while frame is not None and frame is not program:
+            if self.kind(frame.f_code.co_filename) in (API, TORCH):
+                makers.append(frame)
+            frame = frame.f_back
+        special = [f for f in makers if f.f_code.co_filename.startswith(_OF_PARALLELISM)]
+        return _method_name((special or makers)[-1])
 
     def raised_at(self, error: BaseException) -> Site:
         """Find the innermost line of the program that an exception has passed."""
@@ -116,3 +149,12 @@ class Places:
             outer = outer.f_back
         wanted: Sequence[int] = (GIVEN, API, TORCH, STANDARD_LIBRARY)
         return "", 0, next((names[kind] for kind in wanted if kind in names), "")
+
+
+def _method_name(frame: FrameType) -> str:
+    """Write ``DistributedDataParallel.forward``, by the class of the object and not of the code."""
+    code = frame.f_code
+    if code.co_varnames[:1] != ("self",):
+        return code.co_name.removeprefix("_")
+    owner = type(frame.f_locals["self"]).__name__
+    return owner if code.co_name == "__init__" else f"{owner}.{code.co_name.removeprefix('_')}"

@@ -110,32 +110,23 @@ def marked_lines(program: Any) -> set[int]:
 NEXT_LINE = "the line that waits is named; the one that asked for it, or the loop, is beside it"
 LINE = re.compile(r'(?:broken_programs\.py(?:"?, line |:)|waits at line )(\d+)')
 CAUGHT = "an exception that the program has caught, or lost in a thread, is not named"
-NOT_WHERE = "it is said how the rank has ended, and not on which line"
 UNNAMED = {  # broken programs that are reported without the marked line, and why
     "async_save_error_unseen": CAUGHT,
     "coalescing_async_never_waited": NEXT_LINE,
     "context_manager_swallows": CAUGHT,
     "ddp_hook_future_never_set": "torch waits for the future in C++; the time limit ends it",
-    "early_return_without_data": NOT_WHERE,
-    "except_reports_to_rank0": CAUGHT,
     "irecv_read_before_wait": "the program's own assertion fails first",
     "join_forgotten_daemon_sender": "a daemon that has ended with its rank is not named",
     "logged_and_continue": NEXT_LINE,
     "main_and_thread_recv_same": NEXT_LINE,
     "new_group_timeout_expires": NEXT_LINE,
-    "non_member_calls": "the program's own assertion fails first",
-    "one_rank_destroys_early": NOT_WHERE,
-    "os_exit_on_one": NOT_WHERE,
     "poll_file_flag": NEXT_LINE,
-    "poll_queue_get_nowait": NEXT_LINE,
     "poll_store_check": NEXT_LINE,
     "poll_thread_is_alive": NEXT_LINE,
     "store_value_not_decoded": "the wrong value is not known, only who waits",
     "swallowed_and_returned": CAUGHT,
     "swallowed_in_loop": CAUGHT,
-    "sys_exit_on_one": NOT_WHERE,
 }
-NEVER_END = {"poll_counter_add": "adding 0 to a counter, again and again, counts as work"}
 UNNOTICED = {  # broken programs that end well, and why
     "forgot_wait_used_result": "only strict mode watches buffers",
     "isend_buffer_reused": "only strict mode watches buffers",
@@ -144,7 +135,7 @@ UNNOTICED = {  # broken programs that end well, and why
 }
 
 
-REPORTED = sorted(name for name in BROKEN if not BROKEN[name].raises and name not in NEVER_END)
+REPORTED = sorted(name for name in BROKEN if not BROKEN[name].raises)
 
 
 @pytest.mark.parametrize("name", REPORTED)
@@ -161,4 +152,4 @@ def test_the_lists_name_programs_that_are_there() -> None:
     assert inspect.getdoc(broken_programs)
     assert inspect.getdoc(correct_programs)
     assert DIFFERS.keys() <= CORRECT.keys() == on_gloo().keys()
-    assert {*UNNAMED, *UNNOTICED, *NEVER_END} <= BROKEN.keys()
+    assert {*UNNAMED, *UNNOTICED} <= BROKEN.keys()

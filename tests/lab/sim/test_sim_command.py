@@ -328,7 +328,7 @@ def test_a_script_that_has_said_why_it_exits_is_not_repeated(write, capsys) -> N
     assert distlab("sim", "--ranks", 2, write(says)) == 1
     assert capsys.readouterr().err == "why\n"
     assert distlab("sim", "--ranks", 2, write("import sys\nsys.exit(3)")) == 1
-    assert capsys.readouterr().err == "rank 0 of 2 raised SystemExit: 3\n"
+    assert capsys.readouterr().err == "rank 0 of 2 raised SystemExit: 3, program.py:5 in <module>\n"
 
 
 def test_an_error_is_told_whatever_the_script_has_said(write, capsys) -> None:

@@ -24,7 +24,8 @@ FORM = Form(torch.Size([4]), torch.float32)
 def hand_made(kind: type[Any], rank: int, name: str, group: Sequence[int], **others: Any) -> Any:
     """Make an operation without a world around it."""
     wait = kind.__new__(kind)
-    fields = {"rank": rank, "name": name, "group": tuple(group), "site": SITE, **others}
+    call = {"site": SITE, "is_by_torch": False, "through": ""}
+    fields = {"rank": rank, "name": name, "group": tuple(group), **call, **others}
     for field, value in fields.items():
         setattr(wait, field, value)
     return wait
@@ -72,7 +73,9 @@ def collective(present: Iterable[int], group: Sequence[int], number: int = 0) ->
 
 
 def key(rank: int, *keys: str, size: int = 4) -> KeyWait:
-    made: KeyWait = hand_made(KeyWait, rank, "store.wait", range(size), keys=list(keys), changes={})
+    made: KeyWait = hand_made(
+        KeyWait, rank, "store.wait", range(size), keys=list(keys), changes={}, values={}
+    )
     return made
 
 

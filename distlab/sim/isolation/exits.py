@@ -1,0 +1,103 @@
+"""Where the program of each rank has ended: at which ``return``, or after which last line.
+
+A frame that somebody holds keeps the line on which it has ended. So the outermost frame of a rank's
+program is caught as it begins, by a trace function that takes itself away then: one that looked at
+every call would make programs slow.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places, Site
+
+OURS = str(Path(__file__).parents[2])  # what calls the program
+SCRIPT = "<module>"
+MAX_CALLS = 10_000  # that are looked at: what unpickles the program may import it first
+
+
+class Exits:
+    """Where ranks have left their process group, and where their program has ended.
+
+    Attributes:
+        known: by rank.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self.known: dict[int, Exit] = {}
+        self._places = places
+        self._programs: dict[int, _Program] = {}
+
+    @contextlib.contextmanager
+    def watched(self, rank: int) -> Iterator[None]:
+        """Note where the program ends that runs inside. A debugger, or coverage, goes first."""
+        program = self._programs[rank] = _Program(self._places)
+        is_free = sys.gettrace() is None
+        if is_free:
+            sys.settrace(program.look)
+        try:
+            yield
+        finally:
+            if is_free:
+                sys.settrace(None)
+            self._note(rank, program.end())
+
+    def _note(self, rank: int, site: Site | None) -> None:
+        if site is not None:
+            left = self.known.get(rank)
+            self.known[rank] = Exit(site, left.left_group_at if left else None)
+
+    def joined(self, rank: int) -> None:
+        """Note that a rank enters the world; of a script, that is a call below its ``main()``."""
+        self.known.pop(rank, None)
+        if rank in self._programs:
+            self._programs[rank].look_for_main(sys._getframe(1))
+
+    def left(self, rank: int) -> None:
+        """Note that a rank destroys its process group."""
+        site = self._places.call_site(sys._getframe(1))[0]
+        self.known[rank] = Exit(site, left_group_at=site)
+
+
+class _Program:
+    """The frame in which a rank's program runs, and that of a script's ``main()``."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._frame: FrameType | None = None
+        self._main: FrameType | None = None
+        self._main_called_at = 0  # line of the script
+        self._num_calls = 0
+
+    def look(self, frame: FrameType, *_: object) -> None:
+        """Be the trace function of a thread, until the program is there."""
+        self._num_calls += 1
+        file, caller = frame.f_code.co_filename, frame.f_back
+        kind = SIMULATOR if file.startswith(OURS) else self._places.kind(file)
+        if kind == PROGRAM and caller and caller.f_code.co_filename.startswith(OURS):
+            self._frame = frame
+        if self._frame or kind == GIVEN or self._num_calls == MAX_CALLS:
+            sys.settrace(None)
+
+    def look_for_main(self, frame: FrameType | None) -> None:
+        """Find what a script has called, in a call below it."""
+        script = self._frame
+        if self._main or script is None or script.f_code.co_name != SCRIPT:
+            return
+        while frame is not None and frame.f_back is not script:
+            frame = frame.f_back
+        self._main, self._main_called_at = frame, script.f_lineno
+
+    def end(self) -> Site | None:
+        """Return the last line, and let go of the frames: they hold what the program held."""
+        last, frames = self._frame, [self._frame, self._main]
+        if self._main and self._frame and self._frame.f_lineno == self._main_called_at:
+            last = self._main  # the script has done nothing after it
+        self._frame = self._main = None
+        site = (last.f_code.co_filename, last.f_lineno, last.f_code.co_name) if last else None
+        for frame in filter(None, frames):
+            with contextlib.suppress(RuntimeError):  # it still runs: a generator's
+                frame.clear()
+        return site

@@ -1,0 +1,77 @@
+"""Exceptions that ranks have caught, or may have caught: who does so leaves out what comes next."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from distlab.sim.engine.scheduler import Rank
+from distlab.sim.postmortem.handlers import handler_around, skipper_of
+from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
+from distlab.sim.reporting.report import place
+from distlab.sim.reporting.sites import PROGRAM, Exit, Places, Site
+from distlab.words import rank_names
+
+KINDS = ("peer ended", "missing rank", "order mismatch")  # of deadlocks: a call may be left out
+
+
+def suspicions(
+    error: SimulationError, ranks: Sequence[Rank], places: Places, exits: Mapping[int, Exit]
+) -> Iterator[str]:
+    """Ask which handler may have hidden an error of the ranks to blame, if nothing else says so.
+
+    Args:
+        error: the report.
+        ranks: all of the world.
+        places: tell the program's lines.
+        exits: by rank, where it has left.
+    """
+    has_left_in_handler = any(
+        rank in exits and handler_around(exits[rank].at) for rank in error.ranks
+    )
+    if has_left_in_handler:
+        return
+    if isinstance(error, Mismatch) or (isinstance(error, Deadlock) and error.kind in KINDS):
+        yield from _suspicions(error, ranks, places)
+
+
+def handled(ranks: Sequence[Rank], places: Places) -> Iterator[str]:
+    """Say which exceptions ranks have caught, and still deal with."""
+    by_thread: Mapping[int, Any] = sys._current_exceptions()
+    for rank in ranks:
+        caught = None if rank.has_ended else by_thread.get(rank.ident)
+        if isinstance(caught, tuple):  # Python 3.10 and 3.11: with its type and traceback
+            caught = caught[1]
+        if isinstance(caught, Exception) and not isinstance(caught, SimulationError):
+            yield (
+                f"Rank {rank.number} is in an except: it has caught {_line(caught)}, "
+                f"{place(places.raised_at(caught))}."
+            )
+
+
+def _suspicions(error: SimulationError, ranks: Sequence[Rank], places: Places) -> Iterator[str]:
+    blamed = set(error.ranks)
+    frames = sys._current_frames()
+    waiting = [rank for rank in ranks if not rank.has_ended and rank.ident in frames]
+    others = [rank for rank in waiting if rank.number not in blamed] or waiting
+    sites = dict.fromkeys(s for rank in others for s in _program_sites(frames[rank.ident], places))
+    for site in sites:
+        if skipper := skipper_of(site, is_in_loop=isinstance(error, Mismatch)):
+            who = rank_names(blamed) if len(blamed) < len(ranks) else "a rank"
+            yield (
+                f"The {skipper.word} of line {skipper.line} can hide an error: did {who} come "
+                "through it, and so leave out a call?"
+            )
+            return
+
+
+def _program_sites(frame: FrameType | None, places: Places) -> Iterator[Site]:
+    while frame is not None:
+        code = frame.f_code
+        if places.kind(code.co_filename) == PROGRAM:
+            yield code.co_filename, frame.f_lineno, code.co_name
+        frame = frame.f_back
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")

@@ -1,0 +1,101 @@
+"""What the source says about exceptions: which ``except`` a line stands in, or may skip a line.
+
+A rank that has caught something may leave out a call, and nothing of it is seen in what it waits
+for. Python tells nobody that an exception was caught, so the report can only ask.
+"""
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+from distlab.sim.reporting.sites import Site
+
+Node = TypeVar("Node", bound=ast.stmt | ast.ExceptHandler)
+_LOOPS = (ast.For, ast.While)
+_LEAVES = (ast.Return, ast.Continue, ast.Break)
+_DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # of those a report has nothing to ask
+
+
+class Skipper(NamedTuple):
+    """What may skip a line: the ``except`` or ``suppress`` of a line of the source."""
+
+    word: str
+    line: int
+
+
+def handler_around(site: Site) -> ast.ExceptHandler | None:
+    """Return the innermost ``except`` clause in which a line stands."""
+    return _innermost(site, (ast.ExceptHandler,))
+
+
+def raises(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler may pass on what it has caught, or something in its place."""
+    return any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+
+
+def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
+    """Find an ``except``, or a ``suppress``, of the same function that may skip a line.
+
+    Either the line stands under its ``try``, or the handler leaves the function or the round of the
+    loop before it comes to the line.
+
+    Args:
+        site: the line.
+        is_in_loop: only one in a loop, after which the rank makes more calls.
+    """
+    line, function = site[1], _innermost(site, (ast.FunctionDef, ast.AsyncFunctionDef))
+    scope: Iterator[ast.AST] = ast.walk(function) if function else iter(_nodes(site[0]))
+    if is_in_loop:
+        loops = [node for node in scope if isinstance(node, _LOOPS) and _holds(node, line)]
+        scope = (node for loop in loops[-1:] for node in ast.walk(loop))
+    for node in scope:
+        if isinstance(node, ast.Try):
+            for handler in node.handlers:
+                is_inside = node.body[0].lineno <= line <= _end(node.body[-1])
+                if _hides(handler) and (is_inside or _leaves_before(handler, line)):
+                    return Skipper("except", handler.lineno)
+        elif isinstance(node, ast.With) and _suppresses(node) and _holds(node, line):
+            return Skipper("suppress", node.lineno)
+    return None
+
+
+def _hides(handler: ast.ExceptHandler) -> bool:
+    name = ast.unparse(handler.type) if handler.type else ""
+    return name not in _DELIBERATE and not raises(handler)
+
+
+def _leaves_before(handler: ast.ExceptHandler, line: int) -> bool:
+    return _end(handler) < line and any(isinstance(node, _LEAVES) for node in ast.walk(handler))
+
+
+def _suppresses(node: ast.With) -> bool:
+    calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+    return any(ast.unparse(call.func).endswith("suppress") for call in calls)
+
+
+def _innermost(site: Site, kinds: tuple[type[Node], ...]) -> Node | None:
+    around = [node for node in _nodes(site[0]) if isinstance(node, kinds) and _holds(node, site[1])]
+    return max(around, key=lambda node: node.lineno, default=None)
+
+
+def _holds(node: ast.stmt | ast.ExceptHandler, line: int) -> bool:
+    return node.lineno <= line <= _end(node)
+
+
+def _end(node: ast.stmt | ast.ExceptHandler) -> int:
+    return node.end_lineno or node.lineno
+
+
+def _nodes(file: str) -> tuple[ast.AST, ...]:
+    """List the nodes of a file; none if it is not there any more as it was."""
+    return _nodes_of("".join(linecache.getlines(file)))
+
+
+@functools.lru_cache(maxsize=16)
+def _nodes_of(source: str) -> tuple[ast.AST, ...]:
+    try:
+        return tuple(ast.walk(ast.parse(source)))
+    except SyntaxError:
+        return ()

@@ -1,0 +1,135 @@
+"""The rows of a report: where ranks wait, how others have ended, and what else was posted."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from distlab.sim.messages.meetings import Attendance
+from distlab.sim.messages.message import Message
+from distlab.sim.messages.pending import ANY_SOURCE, Pending
+from distlab.sim.postmortem.handlers import handler_around
+from distlab.sim.postmortem.standstill import Standstill
+from distlab.sim.reporting.report import Row, place, shorten, table
+from distlab.sim.reporting.sites import Exit, Site
+
+MAX_IDLE = 6
+Calls = Sequence[tuple[Row, Pending]]
+
+
+def row_of(wait: Pending, waits_at: Site | None = None) -> Row:
+    row = wait.row()
+    if waits_at is None or waits_at == wait.site:
+        return row
+    is_near = waits_at[::2] == wait.site[::2]  # same file and function
+    there = f"line {waits_at[1]}" if is_near else place(waits_at)
+    return row._replace(where=f"{row.where}, waits at {there}")
+
+
+def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[Row]:
+    """Merge rows until they fit; if they never do, keep those of the ranks to blame."""
+    rows = _merged(calls, [row.text for row, _ in calls])
+    if len(rows) > limit:
+        rows = _merged(calls, [_relative(*call) for call in calls])
+    if len(rows) > limit:
+        rows.sort(key=lambda row: to_blame.isdisjoint(row.ranks))
+    return shorten(rows, limit)
+
+
+def _merged(calls: Calls, texts: Iterable[str]) -> list[Row]:
+    """Make one row of those with the same text, line and collective."""
+    groups: dict[tuple[str, str, object], list[Row]] = {}
+    for (row, wait), text in zip(calls, texts, strict=True):
+        meeting = wait.meeting if isinstance(wait, Attendance) else None
+        groups.setdefault((text, row.where, meeting), []).append(row)
+    return [_one(rows, text) for (text, _, _), rows in groups.items()]
+
+
+def _one(rows: Sequence[Row], text: str) -> Row:
+    """Merge rows into one with this text; a rank of its own keeps its text."""
+    ranks = sorted({row.ranks[0] for row in rows})
+    text = text if len(ranks) > 1 else rows[0].text
+    if len(rows) > len(ranks):
+        text += f" ({len(rows)} times)"
+    return Row(tuple(ranks), text, rows[0].where)
+
+
+def _relative(row: Row, wait: Pending) -> str:
+    """Name the peer by its distance: ``send to rank + 1``, ``send to themselves``."""
+    if not isinstance(wait, Message) or wait.peer == ANY_SOURCE:
+        return row.text
+    distance = wait.peer - wait.rank
+    sign = "+" if distance > 0 else "-"
+    there = f"rank {sign} {abs(distance)}" if distance else "themselves"
+    return row.text.replace(f"rank {wait.peer}", there, 1)
+
+
+def ends(
+    still: Standstill, calls: Mapping[int, tuple[int, Pending]], exits: Mapping[int, Exit]
+) -> list[Row]:
+    """Say how and where ranks have ended, and how far those that returned had come."""
+    returned = still.ended - still.killed
+    quiet = [_quiet(rank, exits.get(rank), calls) for rank in sorted(returned.difference(calls))]
+    others = [
+        (_last(*calls[rank], exits.get(rank)), calls[rank][1])
+        for rank in sorted(returned & set(calls))
+    ]
+    killed = tuple(sorted(still.killed))
+    return [
+        *_alike(quiet),
+        *fitting(others, MAX_IDLE),
+        *([Row(killed, "killed by a fault", "")] if killed else []),
+    ]
+
+
+def _quiet(rank: int, end: Exit | None, calls: Mapping[int, object]) -> Row:
+    text = f"{_left(end)} without communicating" if calls else _left(end)
+    return Row((rank,), text, f"{place(_last_site(end))}{_caught(end)}" if end else "")
+
+
+def _last(num_calls: int, last: Pending, end: Exit | None) -> Row:
+    count = "1 call" if num_calls == 1 else f"{num_calls} calls, the last"
+    row = last.row()
+    where = row.where
+    if end:
+        where += f", {_left(end)} {at(_last_site(end), last.site)}{_caught(end)}"
+    return row._replace(text=f"{_left(end)} after {count}: {last.text()}", where=where)
+
+
+def _left(end: Exit | None) -> str:
+    return "destroyed its process group" if end and end.left_group_at else "returned"
+
+
+def _last_site(end: Exit) -> Site:
+    return end.left_group_at or end.at
+
+
+def _caught(end: Exit) -> str:
+    """Say that a rank has ended in an ``except``: it has caught something."""
+    handler = handler_around(end.at)
+    return f", in the except of line {handler.lineno}" if handler else ""
+
+
+def at(site: Site, near: Site) -> str:
+    """Write ``at line 9``, or the whole place if it is in another function than ``near``."""
+    return f"at line {site[1]}" if site[::2] == near[::2] else f"at {place(site)}"
+
+
+def _alike(rows: Iterable[Row]) -> list[Row]:
+    """Make one row of those that differ in their rank only."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.text, row.where), []).append(row)
+    return [_one(group, text) for (text, _), group in groups.items()]
+
+
+def in_other_threads(operations: Iterable[Pending]) -> list[str]:
+    """List where further threads of the ranks wait."""
+    rows = fitting([(row_of(operation), operation) for operation in operations], MAX_IDLE)
+    return ["other threads wait too:", *table(rows)] if rows else []
+
+
+def also_posted(
+    messages: Iterable[Message], blocked: Mapping[int, Pending], fate: str
+) -> list[str]:
+    """List the messages in which no rank waits: one of them may be what a rank waits for."""
+    idle = [(row_of(m), m) for m in messages if m is not blocked.get(m.rank)]
+    rows = fitting(idle, MAX_IDLE)
+    return [f"also posted, and {fate}:", *table(rows)] if rows else []

@@ -1,0 +1,161 @@
+"""A report names the line on which a rank has ended, whatever that was."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.sim import Deadlock, RankError, simulate
+from distlab.sim.hardware.cluster import choose_cluster
+from distlab.sim.results.simulated import Options
+from distlab.sim.script import run_script
+
+
+def line_of(fn: Callable[..., object], mark: str) -> int:
+    """Find the line of a function that has a comment."""
+    code = fn.__code__
+    lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
+    found = (n for n in range(code.co_firstlineno, len(lines)) if lines[n].endswith(f"# {mark}"))
+    return next(found) + 1
+
+
+def report(fn: Callable[[], object], num_ranks: int = 3) -> str:
+    with pytest.raises(Deadlock) as caught:
+        simulate(fn, num_ranks)
+    return str(caught.value)
+
+
+def returns_early() -> None:
+    if dist.get_rank() == 2:
+        return  # HERE
+    dist.all_reduce(torch.ones(1))
+
+
+def ends_after_its_loop() -> None:
+    for _ in range(2 if dist.get_rank() else 3):  # HERE
+        dist.all_reduce(torch.ones(1))
+
+
+def leaves_the_group() -> None:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()  # HERE
+        return
+    dist.barrier()
+
+
+def returns_from_a_handler() -> None:
+    try:
+        if dist.get_rank() == 1:
+            raise KeyError("bad sample")
+    except KeyError:
+        return  # HERE
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "fn", [returns_early, leaves_the_group, returns_from_a_handler], ids=lambda fn: fn.__name__
+)
+def test_a_rank_that_has_never_communicated(fn: Callable[[], None]) -> None:
+    (row,) = [line for line in report(fn).splitlines() if " without communicating" in line]
+    assert f"test_exits.py:{line_of(fn, 'HERE')} in {fn.__name__}" in row
+
+
+def test_how_it_has_left_is_said() -> None:
+    assert "destroyed its process group without communicating" in report(leaves_the_group)
+    handler = line_of(returns_from_a_handler, "HERE") - 1
+    assert f"in returns_from_a_handler, in the except of line {handler}" in report(
+        returns_from_a_handler
+    )
+
+
+def test_a_rank_that_has_communicated_before() -> None:
+    text = report(ends_after_its_loop)
+    assert f"returned at line {line_of(ends_after_its_loop, 'HERE')}" in text
+    assert "returned after 2 calls, the last: all_reduce" in text
+
+
+def test_a_tracer_of_the_program_is_left_alone() -> None:
+    seen: list[str] = []
+
+    def program() -> None:
+        sys.settrace(lambda frame, *_: seen.append(frame.f_code.co_name))
+        line_of(returns_early, "HERE")
+
+    simulate(program, 1)
+    assert "line_of" in seen
+
+
+def test_what_the_program_has_held_is_let_go() -> None:
+    class Held:
+        count = 0
+
+        def __init__(self) -> None:
+            Held.count += 1
+
+        def __del__(self) -> None:
+            Held.count -= 1
+
+    def program() -> None:
+        held = Held()
+        dist.barrier()
+        assert held.count
+
+    simulate(program, 3)
+    assert Held.count == 0
+
+
+SCRIPT = """
+import torch.distributed as dist
+
+def main():
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        return
+    dist.barrier()
+
+main()
+"""
+
+
+@pytest.mark.parametrize(("after", "line"), [("", 7), ("x = 1\n", 11)])
+def test_a_script_ends_in_its_main_if_nothing_comes_after_it(
+    tmp_path: Path, after: str, line: int
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(SCRIPT + after, encoding="utf-8")
+    with pytest.raises(Deadlock, match=f"without communicating +program.py:{line} in "):
+        run_script(script, [], 2, choose_cluster(None, 2), Options())
+
+
+def exits() -> None:
+    if dist.get_rank() == 1:
+        sys.exit(3)
+    dist.barrier()
+
+
+def ends_its_process() -> None:
+    try:
+        if dist.get_rank() == 1:
+            os._exit(4)
+        dist.barrier()
+    finally:
+        torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [(exits, "raised SystemExit: 3, "), (ends_its_process, "ended by os._exit(4), ")],
+)
+def test_a_rank_that_ends_itself(fn: Callable[[], None], says: str) -> None:
+    with pytest.raises(RankError) as caught:
+        simulate(fn, 3)
+    first, *others = str(caught.value).splitlines()
+    assert first.startswith(f"rank 1 of 3 {says}test_exits.py:")
+    assert caught.value.ranks == (1,)
+    assert others[1].startswith("The other ranks:")
+    assert others[2].startswith("  rank 0  barrier (call 1 of ranks 0-2)  test_exits.py:")
+    assert others[3] == "  rank 2  running"

@@ -1,0 +1,103 @@
+"""Ranks that ask the store again and again, and what reports say about its keys."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from distlab.sim import Deadlock, simulate
+
+
+def store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def waits_for_a_counter() -> None:
+    counter = store()
+    counter.add("arrived", 1)
+    while counter.add("arrived", 0) < 4:
+        pass
+
+
+def waits_for_a_value() -> None:
+    if dist.get_rank() == 0:
+        store().set("phase", "warm-up")
+    while store().get("phase") != b"training":
+        pass
+
+
+def waits_for_another_key() -> None:
+    store().set(f"host/{dist.get_rank()}", "node-1")
+    store().wait(["go"])
+
+
+def report(fn: Callable[[], None]) -> str:
+    with pytest.raises(Deadlock) as caught:
+        simulate(fn, 3)
+    assert caught.value.kind == "key never set"
+    return str(caught.value)
+
+
+def test_a_counter_that_stays_as_it_is() -> None:
+    text = report(waits_for_a_counter)
+    assert "for the key 'arrived', which stays 3: rank 2 was the last to set it, at test_st" in text
+    assert "  ranks 0-2  store.add for 'arrived'  test_store.py:" in text
+    assert "Which rank should change it" in text
+
+
+def test_a_value_that_stays_as_it_is() -> None:
+    assert "'phase', which stays 'warm-up': rank 0 was the last to set it" in report(
+        waits_for_a_value
+    )
+
+
+def test_the_keys_that_there_are_are_named() -> None:
+    text = report(waits_for_another_key)
+    assert "There are keys 'host/0' ('node-1'), 'host/1' ('node-1') and 'host/2' ('node-1')" in text
+    assert "is one of them meant, or does the rank that should set 'go' not come to it?" in text
+
+
+def test_who_asks_until_the_answer_comes_gets_it() -> None:
+    def program() -> int:
+        counter, number = store(), dist.get_rank()
+        if number == 0:
+            for _ in range(3):
+                dist.barrier()
+        else:
+            for _ in range(3):
+                dist.barrier()
+            counter.add("arrived", 1)
+        while counter.add("arrived", 0) < 2:
+            pass
+        return int(counter.get("arrived"))
+
+    assert simulate(program, 3).results == [2, 2, 2]
+
+
+def test_reading_many_keys_is_no_waiting() -> None:
+    def program() -> int:
+        counter = store()
+        if dist.get_rank():
+            dist.barrier()
+            return 0
+        for key in range(12_000):
+            counter.set(f"{key}", f"{key}")
+        total = sum(int(counter.get(f"{key}")) for key in range(12_000))
+        dist.barrier()
+        return total
+
+    assert simulate(program, 2).results == [sum(range(12_000)), 0]
+
+
+def test_the_method_that_waits_is_named() -> None:
+    def gets() -> None:
+        dist.PrefixStore("run", store()).get("config")
+
+    assert "store.get for 'run/config'" in report(gets)
+
+    def waits() -> None:
+        store().wait(["config"], timedelta(seconds=1))
+
+    with pytest.raises(Exception, match="config"):
+        simulate(waits, 2)

@@ -1,0 +1,96 @@
+"""Which handlers of a source may skip a line."""
+
+from pathlib import Path
+
+import pytest
+
+from distlab.sim.postmortem.handlers import Skipper, handler_around, skipper_of
+
+LINE = "reduce()"
+
+
+@pytest.fixture
+def site_in(tmp_path: Path):
+    """Write a source; return the place of its line with ``reduce()``."""
+
+    def write(source: str) -> tuple[str, int, str]:
+        file = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(source, encoding="utf-8")
+        lines = source.splitlines()
+        return str(file), next(n for n, line in enumerate(lines, 1) if LINE in line), "f"
+
+    return write
+
+
+UNDER_IT = """
+def f():
+    try:
+        load()
+        reduce()
+    except {kind}:
+        {then}
+"""
+BEFORE_IT = """
+def f():
+    for step in steps:
+        try:
+            load()
+        except ValueError:
+            {then}
+        reduce()
+"""
+SUPPRESSED = """
+def f():
+    with contextlib.suppress(KeyError):
+        reduce()
+"""
+ELSEWHERE = """
+def g():
+    try:
+        load()
+    except ValueError:
+        return
+
+def f():
+    reduce()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (UNDER_IT.format(kind="ValueError", then="pass"), Skipper("except", 6)),
+        (UNDER_IT.format(kind="ValueError", then="raise"), None),
+        (UNDER_IT.format(kind="KeyboardInterrupt", then="pass"), None),
+        (BEFORE_IT.format(then="continue"), Skipper("except", 6)),
+        (BEFORE_IT.format(then="pass"), None),
+        (SUPPRESSED, Skipper("suppress", 3)),
+        (ELSEWHERE, None),
+        ("reduce()", None),
+        ("def f(:\n    reduce()", None),
+    ],
+)
+def test_what_may_skip_a_line(source: str, found: Skipper | None, site_in) -> None:
+    assert skipper_of(site_in(source)) == found
+
+
+def test_after_a_handler_outside_of_a_loop_no_call_is_left_out(site_in) -> None:
+    outside = site_in(UNDER_IT.format(kind="ValueError", then="pass"))
+    assert skipper_of(outside, is_in_loop=True) is None
+    inside = site_in(BEFORE_IT.format(then="continue"))
+    assert skipper_of(inside, is_in_loop=True) == Skipper("except", 6)
+
+
+def test_the_innermost_handler_around_a_line(site_in) -> None:
+    file, line, _ = site_in(
+        "try:\n    x()\nexcept A:\n    try:\n        y()\n    except B:\n        reduce()\n"
+    )
+    found = handler_around((file, line, ""))
+    assert found is not None
+    assert found.lineno == 6
+    assert handler_around((file, 2, "")) is None
+
+
+def test_a_source_that_is_not_there() -> None:
+    assert skipper_of(("/nowhere/program.py", 3, "f")) is None
+    assert handler_around(("", 0, "")) is None
