@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 from distlab.process_group.call import Call
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row, mismatch, shorten
+from distlab.sim.reporting.torch_calls import advice_for
 from distlab.words import joined, rank_names
 
+NUM_TENSORS = "number of tensors"
 MAX_SIDES = 4  # that the headline names
 MAX_ROWS = 12
 TWO_CALLS = (
@@ -21,6 +23,7 @@ class Given(NamedTuple):
 
     rank: int
     name: str
+    maker: str  # the function of torch that has made the call; "": the program
     values: dict[str, object]  # by the word a report uses
     row: Row
 
@@ -32,6 +35,8 @@ class Given(NamedTuple):
 def values_of(call: Call, group: Sequence[int]) -> dict[str, object]:
     """Return what has to be equal; a root by its global number, tensors with their device."""
     values: dict[str, Any] = {**call.must_agree, "device": device_of(call)}
+    if call.is_coalesced:
+        values[NUM_TENSORS] = len(call.inputs)
     if "root" in values:
         values["root"] = group[call.root]
     return values
@@ -52,15 +57,21 @@ def disagreement(given: Sequence[Given]) -> Mismatch:
         sides.setdefault(one.key(), []).append(one)
     ordered = list(sides.values())
     rows = shorten(_merged(given), MAX_ROWS)
+    by_torch = advice_for(one.maker for one in given)
     if len({one.name for one in given}) > 1:
         told = [(side, side[0].name) for side in ordered]
-        advice = "Every rank of a group must make the same collective calls in the same order."
+        same = "Every rank of a group must make the same collective calls in the same order."
+        advice = " ".join(filter(None, [same, by_torch]))
         return mismatch("operation mismatch", _headline(told), rows, advice)
     words = [word for word in given[0].values if len({str(g.values.get(word)) for g in given}) > 1]
+    if NUM_TENSORS in words:  # then shapes and dtypes differ, too
+        words = [NUM_TENSORS]
     details = [(side, f"with {_details(side[0], words)}") for side in ordered]
-    is_shape = {"size", "dtype", "device"}.issuperset(words)
+    is_shape = {"size", "dtype", "device", NUM_TENSORS}.issuperset(words)
     advice = f"In one collective call all ranks must give the same {joined(words)}."
-    if len({one.row.where for one in given}) > 1 or is_shape:
+    if by_torch:
+        advice = by_torch
+    elif len({one.row.where for one in given}) > 1 or is_shape:
         advice += f" {TWO_CALLS}"
     kind: Any = "shape or dtype mismatch" if is_shape else "operation mismatch"
     return mismatch(kind, f"{given[0].name} {_headline(details)}", rows, advice)

@@ -160,7 +160,10 @@ class Meeting:
         """Make the error for calls that differ, of the ranks that have come."""
         present = [self.attendances[rank] for rank in sorted(self.attendances)]
         return disagreement(
-            [Given(a.rank, a.full_name(), values_of(a.call, self.group), a.row()) for a in present]
+            [
+                Given(a.rank, a.full_name(), a.maker, values_of(a.call, self.group), a.row())
+                for a in present
+            ]
         )
 
     def close(self, gave_up: int) -> None:

@@ -12,7 +12,6 @@ from distlab.sim.reporting.report import Row, mismatch, place
 from distlab.sim.reporting.sites import CallSite
 
 ANY_SOURCE = -1  # the peer of a recv from any rank
-INDIRECT = ("_object", "coalesc")  # in names of torch's functions that call others
 
 
 class Pending:
@@ -28,12 +27,12 @@ class Pending:
         error: why it has failed; None: it has not.
         site: file, line and function of the call.
         is_by_torch: torch made the call by itself, and keeps the handle.
-        through: the function of torch that has made it.
+        maker: the function of torch that has made it; "": the program has called it by its name.
     """
 
     __slots__ = (
         *("done_s", "group", "is_by_torch", "is_done", "name", "num_bytes"),
-        *("clock", "error", "posted_s", "rank", "site", "through", "waiters"),
+        *("clock", "error", "maker", "posted_s", "rank", "site", "waiters"),
     )
     kind = "collective"  # or "send", "recv", "founding", "store", "thread"
     is_recorded = True  # once it is done; waiting for it is recorded anyway
@@ -52,7 +51,7 @@ class Pending:
         self.posted_s = rank.clock_s
         self.done_s = 0.0
         self.is_done = False
-        self.site, self.is_by_torch, self.through = call
+        self.site, self.is_by_torch, self.maker = call
         self.waiters: tuple[Strand, ...] = ()
         self.error: Exception | None = None
 
@@ -145,11 +144,8 @@ class Pending:
         return self.full_name()
 
     def full_name(self) -> str:
-        """Write ``broadcast``, or ``broadcast_object_list's broadcast`` if the program has not
-        called it by that name.
-        """
-        is_inner = self.is_by_torch or any(part in self.through for part in INDIRECT)
-        return f"{self.through}'s {self.name}" if is_inner else self.name
+        """Write ``broadcast``, or ``broadcast_object_list's broadcast`` if that has made it."""
+        return f"{self.maker}'s {self.name}" if self.maker else self.name
 
     def text(self) -> str:
         """Write what was called, for a report: ``recv from rank 2, (4,) float32``."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import typing_extensions
 
 from distlab import process_group
+from distlab.sim.reporting.torch_calls import INDIRECT
 
 Site = tuple[str, int, str]  # file, line, function; no file: in given code
 # And whether torch made the call for the program, and which function of torch has made it.
@@ -46,6 +47,7 @@ _KINDS = (
     ("<frozen", STANDARD_LIBRARY),
     (typing_extensions.__file__, STANDARD_LIBRARY),  # wraps what torch has deprecated
 )
+_PUBLIC = ("forward", "backward", "step")  # methods that a program calls, by these or other names
 _OF_PARALLELISM = (_folder(dist.__file__), f"{_folder(torch.__file__)}nn{os.sep}parallel{os.sep}")
 _LIBRARY = _folder(threading.__file__)
 _PACKAGES = ("site-packages", "dist-packages")  # inside the library's folder, and not of it
@@ -87,16 +89,18 @@ class Places:
         self._starts[thread] = site
 
     def call_site(self, frame: FrameType, thread: int = 0) -> CallSite:
-        """Find the innermost frame of the program, and what of torch it has called.
+        """Find the innermost frame of the program, and which function of torch has made the call.
+
+        It is named only if the program has not called the operation itself.
 
         Args:
             frame: of the call.
             thread: whose frame it is; 0: the calling one's.
         """
-        kind_of, is_by_torch, innermost, through = self._kinds.get, False, frame, ""
+        kind_of, is_by_torch, innermost, maker = self._kinds.get, False, frame, ""
         while (kind := kind_of(frame.f_code.co_filename)) != PROGRAM:
             if kind == API:
-                through = frame.f_code.co_name
+                maker = frame.f_code.co_name
             else:
                 if kind is None:
                     self.kind(frame.f_code.co_filename)
@@ -105,16 +109,18 @@ class Places:
             outer = frame.f_back
             if outer is None:
                 start = self._starts.get(thread or threading.get_ident())
-                return start or self._given_site(innermost), is_by_torch, through
+                return start or self._given_site(innermost), is_by_torch, ""
             frame = outer
         if is_by_torch:
-            through = self._maker(innermost, frame)
+            maker = self._maker(innermost, frame)
+        elif maker not in INDIRECT:
+            maker = ""
         code, instruction = frame.f_code, frame.f_lasti
         known = self._sites.get((id(code), instruction))
         if known is None:
             site = code.co_filename, frame.f_lineno, code.co_name
             known = self._sites[id(code), instruction] = code, site
-        return known[1], is_by_torch, through
+        return known[1], is_by_torch, maker
 
     def _maker(self, inner: FrameType, program: FrameType) -> str:
         """Name what of torch the program has called that then communicates by itself.
@@ -124,7 +130,8 @@ class Places:
         makers = []
         frame: FrameType | None = inner
         while frame is not None and frame is not program:
-            if self.kind(frame.f_code.co_filename) in (API, TORCH):
+            code = frame.f_code
+            if self.kind(code.co_filename) in (API, TORCH) and "wrapper" not in code.co_name:
                 makers.append(frame)
             frame = frame.f_back
         special = [f for f in makers if f.f_code.co_filename.startswith(_OF_PARALLELISM)]
@@ -152,9 +159,9 @@ class Places:
 
 
 def _method_name(frame: FrameType) -> str:
-    """Write ``DistributedDataParallel.forward``, by the class of the object and not of the code."""
+    """Write ``DistributedDataParallel.forward``, or only the class if the program knows no more."""
     code = frame.f_code
     if code.co_varnames[:1] != ("self",):
         return code.co_name.removeprefix("_")
     owner = type(frame.f_locals["self"]).__name__
-    return owner if code.co_name == "__init__" else f"{owner}.{code.co_name.removeprefix('_')}"
+    return f"{owner}.{code.co_name}" if code.co_name in _PUBLIC else owner

@@ -24,7 +24,7 @@ FORM = Form(torch.Size([4]), torch.float32)
 def hand_made(kind: type[Any], rank: int, name: str, group: Sequence[int], **others: Any) -> Any:
     """Make an operation without a world around it."""
     wait = kind.__new__(kind)
-    call = {"site": SITE, "is_by_torch": False, "through": ""}
+    call = {"site": SITE, "is_by_torch": False, "maker": ""}
     fields = {"rank": rank, "name": name, "group": tuple(group), **call, **others}
     for field, value in fields.items():
         setattr(wait, field, value)

@@ -1,0 +1,66 @@
+"""Calls that torch makes by itself: for which of its functions, and what they ask of a program.
+
+Tensor.backward's all_reduce                     gradients of DistributedDataParallel
+ScheduleGPipe.step's send                        activations of a pipeline
+broadcast_object_list's broadcast                sizes, before the objects
+"""
+
+import re
+from collections.abc import Iterable
+
+import torch.distributed.distributed_c10d as c10d
+
+_ADVICE = (  # the first that fits the name of torch's function
+    (
+        r"\.backward$",
+        "torch makes this call for the gradients, in backward(): all ranks have to run the same "
+        "backward passes, with gradients for the same parameters. Is one in no_sync(), frozen, or "
+        "not used on every rank (find_unused_parameters=True)?",
+    ),
+    (
+        r"^DistributedDataParallel\.forward$",
+        "DistributedDataParallel makes this call in forward(), for buffers or buckets: all ranks "
+        "have to run it equally often. To run the model on one rank alone, call its .module.",
+    ),
+    (
+        r"^DistributedDataParallel",
+        "DistributedDataParallel makes this call: all ranks have to wrap the same models, in the "
+        "same order.",
+    ),
+    (
+        r"^(FSDP|FullyShard|RegisterPostBackward)",
+        "FSDP makes this call, for the parameters or gradients of one layer: all ranks have to run "
+        "the same layers in the same order, and the same of them frozen.",
+    ),
+    (
+        r"^\w*(Schedule|Pipeline)\w*\.",
+        "The schedule makes this call: all ranks need the same kind of schedule and as many "
+        "micro-batches, and the stage of each rank has its own index.",
+    ),
+    (
+        r"_object",
+        "{} sends sizes first, then the objects: all ranks have to call it, with lists of the same "
+        "length.",
+    ),
+    (r"coalesc", "{} is one call for several tensors: all ranks have to make it, with as many."),
+    (
+        r".",
+        "torch makes this call by itself in {}: all ranks have to come there equally often, with "
+        "the same settings.",
+    ),
+)
+# Functions of torch.distributed that communicate by calling others of them.
+INDIRECT = frozenset(name for name in dir(c10d) if re.search("_object|coalesc", name))
+
+
+def advice_for(makers: Iterable[str]) -> str:
+    """Say what the functions that have made calls ask of a program; "": it has made all itself.
+
+    Args:
+        makers: names of torch's functions; "" for calls that the program has made.
+    """
+    names = dict.fromkeys(filter(None, makers))
+    fitting = (
+        text.format(name) for name in names for pattern, text in _ADVICE if re.search(pattern, name)
+    )
+    return next(fitting, "")

@@ -1,0 +1,106 @@
+"""Calls that torch makes by itself have the name of what the program has called."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.sim import SimulationError, simulate
+from distlab.sim.reporting.torch_calls import INDIRECT, advice_for
+
+
+def report(fn: Callable[[], object], num_ranks: int = 2) -> str:
+    with pytest.raises(SimulationError) as caught:
+        simulate(fn, num_ranks)
+    return str(caught.value)
+
+
+def gathers_objects() -> None:
+    if dist.get_rank() == 0:
+        dist.gather_object("a", [None] * 2, dst=0)
+
+
+def broadcasts_lists() -> None:
+    dist.broadcast_object_list([1] * (2 + dist.get_rank()), 0)
+
+
+def objects_meet_tensors() -> None:
+    if dist.get_rank() == 0:
+        dist.broadcast_object_list([1], 0)
+    else:
+        dist.broadcast(torch.zeros(1), 0)
+
+
+def wraps_alone() -> None:
+    if dist.get_rank() == 0:
+        DistributedDataParallel(nn.Linear(2, 2))
+
+
+def trains(*, is_synced: Callable[[], bool], num_steps: int) -> None:
+    model = DistributedDataParallel(nn.BatchNorm1d(2))
+    for _ in range(num_steps):
+        if is_synced():
+            model(torch.ones(2, 2)).sum().backward()
+        else:
+            with model.no_sync():
+                model(torch.ones(2, 2)).sum().backward()
+
+
+def leaves_out_gradients() -> None:
+    trains(is_synced=lambda: dist.get_rank() == 0, num_steps=1)
+
+
+def validates_alone() -> None:
+    trains(is_synced=lambda: True, num_steps=2 if dist.get_rank() == 0 else 1)
+
+
+def calls_it_by_name() -> None:
+    dist.all_gather([torch.zeros(2)] * 2, torch.ones(2 + dist.get_rank()))
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (gathers_objects, "gather_object's all_gather (call 1 of ranks 0 and 1), (1,) int64"),
+        (broadcasts_lists, "broadcast_object_list's broadcast with size 2 on rank 0, but with"),
+        (objects_meet_tensors, "broadcast_object_list's broadcast on rank 0, but broadcast on"),
+        (wraps_alone, "DistributedDataParallel's all_gather (call 1"),
+        (leaves_out_gradients, "Tensor.backward's all_reduce (call 7"),
+        (validates_alone, "DistributedDataParallel.forward's broadcast (call "),
+    ],
+)
+def test_what_has_made_a_call_is_named(fn: Callable[[], object], name: str) -> None:
+    assert name in report(fn)
+
+
+def test_a_call_of_the_program_has_its_own_name() -> None:
+    assert "'s all_gather" not in report(calls_it_by_name)
+
+
+def test_torch_has_these_functions() -> None:
+    assert {"gather_object", "send_object_list", "all_reduce_coalesced"} <= INDIRECT
+    assert INDIRECT.isdisjoint({"all_reduce", "batch_isend_irecv", "send"})
+
+
+@pytest.mark.parametrize(
+    ("maker", "says"),
+    [
+        ("Tensor.backward", "no_sync()"),
+        ("DistributedDataParallel.forward", "call its .module"),
+        ("DistributedDataParallel", "wrap the same models"),
+        ("FSDPState", "one layer"),
+        ("ScheduleGPipe.step", "as many micro-batches"),
+        ("send_object_list", "send_object_list sends sizes first"),
+        ("all_reduce_coalesced", "one call for several tensors"),
+        ("SomethingNew.step", "by itself in SomethingNew.step"),
+    ],
+)
+def test_what_it_asks_of_the_program(maker: str, says: str) -> None:
+    assert says in advice_for(["", maker])
+
+
+def test_of_its_own_calls_the_program_is_not_told() -> None:
+    assert advice_for(["", ""]) == ""
