@@ -25,6 +25,7 @@ def hand_made(kind: type[Any], rank: int, name: str, group: Sequence[int], **oth
     """Make an operation without a world around it."""
     wait = kind.__new__(kind)
     fields = {"rank": rank, "name": name, "group": tuple(group), "site": SITE, **others}
+    fields |= {"waiters": (), "is_done": False}
     for field, value in fields.items():
         setattr(wait, field, value)
     return wait
