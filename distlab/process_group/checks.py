@@ -36,8 +36,7 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
     """Refuse what no backend can reduce.
 
     Raises:
-        RuntimeError: a scaled sum, which only NCCL has, or numbers of a dtype that cannot be reduced
-            in this way.
+        RuntimeError: a scaled sum, which only NCCL has, or a dtype that cannot be reduced so.
     """
     if op not in _REDUCIBLE:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))

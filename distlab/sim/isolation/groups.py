@@ -14,6 +14,7 @@ from distlab.sim.messages.limits import group_limit_s
 from distlab.sim.messages.meetings import FOUNDING
 from distlab.sim.messages.store import SimStore
 from distlab.sim.reporting.errors import Mismatch
+from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import CallSite
 
 BACKEND = "sim"
@@ -57,6 +58,10 @@ class Groups:
         tables: dict[str, Any] = self._tables.__dict__
         tables["pg_group_ranks"][group] = self._global_ranks
         tables.update(default_pg=group, group_count=1)
+
+    def where(self) -> str:
+        """Write which line of its program the running rank has come to."""
+        return place(self._means.places.call_site(sys._getframe(1))[0])
 
     def show(self) -> None:
         """Let functional collectives in the calling thread find the rank's groups by name."""

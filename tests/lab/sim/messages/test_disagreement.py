@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import threading
 import time
 from datetime import timedelta
 
