@@ -91,10 +91,10 @@ class BaseGroup(dist.ProcessGroup):
         """Take part in the group's next collective; ``results``: the outputs, if not in parts.
 
         Raises:
-            ValueError: the root is no rank of the group.
+            RuntimeError: the root is no rank of the group.
         """
         if not 0 <= call.root < self.size():
-            raise ValueError(
+            raise RuntimeError(
                 f"{call.name}: the group has no rank {call.root}, its ranks are 0 to "
                 f"{self.size() - 1}"
             )
@@ -290,7 +290,7 @@ class BaseGroup(dist.ProcessGroup):
     ) -> dist.Work:
         check_contiguous("all_to_all", [*inputs, *outputs])
         if not len(inputs) == len(outputs) == self.size():
-            raise ValueError(
+            raise RuntimeError(
                 f"all_to_all over {self.size()} ranks needs as many input and output tensors, got "
                 f"{len(inputs)} and {len(outputs)}"
             )

@@ -1,7 +1,8 @@
 """What is refused at the call, in the rank that makes it, before another rank waits for it.
 
 Whatever gloo or NCCL refuse, or silently get wrong, is refused here, so that a program that runs in
-one world runs in all of them.
+one world runs in all of them. The error is the RuntimeError that gloo raises; for a rank that the
+group does not have, which gloo waits for, it is the ValueError that torch raises for such ranks.
 """
 
 from collections.abc import Sequence
@@ -35,15 +36,14 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
     """Refuse what no backend can reduce.
 
     Raises:
-        ValueError: a scaled sum, which only NCCL has.
-        TypeError: numbers of this dtype cannot be reduced in this way.
+        RuntimeError: a scaled sum, which only NCCL has, or a dtype that cannot be reduced so.
     """
     if op not in _REDUCIBLE:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
-        raise ValueError(f"only NCCL has the reduction {op_name(op)}: use one of {known}")
+        raise RuntimeError(f"only NCCL has the reduction {op_name(op)}: use one of {known}")
     for tensor in tensors:
         if tensor.dtype not in _REDUCIBLE[op]:
-            raise TypeError(
+            raise RuntimeError(
                 f"gloo and NCCL have no {op_name(op)} of {tensor.dtype}: convert the tensor first"
             )
 
@@ -82,19 +82,18 @@ def check_contiguous(
     some worlds can add up sparse tensors (``or_sparse``).
 
     Raises:
-        TypeError: a sparse tensor.
-        ValueError: a tensor is not contiguous.
+        RuntimeError: a tensor is sparse, or is not contiguous.
     """
     for tensor in tensors:
         if or_sparse and tensor.is_sparse:
             continue
         if tensor.layout is not torch.strided:
-            raise TypeError(
+            raise RuntimeError(
                 f"{name} needs a dense tensor, got a {tensor.layout} one: use .to_dense()"
             )
         if not (tensor.is_contiguous() or (or_channels_last and _is_channels_last(tensor))):
             received = "" if name == "send" else ", and copy back what it received"
-            raise ValueError(
+            raise RuntimeError(
                 f"{name} needs contiguous tensors, got shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()}: use .contiguous(){received}"
             )
@@ -111,11 +110,11 @@ def check_own_part(
 ) -> None:
     """Refuse a list that is not one tensor for each rank, the own one of the shape of ``like``.
 
-    Raises: ValueError.
+    Raises: RuntimeError.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(shapes) != size or shapes[rank] != tuple(like.shape):
-        raise ValueError(
+        raise RuntimeError(
             f"{name} over {size} ranks needs a list of {size} tensors, and on rank {rank} of the "
             f"group the one at index {rank} has the shape of the output, {tuple(like.shape)}; "
             f"got {shapes}"
@@ -125,11 +124,11 @@ def check_own_part(
 def check_one_per_rank(name: str, tensors: Sequence[Tensor], size: int, like: Tensor) -> None:
     """Refuse a list that does not hold one tensor of the shape of ``like`` for each rank.
 
-    Raises: ValueError.
+    Raises: RuntimeError.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if shapes != [tuple(like.shape)] * size:
-        raise ValueError(
+        raise RuntimeError(
             f"{name} over {size} ranks with a tensor of shape {tuple(like.shape)} needs a list of "
             f"{size} tensors of that shape, got {shapes}"
         )

@@ -64,11 +64,11 @@ def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
 def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]:
     """Cut ``whole`` into ``size`` flat tensors of as many elements as ``part`` has.
 
-    Raises: ValueError: the number of elements or the dtype does not fit.
+    Raises: RuntimeError: the number of elements or the dtype does not fit.
     """
     check_contiguous(name, [whole])
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-        raise ValueError(
+        raise RuntimeError(
             f"{name} over {size} ranks needs one tensor {size} times as large as the other, got "
             f"{describe(whole)} and {describe(part)}"
         )
@@ -78,16 +78,16 @@ def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[T
 def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
     """Split along dim 0 as ``all_to_all_single`` does.
 
-    Raises: ValueError: the splits do not fit, or there are none and the parts are not equal.
+    Raises: RuntimeError: the splits do not fit, or there are none and the parts are not equal.
     """
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits and (len(splits) != size or sum(splits) != rows):
-        raise ValueError(
+        raise RuntimeError(
             f"all_to_all_single over {size} ranks needs {size} splits that add up to {rows}, the "
             f"first dim of shape {tuple(tensor.shape)}, got {list(splits)}"
         )
     if not splits and (rows % size or not tensor.dim()):
-        raise ValueError(
+        raise RuntimeError(
             f"all_to_all_single without splits needs a first dim that is a multiple of {size}, "
             f"got shape {tuple(tensor.shape)}"
         )

@@ -165,8 +165,8 @@ def test_what_is_not_a_number_wins_on_all_ranks(world_size: int, folder: Path) -
 def test_what_cannot_be_moved_is_refused_at_the_call(folder: Path) -> None:
     for refusals in part("refusals", 2, folder):
         assert [text.split(":")[0] for text in refusals] == [
-            *("ValueError", "TypeError", "ValueError"),
-            *("TypeError", "TypeError"),
+            "ValueError",
+            *["RuntimeError"] * 4,
         ]
         assert "MPI moves tensors on the CPU, but got one on meta" in refusals[0]
 

@@ -72,6 +72,7 @@ class Strand:
         rank: whose thread it is.
         number: of the rank.
         order: 0 is the rank itself, 1 the first thread that it has started.
+        name: of the thread; that of the rank itself has none.
         clock_s: its virtual time.
         ident: of the thread.
         waits_in: the operation that blocks it.
@@ -89,8 +90,10 @@ class Strand:
     rank: "Rank"
     number: int
 
-    def __init__(self, order: int, clock_s: float, *, is_daemon: bool = False) -> None:
-        self.order = order
+    def __init__(
+        self, order: int, clock_s: float, name: str = "", *, is_daemon: bool = False
+    ) -> None:
+        self.order, self.name = order, name
         self.clock_s = clock_s
         self.ident = 0
         self.has_ended = self.is_killed = self.is_parked = False
@@ -193,10 +196,10 @@ class Scheduler:
         me._daemonic = False  # what it starts is to be no daemon either, unless it says so
         self._be(rank, lambda: body(rank))
 
-    def spawn(self, *, is_daemon: bool) -> Strand:
+    def spawn(self, name: str, *, is_daemon: bool) -> Strand:
         """Make another strand of the running rank, whose thread is to call ``be``."""
         rank = self.current.rank
-        strand = Strand(len(rank.strands), self.current.clock_s, is_daemon=is_daemon)
+        strand = Strand(len(rank.strands), self.current.clock_s, name, is_daemon=is_daemon)
         strand.rank, strand.number = rank, rank.number
         rank.strands.append(strand)
         heapq.heappush(self._ready, (strand.clock_s, strand.number, strand.order))

@@ -91,12 +91,11 @@ def installed(home: Home) -> Iterator[None]:
         undo.callback(isolate._set_thread_isolation_mode, False)
         _register_backend(home)
         _patch_groups(undo, home)
-        refusals.install(
-            functools.partial(_replace, undo), home.clock, home.residents, home.refusals
-        )
+        replace = functools.partial(_replace, undo)
+        refusals.install(replace, home.clock, home.residents, home.refusals, home.exits)
         _patch_clocks(undo, home)
-        home.threads.install(functools.partial(_replace, undo))
-        profiling.install(functools.partial(_replace, undo), home.residents)
+        home.threads.install(replace)
+        profiling.install(replace, home.residents)
         _patch_process(undo, home)
         _patch_generators(undo, home.residents)
         _patch_environment(undo, home.residents)
@@ -232,11 +231,6 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
         if not tensors[0].is_meta:  # DDP compares shapes as the numbers in a tensor
             verify(group, tensors, *rest)
 
-    def update_default(group: Any) -> None:
-        if group is None and home.residents.is_in_rank():  # destroy_process_group()
-            home.exits.left(home.residents.current)
-        update(group)
-
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
         check(p2p_ops)
         if home.lanes is not None:
@@ -245,7 +239,6 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
     # The first call of batch_isend_irecv, by whatever name a program has imported that.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
-    update = _replace(undo, c10d, "_update_default_pg", update_default)
     _replace(undo, c10d, "rendezvous", rendezvous)
     _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
     _replace(undo, c10d, "_group_or_default_group", group_or_default)  # the same in fewer steps

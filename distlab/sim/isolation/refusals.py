@@ -5,6 +5,7 @@ for it. So the last error of each rank is kept for the report.
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,11 +16,18 @@ import torch.distributed.distributed_c10d as c10d
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.scheduler import Killed, Stopped
+from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.residents import Residents
 from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.reporting.report import place
 from distlab.words import rank_names
 
 Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
+_LISTS = {  # by call, what it names the list of one object for each rank
+    "all_gather_object": "object_list",
+    "gather_object": "object_gather_list",
+    "scatter_object_list": "scatter_object_input_list",
+}
 
 
 class Refusals:
@@ -72,19 +80,84 @@ def _line(error: BaseException) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def install(replace: Replace, clock: Clock, residents: Residents, refusals: Refusals) -> None:
-    """Make torch's errors about ranks mention groups, and note what torch refuses."""
+def install(
+    replace: Replace, clock: Clock, residents: Residents, refusals: Refusals, exits: Exits
+) -> None:
+    """Make torch's errors say what a program can change, and note what torch refuses."""
+    _note_refusals(replace, clock, residents, refusals)
+    _speak_of_groups(replace, residents)
+    _speak_of_the_end(replace, residents, exits)
+    check_operations = c10d._check_p2p_op_list
+
+    def check_batch(operations: list[Any]) -> None:
+        if not operations:
+            raise IndexError(
+                "batch_isend_irecv got an empty list: leave the call out where a rank has nothing "
+                "to send or receive"
+            )
+        check_operations(operations)
+
+    replace(c10d, "_check_p2p_op_list", check_batch)
+
+
+def _note_refusals(
+    replace: Replace, clock: Clock, residents: Residents, refusals: Refusals
+) -> None:
     describe_call = c10d_logger._get_msg_dict
 
     def note_and_describe(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         error = sys.exc_info()[1]
         if residents.is_in_rank():
+            _speak_of_objects(name, error, args, kwargs)
             rank = clock.current.rank
             refusals.note(rank.number, name, error, rank.num_calls)
         with contextlib.suppress(Exception):  # it asks groups that a rank may not be in
             return describe_call(name, *args, **kwargs)
         return {}
 
+    replace(c10d_logger, "_get_msg_dict", note_and_describe)
+
+
+def _speak_of_objects(
+    name: str, error: BaseException | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let an error of a call on objects name its list, not the tensors that torch makes of it."""
+    if error is None or name not in _LISTS:
+        return
+    if "``gather_list``" in str(error):
+        error.args = (str(error).replace("``gather_list``", f"``{_LISTS[name]}``"),)
+    elif isinstance(error, IndexError) or str(error).startswith("scatter over"):
+        given = inspect.signature(getattr(c10d, name)).bind(*args, **kwargs).arguments
+        num_objects, size = len(given[_LISTS[name]]), dist.get_world_size(given.get("group"))
+        if num_objects != size:
+            error.args = (
+                f"{name} over {size} ranks needs a list of {size} objects, got {num_objects}",
+            )
+
+
+def _speak_of_the_end(replace: Replace, residents: Residents, exits: Exits) -> None:
+    """Let who communicates after the end of its world know where it has ended it."""
+    update, find = c10d._update_default_pg, c10d._get_default_group
+
+    def update_default_group(group: Any) -> None:
+        if group is None and residents.is_in_rank():  # destroy_process_group()
+            exits.left(residents.current)
+        update(group)
+
+    def get_default_group() -> Any:
+        known = exits.known.get(residents.current)
+        if known is None or known.left_group_at is None or dist.is_initialized():
+            return find()
+        raise ValueError(
+            f"rank {residents.current} has destroyed its process group at "
+            f"{place(known.left_group_at)}: what communicates comes before that"
+        )
+
+    replace(c10d, "_update_default_pg", update_default_group)
+    replace(c10d, "_get_default_group", get_default_group)
+
+
+def _speak_of_groups(replace: Replace, residents: Residents) -> None:
     number_in_group, tables = c10d.get_group_rank, residents.tables
 
     def get_group_rank(group: Any, global_rank: int) -> int:
@@ -106,7 +179,6 @@ def install(replace: Replace, clock: Clock, residents: Residents, refusals: Refu
                 raise
             raise ValueError(f"{error} {_counts(members)}") from None
 
-    replace(c10d_logger, "_get_msg_dict", note_and_describe)
     replace(c10d, "_check_not_self_rank", check_not_self_rank)
     for owner in (c10d, dist):
         replace(owner, "get_group_rank", get_group_rank)

@@ -17,30 +17,19 @@ import selectors
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import _base as futures
+from itertools import count
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias
 
 from distlab.sim.engine.clock import POLL_S, Clock
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
+from distlab.sim.isolation import awaited
 from distlab.sim.isolation.residents import Residents
-from distlab.sim.messages.thread_wait import (
-    BARRIER,
-    CONDITION,
-    DONE,
-    END,
-    EVENT,
-    ITEM,
-    LOCK,
-    ONLY_SLEEPS,
-    RESULT,
-    ROOM,
-    SEMAPHORE,
-    Awaited,
-    ThreadWait,
-)
+from distlab.sim.messages.thread_wait import Look, ThreadWait
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.sites import Places
 
@@ -54,26 +43,6 @@ _real_start, _real_join, _real_is_alive = (
 )
 _real_select: Any = selectors.DefaultSelector.select
 MAX_PAUSE_S = 1e-3  # between two looks at files
-_MADE_OF_LOCKS: dict[str, dict[str, Awaited]] = {  # by module: what a function waits for
-    __name__: {},
-    "threading": {
-        "Event.wait": EVENT,
-        "Condition.wait": CONDITION,
-        "Semaphore.acquire": SEMAPHORE,
-        "Barrier.wait": BARRIER,
-    },
-    "queue": {
-        "Queue.get": ITEM,
-        "_PySimpleQueue.get": ITEM,
-        "Queue.put": ROOM,
-        "Queue.join": DONE,
-    },
-    "concurrent.futures._base": {
-        "Future.result": RESULT,
-        "Future.exception": RESULT,
-        "wait": RESULT,
-    },
-}
 STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
 
 
@@ -117,10 +86,17 @@ class Threads:
         replace(_real_thread, "start", _method(self._start))
         replace(_real_thread, "join", _method(self._join))
         replace(_real_thread, "is_alive", _method(self._is_alive))
+        replace(threading, "_counter", self._numbers(threading._counter, 1))  # type: ignore[attr-defined]
+        numbers = self._numbers(ThreadPoolExecutor._counter, 0)  # type: ignore[attr-defined]
+        replace(ThreadPoolExecutor, "_counter", staticmethod(numbers))
 
     def is_virtual(self) -> bool:
         """Whether what is made now belongs to a rank."""
         return self._residents.is_in_rank() and not getattr(self._plain, "is_wanted", False)
+
+    def running(self) -> Strand | None:
+        """Return the thread of a rank that asks, if it is one."""
+        return self._scheduler.current if self.is_virtual() else None
 
     def _lock(self) -> Any:
         is_ranks = self.is_virtual() and not _is_for_processes(sys._getframe(1))
@@ -137,6 +113,16 @@ class Threads:
             yield
         finally:
             self._plain.is_wanted = False
+
+    def _numbers(self, of_process: Callable[[], int], first: int) -> Callable[[], int]:
+        """Count what gets a number for its name, on each rank alone, as in a process of its own."""
+        of_ranks: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(first))
+
+        def number() -> int:
+            is_ranks = self._residents.is_in_rank()
+            return next(of_ranks[self._residents.current]) if is_ranks else of_process()
+
+        return number
 
     # Threads
 
@@ -159,7 +145,7 @@ class Threads:
 
     def _make_strand(self, thread: threading.Thread) -> Strand:
         """Let the thread be a strand of the running rank once it has been started."""
-        strand = self._scheduler.spawn(is_daemon=thread.daemon)
+        strand = self._scheduler.spawn(thread.name, is_daemon=thread.daemon)
         setattr(thread, STRAND, strand)
         run = thread.run
 
@@ -190,8 +176,9 @@ class Threads:
         if strand is self._scheduler.current:
             raise RuntimeError("cannot join current thread")
         until_s = NEVER if timeout is None else self._now_s() + max(timeout, 0.0)
-        what = Awaited(f"the end of its thread {thread.name!r}", END)
-        self.wait_until(lambda: strand.has_ended, strand.waiting, until_s, what)
+        self.wait_until(
+            lambda: strand.has_ended, strand.waiting, until_s, lambda _: awaited.end_of(strand)
+        )
         return None
 
     def _is_alive(self, thread: threading.Thread) -> bool:
@@ -203,9 +190,7 @@ class Threads:
     def _sleep(self, strand: Strand) -> ThreadWait:
         """Describe what a thread waits in that only sleeps."""
         site = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
-        wait = ThreadWait(self._clock, ONLY_SLEEPS, site)
-        wait.rank, wait.group = strand.number, (strand.number,)
-        return wait
+        return ThreadWait(self._clock, awaited.sleeps, site, strand)
 
     def _now_s(self) -> float:
         return self._clock.current.clock_s
@@ -215,7 +200,7 @@ class Threads:
         is_done: Callable[[], bool],
         waiting: deque[Strand],
         until_s: float,
-        what: Awaited,
+        look: Look,
     ) -> bool:
         """Let others run until ``is_done()``, or the time is up; return whether it is done.
 
@@ -223,11 +208,11 @@ class Threads:
             is_done: tried whenever the thread is woken.
             waiting: where who changes that finds whom to wake.
             until_s: virtual time.
-            what: it waits for, for a report.
+            look: says what it waits for, for a report.
         """
         self._scheduler.act()  # who comes first in virtual time goes first
         current, site = self._scheduler.current, self._places.call_site(sys._getframe(1))
-        operation = ThreadWait(self._clock, what, site)
+        operation = ThreadWait(self._clock, look, site, current)
         start_s, is_in_time = current.clock_s, True
         while is_in_time and not is_done():
             waiting.append(current)
@@ -269,26 +254,30 @@ class RankLock:
         self._threads = threads
         self._lock = _real_lock()
         self._waiting: deque[Strand] = deque()
-        self._is_ranks = True  # whoever has it
+        self._holder: Strand | None = None  # if it is a thread of a rank
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it, waiting in virtual time."""
-        is_virtual = self._threads.is_virtual()
+        me = self._threads.running()
         if self._lock.acquire(False):
-            self._is_ranks = is_virtual
+            self._holder = me
             return True
-        if not (is_virtual and self._is_ranks):  # else a thread that is no rank's has it
+        if me is None or self._holder is None:  # a thread that is no rank's waits for it, or has it
             return self._lock.acquire(blocking, timeout)
         if not blocking:
             self._threads.ask()
             return False
         until_s = NEVER if timeout < 0 else self._threads._now_s() + timeout
-        return self._threads.wait_until(
+        frame = sys._getframe(1)
+        is_taken = self._threads.wait_until(
             lambda: self._lock.acquire(False),
             self._waiting,
             until_s,
-            _awaited(sys._getframe(1)),
+            lambda waiting: awaited.of_lock(frame, self._holder, waiting),
         )
+        if is_taken:
+            self._holder = me
+        return is_taken
 
     def release(self) -> None:
         """Give it back, and wake who waits for it."""
@@ -368,15 +357,6 @@ class RankRLock:
     def _acquire_restore(self, state: tuple[int, int]) -> None:
         self._block.acquire()
         self._count, self._owner = state
-
-
-def _awaited(frame: FrameType | None) -> Awaited:
-    """Say what is made of the lock for which a call of Python's own library waits."""
-    found = LOCK
-    while frame and frame.f_globals.get("__name__") in _MADE_OF_LOCKS:
-        found = _MADE_OF_LOCKS[frame.f_globals["__name__"]].get(frame.f_code.co_qualname, found)
-        frame = frame.f_back
-    return found
 
 
 def _is_for_processes(frame: FrameType) -> bool:

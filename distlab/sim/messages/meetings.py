@@ -29,11 +29,16 @@ from distlab.sim.messages.limits import closed_error, patience_error
 from distlab.sim.messages.pending import Pending
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
+from distlab.sim.reporting.report import Row
 from distlab.sim.reporting.sites import CallSite
 from distlab.words import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
 DISPUTE_S = 0.1  # of virtual time, for which the others are awaited if calls differ
+THREADS = (
+    "If several threads of a rank use this group, the order of their calls is chance: give each "
+    "thread a group of its own."
+)
 MAX_SHAPES = 6  # of a coalesced call, that are shown
 Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # of a call by the ranks of a group
 
@@ -159,12 +164,35 @@ class Meeting:
     def dispute(self) -> Mismatch:
         """Make the error for calls that differ, of the ranks that have come."""
         present = [self.attendances[rank] for rank in sorted(self.attendances)]
-        return disagreement(
+        error = disagreement(
             [
-                Given(a.rank, a.full_name(), a.maker, values_of(a.call, self.group), a.row())
+                Given(a.rank, a.full_name(), a.maker, values_of(a.call, self.group), self._row(a))
                 for a in present
             ]
         )
+        if any(map(self._thread, present)) or self._has_several_threads():
+            error.args = (f"{error}\n{THREADS}",)
+        return error
+
+    def _row(self, attendance: Attendance) -> Row:
+        row, name = attendance.row(), self._thread(attendance)
+        return row._replace(where=f"{row.where}, thread {name!r}") if name else row
+
+    def _thread(self, attendance: Attendance) -> str:
+        """Return the name of the thread that waits, or has just arrived; "": a rank's first one."""
+        current = self._means.clock.scheduler.current
+        just_came = [current] if attendance.rank == current.number else []
+        return next((strand.name for strand in attendance.waiters or just_came), "")
+
+    def _has_several_threads(self) -> bool:
+        """Whether more than one thread of a rank is in a call of this group."""
+        users = [
+            strand.number
+            for rank in self._means.clock.scheduler.ranks
+            for strand in rank.strands
+            if isinstance(call := strand.waits_in, Attendance) and call.meeting.key == self.key
+        ]
+        return len({*users}) < len(users)
 
     def close(self, gave_up: int) -> None:
         """Let it fail, and what comes after it, because a rank has waited long enough."""

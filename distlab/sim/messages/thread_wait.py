@@ -1,64 +1,55 @@
-"""A thread of a rank that waits for another thread of it: for a lock, a queue, an end."""
+"""A thread of a rank that waits for another thread of it: for a lock, a queue, an end.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+    main ──▶ 'saver' ──▶ room in a queue         main waits for the end of the thread 'saver'
+
+An arrow is "waits for". Who waits for a lock waits for the thread that holds it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.scheduler import Strand
 from distlab.sim.messages.pending import Pending
 from distlab.sim.reporting.sites import CallSite
 
 
 class Awaited(NamedTuple):
-    """What threads wait for: what it is, and what to look for if it never comes."""
+    """What a thread waits for: what it is, and what to look for if it never comes.
+
+    Attributes:
+        by: the thread that has to go on first, if it is known.
+        is_lock: it is a lock, which ``by`` holds.
+    """
 
     text: str
     advice: str
+    by: Strand | None = None
+    is_lock: bool = False
 
 
-LOCK = Awaited(
-    "a lock of its own",
-    "Is a release() missing, does one thread take it twice, or does the thread that has it wait "
-    "for something else?",
-)
-ITEM = Awaited(
-    "an item of a queue of its own",
-    "Is a put() missing, or does the thread end that should put one more?",
-)
-ROOM = Awaited(
-    "room in a queue of its own, which is full",
-    "Is a get() missing, or does the thread end that should take items out?",
-)
-DONE = Awaited(
-    "the end of the work on a queue of its own", "Is a task_done() missing after one of the get()?"
-)
-EVENT = Awaited("an event of its own", "Is its set() missing, or does the thread end that sets it?")
-CONDITION = Awaited("a condition of its own", "Is a notify() missing, or was it too early?")
-SEMAPHORE = Awaited("a semaphore of its own", "Is a release() missing for one of the acquire()?")
-BARRIER = Awaited(
-    "other threads at a barrier of its own", "Do as many threads come as the barrier was made for?"
-)
-RESULT = Awaited(
-    "the result of a task of its own", "Does that task wait for this thread, or for a free worker?"
-)
-END = "That thread cannot end: see what it waits for."
-ONLY_SLEEPS = Awaited(
-    "something, and only sleeps",
-    "No rank will do anything any more: what it looks for between its sleeps, a file, a flag or an "
-    "answer, cannot change.",
-)
+Look: TypeAlias = Callable[[Strand], Awaited]  # what a blocked thread waits for, as it is now
 
 
 class ThreadWait(Pending):
-    """Waits for its own rank: ``awaited`` says what for."""
+    """Waits for its own rank.
 
-    __slots__ = ("awaited",)
+    Args: look: says what the thread waits for. Only reports ask, while the thread is blocked.
+    """
+
+    __slots__ = ("_look",)
     kind = "thread"
     is_recorded = False
     ends_with_rank = True
 
-    def __init__(self, clock: Clock, awaited: Awaited, call: CallSite) -> None:
-        super().__init__(clock, "wait for a thread", (clock.current.number,), 0, call)
-        self.awaited = awaited
+    def __init__(self, clock: Clock, look: Look, call: CallSite, strand: Strand) -> None:
+        super().__init__(clock, "wait for a thread", (strand.number,), 0, call)
+        self.rank, self.waiters, self._look = strand.number, (strand,), look
+
+    @property
+    def awaited(self) -> Awaited:
+        """What the thread waits for, as it is now."""
+        return self._look(self.waiters[0])
 
     def waits_for(self) -> Sequence[int]:
         """Return its own rank: another thread of it has to go on."""
@@ -67,3 +58,31 @@ class ThreadWait(Pending):
     def text(self) -> str:
         """Write ``waits for a lock of its own``."""
         return f"waits for {self.awaited.text}"
+
+    def chain(self) -> list["ThreadWait"]:
+        """Return this wait, that of the thread it waits for, and so on, each once."""
+        waits, following = [self], self.following()
+        while isinstance(following, ThreadWait) and following not in waits:
+            waits.append(following)
+            following = following.following()
+        return waits
+
+    def following(self) -> object:
+        """Return what the thread waits in that has to go on first; None: it is not known."""
+        by = self.awaited.by
+        return by.waits_in if by else None
+
+
+def thread_name(strand: Strand) -> str:
+    """Write ``the main thread`` or ``thread 'saver'``."""
+    return f"thread {strand.name!r}" if strand.name else "the main thread"
+
+
+def beside(wait: Pending) -> list[ThreadWait]:
+    """Return what the other threads of a rank wait for, if it is a thread of it."""
+    strands = wait.waiters[0].rank.strands if wait.waiters else []
+    return [
+        strand.waits_in
+        for strand in strands
+        if isinstance(strand.waits_in, ThreadWait) and strand.waits_in is not wait
+    ]

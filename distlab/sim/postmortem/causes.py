@@ -8,7 +8,7 @@ from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.messages.thread_wait import ThreadWait
-from distlab.sim.postmortem import ways_out
+from distlab.sim.postmortem import thread_waits, ways_out
 from distlab.sim.postmortem.group_hints import wrong_group
 from distlab.sim.postmortem.standstill import Standstill, find_cycle
 from distlab.sim.reporting.errors import DeadlockKind
@@ -47,16 +47,28 @@ def find_causes(still: Standstill, groups: Groups = ()) -> list[Cause]:
         still: who waits for whom.
         groups: the members of all groups that the program has made.
     """
+    knots = still.knots()
+    waits = [wait for ranks in knots if isinstance(wait := still.blocked[ranks[0]], ThreadWait)]
+    alone = [wait.rank for wait in waits]  # such a rank waits for nobody else
     return [
         *(_peer_ended(still, ranks, groups) for ranks in still.deserted()),
-        *(_knot(still, ranks, groups) for ranks in still.knots()),
+        *map(_thread_wait, thread_waits.alike(waits)),
+        *(_knot(still, ranks, groups) for ranks in knots if ranks[0] not in alone),
     ]
 
 
 def _knot(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+    """Explain it; a thread that waits for a lock of one that communicates may be behind it."""
+    cause = _knot_of_calls(still, ranks, groups)
+    for rank in cause.involved:
+        if held := thread_waits.held_during(still.blocked[rank]):
+            advice = f"{held.advice} If not: {_lower(cause.advice)}"
+            return cause._replace(words=f"{cause.words}; {held.words}", advice=advice)
+    return cause
+
+
+def _knot_of_calls(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     waits = [still.blocked[rank] for rank in ranks]
-    if any(isinstance(wait, ThreadWait) for wait in waits):
-        return _thread_wait(still, ranks)
     if any(isinstance(wait, KeyWait) for wait in waits):
         return _key_never_set(still, ranks)
     if all(isinstance(wait, Message) for wait in waits):
@@ -112,12 +124,11 @@ def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
     return Cause("key never set", waiting, ranks, words, advice or KEY_ADVICE)
 
 
-def _thread_wait(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame a rank of which all threads wait for each other."""
-    waits = (still.blocked[rank] for rank in ranks)
-    wait = next(wait for wait in waits if isinstance(wait, ThreadWait))
-    words = f"rank {wait.rank} {wait.text()}, and no thread of it can go on"
-    return Cause("thread wait", [wait.rank], [wait.rank], words, wait.awaited.advice)
+def _thread_wait(waits: Sequence[ThreadWait]) -> Cause:
+    """Blame ranks of which all threads wait for each other, on all of them in the same way."""
+    ranks = [wait.rank for wait in waits]
+    words, advice = thread_waits.words(ranks, waits[0]), thread_waits.advice(waits[0])
+    return Cause("thread wait", ranks, ranks, words, advice)
 
 
 def _send_recv_cycle(still: Standstill, ranks: list[int]) -> Cause:

@@ -27,19 +27,26 @@ def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[
     """Merge rows until they fit; if they never do, keep those of the ranks to blame."""
     rows = _merged(calls, [row.text for row, _ in calls])
     if len(rows) > limit:
-        rows = _merged(calls, [_relative(*call) for call in calls])
+        rows = _merged(calls, [_relative(*call) for call in calls], has_threads=False)
     if len(rows) > limit:
         rows.sort(key=lambda row: to_blame.isdisjoint(row.ranks))
     return shorten(rows, limit)
 
 
-def _merged(calls: Calls, texts: Iterable[str]) -> list[Row]:
-    """Make one row of those with the same text, line and collective."""
+def _merged(calls: Calls, texts: Iterable[str], *, has_threads: bool = True) -> list[Row]:
+    """Make one row of those with the same text, line, collective and name of the thread."""
     groups: dict[tuple[str, str, object], list[Row]] = {}
     for (row, wait), text in zip(calls, texts, strict=True):
         meeting = wait.meeting if isinstance(wait, Attendance) else None
+        row = row._replace(where=row.where + _thread(wait)) if has_threads else row
         groups.setdefault((text, row.where, meeting), []).append(row)
     return [_one(rows, text) for (text, _, _), rows in groups.items()]
+
+
+def _thread(wait: Pending) -> str:
+    """Write ``, thread 'saver'``, unless the rank's first thread waits in it, or none."""
+    name = "" if wait.is_done or not wait.waiters else wait.waiters[0].name
+    return f", thread {name!r}" if name else ""
 
 
 def _one(rows: Sequence[Row], text: str) -> Row:

@@ -42,7 +42,13 @@ def waits_for_a_queue() -> None:
     dist.barrier()
 
 
-@deadlock(1, THREAD, (0,), "rank 0 waits for a lock of its own", "does one thread take it twice")
+@deadlock(
+    1,
+    THREAD,
+    (0,),
+    "rank 0 waits for a lock of its own, which it holds itself",
+    "A thread can take a Lock only once",
+)
 def takes_its_own_lock_twice() -> None:
     """A lock that is not reentrant is taken again by the thread that holds it."""
     lock = threading.Lock()
@@ -50,7 +56,15 @@ def takes_its_own_lock_twice() -> None:
         dist.barrier()
 
 
-@deadlock(2, THREAD, (0,), "rank 0 waits for a lock of its own")
+@deadlock(
+    2,
+    THREAD,
+    (0,),
+    "on rank 0 thread 'one' waits for a lock of its own, held by thread 'two', and thread 'two' ",
+    "lock of its own, held by thread 'two' broken_threads.py:",
+    "in take, thread 'one'",
+    "Let all threads take these locks in the same order.",
+)
 def two_threads_take_two_locks() -> None:
     """Two threads of rank 0 take two locks in opposite orders."""
     first, second = threading.Lock(), threading.Lock()
@@ -63,7 +77,8 @@ def two_threads_take_two_locks() -> None:
 
     if me() == 0:
         threads = [
-            threading.Thread(target=take, args=pair) for pair in ((first, second), (second, first))
+            threading.Thread(target=take, args=(first, second), name="one"),
+            threading.Thread(target=take, args=(second, first), name="two"),
         ]
         for thread in threads:
             thread.start()
@@ -78,7 +93,7 @@ def two_threads_take_two_locks() -> None:
     (1,),
     "rank 0 waits for rank 1 to send, but rank 1 has returned",
     "other threads wait too",
-    "rank 0 waits for the end of its thread 'receiver'",
+    "rank 0 waits for the end of thread 'receiver'",
 )
 def a_thread_receives_once_too_often() -> None:
     """A thread of rank 0 takes two messages; rank 1 sends one."""

@@ -636,7 +636,7 @@ def test_asking_is_not_in_vain_while_somebody_computes() -> None:
 def start_thread(
     scheduler: Scheduler, body: Callable[[], None], *, is_daemon: bool = False
 ) -> Strand:
-    strand = scheduler.spawn(is_daemon=is_daemon)
+    strand = scheduler.spawn("second", is_daemon=is_daemon)
     thread = threading.Thread(target=scheduler.be, args=(strand, body), daemon=True)
     thread.start()
     strand.ident = thread.ident or 0

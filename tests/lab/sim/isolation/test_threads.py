@@ -418,7 +418,7 @@ def test_a_deadlock_lists_what_other_threads_wait_for() -> None:
     assert caught.value.kind == "peer ended"
     text = " ".join(str(caught.value).split())
     assert "rank 0 recv from rank 1, (1,) float32 test_threads.py:" in text
-    assert "other threads wait too: rank 0 waits for the end of its thread 'receiver'" in text
+    assert "other threads wait too: rank 0 waits for the end of thread 'receiver'" in text
 
 
 # Processes of a rank

@@ -192,3 +192,28 @@ def adds_other_shapes() -> None:
 def test_sparse_tensors_have_the_same_shape() -> None:
     with pytest.raises(Mismatch, match=r"sparse \(2, 8\) float32 on rank 0"):
         simulate(adds_other_shapes, 2)
+
+
+def reduces_in_two_threads(is_apart: bool) -> None:
+    """Two threads call on one group, or each on its own; on rank 1 the second comes first."""
+    groups = [dist.new_group(), dist.new_group()]
+
+    def reduce(number: int) -> None:
+        time.sleep(0.1 * (number != me()))
+        dist.all_reduce(torch.ones(2 + number), group=groups[number * is_apart])
+
+    thread = threading.Thread(target=reduce, args=(1,), name="second")
+    thread.start()
+    reduce(0)
+    thread.join()
+
+
+def test_threads_that_share_a_group_are_told_to_have_their_own() -> None:
+    with pytest.raises(Mismatch) as caught:
+        simulate(reduces_in_two_threads, 3, False)
+    assert str(caught.value).endswith(
+        "If several threads of a rank use this group, the order of their calls is chance: give "
+        "each thread a group of its own."
+    )
+    assert "in reduce, thread 'second'" in str(caught.value)
+    simulate(reduces_in_two_threads, 3, True)

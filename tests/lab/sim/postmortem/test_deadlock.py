@@ -26,6 +26,7 @@ def hand_made(kind: type[Any], rank: int, name: str, group: Sequence[int], **oth
     wait = kind.__new__(kind)
     call = {"site": SITE, "is_by_torch": False, "maker": ""}
     fields = {"rank": rank, "name": name, "group": tuple(group), **call, **others}
+    fields |= {"waiters": (), "is_done": False}
     for field, value in fields.items():
         setattr(wait, field, value)
     return wait

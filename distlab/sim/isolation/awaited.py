@@ -1,0 +1,192 @@
+"""What a thread of a rank waits for, read off the calls of Python's library in which it waits.
+
+Events, queues, semaphores, futures are all made of locks. The frames around the lock that blocks a
+thread say which of them it is, and have it at hand, with the state that a report gives.
+"""
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import _base as futures
+from concurrent.futures import thread as pools
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+from distlab.sim.engine.scheduler import Strand
+from distlab.sim.messages.thread_wait import Awaited, thread_name
+
+Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (what a method is called on, who waits)
+_MODULES = (f"{__package__}.threads", *(module.__name__ for module in (threading, queue, futures)))
+_MODULES = (*_MODULES, pools.__name__)
+RESULT = Awaited(
+    "the result of a task of its own", "Does that task wait for this thread, or for a free worker?"
+)
+
+
+def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Awaited:
+    """Say what a thread waits for that is blocked by a lock.
+
+    Args:
+        frame: calls the lock's ``acquire``.
+        holder: the thread of a rank that has it, if it is known.
+        me: the thread that waits.
+    """
+    found: Awaited | None = None
+    while frame and frame.f_globals.get("__name__") in _MODULES and frame.f_code is not _RUN:
+        if describe := _MADE_OF_LOCKS.get(frame.f_code):
+            found = describe(frame.f_locals.get("self"), me)
+        frame = frame.f_back
+    return found or _lock(holder, me)
+
+
+def end_of(thread: Strand) -> Awaited:
+    """Say that a thread waits for the end of another one."""
+    advice = "That thread cannot end: see what it waits for."
+    return Awaited(f"the end of thread {thread.name!r}", advice, thread)
+
+
+def sleeps(_: Strand) -> Awaited:
+    """Say that a thread only sleeps."""
+    return Awaited(
+        "something, and only sleeps",
+        "No rank will do anything any more: what it looks for between its sleeps, a file, a flag "
+        "or an answer, cannot change.",
+    )
+
+
+def _lock(holder: Strand | None, me: Strand) -> Awaited:
+    if holder is None:
+        return Awaited(
+            "a lock of its own",
+            "Is a release() missing, or does the thread that has it wait for something else?",
+        )
+    if holder is me:
+        advice = (
+            "Is a release() missing? A thread can take a Lock only once; a threading.RLock it can "
+            "take again."
+        )
+        return Awaited("a lock of its own, which it holds itself", advice)
+    name = thread_name(holder)
+    if holder.has_ended:
+        advice = f"Is a release() missing in {name}? `with lock:` releases it in any case."
+        return Awaited(f"a lock of its own, which {name} still held when it ended", advice)
+    advice = "The lock is not released: see what the thread that holds it waits for."
+    return Awaited(f"a lock of its own, held by {name}", advice, holder, is_lock=True)
+
+
+def _item(_: Any, me: Strand) -> Awaited:
+    return Awaited(
+        "an item of a queue of its own",
+        "Is a put() missing, or does the thread end that should put one more?",
+    )
+
+
+def _room(full: Any, me: Strand) -> Awaited:
+    return Awaited(
+        f"room in a queue of its own, which is full ({full._qsize()} of {full.maxsize})",
+        "Is a get() missing? Or does the thread that should take items out wait for something else "
+        "first, or end?",
+    )
+
+
+def _done(worked_on: Any, me: Strand) -> Awaited:
+    left, taken = worked_on._qsize(), worked_on.unfinished_tasks - worked_on._qsize()
+    is_taken = "Is a task_done() missing after one of the get()?"
+    return Awaited(
+        f"the end of the work on a queue of its own ({left} items still in it, {taken} without "
+        "task_done())",
+        is_taken if taken else "Is a get() missing, or does the thread end that takes items out?",
+    )
+
+
+def _event(_: Any, me: Strand) -> Awaited:
+    return Awaited(
+        "an event of its own", "Is its set() missing, or does the thread end that sets it?"
+    )
+
+
+def _condition(_: Any, me: Strand) -> Awaited:
+    return Awaited("a condition of its own", "Is a notify() missing, or was it too early?")
+
+
+def _semaphore(semaphore: Any, me: Strand) -> Awaited:
+    return Awaited(
+        f"a semaphore of its own, which is at {semaphore._value}",
+        "Is a release() missing for one of the acquire()?",
+    )
+
+
+def _barrier(barrier: Any, me: Strand) -> Awaited:
+    return Awaited(
+        "other threads at a barrier of its own, where "
+        f"{barrier._count} of {barrier.parties} have come",
+        "Do as many threads come as the barrier was made for?",
+    )
+
+
+def _results(_: Any, me: Strand) -> Awaited:
+    return RESULT
+
+
+def _result(future: Any, me: Strand) -> Awaited:
+    workers: list[Strand] = []  # of the pool in whose queue it is
+    for strand, item, tasks in _workers(me):
+        if item is not None and item.future is future:
+            text = f"the result of a task in {thread_name(strand)}"
+            return RESULT._replace(text=text, by=strand)
+        if any(task is not None and task.future is future for task in tasks):
+            workers.append(strand)
+    if not workers:
+        return RESULT
+    advice = (
+        "A task must not wait for another one of the same pool: call that one itself, or give the "
+        "pool more threads."
+        if me in workers
+        else "See what the threads of the pool wait for."
+    )
+    return Awaited(
+        "the result of a task that has not started, because no thread of its pool is free (0 of "
+        f"{len(workers)})",
+        advice,
+    )
+
+
+def _workers(me: Strand) -> Iterator[tuple[Strand, Any, list[Any]]]:
+    """Yield the threads of pools of a rank, what each works on, and what is queued for it."""
+    frames = sys._current_frames()
+    for strand in me.rank.strands:
+        frame, item = frames.get(strand.ident), None
+        while frame:
+            if frame.f_code is _RUN:
+                item = frame.f_locals["self"]
+            elif frame.f_code is _WORK:
+                yield strand, item, [*frame.f_locals["work_queue"]._queue]
+            frame = frame.f_back
+
+
+def _task(_: Any, me: Strand) -> Awaited:
+    return Awaited(
+        "a task for its pool", "Does the program wait for more than it has given to the pool?"
+    )
+
+
+_RUN, _WORK = pools._WorkItem.run.__code__, pools._worker.__code__
+_MADE_OF_LOCKS: dict[CodeType, Describe] = {
+    function.__code__: describe
+    for function, describe in (
+        (threading.Event.wait, _event),
+        (threading.Condition.wait, _condition),
+        (threading.Semaphore.acquire, _semaphore),
+        (threading.Barrier.wait, _barrier),
+        (queue.Queue.get, _item),
+        (queue._PySimpleQueue.get, _item),  # type: ignore[attr-defined]
+        (queue.Queue.put, _room),
+        (queue.Queue.join, _done),
+        (futures.Future.result, _result),
+        (futures.Future.exception, _result),
+        (futures.wait, _results),
+        (futures.as_completed, _results),
+        (pools._worker, _task),
+    )
+}
