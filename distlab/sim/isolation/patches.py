@@ -153,10 +153,10 @@ def unwaited() -> list[str]:
     return [f"{rank_names(row.ranks)}  {row.text}  {row.where}" for row in rows]
 
 
-def _create_group(options: Any, _: object) -> dist.ProcessGroup:
+def _create_group(options: Any, description: str | None) -> dist.ProcessGroup:
     home: Home = _current["home"]
     members = tuple(options.global_ranks_in_group)
-    return home.groups.make(members, options.group_id, options.timeout)
+    return home.groups.make(members, options.group_id, options.timeout, description or "")
 
 
 def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
@@ -209,7 +209,8 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
         if not ranks:
             home.groups.join(settings.get("timeout"))
             return dist.group.WORLD, home.groups.store
-        settings.update(backend_options=None, device_id=None)
+        # All that reaches `_create_group` of what is not for every backend are the options.
+        settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
     find_group, tables = c10d._group_or_default_group, home.residents.tables

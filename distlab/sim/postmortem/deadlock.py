@@ -6,10 +6,11 @@ deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits 
 Both wait in a send, which is done only when it is received. Let one of the two …
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
+from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
@@ -31,13 +32,13 @@ class History(NamedTuple):
     Attributes:
         calls: by rank, how many calls of torch.distributed it made, and the last one.
         arrived: by source and destination, how many messages have arrived.
-        groups: the members of all groups that were made.
+        groups: all that were made, by their keys.
         is_in_order: messages of a pair ran one after the other (``Options.p2p_order``).
     """
 
     calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
     arrived: Mapping[tuple[int, int], int] = MappingProxyType({})
-    groups: Collection[Sequence[int]] = ()
+    groups: Mapping[object, MadeGroup] = MappingProxyType({})
     is_in_order: bool = False
 
 
@@ -64,10 +65,18 @@ def explain(
         beside: the operations in which further threads of the ranks wait.
     """
     history, beside = history or History(), list(beside)
-    still = Standstill(blocked, ended, killed, history.arrived, is_in_order=history.is_in_order)
+    still = Standstill(
+        blocked,
+        ended,
+        killed,
+        history.arrived,
+        calls=history.calls,
+        groups=history.groups,
+        is_in_order=history.is_in_order,
+    )
     unmatched = sorted(unmatched, key=lambda message: message.rank)
     queued = sorted(queued, key=lambda message: message.rank)
-    causes = find_causes(still, history.groups)
+    causes = find_causes(still)
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
     calls = [(_row(wait, (waits_at or {}).get(rank)), wait) for rank, wait in still.blocked.items()]

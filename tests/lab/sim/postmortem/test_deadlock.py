@@ -10,6 +10,7 @@ import torch
 
 from distlab.process_group.call import Form
 from distlab.sim import Deadlock, Mismatch
+from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.meetings import Attendance, Meeting
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
@@ -390,8 +391,9 @@ def test_messages_that_went_each_way_alike_are_not_counted() -> None:
 
 
 def test_a_group_is_named_only_if_it_would_do() -> None:
-    for groups, is_named in (({(0, 1)}, True), ({(0, 2), (1, 2)}, False), ({(0, 1, 2, 3)}, False)):
-        report = explain(collective([0, 1], range(4)), ended=[2, 3], history=History(groups=groups))
+    for groups, is_named in (([(0, 1)], True), ([(0, 2), (1, 2)], False), ([(0, 1, 2, 3)], False)):
+        made = {str(key): MadeGroup(members, SITE) for key, members in enumerate(groups)}
+        report = explain(collective([0, 1], range(4)), ended=[2, 3], history=History(groups=made))
         assert ("There is a group of ranks 0 and 1" in str(report)) == is_named
 
 
