@@ -80,7 +80,7 @@ def explain(
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
     calls = [(_row(wait, (waits_at or {}).get(rank)), wait) for rank, wait in still.blocked.items()]
-    advice = "\n".join(_advice(causes[0], still.blocked, unmatched, queued))
+    advice = "\n".join(_advice(causes[0], still, unmatched, queued, beside))
     lines = [
         *_headlines(causes),
         *table(_fitting(calls, MAX_ROWS, ranks) + _ends(still, history.calls)),
@@ -102,21 +102,26 @@ def _headlines(causes: Sequence[Cause]) -> list[str]:
 
 def _advice(
     cause: Cause,
-    blocked: Mapping[int, Pending],
+    still: Standstill,
     unmatched: Sequence[Message],
     queued: Sequence[Message],
+    beside: Sequence[Pending],
 ) -> list[str]:
     """Put calls that nearly matched first, often alone: they say more than the kind does."""
-    if hint := order.kept_apart(queued, unmatched, blocked, cause.involved):
+    if hint := order.kept_apart(queued, unmatched, still.blocked, cause.involved):
         return [hint]
-    waiting = [wait for rank in cause.involved if isinstance(wait := blocked[rank], Message)]
+    waits = (still.blocked[rank] for rank in cause.involved)
+    waiting = [wait for wait in waits if isinstance(wait, Message)]
     pairs = list(near_misses.near_pairs(unmatched, waiting))
     if hint := near_misses.between_the_same_ranks(pairs) or near_misses.counted_inside_the_group(
         pairs
     ):
         return [hint]
-    hint = near_misses.with_another_rank(pairs)
-    if hint and cause.kind == "send/recv cycle" and _have_posted_the_other_side(waiting, unmatched):
+    is_cycle = cause.kind == "send/recv cycle"
+    doubtful = near_misses.doubtful(pairs, still, cause.involved, is_cycle=is_cycle)
+    busy = {wait.rank for wait in beside}  # in other threads, which may be those to receive
+    hint = near_misses.with_another_rank(doubtful) if busy.isdisjoint(cause.involved) else ""
+    if hint and is_cycle and _have_posted_the_other_side(waiting, unmatched):
         return [hint]  # the cycle's advice, to post the other side, does not fit
     return [cause.advice, f"Or else: {hint}"] if hint else [cause.advice]
 

@@ -1,10 +1,11 @@
 """Messages that nearly matched: a send and a recv that differ in tag, group or peer."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
+from distlab.sim.postmortem.standstill import Standstill
 from distlab.words import rank_names
 
 Pair = tuple[Message, Message]  # a send and a recv
@@ -51,6 +52,39 @@ def _difference(send: Message, recv: Message) -> str:
             "tags are used, use them in the same order on both ranks."
         )
     return f"on one group, {but} on another group of the same ranks: give both the same group."
+
+
+def doubtful(
+    pairs: Iterable[Pair], still: Standstill, ranks: Collection[int], *, is_cycle: bool
+) -> list[Pair]:
+    """Keep the pairs in which a peer may be wrong: not those of a rank that only waits its turn.
+
+    A peer was right if a message has come that way before. And in a cycle, who waits for its ranks
+    without being one of them waits behind it.
+
+    Args:
+        pairs: sends and recvs.
+        still: who waits for whom.
+        ranks: those whose waits these are.
+        is_cycle: they wait for each other.
+    """
+    return [
+        pair
+        for pair in pairs
+        if not (is_cycle and any(message.rank not in ranks for message in pair))
+        and not any(
+            still.blocked.get(message.rank) is message
+            and message.rank in ranks
+            and still.arrived.get(_ends(message))
+            for message in pair
+        )
+    ]
+
+
+def _ends(message: Message) -> tuple[int, int]:
+    """Return its source and destination."""
+    ends = message.rank, message.peer
+    return ends if message.name == "send" else ends[::-1]
 
 
 def with_another_rank(pairs: Sequence[Pair]) -> str:

@@ -292,6 +292,26 @@ def test_a_wrong_peer_is_asked_about(posted: list[Message], question: str) -> No
     assert advice(report) == f"Or else: {question}"
 
 
+def test_who_waits_behind_a_cycle_has_no_wrong_peer() -> None:
+    posted = [send(0, 1), send(1, 0), recv(2, 1)]
+    assert "one of the peers" not in str(explain(waits(*posted), unmatched=posted))
+
+
+def test_a_peer_that_was_right_before_is_not_asked_about() -> None:
+    posted = [recv(0, 2), send(1, 0)]
+    for arrived, is_asked in (({(1, 0): 3}, True), ({(2, 0): 1}, False)):
+        history = History(arrived=arrived)
+        report = explain(waits(*posted), ended=[2], unmatched=posted, history=history)
+        assert ("is one of the peers wrong?" in str(report)) == is_asked
+
+
+def test_peers_are_not_asked_about_where_another_thread_may_receive() -> None:
+    posted = [recv(0, 1), recv(1, 2), send(2, 0)]
+    for beside, is_asked in (([], True), ([recv(0, 2)], False)):
+        report = explain(waits(*posted), unmatched=posted, beside=beside)
+        assert ("is one of the peers wrong?" in str(report)) == is_asked
+
+
 # Rows
 
 
