@@ -112,11 +112,15 @@ def _advice(
         return [hint]
     waits = (still.blocked[rank] for rank in cause.involved)
     waiting = [wait for wait in waits if isinstance(wait, Message)]
+    if hint := near_misses.on_a_closed_connection(waiting):
+        return [cause.advice, hint]
     pairs = list(near_misses.near_pairs(unmatched, waiting))
     if hint := near_misses.between_the_same_ranks(pairs) or near_misses.counted_inside_the_group(
         pairs
     ):
         return [hint]
+    if hint := near_misses.taken_by_another(waiting):
+        return [hint, f"If not: {cause.advice[:1].lower()}{cause.advice[1:]}"]
     is_cycle = cause.kind == "send/recv cycle"
     doubtful = near_misses.doubtful(pairs, still, cause.involved, is_cycle=is_cycle)
     busy = {wait.rank for wait in beside}  # in other threads, which may be those to receive

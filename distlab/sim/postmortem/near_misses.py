@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
 from distlab.sim.postmortem.standstill import Standstill
+from distlab.sim.reporting.report import place
 from distlab.words import rank_names
 
 Pair = tuple[Message, Message]  # a send and a recv
@@ -85,6 +86,30 @@ def _ends(message: Message) -> tuple[int, int]:
     """Return its source and destination."""
     ends = message.rank, message.peer
     return ends if message.name == "send" else ends[::-1]
+
+
+def on_a_closed_connection(waiting: Iterable[Message]) -> str:
+    """Say who has closed the connection over which a message is to pass; "" if none is closed."""
+    for wait in waiting:
+        if wait.peer != ANY_SOURCE and (why := wait.mailbox.why_closed(wait)):
+            return (
+                f"The connection of {rank_names({wait.rank, wait.peer})} is closed, "
+                f"because {why}. As on gloo, no message passes there any more: wait without a "
+                "limit, or ask is_completed()."
+            )
+    return ""
+
+
+def taken_by_another(waiting: Iterable[Message]) -> str:
+    """Ask whether a recv from any rank took what a later recv waits for; "" if none did."""
+    for wait in waiting:
+        site = wait.mailbox.taken_at(wait) if wait.name == "recv" else None
+        if site:
+            return (
+                f"Rank {wait.rank} has taken a message of rank {wait.peer} with the recv from any "
+                f"rank at {place(site)}: was it meant for the recv from rank {wait.peer}?"
+            )
+    return ""
 
 
 def with_another_rank(pairs: Sequence[Pair]) -> str:

@@ -42,6 +42,7 @@ def message(name: str, rank: int, peer: int, tag: int = 0, size: int = 4, **othe
         form=FORM,
         turn=None,
         key=None,
+        mailbox=SimpleNamespace(why_closed=lambda _: "", taken_at=lambda _: None),
         **{**defaults, **others},
     )
     return made
