@@ -209,7 +209,7 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
         if not ranks:
             home.groups.join(settings.get("timeout"))
             return dist.group.WORLD, home.groups.store
-        # All that reaches `_create_group` of what is not for every backend are the options.
+        # Of all that is given here, a backend of one's own sees the options, and no description.
         settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 

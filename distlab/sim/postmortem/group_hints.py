@@ -29,18 +29,15 @@ def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
 
     At train.py:7 in step, rank 3 calls all_reduce on ranks 0-3, and ranks 0-2 call it on ranks 0-2…
     """
-    for rank in ranks:
-        wait = still.blocked[rank]
-        if not isinstance(wait, Attendance):
-            continue
-        others = list(_elsewhere(still, wait))
-        if not others:
+    for first in dict.fromkeys(still.mates[rank][0] for rank in ranks):
+        wait, mates = still.blocked[first], still.mates[first]
+        if not isinstance(wait, Attendance) or not (others := list(_elsewhere(still, wait))):
             continue
         who = [other.rank for other in others if other.group == others[0].group]
         return (
-            f"At {wait.where()}, rank {rank} calls {wait.name} on {_described(still, wait)}, and "
-            f"{rank_names(who)} {verb(who, 'call')} it on {_described(still, others[0])}: "
-            f"{_question(wait, others[0])}"
+            f"At {wait.where()}, {rank_names(mates)} {verb(mates, 'call')} {wait.name} on "
+            f"{_described(still, wait)}, and {rank_names(who)} {verb(who, 'call')} it on "
+            f"{_described(still, others[0])}: {_question((wait, mates), (others[0], who))}"
         )
     return ""
 
@@ -74,19 +71,22 @@ def _same_call_elsewhere(still: Standstill, ranks: Sequence[int], wait: Attendan
         if missed and other.group != wait.group:
             return (
                 f"Rank {wait.rank} calls {wait.name} on {_described(still, wait)}, and rank {rank} "
-                f"on {_described(still, other)}: {_question(wait, other)}"
+                f"on {_described(still, other)}: "
+                f"{_question((wait, [wait.rank]), (other, [rank]))}"
             )
     return ""
 
 
-def _question(one: Attendance, other: Attendance) -> str:
+def _question(*calls: tuple[Attendance, Sequence[int]]) -> str:
+    """Ask about the wider of two groups, with the ranks that make each call."""
+    (one, _), (other, _) = calls
     if len(one.group) == len(other.group):
         return "is group= wrong on one of them?"
-    wide = max(one, other, key=lambda call: len(call.group))
+    wide, ranks = max(calls, key=lambda call: len(call[0].group))
     fault = _fault(wide)
     if fault == "missing" and one.site == other.site:
         fault = "missing, or None,"  # what is written there is the same on both ranks
-    return f"is group= {fault} on rank {wide.rank}?"
+    return f"is group= {fault} on {rank_names(ranks)}?"
 
 
 def _fitting_group(still: Standstill, ranks: Sequence[int], wait: Attendance) -> str:
