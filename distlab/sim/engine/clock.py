@@ -72,7 +72,8 @@ class Clock:
         if self._overlap:
             rank.clock_s += self._overlap.pay(rank.number)
         if is_progress:
-            rank.busy_s, rank.polls, rank.retries, rank.num_polls = rank.clock_s, None, None, 0
+            rank.busy_s, rank.num_polls = rank.clock_s, 0
+            rank.polls = rank.retries = None
         if self._jitter:
             rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
         if rank.clock_s > self._computed_until[rank.number]:

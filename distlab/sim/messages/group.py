@@ -96,7 +96,10 @@ class SimGroup(BaseGroup):
         if not 0 <= dst < self._num_ranks:
             check_peer("send", dst, self._num_ranks, self._me)
         means, peer = self._means, self._ranks[dst]
-        means.clock.act(is_progress=not means.mailbox.closed or self._is_open(peer))
+        if means.mailbox.closed:
+            self._act(peer)
+        else:
+            means.clock.act()
         call = means.places.call_site(sys._getframe(1))
         message = Message(means.clock, "send", self._ranks, tensors[0], peer, self._me, tag, call)
         try:
@@ -119,7 +122,10 @@ class SimGroup(BaseGroup):
     def _post_recv(self, tensors: list[Tensor], peer: int, source: int, tag: int) -> SimWork:
         check_contiguous("recv", tensors)
         means = self._means
-        means.clock.act(is_progress=not means.mailbox.closed or self._is_open(peer))
+        if means.mailbox.closed:
+            self._act(peer)
+        else:
+            means.clock.act()
         call = means.places.call_site(sys._getframe(2))
         message = Message(means.clock, "recv", self._ranks, tensors[0], peer, source, tag, call)
         try:
@@ -129,8 +135,9 @@ class SimGroup(BaseGroup):
             raise
         return work_of(message, tensors, means.handles, self._limit_s)
 
-    def _is_open(self, peer: int) -> bool:
-        return self._means.mailbox.is_open(self._key, self._ranks[self._me], peer)
+    def _act(self, peer: int) -> None:
+        is_open = self._means.mailbox.is_open(self._key, self._ranks[self._me], peer)
+        self._means.clock.act(is_progress=is_open)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
