@@ -15,6 +15,7 @@ from distlab.sim.reporting.sites import Site
 
 CLOCK_TICK_S = 1e-9  # that of time.perf_counter_ns
 POLL_S = 1e-6  # what asking is_completed() costs; if it were free, a polling loop would never end
+REFUSED_S = 1e-3  # what a refused call costs, or trying it again for ever would never end
 # Between two communication calls. A program that times its steps reads the clock a few times; one
 # that reads it more often than this waits for it, and torch reads it not at all in a step.
 FREE_CLOCK_READS = 100
@@ -71,7 +72,8 @@ class Clock:
         if self._overlap:
             rank.clock_s += self._overlap.pay(rank.number)
         if is_progress:
-            rank.busy_s, rank.polls, rank.num_polls = rank.clock_s, None, 0
+            rank.busy_s, rank.num_polls = rank.clock_s, 0
+            rank.polls = rank.retries = None
         if self._jitter:
             rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
         if rank.clock_s > self._computed_until[rank.number]:
@@ -105,7 +107,8 @@ class Clock:
         if self._overlap:
             self._overlap.computed(strand.number, start_s, strand.clock_s, self.scheduler.now_s)
             strand.clock_s += self._overlap.pay(strand.number)
-        strand.busy_s, strand.polls, strand.num_polls = strand.clock_s, None, 0
+        strand.busy_s, strand.num_polls = strand.clock_s, 0
+        strand.polls = strand.retries = None
         if len(strand.rank.strands) > 1:
             self.scheduler.act()
 
@@ -132,6 +135,11 @@ class Clock:
 
     def gave_up(self, operation: object) -> None:
         """Note that the running rank has waited as long as it wanted: it may wait again."""
+        self.scheduler.rest(lambda: operation)
+
+    def refused(self, operation: object) -> None:
+        """Let time pass for a rank whose operation can never be done: it may try it again."""
+        self.scheduler.current.clock_s += REFUSED_S
         self.scheduler.rest(lambda: operation)
 
     def poll(self, operation: Callable[[], object]) -> None:

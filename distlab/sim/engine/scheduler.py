@@ -78,6 +78,7 @@ class Strand:
         waits_in: the operation that blocks it.
         is_late: it has waited as long as it wanted to.
         polls: makes what it asks for again and again; None: it does something else.
+        retries: makes what it has waited for as long as it wanted to, since it did something else.
         num_polls: how often it has asked, or slept, since it did something else.
         busy_s: when it last computed or communicated; since then it has slept, or asked.
         num_clock_reads: since its last communication call.
@@ -103,6 +104,7 @@ class Strand:
         self.waits_in: object = None
         self.is_late = False
         self.polls: Callable[[], object] | None = None
+        self.retries: Callable[[], object] | None = None
         self.num_polls = 0
         self.busy_s = clock_s
         self.is_daemon = is_daemon
@@ -252,7 +254,7 @@ class Scheduler:
             self._unwind()
         rank.waits_in, rank.is_late, rank.polls = operation, False, None
         if until_s == NEVER:
-            rank.num_polls = 0
+            rank.num_polls, rank.retries = 0, None
             self._yield(rank)
             rank.busy_s = rank.clock_s
             return True
@@ -261,6 +263,8 @@ class Scheduler:
             self._yield(rank)
         finally:
             timer.action = None
+        if not rank.is_late:
+            rank.retries = None
         return not rank.is_late
 
     def _give_up(self, rank: Strand, operation: object) -> None:
@@ -294,9 +298,10 @@ class Scheduler:
         """
         rank = self.current
         rank.num_polls += 1
+        rank.retries = operation or rank.retries
         slept_s = rank.clock_s - rank.busy_s
         if rank.num_polls > MAX_POLLS or (rank.num_polls > MIN_RESTS and slept_s > PATIENCE_S):
-            rank.polls = operation or rank.polls or partial(self.describe_rest, rank)
+            rank.polls = rank.retries or rank.polls or partial(self.describe_rest, rank)
             if slept_s > PATIENCE_S:
                 self._stop_if_in_vain(rank)
             elif self._all_poll():

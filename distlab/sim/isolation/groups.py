@@ -65,11 +65,21 @@ class Groups:
             register(name, group)
 
     def make(
-        self, ranks: tuple[int, ...], key: object, timeout: timedelta | None = None
+        self,
+        ranks: tuple[int, ...],
+        key: object,
+        timeout: timedelta | None = None,
+        description: str = "",
     ) -> SimGroup:
         """Make the running rank's view of a new group; of no ``ranks``, of all.
 
         As on gloo, it is there when all its ranks have called for it.
+
+        Args:
+            ranks: global numbers of its members.
+            key: tells it from the rank's other groups.
+            timeout: of its operations.
+            description: for reports.
 
         Raises:
             Mismatch: another rank has made a group of other ranks under this key.
@@ -78,7 +88,7 @@ class Groups:
         place = (self._joins[number], key)  # groups of a world that was left are others
         call_site = self._means.places.call_site(sys._getframe(1))
         try:
-            self.roster.enter(place, number, members, call_site[0])
+            self.roster.enter(place, number, members, call_site[0], description)
         except Mismatch as error:
             self._means.failures.note(error)
             raise

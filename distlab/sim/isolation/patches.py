@@ -159,10 +159,10 @@ def unwaited() -> list[str]:
     return [f"{rank_names(row.ranks)}  {row.text}  {row.where}" for row in rows]
 
 
-def _create_group(options: Any, _: object) -> dist.ProcessGroup:
+def _create_group(options: Any, description: str | None) -> dist.ProcessGroup:
     home: Home = _current["home"]
     members = tuple(options.global_ranks_in_group)
-    return home.groups.make(members, options.group_id, options.timeout)
+    return home.groups.make(members, options.group_id, options.timeout, description or "")
 
 
 def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
@@ -217,7 +217,8 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
             home.exits.joined(home.residents.current)
             home.groups.join(settings.get("timeout"))
             return dist.group.WORLD, home.groups.store
-        settings.update(backend_options=None, device_id=None)
+        # Of all that is given here, a backend of one's own sees the options, and no description.
+        settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
     find_group, tables = c10d._group_or_default_group, home.residents.tables

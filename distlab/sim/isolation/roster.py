@@ -8,6 +8,7 @@ the wrong ranks.
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.reporting.report import Row, mismatch, place
 from distlab.sim.reporting.sites import Site
 from distlab.words import rank_names
@@ -19,6 +20,7 @@ class Entry(NamedTuple):
     rank: int
     members: tuple[int, ...]
     site: Site
+    description: str
 
     def text(self) -> str:
         """Write ``new_group of ranks 0-3``."""
@@ -35,17 +37,27 @@ class Roster:
     def __init__(self) -> None:
         self._first: dict[Hashable, Entry] = {}
 
-    def groups(self) -> set[tuple[int, ...]]:
-        """Return the members of all groups that were made."""
-        return {entry.members for entry in self._first.values()}
+    def groups(self) -> dict[Hashable, MadeGroup]:
+        """Return all groups that were made, by name, in this order."""
+        return {
+            name: MadeGroup(entry.members, entry.site, entry.description)
+            for name, entry in self._first.items()
+        }
 
-    def enter(self, name: Hashable, rank: int, members: tuple[int, ...], site: Site) -> None:
+    def enter(
+        self,
+        name: Hashable,
+        rank: int,
+        members: tuple[int, ...],
+        site: Site,
+        description: str = "",
+    ) -> None:
         """Note that a rank makes the group of this name.
 
         Raises:
             Mismatch: another rank has made a group with other members under this name.
         """
-        entry = Entry(rank, members, site)
+        entry = Entry(rank, members, site, description)
         first = self._first.setdefault(name, entry)
         if first.members != members:
             raise mismatch(

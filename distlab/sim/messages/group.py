@@ -20,7 +20,7 @@ from distlab.sim.messages.failures import Failures
 from distlab.sim.messages.handles import Handles
 from distlab.sim.messages.limits import missing_error, seconds_of, unmonitored_error
 from distlab.sim.messages.mailbox import Mailbox
-from distlab.sim.messages.meetings import Attendance, Meetings
+from distlab.sim.messages.meetings import Attendance, Meeting, Meetings
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
 from distlab.sim.messages.work import SimWork, work_of
@@ -96,7 +96,10 @@ class SimGroup(BaseGroup):
         if not 0 <= dst < self._num_ranks:
             check_peer("send", dst, self._num_ranks, self._me)
         means, peer = self._means, self._ranks[dst]
-        means.clock.act()
+        if means.mailbox.closed:
+            self._act(peer)
+        else:
+            means.clock.act()
         call = means.places.call_site(sys._getframe(1))
         message = Message(means.clock, "send", self._ranks, tensors[0], peer, self._me, tag, call)
         try:
@@ -119,7 +122,10 @@ class SimGroup(BaseGroup):
     def _post_recv(self, tensors: list[Tensor], peer: int, source: int, tag: int) -> SimWork:
         check_contiguous("recv", tensors)
         means = self._means
-        means.clock.act()
+        if means.mailbox.closed:
+            self._act(peer)
+        else:
+            means.clock.act()
         call = means.places.call_site(sys._getframe(2))
         message = Message(means.clock, "recv", self._ranks, tensors[0], peer, source, tag, call)
         try:
@@ -128,6 +134,10 @@ class SimGroup(BaseGroup):
             means.failures.note(error)
             raise
         return work_of(message, tensors, means.handles, self._limit_s)
+
+    def _act(self, peer: int) -> None:
+        is_open = self._means.mailbox.is_open(self._key, self._ranks[self._me], peer)
+        self._means.clock.act(is_progress=is_open)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
@@ -152,6 +162,7 @@ class SimGroup(BaseGroup):
         until_s = self._means.clock.current.clock_s + limit_s
         if limit_s and attendance.block(until_s):
             return
+        self._means.clock.gave_up(attendance)
         missing = [self._ranks.index(rank) for rank in attendance.waits_for()]
         attendance.meeting.fail(lambda rank: unmonitored_error(self._ranks.index(rank)))
         raise missing_error(missing if names_all else missing[:1], limit_s)
@@ -161,11 +172,22 @@ class SimGroup(BaseGroup):
 
     def _attend(self, call: Call) -> Attendance:
         means = self._means
-        means.clock.act()
-        number, self._num_calls = self._num_calls, self._num_calls + 1
-        meeting = means.meetings.at(self._key, self._ranks, number)
+        means.clock.act(is_progress=means.clock.current.retries is None)
+        if self._key in means.meetings.closed:
+            self._refused(call)
+        meeting = means.meetings.at(self._key, self._ranks, self._num_calls)
+        self._num_calls += 1
         try:
             return meeting.arrive(call, means.places.call_site(sys._getframe(2)))
         except Mismatch as error:
             means.failures.note(error)
             raise
+
+    def _refused(self, call: Call) -> None:
+        """Let time pass for a call on a group that is closed, which will be refused."""
+        means = self._means
+        meeting = Meeting(means.meetings, self._key, self._ranks, self._num_calls)
+        site = means.places.call_site(sys._getframe(3))
+        attendance = Attendance(means.clock, self._ranks, call, meeting, site)
+        meeting.attendances[attendance.rank] = attendance
+        means.clock.refused(attendance)

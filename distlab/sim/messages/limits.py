@@ -52,17 +52,20 @@ def store_error(keys: list[str], seconds: float) -> DistStoreError:
     return DistStoreError(f"wait timeout after {milliseconds(seconds)}ms, keys: {', '.join(keys)}")
 
 
-def closed_error(rank: int, gave_up: int) -> RuntimeError:
+def closed_error(rank: int, gave_up: int, waited_for: str = "") -> RuntimeError:
     """Make the error of a connection that is closed, because a rank has waited long enough.
 
     Args:
         rank: that gets the error.
         gave_up: the rank that had waited.
+        waited_for: in which operation, and where; "": not known.
     """
+    waited = f" in its {waited_for}" if waited_for else ""
     if rank == gave_up:
-        return RuntimeError(f"[rank {rank}] Application timeout caused pair closure")
+        waited = waited and f": it had waited long enough{waited}"
+        return RuntimeError(f"[rank {rank}] Application timeout caused pair closure{waited}")
     return RuntimeError(
-        f"[rank {rank}] Connection closed by peer: rank {gave_up} had waited long enough"
+        f"[rank {rank}] Connection closed by peer: rank {gave_up} had waited long enough{waited}"
     )
 
 

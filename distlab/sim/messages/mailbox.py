@@ -10,7 +10,9 @@ import copy
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain, count
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from distlab.process_group.call import describe
@@ -21,9 +23,30 @@ from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.report import mismatch
+from distlab.sim.reporting.sites import Site
 
+SIZES = "A send and its recv need the same number of elements and the same dtype."
+ORDER = "Messages from one rank to another with the same tag meet in the order of the calls."
+MAX_TAKEN = 8  # messages that recvs from any rank took, which are remembered for each rank
 Pair = tuple[object, int, int]  # group and two ranks, the lower one first
 Address = tuple[object, int, int, int]  # group, source, destination, tag
+
+
+class GivenUp(NamedTuple):
+    """A message for which a rank has waited long enough."""
+
+    rank: int
+    text: str
+
+
+class Taken(NamedTuple):
+    """A message that a recv from any rank took."""
+
+    key: object
+    source: int
+    tag: int
+    form: tuple[torch.Size, torch.dtype]
+    site: Site
 
 
 class Mailbox:
@@ -37,6 +60,7 @@ class Mailbox:
 
     Attributes:
         lanes: hold what may not start yet; None: everything starts when it is posted.
+        closed: connections over which no message passes any more.
     """
 
     def __init__(
@@ -48,7 +72,8 @@ class Mailbox:
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
         self._has_any_source = False  # whether there ever was such a recv
         self._numbers = count()
-        self._closed: dict[Pair, int] = {}  # connections, and the rank that had waited there
+        self.closed: dict[Pair, GivenUp] = {}
+        self._taken: dict[int, deque[Taken]] = {}  # by the rank that received it
 
     def send(self, send: Message, key: object) -> None:
         """Post a send on the group of this key.
@@ -58,7 +83,7 @@ class Mailbox:
             RuntimeError: the connection of these two ranks is closed.
         """
         send.key, send.number, send.mailbox = key, next(self._numbers), self
-        if self._closed:
+        if self.closed:
             self._check_open(send)
         send.is_eager = send.num_bytes <= self._eager_bytes
         if send.is_eager or self._buffers.is_strict:
@@ -91,7 +116,7 @@ class Mailbox:
             RuntimeError: the connection of these two ranks is closed.
         """
         recv.key, recv.mailbox = key, self
-        if self._closed:
+        if self.closed:
             self._check_open(recv)
         if self.lanes is None or self.lanes.enter(recv):
             self._start_recv(recv)
@@ -125,18 +150,39 @@ class Mailbox:
         What is posted there fails; so does what will be.
         """
         pair = _pair_of(late)
-        self._closed[pair] = late.rank
+        given_up = GivenUp(late.rank, f"{late.text()}, {late.where()}")
+        self.closed[pair] = given_up
         now_s = late.clock.current.clock_s
         for queue in (*self._sends.values(), *self._recvs.values()):
             for message in [m for m in queue if _pair_of(m) == pair]:
                 queue.remove(message)
                 if message is not late:
-                    message.fail(closed_error(message.rank, late.rank), now_s)
+                    message.fail(closed_error(message.rank, *given_up), now_s)
 
     def _check_open(self, message: Message) -> None:
-        gave_up = self._closed.get(_pair_of(message))
-        if gave_up is not None:
-            raise closed_error(message.rank, gave_up)
+        given_up = self.closed.get(_pair_of(message))
+        if given_up is not None:
+            message.clock.refused(message)
+            raise closed_error(message.rank, *given_up)
+
+    def is_open(self, key: object, rank: int, peer: int) -> bool:
+        """Tell whether messages can pass between two ranks."""
+        return (key, min(rank, peer), max(rank, peer)) not in self.closed
+
+    def why_closed(self, message: Message) -> str:
+        """Say who has closed the connection of a message; "": it is open."""
+        given_up = self.closed.get(_pair_of(message))
+        return (
+            f"rank {given_up.rank} had waited long enough in its {given_up.text}"
+            if given_up
+            else ""
+        )
+
+    def taken_at(self, recv: Message) -> Site | None:
+        """Return where a recv from any rank took a message that would have fit this recv."""
+        wanted = (recv.key, recv.peer, recv.tag, recv.form)
+        taken = self._taken.get(recv.rank, ())
+        return next((one.site for one in reversed(taken) if one[:4] == wanted), None)
 
     def unmatched(self) -> Iterator[Message]:
         """Yield what was posted, has started, and has not met its other side."""
@@ -163,13 +209,25 @@ class Mailbox:
                 f"rank {send.rank} sends {describe(mine)}, and rank {recv.rank} receives "
                 f"{describe(theirs)}",
                 [earlier.row(), later.row()],
-                "A send and its recv need the same number of elements and the same dtype. Messages "
-                "from one rank to another meet in the order of the calls.",
+                f"{SIZES} {self._swapped_tag(send, recv, later) or ORDER}",
             )
             earlier.fail(copy.copy(error), later.posted_s)  # each rank adds its own traceback
             raise error
+        if recv.peer == ANY_SOURCE:
+            taken = self._taken.setdefault(recv.rank, deque(maxlen=MAX_TAKEN))
+            taken.append(Taken(recv.key, send.rank, recv.tag, recv.form, recv.site))
         send.partner, recv.partner = recv, send
         recv.peer, recv.number = send.rank, send.number
+
+    def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:
+        """Ask about tags, if another message of the two ranks would fit; "" if none would."""
+        mine, queues = (recv, self._sends) if later is recv else (send, self._recvs)
+        for (key, src, dst, tag), queue in queues.items():
+            is_near = (key, src, dst) == (send.key, send.rank, recv.rank) and tag != send.tag
+            if is_near and queue and _fit(queue[0].tensor, mine.tensor):
+                whose = f"rank {queue[0].rank}'s {queue[0].name} with tag {tag}"
+                return f"But {whose} has {describe(queue[0].tensor)}: are the tags swapped?"
+        return ""
 
     def _travel(self, send: Message, start_s: float) -> None:
         self._traffic.carry(send.rank, send.peer, send.num_bytes, start_s, send.arrive)

@@ -8,7 +8,7 @@ from torch import Tensor
 from distlab.process_group.call import Form, describe
 from distlab.sim.engine.clock import Clock
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
-from distlab.sim.reporting.sites import CallSite
+from distlab.sim.reporting.sites import CallSite, Site
 from distlab.words import rank_names
 
 PREPOSITIONS = {"send": "to", "recv": "from"}
@@ -30,6 +30,12 @@ class Postbox(Protocol):
 
     def close(self, late: "Message") -> None:
         """Close the connection of a message that has taken too long."""
+
+    def why_closed(self, message: "Message") -> str:
+        """Say who has closed the connection of a message; "": it is open."""
+
+    def taken_at(self, recv: "Message") -> Site | None:
+        """Return where a recv from any rank took a message that would have fit this recv."""
 
     def deliver(self, send: "Message", recv: "Message", at_s: float) -> None:
         """Give a recv what has arrived from its send."""

@@ -1,6 +1,6 @@
 """The kinds of deadlock: which mistake it is, which ranks to blame, and what to look for."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from distlab.sim.messages.meetings import Attendance, Founding
@@ -10,7 +10,7 @@ from distlab.sim.messages.store import KeyWait
 from distlab.sim.messages.thread_wait import ThreadWait
 from distlab.sim.postmortem import thread_waits, ways_out
 from distlab.sim.postmortem.group_hints import wrong_group
-from distlab.sim.postmortem.standstill import Standstill, find_cycle
+from distlab.sim.postmortem.standstill import MAX_CLAUSES, Standstill, find_cycle
 from distlab.sim.reporting.errors import DeadlockKind
 from distlab.words import rank_names, verb
 
@@ -32,34 +32,29 @@ class Cause(NamedTuple):
     advice: str
 
 
-Groups = Collection[Sequence[int]]
 KEY_ADVICE = (
     "Is the key spelled the same on both sides? Does the rank that should set it wait for "
     "something else first?"
 )
+MAX_CIRCLE = 12  # ranks
 FOUND_TOGETHER = "Every rank of a group has to call new_group for it"
 
 
-def find_causes(still: Standstill, groups: Groups = ()) -> list[Cause]:
-    """Find everything that has to be fixed before all ranks can go on.
-
-    Args:
-        still: who waits for whom.
-        groups: the members of all groups that the program has made.
-    """
+def find_causes(still: Standstill) -> list[Cause]:
+    """Find everything that has to be fixed before all ranks can go on."""
     knots = still.knots()
     waits = [wait for ranks in knots if isinstance(wait := still.blocked[ranks[0]], ThreadWait)]
     alone = [wait.rank for wait in waits]  # such a rank waits for nobody else
     return [
-        *(_peer_ended(still, ranks, groups) for ranks in still.deserted()),
+        *(_peer_ended(still, ranks) for ranks in still.deserted()),
         *map(_thread_wait, thread_waits.alike(waits)),
-        *(_knot(still, ranks, groups) for ranks in knots if ranks[0] not in alone),
+        *(_knot(still, ranks) for ranks in knots if ranks[0] not in alone),
     ]
 
 
-def _knot(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+def _knot(still: Standstill, ranks: list[int]) -> Cause:
     """Explain it; a thread that waits for a lock of one that communicates may be behind it."""
-    cause = _knot_of_calls(still, ranks, groups)
+    cause = _knot_of_calls(still, ranks)
     for rank in cause.involved:
         if held := thread_waits.held_during(still.blocked[rank]):
             advice = f"{held.advice} If not: {_lower(cause.advice)}"
@@ -67,18 +62,18 @@ def _knot(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     return cause
 
 
-def _knot_of_calls(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+def _knot_of_calls(still: Standstill, ranks: list[int]) -> Cause:
     waits = [still.blocked[rank] for rank in ranks]
     if any(isinstance(wait, KeyWait) for wait in waits):
         return _key_never_set(still, ranks)
     if all(isinstance(wait, Message) for wait in waits):
         return _send_recv_cycle(still, ranks)
     if all(isinstance(wait, Attendance) for wait in waits):
-        return _order_mismatch(still, ranks, groups)
-    return _missing_rank(still, ranks, groups)
+        return _order_mismatch(still, ranks)
+    return _missing_rank(still, ranks)
 
 
-def _peer_ended(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
     """Blame those that have ended."""
     peers = still.waits_for[ranks[0]]
     gone = [peer for peer in peers if peer in still.ended]
@@ -87,7 +82,7 @@ def _peer_ended(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     if running:
         words += f" ({still.sentences(running)})"
     if still.killed.isdisjoint(gone):
-        hint = wrong_group(still, ranks, groups)
+        hint = wrong_group(still, ranks, ranks)
         advice = _why_early(still.blocked[ranks[0]], ranks, gone)
         advice = f"{hint} If not: {_lower(advice)}" if hint else advice
     else:
@@ -139,25 +134,42 @@ def _send_recv_cycle(still: Standstill, ranks: list[int]) -> Cause:
     return Cause("send/recv cycle", ranks, ranks, words, ways_out.of_cycle(still, ranks))
 
 
-def _order_mismatch(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
     """Blame all ranks that wait for each other."""
     cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
-    words = still.circle([still.mates[rank] for rank in cycle])
+    words = _axes_in_a_circle(still, cycle) or still.circle([still.mates[rank] for rank in cycle])
     if any(isinstance(still.blocked[rank], Founding) for rank in cycle):
         advice = f"{FOUND_TOGETHER}, at the same place among its other calls."
-        return Cause("order mismatch", ranks, ranks, words, advice)
-    advice = "Ranks that share several groups have to use them in the same order. "
-    if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
-        advice += "These are two different groups of the same ranks: check group=."
     else:
-        hint = wrong_group(still, still.mates[cycle[0]], groups)
-        advice += (
-            f"Or else: {_lower(hint)}" if hint else "Or is one of these calls on the wrong group?"
-        )
+        advice = _crossed_groups(still, ranks, cycle)
     return Cause("order mismatch", ranks, ranks, words, advice)
 
 
-def _missing_rank(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
+def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
+    """Say who waits on which axis, where a circle is too long to be told; "" if it is not known."""
+    names = still.group_names.sentence(still.blocked[rank] for rank in cycle)
+    is_long = len(cycle) > MAX_CLAUSES and all(len(still.mates[rank]) == 1 for rank in cycle)
+    if not names or not is_long or len(cycle) > MAX_CIRCLE:
+        return ""
+    return f"{_lower(names[:-1])}, each for the next of {', '.join(map(str, [*cycle, cycle[0]]))}"
+
+
+def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> str:
+    rule = "Ranks that share several groups have to use them in the same order."
+    names = still.group_names.sentence(still.blocked[rank] for rank in ranks)
+    told = "" if _axes_in_a_circle(still, cycle) or not names else f"{names}\n"
+    if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
+        return f"{told}{rule} These are two different groups of the same ranks: check group=."
+    hint = wrong_group(still, ranks, still.mates[cycle[0]])
+    is_one_line = len({still.blocked[rank].site for rank in ranks}) == 1  # a loop over groups?
+    if hint and not is_one_line:
+        return f"{hint} If not: {_lower(rule)}"
+    if hint and not names:
+        return f"{rule} Or else: {_lower(hint)}"
+    return f"{told}{rule} Or is one of these calls on the wrong group?"
+
+
+def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
     """Blame those whom the collective with the fewest absent ranks waits for."""
     present = min(
         (rank for rank in ranks if isinstance(still.blocked[rank], Attendance)),
@@ -166,7 +178,7 @@ def _missing_rank(still: Standstill, ranks: list[int], groups: Groups) -> Cause:
     missing = _directly_missing(still, present)
     words = f"{still.sentence(still.mates[present])}, but {still.sentences(missing)}"
     advice = _joined(
-        wrong_group(still, still.mates[present], groups),
+        wrong_group(still, ranks, still.mates[present]),
         ways_out.of_absence(still, missing, present)
         or "Every rank of a group must make the same collective calls in the same order.",
         f"Or {verb(missing, 'do', 'does')} {rank_names(missing)} skip a call?",

@@ -6,10 +6,11 @@ deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits 
 Both wait in a send, which is done only when it is received. Let one of the two …
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
 from distlab.sim.postmortem import near_misses, order, rows
@@ -29,14 +30,14 @@ class History(NamedTuple):
     Attributes:
         calls: by rank, how many calls of torch.distributed it made, and the last one.
         arrived: by source and destination, how many messages have arrived.
-        groups: the members of all groups that were made.
+        groups: all that were made, by their keys.
         exits: by rank, where it has left, as far as that is known.
         is_in_order: messages of a pair ran one after the other (``Options.p2p_order``).
     """
 
     calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
     arrived: Mapping[tuple[int, int], int] = MappingProxyType({})
-    groups: Collection[Sequence[int]] = ()
+    groups: Mapping[object, MadeGroup] = MappingProxyType({})
     exits: Mapping[int, Exit] = MappingProxyType({})
     is_in_order: bool = False
 
@@ -64,17 +65,25 @@ def explain(
         beside: the operations in which further threads of the ranks wait.
     """
     history, beside = history or History(), list(beside)
-    still = Standstill(blocked, ended, killed, history.arrived, is_in_order=history.is_in_order)
+    still = Standstill(
+        blocked,
+        ended,
+        killed,
+        history.arrived,
+        calls=history.calls,
+        groups=history.groups,
+        is_in_order=history.is_in_order,
+    )
     unmatched = sorted(unmatched, key=lambda message: message.rank)
     queued = sorted(queued, key=lambda message: message.rank)
-    causes = find_causes(still, history.groups)
+    causes = find_causes(still)
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
     calls = [
         (rows.row_of(wait, (waits_at or {}).get(rank)), wait)
         for rank, wait in still.blocked.items()
     ]
-    advice = "\n".join(_advice(causes[0], still.blocked, unmatched, queued))
+    advice = "\n".join(_advice(causes[0], still, unmatched, queued, beside))
     lines = [
         *_headlines(causes),
         *table(
@@ -100,21 +109,30 @@ def _headlines(causes: Sequence[Cause]) -> list[str]:
 
 def _advice(
     cause: Cause,
-    blocked: Mapping[int, Pending],
+    still: Standstill,
     unmatched: Sequence[Message],
     queued: Sequence[Message],
+    beside: Sequence[Pending],
 ) -> list[str]:
     """Put calls that nearly matched first, often alone: they say more than the kind does."""
-    if hint := order.kept_apart(queued, unmatched, blocked, cause.involved):
+    if hint := order.kept_apart(queued, unmatched, still.blocked, cause.involved):
         return [hint]
-    waiting = [wait for rank in cause.involved if isinstance(wait := blocked[rank], Message)]
+    waits = (still.blocked[rank] for rank in cause.involved)
+    waiting = [wait for wait in waits if isinstance(wait, Message)]
+    if hint := near_misses.on_a_closed_connection(waiting):
+        return [cause.advice, hint]
     pairs = list(near_misses.near_pairs(unmatched, waiting))
     if hint := near_misses.between_the_same_ranks(pairs) or near_misses.counted_inside_the_group(
         pairs
     ):
         return [hint]
-    hint = near_misses.with_another_rank(pairs)
-    if hint and cause.kind == "send/recv cycle" and _have_posted_the_other_side(waiting, unmatched):
+    if hint := near_misses.taken_by_another(waiting):
+        return [hint, f"If not: {cause.advice[:1].lower()}{cause.advice[1:]}"]
+    is_cycle = cause.kind == "send/recv cycle"
+    doubtful = near_misses.doubtful(pairs, still, cause.involved, is_cycle=is_cycle)
+    busy = {wait.rank for wait in beside}  # in other threads, which may be those to receive
+    hint = near_misses.with_another_rank(doubtful) if busy.isdisjoint(cause.involved) else ""
+    if hint and is_cycle and _have_posted_the_other_side(waiting, unmatched):
         return [hint]  # the cycle's advice, to post the other side, does not fit
     return [cause.advice, f"Or else: {hint}"] if hint else [cause.advice]
 

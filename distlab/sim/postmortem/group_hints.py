@@ -1,24 +1,62 @@
 """Collectives on the wrong group: what a forgotten ``group=`` looks like, where it can be seen."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from distlab.sim.messages.meetings import Attendance
+from distlab.sim.messages.pending import Pending
 from distlab.sim.postmortem.standstill import Standstill
-from distlab.words import rank_names
+from distlab.words import rank_names, verb
 
 
-def wrong_group(still: Standstill, ranks: Sequence[int], groups: Iterable[Sequence[int]]) -> str:
+def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]) -> str:
     """Ask whether ranks that wait in a collective gave the wrong group; "" if nothing points to it.
 
     Args:
         still: who waits for whom.
-        ranks: those that wait for the same.
-        groups: the members of all that the program has made.
+        involved: all ranks that this is about.
+        ranks: those of them that wait for the same.
     """
+    if hint := _other_group_on_the_line(still, involved):
+        return hint
     wait = still.blocked[ranks[0]]
     if not isinstance(wait, Attendance):
         return ""
-    return _same_call_elsewhere(still, ranks, wait) or _fitting_group(still, ranks, wait, groups)
+    return _same_call_elsewhere(still, ranks, wait) or _fitting_group(still, ranks, wait)
+
+
+def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
+    """Look for a rank that is where one of these waits for it, or was there last: in another group.
+
+    At train.py:7 in step, rank 3 calls all_reduce on ranks 0-3, and ranks 0-2 call it on ranks 0-2…
+    """
+    for first in dict.fromkeys(still.mates[rank][0] for rank in ranks):
+        wait, mates = still.blocked[first], still.mates[first]
+        if not isinstance(wait, Attendance) or not (others := list(_elsewhere(still, wait))):
+            continue
+        who = [other.rank for other in others if other.group == others[0].group]
+        return (
+            f"At {wait.where()}, {rank_names(mates)} {verb(mates, 'call')} {wait.name} on "
+            f"{_described(still, wait)}, and {rank_names(who)} {verb(who, 'call')} it on "
+            f"{_described(still, others[0])}: {_question((wait, mates), (others[0], who))}"
+        )
+    return ""
+
+
+def _elsewhere(still: Standstill, wait: Attendance) -> Iterator[Attendance]:
+    """Yield the calls of the ranks that are missing: the same one on the same line, elsewhere."""
+    for peer in still.waits_for[wait.rank]:
+        call = still.blocked.get(peer) or still.calls.get(peer, (0, None))[1]
+        if (
+            isinstance(call, Attendance)
+            and (call.site, call.name) == (wait.site, wait.name)
+            and call.group != wait.group
+        ):
+            yield call
+
+
+def _described(still: Standstill, wait: Pending) -> str:
+    name = still.group_names.name(wait)
+    return f"{rank_names(wait.group)} ({name})" if name else rank_names(wait.group)
 
 
 def _same_call_elsewhere(still: Standstill, ranks: Sequence[int], wait: Attendance) -> str:
@@ -31,28 +69,35 @@ def _same_call_elsewhere(still: Standstill, ranks: Sequence[int], wait: Attendan
             continue
         missed = set(ranks).intersection(still.waits_for[rank])
         if missed and other.group != wait.group:
-            wide, narrow = sorted((wait, other), key=lambda call: -len(call.group))
             return (
-                f"Rank {wide.rank} calls {wide.name} on {rank_names(wide.group)}, and rank "
-                f"{narrow.rank} on {rank_names(narrow.group)}: is group= {_fault(wide)} on rank "
-                f"{wide.rank}?"
+                f"Rank {wait.rank} calls {wait.name} on {_described(still, wait)}, and rank {rank} "
+                f"on {_described(still, other)}: "
+                f"{_question((wait, [wait.rank]), (other, [rank]))}"
             )
     return ""
 
 
-def _fitting_group(
-    still: Standstill,
-    ranks: Sequence[int],
-    wait: Attendance,
-    groups: Iterable[Sequence[int]],
-) -> str:
+def _question(*calls: tuple[Attendance, Sequence[int]]) -> str:
+    """Ask about the wider of two groups, with the ranks that make each call."""
+    (one, _), (other, _) = calls
+    if len(one.group) == len(other.group):
+        return "is group= wrong on one of them?"
+    wide, ranks = max(calls, key=lambda call: len(call[0].group))
+    fault = _fault(wide)
+    if fault == "missing" and one.site == other.site:
+        fault = "missing, or None,"  # what is written there is the same on both ranks
+    return f"is group= {fault} on {rank_names(ranks)}?"
+
+
+def _fitting_group(still: Standstill, ranks: Sequence[int], wait: Attendance) -> str:
     """Look for a group that has those who are there and none of those who are not."""
     absent = set(still.waits_for[ranks[0]])
     present = set(wait.group) - absent
+    groups = {made.members for made in still.groups.values()}
     fitting = [group for group in groups if present.issubset(group) and absent.isdisjoint(group)]
     if not fitting or len(present) < 2:
         return ""
-    group = min(fitting, key=lambda members: (len(members), tuple(members)))
+    group = min(fitting, key=lambda members: (len(members), members))
     return (
         f"There is a group of {rank_names(group)}, which would not wait for "
         f"{rank_names(absent)}: is group= {_fault(wait)} in this {wait.name}?"
@@ -60,4 +105,5 @@ def _fitting_group(
 
 
 def _fault(wait: Attendance) -> str:
+    """Say what is wrong with a group that has too many ranks."""
     return "missing" if len(wait.group) == wait.clock.num_ranks else "wrong"

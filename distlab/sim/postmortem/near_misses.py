@@ -1,10 +1,12 @@
 """Messages that nearly matched: a send and a recv that differ in tag, group or peer."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
+from distlab.sim.postmortem.standstill import Standstill
+from distlab.sim.reporting.report import place
 from distlab.words import rank_names
 
 Pair = tuple[Message, Message]  # a send and a recv
@@ -51,6 +53,63 @@ def _difference(send: Message, recv: Message) -> str:
             "tags are used, use them in the same order on both ranks."
         )
     return f"on one group, {but} on another group of the same ranks: give both the same group."
+
+
+def doubtful(
+    pairs: Iterable[Pair], still: Standstill, ranks: Collection[int], *, is_cycle: bool
+) -> list[Pair]:
+    """Keep the pairs in which a peer may be wrong: not those of a rank that only waits its turn.
+
+    A peer was right if a message has come that way before. And in a cycle, who waits for its ranks
+    without being one of them waits behind it.
+
+    Args:
+        pairs: sends and recvs.
+        still: who waits for whom.
+        ranks: those whose waits these are.
+        is_cycle: they wait for each other.
+    """
+    return [
+        pair
+        for pair in pairs
+        if not (is_cycle and any(message.rank not in ranks for message in pair))
+        and not any(
+            still.blocked.get(message.rank) is message
+            and message.rank in ranks
+            and still.arrived.get(_ends(message))
+            for message in pair
+        )
+    ]
+
+
+def _ends(message: Message) -> tuple[int, int]:
+    """Return its source and destination."""
+    ends = message.rank, message.peer
+    return ends if message.name == "send" else ends[::-1]
+
+
+def on_a_closed_connection(waiting: Iterable[Message]) -> str:
+    """Say who has closed the connection over which a message is to pass; "" if none is closed."""
+    for wait in waiting:
+        if wait.peer != ANY_SOURCE and (why := wait.mailbox.why_closed(wait)):
+            return (
+                f"The connection of {rank_names({wait.rank, wait.peer})} is closed, "
+                f"because {why}. As on gloo, no message passes there any more: wait without a "
+                "limit, or ask is_completed()."
+            )
+    return ""
+
+
+def taken_by_another(waiting: Iterable[Message]) -> str:
+    """Ask whether a recv from any rank took what a later recv waits for; "" if none did."""
+    for wait in waiting:
+        site = wait.mailbox.taken_at(wait) if wait.name == "recv" else None
+        if site:
+            return (
+                f"Rank {wait.rank} has taken a message of rank {wait.peer} with the recv from any "
+                f"rank at {place(site)}: was it meant for the recv from rank {wait.peer}?"
+            )
+    return ""
 
 
 def with_another_rank(pairs: Sequence[Pair]) -> str:

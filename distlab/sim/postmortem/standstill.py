@@ -9,10 +9,12 @@ An arrow is "waits for". A knot is a set of ranks that wait for each other and f
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
+from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.postmortem import order
+from distlab.sim.postmortem.group_names import GroupNames
 from distlab.words import clauses, rank_names, verb
 
 MAX_CLAUSES = 3  # in a sentence; of more, the first two and the end are given
@@ -59,6 +61,8 @@ class Standstill:
         ended: ranks that have returned or were killed.
         killed: those of them that a fault has killed.
         arrived: by source and destination, how many messages have arrived.
+        calls: by rank, how many calls of torch.distributed it made, and the last one.
+        groups: all that the program has made, by their keys.
         is_in_order: a rank's messages run one after the other, unless they are one batch.
     """
 
@@ -69,10 +73,15 @@ class Standstill:
         killed: Iterable[int] = (),
         arrived: Mapping[tuple[int, int], int] | None = None,
         *,
+        calls: Mapping[int, tuple[int, Pending]] | None = None,
+        groups: Mapping[object, MadeGroup] | None = None,
         is_in_order: bool = False,
     ) -> None:
         self.is_in_order = is_in_order
         self.arrived = arrived or {}
+        self.calls = calls or {}
+        self.groups = groups or {}
+        self.group_names = GroupNames(blocked.values(), self.groups)
         self.blocked = dict(sorted(blocked.items()))
         self.killed = set(killed)
         self.ended = set(ended)
@@ -145,7 +154,9 @@ class Standstill:
         if isinstance(wait, KeyWait):
             keys = ", ".join(map(repr, wait.keys))
             return f"for the {verb(wait.keys, 'keys', 'key')} {keys}, {wait.fate()}"
-        return f"in {wait.title()} for {rank_names(self.waits_for[rank])}"
+        name = self.group_names.name(wait)
+        on = f" on {name}" if name else ""
+        return f"in {wait.title()}{on} for {rank_names(self.waits_for[rank])}"
 
     def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
         """Group the ranks that wait for the same thing."""

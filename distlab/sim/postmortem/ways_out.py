@@ -76,11 +76,13 @@ def _counts(still: Standstill, ranks: Sequence[int]) -> str:
     there, back = arrived.get((src, dst), 0), arrived.get((dst, src), 0)
     if there == back:
         return ""
-    missing = "recv" if still.blocked[src].name == "send" else "send"
-    return (
-        f"Before, {counted(there, 'message')} went from rank {src} to rank "
-        f"{dst}, and {back or 'none'} back: is a {missing} missing on rank {dst}?"
+    before = (
+        f"Before, {counted(there, 'message')} went from rank {src} to rank {dst}, and "
+        f"{back or 'none'} back:"
     )
+    if still.blocked[src].name == "recv":
+        return f"{before} is a send missing on rank {dst}?"
+    return f"{before} should rank {src} receive now, or rank {dst} once more before it sends?"
 
 
 def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:

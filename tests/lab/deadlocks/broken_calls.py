@@ -77,7 +77,8 @@ def one_rank_has_no_data() -> None:
     SHAPE,
     (0, 1),
     "rank 0 sends (4,) float32, and rank 1 receives (3,) float32",
-    "A send and its recv need the same number of elements",
+    "A send and its recv need the same number of elements and the same dtype. Messages from one "
+    "rank to another with the same tag meet in the order of the calls.",
 )
 def receives_less_than_is_sent() -> None:
     """The buffer of a recv is too small."""
@@ -85,6 +86,24 @@ def receives_less_than_is_sent() -> None:
         dist.send(data(), 1)
     else:
         dist.recv(data(3), 0)
+
+
+@mismatch(
+    2,
+    SHAPE,
+    (0, 1),
+    "rank 0 sends (2,) float32, and rank 1 receives (4,) float32",
+    "same dtype. But rank 0's send with tag 1 has (4,) float32: are the tags swapped?",
+)
+def tags_of_two_tensors_swapped() -> None:
+    """Weight and bias have a tag each, and the receiver takes one for the other."""
+    weight, bias = data(4), data(2)
+    if me() == 0:
+        works = [dist.isend(weight, 1, tag=1), dist.isend(bias, 1, tag=2)]
+    else:
+        works = [dist.irecv(weight, 0, tag=2), dist.irecv(bias, 0, tag=1)]
+    for work in works:
+        work.wait()
 
 
 @mismatch(2, SHAPE, (0, 1), "rank 0 sends (4,) float16, and rank 1 receives (4,) float32")

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from catalogue import ENDED, MISSING, ORDER, PASSES, data, deadlock, me, size
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 
 @deadlock(
@@ -144,6 +145,8 @@ def crossed_groups() -> None:
     ORDER,
     (0, 1, 2, 3),
     "ranks 0 and 1 barrier (call 1 of ranks 0-3)",
+    "Ranks 0 and 1 wait on the 1st group of ranks 0-3 (made at broken_collectives.py:",
+    "and ranks 2 and 3 wait on the 2nd group of ranks 0-3 (made at broken_collectives.py:",
     "These are two different groups of the same ranks",
 )
 def two_groups_of_the_same_ranks() -> None:
@@ -210,8 +213,9 @@ def circle_of_groups() -> None:
     4,
     ORDER,
     (0, 1),
-    "Or else: rank 1 calls all_reduce on ranks 0-3, and rank 0 on ranks 0 and 1: is group= missing "
-    "on rank 1?",
+    "Or else: at broken_collectives.py:",
+    "rank 0 calls all_reduce on ranks 0 and 1, and rank 1 calls it on ranks 0-3: is group= "
+    "missing, or None, on rank 1?",
 )
 def group_forgotten_on_one_rank() -> None:
     """One rank forgets group= and waits for the whole world."""
@@ -224,14 +228,71 @@ def group_forgotten_on_one_rank() -> None:
     4,
     ENDED,
     (2, 3),
-    "Rank 1 calls all_reduce on ranks 0-3, and rank 0 on ranks 0 and 1: is group= missing on rank "
-    "1?",
+    "rank 1 calls all_reduce on ranks 0-3, and rank 0 calls it on ranks 0 and 1: is group= "
+    "missing, or None, on rank 1? If not: why did ranks 2 and 3 return before call 1",
 )
 def group_forgotten_and_others_are_done() -> None:
     """The same, and the ranks that are not in the group have returned."""
     pair = dist.new_group([0, 1])
     if me() < 2:
         dist.all_reduce(data(), group=None if me() == 1 else pair)
+
+
+@deadlock(
+    4,
+    ENDED,
+    (0, 1, 2),
+    "rank 3 calls all_reduce on ranks 0-3, and ranks 0-2 call it on ranks 0-2: is group= missing, "
+    "or None, on rank 3? If not: why did ranks 0-2 return",
+)
+def group_looked_up_for_a_rank_without_one() -> None:
+    """Rank 3 is in no group, and None is the world."""
+    groups = dict.fromkeys(range(3), dist.new_group([0, 1, 2]))
+    dist.all_reduce(data(), group=groups.get(me()))
+
+
+@deadlock(
+    4,
+    ORDER,
+    (0, 2, 3),
+    "rank 3 calls all_reduce on ranks 2 and 3 (axis tp), and rank 2 calls it on ranks 0 and 2 "
+    "(axis dp): is group= wrong on one of them? If not: ranks that share several groups",
+)
+def one_rank_on_the_other_axis() -> None:
+    """The barrier after it, in which others wait, is right."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.all_reduce(data(), group=mesh.get_group("dp" if me() == 2 else "tp"))
+    dist.barrier()
+
+
+@deadlock(
+    4,
+    ORDER,
+    (0, 1, 2, 3),
+    "ranks 0 and 3 wait on axis tp, and ranks 1 and 2 wait on axis dp, each for the next of 0, 1, "
+    "3, 2, 0",
+    "use them in the same order. Or is one of these calls on the wrong group?",
+)
+def axes_in_two_orders() -> None:
+    """Two ranks take the axes of a mesh in the other order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for name in ("tp", "dp") if me() in (0, 3) else ("dp", "tp"):
+        dist.all_reduce(data(), group=mesh.get_group(name))
+
+
+@deadlock(
+    2,
+    ORDER,
+    (0, 1),
+    "rank 0 waits in barrier (call 1 of ranks 0 and 1) on the default group for rank 1, and rank "
+    "1 waits in barrier (call 1 of ranks 0 and 1) on their 1st group for rank 0",
+    "Rank 0 waits on the default group, and rank 1 waits on the 1st group of ranks 0 and 1 (made "
+    "at broken_collectives.py:",
+)
+def own_group_and_the_default_one() -> None:
+    """A group of all ranks is not the default group."""
+    everyone = dist.new_group()
+    dist.barrier(everyone if me() else None)
 
 
 @deadlock(

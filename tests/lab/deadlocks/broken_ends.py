@@ -99,6 +99,24 @@ def one_recv_too_many() -> None:
 
 
 @deadlock(
+    3,
+    ENDED,
+    (1,),
+    "rank 0 waits for rank 1 to send, but rank 1 has returned",
+    "Rank 0 has taken a message of rank 1 with the recv from any rank at broken_ends.py:",
+    "was it meant for the recv from rank 1? If not: is a send missing on rank 1",
+)
+def any_recv_takes_what_a_named_one_waits_for() -> None:
+    """The recv from any rank takes the only message of rank 1, and rank 2 is never heard."""
+    if me() == 0:
+        dist.recv(data())
+        dist.recv(data(), 1)
+    else:
+        time.sleep(me() - 1)
+        dist.send(data(), 0)
+
+
+@deadlock(
     2,
     ENDED,
     (1,),

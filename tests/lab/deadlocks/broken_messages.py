@@ -229,7 +229,8 @@ def victims_of_a_cycle() -> None:
     2,
     CYCLE,
     (0, 1),
-    "Before, 1 message went from rank 0 to rank 1, and none back: is a recv missing on rank 1?",
+    "Before, 1 message went from rank 0 to rank 1, and none back: should rank 0 receive now, or "
+    "rank 1 once more before it sends?",
     if_buffered=PASSES,
 )
 def header_and_payload() -> None:

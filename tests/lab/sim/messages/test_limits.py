@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from distlab import launch
-from distlab.sim import Deadlock, Mismatch, simulate
+from distlab.sim import Deadlock, Mismatch, RankError, simulate
 
 SECOND = timedelta(seconds=1)
 LATE_S = 2.5
@@ -266,6 +266,76 @@ def retries_for_ever() -> None:
 def test_who_tries_again_for_ever_is_found() -> None:
     with pytest.raises(Deadlock, match="rank 0 waits for the key 'ready', which no rank has set"):
         simulate(retries_for_ever, 2)
+
+
+def until_it_passes(post: Callable[[], dist.Work | None]) -> None:
+    """Do on rank 0, again and again, what has a limit of a second; rank 1 returns."""
+    while me() == 0:
+        with contextlib.suppress(RuntimeError):
+            work = post()
+            if work is not None:
+                work.wait(SECOND)
+            return
+
+
+def receives_for_ever() -> None:
+    until_it_passes(lambda: dist.irecv(torch.zeros(1), 1))
+
+
+def sends_and_sleeps_for_ever() -> None:
+    def post() -> dist.Work | None:
+        time.sleep(0.5)
+        return dist.isend(torch.zeros(1), 1)
+
+    until_it_passes(post)
+
+
+def reduces_for_ever() -> None:
+    until_it_passes(lambda: dist.all_reduce(torch.ones(1), async_op=True))
+
+
+def reduces_in_a_group_with_a_limit() -> None:
+    group = dist.new_group(timeout=SECOND)
+    until_it_passes(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+
+def monitors_for_ever() -> None:
+    until_it_passes(lambda: dist.monitored_barrier(timeout=SECOND))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (receives_for_ever, "rank 0 waits for rank 1 to send, but rank 1 has returned"),
+        (sends_and_sleeps_for_ever, "rank 0 waits for rank 1 to receive, but rank 1 has returned"),
+        (reduces_for_ever, "rank 0 waits in all_reduce (call 1801 of ranks 0 and 1) for rank 1"),
+        (reduces_in_a_group_with_a_limit, "rank 0 waits in all_reduce (call 2 of ranks 0 and 1)"),
+        (monitors_for_ever, "rank 0 waits in monitored_barrier (call 1801 of ranks 0 and 1)"),
+    ],
+)
+def test_who_tries_a_call_again_for_ever_is_found(program: Callable[[], None], words: str) -> None:
+    with pytest.raises(Deadlock) as caught:
+        simulate(program, 2)
+    assert words in str(caught.value)
+
+
+def test_a_closed_connection_is_given_as_a_reason() -> None:
+    with pytest.raises(Deadlock) as caught:
+        simulate(receives_for_ever, 2)
+    assert (
+        "The connection of ranks 0 and 1 is closed, because rank 0 had waited long enough in its "
+        "recv from rank 1, (1,) float32, test_limits.py:"
+    ) in str(caught.value)
+
+
+def test_who_tries_again_lets_the_others_go_on() -> None:
+    def program() -> None:
+        receives_for_ever()
+        time.sleep(LATE_S)
+        dist.send(torch.ones(1), 0)
+
+    with pytest.raises(RankError, match="rank 0 had waited long enough in its recv from rank 1"):
+        simulate(program, 2)
 
 
 def gives_up_after_a_thousand_attempts() -> str:

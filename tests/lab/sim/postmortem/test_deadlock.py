@@ -10,6 +10,7 @@ import torch
 
 from distlab.process_group.call import Form
 from distlab.sim import Deadlock, Mismatch
+from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.meetings import Attendance, Meeting
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
@@ -43,6 +44,7 @@ def message(name: str, rank: int, peer: int, tag: int = 0, size: int = 4, **othe
         form=FORM,
         turn=None,
         key=None,
+        mailbox=SimpleNamespace(why_closed=lambda _: "", taken_at=lambda _: None),
         **{**defaults, **others},
     )
     return made
@@ -295,6 +297,26 @@ def test_a_wrong_peer_is_asked_about(posted: list[Message], question: str) -> No
     assert advice(report) == f"Or else: {question}"
 
 
+def test_who_waits_behind_a_cycle_has_no_wrong_peer() -> None:
+    posted = [send(0, 1), send(1, 0), recv(2, 1)]
+    assert "one of the peers" not in str(explain(waits(*posted), unmatched=posted))
+
+
+def test_a_peer_that_was_right_before_is_not_asked_about() -> None:
+    posted = [recv(0, 2), send(1, 0)]
+    for arrived, is_asked in (({(1, 0): 3}, True), ({(2, 0): 1}, False)):
+        history = History(arrived=arrived)
+        report = explain(waits(*posted), ended=[2], unmatched=posted, history=history)
+        assert ("is one of the peers wrong?" in str(report)) == is_asked
+
+
+def test_peers_are_not_asked_about_where_another_thread_may_receive() -> None:
+    posted = [recv(0, 1), recv(1, 2), send(2, 0)]
+    for beside, is_asked in (([], True), ([recv(0, 2)], False)):
+        report = explain(waits(*posted), unmatched=posted, beside=beside)
+        assert ("is one of the peers wrong?" in str(report)) == is_asked
+
+
 # Rows
 
 
@@ -394,8 +416,9 @@ def test_messages_that_went_each_way_alike_are_not_counted() -> None:
 
 
 def test_a_group_is_named_only_if_it_would_do() -> None:
-    for groups, is_named in (({(0, 1)}, True), ({(0, 2), (1, 2)}, False), ({(0, 1, 2, 3)}, False)):
-        report = explain(collective([0, 1], range(4)), ended=[2, 3], history=History(groups=groups))
+    for groups, is_named in (([(0, 1)], True), ([(0, 2), (1, 2)], False), ([(0, 1, 2, 3)], False)):
+        made = {str(key): MadeGroup(members, SITE) for key, members in enumerate(groups)}
+        report = explain(collective([0, 1], range(4)), ended=[2, 3], history=History(groups=made))
         assert ("There is a group of ranks 0 and 1" in str(report)) == is_named
 
 

@@ -1,0 +1,76 @@
+"""What tells groups apart in a report: the axis of a mesh, or a number if their ranks are equal."""
+
+from collections.abc import Iterable, Mapping
+from typing import TypeGuard
+
+from distlab.sim.messages.made_group import MadeGroup
+from distlab.sim.messages.meetings import Attendance, Founding
+from distlab.sim.messages.pending import Pending
+from distlab.sim.reporting.report import place
+from distlab.words import clauses, rank_names, verb
+
+MAX_GROUPS = 4  # in a sentence
+_ENDINGS = {1: "st", 2: "nd", 3: "rd"}
+
+
+class GroupNames:
+    """Names the groups in which ranks wait, where their ranks alone do not.
+
+    Args:
+        waits: the operations of the report.
+        made: all groups that the program has made, by their keys, in this order.
+    """
+
+    def __init__(self, waits: Iterable[Pending], made: Mapping[object, MadeGroup]) -> None:
+        self._made = made
+        self._keys: dict[tuple[int, ...], set[object]] = {}  # by members
+        for wait in waits:
+            if _is_collective(wait):
+                self._keys.setdefault(wait.group, set()).add(wait.meeting.key)
+
+    def name(self, wait: Pending) -> str:
+        """Write ``axis tp``, ``their 2nd group`` or ``the default group``; "" if none is needed."""
+        if not _is_collective(wait):
+            return ""
+        made = self._made.get(wait.meeting.key)
+        if made and made.name():
+            return made.name()
+        if len(self._keys.get(wait.group, ())) < 2:
+            return ""
+        return f"their {self._number(wait)} group" if made else "the default group"
+
+    def _number(self, wait: Attendance) -> str:
+        """Count among the groups of the same ranks that were made: ``2nd``."""
+        twins = [key for key, made in self._made.items() if made.members == wait.group]
+        number = twins.index(wait.meeting.key) + 1
+        return f"{number}{_ENDINGS.get(number, 'th')}"
+
+    def sentence(self, waits: Iterable[Pending]) -> str:
+        """Say which ranks wait on which group, if that tells them apart; else "".
+
+        Ranks 0 and 3 wait on axis tp, and ranks 1 and 2 wait on axis dp.
+        """
+        on: dict[str, list[int]] = {}
+        for wait in waits:
+            if name := self._with_line(wait):
+                on.setdefault(name, []).append(wait.rank)
+        if not 2 <= len(on) <= MAX_GROUPS:
+            return ""
+        told = [f"{rank_names(who)} {verb(who, 'wait')} on {name}" for name, who in on.items()]
+        words = clauses(told)
+        return f"{words[0].upper()}{words[1:]}."
+
+    def _with_line(self, wait: Pending) -> str:
+        """Write ``the 2nd group of ranks 0 and 1 (made at train.py:12 in main)``, or the name."""
+        name = self.name(wait)
+        if not name or not _is_collective(wait):
+            return ""
+        made = self._made.get(wait.meeting.key)
+        if not made or made.name():
+            return name
+        number, members = self._number(wait), rank_names(wait.group)
+        return f"the {number} group of {members} (made at {place(made.site)})"
+
+
+def _is_collective(wait: Pending) -> TypeGuard[Attendance]:
+    return isinstance(wait, Attendance) and not isinstance(wait, Founding)
