@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Collection, Iterator, MutableSequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,13 +32,8 @@ from distlab.sim.messages.pending import Pending
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.postmortem import caught, leftovers
 from distlab.sim.postmortem.deadlock import History
-from distlab.sim.postmortem.ending import (
-    doing_of_others,
-    exit_error,
-    first_error,
-    rank_error,
-    standstill_error,
-)
+from distlab.sim.postmortem.ending import first_error, standstill_error
+from distlab.sim.postmortem.raised import doing_of_others, exit_error, rank_error
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Places
@@ -145,6 +140,7 @@ class Simulation:
             self.refusals,
             self.handles,
             self.threads,
+            self.places,
             self.exits,
             self._exit_process,
             self.mailbox.lanes,
@@ -162,13 +158,13 @@ class Simulation:
         except (Stopped, Killed):
             raise
         except BaseException as error:  # torch has some, too, such as CheckpointException
-            own = rank_error(
-                rank.number, self.num_ranks, error, self.places, self._others(rank.number)
-            )
+            number, outside = rank.number, self.refusals.outside_note(rank.number)
+            below = "\n\n".join(filter(None, (outside, self._others([number]))))
+            own = rank_error(number, self.num_ranks, error, self.places, below)
             raise self.failures.first or own from error
 
-    def _others(self, rank: int) -> str:
-        return doing_of_others(rank, self.scheduler.ranks, self.places, self._history())
+    def _others(self, mine: Collection[int]) -> str:
+        return doing_of_others(mine, self.scheduler.ranks, self.places, self._history())
 
     def _exit_process(self, status: int) -> None:
         """End the world, because a rank calls ``os._exit``: it runs no clean-up, and nor can they.
@@ -177,7 +173,7 @@ class Simulation:
         """
         rank = self.residents.current
         site = self.places.call_site(sys._getframe(1))[0]
-        error = exit_error(rank, self.num_ranks, status, site, self._others(rank))
+        error = exit_error(rank, self.num_ranks, status, site, self._others([rank]))
         self.scheduler.end_world(self.failures.first or error)
 
     @contextlib.contextmanager

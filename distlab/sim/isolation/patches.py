@@ -41,6 +41,7 @@ from distlab.sim.isolation.threads import Threads
 from distlab.sim.messages.handles import Handles
 from distlab.sim.messages.lanes import Lanes
 from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.reporting.sites import Places
 from distlab.words import rank_names
 
 
@@ -55,6 +56,7 @@ class Home:
         refusals: note what torch refuses.
         handles: the operations for which nobody has waited.
         threads: make strands of the threads that ranks start.
+        places: tell where in a program a call was made.
         exits: note where ranks enter and leave the world.
         exit_process: called with the status by a rank that calls ``os._exit``.
         lanes: told of batches; None: messages have no order.
@@ -66,6 +68,7 @@ class Home:
     refusals: Refusals
     handles: Handles
     threads: Threads
+    places: Places
     exits: Exits
     exit_process: Callable[[int], None]
     lanes: Lanes | None
@@ -92,7 +95,9 @@ def installed(home: Home) -> Iterator[None]:
         _register_backend(home)
         _patch_groups(undo, home)
         replace = functools.partial(_replace, undo)
-        refusals.install(replace, home.clock, home.residents, home.refusals, home.exits)
+        refusals.install(
+            replace, home.clock, home.residents, home.refusals, home.exits, home.places
+        )
         _patch_clocks(undo, home)
         home.threads.install(replace)
         profiling.install(replace, home.residents)

@@ -7,6 +7,7 @@ for it. So the last error of each rank is kept for the report.
 import contextlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.residents import Residents
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.report import place
+from distlab.sim.reporting.sites import Places
 from distlab.words import rank_names
 
 Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
@@ -36,6 +38,7 @@ class Refusals:
     def __init__(self) -> None:
         self._by_rank: dict[int, tuple[str, int]] = {}
         self._threads: dict[int, str] = {}
+        self._outside: dict[int, str] = {}
 
     def note(self, rank: int, call: str, error: BaseException | None, num_calls: int) -> None:
         """Keep an error, unless it only says that the world has ended.
@@ -54,6 +57,15 @@ class Refusals:
         self._threads[rank] = (
             f"Thread {name!r} of rank {rank} ended with {_line(error)[:-1]}, {where}."
         )
+
+    def note_outside(self, rank: int, call: str, where: str) -> None:
+        """Keep that a rank has made a call on a group that it is not in."""
+        self._outside.setdefault(rank, f"called {call} on a group that it is not in, {where}")
+
+    def outside_note(self, rank: int) -> str:
+        """Say that torch has left a call out, and has only warned; "" if it has not."""
+        what = self._outside.get(rank)
+        return f"Before, rank {rank} {what}: torch has left out that call." if what else ""
 
     def thread_notes(self) -> Iterator[str]:
         """Say which errors have ended threads of ranks; Python only prints them."""
@@ -81,11 +93,17 @@ def _line(error: BaseException) -> str:
 
 
 def install(
-    replace: Replace, clock: Clock, residents: Residents, refusals: Refusals, exits: Exits
+    replace: Replace,
+    clock: Clock,
+    residents: Residents,
+    refusals: Refusals,
+    exits: Exits,
+    places: Places,
 ) -> None:
     """Make torch's errors say what a program can change, and note what torch refuses."""
     _note_refusals(replace, clock, residents, refusals)
     _speak_of_groups(replace, residents)
+    _note_outsiders(replace, residents, refusals, places)
     _speak_of_the_end(replace, residents, exits)
     check_operations = c10d._check_p2p_op_list
 
@@ -116,6 +134,19 @@ def _note_refusals(
         return {}
 
     replace(c10d_logger, "_get_msg_dict", note_and_describe)
+
+
+def _note_outsiders(
+    replace: Replace, residents: Residents, refusals: Refusals, places: Places
+) -> None:
+    """Note which calls torch leaves out, with no more than a warning."""
+
+    def warn_and_note(call: str) -> None:
+        rank, where = residents.current, place(places.call_site(sys._getframe(1))[0])
+        refusals.note_outside(rank, call, where)
+        warnings.warn(f"rank {rank} calls {call} on a group that it is not in", stacklevel=3)
+
+    replace(c10d, "_warn_not_in_group", warn_and_note)
 
 
 def _speak_of_objects(

@@ -12,6 +12,7 @@ from distlab.sim.postmortem import thread_waits, ways_out
 from distlab.sim.postmortem.group_hints import wrong_group
 from distlab.sim.postmortem.standstill import MAX_CLAUSES, Standstill, find_cycle
 from distlab.sim.reporting.errors import DeadlockKind
+from distlab.sim.reporting.torch_calls import advice_for
 from distlab.words import rank_names, verb
 
 
@@ -55,6 +56,9 @@ def find_causes(still: Standstill) -> list[Cause]:
 def _knot(still: Standstill, ranks: list[int]) -> Cause:
     """Explain it; a thread that waits for a lock of one that communicates may be behind it."""
     cause = _knot_of_calls(still, ranks)
+    if by_torch := advice_for(still.blocked[rank].maker for rank in ranks):
+        is_cycle = cause.kind == "send/recv cycle"  # the order of torch's messages is torch's
+        cause = cause._replace(advice=by_torch if is_cycle else f"{by_torch} {cause.advice}")
     for rank in cause.involved:
         if held := thread_waits.held_during(still.blocked[rank]):
             advice = f"{held.advice} If not: {_lower(cause.advice)}"
@@ -97,6 +101,8 @@ def _why_early(wait: Pending, ranks: Sequence[int], gone: Sequence[int]) -> str:
     who = rank_names(gone)
     if isinstance(wait, Founding):
         return f"{FOUND_TOGETHER}, and {who} returned without doing so."
+    if wait.maker:
+        return f"{advice_for([wait.maker])} Why did {who} return before?"
     if isinstance(wait, Attendance):
         return (
             f"Why did {who} return before call {wait.meeting.number + 1} of this group? Fewer "

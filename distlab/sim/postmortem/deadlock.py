@@ -80,7 +80,7 @@ def explain(
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
     calls = [
-        (rows.row_of(wait, (waits_at or {}).get(rank)), wait)
+        (rows.row_of(wait, (waits_at or {}).get(rank), still.group_names.name(wait)), wait)
         for rank, wait in still.blocked.items()
     ]
     advice = "\n".join(_advice(causes[0], still, unmatched, queued, beside))

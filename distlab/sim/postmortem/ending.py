@@ -5,84 +5,16 @@ for what it would have done next, and then they deadlock or disagree. The cause 
 """
 
 import sys
-import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from types import FrameType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from distlab import tracebacks
-from distlab.sim.device.memory import OutOfMemory
-from distlab.sim.engine.scheduler import Rank, Strand
+from distlab.sim.engine.scheduler import Rank
 from distlab.sim.messages.mailbox import Mailbox
-from distlab.sim.messages.pending import Pending
-from distlab.sim.messages.thread_wait import ThreadWait
-from distlab.sim.postmortem import rows
-from distlab.sim.postmortem.deadlock import MAX_ROWS, History, explain
+from distlab.sim.postmortem import raised
+from distlab.sim.postmortem.deadlock import History, explain
 from distlab.sim.postmortem.handlers import handler_around, raises
-from distlab.sim.postmortem.standstill import Standstill
-from distlab.sim.reporting.errors import EXIT, RankError, SimulationError
-from distlab.sim.reporting.report import Row, place, table
-from distlab.sim.reporting.sites import PROGRAM, SIMULATOR, Places, Site
-
-
-def rank_error(
-    rank: int, num_ranks: int, error: BaseException, places: Places, others: str = ""
-) -> RankError:
-    """Make the error of a rank that has raised; its traceback is of the program's lines.
-
-    Args:
-        places: tell the program's lines.
-        others: what the other ranks did meanwhile, to be reported below the traceback.
-    """
-    shown = traceback.TracebackException.from_exception(error)
-    tracebacks.keep_frames(shown, partial(_of_program, places=places))
-    headline = tracebacks.headline(error)
-    text = "".join(shown.format())
-    if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
-        headline = f"OutOfMemory: {error}"
-        text = "".join(["Traceback (most recent call last):\n", *shown.stack.format()])
-    if isinstance(error, SystemExit):  # the program ends itself; nothing has broken
-        headline, text = f"{headline}, {place(places.raised_at(error))}", ""
-    told = filter(None, (f"rank {rank} of {num_ranks} raised {headline}", text.rstrip(), others))
-    return RankError("\n\n".join(told), (rank,), type(error).__name__)
-
-
-def exit_error(rank: int, num_ranks: int, status: int, site: Site, others: str) -> RankError:
-    """Make the error of a rank that has called ``os._exit``."""
-    headline = f"rank {rank} of {num_ranks} ended by os._exit({status}), {place(site)}"
-    return RankError("\n\n".join(filter(None, (headline, others))), (rank,), EXIT)
-
-
-def doing_of_others(rank: int, ranks: Sequence[Rank], places: Places, history: History) -> str:
-    """Say where the other ranks wait, or how they have ended; of those that run, nothing."""
-    frames = sys._current_frames()
-    blocked = {
-        other.number: strands[0]
-        for other in ranks
-        if other.number != rank and (strands := _waiting(other))
-    }
-    calls = [
-        (rows.row_of(strand.waits_in, _waits_at(strand, places, frames)), strand.waits_in)
-        for strand in blocked.values()
-    ]
-    ended = [other.number for other in ranks if other.has_left and other.number != rank]
-    killed = [other.number for other in ranks if other.is_killed]
-    still = Standstill({}, ended, killed)
-    told = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still, history.calls, history.exits)]
-    running = {other.number for other in ranks}.difference(blocked, ended, killed, [rank])
-    if told and running:
-        told.append(Row(tuple(sorted(running)), "running", ""))
-    return "\n".join(["The other ranks:", *table(told)]) if told else ""
-
-
-def _of_program(files: Collection[str], places: Places) -> Collection[str]:
-    """Choose the program's files; if none is, those that are not the simulator's."""
-    kinds = {file: places.kind(file) for file in files}
-    has_program = PROGRAM in kinds.values()
-    return [
-        f for f, kind in kinds.items() if (kind == PROGRAM if has_program else kind != SIMULATOR)
-    ]
+from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.reporting.sites import Places
 
 
 def standstill_error(
@@ -99,7 +31,7 @@ def standstill_error(
         history: what they did before.
         mailbox: has all sends and recvs that were posted and have not met.
     """
-    waiting = {rank.number: _waiting(rank) for rank in ranks}
+    waiting = {rank.number: raised.waiting(rank) for rank in ranks}
     firsts = {number: strands[0] for number, strands in waiting.items() if strands}
     frames = sys._current_frames()
     report = explain(
@@ -109,20 +41,12 @@ def standstill_error(
         unmatched=mailbox.unmatched(),
         queued=mailbox.waiting(),
         history=history,
-        waits_at={number: _waits_at(strand, places, frames) for number, strand in firsts.items()},
+        waits_at={
+            number: raised.waits_at(strand, places, frames) for number, strand in firsts.items()
+        },
         beside=[strand.waits_in for strands in waiting.values() for strand in strands[1:]],
     )
     return first_error(report, ranks, places)
-
-
-def _waits_at(strand: Strand, places: Places, frames: Mapping[int, FrameType]) -> Site:
-    return places.call_site(frames[strand.ident], strand.ident)[0]
-
-
-def _waiting(rank: Rank) -> list[Any]:
-    """Return the blocked threads of a rank; first the one whose wait tells most."""
-    blocked = [strand for strand in rank.strands if isinstance(strand.waits_in, Pending)]
-    return sorted(blocked, key=lambda strand: isinstance(strand.waits_in, ThreadWait))
 
 
 def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) -> SimulationError:
@@ -135,7 +59,7 @@ def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) 
     for rank, error in under_way.items():
         if not isinstance(error, SimulationError) and _is_passed_on(error):
             afterwards = f"While it cleaned up, the world ended:\n{report}"
-            return rank_error(rank, len(ranks), error, places, afterwards)
+            return raised.rank_error(rank, len(ranks), error, places, afterwards)
     return report
 
 

@@ -14,13 +14,20 @@ MAX_IDLE = 6
 Calls = Sequence[tuple[Row, Pending]]
 
 
-def row_of(wait: Pending, waits_at: Site | None = None) -> Row:
+def row_of(wait: Pending, waits_at: Site | None = None, group: str = "") -> Row:
+    """Return the row of a wait.
+
+    Args:
+        wait: the operation.
+        waits_at: the line on which its rank waits; None: not known.
+        group: its name, if the ranks alone do not tell which one it is.
+    """
     row = wait.row()
+    if group:
+        row = row._replace(text=f"{row.text}, on {group}")
     if waits_at is None or waits_at == wait.site:
         return row
-    is_near = waits_at[::2] == wait.site[::2]  # same file and function
-    there = f"line {waits_at[1]}" if is_near else place(waits_at)
-    return row._replace(where=f"{row.where}, waits at {there}")
+    return row._replace(where=f"{row.where}, waits {at(waits_at, wait.site)}")
 
 
 def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[Row]:

@@ -103,3 +103,19 @@ def test_a_refused_call_raises_what_gloo_raises() -> None:
         return found
 
     assert simulate(program, 2).results == [["RuntimeError"] * 6, ["RuntimeError"]]
+
+
+def reduces_in_a_group_of_others() -> None:
+    group = dist.new_group([0, 1])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+
+
+@pytest.mark.filterwarnings("ignore:rank 2 calls all_reduce on a group that it is not in")
+def test_a_call_that_torch_has_left_out_is_told_when_the_rank_fails() -> None:
+    with pytest.raises(RankError) as caught:
+        simulate(reduces_in_a_group_of_others, 3)
+    text = str(caught.value)
+    assert "Before, rank 2 called all_reduce on a group that it is not in, test_refusals.py" in text
+    assert text.startswith("rank 2 of 3 raised AssertionError")

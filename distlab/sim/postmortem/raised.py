@@ -1,0 +1,101 @@
+"""A rank that has raised, or has ended its process: its error, and what the others did."""
+
+import sys
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from distlab import tracebacks
+from distlab.sim.device.memory import OutOfMemory
+from distlab.sim.engine.scheduler import Rank, Strand
+from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.thread_wait import ThreadWait
+from distlab.sim.postmortem import rows
+from distlab.sim.postmortem.deadlock import MAX_ROWS, History
+from distlab.sim.postmortem.standstill import Standstill
+from distlab.sim.reporting.errors import EXIT, RankError
+from distlab.sim.reporting.report import Row, place, table
+from distlab.sim.reporting.sites import PROGRAM, SIMULATOR, Places, Site
+
+TRACEBACK = "Traceback (most recent call last):\n"
+
+
+def rank_error(
+    rank: int, num_ranks: int, error: BaseException, places: Places, others: str = ""
+) -> RankError:
+    """Make the error of a rank that has raised; its traceback is of the program's lines.
+
+    Args:
+        places: tell the program's lines.
+        others: what the other ranks did meanwhile, to be reported below the traceback.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    tracebacks.keep_frames(shown, partial(_of_program, places=places))
+    headline = tracebacks.headline(error)
+    text, stack = "".join(shown.format()), "".join([TRACEBACK, *shown.stack.format()])
+    if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
+        headline, text = f"OutOfMemory: {error}", stack
+    if TRACEBACK.strip() in str(error):  # it holds errors of all ranks, with torch's frames
+        headline, text = _without_frames(headline), stack
+    if isinstance(error, SystemExit):  # the program ends itself; nothing has broken
+        headline, text = f"{headline}, {place(places.raised_at(error))}", ""
+    told = filter(None, (f"rank {rank} of {num_ranks} raised {headline}", text.rstrip(), others))
+    return RankError("\n\n".join(told), (rank,), type(error).__name__)
+
+
+def _without_frames(text: str) -> str:
+    """Leave out tracebacks inside of a message, and lines that come again."""
+    lines = [x for x in text.splitlines() if not x.startswith((" ", TRACEBACK.strip()))]
+    return "\n".join(dict.fromkeys(lines))
+
+
+def exit_error(rank: int, num_ranks: int, status: int, site: Site, others: str) -> RankError:
+    """Make the error of a rank that has called ``os._exit``."""
+    headline = f"rank {rank} of {num_ranks} ended by os._exit({status}), {place(site)}"
+    return RankError("\n\n".join(filter(None, (headline, others))), (rank,), EXIT)
+
+
+def doing_of_others(
+    mine: Collection[int], ranks: Sequence[Rank], places: Places, history: History
+) -> str:
+    """Say where ranks other than ``mine`` wait, or how they have ended; "" if all of them run."""
+    frames = sys._current_frames()
+    blocked = {
+        other.number: strands[0]
+        for other in ranks
+        if other.number not in mine and (strands := waiting(other))
+    }
+    calls = [
+        (rows.row_of(strand.waits_in, waits_at(strand, places, frames)), strand.waits_in)
+        for strand in blocked.values()
+    ]
+    ended = [other.number for other in ranks if other.has_left and other.number not in mine]
+    killed = [other.number for other in ranks if other.is_killed]
+    still = Standstill({}, ended, killed)
+    told = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still, history.calls, history.exits)]
+    running = {other.number for other in ranks}.difference(blocked, ended, killed, mine)
+    if told and running:
+        told.append(Row(tuple(sorted(running)), "running", ""))
+    return "\n".join(["The other ranks:", *table(told)]) if told else ""
+
+
+def _of_program(files: Collection[str], places: Places) -> Collection[str]:
+    """Choose the program's files; if none is, those that are not the simulator's."""
+    kinds = {file: places.kind(file) for file in files}
+    has_program = PROGRAM in kinds.values()
+    return [
+        f for f, kind in kinds.items() if (kind == PROGRAM if has_program else kind != SIMULATOR)
+    ]
+
+
+def waits_at(strand: Strand, places: Places, frames: Mapping[int, FrameType]) -> Site:
+    """Find the line of the program on which a thread waits."""
+    return places.call_site(frames[strand.ident], strand.ident)[0]
+
+
+def waiting(rank: Rank) -> list[Any]:
+    """Return the blocked threads of a rank; first the one whose wait tells most."""
+    blocked = [strand for strand in rank.strands if isinstance(strand.waits_in, Pending)]
+    return sorted(blocked, key=lambda strand: isinstance(strand.waits_in, ThreadWait))
