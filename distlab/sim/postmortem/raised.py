@@ -37,7 +37,7 @@ def rank_error(
     text, stack = "".join(shown.format()), "".join([TRACEBACK, *shown.stack.format()])
     if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
         headline, text = f"OutOfMemory: {error}", stack
-    if TRACEBACK.strip() in str(error):  # it holds errors of all ranks, with torch's frames
+    if TRACEBACK.strip() in headline:  # it holds errors of all ranks, with torch's frames
         headline, text = _without_frames(headline), stack
     if isinstance(error, SystemExit):  # the program ends itself; nothing has broken
         headline, text = f"{headline}, {place(places.raised_at(error))}", ""
