@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from judging.calls import refusal_of, returned
+from judging.calls import cause_told, refusal_of, returned
 from phase2.sharding import (
     drawn,
     go_backward_with,
@@ -88,4 +88,9 @@ def _found(x: Tensor, y: Tensor, gradient: Tensor) -> dict[str, Any]:
 def refused_positions(lesson: Any, num_positions: int) -> dict[str, str]:
     """How a sequence that cannot be split evenly is refused."""
     x = drawn(2, num_positions, 3, seed=1)
-    return refusal_of(lambda: lesson.reduce_scatter_to_sequence_region(x))
+    cause = {
+        "": f"{num_positions} positions cannot be split evenly over {dist.get_world_size()} ranks: "
+        "raise a ValueError before anything is sent."
+    }
+    with cause_told(cause):
+        return refusal_of(lambda: lesson.reduce_scatter_to_sequence_region(x))
