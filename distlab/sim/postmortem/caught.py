@@ -37,16 +37,21 @@ def suspicions(
 
 def handled(ranks: Sequence[Rank], places: Places) -> Iterator[str]:
     """Say which exceptions ranks have caught, and still deal with."""
+    for rank, error in exceptions_of(ranks):
+        if not isinstance(error, SimulationError):
+            where = place(places.raised_at(error))
+            yield f"Rank {rank} is in an except: it has caught {_line(error)}, {where}."
+
+
+def exceptions_of(ranks: Sequence[Rank]) -> Iterator[tuple[int, Exception]]:
+    """Yield the exceptions that ranks have raised and are still handling, or passing on."""
     by_thread: Mapping[int, Any] = sys._current_exceptions()
     for rank in ranks:
-        caught = None if rank.has_ended else by_thread.get(rank.ident)
-        if isinstance(caught, tuple):  # Python 3.10 and 3.11: with its type and traceback
-            caught = caught[1]
-        if isinstance(caught, Exception) and not isinstance(caught, SimulationError):
-            yield (
-                f"Rank {rank.number} is in an except: it has caught {_line(caught)}, "
-                f"{place(places.raised_at(caught))}."
-            )
+        error = None if rank.has_ended else by_thread.get(rank.ident)
+        if isinstance(error, tuple):  # Python 3.10 and 3.11: with its type and traceback
+            error = error[1]
+        if isinstance(error, Exception):
+            yield rank.number, error
 
 
 def _suspicions(error: SimulationError, ranks: Sequence[Rank], places: Places) -> Iterator[str]:

@@ -5,12 +5,11 @@ for what it would have done next, and then they deadlock or disagree. The cause 
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from distlab.sim.engine.scheduler import Rank
 from distlab.sim.messages.mailbox import Mailbox
-from distlab.sim.postmortem import raised
+from distlab.sim.postmortem import caught, raised
 from distlab.sim.postmortem.deadlock import History, explain
 from distlab.sim.postmortem.handlers import handler_around, raises
 from distlab.sim.reporting.errors import SimulationError
@@ -51,28 +50,21 @@ def standstill_error(
 
 def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) -> SimulationError:
     """Return the exception that a rank was passing on when ``report`` was made, or ``report``."""
-    under_way = dict(_exceptions(report, ranks))
+    under_way = {
+        rank: report.__context__ if error is report else error
+        for rank, error in caught.exceptions_of(ranks)
+    }
     for error in under_way.values():
         if isinstance(error, SimulationError):
             report = error
             break
     for rank, error in under_way.items():
-        if not isinstance(error, SimulationError) and _is_passed_on(error):
+        if not isinstance(error, Exception) or isinstance(error, SimulationError):
+            continue
+        if _is_passed_on(error):
             afterwards = f"While it cleaned up, the world ended:\n{report}"
             return raised.rank_error(rank, len(ranks), error, places, afterwards)
     return report
-
-
-def _exceptions(report: SimulationError, ranks: Sequence[Rank]) -> Iterator[tuple[int, Exception]]:
-    """Yield the exceptions other than ``report`` that ranks have raised and are still handling."""
-    by_thread: Mapping[int, Any] = sys._current_exceptions()
-    for rank in ranks:
-        error = None if rank.has_ended else by_thread.get(rank.ident)
-        if isinstance(error, tuple):  # Python 3.10 and 3.11: with its type and traceback
-            error = error[1]
-        error = report.__context__ if error is report else error
-        if isinstance(error, Exception):
-            yield rank.number, error
 
 
 def _is_passed_on(error: Exception) -> bool:
