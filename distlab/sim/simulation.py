@@ -35,7 +35,6 @@ from distlab.sim.postmortem.deadlock import History
 from distlab.sim.postmortem.ending import first_error, standstill_error
 from distlab.sim.postmortem.raised import doing_of_others, exit_error, rank_error
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
-from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
 
@@ -80,7 +79,6 @@ class Simulation:
             self.residents,
             self.places,
             self._in_another_thread,
-            self._note_thread,
         )
 
     def _make_devices(self) -> Devices | None:
@@ -158,9 +156,16 @@ class Simulation:
         except (Stopped, Killed):
             raise
         except BaseException as error:  # torch has some, too, such as CheckpointException
-            number, outside = rank.number, self.refusals.outside_note(rank.number)
-            below = "\n\n".join(filter(None, (outside, self._others([number]))))
-            own = rank_error(number, self.num_ranks, error, self.places, below)
+            number = rank.number
+            is_check = isinstance(error, AssertionError)  # of what was read too early?
+            below = (
+                self.refusals.outside_note(number),
+                self.handles.note_of_failed(number) if is_check else "",
+                self._others([number]),
+            )
+            own = rank_error(
+                number, self.num_ranks, error, self.places, "\n\n".join(filter(None, below))
+            )
             raise self.failures.first or own from error
 
     def _others(self, mine: Collection[int]) -> str:
@@ -199,11 +204,6 @@ class Simulation:
         with torch.autograd.set_multithreading_enabled(False), inside:
             yield
 
-    def _note_thread(self, name: str, error: BaseException) -> None:
-        """Keep what has ended a thread of the running rank, and on which line."""
-        where = place(self.places.raised_at(error))
-        self.refusals.note_thread(self.residents.current, name, error, where)
-
     # The end
 
     def _note_what_is_left(self) -> None:
@@ -239,6 +239,7 @@ class Simulation:
             self.trace.arrived(),
             self.groups.roster.groups(),
             self.exits.known,
+            self.meetings.splits,
             is_in_order=self.mailbox.lanes is not None,
         )
 
@@ -250,10 +251,11 @@ class Simulation:
             causes = (
                 *caught.handled(ranks, places),
                 *self.refusals.notes({rank: ranks[rank].num_calls for rank in error.ranks}),
-                *self.refusals.thread_notes(),
+                *self.threads.notes.failures(),
             )
             questions = () if causes else caught.suspicions(error, ranks, places, self.exits.known)
-            error.note(causes, (*questions, *self.handles.notes(gone)))
+            daemons = self.threads.notes.of_daemons(gone)
+            error.note(causes, (*questions, *self.handles.notes(gone), *daemons))
         return error
 
 

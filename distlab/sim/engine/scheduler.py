@@ -149,6 +149,7 @@ class Scheduler:
         self.source: EventSource | None = None
         self.is_stopping = False
         self.describe_rest: Callable[[Strand], object] = repr  # what a strand that sleeps waits in
+        self.on_abandoned: Callable[[Strand], None] = lambda _: None  # its rank ends before it
         self._on_switch = on_switch  # (from, to): swap what is the rank's own
         self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # clock, rank, strand
         self._timers: list[tuple[float, int, Timer]] = []
@@ -229,7 +230,8 @@ class Scheduler:
             self.ready(other, strand.clock_s)
         if strand is strand.rank:
             for other in strand.rank.strands:
-                if other.is_daemon:
+                if other.is_daemon and not other.has_ended:
+                    self.on_abandoned(other)
                     self._kill(other)
         self._hand_over(strand)
 

@@ -37,7 +37,6 @@ class Refusals:
 
     def __init__(self) -> None:
         self._by_rank: dict[int, tuple[str, int]] = {}
-        self._threads: dict[int, str] = {}
         self._outside: dict[int, str] = {}
 
     def note(self, rank: int, call: str, error: BaseException | None, num_calls: int) -> None:
@@ -52,12 +51,6 @@ class Refusals:
         if error is not None and not isinstance(error, SimulationError | Stopped | Killed):
             self._by_rank[rank] = f"{call} raised {_line(error)}", num_calls
 
-    def note_thread(self, rank: int, name: str, error: BaseException, where: str) -> None:
-        """Keep the error that has ended a thread of a rank."""
-        self._threads[rank] = (
-            f"Thread {name!r} of rank {rank} ended with {_line(error)[:-1]}, {where}."
-        )
-
     def note_outside(self, rank: int, call: str, where: str) -> None:
         """Keep that a rank has made a call on a group that it is not in."""
         self._outside.setdefault(rank, f"called {call} on a group that it is not in, {where}")
@@ -66,11 +59,6 @@ class Refusals:
         """Say that torch has left a call out, and has only warned; "" if it has not."""
         what = self._outside.get(rank)
         return f"Before, rank {rank} {what}: torch has left out that call." if what else ""
-
-    def thread_notes(self) -> Iterator[str]:
-        """Say which errors have ended threads of ranks; Python only prints them."""
-        for rank in sorted(self._threads):
-            yield self._threads[rank]
 
     def notes(self, num_calls: Mapping[int, int]) -> Iterator[str]:
         """Say which errors ranks got instead of their last call, or the one before it.

@@ -29,6 +29,7 @@ from distlab.sim.engine.clock import POLL_S, Clock
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
 from distlab.sim.isolation import awaited
 from distlab.sim.isolation.residents import Residents
+from distlab.sim.isolation.thread_notes import Failure, ThreadNotes
 from distlab.sim.messages.thread_wait import Look, ThreadWait
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.sites import Places
@@ -44,6 +45,7 @@ _real_start, _real_join, _real_is_alive = (
 _real_select: Any = selectors.DefaultSelector.select
 MAX_PAUSE_S = 1e-3  # between two looks at files
 STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
+FAILURE = "_distlab_failure"  # attribute of a future whose task has failed
 
 
 class Threads:
@@ -55,7 +57,9 @@ class Threads:
         residents: tell whether a thread is a rank's.
         places: tell where in a program a thread waits.
         around: what a rank's thread is inside of while it runs, such as its device.
-        failed: told the name of a thread and the error that has ended it.
+
+    Attributes:
+        notes: what has become of threads.
     """
 
     def __init__(
@@ -65,16 +69,16 @@ class Threads:
         residents: Residents,
         places: Places,
         around: Around,
-        failed: Callable[[str, BaseException], None],
     ) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._residents, self._places = residents, places
-        self._around, self._failed = around, failed
+        self._around, self.notes = around, ThreadNotes(places)
         self._plain = threading.local()  # set where real locks are wanted
 
     def install(self, replace: Replace) -> None:
         """Put locks and threads of the world in place of Python's."""
         self._scheduler.describe_rest = self._sleep
+        self._scheduler.on_abandoned = self._note_abandoned
         replace(threading, "Lock", self._lock)
         replace(threading, "RLock", self._rlock)
         replace(threading, "_allocate_lock", self._lock)
@@ -82,6 +86,7 @@ class Threads:
         replace(queue, "time", time.monotonic)
         replace(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
         replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
+        self._watch_results(replace)
         replace(selectors.DefaultSelector, "select", _method(self._select))
         replace(_real_thread, "start", _method(self._start))
         replace(_real_thread, "join", _method(self._join))
@@ -166,8 +171,40 @@ class Threads:
             if not self._scheduler.is_ending():  # else it was told to end, in the midst of a lock
                 trace = error.__traceback__.tb_next if error.__traceback__ else None
                 error = error.with_traceback(trace)
-                self._failed(thread.name, error)
+                self.notes.failed(self._residents.current, thread.name, error)
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, trace, thread)))
+
+    def _watch_results(self, replace: Replace) -> None:
+        """Keep errors of tasks until the program asks for them."""
+
+        def set_exception(future: Any, error: BaseException | None) -> None:
+            if error is not None and (strand := self.running()):
+                note = self.notes.task_failed(strand.number, strand.name, error)
+                setattr(future, FAILURE, note)
+            fail(future, error)
+
+        def result(future: Any, timeout: float | None = None) -> Any:
+            try:
+                return get(future, timeout)
+            finally:
+                _note_asked(future)
+
+        def exception(future: Any, timeout: float | None = None) -> Any:
+            try:
+                return get_error(future, timeout)
+            finally:
+                _note_asked(future)
+
+        fail = replace(futures.Future, "set_exception", set_exception)
+        get = replace(futures.Future, "result", result)
+        get_error = replace(futures.Future, "exception", exception)
+
+    def _note_abandoned(self, strand: Strand) -> None:
+        """Note where a daemon was when its rank ended."""
+        frame = sys._current_frames().get(strand.ident)
+        if frame is not None and not self._scheduler.is_stopping:
+            site = self._places.call_site(frame, strand.ident)[0]
+            self.notes.abandoned(strand.number, strand.name, site)
 
     def _join(self, thread: threading.Thread, timeout: float | None = None) -> None:
         strand: Strand | None = getattr(thread, STRAND, None)
@@ -376,3 +413,9 @@ def _says_something(record: logging.LogRecord) -> bool:
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function of the class: a bound method would not be given the thread."""
     return lambda thread, *args, **kwargs: function(thread, *args, **kwargs)
+
+
+def _note_asked(future: Any) -> None:
+    failure: Failure | None = getattr(future, FAILURE, None)
+    if failure is not None:
+        failure.is_known = True

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from distlab.sim.messages.pending import Pending
 from distlab.sim.reporting.report import Row
-from distlab.words import rank_names
+from distlab.words import joined, rank_names
 
 MAX_NOTES = 2
 
@@ -33,6 +33,11 @@ class Handles:
         counts = Counter(_row(pending) for pending in mine)
         rows = [_counted(row, count) for row, count in counts.items()]
         return sorted(rows, key=lambda row: row.ranks)
+
+    def note_of_failed(self, rank: int) -> str:
+        """Say what a rank that has failed did not wait for; "" if nothing."""
+        told = [f"{row.text} ({row.where})" for row in self.rows([rank])[:MAX_NOTES]]
+        return f"Rank {rank} had not waited for its {joined(told)}." if told else ""
 
     def notes(self, returned: Iterable[int]) -> Iterator[str]:
         """Say what ranks that have returned did not wait for, the first few."""

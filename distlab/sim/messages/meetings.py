@@ -27,6 +27,7 @@ from distlab.sim.messages.disagreement import (
 )
 from distlab.sim.messages.limits import closed_error, patience_error
 from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.shifts import Splits
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row
@@ -172,6 +173,8 @@ class Meeting:
         )
         if any(map(self._thread, present)) or self._has_several_threads():
             error.args = (f"{error}\n{THREADS}",)
+        elif shift := self._means.splits.shift(self.key, ((a.rank, a.site) for a in present)):
+            error.note([shift], ())
         return error
 
     def _row(self, attendance: Attendance) -> Row:
@@ -247,6 +250,8 @@ class Meeting:
     def _end(self, at_s: float) -> None:
         self._means.clock.collective_ends(self.group, at_s)
         members = [self.attendances[rank] for rank in self.group]
+        if any(member.site != members[0].site for member in members):
+            self._means.splits.note(self.key, self.number, {m.rank: m.site for m in members})
         for member in members:
             for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
                 member.check_unchanged(tensor, kept)
@@ -272,6 +277,7 @@ class Meetings:
 
     Attributes:
         closed: groups of which a rank has waited long enough, and that rank.
+        splits: calls that ranks made at different lines.
     """
 
     clock: Clock
@@ -279,6 +285,7 @@ class Meetings:
     buffers: Buffers
     plan: Plan
     closed: dict[object, int] = field(default_factory=dict, init=False)
+    splits: Splits = field(default_factory=Splits, init=False)
     _open: dict[tuple[object, int], Meeting] = field(default_factory=dict, init=False)
 
     def at(self, key: object, ranks: tuple[int, ...], number: int) -> Meeting:

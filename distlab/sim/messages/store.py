@@ -1,6 +1,7 @@
 """The key-value store of a simulated world: waiting for a key is waiting for a rank."""
 
 import difflib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ from distlab.words import joined, verb
 
 MAX_KEYS = 4  # that a report names
 MAX_VALUE_BYTES = 20  # of a value that it shows
+_DIGITS = re.compile(r"\d+")
 NEAR = 0.7  # how alike two keys are that may be meant to be one; 1: equal
 
 
@@ -87,7 +89,9 @@ class KeyWait(Pending):
         if key in self.changes:
             return "Delete a key only when all ranks that need it have read it."
         for near in difflib.get_close_matches(key, self.values, n=1, cutoff=NEAR):
-            return f"There is a key {near!r}, which {self.changes[near].text()}: is one misspelled?"
+            is_other_number = _DIGITS.sub("", near) == _DIGITS.sub("", key)
+            guess = "does a rank set one key less" if is_other_number else "is one misspelled"
+            return f"There is a key {near!r}, which {self.changes[near].text()}: {guess}?"
         if not self.values:
             return ""
         there = [f"{key!r} ({_shown(value)})" for key, value in self.values.items()]
@@ -175,8 +179,11 @@ class SimStore(Store):
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Set a key if it has the expected value; return what it has afterwards."""
-        self._clock.act()
         old = expected if isinstance(expected, bytes) else expected.encode()
+        if self._values.get(key, old) != old:
+            self._ask("compare_set", key)  # until another rank has set it
+        else:
+            self._clock.act()
         if self._values.get(key, b"") == old:
             self._set(key, desired)
         return self._values.get(key, old)

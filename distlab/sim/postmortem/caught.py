@@ -61,7 +61,9 @@ def _suspicions(error: SimulationError, ranks: Sequence[Rank], places: Places) -
     others = [rank for rank in waiting if rank.number not in blamed] or waiting
     sites = dict.fromkeys(s for rank in others for s in _program_sites(frames[rank.ident], places))
     for site in sites:
-        if skipper := skipper_of(site, is_in_loop=isinstance(error, Mismatch)):
+        goes_on = any(other[::2] == site[::2] and other[1] > site[1] for other in sites)
+        is_in_loop = isinstance(error, Mismatch) and not goes_on  # else it makes no more calls
+        if skipper := skipper_of(site, is_in_loop=is_in_loop):
             who = rank_names(blamed) if len(blamed) < len(ranks) else "a rank"
             yield (
                 f"The {skipper.word} of line {skipper.line} can hide an error: did {who} come "

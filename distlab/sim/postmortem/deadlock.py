@@ -11,8 +11,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from distlab.sim.messages.made_group import MadeGroup
+from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.shifts import Splits
 from distlab.sim.postmortem import near_misses, order, rows
 from distlab.sim.postmortem.causes import Cause, find_causes
 from distlab.sim.postmortem.standstill import Standstill
@@ -32,6 +34,7 @@ class History(NamedTuple):
         arrived: by source and destination, how many messages have arrived.
         groups: all that were made, by their keys.
         exits: by rank, where it has left, as far as that is known.
+        splits: calls that ranks made at different lines.
         is_in_order: messages of a pair ran one after the other (``Options.p2p_order``).
     """
 
@@ -39,6 +42,7 @@ class History(NamedTuple):
     arrived: Mapping[tuple[int, int], int] = MappingProxyType({})
     groups: Mapping[object, MadeGroup] = MappingProxyType({})
     exits: Mapping[int, Exit] = MappingProxyType({})
+    splits: Splits = Splits()
     is_in_order: bool = False
 
 
@@ -84,6 +88,8 @@ def explain(
         for rank, wait in still.blocked.items()
     ]
     advice = "\n".join(_advice(causes[0], still, unmatched, queued, beside))
+    if shift := _shift(causes[0], still, history):
+        advice = f"{shift}\nIf not: {advice[:1].lower()}{advice[1:]}"
     lines = [
         *_headlines(causes),
         *table(
@@ -105,6 +111,17 @@ def _headlines(causes: Sequence[Cause]) -> list[str]:
     if len(causes) > MAX_CAUSES:
         lines.append(f"… and {len(causes) - MAX_CAUSES} more causes")
     return lines
+
+
+def _shift(cause: Cause, still: Standstill, history: History) -> str:
+    """Say since which call the ranks of a group may be at different ones; "" if nothing says so."""
+    last = {rank: call for rank, (_, call) in history.calls.items() if rank in still.ended}
+    calls = [call for call in {**last, **still.blocked}.values() if isinstance(call, Attendance)]
+    for key in dict.fromkeys(call.meeting.key for call in calls if call.rank in cause.involved):
+        now = ((call.rank, call.site) for call in calls if call.meeting.key == key)
+        if shift := history.splits.shift(key, now):
+            return shift
+    return ""
 
 
 def _advice(
@@ -129,9 +146,8 @@ def _advice(
     if hint := near_misses.taken_by_another(waiting):
         return [hint, f"If not: {cause.advice[:1].lower()}{cause.advice[1:]}"]
     is_cycle = cause.kind == "send/recv cycle"
-    doubtful = near_misses.doubtful(pairs, still, cause.involved, is_cycle=is_cycle)
-    busy = {wait.rank for wait in beside}  # in other threads, which may be those to receive
-    hint = near_misses.with_another_rank(doubtful) if busy.isdisjoint(cause.involved) else ""
+    doubtful = near_misses.doubtful(pairs, still, cause.involved, beside, is_cycle=is_cycle)
+    hint = near_misses.with_another_rank(doubtful)
     if hint and is_cycle and _have_posted_the_other_side(waiting, unmatched):
         return [hint]  # the cycle's advice, to post the other side, does not fit
     return [cause.advice, f"Or else: {hint}"] if hint else [cause.advice]

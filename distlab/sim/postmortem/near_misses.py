@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from distlab.sim.messages.message import Message
-from distlab.sim.messages.pending import ANY_SOURCE
+from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.report import place
 from distlab.words import rank_names
@@ -56,19 +56,31 @@ def _difference(send: Message, recv: Message) -> str:
 
 
 def doubtful(
-    pairs: Iterable[Pair], still: Standstill, ranks: Collection[int], *, is_cycle: bool
+    pairs: Iterable[Pair],
+    still: Standstill,
+    ranks: Collection[int],
+    beside: Iterable[Pending],
+    *,
+    is_cycle: bool,
 ) -> list[Pair]:
     """Keep the pairs in which a peer may be wrong: not those of a rank that only waits its turn.
 
-    A peer was right if a message has come that way before. And in a cycle, who waits for its ranks
-    without being one of them waits behind it.
+    A peer was right if a message has come that way before, unless several threads of a rank wait
+    for the same one. And in a cycle, who waits for its ranks without being one of them waits behind
+    it. What a rank does not do, another thread of it may be about to do.
 
     Args:
         pairs: sends and recvs.
         still: who waits for whom.
         ranks: those whose waits these are.
+        beside: in which further threads of ranks wait.
         is_cycle: they wait for each other.
     """
+    beside = list(beside)
+    first = (still.blocked[rank] for rank in ranks)
+    repeated = set(_addresses(first)).intersection(_addresses(beside))
+    if not repeated and not {wait.rank for wait in beside}.isdisjoint(ranks):
+        return []
     return [
         pair
         for pair in pairs
@@ -77,9 +89,20 @@ def doubtful(
             still.blocked.get(message.rank) is message
             and message.rank in ranks
             and still.arrived.get(_ends(message))
+            and _address(message) not in repeated
             for message in pair
         )
     ]
+
+
+def _addresses(waits: Iterable[Pending]) -> Iterator[tuple[int, str, int]]:
+    for wait in waits:
+        if isinstance(wait, Message):
+            yield _address(wait)
+
+
+def _address(message: Message) -> tuple[int, str, int]:
+    return message.rank, message.name, message.peer
 
 
 def _ends(message: Message) -> tuple[int, int]:

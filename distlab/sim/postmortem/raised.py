@@ -75,10 +75,20 @@ def doing_of_others(
     killed = [other.number for other in ranks if other.is_killed]
     still = Standstill({}, ended, killed)
     told = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still, history.calls, history.exits)]
-    running = {other.number for other in ranks}.difference(blocked, ended, killed, mine)
-    if told and running:
-        told.append(Row(tuple(sorted(running)), "running", ""))
+    running = [
+        other
+        for other in ranks
+        if other.number not in {*blocked, *ended, *killed, *mine} and other.ident in frames
+    ]
+    if told or any(ranks[number].is_late for number in mine):
+        told += rows.alike(_running(other, places, frames) for other in running)
     return "\n".join(["The other ranks:", *table(told)]) if told else ""
+
+
+def _running(rank: Rank, places: Places, frames: Mapping[int, FrameType]) -> Row:
+    """Say which line a rank has come to; one that has not begun is at none."""
+    site = waits_at(rank, places, frames)
+    return Row((rank.number,), "running", place(site) if site[0] else "")
 
 
 def _of_program(files: Collection[str], places: Places) -> Collection[str]:

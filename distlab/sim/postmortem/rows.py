@@ -87,7 +87,7 @@ def ends(
     ]
     killed = tuple(sorted(still.killed))
     return [
-        *_alike(quiet),
+        *alike(quiet),
         *fitting(others, MAX_IDLE),
         *([Row(killed, "killed by a fault", "")] if killed else []),
     ]
@@ -126,7 +126,7 @@ def at(site: Site, near: Site) -> str:
     return f"at line {site[1]}" if site[::2] == near[::2] else f"at {place(site)}"
 
 
-def _alike(rows: Iterable[Row]) -> list[Row]:
+def alike(rows: Iterable[Row]) -> list[Row]:
     """Make one row of those that differ in their rank only."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:

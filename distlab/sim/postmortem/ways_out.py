@@ -30,7 +30,7 @@ def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
             "Find an order in which one of them can go first, or post everything with isend and "
             "irecv and wait afterwards."
         )
-    advice = _all_send(ranks) if names == {"send"} else _all_receive(ranks)
+    advice = _all_send(ranks) if names == {"send"} else _all_receive(still, ranks)
     return " ".join(filter(None, [advice, _counts(still, ranks)]))
 
 
@@ -55,7 +55,13 @@ def _all_send(ranks: Sequence[int]) -> str:
     )
 
 
-def _all_receive(ranks: Sequence[int]) -> str:
+def _all_receive(still: Standstill, ranks: Sequence[int]) -> str:
+    takers = [rank for rank in ranks if still.blocked[rank].peer == ANY_SOURCE]
+    if len(takers) == 1:
+        return (
+            f"All of them wait to receive. Does rank {takers[0]}, which waits for any rank, "
+            "receive once too often before it sends? If not, a send is missing."
+        )
     if len(ranks) == 2:
         return (
             "Both wait to receive, and neither has a send under way. If each has a send further "

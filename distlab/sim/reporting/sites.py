@@ -1,6 +1,7 @@
 """Where in a program a call was made: its own innermost line, not a line of the machinery."""
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 import typing_extensions
 
 from distlab import process_group
@@ -49,6 +51,9 @@ _KINDS = (
 )
 _PUBLIC = ("forward", "backward", "step")  # methods that a program calls, by these or other names
 _OF_PARALLELISM = (_folder(dist.__file__), f"{_folder(torch.__file__)}nn{os.sep}parallel{os.sep}")
+_OF_TENSORS = f"{_folder(dist.__file__)}tensor{os.sep}"  # what happens in any operation of theirs
+_WRAPS = re.compile(r"wrapper|^inner")  # names of functions that decorators make
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _LIBRARY = _folder(threading.__file__)
 _PACKAGES = ("site-packages", "dist-packages")  # inside the library's folder, and not of it
 
@@ -118,24 +123,32 @@ class Places:
         code, instruction = frame.f_code, frame.f_lasti
         known = self._sites.get((id(code), instruction))
         if known is None:
-            site = code.co_filename, frame.f_lineno, code.co_name
+            site = code.co_filename, frame.f_lineno, _function_name(frame)
             known = self._sites[id(code), instruction] = code, site
         return known[1], is_by_torch, maker
 
     def _maker(self, inner: FrameType, program: FrameType) -> str:
         """Name what of torch the program has called that then communicates by itself.
 
-        That is the outermost of the functions about parallelism, ``ScheduleGPipe.step``, or of all.
+        That is the outermost of the functions about parallelism, ``ScheduleGPipe.step``, or of all;
+        "" if it is a functional collective, which torch only posts later.
         """
         makers = []
         frame: FrameType | None = inner
         while frame is not None and frame is not program:
             code = frame.f_code
-            if self.kind(code.co_filename) in (API, TORCH) and "wrapper" not in code.co_name:
+            if self.kind(code.co_filename) in (API, TORCH) and not _WRAPS.search(code.co_name):
                 makers.append(frame)
             frame = frame.f_back
-        special = [f for f in makers if f.f_code.co_filename.startswith(_OF_PARALLELISM)]
-        return _method_name((special or makers)[-1])
+        special = [
+            f
+            for f in makers
+            if f.f_code.co_filename.startswith(_OF_PARALLELISM)
+            and not f.f_code.co_filename.startswith(_OF_TENSORS)
+        ]
+        maker = (special or makers)[-1]
+        is_functional = maker.f_code.co_filename == functional_collectives.__file__
+        return "" if is_functional else _method_name(maker)
 
     def raised_at(self, error: BaseException) -> Site:
         """Find the innermost line of the program that an exception has passed."""
@@ -156,6 +169,14 @@ class Places:
             outer = outer.f_back
         wanted: Sequence[int] = (GIVEN, API, TORCH, STANDARD_LIBRARY)
         return "", 0, next((names[kind] for kind in wanted if kind in names), "")
+
+
+def _function_name(frame: FrameType) -> str:
+    """Return the name of the function, also for a comprehension inside of it."""
+    outer = frame.f_back
+    while outer and frame.f_code.co_name in _COMPREHENSIONS:
+        frame, outer = outer, outer.f_back
+    return frame.f_code.co_name
 
 
 def _method_name(frame: FrameType) -> str:

@@ -14,8 +14,9 @@ _ADVICE = (  # the first that fits the name of torch's function
     (
         r"\.backward$",
         "torch makes this call for the gradients, in backward(): all ranks have to run the same "
-        "backward passes, with gradients for the same parameters. Is one in no_sync(), frozen, or "
-        "not used on every rank (find_unused_parameters=True)?",
+        "backward passes, with gradients for the same parameters. Is one left out, in no_sync(), "
+        "frozen, or not used on every rank (find_unused_parameters=True)? Ranks with fewer batches "
+        "need join().",
     ),
     (
         r"^DistributedDataParallel\.forward$",
@@ -36,6 +37,12 @@ _ADVICE = (  # the first that fits the name of torch's function
         r"^\w*(Schedule|Pipeline)\w*\.",
         "The schedule makes this call: all ranks need the same kind of schedule and as many "
         "micro-batches, and the stage of each rank has its own index.",
+    ),
+    (
+        r"^Join$",
+        "Join makes this call on ranks that have no inputs left. It stands in for the calls of "
+        "what it was given, say DistributedDataParallel's, and for no others: none of your own may "
+        "be inside.",
     ),
     (
         r"_object",

@@ -111,15 +111,12 @@ NEXT_LINE = "the line that waits is named; the one that asked for it, or the loo
 LINE = re.compile(r'(?:broken_programs\.py(?:"?, line |:)|waits at line )(\d+)')
 CAUGHT = "an exception that the program has caught, or lost in a thread, is not named"
 UNNAMED = {  # broken programs that are reported without the marked line, and why
-    "async_save_error_unseen": CAUGHT,
     "coalescing_async_never_waited": NEXT_LINE,
     "context_manager_swallows": CAUGHT,
     "ddp_hook_future_never_set": "torch waits for the future in C++; the time limit ends it",
     "irecv_read_before_wait": "the program's own assertion fails first",
-    "join_forgotten_daemon_sender": "a daemon that has ended with its rank is not named",
     "logged_and_continue": NEXT_LINE,
     "main_and_thread_recv_same": NEXT_LINE,
-    "new_group_timeout_expires": NEXT_LINE,
     "poll_file_flag": NEXT_LINE,
     "poll_store_check": NEXT_LINE,
     "poll_thread_is_alive": NEXT_LINE,

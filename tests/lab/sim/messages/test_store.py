@@ -101,3 +101,24 @@ def test_the_method_that_waits_is_named() -> None:
 
     with pytest.raises(Exception, match="config"):
         simulate(waits, 2)
+
+
+def waits_for_a_lock() -> None:
+    lock, me = store(), str(dist.get_rank() + 1)
+    while lock.compare_set("lock", "0" if dist.get_rank() else "", me) != me.encode():
+        pass
+
+
+def test_a_lock_that_is_never_released() -> None:
+    text = report(waits_for_a_lock)
+    assert "ranks 1 and 2 wait for the key 'lock', which stays 1: rank 0 was the last to" in text
+
+
+def reads_one_key_too_many() -> None:
+    store().set(f"address/{dist.get_rank()}", "a")
+    store().get(f"address/{dist.get_rank() + 1}")
+
+
+def test_a_key_with_another_number_is_not_misspelled() -> None:
+    assert "There is a key 'address/2', which rank 2 has set at " in report(reads_one_key_too_many)
+    assert "does a rank set one key less?" in report(reads_one_key_too_many)

@@ -86,3 +86,22 @@ def refuses_long_ago() -> None:
 
 def test_what_was_refused_long_ago_is_not_told() -> None:
     assert not any("broadcast raised" in line for line in report(refuses_long_ago, Deadlock))
+
+
+def has_a_barrier_in_its_finally() -> None:
+    try:
+        for step in range(3):
+            if (step, dist.get_rank()) == (1, 1):
+                raise ValueError("bad sample")
+            dist.all_reduce(torch.ones(1))
+    except ValueError:
+        return
+    finally:
+        dist.barrier()
+
+
+def test_a_handler_before_the_other_rank_s_call_is_asked_about() -> None:
+    question = report(has_a_barrier_in_its_finally, Mismatch)[-1]
+    assert question.endswith(
+        "can hide an error: did a rank come through it, and so leave out a call?"
+    )

@@ -1,5 +1,6 @@
 """Errors of ranks that have raised, and what is said of the other ranks."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -68,3 +69,27 @@ def test_a_message_with_tracebacks_of_all_ranks_is_told_without_them() -> None:
     assert headline.endswith("AllFailed: ranks: [0, 1]\nRuntimeError: no key v")
     assert "a.py" not in below
     assert "in program" in below
+
+
+def test_a_rank_that_is_late_is_told_with_its_line() -> None:
+    def program() -> None:
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+        if dist.get_rank() == 1:
+            time.sleep(3)
+        dist.all_reduce(torch.ones(1), group=group)
+
+    late = error_of(program, 2).splitlines()[-1]
+    assert late.startswith("  rank 1  running  test_raised.py:")
+
+
+def test_a_check_that_fails_before_a_wait_is_told_so() -> None:
+    def program() -> None:
+        x = torch.zeros(1)
+        if dist.get_rank() == 1:
+            dist.irecv(x, 0)
+            assert x.item() == 1
+        dist.barrier()
+
+    assert "Rank 1 had not waited for its irecv from rank 0, (1,) float32 (test_raised" in error_of(
+        program, 2
+    )

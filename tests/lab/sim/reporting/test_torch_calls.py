@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -93,6 +94,7 @@ def test_torch_has_these_functions() -> None:
         ("DistributedDataParallel", "wrap the same models"),
         ("FSDPState", "one layer"),
         ("ScheduleGPipe.step", "as many micro-batches"),
+        ("Join", "for no others"),
         ("send_object_list", "send_object_list sends sizes first"),
         ("all_reduce_coalesced", "one call for several tensors"),
         ("SomethingNew.step", "by itself in SomethingNew.step"),
@@ -104,3 +106,21 @@ def test_what_it_asks_of_the_program(maker: str, says: str) -> None:
 
 def test_of_its_own_calls_the_program_is_not_told() -> None:
     assert advice_for(["", ""]) == ""
+
+
+def reduces_functionally() -> None:
+    functional.all_reduce(torch.ones(2 + dist.get_rank()), "sum", dist.group.WORLD)
+
+
+def test_a_functional_collective_is_the_program_s_own() -> None:
+    assert "all_reduce with size 2 on rank 0, but with size 3 on rank 1" in report(
+        reduces_functionally
+    )
+
+
+def sends_in_a_comprehension() -> None:
+    [dist.send(torch.ones(1), 1 - dist.get_rank()) for _ in range(2)]
+
+
+def test_a_call_in_a_comprehension_is_in_its_function() -> None:
+    assert "in sends_in_a_comprehension" in report(sends_in_a_comprehension)

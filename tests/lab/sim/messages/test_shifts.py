@@ -1,0 +1,87 @@
+"""The first call that ranks made at different lines, if their pairs are shifted since."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distlab.sim import Deadlock, Mismatch, SimulationError, simulate
+from distlab.sim.messages.shifts import MAX_KEPT, Splits
+
+A, B, C = (("/train.py", line, "step") for line in (10, 20, 30))
+
+
+@pytest.mark.parametrize(
+    ("sites", "now", "is_shifted"),
+    [
+        ({0: A, 1: A, 2: B}, {2: A}, True),  # rank 2 comes to A one call later
+        ({0: A, 1: A, 2: B}, {0: B, 1: B}, True),
+        ({0: A, 1: A, 2: B}, {0: A, 1: A, 2: B}, False),  # each rank has its own line
+        ({0: A, 1: A, 2: B}, {0: C, 2: C}, False),  # they are at another call by now
+        ({0: A, 1: B}, {5: A}, False),  # a rank that was not in it
+    ],
+)
+def test_what_points_to_a_shift(sites, now, is_shifted: bool) -> None:
+    splits = Splits()
+    splits.note("group", 1, sites)
+    assert bool(splits.shift("group", now.items())) is is_shifted
+    assert splits.shift("another group", now.items()) == ""
+
+
+def test_the_first_of_several_calls_with_these_lines_is_told() -> None:
+    splits = Splits()
+    splits.note("group", 4, {0: A, 1: B, 2: B})
+    splits.note("group", 7, {0: B, 1: A, 2: A})
+    assert splits.shift("group", [(1, A)]) == (
+        "Call 5 of the group was made by rank 0 at train.py:10 in step, and by ranks 1 and 2 at "
+        "train.py:20 in step: do some ranks make a call more there, or one less?"
+    )
+
+
+def test_only_a_few_are_kept() -> None:
+    splits = Splits()
+    for line in range(MAX_KEPT + 1):
+        splits.note("group", line, {0: ("/train.py", line, "f"), 1: C})
+    last = ("/train.py", MAX_KEPT, "f")
+    assert splits.shift("group", [(1, ("/train.py", 0, "f"))])
+    assert splits.shift("group", [(1, last)]) == ""
+
+
+def logs_large_losses() -> None:
+    for step in range(3):
+        dist.all_reduce(torch.ones(1))
+        if step == 0 and dist.get_rank() == 2:
+            dist.all_reduce(torch.ones(1))
+
+
+def logs_before_a_barrier() -> None:
+    logs_large_losses()
+    dist.barrier()
+
+
+def has_a_line_for_the_root() -> None:
+    for _ in range(2 if dist.get_rank() else 3):
+        if dist.get_rank() == 0:
+            dist.broadcast(torch.ones(1), 0)
+        else:
+            dist.broadcast(torch.zeros(1), 0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"), [(logs_large_losses, Deadlock), (logs_before_a_barrier, Mismatch)]
+)
+def test_the_call_that_one_rank_makes_more_is_named(
+    fn: Callable[[], None], kind: type[SimulationError]
+) -> None:
+    with pytest.raises(kind) as caught:
+        simulate(fn, 3)
+    text = str(caught.value)
+    assert "Call 2 of the group was made by ranks 0 and 1 at test_shifts.py:53" in text
+    assert "and by rank 2 at test_shifts.py:55 in logs_large_losses" in text
+
+
+def test_a_line_of_its_own_for_the_root_is_no_shift() -> None:
+    with pytest.raises(Deadlock) as caught:
+        simulate(has_a_line_for_the_root, 3)
+    assert "of the group was made" not in str(caught.value)
