@@ -109,7 +109,7 @@ def marked_lines(program: Any) -> set[int]:
 
 NEXT_LINE = "the line that waits is named; the one that asked for it, or the loop, is beside it"
 LINE = re.compile(r'(?:broken_programs\.py(?:"?, line |:)|waits at line )(\d+)')
-CAUGHT = "an exception that the program has caught, or lost in a thread, is not named"
+CAUGHT = "the except that may have hidden an error is named, and not the line that raised it"
 UNNAMED = {  # broken programs that are reported without the marked line, and why
     "coalescing_async_never_waited": NEXT_LINE,
     "context_manager_swallows": CAUGHT,
