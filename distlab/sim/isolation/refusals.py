@@ -20,7 +20,7 @@ from distlab.sim.engine.scheduler import Killed, Stopped
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.residents import Residents
 from distlab.sim.reporting.errors import SimulationError
-from distlab.sim.reporting.report import place
+from distlab.sim.reporting.report import error_line, place
 from distlab.sim.reporting.sites import Places
 from distlab.words import rank_names
 
@@ -49,7 +49,7 @@ class Refusals:
             num_calls: that have succeeded on this rank.
         """
         if error is not None and not isinstance(error, SimulationError | Stopped | Killed):
-            self._by_rank[rank] = f"{call} raised {_line(error)}", num_calls
+            self._by_rank[rank] = f"{call} raised {error_line(error)}.", num_calls
 
     def note_outside(self, rank: int, call: str, where: str) -> None:
         """Keep that a rank has made a call on a group that it is not in."""
@@ -73,11 +73,6 @@ class Refusals:
                     f"On rank {rank}, {what} The exception was caught, so the other ranks know "
                     "nothing about it."
                 )
-
-
-def _line(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(":")
-    return text if text.endswith(".") else f"{text}."
 
 
 def install(

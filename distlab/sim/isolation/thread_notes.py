@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from distlab.sim.reporting.report import place
+from distlab.sim.reporting.report import error_line, place
 from distlab.sim.reporting.sites import Places, Site
 
 MAX_NOTES = 3
@@ -70,5 +70,4 @@ class ThreadNotes:
             yield from self._abandoned[rank][:MAX_NOTES]
 
     def _told(self, error: BaseException) -> str:
-        text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(":. ")
-        return f"{text}, {place(self._places.raised_at(error))}"
+        return f"{error_line(error)}, {place(self._places.raised_at(error))}"

@@ -8,7 +8,7 @@ from typing import Any
 from distlab.sim.engine.scheduler import Rank
 from distlab.sim.postmortem.handlers import handler_around, skipper_of
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
-from distlab.sim.reporting.report import place
+from distlab.sim.reporting.report import error_line, place
 from distlab.sim.reporting.sites import PROGRAM, Exit, Places, Site
 from distlab.words import rank_names
 
@@ -40,7 +40,7 @@ def handled(ranks: Sequence[Rank], places: Places) -> Iterator[str]:
     for rank, error in exceptions_of(ranks):
         if not isinstance(error, SimulationError):
             where = place(places.raised_at(error))
-            yield f"Rank {rank} is in an except: it has caught {_line(error)}, {where}."
+            yield f"Rank {rank} is in an except: it has caught {error_line(error)}, {where}."
 
 
 def exceptions_of(ranks: Sequence[Rank]) -> Iterator[tuple[int, Exception]]:
@@ -78,7 +78,3 @@ def _program_sites(frame: FrameType | None, places: Places) -> Iterator[Site]:
         if places.kind(code.co_filename) == PROGRAM:
             yield code.co_filename, frame.f_lineno, code.co_name
         frame = frame.f_back
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")

@@ -43,6 +43,15 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def error_line(error: BaseException) -> str:
+    """Write ``KeyError: 'x'``: the first line of an error, without a full stop."""
+    try:
+        text = str(error).strip()
+    except Exception:  # anything can be raised
+        text = "it cannot be printed"
+    return f"{type(error).__name__}: {text}".splitlines()[0].rstrip(".: ")
+
+
 def mismatch(kind: MismatchKind, headline: str, rows: Sequence[Row], advice: str) -> Mismatch:
     """Make the error for calls that cannot belong together."""
     message = "\n".join([f"{kind}: {headline}", *table([*dict.fromkeys(rows)]), advice])

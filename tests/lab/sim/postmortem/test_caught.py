@@ -105,3 +105,23 @@ def test_a_handler_before_the_other_rank_s_call_is_asked_about() -> None:
     assert question.endswith(
         "can hide an error: did a rank come through it, and so leave out a call?"
     )
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+def handles_what_cannot_be_printed() -> None:
+    try:
+        if dist.get_rank() == 2:
+            raise Unprintable
+        dist.all_reduce(torch.ones(1))
+    except Unprintable:
+        dist.send(torch.ones(1), 0)
+
+
+def test_an_exception_that_cannot_be_printed_is_told() -> None:
+    assert "it has caught Unprintable: it cannot be printed, test_caught.py:" in "\n".join(
+        report(handles_what_cannot_be_printed, Deadlock)
+    )
