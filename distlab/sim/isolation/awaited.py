@@ -17,8 +17,10 @@ from distlab.sim.engine.scheduler import Strand
 from distlab.sim.messages.thread_wait import Awaited, thread_name
 
 Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (what a method is called on, who waits)
-_MODULES = (f"{__package__}.threads", *(module.__name__ for module in (threading, queue, futures)))
-_MODULES = (*_MODULES, pools.__name__)
+_MODULES = (
+    f"{__package__}.locks",
+    *(module.__name__ for module in (threading, queue, futures, pools)),
+)
 RESULT = Awaited(
     "the result of a task of its own", "Does that task wait for this thread, or for a free worker?"
 )

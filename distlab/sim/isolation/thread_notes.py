@@ -5,13 +5,18 @@ result, and says nothing of a daemon that ends with its process.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import _base as futures
 from dataclasses import dataclass
+from typing import Any
 
+from distlab.sim.engine.scheduler import Strand
 from distlab.sim.reporting.report import error_line, place
 from distlab.sim.reporting.sites import Places, Site
 
 MAX_NOTES = 3
+FAILURE = "_distlab_failure"  # attribute of a future whose task has failed
+Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
 
 
 @dataclass
@@ -58,6 +63,36 @@ class ThreadNotes:
             "missing?"
         )
 
+    def watch_results(self, replace: Replace, running: Callable[[], Strand | None]) -> None:
+        """Keep errors of tasks until the program asks for them.
+
+        Args:
+            replace: puts a function in place of another.
+            running: returns the thread of a rank that asks, if it is one.
+        """
+
+        def set_exception(future: Any, error: BaseException | None) -> None:
+            if error is not None and (strand := running()):
+                note = self.task_failed(strand.number, strand.name, error)
+                setattr(future, FAILURE, note)
+            fail(future, error)
+
+        def result(future: Any, timeout: float | None = None) -> Any:
+            try:
+                return get(future, timeout)
+            finally:
+                _ask(future)
+
+        def exception(future: Any, timeout: float | None = None) -> Any:
+            try:
+                return get_error(future, timeout)
+            finally:
+                _ask(future)
+
+        fail = replace(futures.Future, "set_exception", set_exception)
+        get = replace(futures.Future, "result", result)
+        get_error = replace(futures.Future, "exception", exception)
+
     def failures(self) -> Iterator[str]:
         """Say which errors the program does not know of, the last few of each rank."""
         for rank in sorted(self._failures):
@@ -71,3 +106,10 @@ class ThreadNotes:
 
     def _told(self, error: BaseException) -> str:
         return f"{error_line(error)}, {place(self._places.raised_at(error))}"
+
+
+def _ask(future: Any) -> None:
+    """Note that the program knows what has become of a task."""
+    failure: Failure | None = getattr(future, FAILURE, None)
+    if failure is not None:
+        failure.is_known = True

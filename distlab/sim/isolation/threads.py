@@ -22,21 +22,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import _base as futures
 from itertools import count
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeAlias
 
 from distlab.sim.engine.clock import POLL_S, Clock
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
 from distlab.sim.isolation import awaited
+from distlab.sim.isolation.locks import RankLock, RankRLock, real_lock
 from distlab.sim.isolation.residents import Residents
-from distlab.sim.isolation.thread_notes import Failure, ThreadNotes
+from distlab.sim.isolation.thread_notes import ThreadNotes
 from distlab.sim.messages.thread_wait import Look, ThreadWait
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.sites import Places
 
 Replace: TypeAlias = Callable[[Any, str, object], Any]  # (owner, name, value): what was there
 Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
-_real_lock, _real_thread = threading.Lock, threading.Thread
+_real_thread = threading.Thread
 _real_start, _real_join, _real_is_alive = (
     _real_thread.start,
     _real_thread.join,
@@ -45,7 +46,6 @@ _real_start, _real_join, _real_is_alive = (
 _real_select: Any = selectors.DefaultSelector.select
 MAX_PAUSE_S = 1e-3  # between two looks at files
 STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
-FAILURE = "_distlab_failure"  # attribute of a future whose task has failed
 
 
 class Threads:
@@ -86,7 +86,7 @@ class Threads:
         replace(queue, "time", time.monotonic)
         replace(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
         replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
-        self._watch_results(replace)
+        self.notes.watch_results(replace, self.running)
         replace(selectors.DefaultSelector, "select", _method(self._select))
         replace(_real_thread, "start", _method(self._start))
         replace(_real_thread, "join", _method(self._join))
@@ -105,7 +105,7 @@ class Threads:
 
     def _lock(self) -> Any:
         is_ranks = self.is_virtual() and not _is_for_processes(sys._getframe(1))
-        return RankLock(self) if is_ranks else _real_lock()
+        return RankLock(self) if is_ranks else real_lock()
 
     def _rlock(self) -> Any:
         is_ranks = self.is_virtual() and not _is_for_processes(sys._getframe(1))
@@ -174,31 +174,6 @@ class Threads:
                 self.notes.failed(self._residents.current, thread.name, error)
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, trace, thread)))
 
-    def _watch_results(self, replace: Replace) -> None:
-        """Keep errors of tasks until the program asks for them."""
-
-        def set_exception(future: Any, error: BaseException | None) -> None:
-            if error is not None and (strand := self.running()):
-                note = self.notes.task_failed(strand.number, strand.name, error)
-                setattr(future, FAILURE, note)
-            fail(future, error)
-
-        def result(future: Any, timeout: float | None = None) -> Any:
-            try:
-                return get(future, timeout)
-            finally:
-                _note_asked(future)
-
-        def exception(future: Any, timeout: float | None = None) -> Any:
-            try:
-                return get_error(future, timeout)
-            finally:
-                _note_asked(future)
-
-        fail = replace(futures.Future, "set_exception", set_exception)
-        get = replace(futures.Future, "result", result)
-        get_error = replace(futures.Future, "exception", exception)
-
     def _note_abandoned(self, strand: Strand) -> None:
         """Note where a daemon was when its rank ended."""
         frame = sys._current_frames().get(strand.ident)
@@ -212,7 +187,7 @@ class Threads:
             return _real_join(thread, timeout)
         if strand is self._scheduler.current:
             raise RuntimeError("cannot join current thread")
-        until_s = NEVER if timeout is None else self._now_s() + max(timeout, 0.0)
+        until_s = NEVER if timeout is None else self.now_s() + max(timeout, 0.0)
         self.wait_until(
             lambda: strand.has_ended, strand.waiting, until_s, lambda _: awaited.end_of(strand)
         )
@@ -229,7 +204,8 @@ class Threads:
         site = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
         return ThreadWait(self._clock, awaited.sleeps, site, strand)
 
-    def _now_s(self) -> float:
+    def now_s(self) -> float:
+        """Return the running rank's virtual time."""
         return self._clock.current.clock_s
 
     def wait_until(
@@ -265,135 +241,23 @@ class Threads:
     def _select(self, selector: Any, timeout: float | None = None) -> list[Any]:
         """Wait for files, as asyncio does between tasks, while other threads of the rank run."""
         strands = self._scheduler.current.rank.strands
-        until_s, pause_s = NEVER if timeout is None else self._now_s() + timeout, POLL_S
+        until_s, pause_s = NEVER if timeout is None else self.now_s() + timeout, POLL_S
         while self.is_virtual() and not all(s.has_ended for s in strands[1:]):
             ready: list[Any] = _real_select(selector, 0)
-            if ready or self._now_s() >= until_s:
+            if ready or self.now_s() >= until_s:
                 return ready
-            self._clock.sleep(min(pause_s, until_s - self._now_s()))
+            self._clock.sleep(min(pause_s, until_s - self.now_s()))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         return _real_select(selector, timeout)  # type: ignore[no-any-return]
 
     def wake(self, waiting: deque[Strand]) -> None:
         """Let the first of them try again."""
         if waiting:
-            self._scheduler.ready(waiting.popleft(), self._now_s())
+            self._scheduler.ready(waiting.popleft(), self.now_s())
 
     def ask(self) -> None:
         """Count a vain question: who asks on and on must see time pass."""
         self._clock.read()
-
-
-class RankLock:
-    """``threading.Lock`` for the threads of ranks."""
-
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
-        self._lock = _real_lock()
-        self._waiting: deque[Strand] = deque()
-        self._holder: Strand | None = None  # if it is a thread of a rank
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, waiting in virtual time."""
-        me = self._threads.running()
-        if self._lock.acquire(False):
-            self._holder = me
-            return True
-        if me is None or self._holder is None:  # a thread that is no rank's waits for it, or has it
-            return self._lock.acquire(blocking, timeout)
-        if not blocking:
-            self._threads.ask()
-            return False
-        until_s = NEVER if timeout < 0 else self._threads._now_s() + timeout
-        frame = sys._getframe(1)
-        is_taken = self._threads.wait_until(
-            lambda: self._lock.acquire(False),
-            self._waiting,
-            until_s,
-            lambda waiting: awaited.of_lock(frame, self._holder, waiting),
-        )
-        if is_taken:
-            self._holder = me
-        return is_taken
-
-    def release(self) -> None:
-        """Give it back, and wake who waits for it."""
-        self._lock.release()
-        if self._threads.is_virtual():
-            self._threads.wake(self._waiting)
-
-    def locked(self) -> bool:
-        """Tell whether somebody has it."""
-        return self._lock.locked()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def _at_fork_reinit(self) -> None:
-        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
-        self._waiting.clear()
-
-
-class RankRLock:
-    """``threading.RLock`` for the threads of ranks."""
-
-    def __init__(self, threads: Threads) -> None:
-        self._block = RankLock(threads)
-        self._owner, self._count = 0, 0
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, once more if it is the thread's own."""
-        me = threading.get_ident()
-        if self._owner == me:
-            self._count += 1
-            return True
-        is_taken = self._block.acquire(blocking, timeout)
-        if is_taken:
-            self._owner, self._count = me, 1
-        return is_taken
-
-    def release(self) -> None:
-        """Give it back, if it was taken once."""
-        if self._owner != threading.get_ident():
-            raise RuntimeError("cannot release un-acquired lock")
-        self._count -= 1
-        if not self._count:
-            self._owner = 0
-            self._block.release()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    # What threading.Condition asks for
-
-    def _is_owned(self) -> bool:
-        return self._owner == threading.get_ident()
-
-    def _release_save(self) -> tuple[int, int]:
-        state = self._count, self._owner
-        self._count = self._owner = 0
-        self._block.release()
-        return state
-
-    def _acquire_restore(self, state: tuple[int, int]) -> None:
-        self._block.acquire()
-        self._count, self._owner = state
 
 
 def _is_for_processes(frame: FrameType) -> bool:
@@ -413,9 +277,3 @@ def _says_something(record: logging.LogRecord) -> bool:
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function of the class: a bound method would not be given the thread."""
     return lambda thread, *args, **kwargs: function(thread, *args, **kwargs)
-
-
-def _note_asked(future: Any) -> None:
-    failure: Failure | None = getattr(future, FAILURE, None)
-    if failure is not None:
-        failure.is_known = True
