@@ -38,6 +38,13 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "?", "!", ":", "…")) else f"{text}."
 
 
+def lowered(text: str) -> str:
+    """Begin a sentence with a small letter, after a colon; a name keeps its capitals."""
+    first = text.split(" ", 1)[0]
+    is_name = first[1:] != first[1:].lower()
+    return text if is_name else f"{text[:1].lower()}{text[1:]}"
+
+
 def rank_names(ranks: Iterable[int]) -> str:
     """Write ``rank 3``, ``ranks 0-5 and 9``, or ``ranks 0, 2, 4, …, 254 (128 ranks)``."""
     return _rank_names(tuple(sorted(ranks)))

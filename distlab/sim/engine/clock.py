@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from distlab.sim.engine.faults import Faults
 from distlab.sim.engine.overlap import Overlap
-from distlab.sim.engine.scheduler import Scheduler, Strand
+from distlab.sim.engine.scheduler import MAX_POLLS, Scheduler, Strand
 from distlab.sim.engine.trace import Trace
 from distlab.sim.reporting.sites import Site
 
@@ -142,10 +142,15 @@ class Clock:
         self.scheduler.current.clock_s += REFUSED_S
         self.scheduler.rest(lambda: operation)
 
-    def poll(self, operation: Callable[[], object]) -> None:
-        """Let a moment pass for a rank that asks whether ``operation()`` is done."""
+    def poll(self, operation: Callable[[], object], max_polls: int = MAX_POLLS) -> None:
+        """Let a moment pass for a rank that asks whether ``operation()`` is done.
+
+        Args:
+            operation: makes what the rank asks for.
+            max_polls: so often it may ask in vain.
+        """
         self.scheduler.current.clock_s += POLL_S
-        self.scheduler.poll(operation)
+        self.scheduler.poll(operation, max_polls)
 
     def settle(self, since_s: float) -> float:
         """Return since when the running rank has really waited, which has lost time before."""

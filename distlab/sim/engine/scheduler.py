@@ -274,18 +274,19 @@ class Scheduler:
             rank.is_late = True
             self.ready(rank, self.now_s)
 
-    def poll(self, operation: Callable[[], object]) -> None:
+    def poll(self, operation: Callable[[], object], max_polls: int = MAX_POLLS) -> None:
         """Do what ``act`` does, for a rank that asks again and again whether something is done.
 
         If nobody can run but ranks that only ask, asking will never help: the world is deadlocked.
 
         Args:
             operation: makes what the rank asks for.
+            max_polls: so often it may ask in vain.
         """
         rank = self.current
         rank.polls = operation
         rank.num_polls += 1
-        if rank.num_polls % MAX_POLLS == 0:
+        if rank.num_polls % max_polls == 0:
             self._stop_if_in_vain(rank)
         self.act()
 
@@ -351,6 +352,8 @@ class Scheduler:
 
     def end_world(self, failure: BaseException) -> None:
         """End the world from within the running rank, which is unwound like the others."""
+        if self.is_ending():  # by what it does as it is unwound
+            self._unwind()
         self.stop(failure)
         self._yield(self.current)
 

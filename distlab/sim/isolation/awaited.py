@@ -17,8 +17,9 @@ from distlab.sim.engine.scheduler import Strand
 from distlab.sim.messages.thread_wait import Awaited, thread_name
 
 Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (what a method is called on, who waits)
+_LOCKS, _RESTORE = f"{__package__}.locks", "_acquire_restore"
 _MODULES = (
-    f"{__package__}.locks",
+    _LOCKS,
     *(module.__name__ for module in (threading, queue, futures, pools)),
 )
 RESULT = Awaited(
@@ -34,12 +35,23 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
         holder: the thread of a rank that has it, if it is known.
         me: the thread that waits.
     """
+    if frame and _is_in_the_way(frame):
+        return _lock(holder, me)
     found: Awaited | None = None
     while frame and frame.f_globals.get("__name__") in _MODULES and frame.f_code is not _RUN:
         if describe := _MADE_OF_LOCKS.get(frame.f_code):
             found = describe(frame.f_locals.get("self"), me)
         frame = frame.f_back
     return found or _lock(holder, me)
+
+
+def _is_in_the_way(frame: FrameType) -> bool:
+    """Whether the lock is that of a condition itself: somebody holds it, whatever for."""
+    while frame.f_code.co_name != _RESTORE and frame.f_globals.get("__name__") == _LOCKS:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return frame.f_code is _ENTER or frame.f_code.co_name == _RESTORE
 
 
 def end_of(thread: Strand) -> Awaited:
@@ -163,7 +175,8 @@ def _workers(me: Strand) -> Iterator[tuple[Strand, Any, list[Any]]]:
             if frame.f_code is _RUN:
                 item = frame.f_locals["self"]
             elif frame.f_code is _WORK:
-                yield strand, item, [*frame.f_locals["work_queue"]._queue]
+                queued = getattr(frame.f_locals["work_queue"], "_queue", ())
+                yield strand, item, [*queued]
             frame = frame.f_back
 
 
@@ -173,6 +186,7 @@ def _task(_: Any, me: Strand) -> Awaited:
     )
 
 
+_ENTER = threading.Condition.__enter__.__code__
 _RUN, _WORK = pools._WorkItem.run.__code__, pools._worker.__code__
 _MADE_OF_LOCKS: dict[CodeType, Describe] = {
     function.__code__: describe

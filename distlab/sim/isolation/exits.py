@@ -6,15 +6,18 @@ every call would make programs slow.
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places, Site
+from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, TORCH, Exit, Places, Site
 
 OURS = str(Path(__file__).parents[2])  # what calls the program
 SCRIPT = "<module>"
+CALLERS = ("_call", "_on_cpu", "_be_main")  # of the simulation, the launcher, and for scripts
+_IS_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 MAX_CALLS = 10_000  # that are looked at: what unpickles the program may import it first
 
 
@@ -39,10 +42,11 @@ class Exits:
             sys.settrace(program.look)
         try:
             yield
+            program.let_go()  # if it has raised, the traceback holds it anyway, with its variables
         finally:
             if is_free:
                 sys.settrace(None)
-            self._note(rank, program.end())
+            self._note(rank, program.last_line())
 
     def _note(self, rank: int, site: Site | None) -> None:
         if site is not None:
@@ -69,16 +73,21 @@ class _Program:
         self._frame: FrameType | None = None
         self._main: FrameType | None = None
         self._main_called_at = 0  # line of the script
+        self._last: Site | None = None
         self._num_calls = 0
 
     def look(self, frame: FrameType, *_: object) -> None:
         """Be the trace function of a thread, until the program is there."""
         self._num_calls += 1
-        file, caller = frame.f_code.co_filename, frame.f_back
-        kind = SIMULATOR if file.startswith(OURS) else self._places.kind(file)
-        if kind == PROGRAM and caller and caller.f_code.co_filename.startswith(OURS):
+        code, caller = frame.f_code, frame.f_back.f_code if frame.f_back else None
+        kind = (
+            SIMULATOR if code.co_filename.startswith(OURS) else self._places.kind(code.co_filename)
+        )
+        is_called = caller and caller.co_name in CALLERS and caller.co_filename.startswith(OURS)
+        if kind == PROGRAM and is_called and not code.co_flags & _IS_SUSPENDED:
             self._frame = frame
-        if self._frame or kind == GIVEN or self._num_calls == MAX_CALLS:
+        is_other = is_called and kind in (PROGRAM, TORCH)  # say, decorated by torch.no_grad()
+        if is_other or kind == GIVEN or self._num_calls == MAX_CALLS:
             sys.settrace(None)
 
     def look_for_main(self, frame: FrameType | None) -> None:
@@ -90,14 +99,17 @@ class _Program:
             frame = frame.f_back
         self._main, self._main_called_at = frame, script.f_lineno
 
-    def end(self) -> Site | None:
-        """Return the last line, and let go of the frames: they hold what the program held."""
+    def last_line(self) -> Site | None:
+        """Return the line on which it has ended; None if it is not known."""
+        return self._last
+
+    def let_go(self) -> None:
+        """Note the last line, and let go of the frames: they hold what the program has held."""
         last, frames = self._frame, [self._frame, self._main]
         if self._main and self._frame and self._frame.f_lineno == self._main_called_at:
             last = self._main  # the script has done nothing after it
+        if last:
+            self._last = last.f_code.co_filename, last.f_lineno, last.f_code.co_name
         self._frame = self._main = None
-        site = (last.f_code.co_filename, last.f_lineno, last.f_code.co_name) if last else None
         for frame in filter(None, frames):
-            with contextlib.suppress(RuntimeError):  # it still runs: a generator's
-                frame.clear()
-        return site
+            frame.clear()

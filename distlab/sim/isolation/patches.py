@@ -264,6 +264,7 @@ def _patch_clocks(undo: contextlib.ExitStack, home: Home) -> None:
         _replace(undo, time, name, _virtual(getattr(time, name), per_second, home))
     sleep = time.sleep
 
+    @functools.wraps(sleep)
     def virtual_sleep(seconds: float) -> None:
         if not home.residents.is_in_rank():
             return sleep(seconds)

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from distlab.sim.engine.scheduler import Killed, Stopped
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.residents import Residents
 from distlab.sim.reporting.errors import SimulationError
-from distlab.sim.reporting.report import error_line, place
+from distlab.sim.reporting.report import WHO, error_line, place, told_once
 from distlab.sim.reporting.sites import Places
 from distlab.words import rank_names
 
@@ -60,19 +60,22 @@ class Refusals:
         what = self._outside.get(rank)
         return f"Before, rank {rank} {what}: torch has left out that call." if what else ""
 
-    def notes(self, num_calls: Mapping[int, int]) -> Iterator[str]:
+    def notes(self, num_calls: Mapping[int, int]) -> list[str]:
         """Say which errors ranks got instead of their last call, or the one before it.
 
         Args:
             num_calls: that have succeeded, by rank.
         """
-        for rank, count in num_calls.items():
-            what, before = self._by_rank.get(rank, ("", 0))
-            if what and count - before < 2:
-                yield (
-                    f"On rank {rank}, {what} The exception was caught, so the other ranks know "
-                    "nothing about it."
-                )
+        recent = {
+            rank: what
+            for rank, count in num_calls.items()
+            for what, before in [self._by_rank.get(rank, ("", count - 2))]
+            if count - before < 2
+        }
+        return told_once(
+            (rank, f"On {WHO}, {what} The exception was caught, so the other ranks do not know.")
+            for rank, what in recent.items()
+        )
 
 
 def install(

@@ -44,6 +44,7 @@ _real_start, _real_join, _real_is_alive = (
     _real_thread.is_alive,
 )
 _real_select: Any = selectors.DefaultSelector.select
+NO_THREAD = -1  # whose start is not known: only lines that a thread itself has come to count
 MAX_PAUSE_S = 1e-3  # between two looks at files
 STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
 
@@ -178,7 +179,7 @@ class Threads:
         """Note where a daemon was when its rank ended."""
         frame = sys._current_frames().get(strand.ident)
         if frame is not None and not self._scheduler.is_stopping:
-            site = self._places.call_site(frame, strand.ident)[0]
+            site = self._places.call_site(frame, NO_THREAD)[0]
             self.notes.abandoned(strand.number, strand.name, site)
 
     def _join(self, thread: threading.Thread, timeout: float | None = None) -> None:

@@ -5,9 +5,10 @@
     call 3   ranks 0-1 at line 20, ranks 2-3 at line 20     their pairs are shifted since
 
 A program may well make one call at two lines, say the root at its own. But then no rank uses the
-line of the others.
+line of the others, or all of them use both equally often, taking turns.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -46,9 +47,13 @@ class Splits:
 
     def __init__(self) -> None:
         self._by_group: dict[object, dict[frozenset[Site], Split]] = {}
+        self._uses: dict[object, dict[int, Counter[Site]]] = {}  # by group and rank, of such lines
 
     def note(self, key: object, number: int, sites: Mapping[int, Site]) -> None:
         """Keep a call that ranks made at different lines, once for the same lines."""
+        uses = self._uses.setdefault(key, {})
+        for rank, site in sites.items():
+            uses.setdefault(rank, Counter())[site] += 1
         kept = self._by_group.setdefault(key, {})
         lines = frozenset(sites.values())
         if lines not in kept and len(kept) < MAX_KEPT:
@@ -61,7 +66,9 @@ class Splits:
             key: of the group.
             now: ranks, and where each makes its current or last call of the group.
         """
-        here = list(now)
+        here, uses = list(now), [*self._uses.get(key, {}).values()]
+        if all(use == uses[0] for use in uses):
+            return ""
         for split in self._by_group.get(key, {}).values():
             lines = {*split.sites.values()}
             if any(site in lines and split.sites.get(rank, site) != site for rank, site in here):

@@ -18,6 +18,9 @@ from distlab.sim.reporting.sites import CallSite, Places, Site
 from distlab.words import joined, verb
 
 MAX_KEYS = 4  # that a report names
+FREE_ANSWERS = 1000  # equal ones in a row, for which no time passes
+MAX_ANSWERS = 200_000  # equal ones after these: a second or two of real time
+MAX_ASKED = 8  # keys for which a thread's answers are kept
 MAX_VALUE_BYTES = 20  # of a value that it shows
 _DIGITS = re.compile(r"\d+")
 NEAR = 0.7  # how alike two keys are that may be meant to be one; 1: equal
@@ -113,7 +116,7 @@ def _shown(value: bytes) -> str:
 
 
 class SimStore(Store):
-    """A store that all ranks share. Only asking whether a key is there costs virtual time."""
+    """A store that all ranks share. Only asking again and again costs virtual time."""
 
     timeout: timedelta  # torch's stub lacks it
 
@@ -124,7 +127,8 @@ class SimStore(Store):
         self._values: dict[str, bytes] = {}
         self._changes: dict[str, Change] = {}
         self._waits: list[KeyWait] = []
-        self._asked: dict[int, tuple[str, bytes]] = {}  # by rank, what it has asked for last
+        # By thread of a rank and key, the last answer, and how often it came in a row.
+        self._asked: dict[tuple[int, int], dict[str, tuple[bytes, int]]] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a key, and wake the ranks that wait for it."""
@@ -144,21 +148,27 @@ class SimStore(Store):
         """Return a key's value, waiting for it."""
         if key in self._values:
             self._ask("get", key)
-        else:
+        if key not in self._values:
             self._wait("get", [key])
         return self._values[key]
 
     def _ask(self, name: str, key: str) -> None:
-        """Let earlier ranks go first; who gets the same answer again and again waits for another.
+        """Let earlier ranks go first; who gets the same answer for ever waits for another one.
 
-        The first time is free, then a microsecond passes, or asking again would not help.
+        A program may well read a key many times. But from some number of equal answers on, time has
+        to pass, or asking again would not help; and far more of them, while no other rank can do
+        anything, are a deadlock.
         """
-        strand, asked = self._clock.current, (key, self._values[key])
-        if self._asked.get(strand.number) == asked:
-            self._clock.poll(lambda: self._wait_of(strand, name, [key]))
+        strand, value = self._clock.current, self._values[key]
+        asked = self._asked.setdefault((strand.number, strand.order), {})
+        before, times = asked.pop(key, (value, 0))
+        asked[key] = value, times + 1 if before == value else 0  # now the last one of the dict
+        if len(asked) > MAX_ASKED:
+            del asked[next(iter(asked))]
+        if asked[key][1] > FREE_ANSWERS:
+            self._clock.poll(lambda: self._wait_of(strand, name, [key]), max_polls=MAX_ANSWERS)
         else:
             self._clock.act()
-        self._asked[strand.number] = asked
 
     def _wait_of(self, strand: Strand, name: str, keys: Sequence[str]) -> KeyWait:
         """Describe what a rank waits for that asks again and again; another one may run now."""
@@ -171,8 +181,10 @@ class SimStore(Store):
         """Add to a counter and return it; adding 0 is asking for it."""
         if amount == 0 and key in self._values:
             self._ask("add", key)
-            return int(self._values[key])
-        self._clock.act()
+            if key in self._values:  # and nobody has deleted it meanwhile
+                return int(self._values[key])
+        else:
+            self._clock.act()
         value = int(self._values.get(key, b"0")) + amount
         self._set(key, str(value))
         return value

@@ -6,9 +6,9 @@ from types import FrameType
 from typing import Any
 
 from distlab.sim.engine.scheduler import Rank
-from distlab.sim.postmortem.handlers import handler_around, skipper_of
+from distlab.sim.postmortem.handlers import DELIBERATE, handler_around, skipper_of
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
-from distlab.sim.reporting.report import error_line, place
+from distlab.sim.reporting.report import WHO, behind, error_line, told_once
 from distlab.sim.reporting.sites import PROGRAM, Exit, Places, Site
 from distlab.words import rank_names
 
@@ -35,12 +35,16 @@ def suspicions(
         yield from _suspicions(error, ranks, places)
 
 
-def handled(ranks: Sequence[Rank], places: Places) -> Iterator[str]:
+def handled(ranks: Sequence[Rank], places: Places) -> list[str]:
     """Say which exceptions ranks have caught, and still deal with."""
-    for rank, error in exceptions_of(ranks):
-        if not isinstance(error, SimulationError):
-            where = place(places.raised_at(error))
-            yield f"Rank {rank} is in an except: it has caught {error_line(error)}, {where}."
+    return told_once(
+        (
+            rank,
+            f"On {WHO}, an except deals with {error_line(error)}{behind(places.raised_at(error))}.",
+        )
+        for rank, error in exceptions_of(ranks)
+        if not isinstance(error, SimulationError) and type(error).__name__ not in DELIBERATE
+    )
 
 
 def exceptions_of(ranks: Sequence[Rank]) -> Iterator[tuple[int, Exception]]:

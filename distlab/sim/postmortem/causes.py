@@ -13,7 +13,7 @@ from distlab.sim.postmortem.group_hints import wrong_group
 from distlab.sim.postmortem.standstill import MAX_CLAUSES, Standstill, find_cycle
 from distlab.sim.reporting.errors import DeadlockKind
 from distlab.sim.reporting.torch_calls import advice_for
-from distlab.words import rank_names, verb
+from distlab.words import lowered, rank_names, verb
 
 
 class Cause(NamedTuple):
@@ -61,7 +61,7 @@ def _knot(still: Standstill, ranks: list[int]) -> Cause:
         cause = cause._replace(advice=by_torch if is_cycle else f"{by_torch} {cause.advice}")
     for rank in cause.involved:
         if held := thread_waits.held_during(still.blocked[rank]):
-            advice = f"{held.advice} If not: {_lower(cause.advice)}"
+            advice = f"{held.advice} If not: {lowered(cause.advice)}"
             return cause._replace(words=f"{cause.words}; {held.words}", advice=advice)
     return cause
 
@@ -88,7 +88,7 @@ def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
     if still.killed.isdisjoint(gone):
         hint = wrong_group(still, ranks, ranks)
         advice = _why_early(still.blocked[ranks[0]], ranks, gone)
-        advice = f"{hint} If not: {_lower(advice)}" if hint else advice
+        advice = f"{hint} If not: {lowered(advice)}" if hint else advice
     else:
         advice = (
             "A killed rank never answers. The others need a heartbeat or a timeout to notice that, "
@@ -157,7 +157,7 @@ def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
     is_long = len(cycle) > MAX_CLAUSES and all(len(still.mates[rank]) == 1 for rank in cycle)
     if not names or not is_long or len(cycle) > MAX_CIRCLE:
         return ""
-    return f"{_lower(names[:-1])}, each for the next of {', '.join(map(str, [*cycle, cycle[0]]))}"
+    return f"{lowered(names[:-1])}, each for the next of {', '.join(map(str, [*cycle, cycle[0]]))}"
 
 
 def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> str:
@@ -169,9 +169,9 @@ def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> st
     hint = wrong_group(still, ranks, still.mates[cycle[0]])
     is_one_line = len({still.blocked[rank].site for rank in ranks}) == 1  # a loop over groups?
     if hint and not is_one_line:
-        return f"{hint} If not: {_lower(rule)}"
+        return f"{hint} If not: {lowered(rule)}"
     if hint and not names:
-        return f"{rule} Or else: {_lower(hint)}"
+        return f"{rule} Or else: {lowered(hint)}"
     return f"{told}{rule} Or is one of these calls on the wrong group?"
 
 
@@ -190,10 +190,6 @@ def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
         f"Or {verb(missing, 'do', 'does')} {rank_names(missing)} skip a call?",
     )
     return Cause("missing rank", missing, ranks, words, advice)
-
-
-def _lower(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
 
 
 def _joined(*sentences: str) -> str:

@@ -21,6 +21,7 @@ from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.errors import BlockedCall, Deadlock
 from distlab.sim.reporting.report import table
 from distlab.sim.reporting.sites import Exit, Site
+from distlab.words import lowered
 
 MAX_ROWS = 12
 MAX_CAUSES = 3
@@ -89,7 +90,7 @@ def explain(
     ]
     advice = "\n".join(_advice(causes[0], still, unmatched, queued, beside))
     if shift := _shift(causes[0], still, history):
-        advice = f"{shift}\nIf not: {advice[:1].lower()}{advice[1:]}"
+        advice = f"{shift}\nIf not: {lowered(advice)}"
     lines = [
         *_headlines(causes),
         *table(
@@ -144,7 +145,7 @@ def _advice(
     ):
         return [hint]
     if hint := near_misses.taken_by_another(waiting):
-        return [hint, f"If not: {cause.advice[:1].lower()}{cause.advice[1:]}"]
+        return [hint, f"If not: {lowered(cause.advice)}"]
     is_cycle = cause.kind == "send/recv cycle"
     doubtful = near_misses.doubtful(pairs, still, cause.involved, beside, is_cycle=is_cycle)
     hint = near_misses.with_another_rank(doubtful)

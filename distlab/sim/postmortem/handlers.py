@@ -14,8 +14,10 @@ from distlab.sim.reporting.sites import Site
 
 Node = TypeVar("Node", bound=ast.stmt | ast.ExceptHandler)
 _LOOPS = (ast.For, ast.While)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_TRIES = tuple(getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name))
 _LEAVES = (ast.Return, ast.Continue, ast.Break)
-_DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # of those a report has nothing to ask
+DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # of those a report has nothing to ask
 
 
 class Skipper(NamedTuple):
@@ -31,8 +33,11 @@ def handler_around(site: Site) -> ast.ExceptHandler | None:
 
 
 def raises(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler may pass on what it has caught, or something in its place."""
-    return any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+    """Whether a handler passes on what it has caught, or something in its place, in any case."""
+    blocks = [handler.body]
+    for block in blocks:
+        blocks += [node.body for node in block if isinstance(node, ast.With | ast.Try)]
+    return any(isinstance(node, ast.Raise) for block in blocks for node in block)
 
 
 def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
@@ -46,12 +51,12 @@ def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
         is_in_loop: only one in a loop, after which the rank makes more calls.
     """
     line, function = site[1], _innermost(site, (ast.FunctionDef, ast.AsyncFunctionDef))
-    scope: Iterator[ast.AST] = ast.walk(function) if function else iter(_nodes(site[0]))
+    scope = _own_nodes(function or _module(site[0]))
     if is_in_loop:
         loops = [node for node in scope if isinstance(node, _LOOPS) and _holds(node, line)]
-        scope = (node for loop in loops[-1:] for node in ast.walk(loop))
+        scope = (node for loop in loops[-1:] for node in _own_nodes(loop))
     for node in scope:
-        if isinstance(node, ast.Try):
+        if isinstance(node, _TRIES):
             for handler in node.handlers:
                 is_inside = node.body[0].lineno <= line <= _end(node.body[-1])
                 if _hides(handler) and (is_inside or _leaves_before(handler, line)):
@@ -63,7 +68,7 @@ def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
 
 def _hides(handler: ast.ExceptHandler) -> bool:
     name = ast.unparse(handler.type) if handler.type else ""
-    return name not in _DELIBERATE and not raises(handler)
+    return name not in DELIBERATE and not raises(handler)
 
 
 def _leaves_before(handler: ast.ExceptHandler, line: int) -> bool:
@@ -88,14 +93,26 @@ def _end(node: ast.stmt | ast.ExceptHandler) -> int:
     return node.end_lineno or node.lineno
 
 
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function or module, without those of functions inside of it."""
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, _SCOPES):
+            yield node
+            yield from _own_nodes(node)
+
+
 def _nodes(file: str) -> tuple[ast.AST, ...]:
-    """List the nodes of a file; none if it is not there any more as it was."""
-    return _nodes_of("".join(linecache.getlines(file)))
+    return tuple(ast.walk(_module(file)))
+
+
+def _module(file: str) -> ast.Module:
+    """Parse a file; nothing is in it if it is not there any more as it was."""
+    return _parsed("".join(linecache.getlines(file)))
 
 
 @functools.lru_cache(maxsize=16)
-def _nodes_of(source: str) -> tuple[ast.AST, ...]:
+def _parsed(source: str) -> ast.Module:
     try:
-        return tuple(ast.walk(ast.parse(source)))
-    except SyntaxError:
-        return ()
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])

@@ -80,9 +80,12 @@ def ends(
 ) -> list[Row]:
     """Say how and where ranks have ended, and how far those that returned had come."""
     returned = still.ended - still.killed
-    quiet = [_quiet(rank, exits.get(rank), calls) for rank in sorted(returned.difference(calls))]
+    caught = {site: _caught(site) for site in {end.at for end in exits.values()}}
+    quiet = [
+        _quiet(rank, exits.get(rank), calls, caught) for rank in sorted(returned.difference(calls))
+    ]
     others = [
-        (_last(*calls[rank], exits.get(rank)), calls[rank][1])
+        (_last(*calls[rank], exits.get(rank), caught), calls[rank][1])
         for rank in sorted(returned & set(calls))
     ]
     killed = tuple(sorted(still.killed))
@@ -93,17 +96,19 @@ def ends(
     ]
 
 
-def _quiet(rank: int, end: Exit | None, calls: Mapping[int, object]) -> Row:
+def _quiet(
+    rank: int, end: Exit | None, calls: Mapping[int, object], caught: Mapping[Site, str]
+) -> Row:
     text = f"{_left(end)} without communicating" if calls else _left(end)
-    return Row((rank,), text, f"{place(_last_site(end))}{_caught(end)}" if end else "")
+    return Row((rank,), text, f"{place(_last_site(end))}{caught[end.at]}" if end else "")
 
 
-def _last(num_calls: int, last: Pending, end: Exit | None) -> Row:
+def _last(num_calls: int, last: Pending, end: Exit | None, caught: Mapping[Site, str]) -> Row:
     count = "1 call" if num_calls == 1 else f"{num_calls} calls, the last"
     row = last.row()
     where = row.where
     if end:
-        where += f", {_left(end)} {at(_last_site(end), last.site)}{_caught(end)}"
+        where += f", {_left(end)} {at(_last_site(end), last.site)}{caught[end.at]}"
     return row._replace(text=f"{_left(end)} after {count}: {last.text()}", where=where)
 
 
@@ -115,9 +120,9 @@ def _last_site(end: Exit) -> Site:
     return end.left_group_at or end.at
 
 
-def _caught(end: Exit) -> str:
-    """Say that a rank has ended in an ``except``: it has caught something."""
-    handler = handler_around(end.at)
+def _caught(site: Site) -> str:
+    """Say that who has ended there has ended in an ``except``: it has caught something."""
+    handler = handler_around(site)
     return f", in the except of line {handler.lineno}" if handler else ""
 
 

@@ -7,6 +7,8 @@ from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.thread_wait import ThreadWait, beside, thread_name
 from distlab.words import clauses, rank_names, verb
 
+HELD, HELD_BY_EACH = "which it holds itself", "which each of them holds itself"
+
 
 class Held(NamedTuple):
     """A lock that a thread holds while it communicates, and that another one waits for."""
@@ -29,7 +31,8 @@ def words(ranks: Sequence[int], wait: ThreadWait) -> str:
     told = _circle(chain) or chain[:-3:-1]
     if len(told) == 1 and not wait.waiters[0].name:
         text = f"{rank_names(ranks)} {verb(ranks, 'wait')} for {wait.awaited.text}"
-        text = text.replace("of its own", f"of {verb(ranks, 'their', 'its')} own")
+        if len(ranks) > 1:
+            text = text.replace("of its own", "of their own").replace(HELD, HELD_BY_EACH)
         return f"{text}, and no thread of {verb(ranks, 'them', 'it')} can go on"
     return f"on {rank_names(ranks)} {clauses([_of_thread(link) for link in told])}"
 

@@ -43,7 +43,10 @@ class SimulationError(RuntimeError):
         """Add lines: causes before the advice, which is then one more guess, and others behind."""
         text = str(self)
         if causes and self.advice:
-            text = text.replace(self.advice, "\n".join([*causes, f"Or else: {self.advice}"]))
+            before, _, after = text.rpartition(self.advice)
+            text = "\n".join(
+                [f"{before}{causes[0]}", *causes[1:], f"Or else: {self.advice}{after}"]
+            )
         elif causes:
             text = "\n".join([text, *causes])
         self.args = ("\n".join([text, *remarks]),)

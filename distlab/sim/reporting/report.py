@@ -1,11 +1,13 @@
 """How reports are written: one row per call, and two calls that disagree."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from distlab.sim.reporting.errors import Mismatch, MismatchKind
 from distlab.words import rank_names
+
+WHO = "{who}"  # in a note, for the ranks that it is about
 
 
 class Row(NamedTuple):
@@ -43,6 +45,11 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def behind(site: tuple[str, int, str]) -> str:
+    """Write ``, ring.py:41 in exchange``, or nothing if no line of the program is known."""
+    return f", {place(site)}" if site[0] else ""
+
+
 def error_line(error: BaseException) -> str:
     """Write ``KeyError: 'x'``: the first line of an error, without a full stop."""
     try:
@@ -50,6 +57,15 @@ def error_line(error: BaseException) -> str:
     except Exception:  # anything can be raised
         text = "it cannot be printed"
     return f"{type(error).__name__}: {text}".splitlines()[0].rstrip(".: ")
+
+
+def told_once(notes: Iterable[tuple[int, str]], limit: int = 4) -> list[str]:
+    """Write notes of ranks, those that differ in the rank only as one: ``WHO`` stands for it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in notes:
+        ranks.setdefault(text, []).append(rank)
+    told = [text.replace(WHO, rank_names({*who})) for text, who in ranks.items()]
+    return told if len(told) <= limit else [*told[:limit], f"… and {len(told) - limit} more."]
 
 
 def mismatch(kind: MismatchKind, headline: str, rows: Sequence[Row], advice: str) -> Mismatch:

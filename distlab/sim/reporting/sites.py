@@ -146,6 +146,8 @@ class Places:
             if f.f_code.co_filename.startswith(_OF_PARALLELISM)
             and not f.f_code.co_filename.startswith(_OF_TENSORS)
         ]
+        if not makers:
+            return ""
         maker = (special or makers)[-1]
         is_functional = maker.f_code.co_filename == functional_collectives.__file__
         return "" if is_functional else _method_name(maker)

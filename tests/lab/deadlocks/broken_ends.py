@@ -271,7 +271,7 @@ def key_behind_a_barrier() -> None:
     (0,),
     "ranks 1 and 2 wait in broadcast (call 1 of ranks 0-2) for rank 0, but rank 0 has returned",
     "On rank 0, broadcast raised RuntimeError: broadcast needs contiguous tensors",
-    "The exception was caught, so the other ranks know nothing about it.",
+    "The exception was caught, so the other ranks do not know.",
 )
 def source_alone_is_refused() -> None:
     """torch refuses the source's tensor; it catches that and returns, and the others wait."""

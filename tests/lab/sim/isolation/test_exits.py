@@ -1,15 +1,17 @@
 """A report names the line on which a rank has ended, whatever that was."""
 
 import os
+import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.sim import Deadlock, RankError, simulate
+from distlab.sim import Deadlock, RankError, SimulationError, simulate
 from distlab.sim.hardware.cluster import choose_cluster
 from distlab.sim.results.simulated import Options
 from distlab.sim.script import run_script
@@ -159,3 +161,79 @@ def test_a_rank_that_ends_itself(fn: Callable[[], None], says: str) -> None:
     assert others[1].startswith("The other ranks:")
     assert others[2].startswith("  rank 0  barrier (call 1 of ranks 0-2)  test_exits.py:")
     assert others[3] == "  rank 2  running"
+
+
+def ends_its_process_in_the_end() -> None:
+    try:
+        dist.barrier()
+    finally:
+        os._exit(5)
+
+
+def ends_its_process_when_it_deadlocks() -> None:
+    try:
+        if dist.get_rank() == 0:
+            dist.barrier()
+    except BaseException:
+        os._exit(6)
+
+
+def ends_its_process_when_another_fails() -> None:
+    try:
+        if dist.get_rank() == 1:
+            raise ValueError("bad sample")
+        dist.barrier()
+    except BaseException:
+        os._exit(7)
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (ends_its_process_in_the_end, "ended by os._exit(5)"),
+        (ends_its_process_when_it_deadlocks, "rank 0 waits in barrier"),
+        (ends_its_process_when_another_fails, "ended by os._exit(7)"),
+    ],
+)
+def test_a_rank_that_ends_itself_while_the_world_ends(fn: Callable[[], None], says: str) -> None:
+    with pytest.raises(SimulationError, match=re.escape(says)):
+        simulate(fn, 3)
+
+
+def test_a_generator_is_not_closed() -> None:
+    numbers = iter([1, 2, 3])
+
+    def generate() -> Iterator[int]:
+        yield from numbers
+
+    assert simulate(generate().__next__, 2).results == [1, 2]
+
+
+def test_the_variables_of_a_rank_that_has_raised_are_kept() -> None:
+    def program() -> None:
+        secret = 42
+        raise ValueError(secret)
+
+    with pytest.raises(RankError) as caught:
+        simulate(program, 1)
+    cause = caught.value.__cause__
+    assert cause is not None
+    *_, (frame, _) = traceback.walk_tb(cause.__traceback__)
+    assert frame.f_locals == {"secret": 42}
+
+
+def test_a_decorated_program_is_not_traced() -> None:
+    @torch.no_grad()
+    def tracer() -> object:
+        return sys.gettrace()
+
+    assert simulate(tracer, 2).results == [None, None]
+
+
+def test_of_a_decorated_program_no_line_is_made_up() -> None:
+    @torch.no_grad()
+    def program() -> None:
+        if dist.get_rank():
+            dist.barrier()
+
+    assert "  rank 0         returned without communicating\n" in f"{report(program)}\n"

@@ -45,12 +45,14 @@ def catches() -> None:
 
 
 def test_the_error_of_a_task_is_told_if_nobody_has_asked_for_it() -> None:
-    note = next(line for line in report(never_asks).splitlines() if line.startswith("A task in "))
+    note = next(
+        line for line in report(never_asks).splitlines() if line.startswith("On rank 0, what ")
+    )
     assert note.startswith(
-        "A task in thread 'ThreadPoolExecutor-0_0' of rank 0 ended with OSError: disk full, "
+        "On rank 0, what ran in thread 'ThreadPoolExecutor-0_0' ended with OSError: disk full, "
         "test_thread_notes.py:"
     )
-    assert note.endswith("in saves, and nobody has asked for its result.")
+    assert note.endswith("in saves, and nobody has asked for it.")
 
 
 @pytest.mark.parametrize("fn", [asks, catches])
@@ -73,8 +75,8 @@ def forgets_to_join() -> None:
 
 def test_a_daemon_that_has_ended_with_its_rank_is_named() -> None:
     note = report(forgets_to_join).splitlines()[-1]
-    assert note.startswith("Rank 0 ended while its daemon thread 'sender' was at test_thread_notes")
-    assert note.endswith("in sends_later: is a join() missing?")
+    assert note.startswith("Rank 0 ended, and daemon thread 'sender' with it, which was at test_th")
+    assert note.endswith("in sends_later.")
 
 
 def test_of_daemons_nothing_is_said_if_their_rank_is_not_to_blame() -> None:
@@ -87,3 +89,66 @@ def test_of_daemons_nothing_is_said_if_their_rank_is_not_to_blame() -> None:
             dist.recv(torch.ones(1), 0)
 
     assert "daemon" not in report(program)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def fails() -> None:
+    raise Unprintable
+
+
+def test_an_error_that_cannot_be_printed_reaches_who_asks_for_it() -> None:
+    def program() -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            return isinstance(pool.submit(fails).exception(), Unprintable)
+
+    assert simulate(program, 2).results == [True, True]
+
+
+def test_equal_notes_of_many_ranks_are_one_line() -> None:
+    def program() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int, "x")
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    with pytest.raises(Deadlock) as caught:
+        simulate(program, 64)
+    (note,) = [line for line in str(caught.value).splitlines() if "what ran in thread" in line]
+    assert note.startswith(
+        "On ranks 0-63, what ran in thread 'ThreadPoolExecutor-0_0' ended with V"
+    )
+    assert "base 10: 'x', and nobody has asked" in note
+
+
+def test_who_asks_for_the_first_error_of_a_map_knows_of_it() -> None:
+    def program() -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="'x'"):
+            list(pool.map(int, "xyz"))
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    assert "what ran" not in report(program)
+
+
+def test_a_condition_whose_lock_somebody_holds() -> None:
+    def program() -> None:
+        condition = threading.Condition()
+
+        def waits() -> None:
+            with condition:
+                condition.wait()
+
+        thread = threading.Thread(target=waits, name="w")
+        thread.start()
+        time.sleep(1)
+        with condition:
+            condition.notify()
+            thread.join()
+
+    text = report(program)
+    assert "thread 'w' waits for a lock of its own, held by the main thread" in text
+    assert "notify" not in text

@@ -480,5 +480,7 @@ def test_the_error_that_has_ended_a_thread_is_in_the_report(
     with pytest.raises(Deadlock) as caught:
         simulate(loses_the_error_of_a_thread, 2)
     note = str(caught.value).splitlines()[-2]  # before the advice
-    assert note.startswith("Thread 'sender' of rank 0 ended with KeyError: 'grad', test_threads.py")
+    assert note.startswith(
+        "On rank 0, thread 'sender' ended with KeyError: 'grad', test_threads.py"
+    )
     assert note.endswith("in sends_what_is_not_there.")

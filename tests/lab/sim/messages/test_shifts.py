@@ -32,7 +32,7 @@ def test_what_points_to_a_shift(sites, now, is_shifted: bool) -> None:
 def test_the_first_of_several_calls_with_these_lines_is_told() -> None:
     splits = Splits()
     splits.note("group", 4, {0: A, 1: B, 2: B})
-    splits.note("group", 7, {0: B, 1: A, 2: A})
+    splits.note("group", 7, {0: B, 1: A, 2: B})
     assert splits.shift("group", [(1, A)]) == (
         "Call 5 of the group was made by rank 0 at train.py:10 in step, and by ranks 1 and 2 at "
         "train.py:20 in step: do some ranks make a call more there, or one less?"
@@ -84,4 +84,20 @@ def test_the_call_that_one_rank_makes_more_is_named(
 def test_a_line_of_its_own_for_the_root_is_no_shift() -> None:
     with pytest.raises(Deadlock) as caught:
         simulate(has_a_line_for_the_root, 3)
+    assert "of the group was made" not in str(caught.value)
+
+
+def takes_turns() -> None:
+    for step in range(4):
+        if step % 2 == dist.get_rank():
+            dist.all_reduce(torch.ones(1))
+        else:
+            dist.all_reduce(torch.zeros(1))
+    if dist.get_rank():
+        dist.barrier()
+
+
+def test_ranks_that_take_turns_are_not_shifted() -> None:
+    with pytest.raises(Deadlock) as caught:
+        simulate(takes_turns, 2)
     assert "of the group was made" not in str(caught.value)

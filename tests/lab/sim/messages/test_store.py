@@ -1,5 +1,6 @@
 """Ranks that ask the store again and again, and what reports say about its keys."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -122,3 +123,55 @@ def reads_one_key_too_many() -> None:
 def test_a_key_with_another_number_is_not_misspelled() -> None:
     assert "There is a key 'address/2', which rank 2 has set at " in report(reads_one_key_too_many)
     assert "does a rank set one key less?" in report(reads_one_key_too_many)
+
+
+def reads_a_limit_in_every_step() -> int:
+    total = 0
+    if dist.get_rank() == 0:
+        store().set("limit", "7")
+        for _ in range(12_000):
+            total += int(store().get("limit")) + store().add("extra", 0)
+    dist.barrier()
+    return total
+
+
+def test_reading_a_key_often_is_no_waiting() -> None:
+    assert simulate(reads_a_limit_in_every_step, 2).results == [84_000, 0]
+
+
+def reads_a_key_that_is_deleted_and_set_again() -> bytes:
+    if dist.get_rank() == 0:
+        store().set("k", "v")
+        dist.barrier()
+        time.sleep(0.0005)
+        store().delete_key("k")
+        time.sleep(1)
+        store().set("k", "w")
+        return b"w"
+    dist.barrier()
+    value = store().get("k")
+    while value == b"v":
+        value = store().get("k")
+    return value
+
+
+def test_who_reads_a_key_that_is_deleted_waits_for_it() -> None:
+    assert simulate(reads_a_key_that_is_deleted_and_set_again, 2).results == [b"w", b"w"]
+
+
+def asks_for_two_keys_in_turn() -> bool:
+    if dist.get_rank() == 0:
+        store().set("a", "0")
+        store().set("b", "0")
+        dist.barrier()
+        time.sleep(0.01)
+        store().set("b", "1")
+    else:
+        dist.barrier()
+        while not (store().get("a") == b"1" or store().get("b") == b"1"):
+            pass
+    return True
+
+
+def test_two_keys_may_be_asked_for_in_turn() -> None:
+    assert simulate(asks_for_two_keys_in_turn, 2).results == [True, True]

@@ -53,9 +53,7 @@ def report(fn: Callable[[], None], kind: type[SimulationError]) -> list[str]:
 
 def test_an_exception_that_is_being_handled_comes_before_the_advice() -> None:
     *_, cause, advice = report(reports_to_rank_0, Deadlock)
-    assert cause.startswith(
-        "Rank 2 is in an except: it has caught KeyError: 'missing', test_caught"
-    )
+    assert cause.startswith("On rank 2, an except deals with KeyError: 'missing', test_caught")
     assert advice.startswith("Or else: Rank 2 cannot go on")
 
 
@@ -74,7 +72,7 @@ def test_a_rank_that_is_a_call_ahead_may_have_come_through_a_handler() -> None:
 def test_what_a_call_has_refused_is_told_also_of_a_rank_that_goes_on() -> None:
     lines = report(catches_what_a_call_refuses, Mismatch)
     note = next(line for line in lines if line.startswith("On rank 2, broadcast raised "))
-    assert note.endswith("so the other ranks know nothing about it.")
+    assert note.endswith("so the other ranks do not know.")
 
 
 def refuses_long_ago() -> None:
@@ -122,6 +120,6 @@ def handles_what_cannot_be_printed() -> None:
 
 
 def test_an_exception_that_cannot_be_printed_is_told() -> None:
-    assert "it has caught Unprintable: it cannot be printed, test_caught.py:" in "\n".join(
+    assert "an except deals with Unprintable: it cannot be printed, test_caught.py:" in "\n".join(
         report(handles_what_cannot_be_printed, Deadlock)
     )

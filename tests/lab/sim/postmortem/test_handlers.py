@@ -44,6 +44,13 @@ def f():
     with contextlib.suppress(KeyError):
         reduce()
 """
+HELPER = """
+def load(path):
+    try:
+        return open(path)
+    except OSError:
+        return None
+"""
 ELSEWHERE = """
 def g():
     try:
@@ -66,7 +73,10 @@ def f():
         (BEFORE_IT.format(then="pass"), None),
         (SUPPRESSED, Skipper("suppress", 3)),
         (ELSEWHERE, None),
+        (f"{HELPER}\nreduce()", None),
+        (UNDER_IT.format(kind="OSError", then="if x:\n            raise"), Skipper("except", 6)),
         ("reduce()", None),
+        ("reduce()\0", None),
         ("def f(:\n    reduce()", None),
     ],
 )
