@@ -56,9 +56,11 @@ class ThreadNotes:
         self._failures.append(failure)
         return failure
 
-    def abandoned(self, rank: int, name: str, site: Site) -> None:
-        """Keep where a daemon was when its rank ended."""
-        where = f", which was at {place(site)}" if site[0] else ", which had not begun"
+    def abandoned(self, rank: int, name: str, site: Site, start: Site) -> None:
+        """Keep where a daemon was when its rank ended, or where it was started."""
+        where = f", which was at {place(site)}"
+        if not site[0]:
+            where = f", which had not begun (started at {place(start)})"
         self._abandoned.append((rank, f"{WHO} ended, and daemon thread {name!r} with it{where}."))
 
     def failures(self) -> list[str]:

@@ -180,7 +180,8 @@ class Threads:
         frame = sys._current_frames().get(strand.ident)
         if frame is not None and not self._scheduler.is_stopping:
             site = self._places.call_site(frame, NO_THREAD)[0]
-            self.notes.abandoned(strand.number, strand.name, site)
+            start = self._places.call_site(frame, strand.ident)[0]
+            self.notes.abandoned(strand.number, strand.name, site, start)
 
     def _join(self, thread: threading.Thread, timeout: float | None = None) -> None:
         strand: Strand | None = getattr(thread, STRAND, None)

@@ -166,13 +166,13 @@ class SimStore(Store):
         if len(asked) > MAX_ASKED:
             del asked[next(iter(asked))]
         if asked[key][1] > FREE_ANSWERS:
-            self._clock.poll(lambda: self._wait_of(strand, name, [key]), max_polls=MAX_ANSWERS)
+            call = self._places.call_site(sys._getframe(2))
+            self._clock.poll(lambda: self._wait_of(strand, name, [key], call), MAX_ANSWERS)
         else:
             self._clock.act()
 
-    def _wait_of(self, strand: Strand, name: str, keys: Sequence[str]) -> KeyWait:
+    def _wait_of(self, strand: Strand, name: str, keys: Sequence[str], call: CallSite) -> KeyWait:
         """Describe what a rank waits for that asks again and again; another one may run now."""
-        call = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
         waiting = KeyWait(self._clock, name, keys, self._changes, self._values, call)
         waiting.rank = strand.number
         return waiting
@@ -202,8 +202,8 @@ class SimStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Tell whether all keys are set; a microsecond passes, or asking again would not help."""
-        strand = self._clock.current
-        self._clock.poll(lambda: self._wait_of(strand, "check", self._missing(keys)))
+        strand, call = self._clock.current, self._places.call_site(sys._getframe(1))
+        self._clock.poll(lambda: self._wait_of(strand, "check", self._missing(keys), call))
         return self._has(keys)
 
     def _has(self, keys: Sequence[str]) -> bool:
@@ -219,7 +219,8 @@ class SimStore(Store):
     def _wait(self, name: str, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._clock.act(is_progress=self._has(keys))
         if not self._has(keys):
-            waiting = self._wait_of(self._clock.current, name, self._missing(keys))
+            call = self._places.call_site(sys._getframe(2))
+            waiting = self._wait_of(self._clock.current, name, self._missing(keys), call)
             self._waits.append(waiting)
             try:
                 waiting.wait(self._limit_s() if timeout is None else limit_s(timeout))

@@ -118,7 +118,6 @@ UNNAMED = {  # broken programs that are reported without the marked line, and wh
     "logged_and_continue": NEXT_LINE,
     "main_and_thread_recv_same": NEXT_LINE,
     "poll_file_flag": NEXT_LINE,
-    "poll_store_check": NEXT_LINE,
     "poll_thread_is_alive": NEXT_LINE,
     "store_value_not_decoded": "the wrong value is not known, only who waits",
     "swallowed_and_returned": CAUGHT,
