@@ -6,7 +6,7 @@ the other worlds, and a simulation leaves nothing behind in the process that ask
 
 import gc
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,12 @@ def _on_cpu(spec: Spec) -> object:
     """
     fn, args = spec.function_and_arguments()
     with world.on_device(torch.device("cpu")):
-        return fn(*args)
+        return _run_program(fn, args)
+
+
+def _run_program(fn: Callable[..., object], args: Sequence[object]) -> object:
+    """Call it and nothing else, so that its frame is known."""
+    return fn(*args)
 
 
 def given_of(simulation: SimulationSpec) -> tuple[str, ...]:

@@ -92,12 +92,17 @@ def _dispatcher(mains: _Mains) -> ModuleType:
     return Main("__main__")
 
 
+def _run_program(code: CodeType, names: dict[str, object]) -> None:
+    """Call the script and nothing else, so that its frame is known."""
+    exec(code, names)
+
+
 def _be_main(code: CodeType, script: Path, mains: _Mains) -> None:
     """Run the script's code in a new ``__main__``."""
     mains.module = ModuleType("__main__")
     mains.module.__file__ = str(script.resolve())
     try:
-        exec(code, mains.module.__dict__)
+        _run_program(code, mains.module.__dict__)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, TORCH, Exit, Places, Site
+from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places, Site
 
 OURS = str(Path(__file__).parents[2])  # what calls the program
 SCRIPT = "<module>"
-CALLERS = ("_call", "_on_cpu", "_be_main")  # of the simulation, the launcher, and for scripts
+STARTERS = ("_call", "_run_program")  # functions of ours that call nothing but the program
+LEADERS = ("_on_cpu", "_be_main")  # or one of these, which lead to it
 _IS_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 MAX_CALLS = 10_000  # that are looked at: what unpickles the program may import it first
 
@@ -83,12 +84,12 @@ class _Program:
         kind = (
             SIMULATOR if code.co_filename.startswith(OURS) else self._places.kind(code.co_filename)
         )
-        is_called = caller and caller.co_name in CALLERS and caller.co_filename.startswith(OURS)
-        if kind == PROGRAM and is_called and not code.co_flags & _IS_SUSPENDED:
+        is_started = caller and caller.co_name in STARTERS and caller.co_filename.startswith(OURS)
+        is_called = is_started and code.co_name not in LEADERS
+        if is_called and kind == PROGRAM and not code.co_flags & _IS_SUSPENDED:
             self._frame = frame
-        is_other = is_called and kind in (PROGRAM, TORCH)  # say, decorated by torch.no_grad()
-        if is_other or kind == GIVEN or self._num_calls == MAX_CALLS:
-            sys.settrace(None)
+        if is_called or kind == GIVEN or self._num_calls == MAX_CALLS:
+            sys.settrace(None)  # also if it is of ours, or decorated by something of torch
 
     def look_for_main(self, frame: FrameType | None) -> None:
         """Find what a script has called, in a call below it."""

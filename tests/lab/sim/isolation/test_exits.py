@@ -6,11 +6,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import distlab
 from distlab.sim import Deadlock, RankError, SimulationError, simulate
 from distlab.sim.hardware.cluster import choose_cluster
 from distlab.sim.results.simulated import Options
@@ -237,3 +239,9 @@ def test_of_a_decorated_program_no_line_is_made_up() -> None:
             dist.barrier()
 
     assert "  rank 0         returned without communicating\n" in f"{report(program)}\n"
+
+
+def test_a_program_of_our_own_is_not_traced() -> None:
+    file, names = Path(distlab.__file__).parent / "own.py", dict[str, Any]()
+    exec(compile("import sys\ndef program(): return sys.gettrace()", file, "exec"), names)
+    assert simulate(names["program"], 2).results == [None, None]
