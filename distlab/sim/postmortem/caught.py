@@ -26,10 +26,8 @@ def suspicions(
         places: tell the program's lines.
         exits: by rank, where it has left.
     """
-    has_left_in_handler = any(
-        rank in exits and handler_around(exits[rank].at) for rank in error.ranks
-    )
-    if has_left_in_handler:
+    ends = {exits[rank].at for rank in error.ranks if rank in exits}  # few, also of many ranks
+    if any(handler_around(site) for site in ends):
         return
     if isinstance(error, Mismatch) or (isinstance(error, Deadlock) and error.kind in KINDS):
         yield from _suspicions(error, ranks, places)

@@ -55,15 +55,17 @@ def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
     if is_in_loop:
         loops = [node for node in scope if isinstance(node, _LOOPS) and _holds(node, line)]
         scope = (node for loop in loops[-1:] for node in _own_nodes(loop))
-    for node in scope:
-        if isinstance(node, _TRIES):
-            for handler in node.handlers:
-                is_inside = node.body[0].lineno <= line <= _end(node.body[-1])
-                if _hides(handler) and (is_inside or _leaves_before(handler, line)):
-                    return Skipper("except", handler.lineno)
-        elif isinstance(node, ast.With) and _suppresses(node) and _holds(node, line):
-            return Skipper("suppress", node.lineno)
-    return None
+    return next((skipper for node in scope for skipper in _skippers_of_node(node, line)), None)
+
+
+def _skippers_of_node(node: ast.AST, line: int) -> Iterator[Skipper]:
+    if isinstance(node, _TRIES):
+        is_inside = node.body[0].lineno <= line <= _end(node.body[-1])
+        for handler in node.handlers:
+            if _hides(handler) and (is_inside or _leaves_before(handler, line)):
+                yield Skipper("except", handler.lineno)
+    elif isinstance(node, ast.With) and _suppresses(node) and _holds(node, line):
+        yield Skipper("suppress", node.lineno)
 
 
 def _hides(handler: ast.ExceptHandler) -> bool:
