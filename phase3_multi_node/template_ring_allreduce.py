@@ -1,0 +1,137 @@
+"""All-reduce around a ring: every rank sends to its right neighbour alone, one chunk at a time.
+
+Tasks 3.1 to 3.4. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 3.1``.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import cycle
+from math import ceil
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phase3_multi_node.given import Group, exchange, start_exchange
+
+SEGMENT_BYTES = 2**20
+
+
+def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
+    """Sum ``x`` over all ranks, and return this rank's chunk of the sum.
+
+    The chunks are those of ``tensor_split``: N parts of which the first are one element longer if N
+    does not divide the size. In each of N-1 steps, every rank sends a chunk to its right neighbour,
+    rank r+1, and adds the chunk that arrives from its left to its own. N = 4; a cell is the number
+    of the chunk that a rank sends:
+                 r0  r1  r2  r3
+        step 0    3   0   1   2
+        step 1    2   3   0   1
+        step 2    1   2   3   0      then rank r holds the whole sum of chunk r
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size, even less than N. Its memory
+            is used to add in: afterwards only this rank's chunk of it is defined.
+        group: the ranks that take part; all by default.
+
+    Returns:
+        Chunk r of the sum on rank r: a view of ``x``, of one dimension.
+
+    Cost: N-1 messages per rank, each of a chunk, which may be empty: (N-1)/N of the bytes of ``x``.
+        (N-1)α + (N-1)/N·nβ seconds for n bytes; no collective; one chunk of extra memory.
+    Source: Patarasuk and Yuan 2009, section 3; Thakur, Rabenseifner and Gropp 2005, section 4.3.
+    """
+    # TODO 3.1: add up the chunks on their way round the ring, and return this rank's.
+    #   Tools: x.view(-1).tensor_split, exchange (given), torch.empty_like, +=.
+    #   Example: 10 numbers on 4 ranks are chunks of 3, 3, 2 and 2. Rank 1 sends 3 messages, of 3, 2
+    #   and 2 numbers, and returns a view of 3 numbers.
+    #   About 9 lines.
+    raise NotImplementedError(
+        "Task 3.1: ring_reduce_scatter, see guidelines.md#31-reduce-scatter-around-a-ring"
+    )
+
+
+def ring_all_gather(x: Tensor, group: Group = None) -> None:
+    """Collect the chunks of all ranks in ``x``, in place.
+
+    In each of N-1 steps, every rank passes on the chunk that arrived last. N = 4; a cell is the
+    number of the chunk that a rank sends:
+                 r0  r1  r2  r3
+        step 0    0   1   2   3
+        step 1    3   0   1   2
+        step 2    2   3   0   1
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size. The chunks are those of
+            ``tensor_split``: rank r brings chunk r, and all others are overwritten. The caller may
+            overwrite ``x`` as soon as this returns.
+        group: the ranks that take part; all by default.
+
+    Cost: N-1 messages per rank, each of a chunk: (N-1)/N of the bytes of ``x``. (N-1)α +
+        (N-1)/N·nβ seconds for n bytes; no collective, and no memory besides ``x``.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.1 (ring algorithm).
+    """
+    # TODO 3.2: let every rank end with the chunks of all.
+    #   Tools: x.view(-1).tensor_split, exchange (given).
+    #   Example: 10 numbers on 4 ranks are chunks of 3, 3, 2 and 2. Rank 1 sends 3 messages, of 3, 3
+    #   and 2 numbers.
+    #   About 6 lines.
+    raise NotImplementedError(
+        "Task 3.2: ring_all_gather, see guidelines.md#32-all-gather-around-a-ring"
+    )
+
+
+def ring_all_reduce(x: Tensor, group: Group = None) -> None:
+    """Sum ``x`` over all ranks, in place: a reduce-scatter around the ring, then an all-gather.
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
+            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        group: the ranks that take part; all by default.
+
+    Cost: 2(N-1) messages per rank, each of a chunk: 2(N-1)/N of the bytes of ``x``, the least that
+        any all-reduce can send. 2(N-1)α + 2(N-1)/N·nβ seconds for n bytes; no collective; one chunk
+        of extra memory.
+    Source: Patarasuk and Yuan 2009, section 3.
+    """
+    # TODO 3.3: let every rank end with the sum of all x, for the least bytes.
+    #   Tools: ring_reduce_scatter (3.1), ring_all_gather (3.2).
+    #   Example: 1,000 float32 numbers on 4 ranks: each rank sends 6 messages of 1,000 bytes.
+    #   About 2 lines.
+    raise NotImplementedError(
+        "Task 3.3: ring_all_reduce, see guidelines.md#33-all-reduce-around-a-ring"
+    )
+
+
+def segmented_ring_all_reduce(
+    x: Tensor, group: Group = None, *, segment_bytes: int = SEGMENT_BYTES
+) -> None:
+    """Sum ``x`` over all ranks, in place, around a ring that does not stop while a rank adds.
+
+    Every chunk travels in segments. While a rank adds the segment that has arrived, the next one is
+    on its way, and so is the next of its own:
+        link      segment 0   segment 1   segment 2   segment 3
+        adding                segment 0   segment 1   segment 2   segment 3
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
+            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        group: the ranks that take part; all by default.
+        segment_bytes: the most that a message holds, at least the size of an element; the same on
+            all ranks.
+
+    Cost: the bytes of ``ring_all_reduce``, in S times as many messages for chunks of S segments.
+        2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding a segment takes no longer than its message; no
+        collective; two segments of extra memory.
+    Source: NCCL splits its rings' chunks in this way: Hu et al. 2025 (arXiv 2507.04786).
+    """
+    # TODO 3.4: do as ring_all_reduce, with two segments on their way while there are that many.
+    #   Tools: start_exchange (given), tensor_split, collections.deque, itertools.cycle.
+    #   Example: 1,000 float32 numbers on 2 ranks with segments of 512 bytes: chunks of 500 numbers
+    #   are 4 segments of 125, and each rank sends 8 messages of 500 bytes.
+    #   About 20 lines.
+    raise NotImplementedError(
+        "Task 3.4: segmented_ring_all_reduce, see guidelines.md#34-overlap-adding-and-receiving"
+    )

@@ -1,0 +1,161 @@
+"""All-reduce around a ring: every rank sends to its right neighbour alone, one chunk at a time."""
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import cycle
+from math import ceil
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phase3_multi_node.given import Group, exchange, start_exchange
+
+SEGMENT_BYTES = 2**20
+
+
+def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
+    """Sum ``x`` over all ranks, and return this rank's chunk of the sum.
+
+    The chunks are those of ``tensor_split``: N parts of which the first are one element longer if N
+    does not divide the size. In each of N-1 steps, every rank sends a chunk to its right neighbour,
+    rank r+1, and adds the chunk that arrives from its left to its own. N = 4; a cell is the number
+    of the chunk that a rank sends:
+                 r0  r1  r2  r3
+        step 0    3   0   1   2
+        step 1    2   3   0   1
+        step 2    1   2   3   0      then rank r holds the whole sum of chunk r
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size, even less than N. Its memory
+            is used to add in: afterwards only this rank's chunk of it is defined.
+        group: the ranks that take part; all by default.
+
+    Returns:
+        Chunk r of the sum on rank r: a view of ``x``, of one dimension.
+
+    Cost: N-1 messages per rank, each of a chunk, which may be empty: (N-1)/N of the bytes of ``x``.
+        (N-1)α + (N-1)/N·nβ seconds for n bytes; no collective; one chunk of extra memory.
+    Source: Patarasuk and Yuan 2009, section 3; Thakur, Rabenseifner and Gropp 2005, section 4.3.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    chunks = x.view(-1).tensor_split(world_size)  # views: what is written into a chunk is in x
+    arrived = torch.empty_like(chunks[0])  # no chunk is longer
+
+    for step in range(world_size - 1):
+        outgoing, mine = (
+            chunks[(rank - step - 1) % world_size],
+            chunks[(rank - step - 2) % world_size],
+        )
+        incoming = arrived[: len(mine)]
+        exchange(outgoing, right, incoming, left, group)
+        mine += incoming
+    return chunks[rank]
+
+
+def ring_all_gather(x: Tensor, group: Group = None) -> None:
+    """Collect the chunks of all ranks in ``x``, in place.
+
+    In each of N-1 steps, every rank passes on the chunk that arrived last. N = 4; a cell is the
+    number of the chunk that a rank sends:
+                 r0  r1  r2  r3
+        step 0    0   1   2   3
+        step 1    3   0   1   2
+        step 2    2   3   0   1
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size. The chunks are those of
+            ``tensor_split``: rank r brings chunk r, and all others are overwritten. The caller may
+            overwrite ``x`` as soon as this returns.
+        group: the ranks that take part; all by default.
+
+    Cost: N-1 messages per rank, each of a chunk: (N-1)/N of the bytes of ``x``. (N-1)α +
+        (N-1)/N·nβ seconds for n bytes; no collective, and no memory besides ``x``.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.1 (ring algorithm).
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    chunks = x.view(-1).tensor_split(world_size)
+
+    for step in range(world_size - 1):
+        outgoing, incoming = (chunks[(rank - step - i) % world_size] for i in (0, 1))
+        exchange(outgoing, right, incoming, left, group)
+
+
+def ring_all_reduce(x: Tensor, group: Group = None) -> None:
+    """Sum ``x`` over all ranks, in place: a reduce-scatter around the ring, then an all-gather.
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
+            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        group: the ranks that take part; all by default.
+
+    Cost: 2(N-1) messages per rank, each of a chunk: 2(N-1)/N of the bytes of ``x``, the least that
+        any all-reduce can send. 2(N-1)α + 2(N-1)/N·nβ seconds for n bytes; no collective; one chunk
+        of extra memory.
+    Source: Patarasuk and Yuan 2009, section 3.
+    """
+    ring_reduce_scatter(x, group)
+    ring_all_gather(x, group)
+
+
+def segmented_ring_all_reduce(
+    x: Tensor, group: Group = None, *, segment_bytes: int = SEGMENT_BYTES
+) -> None:
+    """Sum ``x`` over all ranks, in place, around a ring that does not stop while a rank adds.
+
+    Every chunk travels in segments. While a rank adds the segment that has arrived, the next one is
+    on its way, and so is the next of its own:
+        link      segment 0   segment 1   segment 2   segment 3
+        adding                segment 0   segment 1   segment 2   segment 3
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
+            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        group: the ranks that take part; all by default.
+        segment_bytes: the most that a message holds, at least the size of an element; the same on
+            all ranks.
+
+    Cost: the bytes of ``ring_all_reduce``, in S times as many messages for chunks of S segments.
+        2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding a segment takes no longer than its message; no
+        collective; two segments of extra memory.
+    Source: NCCL splits its rings' chunks in this way: Hu et al. 2025 (arXiv 2507.04786).
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    chunks = x.view(-1).tensor_split(world_size)
+    num_segments = max(1, ceil(len(chunks[0]) / (segment_bytes // x.element_size())))
+    segments = [chunk.tensor_split(num_segments) for chunk in chunks]
+    inboxes = cycle([torch.empty_like(segments[0][0]) for _ in range(2)])
+
+    in_flight: deque[_Hop] = deque()
+    for step in range(2 * (world_size - 1)):  # the all-gather goes on where the sums are whole
+        outgoing, mine = (segments[(rank - step - i) % world_size] for i in (1, 2))
+        for out_segment, my_segment in zip(outgoing, mine, strict=True):
+            is_sum = step >= world_size - 1
+            incoming = my_segment if is_sum else next(inboxes)[: len(my_segment)]
+            works = start_exchange(out_segment, right, incoming, left, group)
+            in_flight.append(_Hop(works, my_segment, incoming))
+            if len(in_flight) == min(
+                2, num_segments
+            ):  # a lone segment cannot wait: it goes on next
+                in_flight.popleft().finish()
+    for hop in in_flight:
+        hop.finish()
+
+
+class _Hop(NamedTuple):
+    """A segment that leaves to the right while another one arrives from the left."""
+
+    works: Sequence[dist.Work]
+    mine: Tensor  # to which what arrives is added, or which it replaces
+    incoming: Tensor
+
+    def finish(self) -> None:
+        """Wait until both have arrived; add what came, if it did not come to its place."""
+        for work in self.works:
+            work.wait()
+        if self.incoming is not self.mine:
+            self.mine.add_(self.incoming)

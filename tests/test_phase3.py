@@ -1,0 +1,16 @@
+"""The grading suite of Phase 3: collectives for clusters, and training on many of their nodes.
+
+The bodies, in tests/phase3, run on every rank with the learner's lesson as first argument and
+return values. What is asserted about these, and about the bytes, messages, memory and times of the
+run, is asserted in tests/phase3/judge_*.py, task by task; pytest collects it from here.
+"""
+
+import sys
+
+# ring_allreduce
+from phase3.judge_ring import *
+
+from distlab.grade.plugin import main
+
+if __name__ == "__main__":
+    sys.exit(main(__file__))
