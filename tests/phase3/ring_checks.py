@@ -1,0 +1,207 @@
+"""What the judges of tasks 3.1 to 3.4 share: who sends what to whom round a ring, and the sums."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from distlab.grade import Run, check
+from distlab.words import counted
+from judging.checks import edges_of, rounds_of, short, short_beside
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE
+from judging.tensors import FRACTIONS, numbers_of
+from phase3 import ring as b
+
+ITEM_BYTES = 4  # of a float32, which the costs are counted with
+SLACK_BYTES = 256  # for a few numbers
+OF_MESSAGES = "a ring should be made of messages between neighbours (exchange, isend, irecv)"
+IN_GROUP = f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, "
+STUCK = (
+    "In each step, every rank should start its send and its receive together, as exchange does: "
+    "where all ranks wait for their sends first, nobody receives."
+)
+
+
+def chunk_bytes(num_elements: int, n: int) -> list[int]:
+    """The bytes of each chunk: the first ones are one element longer."""
+    share, longer = divmod(num_elements, n)
+    return [ITEM_BYTES * (share + (rank < longer)) for rank in range(n)]
+
+
+def sent_by(run: Run, rank: int) -> list[int]:
+    """The bytes of what a rank sends, message by message, but for empty ones; ordered."""
+    pairs = run.trace.pairs() if run.trace else []
+    return sorted(send.num_bytes for send, _ in pairs if send.rank == rank and send.num_bytes)
+
+
+def check_neighbours(run: Run) -> None:
+    """Check that every rank sends to the next one alone."""
+    n, edges = len(run.results), edges_of(run)
+    is_left = n > 2 and all(dst == (src - 1) % n for src, dst in edges)
+    cause = " These are left neighbours: your chunks travel the other way." if is_left else ""
+    for rank in range(n):
+        right = (rank + 1) % n
+        found = sorted({dst for src, dst in edges if src == rank})
+        check(
+            set(found) <= {right},
+            f"rank {rank} of {n} sends to ranks {found}; round the ring, every rank should send to "
+            f"its right neighbour alone, here rank {right}.{cause}",
+        )
+
+
+def check_sent(run: Run, rank: int, wanted: Sequence[int], which: str, whole: int) -> None:
+    """Check how many messages of how many bytes a rank has sent, in any order.
+
+    Args:
+        run: of the simulated world.
+        rank: that is checked.
+        wanted: the bytes of each message.
+        which: chunks these are.
+        whole: the bytes of the whole tensor.
+    """
+    found = sent_by(run, rank)
+    check(
+        found == sorted(wanted) and run.messages[rank] <= len(wanted),
+        f"rank {rank} of {len(run.results)} should send {which}: {_text_of(wanted)}. It sends "
+        f"{_text_of(found, run.messages[rank])}. {_why_not_sent(found, wanted, whole)}",
+    )
+
+
+def _text_of(sizes: Sequence[int], count: int | None = None) -> str:
+    count = len(sizes) if count is None else count
+    longest = f", at most {max(sizes):,} in a message" if sizes else ""
+    return f"{counted(count, 'message')}, {sum(sizes):,} bytes in all{longest}"
+
+
+def _why_not_sent(found: Sequence[int], wanted: Sequence[int], whole: int) -> str:
+    if max(found, default=0) == whole:
+        return "A message holds the whole tensor: send one chunk in each step."
+    if max(found, default=0) > max(wanted, default=0):
+        return (
+            "A message is longer than the longest chunk: are the chunks those of tensor_split, and "
+            "do they travel in the dtype of x?"
+        )
+    if len(found) == len(wanted) and abs(sum(found) - sum(wanted)) <= 2 * ITEM_BYTES:
+        return "Which chunk does this rank have to send never, and which one twice?"
+    return "One chunk leaves in each step, as it is: not in parts, not padded, and none twice."
+
+
+def check_all_reduce_sent(run: Run, num_elements: int) -> None:
+    """Check that every rank sends 2(N-1) messages of a chunk, whichever chunks these are."""
+    n, whole = len(run.results), ITEM_BYTES * num_elements
+    chunks = chunk_bytes(num_elements, n)
+    for rank in range(n):
+        found = sent_by(run, rank)
+        check(
+            run.messages[rank] == 2 * (n - 1) and {*found} <= {*chunks},
+            f"rank {rank} of {n} should send {counted(2 * (n - 1), 'message')}, each of a chunk, "
+            f"{min(chunks):,} or {max(chunks):,} bytes; it sends "
+            f"{_text_of(found, run.messages[rank])}. "
+            f"{_why_not_sent(found, [max(chunks)] * 2 * (n - 1), whole)}",
+        )
+
+
+def check_bytes_of_all_reduce(run: Run, num_elements: int) -> None:
+    """Check that every rank sends all chunks but one, twice."""
+    n, whole = len(run.results), ITEM_BYTES * num_elements
+    chunks = chunk_bytes(num_elements, n)
+    least, most = 2 * (whole - max(chunks)), 2 * (whole - min(chunks))
+    for rank, sent in enumerate(run.bytes_sent):
+        wanted = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        check(
+            least <= sent <= most,
+            f"rank {rank} of {n} should send {wanted} bytes, 2(N-1)/N of the {whole:,} of x; it "
+            f"sends {sent:,.0f}. Every rank sends all chunks but one until the sums are whole, and "
+            "all but one again.",
+        )
+
+
+def check_rounds(run: Run, num_elements: int, num_steps: int) -> None:
+    """Check that all ranks send at the same time, in each of the steps."""
+    n = len(run.results)
+    taken = rounds_of(run, max(chunk_bytes(num_elements, n)))
+    check(
+        taken <= num_steps + 0.01,
+        f"on {counted(n, 'rank')}, it should take as long as {counted(num_steps, 'message')} of a "
+        f"chunk, one after the other; yours takes as long as {taken:g}. Start the send and the "
+        "receive of a step together (exchange): a rank that waits until its own chunk has been "
+        "received, and only then receives, holds up its left neighbour.",
+    )
+
+
+def check_sums_of_powers(run: Run) -> None:
+    """Check what x holds, where rank r brought 2^r, and say whose numbers are missing."""
+    n = len(run.results)
+    total = float(2**n - 1)
+    for rank, (least, greatest) in enumerate(run.results):
+        seen = f"{least}" if least == greatest else f"between {least} and {greatest}"
+        check(
+            least == greatest == total,
+            f"rank {rank} of {n}: before the call, rank r holds 2^r, so the sum is {total}, but x "
+            f"is {seen}. {why_not_the_sum((least, greatest), rank, n)}",
+        )
+
+
+def why_not_the_sum(found: Sequence[float], rank: int, n: int) -> str:
+    """Say why there is another number than the sum of 2^0, 2^1, …"""
+    least, greatest = found
+    if least != greatest:
+        return "Not all chunks are whole sums: which one does each rank finish, and pass on first?"
+    if least == 2.0**rank:
+        return (
+            "That is what this rank brought: nothing has been added, or not to this chunk of x. "
+            "`x = x + …` makes a new tensor, `x += …` writes into the caller's."
+        )
+    if least.is_integer() and 0 < least < 2**n:
+        held = [r for r in range(n) if int(least) >> r & 1]
+        return f"That is the sum of what ranks {held} brought: does a chunk pass every rank?"
+    if least == (2**n - 1) / n:
+        return "That is the mean: return the sum."
+    return "Is what every rank brought added exactly once?"
+
+
+def check_sums(by_rank: Sequence[Any], where: str = "") -> None:
+    """Check what x holds on each rank that took part, for every shape and dtype."""
+    n = len(by_rank)
+    for place, wanted in enumerate(sums_of(n)):
+        for rank, tensors in enumerate(by_rank):
+            got = tensors[place]
+            check(
+                got == numbers_of(wanted),
+                f"{where}rank {rank} of {n}, {kind_text(place)}: the sum should be "
+                f"{short_beside(numbers_of(wanted), got)}, but x is "
+                f"{short_beside(got, numbers_of(wanted))}. {_why_not_sums(place, got, rank)}",
+            )
+
+
+def _why_not_sums(place: int, got: Any, rank: int) -> str:
+    if got == numbers_of(b.tensors_of(rank)[place]):
+        return "That is what this rank brought: write the sum into x itself."
+    return (
+        "Are the chunks views of x, which may have several dimensions and fewer elements than "
+        "there are ranks? Add and send in the dtype of x: a cast loses digits."
+    )
+
+
+def sums_of(n: int) -> list[Any]:
+    """The sum of what n ranks bring, tensor by tensor."""
+    parts = [b.tensors_of(rank) for rank in range(n)]
+    return [sum(tensors[1:], tensors[0]) for tensors in zip(*parts, strict=True)]
+
+
+def kind_text(place: int) -> str:
+    shape, dtype = b.KINDS[place]
+    return f"{dtype} of shape {shape}"
+
+
+def check_same_bits(run: Run) -> None:
+    """Check that all ranks hold what rank 0 holds."""
+    by_rank = run.results
+    for rank, sums in enumerate(by_rank):
+        for dtype, got, first in zip(FRACTIONS, sums, by_rank[0], strict=True):
+            differ = sum(a != c for a, c in zip(first, got, strict=True))
+            check(
+                not differ,
+                f"rank {rank} of {len(by_rank)}, {dtype}: x differs from rank 0's x in {differ} of "
+                f"{len(got)} elements, perhaps only in the last bits: {short(first[:2])} there, "
+                f"{short(got[:2])} here. Ranks that add in different orders round differently: let "
+                "one rank finish a sum, and send it to the others.",
+            )
