@@ -56,8 +56,16 @@ TOLERANCE = 0.1  # for the first and the last segment, of 16, of each step
 @task("3.4")
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
 def test_segments_travel_round_the_ring(grade: Grade, n: int) -> None:
+    _check_ring(grade, n, grade.random.randrange(6000, 12_000))  # also such as 4 does not divide
+
+
+@task("3.4")
+def test_a_chunk_that_is_short_enough_is_one_segment(grade: Grade) -> None:
+    _check_ring(grade, 3, 2**20)
+
+
+def _check_ring(grade: Grade, n: int, segment_bytes: int) -> None:
     num_elements = b.uneven_size(grade.random)
-    segment_bytes = grade.random.randrange(3000, 6000)  # also such as 4 does not divide
     run = grade.run(
         *(b.reduce_my_rank, n, b.SEGMENTED, num_elements, segment_bytes), if_stuck=STUCK
     )
@@ -79,7 +87,8 @@ def _check_segments(run: Run, num_elements: int, segment_bytes: int) -> None:
         check(
             longest <= segment_bytes,
             f"{here}: it sends a message of {longest:,} bytes; a message should hold at most "
-            f"segment_bytes. A chunk has {chunk:,} bytes: cut it into {segments} segments.",
+            f"segment_bytes. A chunk has {chunk:,} bytes: cut it into "
+            f"{counted(segments, 'segment')}.",
         )
         check(
             sent <= most,
@@ -121,7 +130,7 @@ def _check_every_kind(grade: Grade, n: int, segment_bytes: int) -> None:
 @task("3.4")
 def test_segments_give_all_ranks_the_same_bits(grade: Grade) -> None:
     num_elements = grade.random.randrange(500, 1000)
-    run = grade.run(b.reduce_fractions, 5, b.SEGMENTED, num_elements, 200, if_stuck=STUCK)
+    run = grade.run(b.reduce_fractions, 5, b.SEGMENTED, num_elements, 400, if_stuck=STUCK)
     check_same_bits(run)
 
 
