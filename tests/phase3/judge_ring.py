@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
+from distlab.words import counted
 from judging.checks import (
     MEASURED,
     UNIFORM,
@@ -53,10 +54,8 @@ def test_reduce_scatter_sends_every_chunk_but_its_own(grade: Grade, n: int) -> N
     run = grade.run(b.scatter_my_rank, n, num_elements, cluster=UNIFORM, if_stuck=STUCK)
     _check_chunks_of_powers(run.results)
     _check_ring(run)
-    chunks = chunk_bytes(num_elements, n)
     for rank in range(n):
-        wanted = [size for chunk, size in enumerate(chunks) if chunk != rank]
-        check_sent(run, rank, wanted, f"every chunk but chunk {rank}, once", sum(chunks))
+        check_sent(run, rank, num_elements, rank, f"every chunk but chunk {rank}, once")
     check_rounds(run, num_elements, n - 1)
 
 
@@ -115,15 +114,24 @@ def _check_chunk(here: str, found: Any, chunks: list[Any], rank: int) -> None:
         "x.view(-1) has one.",
     )
     check(
+        len(got) == len(wanted),
+        f"{here}: chunk {rank} has {counted(len(wanted), 'element')}; returned were {len(got)}. "
+        "tensor_split makes the first chunks one element longer if N does not divide the size.",
+    )
+    check(
         got == wanted,
         f"{here}: chunk {rank} of the sum is {short_beside(wanted, got)}; returned was "
         f"{short_beside(got, wanted)}. {_why_not_the_chunk(got, chunks)}",
     )
     check(
-        found["is_view"] and found["in_x"] == wanted,
-        f"{here}: the chunk should be a view of x; yours has memory of its own, or lies elsewhere "
-        f"in x, where chunk {rank} holds {short(found['in_x'])}. Add in the chunks of x: "
-        "`chunk += …`.",
+        found["is_view"],
+        f"{here}: the chunk should be a view of x; yours has memory of its own. Add in the chunks "
+        "of x: `chunk += …`.",
+    )
+    check(
+        found["in_x"] == wanted,
+        f"{here}: chunk {rank} of x should hold the sum; what you returned lies elsewhere in x, "
+        f"and that chunk holds {short(found['in_x'])}.",
     )
 
 
@@ -134,9 +142,8 @@ def _why_not_the_chunk(got: Any, chunks: list[Any]) -> str:
             "that the last one to arrive at rank r is chunk r."
         )
     return (
-        "Are the chunks those of tensor_split, of which the first are longer, and some empty if "
-        "there are fewer elements than ranks? Add in the dtype of x, and do not overwrite a chunk "
-        "that is still to be sent."
+        "Is every chunk added once on every rank, in the dtype of x? A cast loses digits, and what "
+        "is written into a chunk that is still to be sent arrives as well."
     )
 
 
@@ -178,12 +185,10 @@ def test_all_gather_passes_on_every_chunk(grade: Grade, n: int) -> None:
     run = grade.run(b.gather_my_rank, n, num_elements, cluster=UNIFORM, if_stuck=STUCK)
     _check_chunks_of_ranks(run.results)
     _check_ring(run)
-    chunks = chunk_bytes(num_elements, n)
     for rank in range(n):
         right = (rank + 1) % n
-        wanted = [size for chunk, size in enumerate(chunks) if chunk != right]
         which = f"every chunk but chunk {right}, which rank {right} brings itself, once"
-        check_sent(run, rank, wanted, which, sum(chunks))
+        check_sent(run, rank, num_elements, right, which)
     check_rounds(run, num_elements, n - 1)
 
 

@@ -47,21 +47,22 @@ def check_neighbours(run: Run) -> None:
         )
 
 
-def check_sent(run: Run, rank: int, wanted: Sequence[int], which: str, whole: int) -> None:
-    """Check how many messages of how many bytes a rank has sent, in any order.
+def check_sent(run: Run, rank: int, num_elements: int, missing: int, which: str) -> None:
+    """Check that a rank has sent every chunk but one, once, in any order.
 
     Args:
         run: of the simulated world.
         rank: that is checked.
-        wanted: the bytes of each message.
-        which: chunks these are.
-        whole: the bytes of the whole tensor.
+        num_elements: of the whole tensor.
+        missing: the chunk that it need not send.
+        which: says in words what it should send.
     """
-    found = sent_by(run, rank)
+    chunks, found = chunk_bytes(num_elements, len(run.results)), sent_by(run, rank)
+    wanted = [size for chunk, size in enumerate(chunks) if chunk != missing]
     check(
         found == sorted(wanted) and run.messages[rank] <= len(wanted),
         f"rank {rank} of {len(run.results)} should send {which}: {_text_of(wanted)}. It sends "
-        f"{_text_of(found, run.messages[rank])}. {_why_not_sent(found, wanted, whole)}",
+        f"{_text_of(found, run.messages[rank])}. {_why_not_sent(found, len(wanted), chunks)}",
     )
 
 
@@ -71,31 +72,35 @@ def _text_of(sizes: Sequence[int], count: int | None = None) -> str:
     return f"{counted(count, 'message')}, {sum(sizes):,} bytes in all{longest}"
 
 
-def _why_not_sent(found: Sequence[int], wanted: Sequence[int], whole: int) -> str:
-    if max(found, default=0) == whole:
+def _why_not_sent(found: Sequence[int], num_messages: int, chunks: Sequence[int]) -> str:
+    longest = max(found, default=0)
+    if longest == sum(chunks):
         return "A message holds the whole tensor: send one chunk in each step."
-    if max(found, default=0) > max(wanted, default=0):
+    if longest > max(chunks):
         return (
             "A message is longer than the longest chunk: are the chunks those of tensor_split, and "
             "do they travel in the dtype of x?"
         )
-    if len(found) == len(wanted) and abs(sum(found) - sum(wanted)) <= 2 * ITEM_BYTES:
-        return "Which chunk does this rank have to send never, and which one twice?"
-    return "One chunk leaves in each step, as it is: not in parts, not padded, and none twice."
+    if len(found) == num_messages:
+        return (
+            "Does each chunk travel as tensor_split cuts it, not padded, and is it the right one "
+            "that this rank never sends?"
+        )
+    return "One chunk leaves in each step, as it is: not in parts, and none twice."
 
 
 def check_all_reduce_sent(run: Run, num_elements: int) -> None:
     """Check that every rank sends 2(N-1) messages of a chunk, whichever chunks these are."""
-    n, whole = len(run.results), ITEM_BYTES * num_elements
-    chunks = chunk_bytes(num_elements, n)
+    n = len(run.results)
+    chunks, num_messages = chunk_bytes(num_elements, n), 2 * (n - 1)
     for rank in range(n):
         found = sent_by(run, rank)
         check(
-            run.messages[rank] == 2 * (n - 1) and {*found} <= {*chunks},
-            f"rank {rank} of {n} should send {counted(2 * (n - 1), 'message')}, each of a chunk, "
+            run.messages[rank] == num_messages and {*found} <= {*chunks},
+            f"rank {rank} of {n} should send {counted(num_messages, 'message')}, each of a chunk, "
             f"{min(chunks):,} or {max(chunks):,} bytes; it sends "
             f"{_text_of(found, run.messages[rank])}. "
-            f"{_why_not_sent(found, [max(chunks)] * 2 * (n - 1), whole)}",
+            f"{_why_not_sent(found, num_messages, chunks)}",
         )
 
 
@@ -152,7 +157,10 @@ def why_not_the_sum(found: Sequence[float], rank: int, n: int) -> str:
         )
     if least.is_integer() and 0 < least < 2**n:
         held = [r for r in range(n) if int(least) >> r & 1]
-        return f"That is the sum of what ranks {held} brought: does a chunk pass every rank?"
+        return (
+            f"That is the sum of what ranks {held} brought: does every chunk pass all ranks, and "
+            "is it added on each?"
+        )
     if least == (2**n - 1) / n:
         return "That is the mean: return the sum."
     return "Is what every rank brought added exactly once?"
