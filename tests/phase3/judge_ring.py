@@ -22,6 +22,7 @@ from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.tensors import numbers_of
 from phase3 import ring as b
 from phase3.ring_checks import (
+    BEFORE,
     IN_GROUP,
     ITEM_BYTES,
     OF_MESSAGES,
@@ -65,8 +66,8 @@ def _check_chunks_of_powers(by_rank: list[Any]) -> None:
     for rank, found in enumerate(by_rank):
         check(
             found == [total, total],
-            f"rank {rank} of {n}: before the call, rank r holds 2^r, so the sum is {total}; the "
-            f"chunk that was returned holds {found} (least and greatest). "
+            f"rank {rank} of {n}: {BEFORE} the sum is {total:g}; the chunk that was returned holds "
+            f"{found} (least and greatest). "
             f"{why_not_the_sum(found or (0.0, 0.0), rank, n)}",
         )
 
@@ -151,7 +152,9 @@ def _why_not_the_chunk(got: Any, chunks: list[Any]) -> str:
 @pytest.mark.parametrize("n", [2, 5])
 def test_reduce_scatter_needs_one_chunk_of_memory(grade: Grade, n: int) -> None:
     num_elements = b.uneven_size(grade.random)
-    run = grade.run(*(b.scatter_my_rank, n, num_elements), options=MEASURED, if_stuck=STUCK)
+    run = grade.run(
+        *(b.use_unwritten, n, b.SCATTER, num_elements), options=MEASURED, if_stuck=STUCK
+    )
     _check_memory_of_a_chunk(run, num_elements)
 
 
@@ -240,7 +243,7 @@ def _check_gathered(by_rank: Sequence[Any], where: str = "") -> None:
 @pytest.mark.parametrize("n", [2, 5])
 def test_all_gather_needs_no_memory(grade: Grade, n: int) -> None:
     num_elements = b.uneven_size(grade.random)
-    run = grade.run(*(b.gather_my_rank, n, num_elements), options=MEASURED, if_stuck=STUCK)
+    run = grade.run(*(b.use_unwritten, n, b.GATHER, num_elements), options=MEASURED, if_stuck=STUCK)
     check_peak(
         *(run, [ITEM_BYTES * num_elements + SLACK_BYTES] * n),
         "A rank needs x alone: a chunk can be received into its place in x.",
@@ -289,9 +292,7 @@ def test_all_reduce_gives_all_ranks_the_same_bits(grade: Grade) -> None:
 @pytest.mark.parametrize("n", [2, 5])
 def test_all_reduce_needs_one_chunk_of_memory(grade: Grade, n: int) -> None:
     num_elements = b.uneven_size(grade.random)
-    run = grade.run(
-        *(b.reduce_my_rank, n, b.REDUCE, num_elements), options=MEASURED, if_stuck=STUCK
-    )
+    run = grade.run(*(b.use_unwritten, n, b.REDUCE, num_elements), options=MEASURED, if_stuck=STUCK)
     _check_memory_of_a_chunk(run, num_elements)
 
 

@@ -28,6 +28,18 @@ def tensors_of(rank: int) -> list[Tensor]:
     return [exact(*kind, seed=100 * rank + place) for place, kind in enumerate(KINDS)]
 
 
+def powers(num_elements: int) -> Tensor:
+    """2^rank, times 1 to 7 by place, so that parts that come to another place are seen."""
+    x = torch.arange(num_elements, dtype=torch.float32)
+    return x.remainder_(7).add_(1).mul_(2.0 ** dist.get_rank())
+
+
+def without_places(x: Tensor, begin: int = 0) -> list[float]:
+    """Least and greatest number, divided by what ``powers`` multiplies with; none of an empty x."""
+    places = torch.arange(begin, begin + len(x)).remainder_(7).add_(1)
+    return [float((x / places).min()), float((x / places).max())] if len(x) else []
+
+
 def chunk_of(x: Tensor, rank: int, world_size: int) -> Tensor:
     return x.view(-1).tensor_split(world_size)[rank]
 
@@ -50,10 +62,11 @@ def scatter_all_kinds(lesson: Any, group: Any = None) -> list[dict[str, Any]]:
 
 
 def scatter_my_rank(lesson: Any, num_elements: int) -> list[float]:
-    """Reduce-scatter a tensor of 2^rank; return least and greatest element, if there is one."""
-    x = torch.full((num_elements,), 2.0 ** dist.get_rank())
-    chunk = typed(SCATTER, lesson.ring_reduce_scatter(x), Tensor)
-    return [float(chunk.min()), float(chunk.max())] if len(chunk) else []
+    """Reduce-scatter powers of two; return least and greatest number of the chunk."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunk = typed(SCATTER, lesson.ring_reduce_scatter(powers(num_elements)), Tensor)
+    before = torch.empty(num_elements).tensor_split(world_size)[:rank]
+    return without_places(chunk.flatten(), sum(map(len, before)))
 
 
 # 3.2
@@ -102,10 +115,10 @@ def reduce_all_kinds(
 def reduce_my_rank(
     lesson: Any, function: str, num_elements: int, segment_bytes: int = 0
 ) -> list[float]:
-    """Sum a tensor of 2^rank; return least and greatest element."""
-    x = torch.full((num_elements,), 2.0 ** dist.get_rank())
+    """Sum powers of two; return least and greatest number."""
+    x = powers(num_elements)
     getattr(lesson, function)(x, **_segments(segment_bytes))
-    return [float(x.min()), float(x.max())]
+    return without_places(x)
 
 
 def reduce_fractions(
@@ -122,9 +135,9 @@ def reduce_fractions(
     return found
 
 
-def reduce_unwritten(lesson: Any, num_elements: int, segment_bytes: int) -> None:
-    """Sum whatever is in memory: on a device that computes, nothing else takes time."""
-    lesson.segmented_ring_all_reduce(torch.empty(num_elements), segment_bytes=segment_bytes)
+def use_unwritten(lesson: Any, function: str, num_elements: int, segment_bytes: int = 0) -> None:
+    """Call it with whatever is in memory: nothing else takes memory, or time on a device."""
+    getattr(lesson, function)(torch.empty(num_elements), **_segments(segment_bytes))
 
 
 def _given(group: Any) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from typing import Any
 
 from distlab.grade import Run, check
 from distlab.words import counted
-from judging.checks import edges_of, rounds_of, short, short_beside
+from judging.checks import edges_of, rounds_of, short_beside
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE
 from judging.tensors import FRACTIONS, numbers_of
 from phase3 import ring as b
 
+BEFORE = "before the call, rank r holds 2^r, times 1 to 7 by place. Divided by these,"
 ITEM_BYTES = 4  # of a float32, which the costs are counted with
 SLACK_BYTES = 256  # for a few numbers
 OF_MESSAGES = "a ring should be made of messages between neighbours (exchange, isend, irecv)"
@@ -137,11 +138,11 @@ def check_sums_of_powers(run: Run) -> None:
     n = len(run.results)
     total = float(2**n - 1)
     for rank, (least, greatest) in enumerate(run.results):
-        seen = f"{least}" if least == greatest else f"between {least} and {greatest}"
+        seen = f"{least:g}" if least == greatest else f"between {least:g} and {greatest:g}"
         check(
             least == greatest == total,
-            f"rank {rank} of {n}: before the call, rank r holds 2^r, so the sum is {total}, but x "
-            f"is {seen}. {why_not_the_sum((least, greatest), rank, n)}",
+            f"rank {rank} of {n}: {BEFORE} the sum is {total:g}, but x is {seen}. "
+            f"{why_not_the_sum((least, greatest), rank, n)}",
         )
 
 
@@ -149,7 +150,11 @@ def why_not_the_sum(found: Sequence[float], rank: int, n: int) -> str:
     """Say why there is another number than the sum of 2^0, 2^1, …"""
     least, greatest = found
     if least != greatest:
-        return "Not all chunks are whole sums: which one does each rank finish, and pass on first?"
+        return (
+            "A part of it is something else: are the chunks those of tensor_split, which one does "
+            "each rank finish, and is every part added before it is sent on, or overwritten by "
+            "what arrives next?"
+        )
     if least == 2.0**rank:
         return (
             "That is what this rank brought: nothing has been added, or not to this chunk of x. "
@@ -166,7 +171,7 @@ def why_not_the_sum(found: Sequence[float], rank: int, n: int) -> str:
     return "Is what every rank brought added exactly once?"
 
 
-def check_sums(by_rank: Sequence[Any], where: str = "") -> None:
+def check_sums(by_rank: Sequence[Any], where: str = "", cause: str = "") -> None:
     """Check what x holds on each rank that took part, for every shape and dtype."""
     n = len(by_rank)
     for place, wanted in enumerate(sums_of(n)):
@@ -176,16 +181,17 @@ def check_sums(by_rank: Sequence[Any], where: str = "") -> None:
                 got == numbers_of(wanted),
                 f"{where}rank {rank} of {n}, {kind_text(place)}: the sum should be "
                 f"{short_beside(numbers_of(wanted), got)}, but x is "
-                f"{short_beside(got, numbers_of(wanted))}. {_why_not_sums(place, got, rank)}",
+                f"{short_beside(got, numbers_of(wanted))}. "
+                f"{_why_not_sums(place, got, rank, cause)}",
             )
 
 
-def _why_not_sums(place: int, got: Any, rank: int) -> str:
+def _why_not_sums(place: int, got: Any, rank: int, cause: str) -> str:
     if got == numbers_of(b.tensors_of(rank)[place]):
         return "That is what this rank brought: write the sum into x itself."
     return (
-        "Are the chunks views of x, which may have several dimensions and fewer elements than "
-        "there are ranks? Add and send in the dtype of x: a cast loses digits."
+        f"{cause}Are the chunks views of x, which may have several dimensions and fewer elements "
+        "than there are ranks? Add and send in the dtype of x: a cast loses digits."
     )
 
 
@@ -205,11 +211,12 @@ def check_same_bits(run: Run) -> None:
     by_rank = run.results
     for rank, sums in enumerate(by_rank):
         for dtype, got, first in zip(FRACTIONS, sums, by_rank[0], strict=True):
-            differ = sum(a != c for a, c in zip(first, got, strict=True))
+            differ = [pair for pair in zip(first, got, strict=True) if pair[0] != pair[1]]
+            there, here = differ[0] if differ else (0.0, 0.0)
             check(
                 not differ,
-                f"rank {rank} of {len(by_rank)}, {dtype}: x differs from rank 0's x in {differ} of "
-                f"{len(got)} elements, perhaps only in the last bits: {short(first[:2])} there, "
-                f"{short(got[:2])} here. Ranks that add in different orders round differently: let "
+                f"rank {rank} of {len(by_rank)}, {dtype}: x differs from rank 0's x in "
+                f"{len(differ)} of {len(got)} elements, perhaps only in the last bits: {there} on "
+                f"rank 0 is {here} here. Ranks that add in different orders round differently: let "
                 "one rank finish a sum, and send it to the others.",
             )
