@@ -106,7 +106,7 @@ def test_segments_sum_every_kind(grade: Grade, n: int) -> None:
 
 
 @task("3.4")
-@pytest.mark.parametrize(("n", "segment_bytes"), [(1, 0), (3, 0), (4, 8), (8, FEW_BYTES)])
+@pytest.mark.parametrize(("n", "segment_bytes"), [(1, 0), (3, 0), (4, 8), (8, 2 * FEW_BYTES)])
 def test_segments_of_any_size(grade: Grade, n: int, segment_bytes: int) -> None:
     _check_every_kind(grade, n, segment_bytes)
 
