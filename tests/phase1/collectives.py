@@ -1,63 +1,13 @@
-"""Bodies for tasks 1.4 to 1.7."""
+"""Bodies for tasks 1.4 and 1.5; those of 1.6 and 1.7 are in ``judging.tensors``."""
 
-import hashlib
 import time
-from collections import Counter
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7, 2), (101,), (17_001,))
-DTYPES = ("float32", "float64", "int64", "uint8", "bfloat16")
-KINDS = [*((shape, "float32") for shape in SHAPES), *(((7, 2), dtype) for dtype in DTYPES)]
-NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to, times a scale
-    "float64": (2**49, 2**50, 2.0**-50),
-    "float32": (2**20, 2**21, 2.0**-21),
-    "bfloat16": (2**4, 2**5, 2.0**-5),
-    "int64": (2**58, 2**59, 1),
-    "uint8": (16, 32, 1),
-}
-FRACTIONS = ("float32", "bfloat16", "float64")
-LONG = 128  # elements; of longer tensors a digest is compared
-LARGE = 1_050_000, 1_100_000  # elements, drawn between: more than 2^20, and than 2^20 bytes
-EVEN = 240  # 1 to 6, 8 and 16 ranks share it evenly
-
-
-def even_size(random: Random, least: int, most: int) -> int:
-    """Draw a number of elements that ranks can share evenly: what is short for these alone."""
-    return random.randrange(least, most) // EVEN * EVEN
-
-
-def tensors_of(rank: int) -> list[Tensor]:
-    """Numbers that need the whole width of their dtype, and sum exactly in any order on 8 ranks."""
-    made = []
-    for shape, dtype in KINDS:
-        generator = torch.Generator().manual_seed(100 * rank + len(made))
-        low, high, scale = NUMBERS[dtype]
-        odd = 2 * torch.randint(low // 2, high // 2, shape, generator=generator) + 1
-        made.append(odd.to(getattr(torch, dtype)) * scale)
-    return made
-
-
-def plain(tensors: Sequence[Tensor]) -> list[Any]:
-    return [_plain(tensor) for tensor in tensors]
-
-
-def _plain(tensor: Tensor) -> Any:
-    if tensor.numel() <= LONG:
-        return tensor.tolist()
-    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-    return [*tensor.flatten()[:3].tolist(), "…", digest[:8]]
-
-
-def sizes_of_kinds() -> Counter[int]:
-    """How many of the tensors have how many bytes."""
-    return Counter(tensor.numel() * tensor.element_size() for tensor in tensors_of(0))
-
+from judging.tensors import KINDS, aliases_of, given_group, plain, tensors_of
 
 # 1.4
 
@@ -73,16 +23,11 @@ def exchange_all_kinds(
     rank, num_kinds = dist.get_rank(group), len(KINDS)
     src, mine = dsts.index(rank), tensors_of(rank)
     others = [torch.zeros_like(tensor) for tensor in mine]
-    memory = _aliases(others)
+    memory = aliases_of(others)
     for i in range(num_kinds):
         out, into = (i if are_alike else (i + r) % num_kinds for r in (rank, src))
-        lesson.exchange(mine[out], dsts[rank], others[into], src, **_given(group))
+        lesson.exchange(mine[out], dsts[rank], others[into], src, **given_group(group))
     return {"incoming": plain(memory), "outgoing": plain(mine)}
-
-
-def _aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Other views of the same memory: what is written in place is seen through them."""
-    return [tensor.detach() for tensor in tensors]
 
 
 def exchange_once(lesson: Any, dsts: Sequence[int], lengths: Sequence[int]) -> None:
@@ -110,7 +55,7 @@ def exchange_then_write(lesson: Any) -> list[float]:
     return [at_once, float(incoming.mean())]
 
 
-# 1.5 to 1.7
+# 1.5
 
 
 def broadcast_from(lesson: Any, src: int, num_elements: int) -> float:
@@ -124,10 +69,10 @@ def broadcast_all_kinds(lesson: Any, group: Any = None) -> list[Any]:
     arrived = []
     for src in range(dist.get_world_size(group)):
         tensors = tensors_of(dist.get_rank(group))
-        memory = _aliases(tensors)
+        memory = aliases_of(tensors)
         for tensor in tensors:
             if src == 0:
-                lesson.broadcast(tensor, **_given(group))
+                lesson.broadcast(tensor, **given_group(group))
             else:
                 lesson.broadcast(tensor, src, group)
         arrived.append(plain(memory))
@@ -145,35 +90,3 @@ def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:
         lesson.broadcast(x, src)
         held.append(float(x))
     return held
-
-
-def reduce_my_rank(lesson: Any, name: str, num_elements: int) -> list[float]:
-    """Sum a tensor of the rank's number; return least and greatest element."""
-    x = torch.full((num_elements,), float(2 ** dist.get_rank()))
-    getattr(lesson, name)(x)
-    return [float(x.min()), float(x.max())]
-
-
-def reduce_all_kinds(lesson: Any, name: str, group: Any = None) -> list[Any]:
-    tensors = tensors_of(dist.get_rank(group))
-    memory = _aliases(tensors)
-    for tensor in tensors:
-        getattr(lesson, name)(tensor, **_given(group))
-    return plain(memory)
-
-
-def reduce_fractions(lesson: Any, name: str, num_elements: int) -> list[list[float]]:
-    """Sum numbers whose sum depends on the order of adding, in several dtypes."""
-    found = []
-    for dtype in FRACTIONS:
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        x = torch.randn(num_elements, generator=generator, dtype=torch.float64)
-        x = x.to(getattr(torch, dtype))
-        getattr(lesson, name)(x)
-        found.append(x.tolist())
-    return found
-
-
-def _given(group: Any) -> dict[str, Any]:
-    """``group=``, left out where all ranks are meant."""
-    return {} if group is None else {"group": group}
