@@ -231,7 +231,10 @@ NOT_TOGETHER = (
 @task("3.6")
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
 def test_each_half_goes_up_and_down_its_tree(grade: Grade, n: int) -> None:
-    num_elements, segment_bytes = grade.random.randrange(150, 300), grade.random.randrange(50, 90)
+    num_elements, segment_bytes = (
+        grade.random.randrange(151, 301, 2),
+        grade.random.randrange(50, 90),
+    )
     run = grade.run(
         *(b.reduce_along, n, num_elements, segment_bytes),
         cluster=SMALL,
