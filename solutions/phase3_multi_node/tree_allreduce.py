@@ -53,9 +53,9 @@ def tree_all_reduce(x: Tensor, group: Group = None) -> None:
 
 
 def double_tree(world_size: int) -> tuple[list[int], list[int]]:
-    """Lay two trees over ranks 0 … N-1: who has children in one is a leaf of the other.
+    """Lay two binary trees over ranks 0 … N-1, which together give all ranks about the same work.
 
-    One such pair, for N = 6:
+    One such pair, for N = 6; who has children in one tree is a leaf of the other:
               3                     4
            ┌──┴──┐               ┌──┴──┐
            1     5               2     0

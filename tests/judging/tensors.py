@@ -34,26 +34,30 @@ def even_size(random: Random, least: int, most: int) -> int:
     return random.randrange(least, most) // EVEN * EVEN
 
 
-def tensors_of(rank: int) -> list[Tensor]:
+def exact(shape: Sequence[int], dtype: str, seed: int) -> Tensor:
     """Numbers that need the whole width of their dtype, and sum exactly in any order on 8 ranks."""
-    made = []
-    for shape, dtype in KINDS:
-        generator = torch.Generator().manual_seed(100 * rank + len(made))
-        low, high, scale = NUMBERS[dtype]
-        odd = 2 * torch.randint(low // 2, high // 2, shape, generator=generator) + 1
-        made.append(odd.to(getattr(torch, dtype)) * scale)
-    return made
+    generator = torch.Generator().manual_seed(seed)
+    low, high, scale = NUMBERS[dtype]
+    odd = 2 * torch.randint(low // 2, high // 2, tuple(shape), generator=generator) + 1
+    return odd.to(getattr(torch, dtype)) * scale
 
 
-def plain(tensors: Sequence[Tensor]) -> list[Any]:
-    return [_plain(tensor) for tensor in tensors]
+def tensors_of(rank: int) -> list[Tensor]:
+    """One of each kind, of the rank's own numbers."""
+    return [exact(*kind, seed=100 * rank + place) for place, kind in enumerate(KINDS)]
 
 
-def _plain(tensor: Tensor) -> Any:
+def numbers_of(tensor: Tensor) -> Any:
+    """The numbers in nested lists; of a long tensor the first ones, and a digest of all."""
     if tensor.numel() <= LONG:
         return tensor.tolist()
     digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
     return [*tensor.flatten()[:3].tolist(), "…", digest[:8]]
+
+
+def plain(tensors: Sequence[Tensor]) -> list[Any]:
+    """The numbers of several tensors."""
+    return [numbers_of(tensor) for tensor in tensors]
 
 
 def sizes_of_kinds() -> Counter[int]:
