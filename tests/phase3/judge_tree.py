@@ -231,10 +231,8 @@ NOT_TOGETHER = (
 @task("3.6")
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
 def test_each_half_goes_up_and_down_its_tree(grade: Grade, n: int) -> None:
-    num_elements, segment_bytes = (
-        grade.random.randrange(151, 301, 2),
-        grade.random.randrange(50, 90),
-    )
+    fit = grade.random.randrange(12, 22)  # elements into a segment; the first half has one too many
+    num_elements, segment_bytes = 2 * fit * grade.random.randrange(4, 7) + 1, 4 * fit + 2
     run = grade.run(
         *(b.reduce_along, n, num_elements, segment_bytes),
         cluster=SMALL,
