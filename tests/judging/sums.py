@@ -30,11 +30,14 @@ def check_sums_of_powers(by_rank: list[Any]) -> None:
 
 def _why_not_the_sum(by_rank: list[Any], rank: int) -> str:
     """Say why a rank does not hold the sum of 2^0, 2^1, …"""
-    value = by_rank[rank][0]
+    value, greatest = by_rank[rank]
+    if value != greatest:
+        return "Is every part of x added once on its way, and sent to all ranks?"
     if value == 2.0**rank:
         return (
-            "That is the value that x had before: write the sum into x itself. `x = x + …` makes a "
-            "new tensor, `x += …` writes into the caller's."
+            "That is the value that x had before: does the sum come to this rank, and is it "
+            "written into x itself? `x = x + …` makes a new tensor, `x += …` writes into the "
+            "caller's."
         )
     if value.is_integer() and 0 < value < 2 ** len(by_rank):
         held = [r for r in range(len(by_rank)) if int(value) >> r & 1]
