@@ -295,7 +295,7 @@ def _check_segments(run: Run, segment_bytes: int) -> None:
 
 
 @task("3.6")
-@pytest.mark.parametrize(("n", "segment_bytes"), [(5, 2**16), (8, 2**16), (16, 440_000)])
+@pytest.mark.parametrize(("n", "segment_bytes"), [(5, 2**17), (8, 2**16), (16, 440_000)])
 def test_a_large_tensor_takes_little_more_than_its_bytes_twice(
     grade: Grade, n: int, segment_bytes: int
 ) -> None:
