@@ -203,6 +203,19 @@ FIGURES = (
         cluster="dgx-h100",
         phase=3,
     ),
+    # tree_allreduce
+    Figure(
+        "tree_all_reduce",
+        "Along a tree, 8 ranks: three rounds up to rank 0, three rounds down",
+        8,
+        phase=3,
+    ),
+    Figure(
+        "double_tree_in_segments",
+        "Along two trees, 6 ranks: four segments of each half go up, then down",
+        6,
+        phase=3,
+    ),
 )
 
 

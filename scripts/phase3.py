@@ -3,18 +3,20 @@
 A torch.distributed program like any other: it says ``init_process_group`` and runs one subject.
 
     distlab sim --ranks 4 --plot ring.png scripts/phase3.py ring_all_reduce
+    torchrun --nproc-per-node 4 scripts/phase3.py tree_all_reduce
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from solutions.phase3_multi_node import ring_allreduce
-
-# ring_allreduce
-
-GRADIENTS = 25_600_000  # parameters of a ResNet-50, as float32 102.4 MB
+from phase3_multi_node.given import node_groups
+from solutions.phase3_multi_node import ddp, ring_allreduce, topology, tree_allreduce
 
 
 def main() -> None:
@@ -22,6 +24,11 @@ def main() -> None:
     dist.init_process_group()
     SUBJECTS[sys.argv[1]]()
     dist.destroy_process_group()
+
+
+# ring_allreduce
+
+GRADIENTS = 25_600_000  # parameters of a ResNet-50, as float32 102.4 MB
 
 
 def ring_reduce_scatter() -> None:
@@ -45,9 +52,84 @@ def short_segments() -> None:
     ring_allreduce.segmented_ring_all_reduce(x, segment_bytes=2**20)
 
 
-SUBJECTS = {
-    subject.__name__: subject
-    for subject in (ring_reduce_scatter, ring_all_reduce, segmented_ring, short_segments)
+# tree_allreduce
+
+SMALL_ELEMENTS = 65_994  # the CNN of `make demo`: 264 kB of gradients
+LARGE_ELEMENTS = 25_557_032  # a ResNet-50: 102 MB
+
+
+def tree_all_reduce() -> None:
+    """Sum the CNN's gradients along a tree."""
+    tree_allreduce.tree_all_reduce(torch.ones(SMALL_ELEMENTS))
+
+
+def double_tree_in_segments() -> None:
+    """Sum the CNN's gradients along two trees, each half in four segments."""
+    x = torch.ones(SMALL_ELEMENTS)
+    tree_allreduce.double_binary_tree_all_reduce(x, segment_bytes=x.nbytes // 8 + 4)
+
+
+def double_tree_large() -> None:
+    """Sum a ResNet-50's gradients along two trees."""
+    x = torch.empty(LARGE_ELEMENTS, device="meta")
+    tree_allreduce.double_binary_tree_all_reduce(x)
+
+
+# topology
+
+
+def hierarchical_all_reduce() -> None:
+    """Sum 4 MB on nodes of 4 ranks, with rings inside the nodes and across them."""
+    inside, across = node_groups([f"node{rank // 4}" for rank in range(dist.get_world_size())])
+    topology.hierarchical_all_reduce(
+        torch.ones(10**6),
+        inside,
+        across,
+        reduce_scatter=ring_allreduce.ring_reduce_scatter,
+        all_reduce=ring_allreduce.ring_all_reduce,
+        all_gather=ring_allreduce.ring_all_gather,
+    )
+
+
+def flat_ring() -> None:
+    """Sum 4 MB around all ranks."""
+    ring_allreduce.ring_all_reduce(torch.ones(10**6))
+
+
+# ddp
+
+LAYERS, WIDTH, ROWS = 8, 4096, 2048
+BUCKETS = {"bucket_bytes": 2 * 2 * WIDTH**2, "first_bucket_bytes": 2 * WIDTH**2}
+
+
+def step_with(wrap: Callable[..., Any], **limits: int) -> None:
+    """Do a step of eight layers in 16 bits; on meta, where nothing is computed."""
+    with torch.device("meta"):
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        model = nn.Sequential(*layers).bfloat16()
+        x = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16)
+    wrapped = wrap(model, **limits)
+    wrapped(x).sum().backward()
+    wrapped.finish_gradient_synchronization()
+
+
+SUBJECTS: dict[str, Callable[[], None]] = {
+    # ring_allreduce
+    "ring_reduce_scatter": ring_reduce_scatter,
+    "ring_all_reduce": ring_all_reduce,
+    "segmented_ring": segmented_ring,
+    "short_segments": short_segments,
+    # tree_allreduce
+    "tree_all_reduce": tree_all_reduce,
+    "double_tree_in_segments": double_tree_in_segments,
+    "double_tree_large": double_tree_large,
+    # topology
+    "hierarchical_all_reduce": hierarchical_all_reduce,
+    "flat_ring": flat_ring,
+    # ddp
+    "ddp": partial(step_with, ddp.DistributedDataParallel, **BUCKETS),
+    "ddp_flat": partial(step_with, ddp.FlatDataParallel),
+    "ddp_per_parameter": partial(step_with, ddp.PerParameterDataParallel),
 }
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ import sys
 from phase3.judge_ring import *
 from phase3.judge_segmented_ring import *
 
+# tree_allreduce
+from phase3.judge_tree import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":

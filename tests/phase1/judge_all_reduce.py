@@ -1,12 +1,12 @@
 """Judges tasks 1.6 and 1.7: sums, bits, who sends to whom, rounds and memory."""
 
 from math import ceil, floor, log2
-from typing import Any
 
 import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.words import counted
+from judging import tensors as t
 from judging.checks import (
     MEASURED,
     UNIFORM,
@@ -23,8 +23,7 @@ from judging.checks import (
     uneven,
 )
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from judging.tensors import FRACTIONS
-from phase1 import collectives as c
+from judging.sums import check_same_bits, check_sums, check_sums_of_powers
 
 NAIVE, DOUBLING = "all_reduce_naive", "all_reduce_recursive_doubling"
 OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exchange and broadcast)"
@@ -36,8 +35,8 @@ OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exch
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8, 16])
 def test_naive_sum_passes_through_rank_0(grade: Grade, n: int) -> None:
     num_elements = grade.random.randrange(1, 30)
-    run = grade.run(c.reduce_my_rank, n, NAIVE, num_elements, cluster=UNIFORM)
-    _check_sums_of_powers(run.results)
+    run = grade.run(t.reduce_my_rank, n, NAIVE, num_elements, cluster=UNIFORM)
+    check_sums_of_powers(run.results)
     check_no_collective(run, OF_MESSAGES)
     _check_who_sends(run)
     _check_rounds(run, rounds_of(run, 4 * num_elements))
@@ -73,39 +72,10 @@ def _check_rounds(run: Run, rounds: float) -> None:
     )
 
 
-def _check_sums_of_powers(by_rank: list[Any]) -> None:
-    n = len(by_rank)
-    total = float(2**n - 1)
-    for rank, (least, greatest) in enumerate(by_rank):
-        seen = f"{least}" if least == greatest else f"between {least} and {greatest}"
-        check(
-            least == greatest == total,
-            f"rank {rank} of {n}: before the call, rank r holds 2^r, so the sum is {total}, but x "
-            f"is {seen}. {_why_not_the_sum(by_rank, rank)}",
-        )
-
-
-def _why_not_the_sum(by_rank: list[Any], rank: int) -> str:
-    """Say why a rank does not hold the sum of 2^0, 2^1, …"""
-    value = by_rank[rank][0]
-    if value == 2.0**rank:
-        return (
-            "That is the value that x had before: write the sum into x itself. `x = x + …` makes a "
-            "new tensor, `x += …` writes into the caller's."
-        )
-    if value.is_integer() and 0 < value < 2 ** len(by_rank):
-        held = [r for r in range(len(by_rank)) if int(value) >> r & 1]
-        return (
-            f"That is the sum of the numbers of ranks {held}: is every rank's number added exactly "
-            "once and passed on?"
-        )
-    return "Is every rank's number added once, and the sum sent to all ranks?"
-
-
 @task("1.6")
 def test_naive_needs_one_more_tensor_on_rank_0_alone(grade: Grade) -> None:
-    num_elements = c.even_size(grade.random, *c.LARGE)
-    run = grade.run(c.reduce_my_rank, 5, NAIVE, num_elements, options=MEASURED)
+    num_elements = t.even_size(grade.random, *t.LARGE)
+    run = grade.run(t.reduce_my_rank, 5, NAIVE, num_elements, options=MEASURED)
     check_no_collective(run, OF_MESSAGES)
     _check_who_sends(run)
     check_peak(
@@ -121,50 +91,17 @@ def test_naive_sums_every_kind(grade: Grade) -> None:
 
 
 def _check_every_kind(grade: Grade, name: str, n: int, num_messages: int) -> None:
-    run = grade.run(c.reduce_all_kinds, n, name, options=uneven(grade.random, n))
-    _check_sums(run.results)
+    run = grade.run(t.reduce_all_kinds, n, name, options=uneven(grade.random, n))
+    check_sums(run.results)
     if grade.is_simulated:
         check_no_collective(run, OF_MESSAGES)
-        sizes = c.sizes_of_kinds()
+        sizes = t.sizes_of_kinds()
         check_sizes(run, {size: count * num_messages for size, count in sizes.items()})
-
-
-def _check_sums(by_rank: list[Any]) -> None:
-    parts = [c.tensors_of(rank) for rank in range(len(by_rank))]
-    sums = c.plain([sum(tensors[1:], tensors[0]) for tensors in zip(*parts, strict=True)])
-    for rank, tensors in enumerate(by_rank):
-        for kind, wanted, got in zip(c.KINDS, sums, tensors, strict=True):
-            check(
-                got == wanted,
-                f"rank {rank} of {len(by_rank)}, {kind[1]} of shape {kind[0]}: the sum should be "
-                f"{short(wanted)}, but x is {short(got)}. Write the sum into x itself, and send x "
-                "in its own dtype: a cast on the way loses digits.",
-            )
 
 
 @task("1.6")
 def test_naive_gives_all_ranks_the_same_bits(grade: Grade) -> None:
-    _check_same_bits(grade, NAIVE, 5)
-
-
-def _check_same_bits(grade: Grade, name: str, n: int) -> None:
-    num_elements = grade.random.randrange(500, 1000)
-    by_rank = grade.run(c.reduce_fractions, n, name, num_elements).results
-    for rank, sums in enumerate(by_rank):
-        for dtype, got, first in zip(FRACTIONS, sums, by_rank[0], strict=True):
-            where = f"rank {rank} of {n}, {dtype}"
-            check(
-                len(got) == num_elements,
-                f"{where}: x had {num_elements} elements before the call, and has {len(got)} after "
-                "it.",
-            )
-            differ = sum(a != b for a, b in zip(first, got, strict=True))
-            check(
-                not differ,
-                f"{where}: x differs from rank 0's x in {differ} of {len(got)} elements, perhaps "
-                "only in the last bits. Ranks that add in different orders round differently, and "
-                "their models drift apart.",
-            )
+    check_same_bits(grade, NAIVE, 5)
 
 
 @task("1.6")
@@ -174,9 +111,9 @@ def test_naive_inside_a_group(grade: Grade) -> None:
 
 def _check_inside_a_group(grade: Grade, name: str) -> None:
     run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, c.reduce_all_kinds, name), if_stuck=STUCK_IN_GROUP
+        *(inside_group, OUTER_WORLD_SIZE, t.reduce_all_kinds, name), if_stuck=STUCK_IN_GROUP
     )
-    _check_sums(of_members(run))
+    check_sums(of_members(run))
 
 
 # 1.7 all_reduce_recursive_doubling
@@ -185,9 +122,9 @@ def _check_inside_a_group(grade: Grade, name: str) -> None:
 @task("1.7")
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 16])
 def test_doubling_takes_logarithmically_many_rounds(grade: Grade, n: int) -> None:
-    num_elements = c.even_size(grade.random, 1000, 9000) + n % 2
-    run = grade.run(c.reduce_my_rank, n, DOUBLING, num_elements, cluster=UNIFORM)
-    _check_sums_of_powers(run.results)
+    num_elements = t.even_size(grade.random, 1000, 9000) + n % 2
+    run = grade.run(t.reduce_my_rank, n, DOUBLING, num_elements, cluster=UNIFORM)
+    check_sums_of_powers(run.results)
     check_no_collective(run, OF_MESSAGES)
     is_power = n & (n - 1) == 0
     rounds = floor(log2(n)) + (0 if is_power else 2)
@@ -231,8 +168,8 @@ def _edges_of_doubling(n: int) -> list[Edge]:
 
 @task("1.7")
 def test_doubling_needs_one_more_tensor(grade: Grade) -> None:
-    num_elements = c.even_size(grade.random, *c.LARGE)
-    run = grade.run(c.reduce_my_rank, 5, DOUBLING, num_elements, options=MEASURED)
+    num_elements = t.even_size(grade.random, *t.LARGE)
+    run = grade.run(t.reduce_my_rank, 5, DOUBLING, num_elements, options=MEASURED)
     check_no_collective(run, OF_MESSAGES)
     _check_partners(run)
     check_peak(
@@ -250,7 +187,7 @@ def test_doubling_sums_every_kind(grade: Grade) -> None:
 @task("1.7")
 @pytest.mark.parametrize("n", [4, 7])
 def test_doubling_gives_all_ranks_the_same_bits(grade: Grade, n: int) -> None:
-    _check_same_bits(grade, DOUBLING, n)
+    check_same_bits(grade, DOUBLING, n)
 
 
 @task("1.7")

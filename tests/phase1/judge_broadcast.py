@@ -7,6 +7,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.words import counted
+from judging import tensors as t
 from judging.checks import (
     MEASURED,
     UNIFORM,
@@ -72,7 +73,7 @@ def _check_rounds(run: Run, src: int, rounds: float) -> None:
 
 @task("1.5")
 def test_broadcast_needs_no_memory(grade: Grade) -> None:
-    num_elements = c.even_size(grade.random, *c.LARGE)
+    num_elements = t.even_size(grade.random, *t.LARGE)
     run = grade.run(c.broadcast_from, 5, 1, num_elements, options=MEASURED)
     check_no_collective(run, "broadcast should be made of send and recv")
     _check_tree(run, 1)
@@ -89,7 +90,7 @@ def test_broadcast_from_every_rank_of_every_kind(grade: Grade) -> None:
         _check_broadcast(run.results)
         if grade.is_simulated:
             check_no_collective(run, "broadcast should be made of send and recv")
-            sizes = c.sizes_of_kinds()
+            sizes = t.sizes_of_kinds()
             check_sizes(run, {size: count * n * (n - 1) for size, count in sizes.items()})
             check_waited(run)
 
@@ -97,9 +98,9 @@ def test_broadcast_from_every_rank_of_every_kind(grade: Grade) -> None:
 def _check_broadcast(by_rank: list[Any]) -> None:
     n = len(by_rank)
     for src in range(n):
-        expected = c.plain(c.tensors_of(src))
+        expected = t.plain(t.tensors_of(src))
         for rank in range(n):
-            for kind, wanted, got in zip(c.KINDS, expected, by_rank[rank][src], strict=True):
+            for kind, wanted, got in zip(t.KINDS, expected, by_rank[rank][src], strict=True):
                 check(
                     got == wanted,
                     f"rank {rank} of {n}, src {src}, {kind[1]} of shape {kind[0]}: x should be "

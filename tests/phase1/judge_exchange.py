@@ -8,6 +8,7 @@ import pytest
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Options
 from distlab.words import counted
+from judging import tensors as t
 from judging.checks import (
     BYTE_S,
     LATENCY_S,
@@ -63,8 +64,8 @@ def _check_exchanges(grade: Grade, dsts: list[int], *, are_alike: bool) -> None:
     )
     _check_exchanged(run.results, dsts)
     if grade.is_simulated:
-        _check_one_message_each(run, len(c.KINDS))
-        check_sizes(run, {size: n * len(dsts) for size, n in c.sizes_of_kinds().items()})
+        _check_one_message_each(run, len(t.KINDS))
+        check_sizes(run, {size: n * len(dsts) for size, n in t.sizes_of_kinds().items()})
         check_waited(run)
 
 
@@ -72,15 +73,15 @@ def _check_exchanged(by_rank: list[Any], dsts: Sequence[int]) -> None:
     for rank, held in enumerate(by_rank):
         src = dsts.index(rank)
         where = f"rank {rank} of {len(dsts)}, which receives from rank {src}"
-        sent = c.plain(c.tensors_of(rank))
-        came = c.plain(c.tensors_of(src))
-        for kind, wanted, got in zip(c.KINDS, came, held["incoming"], strict=True):
+        sent = t.plain(t.tensors_of(rank))
+        came = t.plain(t.tensors_of(src))
+        for kind, wanted, got in zip(t.KINDS, came, held["incoming"], strict=True):
             check(
                 got == wanted,
                 f"{where}, {kind[1]} of shape {kind[0]}: incoming should be {short(wanted)}, but "
-                f"is {short(got)}. {_why_not(got, c.plain(c.tensors_of(dsts[rank])))}",
+                f"is {short(got)}. {_why_not(got, t.plain(t.tensors_of(dsts[rank])))}",
             )
-        for kind, wanted, got in zip(c.KINDS, sent, held["outgoing"], strict=True):
+        for kind, wanted, got in zip(t.KINDS, sent, held["outgoing"], strict=True):
             check(
                 got == wanted,
                 f"rank {rank} of {len(dsts)} sent {short(wanted)}, {kind[1]} of shape {kind[0]}, "
@@ -113,7 +114,7 @@ def _check_one_message_each(run: Run, num_calls: int = 1) -> None:
 @pytest.mark.parametrize("n", [2, 5, 8])
 def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
     lengths = [grade.random.randrange(5_000, 50_000) for _ in range(n)]
-    lengths[0] = grade.random.randrange(*c.LARGE)
+    lengths[0] = grade.random.randrange(*t.LARGE)
     ring = [(rank + 1) % n for rank in range(n)]
     run = grade.run(c.exchange_once, n, ring, lengths, cluster=UNIFORM, if_stuck=NOT_BATCHED)
     _check_one_message_each(run)

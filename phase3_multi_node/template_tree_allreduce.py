@@ -1,0 +1,113 @@
+"""All-reduce along trees: partial sums go up to the root, and the whole sum comes down again.
+
+Tasks 3.5 and 3.6. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 3.5``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import ceil
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phase3_multi_node.given import Group
+
+SEGMENT_BYTES = 2**19
+
+
+def tree_all_reduce(x: Tensor, group: Group = None) -> None:
+    """Sum ``x`` over all ranks, in place: a reduce to rank 0 along a tree, then a broadcast.
+
+    In every round, ranks that still have a partial sum hand it over in pairs, so that half as many
+    are left. Then rank 0 has the sum, and the rounds are run backwards. One such tree, for N = 6:
+        round 0    1→0  3→2  5→4            round 3    0→4
+        round 1    2→0                      round 4    0→2
+        round 2    4→0                      round 5    0→1  2→3  4→5
+    Any trees of the same cost will do, up and down.
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
+            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        group: the ranks that take part; all by default.
+
+    Cost: 2⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes up, and as many
+        down; no collective; at most one extra tensor of the size of ``x`` on each rank.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
+    """
+    # TODO 3.5: let every rank end with the sum, by way of rank 0.
+    #   Tools: dist.send, dist.recv, torch.empty_like, +=.
+    #   Example: 6 ranks hold 1, 2, 4, 8, 16 and 32. Ranks 1, 2, 4 send 2, 12 and 48 up, and all
+    #   hold 63 after 10 messages.
+    #   About 15 lines.
+    raise NotImplementedError(
+        "Task 3.5: tree_all_reduce, see guidelines.md#35-all-reduce-along-a-tree"
+    )
+
+
+def double_tree(world_size: int) -> tuple[list[int], list[int]]:
+    """Lay two binary trees over ranks 0 … N-1, which together give all ranks about the same work.
+
+    One such pair, for N = 6; who has children in one tree is a leaf of the other:
+              3                     4
+           ┌──┴──┐               ┌──┴──┐
+           1     5               2     0
+         ┌─┴─┐ ┌─┘             ┌─┴─┐ ┌─┘
+         0   2 4               1   3 5
+        [1, 3, 1, -1, 5, 3]   [4, 2, 4, 2, -1, 0]
+    Any two trees will do in which nobody is more than ⌈log2 N⌉ edges away from the root, and nobody
+    has more than two children in both trees together.
+
+    Args:
+        world_size: N, from 1 on.
+
+    Returns:
+        For each tree, the parents of ranks 0, 1, 2, …: -1 stands for that of the root. They are the
+        same on all ranks, which need no communication to find them.
+
+    Source: Sanders, Speck and Träff 2009.
+    """
+    # TODO 3.6: return the parents of all ranks in both trees.
+    #   Tools: Python's own lists and ints alone.
+    #   Example: double_tree(3) may be ([1, -1, 1], [2, 2, -1]).
+    #   About 12 lines.
+    raise NotImplementedError("Task 3.6: double_tree, see guidelines.md#36-two-trees-each-for-half")
+
+
+def double_binary_tree_all_reduce(
+    x: Tensor, group: Group = None, *, segment_bytes: int = SEGMENT_BYTES
+) -> None:
+    """Sum ``x`` over all ranks, in place: half along each of two trees, segment after segment.
+
+    The first half of ``x``, as ``tensor_split`` cuts it, uses the first tree of ``double_tree``,
+    the other half the second, at the same time. Each half travels in S segments, which are added up
+    on their way to the root; then the sums come down. While a rank passes on a segment, it receives
+    the next one:
+        step               0           1           2           3
+        children → rank    segment 0   segment 1   segment 2
+        rank → parent                  segment 0   segment 1   segment 2
+    Ranks cannot deadlock, not even on NCCL.
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
+            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        group: the ranks that take part; all by default.
+        segment_bytes: the most that a message holds, at least the size of an element; the same on
+            all ranks.
+
+    Cost: each half goes up and down every edge of its tree once, so that a rank sends at most n
+        bytes on each way, and receives no more (but for the odd element). With segments of s bytes,
+        each way takes S + ⌈log2 N⌉ - 1 steps of α + 2sβ seconds: 2nβ + 2Sα for many segments, and
+        2⌈log2 N⌉ steps for one. No collective; at most four segments of extra memory.
+    Source: Sanders, Speck and Träff 2009; NCCL's trees.
+    """
+    # TODO 3.6: sum both halves at the same time, each along its tree.
+    #   Tools: double_tree, tensor_split, dist.P2POp, dist.batch_isend_irecv, torch.empty_like. Give
+    #   all messages that a rank starts in a step to one call, and it is right on NCCL too.
+    #   Example: 1,000 float32 numbers on 4 ranks with segments of 512 bytes: halves of 500 numbers
+    #   are 4 segments of 125, and each way takes 5 steps.
+    #   About 50 lines, with your own helpers.
+    raise NotImplementedError(
+        "Task 3.6: double_binary_tree_all_reduce, see guidelines.md#36-two-trees-each-for-half"
+    )

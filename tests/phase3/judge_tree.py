@@ -1,0 +1,403 @@
+"""Judges tasks 3.5 and 3.6: sums, bits, who sends to whom, rounds, bandwidth, latency, memory."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from math import ceil, log2
+
+import pytest
+
+from distlab.grade import Grade, Run, check, task
+from distlab.sim import Cluster, Options
+from distlab.words import counted, joined
+from judging import tensors as t
+from judging.checks import (
+    BYTE_S,
+    LATENCY_S,
+    MEASURED,
+    UNIFORM,
+    Edge,
+    check_no_collective,
+    check_peak,
+    check_silent,
+    check_sizes,
+    check_waited,
+    edges_of,
+    of_members,
+    rounds_of,
+    rounds_of_tree,
+    short,
+    uneven,
+)
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.sums import check_same_bits, check_sums, check_sums_of_powers
+from phase3 import trees as b
+
+TREE = "tree_all_reduce"
+HAND_OVER = "In each round, half of the ranks that are left should hand over to the other half."
+PASS_ON = "In each round, every rank that has the sum should pass it on."
+OF_MESSAGES = "this all-reduce should be made of messages (sends and receives)"
+
+# 3.5 tree_all_reduce
+
+
+@task("3.5")
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_a_tree_takes_logarithmically_many_rounds_each_way(grade: Grade, n: int) -> None:
+    # So few bytes that several messages started at once take as long as one.
+    num_elements = grade.random.randrange(1, 30)
+    run = grade.run(t.reduce_my_rank, n, TREE, num_elements, cluster=UNIFORM)
+    check_sums_of_powers(run.results)
+    check_no_collective(run, OF_MESSAGES)
+    _check_up_and_down(run)
+    most, taken = 2 * ceil(log2(n)), rounds_of(run, 4 * num_elements)
+    check(
+        taken <= most + 0.01,
+        f"on {counted(n, 'rank')}, the way up and the way down should take "
+        f"{counted(most, 'round')} together; yours take {taken:g}. On the way down, send first to "
+        "the child with the most ranks below it, which must pass the sum on; on the way up, "
+        "receive from it last.",
+    )
+    check_waited(run)
+
+
+def _check_up_and_down(run: Run) -> None:
+    """Check that messages lead to rank 0 along a tree, and away from it, in few rounds."""
+    n = len(run.results)
+    _check_number(run)
+    up, down = _up_and_down(run)
+    for rank in range(1, n):
+        sent = sum(src == rank for src, _ in up)
+        check(
+            sent == 1,
+            f"rank {rank} of {n} should send its partial sum once, on the way to rank 0; before "
+            f"the whole sum comes back to it, it sends {counted(sent, 'message')}.",
+        )
+    ways = (("up", [(dst, src) for src, dst in up], HAND_OVER), ("down", down, PASS_ON))
+    for way, edges, advice in ways:
+        most, rounds = ceil(log2(n)), rounds_of_tree(edges, 0)
+        check(
+            rounds <= most,
+            f"on {counted(n, 'rank')}, the way {way} should take {counted(most, 'round')}, in each "
+            f"of which a rank sends or receives one message; with your tree it takes {rounds}. "
+            f"{advice}",
+        )
+
+
+def _check_number(run: Run) -> None:
+    n, most = len(run.results), 2 * (len(run.results) - 1)
+    check(
+        len(edges_of(run)) == most,
+        f"on {counted(n, 'rank')} there should be {counted(most, 'message')}, {n - 1} up to rank 0 "
+        f"and {n - 1} down again; messages sent per rank: {run.messages}. Each partial sum, and "
+        "the whole sum for each rank, is one message.",
+    )
+    first_sent, last_received = _turn_of_rank_0(run)
+    check(
+        first_sent >= last_received,
+        f"on {counted(n, 'rank')}, rank 0 should send nothing before it has received all partial "
+        "sums: it is the root of the tree, at which the way up ends.",
+    )
+
+
+def _turn_of_rank_0(run: Run) -> tuple[float, float]:
+    """When rank 0 first sends, and when it has received for the last time."""
+    pairs = [*run.trace.pairs()] if run.trace else []
+    sent = [send.start_s for send, _ in pairs if send.rank == 0]
+    received = [recv.end_s for _, recv in pairs if recv.rank == 0]
+    return min(sent, default=0.0), max(received, default=0.0)
+
+
+def _up_and_down(run: Run) -> tuple[list[Edge], list[Edge]]:
+    """Tell the messages on the way up from those on the way down: to each rank, the last one."""
+    pairs = run.trace.pairs() if run.trace else []
+    edges = [(send.rank, recv.rank) for send, recv in pairs]  # as they arrive
+    last = {dst: place for place, (_, dst) in enumerate(edges) if dst != 0}
+    down = {*last.values()}
+    up = [edge for place, edge in enumerate(edges) if place not in down]
+    return up, [edges[place] for place in sorted(down)]
+
+
+@task("3.5")
+def test_a_tree_needs_one_more_tensor(grade: Grade) -> None:
+    num_elements = t.even_size(grade.random, *t.LARGE)
+    run = grade.run(t.reduce_my_rank, 6, TREE, num_elements, options=MEASURED)
+    check_sums_of_powers(run.results)
+    check_no_collective(run, OF_MESSAGES)
+    _check_up_and_down(run)
+    check_peak(
+        *(run, [8 * num_elements + 256] * 6),
+        "A rank needs x and one tensor to receive into, which it can reuse for every message. Add "
+        "in place: x += …",
+    )
+
+
+@task("3.5", real=True)
+def test_a_tree_sums_every_kind(grade: Grade) -> None:
+    run = grade.run(t.reduce_all_kinds, 4, TREE, options=uneven(grade.random, 4))
+    check_sums(run.results)
+    if grade.is_simulated:
+        check_no_collective(run, OF_MESSAGES)
+        check_sizes(run, {size: 6 * count for size, count in t.sizes_of_kinds().items()})
+
+
+@task("3.5")
+def test_a_tree_gives_all_ranks_the_same_bits(grade: Grade) -> None:
+    check_same_bits(grade, TREE, 7)
+
+
+@task("3.5")
+def test_a_tree_inside_a_group(grade: Grade) -> None:
+    _check_inside_a_group(grade, TREE)
+
+
+def _check_inside_a_group(grade: Grade, name: str) -> None:
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, t.reduce_all_kinds, name), if_stuck=STUCK_IN_GROUP
+    )
+    check_sums(of_members(run))
+
+
+# 3.6 double_tree
+
+
+@task("3.6")
+def test_no_rank_has_more_than_two_children_and_no_path_is_long(grade: Grade) -> None:
+    sizes = [*range(1, 36), grade.random.randrange(36, 100), 127, 128, 129]
+    run = grade.run(b.trees_of, 2, sizes)
+    check_silent(run, "double_tree")
+    for n, trees, of_other in zip(sizes, *run.results, strict=True):
+        check(
+            trees == of_other,
+            f"double_tree({n}) is {short(trees)} on rank 0, but {short(of_other)} on rank 1: all "
+            "ranks need the same two trees.",
+        )
+        _check_trees(n, trees)
+
+
+def _check_trees(n: int, trees: b.Trees) -> None:
+    for which, parents in zip(("first", "second"), trees, strict=True):
+        _check_tree(f"double_tree({n}), {which} tree", n, parents)
+    first, second = (Counter(parents) for parents in trees)
+    for rank in range(n):
+        check(
+            first[rank] + second[rank] <= 2,
+            f"double_tree({n}): rank {rank} has {counted(first[rank], 'child', 'children')} in the "
+            f"first tree and {second[rank]} in the second; together there may be two at most, or "
+            f"the rank has more to receive than the others. The trees are {short(trees[0])} and "
+            f"{short(trees[1])}. Who has children in one tree should be a leaf in the other.",
+        )
+
+
+def _check_tree(here: str, n: int, parents: Sequence[int]) -> None:
+    check(
+        len(parents) == n and parents.count(-1) == 1 and all(-1 <= each < n for each in parents),
+        f"{here}: there should be {counted(n, 'number')}, the parents of ranks 0 to {n - 1}, which "
+        f"are ranks too, and -1 for the root alone; it is {short(parents)}.",
+    )
+    most = ceil(log2(n))
+    for rank in range(n):
+        depth = _depth(parents, rank)
+        check(
+            depth < n,
+            f"{here}: the parents of rank {rank} lead round in a circle, not to the root: "
+            f"{short(parents)}.",
+        )
+        check(
+            depth <= most,
+            f"{here}: rank {rank} is {depth} edges away from the root, and no rank should be more "
+            f"than ⌈log2 {n}⌉ = {most} away: {short(parents)}. Put the root in the middle of the "
+            "ranks, and do the same on both sides of it.",
+        )
+
+
+def _depth(parents: Sequence[int], rank: int) -> int:
+    """Edges to the root; as many as there are ranks if it is not reached."""
+    for depth in range(len(parents)):
+        if parents[rank] < 0:
+            return depth
+        rank = parents[rank]
+    return len(parents)
+
+
+# 3.6 double_binary_tree_all_reduce
+
+FAST = Cluster(1, 32, latency_s=5e-7, nvlink_bytes_per_s=1 / BYTE_S)  # so that bytes count
+SMALL = Cluster(1, 32, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)
+TOLERANCE = 1.05
+AS_NCCL = Options(p2p_order="pair")
+NOT_TOGETHER = (
+    "Messages between two ranks wait for each other on NCCL, unless they start in one "
+    "batch_isend_irecv. Let both ends of an edge handle a segment in the same step, and start all "
+    "messages of a step together."
+)
+
+
+@task("3.6")
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+def test_each_half_goes_up_and_down_its_tree(grade: Grade, n: int) -> None:
+    fit = grade.random.randrange(12, 22)  # elements into a segment; the first half has one too many
+    num_elements, segment_bytes = 2 * fit * grade.random.randrange(4, 7) + 1, 4 * fit + 2
+    run = grade.run(
+        *(b.reduce_along, n, num_elements, segment_bytes),
+        cluster=SMALL,
+        options=AS_NCCL,
+        if_stuck=NOT_TOGETHER,
+    )
+    check_sums_of_powers([found["sums"] for found in run.results])
+    check_no_collective(run, OF_MESSAGES)
+    _check_along_trees(run, num_elements)
+    _check_segments(run, segment_bytes)
+    check_waited(run)
+
+
+def _check_along_trees(run: Run, num_elements: int) -> None:
+    n, trees = len(run.results), run.results[0]["trees"]
+    _check_trees(n, trees)
+    found = _bytes_by_edge(run)
+    expected = _bytes_along(trees, num_elements)
+    for src, dst in sorted({*found, *expected}):
+        wanted, got = expected[src, dst], found[src, dst]
+        check(
+            got == wanted,
+            f"on {counted(n, 'rank')} and with the trees of your double_tree, rank {src} should "
+            f"send {wanted:,} bytes to rank {dst}, for x of {num_elements:,} float32; it sends "
+            f"{got:,}. Up and down each edge goes the half of x that belongs to the tree, once: "
+            "the first half, as tensor_split cuts it, to the first tree.",
+        )
+
+
+def _bytes_by_edge(run: Run) -> Counter[Edge]:
+    found: Counter[Edge] = Counter()
+    for send, recv in run.trace.pairs() if run.trace else ():
+        found[send.rank, recv.rank] += send.num_bytes
+    return found
+
+
+def _bytes_along(trees: b.Trees, num_elements: int) -> Counter[Edge]:
+    expected: Counter[Edge] = Counter()
+    for parents, half in zip(trees, (-(-num_elements // 2), num_elements // 2), strict=True):
+        for rank, parent in enumerate(parents):
+            if parent >= 0:
+                expected[rank, parent] += 4 * half
+                expected[parent, rank] += 4 * half
+    return expected
+
+
+def _check_segments(run: Run, segment_bytes: int) -> None:
+    pairs = run.trace.pairs() if run.trace else []
+    largest = max((send.num_bytes for send, _ in pairs), default=0)
+    check(
+        largest <= segment_bytes,
+        f"with segment_bytes={segment_bytes}, no message should hold more; one holds {largest:,} "
+        "bytes. How many elements fit, and into how many segments must the longer half be cut?",
+    )
+
+
+@task("3.6")
+@pytest.mark.parametrize(("n", "segment_bytes"), [(5, 2**17), (8, 2**16), (16, 440_000)])
+def test_a_large_tensor_takes_little_more_than_its_bytes_twice(
+    grade: Grade, n: int, segment_bytes: int
+) -> None:
+    num_elements = t.even_size(grade.random, *t.LARGE)
+    run = grade.run(b.reduce_along, n, num_elements, segment_bytes, cluster=FAST)
+    check_sums_of_powers([found["sums"] for found in run.results])
+    check_no_collective(run, OF_MESSAGES)
+    num_segments = ceil(num_elements / 2 / (segment_bytes // 4))
+    num_steps = 2 * (num_segments + ceil(log2(n)) - 1)
+    step_s = FAST.latency_s + 2 * segment_bytes * BYTE_S
+    bytes_s = 8 * num_elements * BYTE_S
+    check(
+        run.seconds <= TOLERANCE * num_steps * step_s,
+        f"on {counted(n, 'rank')}, {num_segments} segments in each half should take 2(S + ⌈log2 N⌉ "
+        f"- 1) = {num_steps} steps of α + 2sβ, {1e6 * num_steps * step_s:,.0f} µs in all; yours "
+        f"take {1e6 * run.seconds:,.0f} µs, where 2nβ is {1e6 * bytes_s:,.0f} µs. In each step, "
+        "both trees should be busy, and a rank should pass on a segment while the next one "
+        "arrives; a rank that waits for one tree holds up the other.",
+    )
+
+
+@task("3.6")
+@pytest.mark.parametrize("n", [8, 16, 24])
+def test_a_small_tensor_takes_logarithmically_many_steps(grade: Grade, n: int) -> None:
+    num_elements = grade.random.randrange(10, 30)
+    run = grade.run(b.reduce_along, n, num_elements, 2**20, cluster=SMALL)
+    check_sums_of_powers([found["sums"] for found in run.results])
+    check_no_collective(run, OF_MESSAGES)
+    most, taken = 2 * ceil(log2(n)), run.seconds / LATENCY_S
+    check(
+        taken <= TOLERANCE * most,
+        f"on {counted(n, 'rank')}, a tensor that fits into a segment should take 2⌈log2 N⌉ = "
+        f"{most} steps, each hardly longer than the latency α; yours takes {taken:.1f} α. The "
+        "deepest leaves send in the first step, and each edge towards the root costs one more.",
+    )
+
+
+@task("3.6")
+def test_a_double_tree_needs_a_few_segments(grade: Grade) -> None:
+    num_elements, segment_bytes = t.even_size(grade.random, *t.LARGE), 2**17
+    run = grade.run(b.reduce_along, 5, num_elements, segment_bytes, options=MEASURED)
+    check_sums_of_powers([found["sums"] for found in run.results])
+    check_no_collective(run, OF_MESSAGES)
+    _check_along_trees(run, num_elements)
+    check_peak(
+        *(run, [4 * num_elements + 4 * segment_bytes + 1024] * 5),
+        "A rank needs x and at most four segments, such as one to receive into for each child, "
+        "which it can reuse in every step. Parts of x are views: send them, and receive into them "
+        "on the way down, without a copy.",
+    )
+
+
+@task("3.6", real=True)
+@pytest.mark.parametrize(("n", "keywords"), [(3, {"segment_bytes": 5000}), (4, {})])
+def test_a_double_tree_sums_every_kind(grade: Grade, n: int, keywords: t.Keywords) -> None:
+    run = grade.run(*(t.reduce_all_kinds, n, b.DOUBLE, keywords), options=uneven(grade.random, n))
+    check_sums(run.results)
+    if grade.is_simulated:
+        check_no_collective(run, OF_MESSAGES)
+        check_waited(run)
+        _check_bytes(run)
+
+
+def _check_bytes(run: Run) -> None:
+    """Check the bytes of all kinds of tensors, each in its own dtype."""
+    n = len(run.results)
+    all_bytes = sum(size * count for size, count in t.sizes_of_kinds().items())
+    wanted, got = 2 * (n - 1) * all_bytes, sum(run.bytes_sent)
+    check(
+        got == wanted,
+        f"on {counted(n, 'rank')}, all ranks together should send each tensor 2(N-1) times, "
+        f"{wanted:,} bytes; they send {got:,.0f}. Send the segments in the dtype of x.",
+    )
+
+
+@task("3.6")
+@pytest.mark.parametrize("n", [2, 5])
+def test_any_size_is_cut_into_segments(grade: Grade, n: int) -> None:
+    segment_bytes, sizes = (8, 20, 64), (1, 2, 3, n, 2 * n + 1, 23)
+    run = grade.run(
+        *(b.reduce_in_segments, n, segment_bytes, sizes),
+        options=uneven(grade.random, n),
+        if_stuck=f"x has {joined([*map(str, sizes)], ' or ')} elements: do all ranks cut both "
+        "halves into the same number of segments, even where some are empty?",
+    )
+    cases = [*product(segment_bytes, sizes)]
+    for rank, sums in enumerate(run.results):
+        for (most_bytes, size), got in zip(cases, sums, strict=True):
+            wanted = [(i + 1.0) * (2**n - 1) for i in range(size)]
+            check(
+                got == wanted,
+                f"rank {rank} of {n}, {size} float64, segment_bytes={most_bytes}: the sum should "
+                f"be {short(wanted)}, but x is {short(got)}. Is every element in one segment, and "
+                "does every segment go up and down once?",
+            )
+
+
+@task("3.6")
+def test_a_double_tree_gives_all_ranks_the_same_bits(grade: Grade) -> None:
+    check_same_bits(grade, b.DOUBLE, 6, {"segment_bytes": 512})
+
+
+@task("3.6")
+def test_a_double_tree_inside_a_group(grade: Grade) -> None:
+    _check_inside_a_group(grade, b.DOUBLE)
