@@ -2,10 +2,11 @@
 
 import os
 import threading
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 from distlab.sim.engine.scheduler import Strand
+from distlab.sim.hardware.topology import Place
 from distlab.sim.isolation.rank_state import RankState, RankWorld
 
 _chdir = os.chdir
@@ -15,7 +16,7 @@ class Residents:
     """The ranks of a world, each with its state; the running one's is the process's.
 
     Args:
-        num_ranks: of the world.
+        places: of the ranks, in the cluster.
         gpus_per_node: of the cluster.
         seed: of the ranks' generators.
         running: where to note the rank that runs, followed by the thread of every rank, for a
@@ -29,18 +30,19 @@ class Residents:
 
     def __init__(
         self,
-        num_ranks: int,
+        places: Sequence[Place],
         gpus_per_node: int,
         seed: int,
         running: MutableSequence[int] | memoryview | None = None,
     ) -> None:
+        num_ranks = len(places)
         self.num_ranks, self.num_local_ranks = num_ranks, min(num_ranks, gpus_per_node)
         self.tables = RankWorld()
         self._running: MutableSequence[int] | memoryview = (
             [0] * (1 + num_ranks) if running is None else running
         )
         self._folder = self._home = ""  # where the process is, if a rank has gone there; before
-        self._states = [RankState(rank, gpus_per_node, seed) for rank in range(num_ranks)]
+        self._states = [RankState(rank, place, seed) for rank, place in enumerate(places)]
 
     def forget(self) -> None:
         """Be no home any more: this is a process that a rank has forked."""
