@@ -7,8 +7,9 @@ run, is asserted in tests/phase3/judge_*.py, task by task; pytest collects it fr
 
 import sys
 
-# ring_allreduce
-from phase3.judge_ring import *
+# topology
+from phase3.judge_topology import *
+from phase3.judge_hierarchical import *
 
 from distlab.grade.plugin import main
 
