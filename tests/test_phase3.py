@@ -10,6 +10,8 @@ import sys
 # topology
 from phase3.judge_topology import *
 from phase3.judge_hierarchical import *
+from phase3.judge_ring_order import *
+from phase3.judge_algorithms import *
 
 from distlab.grade.plugin import main
 

@@ -157,8 +157,8 @@ def _check_bytes(where: str, run: Run, hosts: list[str], num_bytes: int) -> None
 def _cause_of_bytes(got: int, expected: int, g: int) -> str:
     if got == g * expected and g > 1:
         return (
-            f"That is {g} times as much: only the chunk that this rank has after the reduce-scatter "
-            "should cross, not all of x."
+            f"That is {g} times as much: only the chunk that this rank has after the "
+            "reduce-scatter should cross, not all of x."
         )
     return (
         "All ranks of a node should share what crosses, each for its own chunk: a rank that does "
@@ -195,8 +195,8 @@ def _check_links_of_torch(
     check(
         crossed <= 1.01 * expected,
         f"{_shape(cluster.nodes, cluster.gpus_per_node)}, torch's functions: {expected:,} bytes "
-        f"should leave the nodes in all, 2(k-1) times those of x; {crossed:,.0f} do. Reduce-scatter "
-        "inside the node first, so that only a chunk per rank has to cross.",
+        f"should leave the nodes in all, 2(k-1) times those of x; {crossed:,.0f} do. "
+        "Reduce-scatter inside the node first, so that only a chunk per rank has to cross.",
     )
 
 

@@ -139,8 +139,8 @@ def _check_messages(run: Run, sizes: tuple[int, int], repeats: int) -> None:
         check(
             departure_s(send, recv) >= until_s - 1e-12,
             f"the message of {send.num_bytes:,} bytes from rank {send.rank} to rank {recv.rank} "
-            "left while another one was on its way. They may share a link, and then slow each other "
-            "down: let one pair play after the other.",
+            "left while another one was on its way. They may share a link, and then slow each "
+            "other down: let one pair play after the other.",
         )
         until_s = recv.end_s
     for kind, where in KINDS.items():
@@ -165,8 +165,8 @@ def _check_one_pair(
         check(
             number == repeats + 1,
             f"{where}, rank {edge[0]} should send {repeats + 1} messages of {num_bytes:,} bytes to "
-            f"rank {edge[1]}, one that is not timed and one for each of {repeats} repeats; it sends "
-            f"{number}.",
+            f"rank {edge[1]}, one that is not timed and one for each of {repeats} repeats; it "
+            f"sends {number}.",
         )
     check(
         len(found) == 4,
