@@ -138,12 +138,13 @@ def _check_bytes(where: str, run: Run, hosts: list[str], num_bytes: int) -> None
     for send, recv in run.trace.pairs() if run.trace else ():
         sent[send.rank, hosts[send.rank] == hosts[recv.rank]] += send.num_bytes
     between, inside = 2 * (k - 1) * num_bytes // (k * g), 2 * (g - 1) * num_bytes // g
-    for rank in range(len(hosts)):
+    ranks = range(len(hosts))
+    for rank in ranks:
         got = sent[rank, False]
         check(
             got == between,
             f"{where}: rank {rank} should send {between:,} bytes to other nodes, 2(k-1)/k of its "
-            f"chunk; it sends {got:,}. {_cause_of_bytes(got, between, g)}",
+            f"chunk; it sends {got:,}. {_cause_of_bytes([sent[r, False] for r in ranks], g * between)}",
         )
         got = sent[rank, True]
         check(
@@ -154,16 +155,18 @@ def _check_bytes(where: str, run: Run, hosts: list[str], num_bytes: int) -> None
         )
 
 
-def _cause_of_bytes(got: int, expected: int, g: int) -> str:
-    if got == g * expected and g > 1:
+def _cause_of_bytes(by_rank: list[int], of_all_x: int) -> str:
+    if idle := [rank for rank, got in enumerate(by_rank) if not got]:
         return (
-            f"That is {g} times as much: only the chunk that this rank has after the "
-            "reduce-scatter should cross, not all of x."
+            f"Ranks {short(idle)} send nothing there, as in a flat ring, or if one rank does it for "
+            "its node. All ranks of a node should share what crosses, each for its own chunk."
         )
-    return (
-        "All ranks of a node should share what crosses, each for its own chunk: a rank that does "
-        "it for the others is alone with its NIC, and a ring around all ranks does not know nodes."
-    )
+    if {*by_rank} == {of_all_x}:
+        return (
+            "Only the chunk that a rank has after the reduce-scatter inside its node should cross, "
+            "not all of x."
+        )
+    return "Scatter inside the node first, so that only a chunk per rank has to cross."
 
 
 def _check_seconds(where: str, run: Run, cluster: Cluster, num_bytes: int) -> None:

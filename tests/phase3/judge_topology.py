@@ -8,6 +8,7 @@ import pytest
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster
 from distlab.sim.engine.trace import departure_s
+from distlab.words import counted
 from judging.checks import Edge, of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase3 import discovery as d
@@ -91,7 +92,7 @@ def _told(cost: list[float] | None) -> str:
     return f"α = {1e6 * cost[0]:.3g} µs and β = {1e12 * cost[1]:.4g} µs per MB"
 
 
-def _check_costs(by_rank: list[dict[str, Any]], cluster: Cluster) -> None:
+def _check_costs(by_rank: list[dict[str, Any]], cluster: Cluster, cause: str = "") -> None:
     hosts, n = by_rank[0]["hosts"], len(by_rank)
     shares, differs = len(set(hosts)) < n, len(set(hosts)) > 1
     inside = [cluster.latency_s, 1 / cluster.nvlink_bytes_per_s] if shares else None
@@ -109,7 +110,8 @@ def _check_costs(by_rank: list[dict[str, Any]], cluster: Cluster) -> None:
         is_same = all(abs(a - b) <= 0.01 * b for a, b in zip(got, expected, strict=True))
         check(
             is_same,
-            f"{here} should be {_told(expected)}; it is {_told(got)}. {_cause(got, expected)}",
+            f"{here} should be {_told(expected)}; it is {_told(got)}. "
+            f"{cause or _cause(got, expected)}",
         )
 
 
@@ -120,9 +122,8 @@ def _cause(got: list[float], expected: list[float]) -> str:
     if abs(ratios[1] - 1) < 0.01:
         return "β is right: α is what is left of the time of a message without its n·β."
     return (
-        "Are both times of the pair of this kind, taken from a start when both ranks are there to "
-        "the end, halved, and is the slope between them β, in seconds per byte? A message that is "
-        "late now and then must not count: take the median, and leave out the first ping-pong."
+        "Is each time that of a ping-pong of the pair of this kind, halved, and is the slope "
+        "between the two sizes β, in seconds per byte?"
     )
 
 
@@ -186,7 +187,13 @@ def test_messages_that_are_late_do_not_count(grade: Grade) -> None:
             if_stuck=STUCK,
         )
         _check_hosts(run.results)
-        _check_costs(run.results, cluster)
+        numbers = " and ".join(str(number) for number in late)
+        _check_costs(
+            *(run.results, cluster),
+            f"With {counted(repeats, 'repeat')}, the messages with the numbers {numbers} from each "
+            f"rank, counted from 0, were late by {1e3 * d.LATE_S:.0f} ms. The first ping-pong is "
+            "not timed, and of the others, the median counts.",
+        )
 
 
 @task("3.7")
