@@ -116,7 +116,7 @@ def hierarchical_all_reduce(
 
     Args:
         x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
-            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+            for bit the same on all ranks.
         inside: this rank's node; all nodes have equally many ranks.
         across: the ranks with this rank's number inside their nodes, one of each node.
         reduce_scatter, all_reduce, all_gather: what each step is made of; torch's own by default.

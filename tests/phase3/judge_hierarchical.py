@@ -138,13 +138,12 @@ def _check_bytes(where: str, run: Run, hosts: list[str], num_bytes: int) -> None
     for send, recv in run.trace.pairs() if run.trace else ():
         sent[send.rank, hosts[send.rank] == hosts[recv.rank]] += send.num_bytes
     between, inside = 2 * (k - 1) * num_bytes // (k * g), 2 * (g - 1) * num_bytes // g
-    ranks = range(len(hosts))
-    for rank in ranks:
-        got = sent[rank, False]
+    across = [sent[rank, False] for rank in range(len(hosts))]
+    for rank, got in enumerate(across):
         check(
             got == between,
             f"{where}: rank {rank} should send {between:,} bytes to other nodes, 2(k-1)/k of its "
-            f"chunk; it sends {got:,}. {_cause_of_bytes([sent[r, False] for r in ranks], g * between)}",
+            f"chunk; it sends {got:,}. {_cause_of_bytes(across, g * between)}",
         )
         got = sent[rank, True]
         check(
@@ -158,8 +157,8 @@ def _check_bytes(where: str, run: Run, hosts: list[str], num_bytes: int) -> None
 def _cause_of_bytes(by_rank: list[int], of_all_x: int) -> str:
     if idle := [rank for rank, got in enumerate(by_rank) if not got]:
         return (
-            f"Ranks {short(idle)} send nothing there, as in a flat ring, or if one rank does it for "
-            "its node. All ranks of a node should share what crosses, each for its own chunk."
+            f"Ranks {short(idle)} send nothing there, as in a flat ring, or if one rank does it "
+            "for its node. All ranks of a node should share what crosses, each for its own chunk."
         )
     if {*by_rank} == {of_all_x}:
         return (
