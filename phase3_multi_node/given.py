@@ -48,8 +48,7 @@ def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
     """
     chunks = x.view(-1).tensor_split(dist.get_world_size(group))
     total = torch.empty_like(chunks[0])
-    padded = torch.cat([_padded(chunk, len(total)) for chunk in chunks])
-    dist.reduce_scatter_tensor(total, padded, group=group)
+    dist.reduce_scatter(total, [_padded(chunk, len(total)) for chunk in chunks], group=group)
     mine = chunks[dist.get_rank(group)]
     return mine.copy_(total[: len(mine)])
 
@@ -57,11 +56,10 @@ def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 def all_gather(x: Tensor, group: Group = None) -> None:
     """Collect in ``x`` the chunks of all ranks of ``group``: torch's own, as lessons take it."""
     chunks = x.view(-1).tensor_split(dist.get_world_size(group))
-    rows = x.new_empty(len(chunks), len(chunks[0]))
-    mine = _padded(chunks[dist.get_rank(group)], rows.shape[1])
-    dist.all_gather_into_tensor(rows.view(-1), mine, group=group)
-    for chunk, row in zip(chunks, rows, strict=True):
-        chunk.copy_(row[: len(chunk)])
+    arrived = [torch.empty_like(chunks[0]) for _ in chunks]
+    dist.all_gather(arrived, _padded(chunks[dist.get_rank(group)], len(chunks[0])), group=group)
+    for chunk, padded in zip(chunks, arrived, strict=True):
+        chunk.copy_(padded[: len(chunk)])
 
 
 def _padded(chunk: Tensor, length: int) -> Tensor:
