@@ -4,19 +4,23 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distlab.grade import WrongResult
 from distlab.sim.messages.group import SimGroup
 from judging.calls import typed
+from judging.pretend_device import PretendDevice, device_of
 from phase3_multi_node.given import LinkCost, Topology
 
 FUNCTION = "discover_topology"
 LATE_S = 0.05
+WORK_S = 0.001
 
 
 def discover(lesson: Any, arguments: Mapping[str, Any], group: Any = None) -> dict[str, Any]:
@@ -69,3 +73,43 @@ def discover_with_late_messages(
         found = discover(lesson, arguments)
         dist.barrier()
     return found
+
+
+def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Discover with pretended GPUs, which take ``WORK_S`` more for each message that has come.
+
+    Also returns the devices of what was sent, one message at a time, to other ranks.
+    """
+    sent: list[str] = []
+    work_s: Counter[int] = Counter()  # by rank: what its GPU still has to do
+    send, recv, recv_any = SimGroup.send, SimGroup.recv, SimGroup.recv_anysource
+
+    def noting_send(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        sent.append(str(device_of(tensors[0])))
+        return send(group, tensors, dst, tag)
+
+    def working_recv(group: SimGroup, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        work_s[dist.get_rank()] += WORK_S
+        return recv(group, tensors, src, tag)
+
+    def working_recv_any(group: SimGroup, tensors: list[Tensor], tag: int = 0) -> Any:
+        work_s[dist.get_rank()] += WORK_S
+        return recv_any(group, tensors, tag)
+
+    patches = {
+        (SimGroup, "send"): noting_send,
+        (SimGroup, "recv"): working_recv,
+        (SimGroup, "recv_anysource"): working_recv_any,
+        (dist, "get_backend"): lambda group=None: "nccl",
+        (torch.cuda, "current_device"): lambda: 0,
+        (torch.cuda, "synchronize"): lambda device=None: time.sleep(work_s.pop(dist.get_rank(), 0)),
+    }
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            for (owner, name), value in patches.items():
+                stack.enter_context(patch.object(owner, name, value))
+        dist.barrier()  # all ranks are threads of one process: from here, rank 0's hold for all
+        with PretendDevice("cuda:0"):
+            found = discover(lesson, arguments)
+        dist.barrier()
+    return {**found, "sent": sent}

@@ -212,6 +212,25 @@ def test_noise_makes_no_cost_negative(grade: Grade) -> None:
         )
 
 
+@task("3.7")
+def test_gpus_are_waited_for(grade: Grade) -> None:
+    arguments = {"sizes_bytes": (1000, 2000), "repeats": 2}
+    run = grade.run(d.discover_on_gpus, 2, arguments, if_stuck=STUCK)
+    found = run.results[0]
+    check(
+        {*found["sent"]} == {"cuda:0"},
+        "with a backend that needs tensors on the GPU, group_device(group) is cuda:0; the messages "
+        f"were sent from {sorted({*found['sent']})}.",
+    )
+    least_s = d.WORK_S / 2  # of the way there and back, only the way back is waited for here
+    check(
+        found["inside"][0] >= 0.99 * least_s,
+        f"the GPU of a rank works for {1e3 * d.WORK_S:g} ms after recv has returned, until the "
+        f"message is there, so α should be {1e3 * least_s:g} ms or more; it is "
+        f"{1e3 * found['inside'][0]:.3g} ms. Call wait_for before you read the clock again.",
+    )
+
+
 @task("3.7", real=True)
 def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
     run = grade.run(d.discover, 3, {"repeats": 2}, if_stuck=STUCK)
