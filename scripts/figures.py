@@ -188,6 +188,14 @@ FIGURES = (
         cluster="dgx-h100",
         phase=2,
     ),
+    # topology
+    Figure(
+        "hierarchical_all_reduce",
+        "Two nodes of 4 GPUs: only two of the eight rounds cross between them",
+        8,
+        cluster=Cluster(2, 4),
+        phase=3,
+    ),
 )
 
 
