@@ -10,7 +10,8 @@ from distlab.words import counted
 from judging.checks import check_silent
 from phase3 import orders as b
 
-NEAR = 1.05  # as long as the fastest
+NEAR = 1.05  # times as long as the fastest, by the formulas
+NEAR_AS_RUN = 1.07  # the same where chunks are rounded to whole elements
 NUM_CASES = 25  # in which each of the three is the fastest, and as many of each odd shape
 
 
@@ -63,7 +64,7 @@ def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
     check_silent(run, "choose_algorithm")
     for rank, chosen in enumerate(run.results):
         for case, name in zip(cases, chosen, strict=True):
-            _check_choice(f"rank {rank} of 2, {_told(case)}", name, _predicted(case), "takes")
+            _check_choice(f"rank {rank} of 2, {_told(case)}", name, _predicted(case))
 
 
 def _clear_cases(grade: Grade) -> list[b.Case]:
@@ -89,7 +90,9 @@ def _told(case: b.Case) -> str:
     return f"{num_bytes:,} bytes, hosts of {counts} ranks, {', '.join(links)}"
 
 
-def _check_choice(where: str, name: str, seconds: dict[str, float], verb: str) -> None:
+def _check_choice(
+    where: str, name: str, seconds: dict[str, float], verb: str = "takes", near: float = NEAR
+) -> None:
     check(
         name in b.ALGORITHMS,
         f'{where}: choose_algorithm should return "ring", "tree" or "hierarchical"; it returned '
@@ -102,9 +105,9 @@ def _check_choice(where: str, name: str, seconds: dict[str, float], verb: str) -
     )
     best = min(seconds, key=lambda key: seconds[key])
     check(
-        seconds[name] <= NEAR * seconds[best],
+        seconds[name] <= near * seconds[best],
         f"{where}: {best} is the fastest, but you chose {name}; by algorithm, it {verb}: {told}. "
-        f"Compare the three sums of your own with these. {_CAUSES[name]}",
+        f"Compare your own sums with these. {_CAUSES[best]} {_CAUSES[name]}",
     )
 
 
@@ -144,7 +147,7 @@ def test_what_is_chosen_is_the_fastest_when_it_runs(
                 for key, taken_s in by_rank[place][1].items():
                     slowest[key] = max(taken_s, slowest.get(key, 0.0))
             where = f"rank {rank} of {n}, {_told((size, tuple(hosts), inside, between))}"
-            _check_choice(where, name, slowest, "took in the simulator")
+            _check_choice(where, name, slowest, "took in the simulator", NEAR_AS_RUN)
 
 
 @task("3.10")

@@ -30,7 +30,8 @@ def order_all(lesson: Any, matrices: Sequence[Matrix]) -> list[tuple[list[int], 
 def reduce_in_order(lesson: Any, seconds: Matrix, num_elements: int) -> tuple[list[int], float]:
     """Sum ones around the ring that ``ring_order`` has found; return it, and the seconds."""
     order = int_list("ring_order", lesson.ring_order(seconds))
-    return order, seconds_around(None, order, num_elements)
+    is_ring = sorted(order) == list(range(len(seconds)))
+    return order, seconds_around(None, order, num_elements) if is_ring else 0.0
 
 
 def seconds_around(_: Any, order: Sequence[int], num_elements: int) -> float:
