@@ -53,7 +53,7 @@ class Simulation:
     ) -> None:
         self.num_ranks, self.cluster, self.options = num_ranks, cluster, options
         places = [cluster.place_of(rank) for rank in range(num_ranks)]
-        self.residents = Residents(places, cluster.gpus_per_node, options.seed, running)
+        self.residents = Residents(places, options.seed, running)
         self.scheduler = Scheduler(num_ranks, self.residents.switch)
         self.trace = Trace(num_ranks, has_events=options.has_events)
         overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None

@@ -44,7 +44,7 @@ def _cost(name: str, cost: Any) -> list[float] | None:
     values = cost.alpha_s, cost.beta_s_per_byte
     if not all(isinstance(value, float) for value in values):
         raise WrongResult(f"α and β of {name} should be floats; they are {values!r:.60}")
-    return [*values]
+    return [float(value) for value in values]
 
 
 def discover_with_late_messages(

@@ -87,7 +87,9 @@ def _told(case: b.Case) -> str:
         for where, link in (("inside", inside), ("between", between))
         if link
     ]
-    return f"{num_bytes:,} bytes, hosts of {counts} ranks, {', '.join(links)}"
+    is_in_turn = list(hosts) != sorted(hosts, key=[*dict.fromkeys(hosts)].index)
+    order = " that are not numbered host by host" if is_in_turn else ""
+    return f"{num_bytes:,} bytes, hosts of {counts} ranks{order}, {', '.join(links)}"
 
 
 def _check_choice(

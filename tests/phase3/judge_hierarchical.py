@@ -1,6 +1,7 @@
 """Judges task 3.8: sums, bits, what crosses between the nodes, seconds and memory."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from distlab.sim import Cluster, Options
 from distlab.words import counted
 from judging.checks import MEASURED, check_peak, short, uneven
 from phase3 import levels as b
+from phase3_multi_node.given import ranks_by_host
 
 STUCK = (
     "Do all ranks call the three functions in the same order, each with its own group: inside, "
@@ -33,29 +35,41 @@ def test_every_rank_has_the_sum_of_all_nodes(grade: Grade) -> None:
         )
         for functions in b.FUNCTIONS:
             where = f"{_shape(nodes, gpus)}, hosts {hosts}, {functions}"
-            _check_sums(where, {r: found[functions] for r, found in enumerate(run.results)})
+            sums = {rank: found[functions] for rank, found in enumerate(run.results)}
+            _check_sums(where, sums, ranks_by_host(hosts))
 
 
 def _shape(nodes: int, gpus: int) -> str:
     return f"{counted(nodes, 'node')} of {counted(gpus, 'rank')}"
 
 
-def _check_sums(where: str, by_rank: dict[int, list[Any]]) -> None:
+def _check_sums(where: str, by_rank: dict[int, list[Any]], nodes: Sequence[Sequence[int]]) -> None:
     for index, kind in enumerate(b.KINDS):
-        total = b.tensor_of(kind, next(iter(by_rank))) * 0
-        for rank in by_rank:
-            total += b.tensor_of(kind, rank)
-        for rank, found in by_rank.items():
-            check(
-                found[index] == total.tolist(),
-                f"{where}: rank {rank}, {kind[1]} of shape {kind[0]}: x should be the sum over all "
-                f"ranks of all nodes, {short(total.tolist())}, but it is {short(found[index])}. "
-                f"{_cause(found[index], kind, rank)}",
-            )
+        total = _sum_of(kind, [*by_rank])
+        for node in nodes:
+            of_node = _sum_of(kind, node)
+            for rank in node:
+                got = by_rank[rank][index]
+                check(
+                    got == total,
+                    f"{where}: rank {rank}, {kind[1]} of shape {kind[0]}: x should be the sum over "
+                    f"all ranks of all nodes, {short(total)}, but it is {short(got)}. "
+                    f"{_cause(got, of_node, b.tensor_of(kind, rank).tolist())}",
+                )
 
 
-def _cause(got: Any, kind: Any, rank: int) -> str:
-    if got == b.tensor_of(kind, rank).tolist():
+def _sum_of(kind: b.Kind, ranks: Sequence[int]) -> Any:
+    first, *others = (b.tensor_of(kind, rank) for rank in ranks)
+    return sum(others, first).tolist()
+
+
+def _cause(got: Any, of_node: Any, before: Any) -> str:
+    if got == of_node:
+        return (
+            "That is the sum of its own node: the all-reduce across the nodes has to write into "
+            "the chunk that reduce_scatter returned, which is a view of x."
+        )
+    if got == before:
         return "That is what x was before: write the sum into x itself."
     return (
         "Each step builds on the one before: the all-reduce across the nodes sums the chunk that "
@@ -67,7 +81,9 @@ def _cause(got: Any, kind: Any, rank: int) -> str:
 def test_nodes_inside_a_larger_world(grade: Grade) -> None:
     run = grade.run(b.reduce_kinds_of_members, b.OUTER_WORLD_SIZE, if_stuck=STUCK)
     members = {rank: run.results[rank][b.RINGS] for node in b.OUTER_NODES for rank in node}
-    _check_sums(f"nodes {[*b.OUTER_NODES]} of {b.OUTER_WORLD_SIZE} ranks, rings", members)
+    _check_sums(
+        f"nodes {[*b.OUTER_NODES]} of {b.OUTER_WORLD_SIZE} ranks, rings", members, b.OUTER_NODES
+    )
 
 
 @task("3.8")

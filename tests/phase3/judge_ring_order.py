@@ -76,7 +76,8 @@ def test_each_part_of_the_tree_is_entered_once(grade: Grade) -> None:
 
 def _told(places: list[Place]) -> str:
     names = ["/".join(str(part) for part in place) for place in places]
-    return f"{counted(len(places), 'rank')} at {short(names)}"
+    levels = "/".join(reversed(LEVELS[: len(places[0])]))
+    return f"{counted(len(places), 'rank')}, {levels} of each {short(names)}"
 
 
 def _check_permutation(where: str, order: list[int], n: int) -> None:

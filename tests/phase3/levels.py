@@ -11,7 +11,8 @@ from torch import Tensor
 from phase3 import all_reduces
 from phase3_multi_node.given import Group, node_groups
 
-KINDS = (
+Kind = tuple[tuple[int, ...], str]  # shape and dtype
+KINDS: tuple[Kind, ...] = (
     ((3, 5), "float32"),
     ((), "float64"),
     ((1,), "int64"),
@@ -25,7 +26,7 @@ FRACTIONS = ("float32", "bfloat16")
 FUNCTIONS = TORCH, RINGS = "torch's functions", "rings"  # that the function is made of
 
 
-def tensor_of(kind: tuple[tuple[int, ...], str], rank: int) -> Tensor:
+def tensor_of(kind: Kind, rank: int) -> Tensor:
     """Small whole numbers, whose sums are exact in every dtype."""
     shape, dtype = kind
     generator = torch.Generator().manual_seed(rank)

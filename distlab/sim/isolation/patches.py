@@ -320,16 +320,18 @@ def _patch_process(undo: contextlib.ExitStack, home: Home) -> None:
 
 def _patch_host(undo: contextlib.ExitStack, residents: Residents) -> None:
     """Tell each rank the name of its node, so that it finds out who is on the same one."""
-    for owner, name in ((socket, "gethostname"), (platform, "node")):
-        _replace(undo, owner, name, _host_name(getattr(owner, name), residents))
+    uname = os.uname
 
-
-def _host_name(real: Callable[[], str], residents: Residents) -> Callable[[], str]:
-    @functools.wraps(real)
-    def host_name() -> str:
+    def name_of_rank(real: Callable[[], str]) -> str:
         return residents.state().host if residents.is_in_rank() else real()
 
-    return host_name
+    def uname_of_rank() -> os.uname_result:
+        system, _, *rest = found = uname()
+        return os.uname_result((system, name_of_rank(lambda: found.nodename), *rest))
+
+    for owner, name in ((socket, "gethostname"), (platform, "node")):
+        _replace(undo, owner, name, functools.partial(name_of_rank, getattr(owner, name)))
+    _replace(undo, os, "uname", uname_of_rank)
 
 
 def _patch_generators(undo: contextlib.ExitStack, residents: Residents) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections import Counter
 from collections.abc import MutableSequence, Sequence
 from typing import Any
 
@@ -17,26 +18,24 @@ class Residents:
 
     Args:
         places: of the ranks, in the cluster.
-        gpus_per_node: of the cluster.
         seed: of the ranks' generators.
         running: where to note the rank that runs, followed by the thread of every rank, for a
             supervisor in another process; None: nowhere else.
 
     Attributes:
         num_ranks: of the world.
-        num_local_ranks: those of a node.
+        num_local_ranks: those of the fullest node.
         tables: what torch takes for its table of process groups: the running rank's.
     """
 
     def __init__(
         self,
         places: Sequence[Place],
-        gpus_per_node: int,
         seed: int,
         running: MutableSequence[int] | memoryview | None = None,
     ) -> None:
-        num_ranks = len(places)
-        self.num_ranks, self.num_local_ranks = num_ranks, min(num_ranks, gpus_per_node)
+        self.num_ranks = num_ranks = len(places)
+        self.num_local_ranks = max(Counter(place.node for place in places).values())
         self.tables = RankWorld()
         self._running: MutableSequence[int] | memoryview = (
             [0] * (1 + num_ranks) if running is None else running

@@ -117,7 +117,8 @@ def test_environment_is_that_of_torchrun() -> None:
 
 def reads_host() -> list[str]:
     dist.barrier()
-    return [socket.gethostname(), platform.node(), os.environ["GROUP_RANK"]]
+    names = {socket.gethostname(), platform.node(), os.uname().nodename}
+    return [*names, os.environ["GROUP_RANK"], os.environ["LOCAL_WORLD_SIZE"]]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +127,8 @@ def reads_host() -> list[str]:
 def test_ranks_of_a_node_read_the_same_name_of_their_host(numbering: str, nodes: list[int]) -> None:
     cluster = Cluster(3, 2, numbering=numbering)
     results = simulate(reads_host, 5, cluster=cluster).results
-    assert results == [[f"node{node}", f"node{node}", f"{node}"] for node in nodes]
-    assert not socket.gethostname().startswith("node0")
+    assert results == [[f"node{node}", f"{node}", "2"] for node in nodes]
+    assert os.uname().nodename == socket.gethostname() != "node0"
 
 
 def writes_environment() -> list[object]:
