@@ -39,10 +39,10 @@ def _places(shape: list, above: Place = ()) -> list[Place]:  # type: ignore[type
 
 def _measured(places: list[Place], random: Random) -> b.Matrix:
     """Seconds of a message between any two ranks: three times as long per level, with noise."""
-    depth = len(places[0])
+    depth, fastest_s = len(places[0]), 10 ** random.uniform(-6, -3)
     return [
         [
-            1e-5 * 3 ** (depth - _common(one, other)) * random.uniform(0.8, 1.2)
+            fastest_s * 3 ** (depth - _common(one, other)) * random.uniform(0.8, 1.2)
             if i != j
             else random.choice((0.0, 1.0))
             for j, other in enumerate(places)
