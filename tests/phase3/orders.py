@@ -1,11 +1,12 @@
 """Bodies for tasks 3.9 and 3.10."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from judging.calls import int_list, typed
 from phase3 import all_reduces
@@ -50,11 +51,8 @@ def seconds_around(_: Any, order: Sequence[int], num_elements: int) -> float:
 
 def choose_all(lesson: Any, cases: Sequence[Case]) -> list[str]:
     """Choose an algorithm in every case."""
-    return [
-        typed("choose_algorithm", lesson.choose_algorithm(num_bytes, _topology(case)), str)
-        for case in cases
-        for num_bytes in case[:1]
-    ]
+    chosen = (lesson.choose_algorithm(case[0], _topology(case)) for case in cases)
+    return [typed("choose_algorithm", name, str) for name in chosen]
 
 
 def _topology(case: Case) -> Topology:
@@ -68,25 +66,22 @@ def time_all(
     """Choose an algorithm for every size, and return the seconds that each takes."""
     chosen = choose_all(lesson, [(size, tuple(hosts), inside, between) for size in sizes_bytes])
     nodes = ranks_by_host(hosts)
-    if len({*map(len, nodes)}) == 1:
-        of_node, across = node_groups(hosts)
-    else:
-        of_node, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in nodes])
-        across = None
+    of_node, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in nodes])
     leaders = dist.new_group([ranks[0] for ranks in nodes])
-    runs = {
+    runs: dict[str, Callable[[Tensor], None]] = {
         RING: all_reduces.ring_all_reduce,
         TREE: lambda x: all_reduces.tree_all_reduce(x, of_node, leaders),
     }
-    if across is not None:
-        runs[HIERARCHICAL] = lambda x: all_reduces.hierarchical_all_reduce(x, of_node, across)
-    found = []
-    for name, size in zip(chosen, sizes_bytes, strict=True):
-        found.append((name, {key: _seconds_of(run, size) for key, run in runs.items()}))
-    return found
+    if len({*map(len, nodes)}) == 1:
+        inside_group, across = node_groups(hosts)
+        runs[HIERARCHICAL] = lambda x: all_reduces.hierarchical_all_reduce(x, inside_group, across)
+    return [
+        (name, {key: _seconds_of(run, size) for key, run in runs.items()})
+        for name, size in zip(chosen, sizes_bytes, strict=True)
+    ]
 
 
-def _seconds_of(run: Any, num_bytes: int) -> float:
+def _seconds_of(run: Callable[[Tensor], None], num_bytes: int) -> float:
     x = torch.ones(num_bytes // 4)
     dist.barrier()
     start_s = time.perf_counter()
