@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -81,7 +81,7 @@ def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any
     Also returns the devices of what was sent, one message at a time, to other ranks.
     """
     sent: list[str] = []
-    work_s: Counter[int] = Counter()  # by rank: what its GPU still has to do
+    work_s: defaultdict[int, float] = defaultdict(float)  # by rank: what its GPU still has to do
     send, recv, recv_any = SimGroup.send, SimGroup.recv, SimGroup.recv_anysource
 
     def noting_send(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:

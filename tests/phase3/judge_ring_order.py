@@ -1,6 +1,7 @@
 """Judges task 3.9: how often the ring crosses each level of the tree, and how fast it is."""
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from judging.checks import check_silent, short
 from phase3 import orders as b
 
 LEVELS = ("host", "leaf switch", "pod")
-SHAPES = [  # ranks of each host; hosts of each leaf; leaves of each pod; and so on
+SHAPES: list[list[Any]] = [  # ranks of each host; hosts of each leaf; leaves of each pod; and so on
     [1],
     [2],
     [1, 1],
@@ -28,7 +29,7 @@ SHAPES = [  # ranks of each host; hosts of each leaf; leaves of each pod; and so
 Place = tuple[int, ...]  # of a rank: which pod, which leaf in it, which host in that, …
 
 
-def _places(shape: list, above: Place = ()) -> list[Place]:  # type: ignore[type-arg]
+def _places(shape: list[Any], above: Place = ()) -> list[Place]:
     """Where each rank is."""
     places = []
     for number, part in enumerate(shape):

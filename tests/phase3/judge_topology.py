@@ -59,13 +59,14 @@ def test_hosts_and_links_are_those_of_the_cluster(
     grade: Grade, nodes: int, gpus: int, n: int, numbering: str
 ) -> None:
     cluster, sizes = _cluster(grade, nodes, gpus, numbering), _sizes(grade)
-    arguments = {"sizes_bytes": sizes, "repeats": grade.random.randrange(2, 6)}
+    repeats = grade.random.randrange(2, 6)
+    arguments = {"sizes_bytes": sizes, "repeats": repeats}
     # Where sends are buffered, as small ones are on real links, send returns before bytes arrive.
     options = Options(eager_bytes=-1 if numbering == "block" else max(sizes))
     run = grade.run(d.discover, n, arguments, cluster=cluster, options=options, if_stuck=STUCK)
     _check_hosts(run.results)
     _check_costs(run.results, cluster)
-    _check_messages(run, sizes, arguments["repeats"])
+    _check_messages(run, sizes, repeats)
 
 
 def _check_hosts(by_rank: list[dict[str, Any]]) -> None:
