@@ -216,6 +216,14 @@ FIGURES = (
         6,
         phase=3,
     ),
+    # topology
+    Figure(
+        "hierarchical_all_reduce",
+        "Two nodes of 4 GPUs: only two of the eight rounds cross between them",
+        8,
+        cluster=Cluster(2, 4),
+        phase=3,
+    ),
 )
 
 

@@ -14,6 +14,12 @@ from phase3.judge_segmented_ring import *
 # tree_allreduce
 from phase3.judge_tree import *
 
+# topology
+from phase3.judge_topology import *
+from phase3.judge_hierarchical import *
+from phase3.judge_ring_order import *
+from phase3.judge_algorithms import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":

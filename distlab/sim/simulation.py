@@ -52,7 +52,8 @@ class Simulation:
         running: MutableSequence[int] | memoryview | None = None,
     ) -> None:
         self.num_ranks, self.cluster, self.options = num_ranks, cluster, options
-        self.residents = Residents(num_ranks, cluster.gpus_per_node, options.seed, running)
+        places = [cluster.place_of(rank) for rank in range(num_ranks)]
+        self.residents = Residents(places, options.seed, running)
         self.scheduler = Scheduler(num_ranks, self.residents.switch)
         self.trace = Trace(num_ranks, has_events=options.has_events)
         overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None

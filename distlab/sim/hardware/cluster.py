@@ -95,7 +95,9 @@ class Cluster:
         ethernet           PCIe                        one NIC per node and one big switch
         torus              a ring, the x axis          rings, the y axis
 
-    GPU g is number g % gpus_per_node of node g // gpus_per_node.
+        numbering          4 GPUs on 2 nodes          GPU g is
+        block              0 1 | 2 3                  number g % gpus_per_node of its node
+        cyclic             0 2 | 1 3                  on node g % nodes
 
     Args:
         nodes, gpus_per_node: a node is what shares one switch or host; an NVL72 rack is one node.
@@ -110,6 +112,8 @@ class Cluster:
         nodes_per_leaf: fat-tree: nodes that share a leaf switch.
         switch_adds: the switch of a node adds up what its GPUs send (NVLS).
         network_adds: so do the switches between the nodes (SHARP).
+        numbering: of the GPUs, and so of the ranks: "block", node by node, or "cyclic", a GPU of
+            each node in turn; what Slurm's --distribution calls them.
         faults: (pattern, factor) of the links that `slowed` has slowed down.
     Raises: ValueError: for a value that makes no sense; one line, which says what would.
     """
@@ -129,6 +133,7 @@ class Cluster:
     nodes_per_leaf: int = 1
     switch_adds: bool = False
     network_adds: bool = False
+    numbering: str = "block"
     faults: tuple[tuple[str, float], ...] = ()
     name: str = "custom"
     _map: Topology = field(init=False, repr=False)
@@ -137,6 +142,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
             raise unknown_name("topology", self.topology, TOPOLOGIES)
+        if self.numbering not in NUMBERINGS:
+            raise unknown_name("numbering", self.numbering, NUMBERINGS)
         if not self.nics_per_node:
             default = self.gpus_per_node if TOPOLOGIES[self.topology].nic_per_gpu else 1
             object.__setattr__(self, "nics_per_node", default)
@@ -194,7 +201,19 @@ class Cluster:
 
     def node_of(self, gpu: int) -> int:
         """Return the node of GPU number ``gpu``."""
-        return self._place(gpu).node
+        return self.place_of(gpu).node
+
+    def place_of(self, gpu: int) -> Place:
+        """Return where GPU number ``gpu`` is.
+
+        Raises: ValueError: there is no such GPU.
+        """
+        if not 0 <= gpu < self.num_gpus:
+            raise ValueError(f"{self.name} has GPUs 0 to {self.num_gpus - 1}, not {gpu}")
+        if self.numbering == "cyclic":
+            number, node = divmod(gpu, self.nodes)
+            return Place(node, number)
+        return Place(*divmod(gpu, self.gpus_per_node))
 
     def by_node(self, gpus: Sequence[int]) -> list[list[int]]:
         """Sort GPUs by node, in the order in which the nodes appear."""
@@ -207,7 +226,9 @@ class Cluster:
         """Return how bytes get from GPU ``src`` to GPU ``dst``; to itself: no link, no latency."""
         route = self._routes.get((src, dst))
         if route is None:
-            route = self._routes[src, dst] = self._find_route(self._place(src), self._place(dst))
+            route = self._routes[src, dst] = self._find_route(
+                self.place_of(src), self.place_of(dst)
+            )
         return route
 
     def slowed(self, pattern: str, factor: float) -> "Cluster":
@@ -246,11 +267,6 @@ class Cluster:
     def _index(self) -> dict[str, int]:
         return {link.name: index for index, link in enumerate(self.links)}
 
-    def _place(self, gpu: int) -> Place:
-        if not 0 <= gpu < self.num_gpus:
-            raise ValueError(f"{self.name} has GPUs 0 to {self.num_gpus - 1}, not {gpu}")
-        return Place(*divmod(gpu, self.gpus_per_node))
-
     def _find_route(self, src: Place, dst: Place) -> Route:
         if src == dst:
             return Route((), 0.0)
@@ -264,6 +280,7 @@ class Cluster:
 
 
 MAX_RANKS = 1024
+NUMBERINGS = ("block", "cyclic")
 _INSIDE = ("gpus_per_node", "nvlink_bytes_per_s", "latency_s", "hop_latency_s")
 _BETWEEN = ("nics_per_node", "nic_bytes_per_s", "net_latency_s")
 

@@ -8,8 +8,10 @@ another torch version has to be tested first (constraints.txt names the tested o
 import contextlib
 import functools
 import os
+import platform
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -102,6 +104,7 @@ def installed(home: Home) -> Iterator[None]:
         home.threads.install(replace)
         profiling.install(replace, home.residents)
         _patch_process(undo, home)
+        _patch_host(undo, home.residents)
         _patch_generators(undo, home.residents)
         _patch_environment(undo, home.residents)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
@@ -313,6 +316,22 @@ def _patch_process(undo: contextlib.ExitStack, home: Home) -> None:
     _replace(undo, os, "chdir", chdir)
     _replace(undo, os, "_exit", end_rank)
     _replace(undo, signal, "signal", refuse)
+
+
+def _patch_host(undo: contextlib.ExitStack, residents: Residents) -> None:
+    """Tell each rank the name of its node, so that it finds out who is on the same one."""
+    uname = os.uname
+
+    def name_of_rank(real: Callable[[], str]) -> str:
+        return residents.state().host if residents.is_in_rank() else real()
+
+    def uname_of_rank() -> os.uname_result:
+        system, _, *rest = found = uname()
+        return os.uname_result((system, name_of_rank(lambda: found.nodename), *rest))
+
+    for owner, name in ((socket, "gethostname"), (platform, "node")):
+        _replace(undo, owner, name, functools.partial(name_of_rank, getattr(owner, name)))
+    _replace(undo, os, "uname", uname_of_rank)
 
 
 def _patch_generators(undo: contextlib.ExitStack, residents: Residents) -> None:

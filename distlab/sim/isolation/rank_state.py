@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from distlab.sim.hardware.topology import Place
+
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 _warnings: Any = warnings  # whose inner names the stubs do not know
 
@@ -68,15 +70,16 @@ class RankState:
 
     torch's generator is one object, whose state is copied at every hand-over. The generators of
     ``random`` and numpy are the rank's own objects, and so are the variables that tell its number,
-    what ``warnings.catch_warnings`` changes, ``sys.stdout`` where it was redirected, and the
-    default dtype.
+    the name of its host, what ``warnings.catch_warnings`` changes, ``sys.stdout`` where it was
+    redirected, and the default dtype.
     """
 
-    def __init__(self, rank: int, gpus_per_node: int, seed: int) -> None:
+    def __init__(self, rank: int, place: Place, seed: int) -> None:
         self.tables = new_tables()
         # As in separate processes, ranks that do not seed draw different numbers.
         self.torch_rng = torch.Generator().manual_seed(seed * 1_000_003 + rank).get_state()
-        node, local = divmod(rank, gpus_per_node)
+        node, local = place
+        self.host = f"node{node}"
         self.variables = {
             name.encode(): str(value).encode()
             for name, value in zip(VARIABLES, (rank, local, node, rank), strict=True)

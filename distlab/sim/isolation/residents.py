@@ -2,10 +2,12 @@
 
 import os
 import threading
-from collections.abc import MutableSequence
+from collections import Counter
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 from distlab.sim.engine.scheduler import Strand
+from distlab.sim.hardware.topology import Place
 from distlab.sim.isolation.rank_state import RankState, RankWorld
 
 _chdir = os.chdir
@@ -15,32 +17,31 @@ class Residents:
     """The ranks of a world, each with its state; the running one's is the process's.
 
     Args:
-        num_ranks: of the world.
-        gpus_per_node: of the cluster.
+        places: of the ranks, in the cluster.
         seed: of the ranks' generators.
         running: where to note the rank that runs, followed by the thread of every rank, for a
             supervisor in another process; None: nowhere else.
 
     Attributes:
         num_ranks: of the world.
-        num_local_ranks: those of a node.
+        num_local_ranks: those of the fullest node.
         tables: what torch takes for its table of process groups: the running rank's.
     """
 
     def __init__(
         self,
-        num_ranks: int,
-        gpus_per_node: int,
+        places: Sequence[Place],
         seed: int,
         running: MutableSequence[int] | memoryview | None = None,
     ) -> None:
-        self.num_ranks, self.num_local_ranks = num_ranks, min(num_ranks, gpus_per_node)
+        self.num_ranks = num_ranks = len(places)
+        self.num_local_ranks = max(Counter(place.node for place in places).values())
         self.tables = RankWorld()
         self._running: MutableSequence[int] | memoryview = (
             [0] * (1 + num_ranks) if running is None else running
         )
         self._folder = self._home = ""  # where the process is, if a rank has gone there; before
-        self._states = [RankState(rank, gpus_per_node, seed) for rank in range(num_ranks)]
+        self._states = [RankState(rank, place, seed) for rank, place in enumerate(places)]
 
     def forget(self) -> None:
         """Be no home any more: this is a process that a rank has forked."""

@@ -272,7 +272,7 @@ class _Lanes:
         self._axes.set_ylim(self.num_ranks - 0.5, -0.5)
         self._axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
         self._axes.tick_params(axis="y", length=0, labelsize=10 if self.num_ranks <= 16 else 9)
-        if not self.is_crowded:
+        if not self.is_crowded and self.simulated.cluster.numbering == "block":
             per_node = self.simulated.cluster.gpus_per_node
             for rank in range(per_node, self.num_ranks, per_node):
                 self._axes.axhline(rank - 0.5, color="#999999", linewidth=0.8, linestyle=":")

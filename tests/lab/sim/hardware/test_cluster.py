@@ -120,6 +120,16 @@ def test_ethernet_crosses_pcie_and_the_one_nic_of_each_node() -> None:
     assert speeds(cluster)["node0.nic0.out"] == 1e9
 
 
+# ------------------------------------------------------------------------------------- numbering
+
+
+def test_a_cyclic_numbering_gives_each_node_a_gpu_in_turn() -> None:
+    cluster = Cluster(2, 3, numbering="cyclic")
+    assert cluster.by_node(range(6)) == [[0, 2, 4], [1, 3, 5]]
+    assert names(cluster, 2, 4) == ["node0.gpu1.out", "node0.gpu2.in"]
+    assert names(cluster, 1, 4) == ["node1.nic0.out", "node0.nic2.in"]
+
+
 # -------------------------------------------------------------------------------- rail-optimised
 
 
@@ -370,6 +380,7 @@ def test_an_unknown_preset_names_the_valid_ones_and_the_nearest() -> None:
         ({"latency_s": -1e-6}, "latency_s must be 0 or more and finite, got -1e-06"),
         ({"oversubscription": 0.5, "topology": "fat-tree"}, "oversubscription must be 1 or more"),
         ({"oversubscription": 7.0}, "need topology='fat-tree', .* not 'switch'"),
+        ({"numbering": "cycle"}, "unknown numbering 'cycle'; valid: block, cyclic"),
         ({"nodes_per_leaf": 2}, "need topology='fat-tree', .* not 'switch'"),
         (
             {"topology": "rail-optimised", "nics_per_node": 4},

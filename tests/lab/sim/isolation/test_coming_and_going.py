@@ -3,7 +3,9 @@
 import contextlib
 import gc
 import os
+import platform
 import random
+import socket
 import sys
 import threading
 import time
@@ -33,6 +35,7 @@ CHANGED_OBJECTS: dict[str, Callable[[], object]] = {
     "new_group": lambda: (dist.new_group, c10d.new_group),
     "insides of c10d": lambda: (c10d.rendezvous, c10d._new_process_group_helper),
     "clocks": lambda: [getattr(time, name) for name in ("sleep", "time", "perf_counter_ns")],
+    "name of the host": lambda: (socket.gethostname, platform.node, os.uname),
     "functions of random": lambda: (random.random, random.seed, random.shuffle),
     "functions of numpy": lambda: (np.random.rand, np.random.seed, np.random.shuffle),
     "os.environ": lambda: (os.environ._data, dict(os.environ)),  # type: ignore[attr-defined]

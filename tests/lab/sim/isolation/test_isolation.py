@@ -1,18 +1,21 @@
 """What is a rank's own: random numbers, environment, warnings. Other threads have none of it."""
 
 import os
+import platform
 import random
+import socket
 import subprocess
 import sys
 import threading
 import warnings
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from programs import me, neighbours, size
 
-from distlab.sim import Faults, Options, simulate
+from distlab.sim import Cluster, Faults, Options, simulate
 
 
 def draws() -> tuple[float, float, float]:
@@ -110,6 +113,22 @@ def test_environment_is_that_of_torchrun() -> None:
             "LOCAL_WORLD_SIZE": 8,
         }
         assert {name: int(variables[name]) for name in expected} == expected
+
+
+def reads_host() -> list[str]:
+    dist.barrier()
+    names = {socket.gethostname(), platform.node(), os.uname().nodename}
+    return [*names, os.environ["GROUP_RANK"], os.environ["LOCAL_WORLD_SIZE"]]
+
+
+@pytest.mark.parametrize(
+    ("numbering", "nodes"), [("block", [0, 0, 1, 1, 2]), ("cyclic", [0, 1, 2, 0, 1])]
+)
+def test_ranks_of_a_node_read_the_same_name_of_their_host(numbering: str, nodes: list[int]) -> None:
+    cluster = Cluster(3, 2, numbering=numbering)
+    results = simulate(reads_host, 5, cluster=cluster).results
+    assert results == [[f"node{node}", f"{node}", "2"] for node in nodes]
+    assert os.uname().nodename == socket.gethostname() != "node0"
 
 
 def writes_environment() -> list[object]:

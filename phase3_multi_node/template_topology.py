@@ -1,0 +1,173 @@
+"""Two levels of links: who shares a host, what messages cost, and what to do about it.
+
+Tasks 3.7 to 3.10. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 3.7``.
+"""
+
+import socket
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from math import ceil, log2
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phase3_multi_node.given import (
+    AllGather,
+    AllReduce,
+    Group,
+    LinkCost,
+    ReduceScatter,
+    Topology,
+    all_gather,
+    all_reduce,
+    group_device,
+    reduce_scatter,
+    wait_for,
+)
+
+SIZES_BYTES = (8, 2**22)
+REPEATS = 5
+
+
+def discover_topology(
+    group: Group = None, *, sizes_bytes: tuple[int, int] = SIZES_BYTES, repeats: int = REPEATS
+) -> Topology:
+    """Find out which ranks share a host, and what messages cost inside the hosts and between them.
+
+    A message to a rank and back is a ping-pong. It takes twice as long as one message: 10 µs for 8
+    bytes and 90 µs for 1 MB give α = 5 µs, and β = 40 µs per MB.
+
+    Args:
+        group: the ranks that take part; all by default. The ranks of a host need not be neighbours.
+        sizes_bytes: sizes of the messages, two different ones: the line through their times is
+            α + nβ.
+        repeats: timed ping-pongs of each size, after one that is not timed, because connections are
+            often made by the first message. Their median counts: one that is late changes nothing.
+
+    Returns:
+        The same on all ranks: hosts by their names (``socket.gethostname()``), in the order of the
+        ranks in the group; α and β of a message between two ranks of one host, and of one between
+        two hosts, neither below 0. None where there are no such ranks.
+
+    Cost: one pair of ranks inside a host and one between hosts play, one pair after the other, and
+        the others wait. 2(repeats + 1) messages of each size for each pair, however many ranks
+        there are, and a few collectives that share what was found.
+    """
+    # TODO 3.7: return what all ranks then know of hosts and links.
+    #   Tools: socket.gethostname, dist.all_gather_object, dist.send and dist.recv with group_dst=
+    #   and group_src=, time.perf_counter, wait_for (given), statistics.median,
+    #   dist.broadcast_object_list with group_src=; uint8 tensors on group_device(group) (given).
+    #   Example: hosts a, b, a, b: ranks 0 and 2 can play inside, ranks 0 and 1 between the hosts.
+    #   With 5 repeats, each pair sends 12 messages of each size.
+    #   About 30 lines, in three or four functions.
+    raise NotImplementedError(
+        "Task 3.7: discover_topology, see guidelines.md#37-discover-the-topology"
+    )
+
+
+def hierarchical_all_reduce(
+    x: Tensor,
+    inside: Group,
+    across: Group,
+    *,
+    reduce_scatter: ReduceScatter = reduce_scatter,
+    all_reduce: AllReduce = all_reduce,
+    all_gather: AllGather = all_gather,
+) -> None:
+    """Sum ``x`` over all ranks of all nodes, in place, and send little between the nodes.
+
+    2 nodes of 2 ranks, x of 2 numbers:
+        rank                          0       1    |   2        3
+        x                            1 2     3 4   |  10 20    30 40
+        summed inside, a chunk each  4 .     . 6   |  40 .     . 60
+        summed across                44 .    . 66  |  44 .     . 66
+        gathered inside              44 66   44 66 |  44 66    44 66
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
+            for bit the same on all ranks.
+        inside: this rank's node; all nodes have equally many ranks.
+        across: the ranks with this rank's number inside their nodes, one of each node.
+        reduce_scatter, all_reduce, all_gather: what each step is made of; torch's own by default.
+            Those of tasks 3.1 to 3.3 fit too.
+
+    Cost: k nodes of g ranks, n bytes, α₁ and β₁ inside a node, α₂ and β₂ between nodes: each rank
+        sends 2(k-1)/k · n/g bytes to other nodes. With rings 2(g-1)(α₁ + n/g·β₁) +
+        2(k-1)(α₂ + n/(gk)·β₂) seconds, if each rank has a NIC of its own. No memory besides what
+        the three functions take.
+    Source: Mikami et al. 2018 (arXiv 1811.05233), the 2D-torus all-reduce.
+    """
+    # TODO 3.8: let every rank end with the sum of all x.
+    #   Tools: the three functions that are passed.
+    #   Example: 1,000 float32 numbers on 2 nodes of 4 ranks: each rank sends 1,000 bytes to the
+    #   other node.
+    #   About 3 lines.
+    raise NotImplementedError(
+        "Task 3.8: hierarchical_all_reduce, see guidelines.md#38-all-reduce-on-two-levels"
+    )
+
+
+def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
+    """Order ranks around a ring so that it crosses slow links as rarely as possible.
+
+        ranks 0 and 2 share a host, and so do 1 and 3     0 → 2 → 1 → 3 → 0 crosses between hosts
+                                                          twice; 0 → 1 → 2 → 3 → 0 four times
+
+    Args:
+        seconds: row i, column j: how long a message from rank i to rank j takes. Measured, so i to
+            j and j to i may differ, and no two entries need be equal; but any message inside a host
+            is faster than any out of it, and any below a switch than any beyond that. The diagonal
+            means nothing. It is only read.
+
+    Returns:
+        Every rank once, beginning with rank 0; the last one's neighbour is the first. Hosts, leaf
+        switches, and so on up the tree are each entered once and left once.
+
+    Cost: no communication; about N² comparisons for N ranks.
+    """
+    # TODO 3.9: return an order with the fewest slow hops.
+    #   Tools: a loop, min with key=, a set.
+    #   Example: [[0, 9, 1, 8], [9, 0, 8, 1], [1, 8, 0, 9], [8, 1, 9, 0]] -> [0, 2, 1, 3].
+    #   About 6 lines.
+    raise NotImplementedError("Task 3.9: ring_order, see guidelines.md#39-order-the-ring")
+
+
+def choose_algorithm(num_bytes: int, topology: Topology) -> str:
+    """Name the all-reduce that takes the least time: "ring", "tree" or "hierarchical".
+
+    N ranks on k hosts, g on each (on the fullest, if they differ), n bytes, α₁ and β₁ inside a
+    host, α₂ and β₂ between hosts:
+        "ring"          around all ranks, host by host, every step as long as its slowest message:
+                        2(N-1) · max(α₁ + n/N·β₁, α₂ + n/N·β₂)
+        "tree"          to the first rank of the host, from there to the first rank of all, and
+                        back, always the whole tensor, in binomial trees:
+                        2⌈log₂ g⌉(α₁ + nβ₁) + 2⌈log₂ k⌉(α₂ + nβ₂)
+        "hierarchical"  as in task 3.8, with rings:
+                        2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂)
+
+    The ranks of a host share one NIC: in the ring and the tree, one of them sends to other hosts at
+    a time; in the hierarchical all-reduce all g do, each a g-th of the bandwidth.
+
+    Args:
+        num_bytes: size of the tensor on each rank; 1 or more.
+        topology: at least two ranks, numbered in any way. ``inside`` is None if no host has two
+            ranks, ``between`` if there is one host; no message is of that kind then.
+
+    Returns:
+        The name of the fastest; any of them if they are within 5 % of it. "hierarchical" only if
+        all hosts have equally many ranks.
+
+    Cost: no communication.
+    """
+    # TODO 3.10: return the name of the fastest.
+    #   Tools: topology.nodes, LinkCost.seconds (given), math.ceil, math.log2, min with key=.
+    #   Example: 4 hosts of 2 ranks, 1 MB, α of 5 and 20 µs, 100 and 10 GB/s: ring 455 µs, tree
+    #   510 µs, hierarchical 290 µs -> "hierarchical".
+    #   About 14 lines.
+    raise NotImplementedError(
+        "Task 3.10: choose_algorithm, see guidelines.md#310-choose-the-algorithm"
+    )

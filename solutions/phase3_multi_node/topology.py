@@ -1,0 +1,202 @@
+"""Two levels of links: who shares a host, what messages cost, and what to do about it."""
+
+import socket
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from math import ceil, log2
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phase3_multi_node.given import (
+    AllGather,
+    AllReduce,
+    Group,
+    LinkCost,
+    ReduceScatter,
+    Topology,
+    all_gather,
+    all_reduce,
+    group_device,
+    reduce_scatter,
+    wait_for,
+)
+
+SIZES_BYTES = (8, 2**22)
+REPEATS = 5
+
+
+def discover_topology(
+    group: Group = None, *, sizes_bytes: tuple[int, int] = SIZES_BYTES, repeats: int = REPEATS
+) -> Topology:
+    """Find out which ranks share a host, and what messages cost inside the hosts and between them.
+
+    A message to a rank and back is a ping-pong. It takes twice as long as one message: 10 µs for 8
+    bytes and 90 µs for 1 MB give α = 5 µs, and β = 40 µs per MB.
+
+    Args:
+        group: the ranks that take part; all by default. The ranks of a host need not be neighbours.
+        sizes_bytes: sizes of the messages, two different ones: the line through their times is
+            α + nβ.
+        repeats: timed ping-pongs of each size, after one that is not timed, because connections are
+            often made by the first message. Their median counts: one that is late changes nothing.
+
+    Returns:
+        The same on all ranks: hosts by their names (``socket.gethostname()``), in the order of the
+        ranks in the group; α and β of a message between two ranks of one host, and of one between
+        two hosts, neither below 0. None where there are no such ranks.
+
+    Cost: one pair of ranks inside a host and one between hosts play, one pair after the other, and
+        the others wait. 2(repeats + 1) messages of each size for each pair, however many ranks
+        there are, and a few collectives that share what was found.
+    """
+    hosts: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+
+    costs: dict[bool, LinkCost] = {}  # by whether the two ranks share a host
+    for a, b in combinations(range(len(hosts)), 2):
+        is_inside = hosts[a] == hosts[b]
+        if is_inside not in costs:
+            costs[is_inside] = _link_cost(a, b, sizes_bytes, repeats, group)
+    return Topology(tuple(hosts), costs.get(True), costs.get(False))
+
+
+def _link_cost(
+    a: int, b: int, sizes_bytes: tuple[int, int], repeats: int, group: Group
+) -> LinkCost:
+    """Measure messages between ranks ``a`` and ``b``, and tell all ranks."""
+    seconds = [_message_s(a, b, num_bytes, repeats, group) for num_bytes in sizes_bytes]
+    beta_s_per_byte = (seconds[1] - seconds[0]) / (sizes_bytes[1] - sizes_bytes[0])
+    alpha_s = seconds[0] - sizes_bytes[0] * beta_s_per_byte
+    found = [LinkCost(max(alpha_s, 0.0), max(beta_s_per_byte, 0.0))]
+    dist.broadcast_object_list(found, group=group, group_src=a)  # only a and b have measured
+    return found[0]
+
+
+def _message_s(a: int, b: int, num_bytes: int, repeats: int, group: Group) -> float:
+    """Return the seconds of one message; on ranks other than ``a`` and ``b``, nothing useful."""
+    ball = torch.zeros(num_bytes, dtype=torch.uint8, device=group_device(group))
+    _, *timed = [_ping_pong_s(a, b, ball, group) for _ in range(repeats + 1)]
+    return median(timed) / 2
+
+
+def _ping_pong_s(a: int, b: int, ball: Tensor, group: Group) -> float:
+    rank = dist.get_rank(group)
+    start_s = time.perf_counter()
+    if rank == a:
+        dist.send(ball, group=group, group_dst=b)
+        dist.recv(ball, group=group, group_src=b)
+    elif rank == b:
+        dist.recv(ball, group=group, group_src=a)
+        dist.send(ball, group=group, group_dst=a)
+    wait_for(ball.device)
+    return time.perf_counter() - start_s
+
+
+def hierarchical_all_reduce(
+    x: Tensor,
+    inside: Group,
+    across: Group,
+    *,
+    reduce_scatter: ReduceScatter = reduce_scatter,
+    all_reduce: AllReduce = all_reduce,
+    all_gather: AllGather = all_gather,
+) -> None:
+    """Sum ``x`` over all ranks of all nodes, in place, and send little between the nodes.
+
+    2 nodes of 2 ranks, x of 2 numbers:
+        rank                          0       1    |   2        3
+        x                            1 2     3 4   |  10 20    30 40
+        summed inside, a chunk each  4 .     . 6   |  40 .     . 60
+        summed across                44 .    . 66  |  44 .     . 66
+        gathered inside              44 66   44 66 |  44 66    44 66
+
+    Args:
+        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
+            for bit the same on all ranks.
+        inside: this rank's node; all nodes have equally many ranks.
+        across: the ranks with this rank's number inside their nodes, one of each node.
+        reduce_scatter, all_reduce, all_gather: what each step is made of; torch's own by default.
+            Those of tasks 3.1 to 3.3 fit too.
+
+    Cost: k nodes of g ranks, n bytes, α₁ and β₁ inside a node, α₂ and β₂ between nodes: each rank
+        sends 2(k-1)/k · n/g bytes to other nodes. With rings 2(g-1)(α₁ + n/g·β₁) +
+        2(k-1)(α₂ + n/(gk)·β₂) seconds, if each rank has a NIC of its own. No memory besides what
+        the three functions take.
+    Source: Mikami et al. 2018 (arXiv 1811.05233), the 2D-torus all-reduce.
+    """
+    chunk = reduce_scatter(x, inside)
+    all_reduce(chunk, across)
+    all_gather(x, inside)
+
+
+def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
+    """Order ranks around a ring so that it crosses slow links as rarely as possible.
+
+        ranks 0 and 2 share a host, and so do 1 and 3     0 → 2 → 1 → 3 → 0 crosses between hosts
+                                                          twice; 0 → 1 → 2 → 3 → 0 four times
+
+    Args:
+        seconds: row i, column j: how long a message from rank i to rank j takes. Measured, so i to
+            j and j to i may differ, and no two entries need be equal; but any message inside a host
+            is faster than any out of it, and any below a switch than any beyond that. The diagonal
+            means nothing. It is only read.
+
+    Returns:
+        Every rank once, beginning with rank 0; the last one's neighbour is the first. Hosts, leaf
+        switches, and so on up the tree are each entered once and left once.
+
+    Cost: no communication; about N² comparisons for N ranks.
+    """
+    order, others = [0], set(range(1, len(seconds)))
+    while others:
+        from_here = seconds[order[-1]]
+        order.append(min(others, key=lambda rank: from_here[rank]))
+        others.remove(order[-1])
+    return order
+
+
+def choose_algorithm(num_bytes: int, topology: Topology) -> str:
+    """Name the all-reduce that takes the least time: "ring", "tree" or "hierarchical".
+
+    N ranks on k hosts, g on each (on the fullest, if they differ), n bytes, α₁ and β₁ inside a
+    host, α₂ and β₂ between hosts:
+        "ring"          around all ranks, host by host, every step as long as its slowest message:
+                        2(N-1) · max(α₁ + n/N·β₁, α₂ + n/N·β₂)
+        "tree"          to the first rank of the host, from there to the first rank of all, and
+                        back, always the whole tensor, in binomial trees:
+                        2⌈log₂ g⌉(α₁ + nβ₁) + 2⌈log₂ k⌉(α₂ + nβ₂)
+        "hierarchical"  as in task 3.8, with rings:
+                        2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂)
+
+    The ranks of a host share one NIC: in the ring and the tree, one of them sends to other hosts at
+    a time; in the hierarchical all-reduce all g do, each a g-th of the bandwidth.
+
+    Args:
+        num_bytes: size of the tensor on each rank; 1 or more.
+        topology: at least two ranks, numbered in any way. ``inside`` is None if no host has two
+            ranks, ``between`` if there is one host; no message is of that kind then.
+
+    Returns:
+        The name of the fastest; any of them if they are within 5 % of it. "hierarchical" only if
+        all hosts have equally many ranks.
+
+    Cost: no communication.
+    """
+    counts = [len(ranks) for ranks in topology.nodes]
+    n, num_ranks, k, g = num_bytes, sum(counts), len(counts), max(counts)
+    none = LinkCost(0.0, 0.0)  # of messages that there are none of
+    inside, between = topology.inside or none, topology.between or none
+
+    share = n / num_ranks
+    seconds = {
+        "ring": 2 * (num_ranks - 1) * max(inside.seconds(share), between.seconds(share)),
+        "tree": 2 * ceil(log2(g)) * inside.seconds(n) + 2 * ceil(log2(k)) * between.seconds(n),
+    }
+    if min(counts) == g:
+        across_s = 2 * (k - 1) * between.seconds(n / k)
+        seconds["hierarchical"] = 2 * (g - 1) * inside.seconds(n / g) + across_s
+    return min(seconds, key=lambda name: seconds[name])

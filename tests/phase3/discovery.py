@@ -1,0 +1,115 @@
+"""Bodies for task 3.7."""
+
+import socket
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.grade import WrongResult
+from distlab.sim.messages.group import SimGroup
+from judging.calls import typed
+from judging.pretend_device import PretendDevice, device_of
+from phase3_multi_node.given import LinkCost, Topology
+
+FUNCTION = "discover_topology"
+LATE_S = 0.05
+WORK_S = 0.001
+
+
+def discover(lesson: Any, arguments: Mapping[str, Any], group: Any = None) -> dict[str, Any]:
+    """Discover, and return plain data, beside the name of the host that the rank is told."""
+    if group is not None:
+        arguments = {**arguments, "group": group}
+    found = typed(FUNCTION, lesson.discover_topology(**arguments), Topology)
+    return {
+        "hosts": [str(host) for host in found.hosts],
+        "inside": _cost("inside", found.inside),
+        "between": _cost("between", found.between),
+        "host": socket.gethostname(),
+    }
+
+
+def _cost(name: str, cost: Any) -> list[float] | None:
+    if cost is None:
+        return None
+    if not isinstance(cost, LinkCost):
+        raise WrongResult(f"{name} should be a LinkCost or None; it is {cost!r:.60}")
+    values = cost.alpha_s, cost.beta_s_per_byte
+    if not all(isinstance(value, float) for value in values):
+        raise WrongResult(f"α and β of {name} should be floats; they are {values!r:.60}")
+    return [float(value) for value in values]
+
+
+def discover_with_late_messages(
+    lesson: Any, arguments: Mapping[str, Any], late: Mapping[int, list[int]]
+) -> dict[str, Any]:
+    """Discover while some messages are late.
+
+    Args:
+        late: size in bytes -> which messages of this size from one rank to another are late,
+            counted from 0.
+    """
+    is_first = dist.get_rank() == 0
+    sent: Counter[tuple[int, int, int]] = Counter()
+    send = SimGroup.send
+
+    def send_late(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        num_bytes = tensors[0].nbytes
+        number = sent[group.rank(), dst, num_bytes]
+        sent[group.rank(), dst, num_bytes] += 1
+        if number in late.get(num_bytes, ()):
+            time.sleep(LATE_S)
+        return send(group, tensors, dst, tag)
+
+    with patch.object(SimGroup, "send", send_late if is_first else SimGroup.send):
+        dist.barrier()  # all ranks are threads of one process: from here, rank 0's holds for all
+        found = discover(lesson, arguments)
+        dist.barrier()
+    return found
+
+
+def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Discover with pretended GPUs, which take ``WORK_S`` more for each message that has come.
+
+    Also returns the devices of what was sent, one message at a time, to other ranks.
+    """
+    sent: list[str] = []
+    work_s: defaultdict[int, float] = defaultdict(float)  # by rank: what its GPU still has to do
+    send, recv, recv_any = SimGroup.send, SimGroup.recv, SimGroup.recv_anysource
+
+    def noting_send(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        sent.append(str(device_of(tensors[0])))
+        return send(group, tensors, dst, tag)
+
+    def working_recv(group: SimGroup, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        work_s[dist.get_rank()] += WORK_S
+        return recv(group, tensors, src, tag)
+
+    def working_recv_any(group: SimGroup, tensors: list[Tensor], tag: int = 0) -> Any:
+        work_s[dist.get_rank()] += WORK_S
+        return recv_any(group, tensors, tag)
+
+    patches = {
+        (SimGroup, "send"): noting_send,
+        (SimGroup, "recv"): working_recv,
+        (SimGroup, "recv_anysource"): working_recv_any,
+        (dist, "get_backend"): lambda group=None: "nccl",
+        (torch.cuda, "current_device"): lambda: 0,
+        (torch.cuda, "synchronize"): lambda device=None: time.sleep(work_s.pop(dist.get_rank(), 0)),
+    }
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            for (owner, name), value in patches.items():
+                stack.enter_context(patch.object(owner, name, value))
+        dist.barrier()  # all ranks are threads of one process: from here, rank 0's hold for all
+        with PretendDevice("cuda:0"):
+            found = discover(lesson, arguments)
+        dist.barrier()
+    return {**found, "sent": sent}

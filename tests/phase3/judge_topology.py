@@ -1,0 +1,273 @@
+"""Judges task 3.7: who shares a host, and what messages cost."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from distlab.grade import Grade, Run, check, task
+from distlab.sim import Cluster, Options
+from distlab.sim.engine.trace import departure_s
+from distlab.words import counted
+from judging.checks import Edge, of_members
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from phase3 import discovery as d
+
+KINDS = {"inside": "inside a host", "between": "between hosts"}
+STUCK = (
+    "Do all ranks make the same collective calls, and do the two ranks of a pair alternate? The "
+    "one that serves sends first and then receives, the other receives first."
+)
+
+
+def _cluster(grade: Grade, nodes: int, gpus: int, numbering: str = "block") -> Cluster:
+    """A cluster whose links nobody knows."""
+    draw = grade.random.uniform
+    return Cluster(
+        nodes,
+        gpus,
+        numbering=numbering,
+        latency_s=draw(2e-6, 9e-6),
+        nvlink_bytes_per_s=draw(1e11, 4e11),
+        net_latency_s=draw(2e-5, 9e-5),
+        nic_bytes_per_s=draw(1e9, 4e10),
+    )
+
+
+def _sizes(grade: Grade) -> tuple[int, int]:
+    """Sizes that no other message has, the larger one first as often as not."""
+    sizes = [8 * grade.random.randrange(1000, 2000), 8 * grade.random.randrange(10**5, 2 * 10**5)]
+    grade.random.shuffle(sizes)
+    return sizes[0], sizes[1]
+
+
+@task("3.7")
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "n", "numbering"),
+    [
+        (2, 2, 4, "block"),
+        (2, 4, 8, "cyclic"),
+        (3, 2, 5, "cyclic"),
+        (2, 3, 4, "block"),
+        (1, 3, 3, "block"),
+        (3, 1, 3, "block"),
+        (2, 1, 2, "block"),
+        (1, 1, 1, "block"),
+    ],
+)
+def test_hosts_and_links_are_those_of_the_cluster(
+    grade: Grade, nodes: int, gpus: int, n: int, numbering: str
+) -> None:
+    cluster, sizes = _cluster(grade, nodes, gpus, numbering), _sizes(grade)
+    repeats = grade.random.randrange(2, 6)
+    arguments = {"sizes_bytes": sizes, "repeats": repeats}
+    # Where sends are buffered, as small ones are on real links, send returns before bytes arrive.
+    options = Options(eager_bytes=-1 if numbering == "block" else max(sizes))
+    run = grade.run(d.discover, n, arguments, cluster=cluster, options=options, if_stuck=STUCK)
+    _check_hosts(run.results)
+    _check_costs(run.results, cluster)
+    _check_messages(run, sizes, repeats)
+
+
+def _check_hosts(by_rank: list[dict[str, Any]]) -> None:
+    n, expected = len(by_rank), [found["host"] for found in by_rank]
+    for rank, found in enumerate(by_rank):
+        check(
+            found["hosts"] == expected,
+            f"rank {rank} of {n}: socket.gethostname() says {expected} on ranks 0 to {n - 1}, so "
+            f"hosts should be that; it is {found['hosts']}. Ask the host for its name, and collect "
+            "the names of all ranks in the order of their ranks in the group: the ranks of a host "
+            "need not be neighbours, nor equally many.",
+        )
+    for rank, found in enumerate(by_rank):
+        for kind, where in KINDS.items():
+            check(
+                found[kind] == by_rank[0][kind],
+                f"rank {rank} of {n}: what a message costs {where} is {_told(found[kind])}, but on "
+                f"rank 0 it is {_told(by_rank[0][kind])}. Only the ranks that measure know what "
+                "they found, and clocks differ: one rank should tell all others.",
+            )
+
+
+def _told(cost: list[float] | None) -> str:
+    if cost is None:
+        return "None"
+    return f"α = {1e6 * cost[0]:.3g} µs and β = {1e12 * cost[1]:.4g} µs per MB"
+
+
+def _check_costs(by_rank: list[dict[str, Any]], cluster: Cluster, cause: str = "") -> None:
+    hosts, n = by_rank[0]["hosts"], len(by_rank)
+    shares, differs = len(set(hosts)) < n, len(set(hosts)) > 1
+    inside = [cluster.latency_s, 1 / cluster.nvlink_bytes_per_s] if shares else None
+    between = [cluster.net_latency_s, 1 / cluster.nic_bytes_per_s] if differs else None
+    for (kind, where), expected, other in zip(
+        KINDS.items(), (inside, between), (between, inside), strict=True
+    ):
+        got = by_rank[0][kind]
+        here = f"{n} ranks on the hosts {hosts}: {kind}, what a message costs {where},"
+        if expected is None or got is None:
+            check(
+                got is expected,
+                f"{here} should be {_told(expected)}; it is {_told(got)}. It is None if, and only "
+                "if, there are no two such ranks.",
+            )
+            continue
+        check(
+            _are_close(got, expected),
+            f"{here} should be {_told(expected)}; it is {_told(got)}. "
+            f"{cause or _cause(got, expected, other)}",
+        )
+
+
+def _cause(got: list[float], expected: list[float], other: list[float] | None) -> str:
+    if other and _are_close(got, other):
+        return "That is what messages of the other kind cost."
+    if _are_close(got, [2 * value for value in expected]):
+        return "That is twice as much: there and back are two messages."
+    if got[0] < expected[0] / 100:
+        return (
+            "No message is that fast. Does the clock stop only when the message is back, which may "
+            "be long after send has returned, and did the rank that told the others play itself?"
+        )
+    if _are_close(got[1:], expected[1:]):
+        return "β is right: α is what is left of the time of a message without its n·β."
+    return (
+        "Is each time that of a ping-pong of the pair of this kind, halved, and is the slope "
+        "between the two sizes β, in seconds per byte?"
+    )
+
+
+def _are_close(some: list[float], others: list[float]) -> bool:
+    return all(abs(a - b) <= 0.01 * b for a, b in zip(some, others, strict=True))
+
+
+def _check_messages(run: Run, sizes: tuple[int, int], repeats: int) -> None:
+    hosts = run.results[0]["hosts"]
+    found: dict[str, Counter[tuple[Edge, int]]] = {kind: Counter() for kind in KINDS}
+    until_s = 0.0
+    for send, recv in sorted(
+        (pair for pair in _pairs(run) if pair[0].num_bytes in sizes),
+        key=lambda pair: (departure_s(*pair), pair[1].end_s),
+    ):
+        kind = "inside" if hosts[send.rank] == hosts[recv.rank] else "between"
+        found[kind][(send.rank, recv.rank), send.num_bytes] += 1
+        check(
+            departure_s(send, recv) >= until_s - 1e-12,
+            f"the message of {send.num_bytes:,} bytes from rank {send.rank} to rank {recv.rank} "
+            "left while another one was on its way. They may share a link, and then slow each "
+            "other down: let one pair play after the other.",
+        )
+        until_s = recv.end_s
+    for kind, where in KINDS.items():
+        if run.results[0][kind] is not None:
+            _check_one_pair(found[kind], where, sizes, repeats)
+
+
+def _pairs(run: Run) -> list[Any]:
+    return [*run.trace.pairs()] if run.trace else []
+
+
+def _check_one_pair(
+    found: Counter[tuple[Edge, int]], where: str, sizes: tuple[int, int], repeats: int
+) -> None:
+    pairs = sorted({tuple(sorted(edge)) for edge, _ in found})
+    check(
+        len(pairs) == 1,
+        f"one pair of ranks {where} should play; messages of {sizes[0]:,} and {sizes[1]:,} bytes "
+        f"travelled between the pairs {pairs}. To measure all pairs takes N² ping-pongs.",
+    )
+    for (edge, num_bytes), number in sorted(found.items()):
+        check(
+            number == repeats + 1,
+            f"{where}, rank {edge[0]} should send {repeats + 1} messages of {num_bytes:,} bytes to "
+            f"rank {edge[1]}, one that is not timed and one for each of {repeats} repeats; it "
+            f"sends {number}.",
+        )
+    check(
+        len(found) == 4,
+        f"{where}, messages of both sizes, {sizes[0]:,} and {sizes[1]:,} bytes, should travel "
+        f"there and back; there were {sorted(found)} as ((from, to), bytes).",
+    )
+
+
+@task("3.7")
+def test_messages_that_are_late_do_not_count(grade: Grade) -> None:
+    cluster, sizes = _cluster(grade, 2, 2), _sizes(grade)
+    for repeats, late in ((5, [0, 3]), (1, [0])):
+        arguments = {"sizes_bytes": sizes, "repeats": repeats}
+        run = grade.run(
+            *(d.discover_with_late_messages, 3, arguments, dict.fromkeys(sizes, late)),
+            cluster=cluster,
+            if_stuck=STUCK,
+        )
+        _check_hosts(run.results)
+        _check_costs(
+            *(run.results, cluster),
+            f"With {counted(repeats, 'repeat')}, some messages were late by "
+            f"{1e3 * d.LATE_S:.0f} ms; counted from 0, those with the numbers {late} from each "
+            "rank to the other, of each size. The first ping-pong is not timed, and of the others, "
+            "the median counts.",
+        )
+
+
+@task("3.7")
+def test_noise_makes_no_cost_negative(grade: Grade) -> None:
+    sizes = (1000, 2000)
+    for noisy in sizes:
+        arguments = {"sizes_bytes": sizes, "repeats": 2}
+        run = grade.run(
+            *(d.discover_with_late_messages, 2, arguments, {noisy: [0, 1, 2]}), if_stuck=STUCK
+        )
+        cost = run.results[0]["inside"]
+        check(
+            cost is not None and min(cost) >= 0,
+            f"when all messages of {noisy:,} bytes are late by {1e3 * d.LATE_S:.0f} ms, α and β "
+            f"should not be below 0, which no link has; they are {_told(cost)}.",
+        )
+
+
+@task("3.7")
+def test_gpus_are_waited_for(grade: Grade) -> None:
+    arguments = {"sizes_bytes": (1000, 2000), "repeats": 2}
+    run = grade.run(d.discover_on_gpus, 2, arguments, if_stuck=STUCK)
+    found = run.results[0]
+    check(
+        {*found["sent"]} == {"cuda:0"},
+        "with a backend that needs tensors on the GPU, group_device(group) is cuda:0; the messages "
+        f"were sent from {sorted({*found['sent']})}.",
+    )
+    least_s = d.WORK_S / 2  # of the way there and back, only the way back is waited for here
+    check(
+        found["inside"][0] >= 0.99 * least_s,
+        f"the GPU of a rank works for {1e3 * d.WORK_S:g} ms after recv has returned, until the "
+        f"message is there, so α should be {1e3 * least_s:g} ms or more; it is "
+        f"{1e3 * found['inside'][0]:.3g} ms. Call wait_for before you read the clock again.",
+    )
+
+
+@task("3.7", real=True)
+def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
+    run = grade.run(d.discover, 3, {"repeats": 2}, if_stuck=STUCK)
+    _check_hosts(run.results)
+    found = run.results[0]
+    check(
+        found["between"] is None and found["inside"] is not None and min(found["inside"]) >= 0,
+        "3 ranks on one host: between should be None, and α and β inside 0 or more; between is "
+        f"{_told(found['between'])}, inside is {_told(found['inside'])}.",
+    )
+
+
+@task("3.7")
+def test_the_topology_of_a_group(grade: Grade) -> None:
+    cluster = _cluster(grade, 2, 3)
+    arguments = {"sizes_bytes": _sizes(grade), "repeats": 2}
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, d.discover, arguments),
+        cluster=cluster,
+        if_stuck=STUCK_IN_GROUP,
+    )
+    members = of_members(run)
+    _check_hosts(members)
+    _check_costs(members, cluster)
+    played = sorted({send.rank for send, _ in _pairs(run)} - {*MEMBERS})
+    check(not played, f"only ranks {[*MEMBERS]} are in the group, but ranks {played} sent, too.")
