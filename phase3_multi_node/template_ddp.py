@@ -169,6 +169,8 @@ class DistributedDataParallel(nn.Module):
     Source: Li et al. 2020 (arXiv 2006.15704), sections 3 and 4.
     """
 
+    module: nn.Module
+
     def __init__(
         self,
         module: nn.Module,
@@ -187,8 +189,8 @@ class DistributedDataParallel(nn.Module):
         # TODO 3.12: the same start on all ranks, the first buckets, and a hook on every gradient.
         #   Tools: super().__init__, broadcast_module (given), assign_buckets (3.11),
         #   register_post_accumulate_grad_hook, torch.zeros, split, view.
-        #   Example: 10 float32 parameters of 1 MB, buckets of 4 MB, the first of 2 MB: tensors of 2,
-        #   4 and 4 MB; of the 10 hooks, the 2nd, 6th and 10th to be called start an all-reduce.
+        #   Example: 10 float32 parameters of 1 MB, buckets of 4 MB, the first of 2 MB: tensors of
+        #   2, 4 and 4 MB; of the 10 hooks, the 2nd, 6th and 10th call start an all-reduce.
         #   About 20 lines, and 25 for helper methods.
         raise NotImplementedError(
             "Task 3.12: DistributedDataParallel.__init__, "
@@ -198,7 +200,8 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with all arguments, and return what it returns.
 
-        Sends nothing, so that a rank may evaluate alone.
+        Sends nothing, so that a rank may evaluate alone. Under ``torch.no_grad``, gradients stay as
+        they are.
         """
         # TODO 3.12: the module's result, with gradients that will be computed into the buckets.
         #   Tools: torch.is_grad_enabled, parameter.grad, zero_. AccumulateGrad adds in place to a

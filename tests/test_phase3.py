@@ -10,6 +10,10 @@ import sys
 # ring_allreduce
 from phase3.judge_ring import *
 
+# ddp
+from phase3.judge_buckets import *
+from phase3.judge_ddp import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":

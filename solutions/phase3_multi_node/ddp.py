@@ -181,6 +181,8 @@ class DistributedDataParallel(nn.Module):
     Source: Li et al. 2020 (arXiv 2006.15704), sections 3 and 4.
     """
 
+    module: nn.Module
+
     def __init__(
         self,
         module: nn.Module,
@@ -206,6 +208,10 @@ class DistributedDataParallel(nn.Module):
         self._arrived: list[Tensor] = []  # parameters, as their gradients came in this step
         self._is_synchronizing = True
         self._is_ordered = not self._params  # by the order in which the gradients of a step came
+        self._buckets: list[_Bucket]
+        self._bucket_of: dict[Tensor, _Bucket]
+        self._waiting: deque[_Bucket]  # not started in this step
+        self._under_way: list[tuple[_Bucket, Started]]
         self._make_buckets()
         for parameter in self._params:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -213,11 +219,11 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with all arguments, and return what it returns.
 
-        Sends nothing, so that a rank may evaluate alone.
+        Sends nothing, so that a rank may evaluate alone. Under ``torch.no_grad``, gradients stay as
+        they are.
         """
         if torch.is_grad_enabled():
-            if self._has_old_buckets:
-                self._make_buckets()
+            self._replace_old_buckets()
             for bucket in self._buckets:
                 bucket.hold_gradients()  # zero_grad has set them to None
         return self.module(*args, **kwargs)
@@ -253,6 +259,7 @@ class DistributedDataParallel(nn.Module):
 
         Cost: the first time, one broadcast of 8 bytes per trainable parameter.
         """
+        self._replace_old_buckets()
         while self._waiting:
             self._start(self._waiting.popleft())
         for bucket, work in self._under_way:
@@ -272,15 +279,20 @@ class DistributedDataParallel(nn.Module):
 
     def _make_buckets(self) -> None:
         """Lay out buckets for ``self._params``; gradients move there when they are held."""
-        self._buckets: list[_Bucket] = []  # frees the old ones, if no gradient is left in them
+        self._buckets, self._bucket_of, self._waiting = [], {}, deque()  # frees the old ones
         for indices in assign_buckets(self._params, *self._limits):
             self._buckets.append(_Bucket([self._params[index] for index in indices]))
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.params}
         self._has_old_buckets = False
         self._begin_step()
 
+    def _replace_old_buckets(self) -> None:
+        """Lay out buckets in the new order, not before a step begins: zero_grad frees the old."""
+        if self._has_old_buckets:
+            self._make_buckets()
+
     def _begin_step(self) -> None:
-        self._waiting, self._under_way = deque(self._buckets), list[tuple[_Bucket, Started]]()
+        self._waiting, self._under_way = deque(self._buckets), []
         self._arrived.clear()
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.params)
@@ -289,6 +301,7 @@ class DistributedDataParallel(nn.Module):
         """Start the buckets that are complete now, in the one order that all ranks share."""
         if not self._is_synchronizing:
             return
+        self._replace_old_buckets()
         self._arrived.append(parameter)
         self._bucket_of[parameter].num_missing -= 1
         while self._waiting and not self._waiting[0].num_missing:
@@ -300,7 +313,7 @@ class DistributedDataParallel(nn.Module):
 
     def _order_by_arrival(self) -> None:
         """Order the parameters so that, reversed, they stand as their gradients came on rank 0."""
-        places = {parameter: place for place, parameter in enumerate(self._params)}
+        places: dict[Tensor, int] = {p: place for place, p in enumerate(self._params)}
         arrived = dict.fromkeys([*self._arrived, *reversed(self._params)])  # each once
         order = torch.tensor([places[p] for p in arrived], device=group_device(self._group))
         dist.broadcast(order, group=self._group, group_src=0)
