@@ -146,9 +146,8 @@ class DistributedDataParallel(nn.Module):
         ddp.finish_gradient_synchronization()
         optimizer.step()
 
-    Trainable parameters have a gradient in every ``finish_gradient_synchronization``: where this
-    rank's backward pass has not computed one, zeros stand in for it. Ranks may therefore use
-    different parameters, and compute gradients in different orders.
+    Where a rank has not computed the gradient of a trainable parameter, zeros take part instead. So
+    ranks may use different parameters, and compute gradients in different orders.
 
     Args:
         module: same architecture on all ranks. What is trainable stays so. A parameter that two

@@ -158,9 +158,8 @@ class DistributedDataParallel(nn.Module):
         ddp.finish_gradient_synchronization()
         optimizer.step()
 
-    Trainable parameters have a gradient in every ``finish_gradient_synchronization``: where this
-    rank's backward pass has not computed one, zeros stand in for it. Ranks may therefore use
-    different parameters, and compute gradients in different orders.
+    Where a rank has not computed the gradient of a trainable parameter, zeros take part instead. So
+    ranks may use different parameters, and compute gradients in different orders.
 
     Args:
         module: same architecture on all ranks. What is trainable stays so. A parameter that two
@@ -207,7 +206,7 @@ class DistributedDataParallel(nn.Module):
         self._params = [p for p in module.parameters() if p.requires_grad]
         self._arrived: list[Tensor] = []  # parameters, as their gradients came in this step
         self._is_synchronizing = True
-        self._is_ordered = not self._params  # by the order in which the gradients of a step came
+        self._is_ordered = False  # by the order in which the gradients of a step came
         self._buckets: list[_Bucket]
         self._bucket_of: dict[Tensor, _Bucket]
         self._waiting: deque[_Bucket]  # not started in this step

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from judging.calls import cause_told
 from phase3.ddp_models import (
     Branches,
     ByHand,
@@ -23,11 +22,6 @@ from phase3.ddp_models import (
     odd_batch,
 )
 from phase3_multi_node.given import in_background
-
-WRITTEN_WHILE_SENT = {
-    "was changed": "A bucket travels from the moment its all-reduce starts until wait has "
-    "returned: until then, nothing may read or write it."
-}
 
 
 class Limits(NamedTuple):
@@ -64,13 +58,12 @@ def train(
     """
     model = Odd(dist.get_rank(group) + 1)
     all_reduce = in_background(_by_messages) if in_thread else None
-    with cause_told(WRITTEN_WHILE_SENT):
-        ddp = wrapped(lesson, model, plan.limits, all_reduce=all_reduce, group=group)
-        optimizer = ByHand(plan.optimizer, model)
-        return [
-            _step(ddp, model, optimizer, rows, step, dist.get_rank(group))
-            for step, rows in enumerate(plan.rows)
-        ]
+    ddp = wrapped(lesson, model, plan.limits, all_reduce=all_reduce, group=group)
+    optimizer = ByHand(plan.optimizer, model)
+    return [
+        _step(ddp, model, optimizer, rows, step, dist.get_rank(group))
+        for step, rows in enumerate(plan.rows)
+    ]
 
 
 def _step(
@@ -145,22 +138,17 @@ def start(lesson: Any) -> dict[str, Any]:
 
 
 def evaluate_alone(lesson: Any) -> dict[str, Any]:
-    """Rank 0 alone evaluates, after a step and without gradients; then all do a step."""
+    """After a step, rank 0 alone evaluates, with gradients and without."""
     model = Odd(1)
     ddp, rank = lesson.DistributedDataParallel(model), dist.get_rank()
-    for step in range(2):
-        loss_of(ddp(odd_batch(2, rank, step))).backward()
-        ddp.finish_gradient_synchronization()
-        for parameter in model.parameters():
-            parameter.grad = None
-        if rank == 0:
-            with torch.no_grad():
-                ddp(odd_batch(2, rank, step))
-            ddp(odd_batch(2, rank, step))  # with gradients, too
-            for parameter in model.parameters():
-                parameter.grad = None
+    loss_of(ddp(odd_batch(2, rank, 0))).backward()
+    ddp.finish_gradient_synchronization()
+    if rank == 0:
+        ddp(odd_batch(2, rank, 1))
+    for parameter in model.parameters():
+        parameter.grad = None
     with torch.no_grad():
-        ddp(odd_batch(2, rank, 0))
+        ddp(odd_batch(2, rank, 1))
     return {"with_gradient": [n for n, p in model.named_parameters() if p.grad is not None]}
 
 
@@ -234,9 +222,15 @@ def in_different_orders(lesson: Any, orders: Sequence[Sequence[int]]) -> list[An
     return steps
 
 
-def timed(lesson: Any, layers: Sequence[Layer], limits: Limits) -> list[dict[str, Any]]:
-    """When gradients came, buckets left, and the step ended, after the backward pass began."""
-    model = Slow(layers)
+def timed(
+    lesson: Any, layers: Sequence[Layer], order: Sequence[int], limits: Limits
+) -> list[dict[str, Any]]:
+    """When gradients came, buckets left, and the step ended, after the backward pass began.
+
+    Args:
+        order: in which the layers are used.
+    """
+    model = Slow(layers, order)
     came_s: dict[str, float] = {}
     for name, parameter in model.named_parameters():
         note = lambda _, name=name: came_s.update({name: time.perf_counter()})  # noqa: E731
@@ -276,21 +270,22 @@ def _alone_s(num_bytes: int) -> float:
     return time.perf_counter() - begin_s
 
 
+INSIDE_ONLY, KEPT = "a backward pass inside only", "gradients kept from the step before"
 ACCUMULATIONS = (
+    INSIDE_ONLY,
     "backward passes inside, then one outside",
-    "backward passes inside only",
     "the forward pass before no_sync, the backward pass inside",
     "an error inside, then a backward pass",
-    "gradients kept from the step before",
+    KEPT,
 )
 
 
-def accumulate(lesson: Any, limits: Limits) -> list[dict[str, Any]]:
+def accumulate(lesson: Any, limits: Limits, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """Gradients of every kind of accumulation, and what was sent while no_sync was open.
 
-    Each kind runs twice, in which the second has its buckets in another order.
+    Each kind has two steps, of which the second has its buckets in another order.
     """
-    return [_accumulated(lesson, limits, kind) for kind in ACCUMULATIONS]
+    return [_accumulated(lesson, limits, kind) for kind in kinds]
 
 
 def _accumulated(lesson: Any, limits: Limits, kind: str) -> dict[str, Any]:
@@ -307,7 +302,7 @@ def _accumulated(lesson: Any, limits: Limits, kind: str) -> dict[str, Any]:
         found["intervals"].append((begin_s, _apart_s()))
 
     for turn in range(2):
-        if kind != ACCUMULATIONS[-1]:
+        if kind != KEPT:
             for parameter in model.parameters():
                 parameter.grad = None
         for begin in _BACKWARDS[kind](ddp, closed, rank, turn):
@@ -341,8 +336,7 @@ def _two_inside(ddp: Any, closed: Any, rank: int, turn: int) -> Iterator[Any]:
 
 def _all_inside(ddp: Any, closed: Any, rank: int, turn: int) -> Iterator[Any]:
     with closed():
-        for place in range(3):
-            yield loss_of(ddp(micro_batch(rank, turn, place))).backward
+        yield loss_of(sum_of(ddp, rank, turn)).backward
 
 
 def _forward_before(ddp: Any, closed: Any, rank: int, turn: int) -> Iterator[Any]:
@@ -375,7 +369,7 @@ def _kept(ddp: Any, closed: Any, rank: int, turn: int) -> Iterator[Any]:
 _BACKWARDS = dict(
     zip(
         ACCUMULATIONS,
-        (_two_inside, _all_inside, _forward_before, _after_an_error, _kept),
+        (_all_inside, _two_inside, _forward_before, _after_an_error, _kept),
         strict=True,
     )
 )

@@ -139,16 +139,17 @@ class Layer(NamedTuple):
 
 
 class Slow(nn.Module):
-    """Layers whose backward passes take known times."""
+    """Layers whose backward passes take known times, used in another order than registered."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer], order: Sequence[int]) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self.order = layers, order
         self.weights = nn.ParameterList(torch.zeros(layer.numel) for layer in layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer, weight in zip(self.layers, self.weights, strict=True):
-            x = _Slowly.apply(x + weight.sum(), layer.backward_s)  # type: ignore[no-untyped-call]
+        for i in self.order:
+            y = x + self.weights[i].sum()
+            x = _Slowly.apply(y, self.layers[i].backward_s)  # type: ignore[no-untyped-call]
         return x
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phase3.ddp import ACCUMULATIONS, Plan, gradients_of, micro_batch, state_of
+from phase3.ddp import KEPT, Plan, gradients_of, micro_batch, state_of
 from phase3.ddp_models import ByHand, Odd, loss_of, odd_batch
 
 
@@ -51,7 +51,7 @@ def accumulated(kind: str, num_ranks: int) -> list[dict[str, Any]]:
     model, found = Odd(1), []
     set_zero(model)
     for turn in range(2):
-        if kind != ACCUMULATIONS[-1]:
+        if kind != KEPT:
             set_zero(model)
         for rank in range(num_ranks):
             (loss_of(model(_rows_of(rank, turn))) / num_ranks).backward()
