@@ -188,6 +188,14 @@ FIGURES = (
         cluster="dgx-h100",
         phase=2,
     ),
+    # ddp
+    Figure(
+        "ddp",
+        "Eight broadcasts, then a step: buckets travel during the backward pass",
+        4,
+        cluster="dgx-h100",
+        phase=3,
+    ),
 )
 
 

@@ -46,7 +46,7 @@ def assign_buckets(
         in the order in which they become complete: the one whose last index is largest comes first.
         For no parameters, an empty list.
 
-    Source: Li et al. 2020 (arXiv 2006.15704), section 3.2.3.
+    Source: Li et al. 2020 (arXiv 2006.15704), section 3.2.
     """
     alike = defaultdict(list)
     for index in reversed(range(len(params))):
@@ -162,8 +162,8 @@ class DistributedDataParallel(nn.Module):
     ranks may use different parameters, and compute gradients in different orders.
 
     Args:
-        module: same architecture on all ranks. What is trainable stays so. A parameter that two
-            layers share counts once.
+        module: same architecture on all ranks, on any device. What is trainable stays so. A
+            parameter that two layers share counts once.
         bucket_bytes: the most that a bucket holds, as for ``assign_buckets``.
         first_bucket_bytes: the same for the first bucket.
         all_reduce: starts the sum of a bucket, in place; gradients travel through nothing else.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from judging.pretend_device import PretendDevice, device_of
 from phase3.ddp_models import (
     Branches,
     ByHand,
@@ -373,6 +374,17 @@ _BACKWARDS = dict(
         strict=True,
     )
 )
+
+
+def on_another_device(lesson: Any) -> dict[str, str]:
+    """Where the gradients of a model are after a step."""
+    with PretendDevice() as device:
+        model = nn.Linear(2, 2).to(device)
+        ddp = lesson.DistributedDataParallel(model)
+        ddp(torch.ones(1, 2, device=device)).sum().backward()
+        ddp.finish_gradient_synchronization()
+        named = model.named_parameters()
+        return {name: str(device_of(p.grad)) for name, p in named if p.grad is not None}
 
 
 def in_little_memory(lesson: Any, num_layers: int, width: int, limits: Limits) -> None:

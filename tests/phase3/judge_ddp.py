@@ -491,6 +491,16 @@ def _check_accumulation(here: str, kind: str, found: Any, n: int) -> None:
 
 
 @task("3.12")
+def test_gradients_are_where_parameters_are(grade: Grade) -> None:
+    for rank, found in enumerate(grade.run(b.on_another_device, 2).results):
+        check(
+            found == {"weight": "xpu:0", "bias": "xpu:0"},
+            f"rank {rank} of 2: parameters are on the device xpu:0, and so should be their "
+            f"buckets; the devices of the gradients are {found}.",
+        )
+
+
+@task("3.12")
 def test_gradients_take_no_second_memory(grade: Grade) -> None:
     num_layers, width = 10, grade.random.randint(60, 90)
     weight = 4 * width**2
