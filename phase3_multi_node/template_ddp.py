@@ -47,8 +47,8 @@ def assign_buckets(
         Buckets of indices into ``params``; every index is in one bucket. A bucket holds one dtype
         on one device, and parameters of one dtype and device stand in their order, reversed. Each
         goes into the bucket of the one before it if it fits, otherwise into a new one. Buckets are
-        in the order in which they become complete: the one whose last index is largest comes first.
-        For no parameters, an empty list.
+        in the order in which they become complete: the one whose smallest index is largest comes
+        first. For no parameters, an empty list.
 
     Source: Li et al. 2020 (arXiv 2006.15704), section 3.2.
     """
@@ -221,7 +221,7 @@ class DistributedDataParallel(nn.Module):
             loss_of(ddp(second)).backward()
             ddp.finish_gradient_synchronization()    # the mean over ranks of both, added up
 
-        The backward pass counts, wherever the forward pass was. Ends with an error, too.
+        The backward pass counts, wherever the forward pass was. An error inside ends it, too.
         """
         # TODO 3.12: hooks that start nothing while the context is open.
         #   Tools: yield, try and finally.

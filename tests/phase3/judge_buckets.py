@@ -112,7 +112,7 @@ def _why(case: Case, found: Buckets, expected: Buckets) -> str:
         )
     if {tuple(bucket) for bucket in found} == {tuple(bucket) for bucket in expected}:
         return (
-            "The buckets are right, but in another order: the one whose last index is largest "
+            "The buckets are right, but in another order: the one whose smallest index is largest "
             "becomes complete first."
         )
     return _why_sizes(case, found)
