@@ -16,6 +16,7 @@ from distlab.words import joined
 
 PHASE = "phase1_data_parallel"
 PHASE_2 = "phase2_advanced"
+PHASE_3 = "phase3_multi_node"
 TRAINER_TASK = "1.13"
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")

@@ -4,13 +4,14 @@ It contains no task, so leave it as it is. Submissions are graded with the cours
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -104,6 +105,9 @@ def group_device(group: Group = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
+# Links of two speeds
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until the device has done all that it was asked to do: a GPU works on by itself."""
     if device.type == "cuda":
@@ -173,3 +177,66 @@ def node_groups(hosts: Sequence[str]) -> tuple[Group, Group]:
     inside, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in nodes])
     across, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in zip(*nodes, strict=True)])
     return inside, across
+
+
+# Gradients that travel during the backward pass
+
+
+class Started(Protocol):
+    """Something that is under way; torch's ``Work`` is one."""
+
+    def wait(self) -> Any:
+        """Return when it is done."""
+        ...
+
+
+class StartAllReduce(Protocol):
+    """Starts to sum a tensor over the group, in place, and returns at once.
+
+    All ranks start the same sums in the same order. Until ``wait`` has returned, the tensor must
+    be neither read nor written.
+    """
+
+    def __call__(self, x: Tensor, /, group: Group = None) -> Started: ...
+
+
+def start_all_reduce(x: Tensor, group: Group = None) -> Started:
+    """Start to sum ``x`` over the ranks of ``group``, in place: torch's own, as lessons take it."""
+    work: Started = dist.all_reduce(x, group=group, async_op=True)
+    return work
+
+
+def in_background(all_reduce: AllReduce) -> StartAllReduce:
+    """Make an all-reduce that starts and is waited for later from one that blocks, such as yours.
+
+        ddp = DistributedDataParallel(model, all_reduce=in_background(ring_all_reduce))
+
+    One thread runs the calls, one after the other, so all ranks sum in the order in which they
+    started. Call it on every rank, and do not communicate in ``group`` while a sum is under way. On
+    a GPU, this thread shares a stream with the backward pass: right, but nothing overlaps.
+    """
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")
+
+    def start(x: Tensor, group: Group = None) -> Started:
+        return _InBackground(thread.submit(all_reduce, x, group))
+
+    return start
+
+
+class _InBackground:
+    """A call in another thread."""
+
+    def __init__(self, call: "Future[None]") -> None:
+        self._call = call
+
+    def wait(self) -> None:
+        """Return when it is done; raise what it has raised."""
+        self._call.result()
+
+
+def broadcast_module(module: nn.Module, group: Group = None) -> None:
+    """Make the parameters and buffers of all ranks equal to those of rank 0, in place: task 1.9."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        values = tensor.detach().contiguous()  # itself, unless laid out otherwise (channels_last)
+        dist.broadcast(values, group=group, group_src=0)
+        tensor.detach().copy_(values)

@@ -192,6 +192,12 @@ FIGURES = (
     Figure(
         "ring_all_reduce",
         "All-reduce around a ring of 4: in three steps chunks are added, in three collected",
+        phase=3,
+    ),
+    # ddp
+    Figure(
+        "ddp",
+        "Eight broadcasts, then a step: buckets travel during the backward pass",
         4,
         cluster="dgx-h100",
         phase=3,
@@ -222,6 +228,8 @@ FIGURES = (
         "Two nodes of 4 GPUs: only two of the eight rounds cross between them",
         8,
         cluster=Cluster(2, 4),
+        phase=3,
+    ),
         phase=3,
     ),
 )

@@ -20,6 +20,10 @@ from phase3.judge_hierarchical import *
 from phase3.judge_ring_order import *
 from phase3.judge_algorithms import *
 
+# ddp
+from phase3.judge_buckets import *
+from phase3.judge_ddp import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":

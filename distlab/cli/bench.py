@@ -91,3 +91,15 @@ def tensor_parallel(
     from distlab.bench import tensor_parallel as measurement
 
     measurement.print_table(ranks, repeats, impl)
+
+
+@app.command("ddp")
+def ddp(
+    ranks: int = typer.Option(2, "--ranks", min=1),
+    repeats: Steps = 21,
+    impl: Whose = "solution",
+) -> None:
+    """Compare data parallelism of Phase 3 with torch's: time, collectives, bytes and memory."""
+    from distlab.bench import ddp as measurement
+
+    measurement.print_table(ranks, repeats, impl)

@@ -1,0 +1,154 @@
+"""Judges task 3.11: gradients in buckets."""
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+from distlab.grade import Grade, check, task
+from judging.checks import short
+from phase3 import buckets as b
+from phase3.buckets import Case, Param
+
+DTYPES = ("float32", "bfloat16", "float64")
+DEVICES = ("cpu", "meta")
+Buckets = Sequence[Sequence[int]]
+
+
+@task("3.11")
+def test_buckets_are_filled_from_the_last_parameter(grade: Grade) -> None:
+    ten = tuple(Param(250) for _ in range(10))
+    cases = [
+        Case(ten, 4000, 2000),
+        Case(tuple(Param(n) for n in (1000, 750, 1500, 250, 250)), 8000, 2000),
+        *(_drawn(grade.random, ("float32",), ("cpu",)) for _ in range(20)),
+    ]
+    _check_cases(grade, cases)
+
+
+@task("3.11")
+def test_a_large_parameter_has_a_bucket_to_itself(grade: Grade) -> None:
+    large = grade.random.randint(2001, 3000)
+    cases = [
+        Case((Param(10), Param(large), Param(10)), 8000, 1000),
+        Case((Param(10), Param(10), Param(large)), 8000, 1000),
+        Case((Param(large), Param(large), Param(1)), 8000, 8),
+        Case((Param(2000), Param(2000), Param(2)), 8000, 8),  # just full
+        Case((Param(1), Param(large), Param(0), Param(0)), 8000, 0),
+    ]
+    _check_cases(grade, cases)
+
+
+@task("3.11")
+def test_dtypes_and_devices_are_kept_apart(grade: Grade) -> None:
+    mixed = (Param(100), Param(100, "bfloat16"), Param(100), Param(100, "bfloat16"))
+    waits = (Param(5, "bfloat16"), *(Param(100) for _ in range(8)), Param(5, "bfloat16"))
+    placed = (Param(9), Param(9, device="meta"), Param(9), Param(9, device="meta"))
+    cases = [
+        Case(mixed, 1000, 1000),
+        Case(waits, 1000, 500),
+        Case(placed, 1000, 40),
+        *(_drawn(grade.random, DTYPES, DEVICES) for _ in range(30)),
+    ]
+    _check_cases(grade, cases)
+
+
+@task("3.11")
+def test_no_and_one_parameter(grade: Grade) -> None:
+    _check_cases(grade, [Case((), 100, 10), Case((Param(1),), 100, 10), Case((Param(0),), 9, 0)])
+
+
+def _drawn(random: Random, dtypes: tuple[str, ...], devices: tuple[str, ...]) -> Case:
+    params = tuple(
+        Param(random.randint(1, 60), random.choice(dtypes), random.choice(devices))
+        for _ in range(random.randint(1, 14))
+    )
+    bucket_bytes = random.randint(150, 600)
+    return Case(params, bucket_bytes, random.randint(8, bucket_bytes))
+
+
+def _check_cases(grade: Grade, cases: Sequence[Case]) -> None:
+    for case, found in zip(cases, grade.call(b.assigned, cases), strict=True):
+        _check(case, found)
+
+
+def _check(case: Case, found: Buckets) -> None:
+    expected = buckets_of(case)
+    here = (
+        f"assign_buckets of {_described(case.params)} with bucket_bytes={case.bucket_bytes} and "
+        f"first_bucket_bytes={case.first_bucket_bytes}"
+    )
+    check(
+        [*found] == expected,
+        f"{here} should return {short(expected)}; it returned {short(found)}. "
+        f"{_why(case, found, expected)}",
+    )
+
+
+def _described(params: Sequence[Param]) -> str:
+    kinds = {param.kind for param in params}
+    devices = {param.device for param in params}
+    texts = [
+        f"{param.num_bytes}"
+        + (f" {param.dtype}" if len(kinds) > 1 else "")
+        + (f" {param.device}" if len(devices) > 1 else "")
+        for param in params
+    ]
+    return f"parameters of {', '.join(texts)} bytes" if texts else "no parameters"
+
+
+def _why(case: Case, found: Buckets, expected: Buckets) -> str:
+    """Name the first rule that is broken."""
+    params = case.params
+    times = Counter(index for bucket in found for index in bucket)
+    if times != Counter(range(len(params))):
+        return "Every index should be in one bucket, once."
+    if not all(found):
+        return "A bucket is empty."
+    if any(len({params[index].kind for index in bucket}) > 1 for bucket in found):
+        return "A bucket holds one dtype on one device: it is sent as one tensor."
+    if any(list(bucket) != sorted(bucket, reverse=True) for bucket in found):
+        return (
+            "Begin with the last parameter, inside of a bucket too: its gradient is computed first."
+        )
+    if {tuple(bucket) for bucket in found} == {tuple(bucket) for bucket in expected}:
+        return (
+            "The buckets are right, but in another order: the one whose smallest index is largest "
+            "becomes complete first."
+        )
+    return _why_sizes(case, found)
+
+
+def _why_sizes(case: Case, found: Buckets) -> str:
+    seen = set()
+    for bucket in sorted(found, key=max, reverse=True):
+        kind, sizes = case.params[bucket[0]].kind, [case.params[i].num_bytes for i in bucket]
+        limit = case.bucket_bytes if kind in seen else case.first_bucket_bytes
+        if len(bucket) > 1 and sum(sizes) > limit:
+            which = "" if kind in seen else ", the first of its dtype and device,"
+            return (
+                f"The bucket {list(bucket)}{which} holds {sum(sizes)} bytes; only a single "
+                f"parameter may have more than {limit}."
+            )
+        seen.add(kind)
+    return (
+        "Each parameter goes into the bucket of the one before it (of its dtype and device) if it "
+        "fits there, up to the last byte, and otherwise into a new one. Only the first bucket of "
+        "each dtype and device has first_bucket_bytes."
+    )
+
+
+def buckets_of(case: Case) -> list[list[int]]:
+    """The right answer, one parameter after the other."""
+    buckets: list[list[int]] = []
+    newest: dict[tuple[str, str], list[int]] = {}  # by dtype and device
+    limits: dict[tuple[str, str], int] = {}
+    for index in reversed(range(len(case.params))):
+        param = case.params[index]
+        bucket = newest.get(param.kind)
+        held = sum(case.params[other].num_bytes for other in bucket or ())
+        if bucket is None or held + param.num_bytes > limits[param.kind]:
+            limits[param.kind] = case.first_bucket_bytes if bucket is None else case.bucket_bytes
+            newest[param.kind] = []
+            buckets.append(newest[param.kind])
+        newest[param.kind].append(index)
+    return sorted(buckets, key=lambda bucket: -bucket[-1])
