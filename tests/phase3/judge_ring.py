@@ -102,9 +102,9 @@ def _check_scattered(by_rank: Sequence[Any], where: str = "") -> None:
     for place, total in enumerate(sums_of(n)):
         chunks = [numbers_of(chunk) for chunk in total.view(-1).tensor_split(n)]
         for rank, of_rank in enumerate(by_rank):
-            _check_chunk(
-                f"{where}rank {rank} of {n}, {kind_text(place)}", of_rank[place], chunks, rank
-            )
+            here, found = f"{where}rank {rank} of {n}, {kind_text(place)}", of_rank[place]
+            _check_chunk(here, found, chunks, rank)
+            _check_place(here, found, chunks[rank], rank)
 
 
 def _check_chunk(here: str, found: Any, chunks: list[Any], rank: int) -> None:
@@ -116,7 +116,7 @@ def _check_chunk(here: str, found: Any, chunks: list[Any], rank: int) -> None:
     )
     check(
         len(got) == len(wanted),
-        f"{here}: chunk {rank} has {counted(len(wanted), 'element')}; returned were {len(got)}. "
+        f"{here}: chunk {rank} has {counted(len(wanted), 'element')}, but {len(got)} came back. "
         "tensor_split makes the first chunks one element longer if N does not divide the size.",
     )
     check(
@@ -124,6 +124,9 @@ def _check_chunk(here: str, found: Any, chunks: list[Any], rank: int) -> None:
         f"{here}: chunk {rank} of the sum is {short_beside(wanted, got)}; returned was "
         f"{short_beside(got, wanted)}. {_why_not_the_chunk(got, chunks)}",
     )
+
+
+def _check_place(here: str, found: Any, wanted: Any, rank: int) -> None:
     check(
         found["is_view"],
         f"{here}: the chunk should be a view of x; yours has memory of its own. Add in the chunks "
