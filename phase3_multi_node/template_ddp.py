@@ -163,8 +163,9 @@ class DistributedDataParallel(nn.Module):
     Cost: in each step one all-reduce per bucket, of its bytes. With r_i the time at which the last
         gradient of buckets 0 … i exists, c_i the seconds that the all-reduce of bucket i takes by
         itself, and T the end of the backward pass, a step waits max_i(r_i + c_i + … + c_k) - T
-        seconds. Memory: gradients are views of the buckets, which exist in all steps. Besides
-        these, parameters and activations, there is no more than the gradient of one parameter.
+        seconds, or not at all if that is below 0. Memory: gradients are views of the buckets, which
+        exist in all steps. Besides these, parameters and activations, there is no more than the
+        gradient of one parameter.
     Source: Li et al. 2020 (arXiv 2006.15704), sections 3 and 4.
     """
 

@@ -224,14 +224,15 @@ def in_different_orders(lesson: Any, orders: Sequence[Sequence[int]]) -> list[An
 
 
 def timed(
-    lesson: Any, layers: Sequence[Layer], order: Sequence[int], limits: Limits
+    lesson: Any, layers: Sequence[Layer], order: Sequence[int], before_s: float, limits: Limits
 ) -> list[dict[str, Any]]:
     """When gradients came, buckets left, and the step ended, after the backward pass began.
 
     Args:
         order: in which the layers are used.
+        before_s: what the backward pass takes for what comes before them.
     """
-    model = Slow(layers, order)
+    model = Slow(layers, order, before_s)
     came_s: dict[str, float] = {}
     for name, parameter in model.named_parameters():
         note = lambda _, name=name: came_s.update({name: time.perf_counter()})  # noqa: E731
@@ -242,7 +243,7 @@ def timed(
     for _ in range(3):
         for parameter in model.parameters():
             parameter.grad = None
-        loss = ddp(torch.ones(2)).sum()
+        loss = ddp(torch.ones(2, requires_grad=True)).sum()
         dist.barrier()
         begin_s = time.perf_counter()
         loss.backward()

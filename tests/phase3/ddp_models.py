@@ -139,14 +139,18 @@ class Layer(NamedTuple):
 
 
 class Slow(nn.Module):
-    """Layers whose backward passes take known times, used in another order than registered."""
+    """Layers whose backward passes take known times, used in another order than registered.
 
-    def __init__(self, layers: Sequence[Layer], order: Sequence[int]) -> None:
+    Before the first one comes something that has no parameters, but a backward pass too.
+    """
+
+    def __init__(self, layers: Sequence[Layer], order: Sequence[int], before_s: float) -> None:
         super().__init__()
-        self.layers, self.order = layers, order
+        self.layers, self.order, self.before_s = layers, order, before_s
         self.weights = nn.ParameterList(torch.zeros(layer.numel) for layer in layers)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = _Slowly.apply(x, self.before_s)  # type: ignore[no-untyped-call]
         for i in self.order:
             y = x + self.weights[i].sum()
             x = _Slowly.apply(y, self.layers[i].backward_s)  # type: ignore[no-untyped-call]
