@@ -230,6 +230,12 @@ FIGURES = (
         cluster=Cluster(2, 4),
         phase=3,
     ),
+    # ddp
+    Figure(
+        "ddp",
+        "Eight broadcasts, then a step: buckets travel during the backward pass",
+        4,
+        cluster="dgx-h100",
         phase=3,
     ),
 )
