@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
+from distlab.launch import LaunchError
 from distlab.words import counted, joined
 from judging.checks import (
     MEASURED,
@@ -40,6 +41,25 @@ STUCK = (
     "finish_gradient_synchronization."
 )
 
+CAUSES = {
+    "mismatch": STUCK,
+    "buffer changed": "A bucket travels from the start of its all-reduce until wait has returned, "
+    "and nothing may write into it in between. Did it leave before its last gradient was added, "
+    "did a backward pass inside of no_sync start it, or was it divided too early?",
+}
+
+
+def _run(grade: Grade, body: Any, world_size: int, *args: object, **options: Any) -> Run:
+    """Run a body; if ranks disagree or a bucket is overwritten, name the likely cause first."""
+    try:
+        return grade.run(body, world_size, *args, if_stuck=STUCK, **options)
+    except LaunchError as error:
+        headline = f"{error}".partition("\n")[0]
+        cause = next((cause for words, cause in CAUSES.items() if words in headline), "")
+        if cause:
+            error.args = (f"{cause} Here: {error}", *error.args[1:])
+        raise
+
 
 def _plan(grade: Grade, n: int, optimizer: str) -> Plan:
     """Draw the rows of each step; in the second, rank 1 has none, if there are three or more."""
@@ -53,7 +73,7 @@ def _plan(grade: Grade, n: int, optimizer: str) -> Plan:
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_training_equals_one_process(grade: Grade, n: int) -> None:
     plan = _plan(grade, n, "SGD" if n % 2 else "Adam")
-    run = grade.run(b.train, n, plan, options=uneven(grade.random, n), if_stuck=STUCK)
+    run = _run(grade, b.train, n, plan, options=uneven(grade.random, n))
     _check_training(plan, run.results)
     check_waited(run)
 
@@ -61,13 +81,13 @@ def test_training_equals_one_process(grade: Grade, n: int) -> None:
 @task("3.12", real=True)
 def test_training_of_three_ranks_equals_one_process(grade: Grade) -> None:
     plan = _plan(grade, 3, "Adam")
-    _check_training(plan, grade.run(b.train, 3, plan, if_stuck=STUCK).results)
+    _check_training(plan, _run(grade, b.train, 3, plan).results)
 
 
 @task("3.12", real=True)
 def test_a_blocking_all_reduce_in_a_thread(grade: Grade) -> None:
     plan = _plan(grade, 3, "SGD")
-    run = grade.run(b.train, 3, plan, True, if_stuck=STUCK)
+    run = _run(grade, b.train, 3, plan, True)
     _check_training(plan, run.results)
     if grade.is_simulated:
         reduced = _named(run, "all_reduce")
@@ -213,7 +233,7 @@ def _expected_names(order: Sequence[str], limits: Limits) -> list[list[str]]:
 @task("3.12")
 def test_buckets_are_those_of_assign_buckets(grade: Grade) -> None:
     for limits in (Limits(grade.random.randint(150, 250), 60), Limits(2**20, 2**20), Limits(8, 8)):
-        run = grade.run(b.buckets_of_steps, 2, limits, 3, if_stuck=STUCK)
+        run = _run(grade, b.buckets_of_steps, 2, limits, 3)
         _check_buckets(limits, run.results)
         _check_nothing_besides(run)
 
@@ -306,7 +326,7 @@ def _named(run: Run, name: str) -> list[int]:
 
 @task("3.12")
 def test_by_default_torch_reduces(grade: Grade) -> None:
-    run = grade.run(b.buckets_of_steps, 2, SMALL, 2, True, if_stuck=STUCK)
+    run = _run(grade, b.buckets_of_steps, 2, SMALL, 2, True)
     order = [*run.results[0]["arrived"]]
     order += [name for name in reversed(TRAINABLE) if name not in order]
     expected = [
@@ -337,14 +357,14 @@ def test_ranks_use_branches_in_different_orders(grade: Grade) -> None:
     n = 3
     orders = [grade.random.sample(range(4), 4) for _ in range(n)]
     orders[1] = orders[0][::-1]
-    _check_branches(orders, grade.run(b.in_different_orders, n, orders, if_stuck=STUCK).results)
+    _check_branches(orders, _run(grade, b.in_different_orders, n, orders).results)
 
 
 @task("3.12")
 def test_ranks_use_different_branches(grade: Grade) -> None:
     """Rank 0 alone uses branch 3, rank 2 alone branch 5, and nobody branch 4."""
     orders = [[0, 3, 1], [2, 1], [1, 5, 0], [1]]
-    run = grade.run(b.in_different_orders, len(orders), orders, if_stuck=STUCK)
+    run = _run(grade, b.in_different_orders, len(orders), orders)
     _check_branches(orders, run.results)
 
 
@@ -391,7 +411,7 @@ def test_buckets_travel_during_the_backward_pass(grade: Grade, kind: str) -> Non
     order = [0, 1, 2, 5, 4, 3]  # when layer 5 is done in the first step, two buckets may leave
     before_s = longest_s / 2
     computing_s = before_s + sum(layer.backward_s for layer in layers)
-    run = grade.run(b.timed, 4, layers, order, before_s, limits, cluster=UNIFORM, if_stuck=STUCK)
+    run = _run(grade, b.timed, 4, layers, order, before_s, limits, cluster=UNIFORM)
     for rank, steps in enumerate(run.results):
         for step, found in enumerate(steps):
             here = f"{kind}, layers used in the order {order}, step {step}, rank {rank} of 4"
@@ -453,7 +473,7 @@ def _ms(seconds: float) -> str:
 def test_no_sync_accumulates_without_a_message(grade: Grade) -> None:
     n = 2
     for kinds in (b.ACCUMULATIONS[:1], b.ACCUMULATIONS[1:]):
-        run = grade.run(b.accumulate, n, SMALL, kinds, if_stuck=STUCK)
+        run = _run(grade, b.accumulate, n, SMALL, kinds)
         for rank, by_kind in enumerate(run.results):
             for kind, found in zip(kinds, by_kind, strict=True):
                 here = f"{kind}, rank {rank} of {n}"
