@@ -13,6 +13,8 @@ from phase3.judge_ring import *
 # ddp
 from phase3.judge_buckets import *
 from phase3.judge_ddp import *
+from phase3.judge_ddp_buckets import *
+from phase3.judge_ddp_costs import *
 
 from distlab.grade.plugin import main
 
