@@ -23,6 +23,8 @@ from phase3.judge_algorithms import *
 # ddp
 from phase3.judge_buckets import *
 from phase3.judge_ddp import *
+from phase3.judge_ddp_buckets import *
+from phase3.judge_ddp_costs import *
 
 from distlab.grade.plugin import main
 
