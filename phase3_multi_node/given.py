@@ -85,11 +85,9 @@ def start_exchange(
     Returns:
         The works, to ``wait`` for.
     """
-    both = [
-        dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst),
-        dist.P2POp(dist.irecv, incoming, group=group, group_peer=src),
-    ]
-    works: list[dist.Work] = dist.batch_isend_irecv(both)
+    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)
+    recv = dist.P2POp(dist.irecv, incoming, group=group, group_peer=src)
+    works: list[dist.Work] = dist.batch_isend_irecv([send, recv])
     return works
 
 

@@ -192,12 +192,6 @@ FIGURES = (
     Figure(
         "ring_all_reduce",
         "All-reduce around a ring of 4: in three steps chunks are added, in three collected",
-        phase=3,
-    ),
-    # ddp
-    Figure(
-        "ddp",
-        "Eight broadcasts, then a step: buckets travel during the backward pass",
         4,
         cluster="dgx-h100",
         phase=3,

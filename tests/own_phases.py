@@ -24,7 +24,7 @@ def copy_shipped(root: Path, target: Path) -> None:
     (target / FILE).write_text(_HEAD.split(text)[0], encoding="utf-8")
 
 
-def copy_first_phase(root: Path, target: Path) -> None:
-    """Copy course.toml into a folder for Phase 1 alone."""
-    head, first, *_ = (root / FILE).read_text(encoding="utf-8").split("[[phase]]\n")
-    (target / FILE).write_text(f"{head}[[phase]]\n{first}", encoding="utf-8")
+def copy_first_phases(root: Path, target: Path, count: int = 1) -> None:
+    """Copy course.toml into a folder for the first phases alone."""
+    tables = (root / FILE).read_text(encoding="utf-8").split("[[phase]]\n")
+    (target / FILE).write_text("[[phase]]\n".join(tables[: 1 + count]), encoding="utf-8")

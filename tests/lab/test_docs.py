@@ -275,11 +275,11 @@ ACTIONS = {
 def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Go to a copy of what the first hour needs."""
     ignored = shutil.ignore_patterns("__pycache__", "ledger")
-    phases = ("phase1_data_parallel", "phase2_advanced")
-    tests = ("tests/judging", "tests/phase1", "tests/phase2")
+    phases = ("phase1_data_parallel", "phase2_advanced", "phase3_multi_node")
+    tests = ("tests/judging", "tests/phase1", "tests/phase2", "tests/phase3")
     for folder in (*phases, *tests, "solutions", "examples/first_hour"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    suites = ("tests/test_phase1.py", "tests/test_phase2.py")
+    suites = tuple(f"tests/test_phase{number}.py" for number in (1, 2, 3))
     for file in ("course.toml", "pyproject.toml", "tests/conftest.py", *suites):
         shutil.copy(ROOT / file, tmp_path / file)
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from commands import distlab
 from fresh_pytest import FreshPytest
-from own_phases import copy_first_phase, copy_shipped
+from own_phases import copy_first_phases
 
 from distlab import course
 from distlab.cli import learn
@@ -78,7 +78,7 @@ RIGHT = """    both = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.ir
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
-    copy_first_phase(ROOT, tmp_path)
+    copy_first_phases(ROOT, tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in ("phase1_data_parallel", "solutions"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -91,7 +91,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
 @pytest.fixture
 def two_phases(here: CourseFolder) -> CourseFolder:
     """With the templates of the second phase, and a suite that only counts as one."""
-    copy_shipped(ROOT, here.root)
+    copy_first_phases(ROOT, here.root, count=2)
     both = folders.find()
     folder = both.course.phases[1].folder
     ignored = shutil.ignore_patterns("__pycache__")
@@ -512,8 +512,9 @@ def test_the_first_hint_is_the_question_whatever_came_out(here: CourseFolder, ou
         assert levels == [1, 2, 3, 3]
 
 
-def test_every_task_has_its_hints(two_phases: CourseFolder) -> None:
-    assert all(len(hints.hints(two_phases, task)) == 3 for task in two_phases.course.tasks)
+def test_every_task_has_its_hints() -> None:
+    course = folders.find(ROOT)
+    assert all(len(hints.hints(course, task)) == 3 for task in course.course.tasks)
 
 
 def test_diff_compares_the_functions_of_a_task_and_nothing_else(

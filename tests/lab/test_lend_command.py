@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import distlab
 from fresh_pytest import FreshPytest
-from own_phases import copy_first_phase
+from own_phases import copy_first_phases
 
 from distlab import course
 from distlab.learner import folder, grading, state, status
@@ -47,7 +47,7 @@ OWN = "def exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zer
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> folder.CourseFolder:
     """A copy in which 1.7 is right, and 1.4 wrong."""
-    copy_first_phase(ROOT, tmp_path)
+    copy_first_phases(ROOT, tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in (PHASE, "solutions"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))

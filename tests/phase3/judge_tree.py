@@ -349,7 +349,11 @@ def test_a_double_tree_needs_a_few_segments(grade: Grade) -> None:
 
 
 @task("3.6", real=True)
-@pytest.mark.parametrize(("n", "keywords"), [(3, {"segment_bytes": 5000}), (4, {})])
+@pytest.mark.parametrize(
+    ("n", "keywords"),
+    [(3, {"segment_bytes": 5000}), (4, {})],
+    ids=["3-in segments", "4-by default"],
+)
 def test_a_double_tree_sums_every_kind(grade: Grade, n: int, keywords: t.Keywords) -> None:
     run = grade.run(*(t.reduce_all_kinds, n, b.DOUBLE, keywords), options=uneven(grade.random, n))
     check_sums(run.results)
