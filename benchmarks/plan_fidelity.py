@@ -1,0 +1,142 @@
+"""Hold the planner of Phase 3 against published step times.
+
+    python benchmarks/plan_fidelity.py        fits on one half of the rows, and prints both errors
+    python benchmarks/plan_fidelity.py write  writes the table of docs/plan_fidelity.md anew
+
+Every second row of steps.csv belongs to the half that the two constants of ``matmul_seconds`` are
+fitted to; the others only check.
+"""
+
+import csv
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+from distlab.planning import MATMUL_EFFICIENCY, MATMUL_PADDING, numbers_of
+from distlab.sim import Cluster
+from phase3_multi_node.given import Layout, Machine, Transformer
+from solutions.phase3_multi_node.auto_sharding import estimate_step_time
+
+FIGURES = Path(__file__).parent / "plan_figures"
+PAGE = Path(__file__).parents[1] / "docs/plan_fidelity.md"
+MARK = "<!-- table -->\n"
+LENGTH, VOCABULARY = 2048, 51200
+EFFICIENCIES = [k / 100 for k in range(40, 101)]
+PADDINGS = [10.0 * k for k in range(41)]
+
+
+class Row(NamedTuple):
+    """A published step."""
+
+    source: str
+    name: str
+    model: Transformer
+    layout: Layout
+    batch_size: int
+    seconds: float
+    is_fitted: bool
+
+    def predicted_s(self, efficiency: float, padding: float) -> float:
+        """Return what the planner says."""
+        numbers = numbers_of(Cluster.preset("dgx-a100", nodes=self._nodes))
+        machine = Machine(**numbers)._replace(matmul_efficiency=efficiency, matmul_padding=padding)
+        return estimate_step_time(self.model, self.layout, self.batch_size, machine).total
+
+    def error(
+        self, efficiency: float = MATMUL_EFFICIENCY, padding: float = MATMUL_PADDING
+    ) -> float:
+        """Return predicted / published - 1."""
+        return self.predicted_s(efficiency, padding) / self.seconds - 1
+
+    @property
+    def _nodes(self) -> int:
+        return self.layout.data * self.layout.tensor * self.layout.pipeline // 8 or 1
+
+
+def rows() -> list[Row]:
+    """Return all published rows."""
+    with (FIGURES / "steps.csv").open(encoding="utf-8") as file:
+        return [_row(fields, place % 2 == 0) for place, fields in enumerate(csv.DictReader(file))]
+
+
+def _row(fields: dict[str, str], is_fitted: bool) -> Row:
+    names = ("layers", "width", "heads", "gpus", "tensor", "pipeline", "chunks", "batch")
+    layers, width, heads, gpus, tensor, pipeline, chunks, batch = (int(fields[n]) for n in names)
+    is_full = fields["checkpointing"] == "full"
+    model = Transformer(layers, width, heads, LENGTH, VOCABULARY)
+    layout = Layout(
+        *(gpus // (tensor * pipeline), tensor, pipeline, chunks, int(fields["micro_batch"])),
+        checkpointing="full" if is_full else "selective",
+        sequence_parallel=fields["sequence_parallel"] == "yes",
+    )
+    seconds = float(fields["seconds"] or 0) or _seconds(model, batch, gpus, fields)
+    return Row(fields["source"], fields["model"], model, layout, batch, seconds, is_fitted)
+
+
+def _seconds(model: Transformer, batch: int, gpus: int, fields: dict[str, str]) -> float:
+    """Turn FLOP/s into seconds, as the source has turned seconds into FLOP/s: its equation 3."""
+    layers, h, _, s, vocabulary = model
+    terms = 1 + s / (6 * h) + vocabulary / (16 * layers * h)
+    flops = 96 * batch * s * layers * h**2 * terms
+    return flops / (gpus * float(fields["tflops_per_gpu"]) * 1e12)
+
+
+def mean_error(some: Sequence[Row], efficiency: float, padding: float) -> float:
+    """Return the mean of the errors without their signs."""
+    return mean(abs(row.error(efficiency, padding)) for row in some)
+
+
+def fit(some: Sequence[Row]) -> tuple[float, float]:
+    """Return the efficiency and the padding with the smallest mean error."""
+    return min(product(EFFICIENCIES, PADDINGS), key=lambda pair: mean_error(some, *pair))
+
+
+def constant_errors(some: Sequence[Row], others: Sequence[Row]) -> float:
+    """Return the mean error on ``others`` of one efficiency for all shapes, fitted to ``some``."""
+    best = min(EFFICIENCIES, key=lambda efficiency: mean_error(some, efficiency, 0.0))
+    return mean_error(others, best, 0.0)
+
+
+def table(every: Sequence[Row]) -> str:
+    """Return the rows as markdown."""
+    lines = [
+        "| source | model | GPUs | t | p | v | checkpointing | half | published | ours | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in every:
+        d, t, p, v, *_ = row.layout
+        predicted = row.predicted_s(MATMUL_EFFICIENCY, MATMUL_PADDING)
+        half = "fitted" if row.is_fitted else "checked"
+        lines.append(
+            f"| {row.source} | {row.name} | {d * t * p} | {t} | {p} | {v} | "
+            f"{row.layout.checkpointing} | {half} | {row.seconds:.2f} s | {predicted:.2f} s | "
+            f"{row.error():+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the fit, or write the page."""
+    every = rows()
+    fitted = [row for row in every if row.is_fitted]
+    checked = [row for row in every if not row.is_fitted]
+    if sys.argv[1:] == ["write"]:
+        head, _, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
+        PAGE.write_text(f"{head}{MARK}{table(every)}\n", encoding="utf-8")
+        return
+    best = fit(fitted)
+    print(f"fitted: efficiency {best[0]:.2f}, padding {best[1]:g}")
+    for name, some in (("fitted", fitted), ("checked", checked)):
+        worst = max(some, key=lambda row: abs(row.error()))
+        print(
+            f"{name}: {len(some)} rows, mean error {mean_error(some, *best):.1%}, "
+            f"worst {worst.error():+.1%} ({worst.source} {worst.name})"
+        )
+    print(f"one efficiency for all shapes: mean error {constant_errors(fitted, checked):.1%}")
+
+
+if __name__ == "__main__":
+    main()
