@@ -10,6 +10,10 @@ import sys
 # ring_allreduce
 from phase3.judge_ring import *
 
+# auto_sharding
+from phase3.judge_planner import *
+from phase3.judge_plans import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":
