@@ -263,7 +263,7 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
     Returns:
         What is iterated over: a generator or a list.
 
-    Cost: tens of thousands of layouts for a thousand GPUs, so do not try what cannot be valid.
+    Cost: some thousands of layouts for a thousand GPUs, so do not try what cannot be valid.
     """
     # TODO 3.23: every valid layout once.
     #   Tools: divisors, math.gcd, itertools.product, yield.

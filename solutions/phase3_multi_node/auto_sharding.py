@@ -285,7 +285,7 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
     Returns:
         What is iterated over: a generator or a list.
 
-    Cost: tens of thousands of layouts for a thousand GPUs, so do not try what cannot be valid.
+    Cost: some thousands of layouts for a thousand GPUs, so do not try what cannot be valid.
     """
     for t, p in product(divisors(gcd(model.heads, machine.gpus_per_node)), divisors(model.layers)):
         d = machine.gpus // (t * p)
