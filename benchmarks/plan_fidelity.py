@@ -4,7 +4,7 @@
     python benchmarks/plan_fidelity.py write  writes the table of docs/plan_fidelity.md anew
 
 Every second row of steps.csv belongs to the half that the two constants of ``matmul_seconds`` are
-fitted to; the others only check.
+fitted to; the others only check. Rows with ZeRO 3 are of another library and in neither half.
 """
 
 import csv
@@ -24,6 +24,7 @@ FIGURES = Path(__file__).parent / "plan_figures"
 PAGE = Path(__file__).parents[1] / "docs/plan_fidelity.md"
 MARK = "<!-- table -->\n"
 LENGTH, VOCABULARY = 2048, 51200
+SHOWN = "narayanan-2021-zero"
 EFFICIENCIES = [k / 100 for k in range(40, 101)]
 PADDINGS = [10.0 * k for k in range(41)]
 
@@ -37,7 +38,7 @@ class Row(NamedTuple):
     layout: Layout
     batch_size: int
     seconds: float
-    is_fitted: bool
+    half: str  # "fitted", "checked", or "shown": neither
 
     def predicted_s(self, efficiency: float, padding: float) -> float:
         """Return what the planner says."""
@@ -59,21 +60,23 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     """Return all published rows."""
     with (FIGURES / "steps.csv").open(encoding="utf-8") as file:
-        return [_row(fields, place % 2 == 0) for place, fields in enumerate(csv.DictReader(file))]
+        return [_row(fields, place) for place, fields in enumerate(csv.DictReader(file))]
 
 
-def _row(fields: dict[str, str], is_fitted: bool) -> Row:
+def _row(fields: dict[str, str], place: int) -> Row:
     names = ("layers", "width", "heads", "gpus", "tensor", "pipeline", "chunks", "batch")
     layers, width, heads, gpus, tensor, pipeline, chunks, batch = (int(fields[n]) for n in names)
-    is_full = fields["checkpointing"] == "full"
+    is_full, is_shown = fields["checkpointing"] == "full", fields["source"] == SHOWN
+    half = "shown" if is_shown else ("fitted", "checked")[place % 2]
     model = Transformer(layers, width, heads, LENGTH, VOCABULARY)
     layout = Layout(
         *(gpus // (tensor * pipeline), tensor, pipeline, chunks, int(fields["micro_batch"])),
+        zero_stage=3 if is_shown else 0,
         checkpointing="full" if is_full else "selective",
         sequence_parallel=fields["sequence_parallel"] == "yes",
     )
     seconds = float(fields["seconds"] or 0) or _seconds(model, batch, gpus, fields)
-    return Row(fields["source"], fields["model"], model, layout, batch, seconds, is_fitted)
+    return Row(fields["source"], fields["model"], model, layout, batch, seconds, half)
 
 
 def _seconds(model: Transformer, batch: int, gpus: int, fields: dict[str, str]) -> float:
@@ -82,6 +85,11 @@ def _seconds(model: Transformer, batch: int, gpus: int, fields: dict[str, str]) 
     terms = 1 + s / (6 * h) + vocabulary / (16 * layers * h)
     flops = 96 * batch * s * layers * h**2 * terms
     return flops / (gpus * float(fields["tflops_per_gpu"]) * 1e12)
+
+
+def of_half(every: Sequence[Row], half: str) -> list[Row]:
+    """Return the rows of one half."""
+    return [row for row in every if row.half == half]
 
 
 def mean_error(some: Sequence[Row], efficiency: float, padding: float) -> float:
@@ -109,10 +117,9 @@ def table(every: Sequence[Row]) -> str:
     for row in every:
         d, t, p, v, *_ = row.layout
         predicted = row.predicted_s(MATMUL_EFFICIENCY, MATMUL_PADDING)
-        half = "fitted" if row.is_fitted else "checked"
         lines.append(
             f"| {row.source} | {row.name} | {d * t * p} | {t} | {p} | {v} | "
-            f"{row.layout.checkpointing} | {half} | {row.seconds:.2f} s | {predicted:.2f} s | "
+            f"{row.layout.checkpointing} | {row.half} | {row.seconds:.2f} s | {predicted:.2f} s | "
             f"{row.error():+.1%} |"
         )
     return "\n".join(lines)
@@ -121,8 +128,7 @@ def table(every: Sequence[Row]) -> str:
 def main() -> None:
     """Print the fit, or write the page."""
     every = rows()
-    fitted = [row for row in every if row.is_fitted]
-    checked = [row for row in every if not row.is_fitted]
+    fitted, checked = of_half(every, "fitted"), of_half(every, "checked")
     if sys.argv[1:] == ["write"]:
         head, _, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
         PAGE.write_text(f"{head}{MARK}{table(every)}\n", encoding="utf-8")

@@ -201,10 +201,9 @@ def estimate_step_time(
         tensor       m · k · M
         pipeline     2vm messages of 2bsh/t bytes between stages; 0 if p = 1
         bubble       (p - 1) / v · k · (C + M)
-        data         as far as it takes longer than computation that hides it:
-                     ZeRO 0, 1    2 rings of 2Ψ bytes         behind 2kF, the last backward pass
-                     ZeRO 2       m + 1 rings of 2Ψ bytes     behind compute
-                     ZeRO 3       3m rings of 2Ψ bytes        behind compute
+        data         rings of 2Ψ bytes between the d copies, as far as they take longer than 2kF,
+                     the backward pass of the last micro-batch, which hides them:
+                     2 rings with ZeRO 0 and 1, m + 1 with ZeRO 2, 3m with ZeRO 3
 
     A ring is one reduce-scatter or all-gather, which takes ``ring_seconds``; an all-reduce is two.
     (Sequence parallelism has two rings in place of each all-reduce, which takes as long.) A tensor
@@ -227,14 +226,12 @@ def estimate_step_time(
         layout.checkpointing, attention_seconds(model, layout, machine)
     )
     layer, messages = 3 * forward + again, _tensor_seconds(model, layout, machine)
-    compute = m * (k * layer + _logit_seconds(model, layout, machine))
-    hidden_behind = compute if layout.zero_stage >= 2 else 2 * k * forward
     return StepTime(
-        compute=compute,
+        compute=m * (k * layer + _logit_seconds(model, layout, machine)),
         tensor=m * k * messages,
         pipeline=_pipeline_seconds(model, layout, m, machine),
         bubble=(layout.pipeline - 1) / layout.chunks * k * (layer + messages),
-        data=max(0, _data_seconds(model, layout, m, machine) - hidden_behind),
+        data=max(0, _data_seconds(model, layout, m, machine) - 2 * k * forward),
     )
 
 

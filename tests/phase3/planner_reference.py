@@ -90,17 +90,15 @@ def step_time(model: Transformer, layout: Layout, batch_size: int, machine: Mach
     rings = 12 if layout.checkpointing == "full" else 8
     messages = rings * ring_seconds(machine, stream, t, t)
     logits = 3 * matmul_seconds(machine, b * model.length, model.width, model.vocabulary / t)
-    compute = m * k * layer + m * logits
-    zero = layout.zero_stage
-    of_data = [2, 2, m + 1, 3 * m][zero]
+    of_data = [2, 2, m + 1, 3 * m][layout.zero_stage]
     sent = of_data * ring_seconds(machine, 2 * parameters(model, layout), d, d * t)
     between = 2 * v * m * send_seconds(machine, stream / t, d * t * p) if p > 1 else 0.0
     return StepTime(
-        compute,
+        m * k * layer + m * logits,
         m * k * messages,
         between,
         (p - 1) * k * (layer + messages) / v,
-        max(0.0, sent - (compute if zero >= 2 else 2 * k * once)),
+        max(0.0, sent - 2 * k * once),
     )
 
 
