@@ -184,9 +184,9 @@ FLOPS, BYTES_PER_S, LATENCY_S = 1e12, 2e9, 1e-6
 RATES = {"float16": FLOPS, "float32": FLOPS}
 TOY = GPU("toy", 1e15, 1e18, RATES, RATES)  # memory takes no time, so that only products count
 SIMULATED = (
-    (Transformer(8, 512, 8, 512, 64), Layout(), 2),
-    (Transformer(8, 512, 8, 512, 64), Layout(tensor=2, pipeline=2, checkpointing="selective"), 4),
-    (Transformer(12, 512, 8, 512, 64), Layout(pipeline=3, checkpointing="full"), 6),
+    (Transformer(6, 512, 8, 512, 64), Layout(), 2),
+    (Transformer(8, 512, 8, 512, 64), Layout(tensor=2, pipeline=2, checkpointing="selective"), 3),
+    (Transformer(12, 512, 8, 512, 64), Layout(pipeline=3, checkpointing="full"), 4),
 )
 each_step = pytest.mark.parametrize(
     ("model", "layout", "batch_size"), SIMULATED, ids=("one GPU", "t and p", "p, recomputed")
