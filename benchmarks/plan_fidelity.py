@@ -1,7 +1,7 @@
 """Hold the planner of Phase 3 against published step times.
 
     python benchmarks/plan_fidelity.py        fits on one half of the rows, and prints both errors
-    python benchmarks/plan_fidelity.py write  writes the table of docs/plan_fidelity.md anew
+    python benchmarks/plan_fidelity.py write  writes the tables of docs/plan_fidelity.md anew
 
 Every second row of steps.csv belongs to the half that the two constants of ``matmul_seconds`` are
 fitted to; the others only check. Rows with ZeRO 3 are of another library and in neither half.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from distlab.planning import MATMUL_EFFICIENCY, MATMUL_PADDING, numbers_of
 from distlab.sim import Cluster
-from phase3_multi_node.given import Layout, Machine, Transformer
+from phase3_multi_node.given import CHECKPOINTING, Layout, Machine, Transformer
 from solutions.phase3_multi_node.auto_sharding import estimate_step_time
 
 FIGURES = Path(__file__).parent / "plan_figures"
@@ -125,13 +125,74 @@ def table(every: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+class LayerRow(NamedTuple):
+    """What is published of one layer: the seconds of its forward and backward pass."""
+
+    model: Transformer
+    layout: Layout
+    seconds: float
+
+    def predicted_s(self) -> float:
+        """Return what the planner says: a step without layers is subtracted."""
+        batch_size = self.layout.micro_batch
+        machine = Machine(**numbers_of(Cluster.preset("dgx-a100")))
+        whole, rest = (
+            estimate_step_time(model, self.layout, batch_size, machine).total
+            for model in (self.model, self.model._replace(layers=0))
+        )
+        return (whole - rest) / self.model.layers
+
+    def error(self) -> float:
+        """Return predicted / published - 1."""
+        return self.predicted_s() / self.seconds - 1
+
+
+def layer_rows() -> list[LayerRow]:
+    """Return what is published of one layer."""
+    with (FIGURES / "layers.csv").open(encoding="utf-8") as file:
+        return [_layer_row(fields) for fields in csv.DictReader(file)]
+
+
+def _layer_row(fields: dict[str, str]) -> LayerRow:
+    layers, width, heads = (int(fields[name]) for name in ("layers", "width", "heads"))
+    checkpointing = next(one for one in CHECKPOINTING if one == fields["checkpointing"])
+    layout = Layout(
+        tensor=int(fields["tensor"]),
+        micro_batch=int(fields["micro_batch"]),
+        checkpointing=checkpointing,
+        sequence_parallel=fields["sequence_parallel"] == "yes",
+    )
+    model = Transformer(layers, width, heads, LENGTH, VOCABULARY)
+    return LayerRow(model, layout, float(fields["milliseconds"]) / 1e3)
+
+
+def layer_table() -> str:
+    """Return what is published of one layer as markdown."""
+    lines = [
+        "| one layer of 22b | sequence parallelism | published | ours | error |",
+        "|---|---|---|---|---|",
+    ]
+    for row in layer_rows():
+        split = "yes" if row.layout.sequence_parallel else "no"
+        lines.append(
+            f"| {row.layout.checkpointing} | {split} | {row.seconds * 1e3:.1f} ms | "
+            f"{row.predicted_s() * 1e3:.1f} ms | {row.error():+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def tables() -> str:
+    """Return all tables as markdown."""
+    return f"{table(rows())}\n\n{layer_table()}"
+
+
 def main() -> None:
     """Print the fit, or write the page."""
     every = rows()
     fitted, checked = of_half(every, "fitted"), of_half(every, "checked")
     if sys.argv[1:] == ["write"]:
         head, _, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
-        PAGE.write_text(f"{head}{MARK}{table(every)}\n", encoding="utf-8")
+        PAGE.write_text(f"{head}{MARK}{tables()}\n", encoding="utf-8")
         return
     best = fit(fitted)
     print(f"fitted: efficiency {best[0]:.2f}, padding {best[1]:g}")
@@ -141,6 +202,8 @@ def main() -> None:
             f"{name}: {len(some)} rows, mean error {mean_error(some, *best):.1%}, "
             f"worst {worst.error():+.1%} ({worst.source} {worst.name})"
         )
+    of_layers = mean(abs(row.error()) for row in layer_rows())
+    print(f"one layer: {len(layer_rows())} rows, mean error {of_layers:.1%}")
     print(f"one efficiency for all shapes: mean error {constant_errors(fitted, checked):.1%}")
 
 
