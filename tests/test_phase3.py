@@ -26,6 +26,10 @@ from phase3.judge_ddp import *
 from phase3.judge_ddp_buckets import *
 from phase3.judge_ddp_costs import *
 
+# auto_sharding
+from phase3.judge_planner import *
+from phase3.judge_plans import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":

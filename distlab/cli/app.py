@@ -15,6 +15,7 @@ from distlab.cli import (
     doctor,
     handout,
     learn,
+    plan,
     sim,
     trace,
     train,
@@ -52,6 +53,7 @@ app.command("challenge")(challenge.challenge)
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)
+app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.command("completion")(completion.completion)
 app.command("handout")(handout.handout)

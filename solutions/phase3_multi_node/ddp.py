@@ -126,9 +126,9 @@ class PerParameterDataParallel(nn.Module):
         broadcast_module(module, group)
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._start)
+                parameter.register_post_accumulate_grad_hook(self._send)
 
-    def _start(self, parameter: Tensor) -> None:
+    def _send(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             work = self.all_reduce(parameter.grad, self.group)
             self._under_way.append((parameter.grad, work))

@@ -31,7 +31,10 @@ MAY_IMPORT = {
     "demo": {"plot", "trainers", "training"},
     "doctor": {"data", "launch", "training"},
     "bench": {"grade", "launch", "sim", "trainers"},
-    "cli": {"bench", "course", "demo", "doctor", "launch", "learner", "sim", "training"},
+    "planning": {"sim", "trainers"},
+    "cli": {
+        *("bench", "course", "demo", "doctor", "launch", "learner", "planning", "sim", "training")
+    },
     "__main__": {"cli"},
 }
 TOOLS = {

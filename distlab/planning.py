@@ -1,0 +1,119 @@
+"""What `distlab plan` plans: known models, and simulated clusters as the planner sees them."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from distlab import trainers
+from distlab.sim import Cluster
+from distlab.words import unknown_name
+
+TASKS = ("3.21", "3.22", "3.23")
+FOLDER, LESSON = "phase3_multi_node", "auto_sharding"
+MATMUL_EFFICIENCY, MATMUL_PADDING = 0.81, 190.0  # fitted: benchmarks/plan_fidelity.py
+RING = "Simple"  # NCCL's protocol for long messages
+
+
+class Shape(NamedTuple):
+    """What a model is made of; ``is_gpt`` is False if it is counted as a GPT but is none."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int = 2048
+    vocabulary: int = 51200
+    is_gpt: bool = True
+
+
+MODELS = {
+    "gpt3-13b": Shape(40, 5120, 40),
+    "gpt3-175b": Shape(96, 12288, 96),
+    "megatron-22b": Shape(48, 6144, 64),
+    "megatron-145b": Shape(80, 12288, 96),
+    "megatron-530b": Shape(105, 20480, 128),
+    "gpt-1t": Shape(128, 25600, 160),
+    "llama-2-7b": Shape(32, 4096, 32, 4096, 32000, is_gpt=False),
+    "llama-2-13b": Shape(40, 5120, 40, 4096, 32000, is_gpt=False),
+    "llama-2-70b": Shape(80, 8192, 64, 4096, 32000, is_gpt=False),
+}
+
+
+def shape_of(model: str) -> Shape:
+    """Return a known model.
+
+    Raises:
+        ValueError: there is none of that name; gives the valid names and the nearest.
+    """
+    if model not in MODELS:
+        raise unknown_name("model", model, MODELS)
+    return MODELS[model]
+
+
+def numbers_of(cluster: Cluster) -> dict[str, float]:
+    """Return the fields of a ``Machine`` that stand for a cluster.
+
+    Each GPU has its share of the NICs of its node. Inside of a node, a ring reaches what NCCL does.
+
+    Raises:
+        ValueError: the cluster does not say what its GPUs can do.
+    """
+    gpu = cluster.gpu
+    if gpu is None:
+        raise ValueError(
+            f"{cluster.name} has no GPUs to plan for: choose one that has, say dgx-a100"
+        )
+    return {
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "memory_bytes": gpu.memory_bytes,
+        "memory_bytes_per_s": gpu.memory_bytes_per_s,
+        "peak_flops": gpu.peak_flops["float16"],
+        "node_bytes_per_s": cluster.nvlink_bytes_per_s * gpu.protocol_efficiency.get(RING, 1),
+        "node_latency_s": cluster.latency_s,
+        "network_bytes_per_s": cluster.nic_bytes_per_s
+        * cluster.nics_per_node
+        / cluster.gpus_per_node,
+        "network_latency_s": cluster.net_latency_s,
+        "matmul_efficiency": MATMUL_EFFICIENCY,
+        "matmul_padding": MATMUL_PADDING,
+    }
+
+
+class Planner(NamedTuple):
+    """A lesson with the functions of the tasks, and the types that they take."""
+
+    lesson: Any
+    given: Any
+
+    def plan(self, shape: Shape, numbers: Mapping[str, float], batch_size: int) -> list[Any]:
+        """Return what the lesson's ``plan`` returns.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        found: list[Any] = self.lesson.plan(
+            self.given.Transformer(*shape[:5]), self.given.Machine(**numbers), batch_size
+        )
+        return found
+
+
+def load(impl: str) -> Planner:
+    """Return the planner of the solutions, or the learner's.
+
+    Args:
+        impl: "solution" or "mine".
+
+    Raises:
+        NotThereError: this copy has no solutions, or a task of the lesson is a TODO.
+    """
+    lesson = trainers.find_measurement(impl, TASKS).load(FOLDER, LESSON)
+    return Planner(lesson, importlib.import_module(f"{FOLDER}.given"))
+
+
+def model_flops(shape: Shape, batch_size: int) -> float:
+    """Return the FLOPs of a step, without what is recomputed: 72 B s l h² and so on.
+
+    Source: Narayanan et al. 2021, equation 3; Korthikanti et al. 2022, equation 8.
+    """
+    layers, h, _, s, vocabulary, _ = shape
+    return 72 * batch_size * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (12 * layers * h))

@@ -1,0 +1,92 @@
+"""Bodies for tasks 3.21 to 3.23: what the learner's functions return, as plain numbers."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from distlab.grade import WrongResult
+from judging.calls import case_told, refusal_of, returned
+from phase3_multi_node.given import Layout, Machine, Memory, StepTime, Transformer
+
+PARTS = {"estimate_memory": Memory._fields, "estimate_step_time": StepTime._fields}
+
+
+def numbers_of(lesson: Any, function: str, cases: list[tuple[Any, ...]]) -> list[float]:
+    """What a function returns that returns one number."""
+    return [_number(function, _called(lesson, function, case)) for case in cases]
+
+
+def parts_of(lesson: Any, function: str, cases: list[tuple[Any, ...]]) -> list[list[float]]:
+    """What a function returns that returns several parts, in order."""
+    return [_parts(function, _called(lesson, function, case)) for case in cases]
+
+
+def _called(lesson: Any, function: str, case: tuple[Any, ...]) -> Any:
+    with case_told(f"of {case[0]} as {case[1]}", function):
+        return returned(function, getattr(lesson, function)(*_typed(case)))
+
+
+def _typed(case: tuple[Any, ...]) -> list[Any]:
+    model, layout, *rest = case
+    return [Transformer(*model), Layout(*layout), *map(_machine, rest)]
+
+
+def _machine(value: Any) -> Any:
+    return Machine(*value) if isinstance(value, tuple | list) else value
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise WrongResult(f"{what} should return a number; it returned {value!r:.70}") from None
+
+
+def _parts(function: str, value: Any) -> list[float]:
+    names = PARTS[function]
+    kind = "Memory" if function == "estimate_memory" else "StepTime"
+    if not all(hasattr(value, name) for name in names):
+        raise WrongResult(f"{function} should return a {kind}; it returned {value!r:.70}")
+    return [_number(f"{function}, part {name},", getattr(value, name)) for name in names]
+
+
+def layouts_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[list[Any]]:
+    """The layouts of a case, as lists."""
+    found = returned("layouts", lesson.layouts(Transformer(*model), Machine(*machine), batch_size))
+    if not isinstance(found, Iterable):
+        raise WrongResult(f"layouts should yield layouts; it returned {found!r:.50}")
+    return [_layout("layouts", one) for one in found]
+
+
+def _layout(function: str, value: Any) -> list[Any]:
+    names = Layout._fields
+    if not all(hasattr(value, name) for name in names):
+        raise WrongResult(f"{function} should give Layout(1, 2, 4) or such, not {value!r:.60}")
+    values = [getattr(value, name) for name in names]
+    *counts, checkpointing, is_split = values
+    return [*map(_whole, counts), str(checkpointing), bool(is_split)]
+
+
+def _whole(value: Any) -> int:
+    if int(value) != value:
+        raise WrongResult(f"the numbers of a layout are whole; one of them is {value!r:.30}")
+    return int(value)
+
+
+def plans_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[list[Any]]:
+    """Of each plan its layout, and the parts of both estimates."""
+    found = returned("plan", lesson.plan(Transformer(*model), Machine(*machine), batch_size))
+    if not isinstance(found, list):
+        raise WrongResult(f"plan should return a list; it returned a {type(found).__name__}")
+    return [_plan(one) for one in found]
+
+
+def _plan(value: Any) -> list[Any]:
+    if not all(hasattr(value, name) for name in ("layout", "memory", "time")):
+        raise WrongResult(f"plan should return a list of plans; it contains {value!r:.70}")
+    memory = _parts("estimate_memory", value.memory)
+    return [_layout("plan", value.layout), memory, _parts("estimate_step_time", value.time)]
+
+
+def refusal_of_plan(lesson: Any, model: Any, machine: Any, batch_size: int) -> dict[str, str]:
+    """What plan raises."""
+    return refusal_of(lambda: lesson.plan(Transformer(*model), Machine(*machine), batch_size))

@@ -1,0 +1,227 @@
+"""Judges task 3.23: every valid layout, those that fit, the fastest first."""
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+from distlab.grade import Grade, check, task
+from distlab.words import bytes_text, counted, seconds_text
+from phase3 import estimates as b
+from phase3 import planner_cases as c
+from phase3 import planner_reference as reference
+from phase3_multi_node.given import Layout, Machine, Memory, Plan, StepTime, Transformer
+
+EXACT = 1e-6
+SMALL = Transformer(6, 768, 6, 512, 1024)
+Case = tuple[Transformer, Machine, int]
+
+
+def _machine(nodes: int, gpus_per_node: int) -> Machine:
+    return c.A100._replace(nodes=nodes, gpus_per_node=gpus_per_node)
+
+
+def _cases(grade: Grade) -> list[Case]:
+    drawn = _machine(grade.random.choice((1, 2, 3)), grade.random.choice((2, 4)))
+    return [
+        (Transformer(1, 64, 4, 8, 8), _machine(1, 1), 1),
+        (Transformer(2, 64, 2, 8, 8), _machine(1, 2), 2),
+        (SMALL, _machine(2, 4), 8),
+        (SMALL._replace(length=511), _machine(1, 4), 4),
+        (SMALL._replace(heads=8), _machine(4, 2), 8),
+        (SMALL._replace(layers=8), drawn, 12),
+    ]
+
+
+@task("3.23")
+def test_layouts_are_all_that_are_valid(grade: Grade) -> None:
+    for case in _cases(grade):
+        expected = dict.fromkeys(reference.layouts(*case), 1)
+        found = Counter(Layout(*one) for one in grade.call(b.layouts_of, *case))
+        here = _told(case)
+        for one, times in found.items():
+            check(
+                one in expected,
+                f"{here}: {one} is not valid. {_broken_rule(case, one)}",
+            )
+            check(times == 1, f"{here}: {one} should come once; it came {times} times.")
+        missing = [one for one in expected if one not in found]
+        check(
+            not missing,
+            f"{here}: there are {counted(len(expected), 'valid layout')}; {len(missing)} of them "
+            f"did not come, {missing[:1]} for one.",
+        )
+
+
+def _told(case: Case) -> str:
+    model, machine, batch_size = case
+    return (
+        f"{counted(machine.nodes, 'node')} of {counted(machine.gpus_per_node, 'GPU')}, a batch of "
+        f"{batch_size}, {model}"
+    )
+
+
+def _broken_rule(case: Case, one: Layout) -> str:
+    """The first rule of the docstring that a layout breaks."""
+    model, machine, batch_size = case
+    d, t, p, v, micro_batch, zero, _, is_split = one
+    if d * t * p != machine.gpus:
+        return f"d · t · p = {d * t * p}, but there are {counted(machine.gpus, 'GPU')}."
+    if machine.gpus_per_node % t or model.heads % t:
+        return (
+            f"t = {t} should divide the {counted(machine.gpus_per_node, 'GPU')} of a node and the "
+            f"{counted(model.heads, 'head')}."
+        )
+    if model.layers % (p * v):
+        return f"p · v = {p * v} should divide the {counted(model.layers, 'layer')}."
+    if batch_size % (d * micro_batch):
+        return f"d · b = {d * micro_batch} should divide the batch of {batch_size}."
+    if v > 1 and (p == 1 or one.micro_batches(batch_size) % p):
+        m = one.micro_batches(batch_size)
+        return f"v = {v} needs a pipeline, and m to be a multiple of p: here p = {p}, m = {m}."
+    if is_split and (t == 1 or model.length % t):
+        return f"Sequence parallelism needs t > 1 that divides the length: t = {t}, {model.length}."
+    return f"ZeRO {zero} does not go with d = {d} and p = {p}."
+
+
+def _tight(grade: Grade) -> tuple[Case, list[Plan]]:
+    """A case in which some layouts do not fit, and all of its plans.
+
+    All sizes are powers of two, so that needs are whole numbers in any order of operations, and
+    one that is just the limit is so for everybody.
+    """
+    model = Transformer(grade.random.choice((8, 16)), 1024, 8, 512, 1024)
+    machine = _machine(2, 4)._replace(network_bytes_per_s=grade.random.uniform(1e9, 9e9))
+    plans = reference.plans(model, machine, 16)
+    needs = sorted(one.memory.total for one in plans)
+    place = grade.random.randrange(len(needs) // 4, len(needs) // 2)
+    return (model, machine._replace(memory_bytes=needs[place]), 16), plans
+
+
+@task("3.23")
+def test_plans_are_all_that_fit(grade: Grade) -> None:
+    (model, machine, batch_size), plans = _tight(grade)
+    smallest = min(one.memory.total for one in plans)
+    for limit in (machine.memory_bytes, smallest):
+        limited = machine._replace(memory_bytes=limit)
+        _check_those_that_fit(grade, (model, limited, batch_size), plans)
+
+
+def _check_those_that_fit(grade: Grade, case: Case, plans: list[Plan]) -> None:
+    limit = case[1].memory_bytes
+    by_layout = {one.layout: one for one in plans}
+    found = _plans(grade, case)
+    for one in found:
+        check(one.layout in by_layout, f"{_told(case)}: {one.layout} is no valid layout.")
+        known = by_layout[one.layout]
+        _check_estimates(one, known)
+        check(
+            known.memory.total <= limit,
+            f"{one.layout} is planned, but it needs {bytes_text(known.memory.total)}, and a GPU "
+            f"has {bytes_text(limit)}.{_left_out(known.memory, limit)}",
+        )
+    times = Counter(one.layout for one in found)
+    fit = [one.layout for one in plans if one.memory.total <= limit]
+    missing = [layout for layout in fit if layout not in times]
+    needs = [by_layout[layout].memory.total for layout in missing]
+    check(
+        not missing,
+        f"{len(fit)} of {counted(len(plans), 'layout')} fit, and all of them should be planned; "
+        f"{len(missing)} are not, {missing[:1]} for one, which needs {needs[:1]} bytes of "
+        f"{limit:.0f}: a layout fits if it needs memory_bytes at most.",
+    )
+    check(
+        max(times.values(), default=1) == 1,
+        "each layout should be planned once; some came several times.",
+    )
+
+
+def _plans(grade: Grade, case: Case) -> list[Plan]:
+    rows = grade.call(b.plans_of, *case)
+    return [Plan(Layout(*one), Memory(*memory), StepTime(*time)) for one, memory, time in rows]
+
+
+def _check_estimates(found: Plan, known: Plan) -> None:
+    for name, mine, right in (
+        ("estimate_memory", found.memory, known.memory),
+        ("estimate_step_time", found.time, known.time),
+    ):
+        differ = [
+            part
+            for part, x, y in zip(right._fields, mine, right, strict=True)
+            if abs(x - y) > EXACT * abs(y) + 1e-12
+        ]
+        check(
+            not differ,
+            f"the plan of {found.layout} should hold what {name} returns; its part {differ[:1]} "
+            f"differs. Is {name} right by its own tests, and is it called with the batch size?",
+        )
+
+
+def _left_out(memory: Memory, limit: float) -> str:
+    """Which part would have to be forgotten for it to fit."""
+    for name, part in memory._asdict().items():
+        if part and memory.total - part <= limit:
+            return f" Without its {name}, {bytes_text(part)}, it would fit: are they counted?"
+    return " Is total compared with memory_bytes?"
+
+
+@task("3.23")
+def test_the_fastest_comes_first(grade: Grade) -> None:
+    case, plans = _tight(grade)
+    fit = [one for one in plans if one.memory.total <= case[1].memory_bytes]
+    best = min(fit, key=lambda one: one.time.total)
+    by_layout = {one.layout: one for one in plans}
+    found = [by_layout[one.layout] for one in _plans(grade, case) if one.layout in by_layout]
+    check(bool(found), f"{_told(case)}: no plan came, but {len(fit)} layouts fit.")
+    check(
+        not _is_later(found[0], best),
+        f"{found[0].layout} comes first and takes {seconds_text(found[0].time.total)}, but "
+        f"{best.layout} takes {seconds_text(best.time.total)}."
+        f"{_forgotten(found[0].time, best.time)}",
+    )
+    for before, after in pairwise(found):
+        check(
+            not _is_later(before, after),
+            f"the fastest plans should come first: {before.layout} comes before {after.layout}, "
+            f"but takes {seconds_text(before.time.total)}, not {seconds_text(after.time.total)}."
+            f"{_forgotten(before.time, after.time)}",
+        )
+
+
+def _is_later(one: Plan, other: Plan) -> bool:
+    """Whether a plan takes longer than another, by more than rounding."""
+    return one.time.total > other.time.total * (1 + EXACT)
+
+
+def _forgotten(first: StepTime, best: StepTime) -> str:
+    """Which part would have to be forgotten for the first to be the best."""
+    for name in StepTime._fields:
+        if first.total - getattr(first, name) < best.total - getattr(best, name):
+            return f" Without {name}, it would be the other way round: is total what decides?"
+    return ""
+
+
+@task("3.23")
+def test_what_cannot_fit_is_refused(grade: Grade) -> None:
+    model = Transformer(12, 12288, 96, 2048, 50000 + grade.random.randrange(2000))
+    machine, batch_size = _machine(2, 4), 8
+    smallest = min(one.memory.total for one in reference.plans(model, machine, batch_size))
+    too_small = machine._replace(memory_bytes=smallest * grade.random.uniform(0.5, 0.99))
+    need = f"{smallest / 1e9:.1f}"
+    here = (
+        f"a model that needs {need} GB at least, on GPUs of {too_small.memory_bytes / 1e9:.2f} GB"
+    )
+    _check_refused(grade, (model, too_small, batch_size), here, need)
+    here = f"{machine.gpus} GPUs with a batch of 7 and a model of 5 layers and 7 heads"
+    odd = model._replace(layers=5, heads=7, width=7 * 64)
+    _check_refused(grade, (odd, machine, 7), here, str(machine.gpus), "7")
+
+
+def _check_refused(grade: Grade, case: Case, what: str, *names: str) -> None:
+    found: Any = grade.call(b.refusal_of_plan, *case)
+    wanted = f"{what}: that should be a ValueError"
+    check(found["type"], f"{wanted}, but there was none.")
+    got = f"{found['type']}: {found['text']!r:.120}"
+    check(found["type"] == "ValueError", f"{wanted}; it is {got}.")
+    missing = [name for name in names if name not in found["text"]]
+    check(not missing, f"{wanted} that names {' and '.join(names)}; it is {got}.")

@@ -1,0 +1,96 @@
+"""What estimates are asked for: models, layouts and machines, drawn and published."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from phase3_multi_node.given import CHECKPOINTING, Layout, Machine, Transformer
+
+GPT3 = Transformer(96, 12288, 96, 2048, 51200)
+GPT_7B = Transformer(36, 4096, 32, 2048, 51200)
+MEGATRON_22B = Transformer(48, 6144, 64, 2048, 51200)
+MEGATRON_530B = Transformer(105, 20480, 128, 2048, 51200)
+GPT_1T = Transformer(128, 25600, 160, 2048, 51200)
+A100 = Machine(16, 8, 80 * 2**30, 2.039e12, 312e12, 228e9, 5.6e-6, 25e9, 10e-6, 0.81, 190.0)
+
+Case = tuple[Transformer, Layout, int]
+
+
+def drawn_model(random: Random) -> Transformer:
+    """Draw a model whose sizes 2, 3, 4 and 8 divide."""
+    heads = random.choice((24, 48, 72))
+    width = heads * random.choice((64, 80, 128))
+    layers, length = random.choice((48, 96, 144)), random.choice((1200, 2040, 4104))
+    return Transformer(layers, width, heads, length, 24 * random.randint(1000, 3000))
+
+
+def drawn_layout(random: Random) -> tuple[Layout, int]:
+    """Draw a valid layout of such a model, and a batch size."""
+    d, t, p = (random.choice(sizes) for sizes in ((1, 2, 3, 5, 8), (1, 2, 3, 4, 8), (1, 2, 3, 4)))
+    v, b = random.choice((1, 2, 3)) if p > 1 else 1, random.choice((1, 2, 3, 4))
+    m = p * random.randint(1, 6) if v > 1 else random.randint(1, 12)
+    zero = random.randint(0, 0 if d == 1 else 1 if p > 1 else 3)
+    is_split = t > 1 and random.random() < 0.5
+    return Layout(d, t, p, v, b, zero, random.choice(CHECKPOINTING), is_split), d * b * m
+
+
+def fixed_layouts() -> list[tuple[Layout, int]]:
+    """Layouts of which each shows one thing, with batch sizes."""
+    by_zero = [(Layout(8, micro_batch=2, zero_stage=stage), 64) for stage in range(4)]
+    by_memory = [(Layout(2, 4, checkpointing=kind), 8) for kind in CHECKPOINTING]
+    split = [(Layout(2, 4, 1, 1, 2, 1, kind, True), 8) for kind in CHECKPOINTING]
+    pipelines = [(Layout(1, 2, 4, v), 16) for v in (1, 2, 3)] + [(Layout(1, 2, 4), 2)]
+    far = [(Layout(4, 8, 2, 2, 1, 1, "full"), 32), (Layout(16, 8, zero_stage=1), 16)]
+    return by_zero + by_memory + split + pipelines + far
+
+
+def cases(random: Random, num_drawn: int = 20) -> list[Case]:
+    """Fixed and drawn cases."""
+    fixed = [(drawn_model(random), *one) for one in fixed_layouts()]
+    return fixed + [(drawn_model(random), *drawn_layout(random)) for _ in range(num_drawn)]
+
+
+def drawn_machine(random: Random) -> Machine:
+    """Draw a machine with links slow enough that messages are not always hidden."""
+    return A100._replace(
+        gpus_per_node=random.choice((4, 8, 16)),
+        memory_bytes_per_s=random.uniform(1e12, 4e12),
+        node_bytes_per_s=random.uniform(50e9, 300e9),
+        node_latency_s=random.uniform(1e-6, 9e-6),
+        network_bytes_per_s=random.uniform(1e9, 9e9),
+        network_latency_s=random.uniform(1e-5, 9e-5),
+        matmul_efficiency=random.uniform(0.5, 0.9),
+        matmul_padding=float(random.randint(0, 200)),
+    )
+
+
+def told(model: Transformer, layout: Layout, batch_size: int | None = None) -> str:
+    """Write a case in the letters of the docstrings."""
+    letters = dict(zip("dtpvb", layout[:5], strict=True))
+    sizes = ", ".join(f"{name} = {size}" for name, size in letters.items() if size > 1)
+    zero = f"ZeRO {layout.zero_stage}" if layout.data > 1 else ""
+    split = "sequence parallelism" if layout.sequence_parallel else ""
+    m = f"m = {layout.micro_batches(batch_size)}" if batch_size else ""
+    words: Sequence[str] = (
+        sizes or "one GPU",
+        m,
+        zero,
+        f"checkpointing {layout.checkpointing}",
+        split,
+    )
+    of = f"l = {model.layers}, h = {model.width}, a = {model.heads}, s = {model.length}"
+    return f"{', '.join(filter(None, words))} ({of}, V = {model.vocabulary})"
+
+
+def factor_told(found: float, expected: float, named: dict[str, Any]) -> str:
+    """Say how a number is related to the one expected, if that is plain."""
+    if not found or not expected:
+        return ""
+    for name, size in named.items():
+        for value, words in (
+            (size, f"{name} = {size:g} times too much"),
+            (1 / size, f"1/{name} of it, with {name} = {size:g}"),
+        ):
+            if size not in (0, 1) and abs(found / expected / value - 1) < 1e-6:
+                return f" That is {words}."
+    return f" That is {found / expected:.3g} times as much."
