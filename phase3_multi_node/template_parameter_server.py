@@ -95,7 +95,8 @@ def serve_synchronously(
         group: servers and workers; all ranks by default.
 
     Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
-        2W(α + nβ) seconds; memory for two more tensors of n bytes, whatever W is. No collective.
+        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, whatever W is. No
+        collective.
     Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
         1604.00981), for synchronous ones.
     """
@@ -128,7 +129,7 @@ def serve_asynchronously(
         group: servers and workers; all ranks by default.
 
     Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
-        worker is served; memory for one more tensor of n bytes. No collective.
+        worker is served; memory for at most two more tensors of n bytes. No collective.
     Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
     """
     # TODO 3.15: serve the workers in the order in which their gradients come.
@@ -168,7 +169,7 @@ def serve_with_bounded_staleness(
             ``num_steps`` on: nobody ever waits.
         group: servers and workers; all ranks by default.
 
-    Cost: as ``serve_asynchronously``: a reply that is held back takes no memory.
+    Cost: that of ``serve_asynchronously``: a reply that is held back takes no memory.
     Source: Ho et al. 2013 (NIPS), section 2, stale synchronous parallel.
     """
     # TODO 3.16: serve as in 3.15, but hold replies back until the bound allows them.
@@ -215,7 +216,7 @@ def serve_survivors(
         if there are none.
 
     Cost: the messages of ``serve_asynchronously``. While the server waits for one worker, it serves
-        the others; memory for two more tensors of n bytes per worker.
+        the others; memory for at most three more tensors of n bytes per worker.
     Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
     """
     # TODO 3.17: serve every worker by itself, so that none can hold up the others by its death.

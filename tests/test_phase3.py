@@ -10,6 +10,9 @@ import sys
 # ring_allreduce
 from phase3.judge_ring import *
 
+# parameter_server
+from phase3.judge_shards import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":

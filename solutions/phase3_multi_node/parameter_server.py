@@ -103,13 +103,14 @@ def serve_synchronously(
         group: servers and workers; all ranks by default.
 
     Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
-        2W(α + nβ) seconds; memory for two more tensors of n bytes, whatever W is. No collective.
+        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, whatever W is. No
+        collective.
     Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
         1604.00981), for synchronous ones.
     """
-    incoming = torch.empty_like(shard)
+    incoming, total = torch.empty_like(shard), torch.empty_like(shard)
     for _ in range(num_steps):
-        total = torch.zeros_like(shard)
+        total.zero_()
         for worker in workers:
             dist.recv(incoming, group=group, group_src=worker)
             total += incoming
@@ -137,7 +138,7 @@ def serve_asynchronously(
         group: servers and workers; all ranks by default.
 
     Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
-        worker is served; memory for one more tensor of n bytes. No collective.
+        worker is served; memory for at most two more tensors of n bytes. No collective.
     Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
     """
     incoming = torch.empty_like(shard)
@@ -174,7 +175,7 @@ def serve_with_bounded_staleness(
             ``num_steps`` on: nobody ever waits.
         group: servers and workers; all ranks by default.
 
-    Cost: as ``serve_asynchronously``: a reply that is held back takes no memory.
+    Cost: that of ``serve_asynchronously``: a reply that is held back takes no memory.
     Source: Ho et al. 2013 (NIPS), section 2, stale synchronous parallel.
     """
     incoming = torch.empty_like(shard)
@@ -225,7 +226,7 @@ def serve_survivors(
         if there are none.
 
     Cost: the messages of ``serve_asynchronously``. While the server waits for one worker, it serves
-        the others; memory for two more tensors of n bytes per worker.
+        the others; memory for at most three more tensors of n bytes per worker.
     Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
     """
     limit = timedelta(seconds=timeout_s)
