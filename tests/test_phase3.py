@@ -11,6 +11,7 @@ import sys
 from phase3.judge_ring import *
 
 # parameter_server
+from phase3.judge_servers import *
 from phase3.judge_shards import *
 
 from distlab.grade.plugin import main
