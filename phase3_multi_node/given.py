@@ -69,7 +69,7 @@ def receive_from_any(incoming: Tensor, group: Group = None) -> int:
     servers run on CPUs, over gloo or MPI.
     """
     src = dist.recv(incoming, group=group)  # a rank of the world, also inside a group
-    return dist.get_group_rank(group or dist.group.WORLD, src)
+    return src if group is None else dist.get_group_rank(group, src)
 
 
 def pack_by_server(tensors: Mapping[str, Tensor], servers: Mapping[str, int]) -> dict[int, Tensor]:

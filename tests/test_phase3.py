@@ -13,6 +13,8 @@ from phase3.judge_ring import *
 # parameter_server
 from phase3.judge_servers import *
 from phase3.judge_shards import *
+from phase3.judge_staleness import *
+from phase3.judge_survivors import *
 
 from distlab.grade.plugin import main
 

@@ -104,7 +104,7 @@ def serve_synchronously(
 
     Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
         2W(α + nβ) seconds; memory for at most three more tensors of n bytes, whatever W is. No
-        collective.
+        collective; all messages have arrived on return.
     Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
         1604.00981), for synchronous ones.
     """
@@ -138,7 +138,8 @@ def serve_asynchronously(
         group: servers and workers; all ranks by default.
 
     Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
-        worker is served; memory for at most two more tensors of n bytes. No collective.
+        worker is served; memory for at most two more tensors of n bytes. No
+        collective; all messages have arrived on return.
     Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
     """
     incoming = torch.empty_like(shard)
@@ -217,8 +218,7 @@ def serve_survivors(
         staleness: as in ``serve_with_bounded_staleness``.
         timeout_s: the longest that the server waits for one gradient of a worker, counted from its
             last reply or from the call, and for a worker to take a reply. More than the slowest
-            step takes. A reply that is held back counts for nobody: its worker waits, not the
-            server.
+            step takes.
         group: servers and workers; all ranks by default.
 
     Returns:
@@ -236,14 +236,16 @@ def serve_survivors(
     def serve(worker: int) -> None:
         incoming = torch.empty_like(shard)
         for _ in range(num_steps):
-            dist.irecv(incoming, group=group, group_src=worker).wait(limit)
+            arriving = dist.irecv(incoming, group=group, group_src=worker)
+            arriving.wait(limit)  # type: ignore[union-attr]
             with changed:
                 _step(shard, optimizer, incoming)
                 clocks[worker] += 1
                 changed.notify_all()
                 changed.wait_for(lambda: clocks[worker] <= min(clocks.values()) + staleness)
                 newest = shard.clone()  # others may step before it has left
-            dist.isend(newest, group=group, group_dst=worker).wait(limit)
+            leaving = dist.isend(newest, group=group, group_dst=worker)
+            leaving.wait(limit)  # type: ignore[union-attr]
 
     def serve_until_it_dies(worker: int) -> None:
         try:

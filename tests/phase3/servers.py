@@ -4,7 +4,6 @@ Worker i of W pushes -1 at every W-th element from i on, and 0 elsewhere. After 
 rate of 1, the parameters say how many gradients of each worker have been applied.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,7 +98,6 @@ def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any
 def _serve(function: Callable[..., Any], plan: Plan, group: Any) -> dict[str, Any]:
     shard = torch.zeros(plan.num_elements, dtype=getattr(torch, plan.dtype))
     optimizer = CountingSGD(shard, plan)
-    before = threading.active_count()
     with cause_told(WRONG_SIZES):
         returned = function(
             *(shard, optimizer, [*plan.workers], plan.num_steps, *plan.arguments), group=group
@@ -109,7 +107,6 @@ def _serve(function: Callable[..., Any], plan: Plan, group: Any) -> dict[str, An
         "weights": optimizer.weights,
         "most_at_once": optimizer.most_at_once,
         "returned": returned,
-        "threads_left": threading.active_count() - before,
     }
 
 
