@@ -39,7 +39,7 @@ def assign_shards(
         mean leave it: a tensor leaves only if the mean or more remains without it. A server that is
         not above the mean keeps all that it has.
 
-    Source: Graham 1969, theorem 2 (the largest first: 4/3); Li et al. 2014 (OSDI), for servers that
+    Source: Graham 1969 (the largest first: 4/3); Li et al. 2014 (OSDI), for servers that
         join and leave.
     """
     mean = sum(sizes.values()) / len(servers)

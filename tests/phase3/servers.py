@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from judging.calls import cause_told
+from judging.calls import cause_told, int_list
 from phase3_multi_node.given import start_exchange
 
 BEFORE_PUSH, BEFORE_PULL = "before its push", "between push and pull"
 SILENT = -1, ""
+SURVIVORS = "serve_survivors"
 LONG = 1000  # elements
 
 
@@ -91,14 +92,15 @@ def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any
     if rank in plan.servers:
         return _serve(getattr(lesson, plan.function), plan, group)
     if rank in plan.workers:
-        return {"pulls": _work(plan, rank, group)}
+        with cause_told(CAUSES):
+            return {"pulls": _work(plan, rank, group)}
     return None
 
 
 def _serve(function: Callable[..., Any], plan: Plan, group: Any) -> dict[str, Any]:
     shard = torch.zeros(plan.num_elements, dtype=getattr(torch, plan.dtype))
     optimizer = CountingSGD(shard, plan)
-    with cause_told(WRONG_SIZES):
+    with cause_told(CAUSES):
         returned = function(
             *(shard, optimizer, [*plan.workers], plan.num_steps, *plan.arguments), group=group
         )
@@ -106,12 +108,15 @@ def _serve(function: Callable[..., Any], plan: Plan, group: Any) -> dict[str, An
         "shard": _counts(shard, plan),
         "weights": optimizer.weights,
         "most_at_once": optimizer.most_at_once,
-        "returned": returned,
+        "returned": int_list(SURVIVORS, returned) if plan.function == SURVIVORS else [],
     }
 
 
-WRONG_SIZES = {
+CAUSES = {
+    "Timed out": "That says that a worker is dead: catch it, and go on with the others.",
     "shape": "A gradient and a shard have the same shape: receive into torch.empty_like(shard).",
+    "had waited long enough": "The server has taken this worker for dead, but it only computes: "
+    "the limit is timeout_s, counted from the last reply.",
 }
 
 
