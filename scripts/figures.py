@@ -188,6 +188,13 @@ FIGURES = (
         cluster="dgx-h100",
         phase=2,
     ),
+    # parameter_server
+    Figure(
+        "bounded_staleness",
+        "Staleness 2: rank 3 is four times slower, and the others wait for it from their third step",
+        4,
+        phase=3,
+    ),
 )
 
 
