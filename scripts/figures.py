@@ -191,7 +191,7 @@ FIGURES = (
     # parameter_server
     Figure(
         "bounded_staleness",
-        "Staleness 2: rank 3 is four times slower, and the others wait for it from their third step",
+        "Staleness 2: rank 3 is four times slower, and the others wait from their third on",
         4,
         phase=3,
     ),
