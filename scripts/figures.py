@@ -232,6 +232,13 @@ FIGURES = (
         cluster="dgx-h100",
         phase=3,
     ),
+    # parameter_server
+    Figure(
+        "bounded_staleness",
+        "Staleness 2: rank 3 is four times slower, and the others wait from their third on",
+        4,
+        phase=3,
+    ),
 )
 
 

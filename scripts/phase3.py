@@ -7,6 +7,7 @@ A torch.distributed program like any other: it says ``init_process_group`` and r
 """
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from phase3_multi_node.given import node_groups
-from solutions.phase3_multi_node import ddp, ring_allreduce, topology, tree_allreduce
+from solutions.phase3_multi_node import (
+    ddp,
+    parameter_server,
+    ring_allreduce,
+    topology,
+    tree_allreduce,
+)
 
 
 def main() -> None:
@@ -113,6 +120,23 @@ def step_with(wrap: Callable[..., Any], **limits: int) -> None:
     wrapped.finish_gradient_synchronization()
 
 
+# parameter_server
+
+
+def bounded_staleness() -> None:
+    """Rank 0 serves with a staleness of 2; the last worker is four times slower than the others."""
+    rank, workers = dist.get_rank(), [*range(1, dist.get_world_size())]
+    shard, num_steps = torch.zeros(1_000_000), 6
+    if rank == 0:
+        optimizer = torch.optim.SGD([shard], lr=0.1)
+        parameter_server.serve_with_bounded_staleness(shard, optimizer, workers, num_steps, 2)
+        return
+    gradient = torch.ones_like(shard)
+    for _ in range(num_steps):
+        time.sleep(40e-3 if rank == workers[-1] else 10e-3)
+        parameter_server.push_pull({0: gradient}, {0: shard})
+
+
 SUBJECTS: dict[str, Callable[[], None]] = {
     # ring_allreduce
     "ring_reduce_scatter": ring_reduce_scatter,
@@ -130,6 +154,8 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     "ddp": partial(step_with, ddp.DistributedDataParallel, **BUCKETS),
     "ddp_flat": partial(step_with, ddp.FlatDataParallel),
     "ddp_per_parameter": partial(step_with, ddp.PerParameterDataParallel),
+    # parameter_server
+    "bounded_staleness": bounded_staleness,
 }
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ from phase3.judge_ddp import *
 from phase3.judge_ddp_buckets import *
 from phase3.judge_ddp_costs import *
 
+# parameter_server
+from phase3.judge_shards import *
+from phase3.judge_servers import *
+from phase3.judge_staleness import *
+from phase3.judge_survivors import *
+
 # auto_sharding
 from phase3.judge_planner import *
 from phase3.judge_plans import *

@@ -1,0 +1,231 @@
+"""Parameter servers: some ranks hold the parameters, the others send them gradients.
+
+Tasks 3.13 to 3.17. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 3.13``.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from phase3_multi_node.given import Group, receive_from_any, start_exchange
+
+
+def assign_shards(
+    sizes: Mapping[str, int], servers: Sequence[int], previous: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Choose a server for every tensor, so that all servers hold about the same number of bytes.
+
+    A tensor is not cut. Servers that were there before keep what they have, except for what they
+    have above the mean. Eight tensors of 10 bytes, one letter each, on servers 0 and 1; then server
+    2 joins, and then server 0 is lost:
+        server            0        1        2
+        at first       aceg     bdfh                mean 40
+        2 joins         ceg      dfh       ab       mean 26.7: 0 and 1 have 13.3 too much
+        0 is lost               dfhe     abcg       mean 40
+
+    Args:
+        sizes: name of a tensor -> its bytes.
+        servers: their ranks; at least one.
+        previous: what was returned before, perhaps for other servers and other names; None:
+            nothing lies on a server yet.
+
+    Returns:
+        Name -> server, the same for the same arguments on all ranks, in whatever order ``sizes``,
+        ``servers`` and ``previous`` are. No server gets more than the mean and the bytes of the
+        largest tensor; without ``previous``, the fullest one gets at most 4/3 of what it would get
+        in the best assignment. With ``previous``, at most the bytes that a server had above the
+        mean leave it: a tensor leaves only if the mean or more remains without it. A server that is
+        not above the mean keeps all that it has.
+
+    Source: Graham 1969 (the largest first: 4/3); Li et al. 2014 (OSDI), for servers that
+        join and leave.
+    """
+    # TODO 3.13: return name -> server.
+    #   Tools: sorted with a key of two values, min with a key, dict.fromkeys.
+    #   Example: sizes 7, 6, 5, 4 and 3 on 2 servers: one gets at most 14 bytes, 4/3 of the best
+    #   split into 13 and 12.
+    #   About 15 lines.
+    raise NotImplementedError(
+        "Task 3.13: assign_shards, see guidelines.md#313-assign-parameters-to-servers"
+    )
+
+
+def push_pull(
+    gradients: Mapping[int, Tensor], shards: Mapping[int, Tensor], group: Group = None
+) -> None:
+    """Send each server the gradient of its shard, and get its new parameters: a worker's side.
+
+    All servers work at the same time: with S servers, each carries 1/S of the bytes.
+
+    Args:
+        gradients: server -> (n,), contiguous, the gradient of its shard. Not changed.
+        shards: server -> (n,), contiguous, of the same dtype: where its new parameters are written.
+        group: servers and workers; all ranks by default. Servers are ranks inside of it.
+
+    Cost: one message to each server and one from each: the bytes of the gradients and those of the
+        parameters, once.
+    """
+    # TODO 3.14: push all gradients and pull all shards.
+    #   Tools: start_exchange (given), work.wait.
+    #   Example: 3 servers with 100 float32 each: 3 messages of 400 bytes leave, and 3 arrive.
+    #   About 6 lines.
+    raise NotImplementedError("Task 3.14: push_pull, see guidelines.md#314-a-synchronous-server")
+
+
+def serve_synchronously(
+    shard: Tensor, optimizer: Optimizer, workers: Sequence[int], num_steps: int, group: Group = None
+) -> None:
+    """Step with the mean of the workers' gradients, ``num_steps`` times: as all-reduce does.
+
+    Each step waits for a gradient from every worker; then every worker gets the new parameters.
+    Parameters 1.0, SGD with a learning rate of 0.1; 2 workers push 2.0 and 4.0 -> 0.7 for both.
+
+    Args:
+        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
+        optimizer: of ``shard``, and of it alone. It steps once in a step, with the gradient in
+            ``shard.grad``.
+        workers: their ranks inside ``group``. Each calls ``push_pull`` once in a step.
+        num_steps: of each worker.
+        group: servers and workers; all ranks by default.
+
+    Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
+        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, whatever W is. No
+        collective; all messages have arrived on return.
+    Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
+        1604.00981), for synchronous ones.
+    """
+    # TODO 3.14: serve num_steps steps.
+    #   Tools: dist.recv and dist.send with group_src= and group_dst=, torch.empty_like, shard.grad,
+    #   optimizer.step.
+    #   Example: 3 workers push 3.0, 6.0 and 0.0; the optimizer steps once, with 3.0 in shard.grad.
+    #   About 10 lines.
+    raise NotImplementedError(
+        "Task 3.14: serve_synchronously, see guidelines.md#314-a-synchronous-server"
+    )
+
+
+def serve_asynchronously(
+    shard: Tensor, optimizer: Optimizer, workers: Sequence[int], num_steps: int, group: Group = None
+) -> None:
+    """Step with each worker's gradient when it comes, and return the newest parameters to it.
+
+    No worker waits for another. A gradient may be stale: others have been applied since its worker
+    got its parameters. Worker 2 is slower:
+        gradient from  1   1   2   1   1   2
+        step           1   2   3   4   5   6    the last gradient is of the parameters of step 3
+
+    Args:
+        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
+        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+            gradient in ``shard.grad``.
+        workers: their ranks inside ``group``; no other rank sends anything to this one in it.
+        num_steps: of each worker, each with one ``push_pull``.
+        group: servers and workers; all ranks by default.
+
+    Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
+        worker is served; memory for at most two more tensors of n bytes. No
+        collective; all messages have arrived on return.
+    Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
+    """
+    # TODO 3.15: serve the workers in the order in which their gradients come.
+    #   Tools: receive_from_any (given), dist.send with group_dst=, shard.grad, optimizer.step.
+    #   Example: 3 workers with 4 steps each: 12 steps of the optimizer. With SGD, a learning rate
+    #   of 1.0 and gradients of 1.0, parameters of 0.0 end as -12.0.
+    #   About 6 lines.
+    raise NotImplementedError(
+        "Task 3.15: serve_asynchronously, see guidelines.md#315-an-asynchronous-server"
+    )
+
+
+def serve_with_bounded_staleness(
+    shard: Tensor,
+    optimizer: Optimizer,
+    workers: Sequence[int],
+    num_steps: int,
+    staleness: int,
+    group: Group = None,
+) -> None:
+    """Step with each gradient when it comes, but let no worker run far ahead of the slowest.
+
+    A worker's clock is the number of its gradients that have been applied. It gets its reply, the
+    newest parameters, as soon as its clock is at most ``staleness`` above the lowest of all.
+    Staleness 1; clocks after each gradient, and who gets a reply:
+        from          1      1      2      1      2      2
+        clocks      1 0    2 0    2 1    3 1    3 2    3 3
+        reply         1      -    1, 2     -    1, 2     2
+
+    Args:
+        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
+        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+            gradient in ``shard.grad``.
+        workers: their ranks inside ``group``; no other rank sends anything to this one in it.
+        num_steps: of each worker, each with one ``push_pull``. The last reply obeys the bound too.
+        staleness: 0: nobody begins a step before all have ended the one before. From
+            ``num_steps`` on: nobody ever waits.
+        group: servers and workers; all ranks by default.
+
+    Cost: that of ``serve_asynchronously``: a reply that is held back takes no memory.
+    Source: Ho et al. 2013 (NIPS), section 2, stale synchronous parallel.
+    """
+    # TODO 3.16: serve as in 3.15, but hold replies back until the bound allows them.
+    #   Tools: those of 3.15, and a dict of clocks.
+    #   Example: staleness 2, clocks 5, 3 and 4: the first worker has its reply, for 5 - 3 is 2. Its
+    #   next gradient makes the clocks 6, 3 and 4: no reply until the second worker's clock is 4.
+    #   About 12 lines.
+    raise NotImplementedError(
+        "Task 3.16: serve_with_bounded_staleness, see guidelines.md#316-bounded-staleness"
+    )
+
+
+def serve_survivors(
+    shard: Tensor,
+    optimizer: Optimizer,
+    workers: Sequence[int],
+    num_steps: int,
+    staleness: int,
+    timeout_s: float,
+    group: Group = None,
+) -> list[int]:
+    """Serve with bounded staleness, and go on without the workers that die.
+
+    A worker is dead if receiving from it or sending to it raises a RuntimeError: at once if its
+    process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on its
+    clock counts no more, and whoever was held back by it alone gets the reply. A gradient that has
+    arrived stays applied.
+
+    Args:
+        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
+        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+            gradient in ``shard.grad``.
+        workers: their ranks inside ``group``; each lives or dies by itself.
+        num_steps: of each worker that lives, each with one ``push_pull``.
+        staleness: as in ``serve_with_bounded_staleness``.
+        timeout_s: the longest that the server waits for one gradient of a worker, counted from its
+            last reply or from the call, and for a worker to take a reply. More than the slowest
+            step takes.
+        group: servers and workers; all ranks by default.
+
+    Returns:
+        The workers that have ended all steps, in the order of ``workers``; the server returns also
+        if there are none.
+
+    Cost: the messages of ``serve_asynchronously``. While the server waits for one worker, it serves
+        the others; memory for at most three more tensors of n bytes per worker.
+    Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
+    """
+    # TODO 3.17: serve every worker by itself, so that none can hold up the others by its death.
+    #   Tools: threading.Thread, threading.Condition (notify_all, wait_for), dist.irecv and
+    #   dist.isend, work.wait(timedelta(seconds=timeout_s)), which raises RuntimeError when it is
+    #   over.
+    #   Example: staleness 1, clocks 3, 3 and 2, and nothing comes from the third worker in time:
+    #   the other two go on from clock 4 to the end, and are returned.
+    #   About 25 lines.
+    raise NotImplementedError(
+        "Task 3.17: serve_survivors, see guidelines.md#317-survive-the-death-of-a-worker"
+    )

@@ -1,0 +1,268 @@
+"""Parameter servers: some ranks hold the parameters, the others send them gradients."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from phase3_multi_node.given import Group, receive_from_any, start_exchange
+
+
+def assign_shards(
+    sizes: Mapping[str, int], servers: Sequence[int], previous: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Choose a server for every tensor, so that all servers hold about the same number of bytes.
+
+    A tensor is not cut. Servers that were there before keep what they have, except for what they
+    have above the mean. Eight tensors of 10 bytes, one letter each, on servers 0 and 1; then server
+    2 joins, and then server 0 is lost:
+        server            0        1        2
+        at first       aceg     bdfh                mean 40
+        2 joins         ceg      dfh       ab       mean 26.7: 0 and 1 have 13.3 too much
+        0 is lost               dfhe     abcg       mean 40
+
+    Args:
+        sizes: name of a tensor -> its bytes.
+        servers: their ranks; at least one.
+        previous: what was returned before, perhaps for other servers and other names; None:
+            nothing lies on a server yet.
+
+    Returns:
+        Name -> server, the same for the same arguments on all ranks, in whatever order ``sizes``,
+        ``servers`` and ``previous`` are. No server gets more than the mean and the bytes of the
+        largest tensor; without ``previous``, the fullest one gets at most 4/3 of what it would get
+        in the best assignment. With ``previous``, at most the bytes that a server had above the
+        mean leave it: a tensor leaves only if the mean or more remains without it. A server that is
+        not above the mean keeps all that it has.
+
+    Source: Graham 1969 (the largest first: 4/3); Li et al. 2014 (OSDI), for servers that
+        join and leave.
+    """
+    mean = sum(sizes.values()) / len(servers)
+    largest_first = sorted(sizes, key=lambda name: (-sizes[name], name))
+    loads = dict.fromkeys(servers, 0)
+    assigned: dict[str, int] = {}
+    for name, server in (previous or {}).items():
+        if name in sizes and server in loads:
+            assigned[name] = server
+            loads[server] += sizes[name]
+
+    for name in largest_first:
+        if name in assigned and loads[assigned[name]] - sizes[name] >= mean:
+            loads[assigned.pop(name)] -= sizes[name]
+
+    for name in largest_first:
+        if name not in assigned:
+            assigned[name] = min(loads, key=lambda server: (loads[server], server))
+            loads[assigned[name]] += sizes[name]
+    return assigned
+
+
+def push_pull(
+    gradients: Mapping[int, Tensor], shards: Mapping[int, Tensor], group: Group = None
+) -> None:
+    """Send each server the gradient of its shard, and get its new parameters: a worker's side.
+
+    All servers work at the same time: with S servers, each carries 1/S of the bytes.
+
+    Args:
+        gradients: server -> (n,), contiguous, the gradient of its shard. Not changed.
+        shards: server -> (n,), contiguous, of the same dtype: where its new parameters are written.
+        group: servers and workers; all ranks by default. Servers are ranks inside of it.
+
+    Cost: one message to each server and one from each: the bytes of the gradients and those of the
+        parameters, once.
+    """
+    works = [
+        work
+        for server, gradient in gradients.items()
+        for work in start_exchange(gradient, server, shards[server], server, group)
+    ]
+    for work in works:
+        work.wait()
+
+
+def serve_synchronously(
+    shard: Tensor, optimizer: Optimizer, workers: Sequence[int], num_steps: int, group: Group = None
+) -> None:
+    """Step with the mean of the workers' gradients, ``num_steps`` times: as all-reduce does.
+
+    Each step waits for a gradient from every worker; then every worker gets the new parameters.
+    Parameters 1.0, SGD with a learning rate of 0.1; 2 workers push 2.0 and 4.0 -> 0.7 for both.
+
+    Args:
+        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
+        optimizer: of ``shard``, and of it alone. It steps once in a step, with the gradient in
+            ``shard.grad``.
+        workers: their ranks inside ``group``. Each calls ``push_pull`` once in a step.
+        num_steps: of each worker.
+        group: servers and workers; all ranks by default.
+
+    Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
+        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, whatever W is. No
+        collective; all messages have arrived on return.
+    Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
+        1604.00981), for synchronous ones.
+    """
+    incoming, total = torch.empty_like(shard), torch.empty_like(shard)
+    for _ in range(num_steps):
+        total.zero_()
+        for worker in workers:
+            dist.recv(incoming, group=group, group_src=worker)
+            total += incoming
+        _step(shard, optimizer, total.div_(len(workers)))
+        for worker in workers:
+            dist.send(shard, group=group, group_dst=worker)
+
+
+def serve_asynchronously(
+    shard: Tensor, optimizer: Optimizer, workers: Sequence[int], num_steps: int, group: Group = None
+) -> None:
+    """Step with each worker's gradient when it comes, and return the newest parameters to it.
+
+    No worker waits for another. A gradient may be stale: others have been applied since its worker
+    got its parameters. Worker 2 is slower:
+        gradient from  1   1   2   1   1   2
+        step           1   2   3   4   5   6    the last gradient is of the parameters of step 3
+
+    Args:
+        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
+        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+            gradient in ``shard.grad``.
+        workers: their ranks inside ``group``; no other rank sends anything to this one in it.
+        num_steps: of each worker, each with one ``push_pull``.
+        group: servers and workers; all ranks by default.
+
+    Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
+        worker is served; memory for at most two more tensors of n bytes. No
+        collective; all messages have arrived on return.
+    Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
+    """
+    incoming = torch.empty_like(shard)
+    for _ in range(len(workers) * num_steps):
+        worker = receive_from_any(incoming, group)
+        _step(shard, optimizer, incoming)
+        dist.send(shard, group=group, group_dst=worker)
+
+
+def serve_with_bounded_staleness(
+    shard: Tensor,
+    optimizer: Optimizer,
+    workers: Sequence[int],
+    num_steps: int,
+    staleness: int,
+    group: Group = None,
+) -> None:
+    """Step with each gradient when it comes, but let no worker run far ahead of the slowest.
+
+    A worker's clock is the number of its gradients that have been applied. It gets its reply, the
+    newest parameters, as soon as its clock is at most ``staleness`` above the lowest of all.
+    Staleness 1; clocks after each gradient, and who gets a reply:
+        from          1      1      2      1      2      2
+        clocks      1 0    2 0    2 1    3 1    3 2    3 3
+        reply         1      -    1, 2     -    1, 2     2
+
+    Args:
+        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
+        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+            gradient in ``shard.grad``.
+        workers: their ranks inside ``group``; no other rank sends anything to this one in it.
+        num_steps: of each worker, each with one ``push_pull``. The last reply obeys the bound too.
+        staleness: 0: nobody begins a step before all have ended the one before. From
+            ``num_steps`` on: nobody ever waits.
+        group: servers and workers; all ranks by default.
+
+    Cost: that of ``serve_asynchronously``: a reply that is held back takes no memory.
+    Source: Ho et al. 2013 (NIPS), section 2, stale synchronous parallel.
+    """
+    incoming = torch.empty_like(shard)
+    clocks = dict.fromkeys(workers, 0)
+    held: list[int] = []
+    for _ in range(len(workers) * num_steps):
+        worker = receive_from_any(incoming, group)
+        _step(shard, optimizer, incoming)
+        clocks[worker] += 1
+        held.append(worker)
+        latest = min(clocks.values()) + staleness
+        for worker in [worker for worker in held if clocks[worker] <= latest]:
+            held.remove(worker)
+            dist.send(shard, group=group, group_dst=worker)
+
+
+def serve_survivors(
+    shard: Tensor,
+    optimizer: Optimizer,
+    workers: Sequence[int],
+    num_steps: int,
+    staleness: int,
+    timeout_s: float,
+    group: Group = None,
+) -> list[int]:
+    """Serve with bounded staleness, and go on without the workers that die.
+
+    A worker is dead if receiving from it or sending to it raises a RuntimeError: at once if its
+    process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on its
+    clock counts no more, and whoever was held back by it alone gets the reply. A gradient that has
+    arrived stays applied.
+
+    Args:
+        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
+        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+            gradient in ``shard.grad``.
+        workers: their ranks inside ``group``; each lives or dies by itself.
+        num_steps: of each worker that lives, each with one ``push_pull``.
+        staleness: as in ``serve_with_bounded_staleness``.
+        timeout_s: the longest that the server waits for one gradient of a worker, counted from its
+            last reply or from the call, and for a worker to take a reply. More than the slowest
+            step takes.
+        group: servers and workers; all ranks by default.
+
+    Returns:
+        The workers that have ended all steps, in the order of ``workers``; the server returns also
+        if there are none.
+
+    Cost: the messages of ``serve_asynchronously``. While the server waits for one worker, it serves
+        the others; memory for at most three more tensors of n bytes per worker.
+    Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
+    """
+    limit = timedelta(seconds=timeout_s)
+    clocks = dict.fromkeys(workers, 0)
+    changed = threading.Condition()  # its lock guards the shard and the clocks
+
+    def serve(worker: int) -> None:
+        incoming = torch.empty_like(shard)
+        for _ in range(num_steps):
+            arriving = dist.irecv(incoming, group=group, group_src=worker)
+            arriving.wait(limit)  # type: ignore[union-attr]
+            with changed:
+                _step(shard, optimizer, incoming)
+                clocks[worker] += 1
+                changed.notify_all()
+                changed.wait_for(lambda: clocks[worker] <= min(clocks.values()) + staleness)
+                newest = shard.clone()  # others may step before it has left
+            leaving = dist.isend(newest, group=group, group_dst=worker)
+            leaving.wait(limit)  # type: ignore[union-attr]
+
+    def serve_until_it_dies(worker: int) -> None:
+        try:
+            serve(worker)
+        except RuntimeError:
+            with changed:
+                del clocks[worker]
+                changed.notify_all()
+
+    threads = [threading.Thread(target=serve_until_it_dies, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return list(clocks)
+
+
+def _step(shard: Tensor, optimizer: Optimizer, gradient: Tensor) -> None:
+    shard.grad = gradient
+    optimizer.step()

@@ -1,0 +1,213 @@
+"""Judges task 3.13: balance, what moves when servers join and leave, and that all ranks agree."""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+import pytest
+
+from distlab.grade import Grade, check, task
+from judging.checks import check_silent, short
+from phase3 import shards as b
+from phase3.shards import Assigned, Case
+
+JOINS = {
+    "one joins": lambda servers: (*servers, max(servers) + 3),
+    "one is lost": lambda servers: servers[1:],
+    "two are lost": lambda servers: servers[:1] + servers[3:],
+    "one replaces another": lambda servers: (max(servers) + 1, *servers[1:]),
+    "all are replaced": lambda servers: tuple(server + 100 for server in servers),
+    "nothing changes": lambda servers: servers,
+}
+
+
+def _sizes(random: Random, num_tensors: int, largest: int) -> dict[str, int]:
+    names = random.sample(range(100), num_tensors)
+    return {f"layers.{name}": random.randint(1, largest) for name in names}
+
+
+def _servers(random: Random, num_servers: int) -> tuple[int, ...]:
+    return tuple(random.sample(range(12), num_servers))
+
+
+@task("3.13")
+def test_shares_are_nearly_as_small_as_they_can_be(grade: Grade) -> None:
+    random = grade.random
+    cases = [
+        Case({"a": 1, "b": 1, "c": 2}, (0, 1)),
+        Case({"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}, (4, 2)),
+        Case({"a": 5, "b": 5, "c": 5, "d": 5, "e": 5, "f": 5, "g": 30}, (0, 1)),
+    ]
+    for num_servers in (2, 2, 2, 3, 3):
+        cases.append(Case(_sizes(random, 7, 20), _servers(random, num_servers)))
+    for case, assigned in zip(cases, _assigned(grade, cases), strict=True):
+        fullest, best = max(_loads(case, assigned).values()), _least_maximum(case)
+        check(
+            3 * fullest <= 4 * best,
+            f"{case}: the fullest server gets {fullest} bytes; the best assignment gives it "
+            f"{best}, and at most 4/3 of that, {4 * best / 3:.1f}, is allowed. Yours: {assigned}. "
+            "Is the largest tensor assigned first, each to the server that has the fewest bytes "
+            "(not the fewest tensors) so far?",
+        )
+
+
+def _least_maximum(case: Case) -> int:
+    """The bytes on the fullest server in the best of all assignments."""
+    states = {tuple([0] * len(case.servers))}
+    for size in case.sizes.values():
+        states = {
+            tuple(sorted((*loads[:i], loads[i] + size, *loads[i + 1 :])))
+            for loads in states
+            for i in range(len(loads))
+        }
+    return min(max(loads) for loads in states)
+
+
+def _assigned(grade: Grade, cases: Sequence[Case]) -> list[Assigned]:
+    """Assign, and check what holds for every case."""
+    run = grade.run(b.assign_all, 1, cases)
+    check_silent(run, "assign_shards")
+    for case, found in zip(cases, run.results[0], strict=True):
+        check(
+            found["is_unchanged"],
+            f"{case}: assign_shards has changed its arguments, which belong to the caller. Work on "
+            "a copy: dict(previous).",
+        )
+        _check_names(case, found["assigned"])
+        _check_balance(case, found["assigned"])
+    return [found["assigned"] for found in run.results[0]]
+
+
+def _check_names(case: Case, assigned: Assigned) -> None:
+    missing = sorted(set(case.sizes) - set(assigned))
+    surplus = sorted(set(assigned) - set(case.sizes))
+    check(
+        not missing and not surplus,
+        f"{case}: every name in sizes should get a server, and no other name. Missing: "
+        f"{short(missing)}; not in sizes: {short(surplus)}. Names may come and go: previous may "
+        "lack some of sizes, and have others.",
+    )
+    strange = {name: server for name, server in assigned.items() if server not in case.servers}
+    check(
+        not strange,
+        f"{case}: {short(strange)} are on no server of the list. Servers are given by their ranks, "
+        "which need not be 0, 1, 2, …; and one that is only in previous has left.",
+    )
+
+
+def _check_balance(case: Case, assigned: Assigned) -> None:
+    mean, largest = _mean(case), max(case.sizes.values(), default=0)
+    for server, load in _loads(case, assigned).items():
+        check(
+            load <= mean + largest,
+            f"{case}: server {server} gets {load} bytes, more than the mean, {mean:.1f}, and the "
+            f"largest tensor, {largest}, together. Yours: {short(assigned)}. Each tensor that has "
+            "no server should go to the one with the fewest bytes; a server that has more than the "
+            "mean gives away what it can.",
+        )
+
+
+def _mean(case: Case) -> float:
+    return sum(case.sizes.values()) / len(case.servers)
+
+
+def _loads(case: Case, assigned: Assigned) -> dict[int, int]:
+    loads = dict.fromkeys(case.servers, 0)
+    for name in case.sizes:
+        loads[assigned[name]] += case.sizes[name]
+    return loads
+
+
+@task("3.13")
+def test_shares_of_many_tensors_and_of_few(grade: Grade) -> None:
+    random = grade.random
+    cases = [Case(_sizes(random, n, 1000), _servers(random, k)) for n, k in ((60, 7), (40, 1))]
+    cases += [Case({}, (3, 5)), Case({"a": 4}, (3, 5, 9)), Case({"a": 0, "b": 0}, (1,))]
+    cases += [Case({f"{i}": 8 for i in range(30)}, (7, 2, 4))]
+    _assigned(grade, cases)
+
+
+@task("3.13")
+@pytest.mark.parametrize("change", JOINS)
+def test_little_moves_when_servers_join_and_leave(grade: Grade, change: str) -> None:
+    random = grade.random
+    cases = []
+    for num_tensors, num_servers, largest in ((40, 4, 30), (40, 5, 1), (12, 4, 100), (5, 6, 9)):
+        servers = _servers(random, num_servers)
+        first = Case(_sizes(random, num_tensors, largest), servers)
+        cases.append(Case(first.sizes, JOINS[change](servers), _spread(first)))
+    for case, assigned in zip(cases, _assigned(grade, cases), strict=True):
+        _check_moves(case, assigned)
+
+
+def _spread(case: Case) -> dict[str, int]:
+    """Assign by a way of our own, the largest first."""
+    loads = dict.fromkeys(case.servers, 0)
+    assigned = {}
+    for name in sorted(case.sizes, key=lambda name: -case.sizes[name]):
+        assigned[name] = min(loads, key=lambda server: loads[server])
+        loads[assigned[name]] += case.sizes[name]
+    return assigned
+
+
+def _check_moves(case: Case, assigned: Assigned) -> None:
+    mean, previous = _mean(case), case.previous or {}
+    for server in case.servers:
+        had = {name for name, at in previous.items() if at == server and name in case.sizes}
+        before = sum(case.sizes[name] for name in had)
+        left = sorted(name for name in had if assigned[name] != server)
+        moved = sum(case.sizes[name] for name in left)
+        check(
+            moved <= max(0.0, before - mean) + 1e-6,
+            f"{case}: server {server} had {before} bytes, and the mean is now {mean:.1f}; "
+            f"{moved} bytes leave it ({short(left)}), and {max(0.0, before - mean):.1f} may. Let "
+            "each tensor of previous stay where it is, unless the mean or more remains on its "
+            "server without it.",
+        )
+
+
+@task("3.13")
+def test_names_that_come_go_and_grow(grade: Grade) -> None:
+    random = grade.random
+    cases = []
+    for _ in range(4):
+        first = Case(_sizes(random, 30, 50), _servers(random, 4))
+        previous = _spread(first)
+        sizes = {name: size for name, size in first.sizes.items() if random.random() < 0.7}
+        grown = random.sample(sorted(sizes), 5)
+        sizes.update({name: 3 * sizes[name] for name in grown})
+        sizes.update({f"new.{i}": random.randint(1, 50) for i in range(8)})
+        cases.append(Case(sizes, (*first.servers[1:], 40), previous))
+    cases.append(Case({"a": 2, "b": 2, "c": 2, "d": 2}, (0, 1), dict.fromkeys("abcd", 1)))
+    cases.append(Case({"a": 9, "b": 9}, (0, 1), {}))
+    for case, assigned in zip(cases, _assigned(grade, cases), strict=True):
+        _check_moves(case, assigned)
+
+
+@task("3.13")
+def test_all_ranks_choose_the_same(grade: Grade) -> None:
+    random = grade.random
+    alike = {f"{i}": 8 for i in range(9)}
+    first = Case(_sizes(random, 20, 5), _servers(random, 4))
+    previous = _spread(first)
+    cases = [
+        Case(alike, (5, 1, 3)),
+        first,
+        Case(first.sizes, (*first.servers[1:], 20, 30), previous),
+        Case(alike, (0, 1, 2), dict.fromkeys(alike, 1)),
+    ]
+    run = grade.run(b.assign_in_any_order, 4, cases, random.randrange(1000))
+    check_silent(run, "assign_shards")
+    for rank, found in enumerate(run.results):
+        for case, mine, other in zip(cases, found, run.results[0], strict=True):
+            names = _differing(mine, other)
+            check(
+                not names,
+                f"{case}: rank {rank} and rank 0 choose different servers for {short(names)}. They "
+                "have the same arguments, in another order. Where two tensors have the same size, "
+                "or two servers the same load, let the name and the rank decide: "
+                "sorted(…, key=lambda name: (-sizes[name], name)).",
+            )
+
+
+def _differing(mine: Mapping[str, int], other: Mapping[str, int]) -> list[str]:
+    return sorted(name for name in {*mine, *other} if mine.get(name) != other.get(name))

@@ -1,0 +1,272 @@
+"""What the judges of parameter servers share: counts, steps, messages, and when replies come."""
+
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from math import inf
+from typing import Any, NamedTuple
+
+from distlab.grade import Grade, Run, check
+from distlab.words import counted
+from judging.checks import (
+    BYTE_S,
+    LATENCY_S,
+    UNIFORM,
+    check_no_collective,
+    check_waited,
+    is_close,
+    short,
+    sizes_of,
+)
+from judging.groups import MEMBERS
+from phase3 import servers as b
+from phase3.servers import BEFORE_PULL, BEFORE_PUSH, Plan
+
+OF_MESSAGES = "servers and workers should exchange messages (send, recv)"
+CLOCK_S = 1e-5  # what reading the clock of the simulated world takes, and rounding
+POLL_S = 1e-3  # per step: a server may look so often whether a reply may leave
+
+
+def serve(
+    grade: Grade,
+    plan: Plan,
+    if_stuck: str,
+    *,
+    world_size: int = 0,
+    waits_for_all: bool = True,
+    **settings: Any,
+) -> list[Any]:
+    """Let the ranks of the plan serve and work; return what each has seen.
+
+    What holds for every server is checked: messages alone, each of them waited for, and the
+    optimizer steps by one gradient at a time.
+
+    Args:
+        world_size: of ranks; those of the plan by default.
+        waits_for_all: whether nothing may be left open, as no worker dies.
+        settings: of ``Grade.run``.
+    """
+    settings = {"cluster": UNIFORM, **settings}
+    size = world_size or plan.world_size
+    run = grade.run(b.serve_and_count, size, plan, if_stuck=if_stuck, **settings)
+    if grade.is_simulated:
+        check_no_collective(run, OF_MESSAGES)
+        if waits_for_all:
+            check_waited(run)
+            check_messages(plan, run)
+    check_steps_alone(plan, run.results)
+    return run.results
+
+
+def check_messages(plan: Plan, run: Run) -> None:
+    """Check that gradients and parameters travel once, in one message each."""
+    num_gradients = len(plan.servers) * len(plan.workers) * plan.num_steps
+    found, size = sizes_of(run), plan.num_bytes
+    check(
+        found == {size: 2 * num_gradients},
+        f"{counted(len(plan.workers), 'worker')} and {counted(len(plan.servers), 'server')} in "
+        f"{counted(plan.num_steps, 'step')}: each gradient should be answered by the parameters, "
+        f"once: {2 * num_gradients} messages of {size} bytes in all, not "
+        f"{short(dict(sorted(found.items())))} (bytes: messages). Send tensors as they are, and "
+        "nothing besides them.",
+    )
+
+
+def check_steps_alone(plan: Plan, by_rank: Sequence[Any]) -> None:
+    """Check that no two threads stepped at once."""
+    for server in plan.servers:
+        most = by_rank[server]["most_at_once"]
+        check(
+            most <= 1,
+            f"server {server}: {most} threads were inside optimizer.step at once. They share the "
+            "shard, its grad and the optimizer's state: set the gradient and step while you hold "
+            "the lock.",
+        )
+
+
+def check_each_gradient_steps(
+    plan: Plan, server: int, found: Mapping[str, Any], applied: Mapping[int, int]
+) -> None:
+    """Check that the optimizer stepped with each worker's gradients, one by one.
+
+    Args:
+        applied: how many gradients of each worker.
+    """
+    here = f"server {server}, {counted(len(plan.workers), 'worker')}"
+    steps: list[list[float] | None] = found["weights"]
+    for number, weights in enumerate(steps):
+        check(
+            weights is not None and sorted(weights) == [*[0] * (len(weights) - 1), 1],
+            f"{here}: step {number} of the optimizer should be with the gradient of one worker, as "
+            f"it came; {_told(weights)}. {_why_not_one(weights)}",
+        )
+    for place, worker in enumerate(plan.workers):
+        count = sum(weights[place] for weights in steps if weights)
+        check(
+            count == applied[worker],
+            f"{here}: worker {worker} pushes {counted(applied[worker], 'gradient')}; the optimizer "
+            f"has stepped with {count:g} of them. Is optimizer.step called once for every gradient "
+            "that arrives?",
+        )
+    _check_shard(here, plan, found, applied)
+
+
+def _check_shard(
+    here: str, plan: Plan, found: Mapping[str, Any], applied: Mapping[int, int]
+) -> None:
+    wanted = [float(applied[worker]) for worker in plan.workers]
+    check(
+        found["shard"] == wanted,
+        f"{here}: afterwards, the parameters should hold {wanted} gradients of the workers; they "
+        f"hold {_held(found['shard'])}. Only the optimizer writes into shard, and it does so in "
+        "place.",
+    )
+
+
+def _held(counts: Sequence[float] | None) -> str:
+    return "parts of different steps" if counts is None else short(counts)
+
+
+def _told(weights: Sequence[float] | None) -> str:
+    if weights is None:
+        return "shard.grad was None, or is made of parts of several gradients"
+    return f"this one holds the workers' gradients {short([round(w, 4) for w in weights])} times"
+
+
+def _why_not_one(weights: Sequence[float] | None) -> str:
+    if weights is None:
+        return "Set shard.grad to what has arrived, and receive nothing into it before the step."
+    if sum(weight != 0 for weight in weights) > 1:
+        return "Do not collect gradients: step as soon as one has arrived."
+    return "Apply it whole: it is not divided by the number of workers, and not added to the last."
+
+
+def own_pulls(plan: Plan, by_rank: Sequence[Any]) -> list[tuple[int, int, int, Any]]:
+    """Return (worker, step, server, counts) of every pull."""
+    return [
+        (worker, step, server, counts)
+        for worker in plan.workers
+        for step, pull in enumerate(by_rank[worker]["pulls"])
+        for server, counts in zip(plan.servers, pull["counts"], strict=True)
+    ]
+
+
+def check_own_gradient_is_in(plan: Plan, by_rank: Sequence[Any]) -> None:
+    """Check that each reply holds whole parameters, with all gradients of its worker."""
+    for worker, step, server, counts in own_pulls(plan, by_rank):
+        here = f"worker {worker}, reply of server {server} to its gradient {step}"
+        check(
+            counts is not None,
+            f"{here}: parts of the parameters are of different steps. Did another gradient change "
+            "the shard while it was being sent? Then send a copy, made while you hold the lock.",
+        )
+        own = counts[plan.workers.index(worker)]
+        check(
+            own == step + 1,
+            f"{here} should be the parameters after {counted(step + 1, 'gradient')} of it; "
+            f"{own:g} of them are in it. Reply after the optimizer's step, with the parameters, to "
+            "the worker whose gradient came.",
+        )
+
+
+class Schedule(NamedTuple):
+    """When every worker gets its replies, and how many of its gradients are applied."""
+
+    pulls_s: dict[int, list[float]]
+    applied: dict[int, int]
+    pushes_s: dict[int, list[float]]
+
+
+def schedule(plan: Plan, staleness: float = inf, timeout_s: float = inf) -> Schedule:
+    """Work out when replies come if messages take no time."""
+    clocks, held = dict.fromkeys(plan.workers, 0), set[int]()
+    pulls: dict[int, list[float]] = {worker: [] for worker in plan.workers}
+    pushes: dict[int, list[float]] = {worker: [] for worker in plan.workers}
+    events: list[tuple[float, int, bool]] = []  # time, worker, whether it is known to be dead
+
+    def go_on(worker: int, now_s: float) -> None:
+        step = len(pushes[worker])
+        if plan.deaths.get(worker) == (step, BEFORE_PUSH):
+            heappush(events, (now_s + timeout_s, worker, True))
+        elif step < plan.num_steps:
+            heappush(events, (now_s + plan.pause_s(worker), worker, False))
+
+    def reply(worker: int, now_s: float) -> None:
+        if plan.deaths.get(worker) == (len(pushes[worker]) - 1, BEFORE_PULL):
+            heappush(events, (now_s + timeout_s, worker, True))
+        else:
+            pulls[worker].append(now_s)
+            go_on(worker, now_s)
+
+    for worker in plan.workers:
+        go_on(worker, 0.0)
+    while events:
+        now_s, worker, is_dead = heappop(events)
+        if is_dead:
+            del clocks[worker]
+        else:
+            pushes[worker].append(now_s)
+            clocks[worker] += 1
+            held.add(worker)
+        latest = min(clocks.values(), default=0) + staleness
+        for ready in sorted(one for one in held if clocks.get(one, 0) <= latest):
+            held.remove(ready)
+            reply(ready, now_s)
+    applied = {worker: len(times) for worker, times in pushes.items()}
+    return Schedule(pulls, applied, pushes)
+
+
+def tolerance_s(plan: Plan) -> float:
+    """What all messages take, one after the other, and looking: no reply may be later by more."""
+    num_messages = 2 * len(plan.workers) * plan.num_steps * len(plan.servers)
+    return num_messages * (LATENCY_S + plan.num_bytes * BYTE_S + CLOCK_S) + plan.num_steps * POLL_S
+
+
+def check_times(plan: Plan, by_rank: Sequence[Any], right: Schedule, if_late: str) -> None:
+    """Check that no reply comes later than it could, by the clock of the simulated world."""
+    for worker in plan.workers:
+        pulls = by_rank[worker]["pulls"]
+        check(
+            len(pulls) == len(right.pulls_s[worker]),
+            f"worker {worker} should get {counted(len(right.pulls_s[worker]), 'reply')}; it got "
+            f"{len(pulls)}.",
+        )
+        for step, (pull, right_s) in enumerate(zip(pulls, right.pulls_s[worker], strict=True)):
+            late_s = pull["pulled_s"] - right_s
+            check(
+                late_s <= tolerance_s(plan),
+                f"worker {worker} of {[*plan.workers]}, which compute {_paces(plan)} ms a step, "
+                f"gets the reply to its gradient {step} after {1e3 * pull['pulled_s']:.1f} ms; "
+                f"{1e3 * right_s:.1f} ms would do, and messages and waking take "
+                f"{1e3 * tolerance_s(plan):.1f} ms at most, all together. {if_late}",
+            )
+
+
+def _paces(plan: Plan) -> str:
+    return ", ".join(f"{1e3 * plan.pause_s(worker):g}" for worker in plan.workers)
+
+
+def check_bound(plan: Plan, by_rank: Sequence[Any], staleness: int) -> None:
+    """Check in every reply that its worker is not too far ahead of any that is alive."""
+    alive = [i for i, worker in enumerate(plan.workers) if worker not in plan.deaths]
+    for worker, step, server, counts in own_pulls(plan, by_rank):
+        if worker in plan.deaths or counts is None:
+            continue
+        lowest = min(counts[i] for i in alive)
+        check(
+            step + 1 - lowest <= staleness,
+            f"worker {worker} got the reply of server {server} to its gradient {step} while its "
+            f"clock was {step + 1} and the lowest {lowest:g}, as the parameters in it show (clocks "
+            f"{short(counts)}): {step + 1 - lowest:g} ahead, and the staleness is {staleness}. "
+            "Hold the reply back until clocks[worker] <= min(clocks.values()) + staleness, with "
+            "this gradient counted, and then send the parameters of that moment.",
+        )
+
+
+def members_of(results: Sequence[Any]) -> list[Any]:
+    """What the ranks of the group have seen."""
+    return [results[member] for member in MEMBERS]
+
+
+def is_about(a: Any, b: Any) -> bool:
+    """Whether numbers are equal but for rounding in float32."""
+    return is_close(a, b, 1e-5)

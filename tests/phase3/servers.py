@@ -1,0 +1,219 @@
+"""Bodies for tasks 3.14 to 3.17: servers, and workers whose gradients count their steps.
+
+Worker i of W pushes -1 at every W-th element from i on, and 0 elsewhere. After SGD with a learning
+rate of 1, the parameters say how many gradients of each worker have been applied.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from judging.calls import cause_told, int_list
+from phase3_multi_node.given import start_exchange
+
+BEFORE_PUSH, BEFORE_PULL = "before its push", "between push and pull"
+SILENT = -1, ""
+SURVIVORS = "serve_survivors"
+LONG = 1000  # elements
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What servers and workers do.
+
+    Attributes:
+        function: that serves.
+        servers, workers: ranks inside the group.
+        num_steps: of each worker.
+        num_elements: of the shard of each server.
+        pauses_s: how long each worker computes in a step.
+        arguments: of the function, after ``num_steps``.
+        deaths: worker -> (step, when) in which it falls silent.
+        step_s: how long a step of the optimizer takes.
+    """
+
+    function: str
+    servers: tuple[int, ...]
+    workers: tuple[int, ...]
+    num_steps: int
+    num_elements: int
+    pauses_s: tuple[float, ...] = ()
+    arguments: tuple[Any, ...] = ()
+    dtype: str = "float32"
+    deaths: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    step_s: float = 0.0
+
+    @property
+    def world_size(self) -> int:
+        """Servers and workers."""
+        return len(self.servers) + len(self.workers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a shard."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return self.num_elements * dtype.itemsize
+
+    def pause_s(self, worker: int) -> float:
+        """How long a worker computes in a step."""
+        return dict(zip(self.workers, self.pauses_s, strict=False)).get(worker, 0.0)
+
+
+class CountingSGD(torch.optim.SGD):
+    """Notes how often each worker's gradient is in a step, and whether two threads step at once."""
+
+    def __init__(self, shard: Tensor, plan: Plan) -> None:
+        super().__init__([shard], lr=1.0)
+        self.shard, self.plan = shard, plan
+        self.weights: list[Any] = []
+        self.under_way = self.most_at_once = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, after ``plan.step_s`` of virtual time."""
+        self.under_way += 1
+        self.most_at_once = max(self.most_at_once, self.under_way)
+        if self.plan.step_s:
+            time.sleep(self.plan.step_s)
+        gradient = self.shard.grad
+        self.weights.append(None if gradient is None else _counts(-gradient, self.plan))
+        result = super().step(closure)
+        self.under_way -= 1
+        return result
+
+
+def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any] | None:
+    """Be a server or a worker; return what it has seen."""
+    rank = dist.get_rank(group)
+    if rank in plan.servers:
+        return _serve(getattr(lesson, plan.function), plan, group)
+    if rank in plan.workers:
+        with cause_told(CAUSES):
+            return {"pulls": _work(plan, rank, group)}
+    return None
+
+
+def _serve(function: Callable[..., Any], plan: Plan, group: Any) -> dict[str, Any]:
+    shard = torch.zeros(plan.num_elements, dtype=getattr(torch, plan.dtype))
+    optimizer = CountingSGD(shard, plan)
+    with cause_told(CAUSES):
+        returned = function(
+            *(shard, optimizer, [*plan.workers], plan.num_steps, *plan.arguments), group=group
+        )
+    return {
+        "shard": _counts(shard, plan),
+        "weights": optimizer.weights,
+        "most_at_once": optimizer.most_at_once,
+        "returned": int_list(SURVIVORS, returned) if plan.function == SURVIVORS else [],
+    }
+
+
+CAUSES = {
+    "Timed out": "That says that a worker is dead: catch it, and go on with the others.",
+    "shape": "A gradient and a shard have the same shape: receive into torch.empty_like(shard).",
+    "had waited long enough": "The server has taken this worker for dead, but it only computes: "
+    "the limit is timeout_s, counted from the last reply.",
+}
+
+
+def _counts(shard: Tensor, plan: Plan) -> list[float] | None:
+    """How many gradients of each worker are in a tensor; None: not the same everywhere.
+
+    In a long tensor, nothing is counted: that would take memory.
+    """
+    if len(shard) > LONG:
+        return None
+    num_workers = len(plan.workers)
+    counts = shard[:num_workers]
+    times = -(-len(shard) // num_workers)
+    is_whole = torch.equal(counts.repeat(times)[: len(shard)], shard)
+    return counts.tolist() if is_whole else None
+
+
+def _work(plan: Plan, rank: int, group: Any) -> list[dict[str, Any]]:
+    """Push ``num_steps`` gradients to all servers at once, or fall silent; return the pulls."""
+    dtype = getattr(torch, plan.dtype)
+    gradient = torch.zeros(plan.num_elements, dtype=dtype)
+    gradient[plan.workers.index(rank) :: len(plan.workers)] = -1
+    shards = {server: torch.full_like(gradient, -7) for server in plan.servers}
+    pulls = []
+    for step in range(plan.num_steps):
+        if plan.pause_s(rank):
+            time.sleep(plan.pause_s(rank))
+        last_step, when = plan.deaths.get(rank, SILENT)
+        if step == last_step:
+            _fall_silent(plan, when, gradient, group)
+            return pulls
+        pushed_s = time.perf_counter()
+        works = [
+            work
+            for server in plan.servers
+            for work in start_exchange(gradient, server, shards[server], server, group)
+        ]
+        for work in works:
+            work.wait()
+        counts = [_counts(shards[server], plan) for server in plan.servers]
+        pulls.append({"counts": counts, "pushed_s": pushed_s, "pulled_s": time.perf_counter()})
+    return pulls
+
+
+def _fall_silent(plan: Plan, when: str, gradient: Tensor, group: Any) -> None:
+    """Send nothing more, and receive nothing; the last gradient has left or has not."""
+    if when == BEFORE_PULL:
+        for server in plan.servers:
+            dist.send(gradient, group=group, group_dst=server)
+
+
+def serve_in_a_group_that_is_left(lesson: Any, plan: Plan) -> dict[str, Any] | None:
+    """Serve in a group of all ranks, which a worker that dies destroys: its connections close."""
+    group = dist.new_group()
+    found = serve_and_count(lesson, plan, group)
+    if dist.get_rank() in plan.deaths:
+        dist.destroy_process_group(group)
+    return found
+
+
+# 3.14
+
+
+def push_and_pull(
+    lesson: Any, num_servers: int, num_elements: int, dtype: str, num_steps: int, group: Any = None
+) -> Any:
+    """Let workers push to servers of our own; each worker names the servers in another order."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    num_workers = world_size - num_servers
+    sizes = [num_elements + 3 * server for server in range(num_servers)]
+    if rank < num_servers:
+        return _answer(sizes[rank], dtype, range(num_servers, world_size), num_steps, group)
+    servers = [(rank + i) % num_servers for i in range(num_servers)]
+    shards = {server: torch.zeros(sizes[server], dtype=getattr(torch, dtype)) for server in servers}
+    memory = {server: shard.view(-1) for server, shard in shards.items()}
+    pulls, is_changed = [], False
+    for step in range(num_steps):
+        gradients = {server: torch.full_like(shards[server], rank + step) for server in servers}
+        lesson.push_pull(gradients, shards, group)
+        pulls.append({server: _span(memory[server]) for server in sorted(memory)})
+        is_changed |= any(_span(gradients[s]) != [rank + step] * 2 for s in gradients)
+    return {"pulls": pulls, "is_changed": is_changed, "num_workers": num_workers}
+
+
+def _span(tensor: Tensor) -> list[float]:
+    return [tensor.min().item(), tensor.max().item()]
+
+
+def _answer(size: int, dtype: str, workers: range, num_steps: int, group: Any) -> list[Any]:
+    """Collect a gradient from every worker, then send each the sum."""
+    arrived = []
+    for _ in range(num_steps):
+        parts = [torch.zeros(size, dtype=getattr(torch, dtype)) for _ in workers]
+        for part, worker in zip(parts, workers, strict=True):
+            dist.recv(part, group=group, group_src=worker)
+        total = torch.stack(parts).sum(0).to(parts[0].dtype)
+        for worker in workers:
+            dist.send(total, group=group, group_dst=worker)
+        arrived.append([_span(part) for part in parts])
+    return arrived

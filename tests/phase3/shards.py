@@ -1,0 +1,54 @@
+"""Bodies for task 3.13: tensors on servers that join and leave."""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from judging.calls import case_told, typed
+
+Assigned = Mapping[str, int]
+
+
+class Case(NamedTuple):
+    """What is to be assigned."""
+
+    sizes: Mapping[str, int]
+    servers: tuple[int, ...]
+    previous: Assigned | None = None
+
+    def __str__(self) -> str:
+        """Say what it is, as the end of a sentence."""
+        before = "" if self.previous is None else f", previous={dict(self.previous)!r:.300}"
+        return f"for sizes={dict(self.sizes)!r:.300}, servers={[*self.servers]}{before}"
+
+
+def assign_all(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Assign the tensors of every case; tell also what has become of the arguments."""
+    found = []
+    for case in cases:
+        sizes, servers = dict(case.sizes), [*case.servers]
+        previous = None if case.previous is None else dict(case.previous)
+        with case_told(f"{case}"):
+            assigned = lesson.assign_shards(sizes, servers, previous)
+        after = Case(sizes, tuple(servers), previous)
+        named = dict(typed("assign_shards", assigned, dict))
+        found.append({"assigned": named, "is_unchanged": after == case})
+    return found
+
+
+def assign_in_any_order(lesson: Any, cases: Sequence[Case], seed: int) -> list[dict[str, int]]:
+    """Assign the tensors of every case, the arguments in another order on every rank."""
+    random = Random(seed + dist.get_rank())
+    found = []
+    for sizes, servers, previous in cases:
+        before = None if previous is None else _shuffled(previous, random)
+        order = random.sample(servers, len(servers))
+        assigned = lesson.assign_shards(_shuffled(sizes, random), order, before)
+        found.append(dict(typed("assign_shards", assigned, dict)))
+    return found
+
+
+def _shuffled(table: Mapping[str, int], random: Random) -> dict[str, int]:
+    return {name: table[name] for name in random.sample(sorted(table), len(table))}
