@@ -188,6 +188,21 @@ FIGURES = (
         cluster="dgx-h100",
         phase=2,
     ),
+    # ring_allreduce
+    Figure(
+        "ring_all_reduce",
+        "All-reduce around a ring of 4: in three steps chunks are added, in three collected",
+        4,
+        cluster="dgx-h100",
+        phase=3,
+    ),
+    Figure(
+        "segmented_ring",
+        "The same in segments: while a rank adds one, the next is on its way",
+        4,
+        cluster="dgx-h100",
+        phase=3,
+    ),
 )
 
 

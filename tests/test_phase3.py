@@ -9,6 +9,7 @@ import sys
 
 # ring_allreduce
 from phase3.judge_ring import *
+from phase3.judge_segmented_ring import *
 
 from distlab.grade.plugin import main
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phase3_multi_node.given import Group, exchange, start_exchange
 
-SEGMENT_BYTES = 2**20
+SEGMENT_BYTES = 2**23
 
 
 def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
@@ -29,7 +29,8 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 
     Args:
         x: contiguous, same shape and dtype on all ranks, of any size, even less than N. Its memory
-            is used to add in: afterwards only this rank's chunk of it is defined.
+            is used to add in: afterwards only this rank's chunk of it is defined. The caller may
+            overwrite it as soon as this returns.
         group: the ranks that take part; all by default.
 
     Returns:
@@ -58,8 +59,8 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 def ring_all_gather(x: Tensor, group: Group = None) -> None:
     """Collect the chunks of all ranks in ``x``, in place.
 
-    In each of N-1 steps, every rank passes on the chunk that arrived last. N = 4; a cell is the
-    number of the chunk that a rank sends:
+    In each of N-1 steps, every rank sends a chunk to its right neighbour, rank r+1: first its own,
+    then the one that arrived last. N = 4; a cell is the number of the chunk that a rank sends:
                  r0  r1  r2  r3
         step 0    0   1   2   3
         step 1    3   0   1   2
@@ -92,9 +93,9 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
             for bit the same on all ranks. The caller may overwrite it as soon as this returns.
         group: the ranks that take part; all by default.
 
-    Cost: 2(N-1) messages per rank, each of a chunk: 2(N-1)/N of the bytes of ``x``, the least that
-        any all-reduce can send. 2(N-1)α + 2(N-1)/N·nβ seconds for n bytes; no collective; one chunk
-        of extra memory.
+    Cost: 2(N-1) messages per rank, each of a chunk to its right neighbour: 2(N-1)/N of the bytes of
+        ``x``, the least that any all-reduce can send. 2(N-1)α + 2(N-1)/N·nβ seconds for n bytes; no
+        collective; one chunk of extra memory.
     Source: Patarasuk and Yuan 2009, section 3.
     """
     ring_reduce_scatter(x, group)
@@ -118,9 +119,10 @@ def segmented_ring_all_reduce(
         segment_bytes: the most that a message holds, at least the size of an element; the same on
             all ranks.
 
-    Cost: the bytes of ``ring_all_reduce``, in S times as many messages for chunks of S segments.
-        2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding a segment takes no longer than its message; no
-        collective; two segments of extra memory.
+    Cost: the bytes of ``ring_all_reduce``, to the same neighbour, in at most S times as many
+        messages if the longest chunk needs S segments. 2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding
+        a segment takes no longer than its message; for S = 16, what overlaps with nothing may add a
+        tenth. No collective; two segments of extra memory.
     Source: NCCL splits its rings' chunks in this way: Hu et al. 2025 (arXiv 2507.04786).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)

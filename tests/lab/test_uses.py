@@ -17,8 +17,10 @@ from distlab.learner.source import defined
 
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
-OWNERS = {name: task for task in COURSE.tasks for name in task.functions}
-OWNERS |= {name.partition(".")[0]: task for name, task in OWNERS.items()}  # and the class of each
+OWNERS = {(task.folder, name): task for task in COURSE.tasks for name in task.functions}
+OWNERS |= {  # and the class of each
+    (folder, name.partition(".")[0]): task for (folder, name), task in OWNERS.items()
+}
 
 
 @cache
@@ -50,8 +52,9 @@ def called_by(task: Task) -> set[str]:
     found = set()
     for name in reached:  # it grows
         for other in names_in(nodes[name], name.rpartition(".")[0]):
-            if other in OWNERS and OWNERS[other] != task:
-                found.add(OWNERS[other].id)
+            owner = OWNERS.get((task.folder, other), task)  # another phase's is given or torch's
+            if owner != task:
+                found.add(owner.id)
             elif other in nodes and other not in reached:
                 reached.append(other)
     return found

@@ -1,6 +1,5 @@
 """Bodies for tasks 1.4 to 1.7."""
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,18 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from judging.tensors import FRACTIONS, exact, numbers_of
+
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7, 2), (101,), (17_001,))
 DTYPES = ("float32", "float64", "int64", "uint8", "bfloat16")
 KINDS = [*((shape, "float32") for shape in SHAPES), *(((7, 2), dtype) for dtype in DTYPES)]
-NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to, times a scale
-    "float64": (2**49, 2**50, 2.0**-50),
-    "float32": (2**20, 2**21, 2.0**-21),
-    "bfloat16": (2**4, 2**5, 2.0**-5),
-    "int64": (2**58, 2**59, 1),
-    "uint8": (16, 32, 1),
-}
-FRACTIONS = ("float32", "bfloat16", "float64")
-LONG = 128  # elements; of longer tensors a digest is compared
 LARGE = 1_050_000, 1_100_000  # elements, drawn between: more than 2^20, and than 2^20 bytes
 EVEN = 240  # 1 to 6, 8 and 16 ranks share it evenly
 
@@ -34,24 +26,11 @@ def even_size(random: Random, least: int, most: int) -> int:
 
 def tensors_of(rank: int) -> list[Tensor]:
     """Numbers that need the whole width of their dtype, and sum exactly in any order on 8 ranks."""
-    made = []
-    for shape, dtype in KINDS:
-        generator = torch.Generator().manual_seed(100 * rank + len(made))
-        low, high, scale = NUMBERS[dtype]
-        odd = 2 * torch.randint(low // 2, high // 2, shape, generator=generator) + 1
-        made.append(odd.to(getattr(torch, dtype)) * scale)
-    return made
+    return [exact(*kind, seed=100 * rank + place) for place, kind in enumerate(KINDS)]
 
 
 def plain(tensors: Sequence[Tensor]) -> list[Any]:
-    return [_plain(tensor) for tensor in tensors]
-
-
-def _plain(tensor: Tensor) -> Any:
-    if tensor.numel() <= LONG:
-        return tensor.tolist()
-    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-    return [*tensor.flatten()[:3].tolist(), "…", digest[:8]]
+    return [numbers_of(tensor) for tensor in tensors]
 
 
 def sizes_of_kinds() -> Counter[int]:

@@ -23,6 +23,7 @@ from judging.checks import (
     uneven,
 )
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.tensors import FRACTIONS
 from phase1 import collectives as c
 
 NAIVE, DOUBLING = "all_reduce_naive", "all_reduce_recursive_doubling"
@@ -150,7 +151,7 @@ def _check_same_bits(grade: Grade, name: str, n: int) -> None:
     num_elements = grade.random.randrange(500, 1000)
     by_rank = grade.run(c.reduce_fractions, n, name, num_elements).results
     for rank, sums in enumerate(by_rank):
-        for dtype, got, first in zip(c.FRACTIONS, sums, by_rank[0], strict=True):
+        for dtype, got, first in zip(FRACTIONS, sums, by_rank[0], strict=True):
             where = f"rank {rank} of {n}, {dtype}"
             check(
                 len(got) == num_elements,

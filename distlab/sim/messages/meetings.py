@@ -252,10 +252,10 @@ class Meeting:
         members = [self.attendances[rank] for rank in self.group]
         if any(member.site != members[0].site for member in members):
             self._means.splits.note(self.key, self.number, {m.rank: m.site for m in members})
-        for member in members:
-            for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
-                member.check_unchanged(tensor, kept)
         with self._means.buffers.unnoticed():
+            for member in members:
+                for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
+                    member.check_unchanged(tensor, kept)
             if members[0].call is not FOUNDING:
                 MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors

@@ -94,3 +94,23 @@ def exchanges_single_numbers() -> list[float]:
 def test_a_single_number_of_any_shape_and_stride_is_compared_too() -> None:
     results = simulate(exchanges_single_numbers, 2, options=Options(is_strict=True)).results
     assert results == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def sends_then_sums(num_elements: int) -> None:
+    x = torch.empty(num_elements)
+    for work in [dist.isend(x, 1 - me()), dist.irecv(torch.empty_like(x), 1 - me())]:
+        work.wait()
+    dist.all_reduce(x)
+
+
+def test_what_strict_mode_compares_takes_no_time_of_the_device() -> None:
+    strict, usual = (
+        simulate(
+            *(sends_then_sums, 2, 10**6),
+            cluster="dgx-h100",
+            options=Options(is_strict=is_strict),
+        )
+        for is_strict in (True, False)
+    )
+    assert strict.seconds == usual.seconds
+    assert strict.trace.compute_s == usual.trace.compute_s
