@@ -439,12 +439,12 @@ class Unit:
         self.works: list[dist.Work | None] = []
         self.number = 0
         self.put([None] * len(params))
-        owner.forward = partial(self.forward, owner.forward)  # type: ignore[method-assign]
+        owner.forward = partial(self.forward, owner.forward)
 
     def put(self, params: Sequence[Tensor | None]) -> None:
         """Give the model a tensor for each parameter of the unit, or None."""
         for place, slot in zip(self.places, self.slots, strict=True):
-            place.module._parameters[place.name] = params[slot]
+            place.module._parameters[place.name] = params[slot]  # type: ignore[assignment]
 
     def views(self, whole: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters in tensors like ``whole``: views of these."""

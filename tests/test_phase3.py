@@ -11,6 +11,9 @@ import sys
 from phase3.judge_ring import *
 from phase3.judge_segmented_ring import *
 
+# zero
+from phase3.judge_zero_optimizers import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":
