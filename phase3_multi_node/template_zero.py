@@ -411,7 +411,8 @@ class Unit:
     """Part of a model, whole while it computes; otherwise, each rank has a shard of it.
 
     Attributes:
-        places: where its parameters stand in the model.
+        places: module and name, for each place in the model where a parameter stands.
+        paths: for each place, the name in the model's ``state_dict``.
         slots: for each place, the number of its parameter: tied ones have the same.
         flats: the layout of the parameters; those of one dtype, trained or frozen, together.
         shards: for each flat (padded / N,), this rank's part, in float32: a parameter of the owner.
@@ -423,7 +424,9 @@ class Unit:
     def __init__(
         self, owner: nn.Module, places: Sequence[Place], dtype: torch.dtype, order: "Order"
     ) -> None:
-        self.places, self.dtype, self.order, self.group = places, dtype, order, order.group
+        self.dtype, self.order, self.group = dtype, order, order.group
+        self.places = [(place.module, place.name) for place in places]  # parameters are not kept
+        self.paths = [place.path for place in places]
         kinds = same_kind(place.param for place in places)
         params = [param for same in kinds for param in same]
         self.slots = [next(i for i, p in enumerate(params) if p is place.param) for place in places]
@@ -443,8 +446,8 @@ class Unit:
 
     def put(self, params: Sequence[Tensor | None]) -> None:
         """Give the model a tensor for each parameter of the unit, or None."""
-        for place, slot in zip(self.places, self.slots, strict=True):
-            place.module._parameters[place.name] = params[slot]  # type: ignore[assignment]
+        for (module, name), slot in zip(self.places, self.slots, strict=True):
+            module._parameters[name] = params[slot]  # type: ignore[assignment]
 
     def views(self, whole: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters in tensors like ``whole``: views of these."""
@@ -533,7 +536,7 @@ class Unit:
 
     def whole_state(self) -> dict[str, Tensor]:
         """Return every parameter, whole, in the dtype of the shards, by its names in the model."""
-        # TODO 3.20: all shards gathered in their own dtype, as parameters by place.path.
+        # TODO 3.20: all shards gathered in their own dtype, as parameters by their paths.
         #   Tools: all_gather_shards, self.views, self.slots.
         #   Example: a tied parameter in two places: two names, one tensor.
         #   About 6 lines.

@@ -13,6 +13,7 @@ from phase3.judge_segmented_ring import *
 
 # zero
 from phase3.judge_zero_optimizers import *
+from phase3.judge_fully_sharded import *
 
 from distlab.grade.plugin import main
 

@@ -377,7 +377,8 @@ class Unit:
     """Part of a model, whole while it computes; otherwise, each rank has a shard of it.
 
     Attributes:
-        places: where its parameters stand in the model.
+        places: module and name, for each place in the model where a parameter stands.
+        paths: for each place, the name in the model's ``state_dict``.
         slots: for each place, the number of its parameter: tied ones have the same.
         flats: the layout of the parameters; those of one dtype, trained or frozen, together.
         shards: for each flat (padded / N,), this rank's part, in float32: a parameter of the owner.
@@ -389,7 +390,9 @@ class Unit:
     def __init__(
         self, owner: nn.Module, places: Sequence[Place], dtype: torch.dtype, order: "Order"
     ) -> None:
-        self.places, self.dtype, self.order, self.group = places, dtype, order, order.group
+        self.dtype, self.order, self.group = dtype, order, order.group
+        self.places = [(place.module, place.name) for place in places]  # parameters are not kept
+        self.paths = [place.path for place in places]
         kinds = same_kind(place.param for place in places)
         params = [param for same in kinds for param in same]
         self.slots = [next(i for i, p in enumerate(params) if p is place.param) for place in places]
@@ -409,8 +412,8 @@ class Unit:
 
     def put(self, params: Sequence[Tensor | None]) -> None:
         """Give the model a tensor for each parameter of the unit, or None."""
-        for place, slot in zip(self.places, self.slots, strict=True):
-            place.module._parameters[place.name] = params[slot]  # type: ignore[assignment]
+        for (module, name), slot in zip(self.places, self.slots, strict=True):
+            module._parameters[name] = params[slot]  # type: ignore[assignment]
 
     def views(self, whole: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters in tensors like ``whole``: views of these."""
@@ -492,11 +495,11 @@ class Unit:
         for one, shard in zip(whole, self.shards, strict=True):
             all_gather_shards(one, shard.detach(), self.group)
         params = self.views(whole)
-        return {place.path: params[i] for place, i in zip(self.places, self.slots, strict=True)}
+        return {path: params[i] for path, i in zip(self.paths, self.slots, strict=True)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's shards from whole parameters."""
-        by_slot = {i: state[place.path] for place, i in zip(self.places, self.slots, strict=True)}
+        by_slot = {i: state[path] for path, i in zip(self.paths, self.slots, strict=True)}
         params = [by_slot[i] for i in sorted(by_slot)]
         for shard, mine in zip(self.shards, self.by_flat(params), strict=True):
             shard.data.copy_(Flat(mine, self.group).shard)

@@ -1,5 +1,6 @@
 """Bodies for the lesson zero, tasks 3.18 to 3.20: models, training, and what is held meanwhile."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -200,3 +201,181 @@ def go_back_once(lesson: Any, keywords: dict[str, Any], kind: str) -> None:
         held.zero_grad()
     if kind != "made":
         model(torch.ones(64, 256)).sum().backward()
+
+
+# Stage 3
+
+FULL_CASES = tuple(case for case in CASES if case[0] != "two dtypes")
+
+
+def sharded_net(lesson: Any, kind: str, seed: int, group: Any = None) -> nn.Module:
+    """Return a model in shards, which computes in float64."""
+    keywords = {"group": group} if group else {}
+    model: nn.Module = lesson.FullyShardedDataParallel(
+        net(kind, seed), compute_dtype=torch.float64, **keywords
+    )
+    return model
+
+
+def train_fully(
+    lesson: Any, cases: tuple[tuple[str, str, int], ...], group: Any = None
+) -> list[dict[str, list[float]]]:
+    """Train a model in each case; return what ``full_state_dict`` has then."""
+    rank, found = dist.get_rank(group), []
+    for kind, optimizer, passes in cases:
+        model = sharded_net(lesson, kind, rank, group)
+        cls, options = OPTIMIZERS[optimizer]
+        plain = cls([param for param in model.parameters() if param.requires_grad], **options)
+        for step in range(STEPS):
+            plain.zero_grad()
+            for number in range(step * passes, (step + 1) * passes):
+                loss_of(model, rank, number).backward()
+            plain.step()
+        found.append(listed(model.full_state_dict()))
+    return found
+
+
+def use_twice(lesson: Any) -> dict[str, list[float]]:
+    """Take a step on the loss of two forward passes; return what ``full_state_dict`` has then."""
+    rank = dist.get_rank()
+    model = sharded_net(lesson, "plain", rank)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
+    plain.step()
+    return listed(model.full_state_dict())
+
+
+def restore(lesson: Any, kind: str, state: dict[str, list[float]]) -> dict[str, Any]:
+    """Load a full state, then save and load the shards; return full states and a loss."""
+    rank = dist.get_rank()
+    model, other = sharded_net(lesson, kind, 7), sharded_net(lesson, kind, 8)
+    shapes = {name: value.shape for name, value in net(kind, 0).state_dict().items()}
+    model.load_full_state_dict(
+        {
+            name: torch.tensor(values, dtype=torch.float64).view(shapes[name])
+            for name, values in state.items()
+        }
+    )
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        loss = loss_of(model, rank, 0).item()
+    full = model.full_state_dict()
+    net(kind, 0).load_state_dict(full)  # the plain model can load it
+    return {"full": listed(full), "from shards": listed(other.full_state_dict()), "loss": loss}
+
+
+def take_small_steps_fully(lesson: Any) -> dict[str, Any]:
+    """Take 32 steps down from 1.0, each too small for the 16 bits to compute in."""
+    plain = nn.Sequential(nn.Linear(1, 7, bias=False))
+    plain[0].weight.data.fill_(1.0)
+    model = lesson.FullyShardedDataParallel(plain, compute_dtype=torch.bfloat16)
+    sgd = torch.optim.SGD(model.parameters(), lr=2.0**-10)
+    for _ in range(32):
+        sgd.zero_grad()
+        y = model(torch.ones(1, 1))
+        y.sum().backward()
+        sgd.step()
+    (weight,) = model.full_state_dict().values()
+    dtypes = sorted({str(param.dtype) for param in model.parameters()})
+    return {"values": [float(weight.min()), float(weight.max())], "dtypes": [str(y.dtype), *dtypes]}
+
+
+class Probe(nn.Module):
+    """Notes what is held while its unit computes, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_bytes: list[int] = []
+        self.backward_bytes: list[int] = []
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pass on, or fail."""
+        if self.fails:
+            raise ArithmeticError("as the test wants it")
+        self.forward_bytes.append(live())
+        if x.requires_grad:
+            x.register_hook(lambda _: self.backward_bytes.append(live()))
+        return x
+
+
+def probed_chain(probe: Probe, num_frozen: int = 0) -> nn.Sequential:
+    """Layers as in ``chain``, each with a probe; the first ones frozen."""
+    layers = [*chain()]
+    for layer in layers[:num_frozen]:
+        layer.requires_grad_(False)
+    return nn.Sequential(*(nn.Sequential(layer, probe) for layer in layers))
+
+
+def hold_fully(lesson: Any, num_frozen: int) -> dict[str, int]:
+    """Take two steps with Adam, evaluate, and fail; return bytes held between, and at most."""
+    probe, found = Probe(), {}
+    model = lesson.FullyShardedDataParallel(probed_chain(probe, num_frozen))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    adam, x = torch.optim.Adam(trained, foreach=False), torch.ones(1, WIDTH, requires_grad=True)
+    for _ in range(2):
+        adam.zero_grad()
+        y = model(x).sum()
+        found["after a forward pass"] = live()
+        y.backward()
+        found["after a backward pass"] = live()
+        adam.step()
+    found["after step"] = live()
+    with torch.no_grad():
+        model(x)
+    found["after evaluation"] = live()
+    probe.fails = True
+    with suppress(ArithmeticError):
+        model(x)
+    found["after a forward pass that failed"] = live()
+    probe.fails = False
+    half = len(probe.backward_bytes) // 2
+    return found | {
+        "in a forward pass": max(probe.forward_bytes),
+        "in a backward pass": max(probe.backward_bytes[half:]),
+    }
+
+
+def pass_through(lesson: Any, num_frozen: int, passes: int, is_evaluated: bool) -> None:
+    """Go through forward, and back unless it is evaluated."""
+    model = lesson.FullyShardedDataParallel(probed_chain(Probe(), num_frozen))
+    x = torch.ones(1, WIDTH, requires_grad=True)
+    for _ in range(passes):
+        with torch.set_grad_enabled(not is_evaluated):
+            y = model(x).sum()
+        if not is_evaluated:
+            y.backward()
+
+
+def go_back_once_fully(lesson: Any, kind: str) -> None:
+    """Go forward and back once through layers that take longer to compute than to gather.
+
+    Args:
+        kind: "plain", "sharded", or only "made", without a pass.
+    """
+    model: nn.Module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    if kind != "plain":
+        model = lesson.FullyShardedDataParallel(model, compute_dtype=torch.float32)
+    if kind != "made":
+        model(torch.ones(256, 256, requires_grad=True)).sum().backward()
+
+
+# What plain models do
+
+
+def used_twice_plain(n: int) -> dict[str, list[float]]:
+    """Return the parameters after the step of ``use_twice``, without any sharding."""
+    model = net("plain", 0)
+    for rank in range(n):
+        for number in range(2):
+            (loss_of(model, rank, number) / n).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return listed(dict(model.named_parameters()))
+
+
+def loss_with(kind: str, state: dict[str, list[float]], rank: int) -> float:
+    """Return the loss of a plain model with given parameters."""
+    model = net(kind, 0)
+    for name, value in model.state_dict().items():
+        value.copy_(torch.tensor(state[name], dtype=value.dtype).view(value.shape))
+    return loss_of(model, rank, 0).item()
