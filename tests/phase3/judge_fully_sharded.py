@@ -125,9 +125,16 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
 @pytest.mark.parametrize("n", [2, 3])
 def test_units_travel_three_times(grade: Grade, n: int) -> None:
     unit = -(-(b.WIDTH**2) // n) * n * 2 * (n - 1) / n
-    for num_frozen, is_evaluated in ((0, False), (8, False), (0, True)):
+    for num_frozen, is_evaluated, is_mixed in (
+        (0, False, False),
+        (8, False, False),
+        (8, False, True),
+        (0, True, False),
+    ):
         one, two = (
-            grade.run(b.pass_through, n, num_frozen, passes, is_evaluated, cluster=UNIFORM)
+            grade.run(
+                *(b.pass_through, n, num_frozen, passes, is_evaluated, is_mixed), cluster=UNIFORM
+            )
             for passes in (1, 2)
         )
         trained = b.LAYERS - num_frozen
@@ -137,8 +144,8 @@ def test_units_travel_three_times(grade: Grade, n: int) -> None:
             what = "an evaluation" if is_evaluated else "a forward and a backward pass"
             check(
                 got <= round(units * unit),
-                f"rank {rank} of {n}, {b.LAYERS} units of {b.WIDTH**2:,} parameters, {num_frozen} "
-                f"of them frozen: {what} should send at most {units} times (N-1)/N of a unit in "
+                f"rank {rank} of {n}, {b.LAYERS} layers of {b.WIDTH**2:,} parameters, {num_frozen} "
+                f"of them frozen: {what} should send at most {units} times (N-1)/N of a layer in "
                 f"bfloat16, {units * unit:,.0f} bytes; it sends {got:,}. Gather once forward and "
                 "once backward, in the dtype to compute in, and reduce-scatter the gradients of "
                 "what is trained.",

@@ -336,9 +336,24 @@ def hold_fully(lesson: Any, num_frozen: int) -> dict[str, int]:
     }
 
 
-def pass_through(lesson: Any, num_frozen: int, passes: int, is_evaluated: bool) -> None:
-    """Go through forward, and back unless it is evaluated."""
-    model = lesson.FullyShardedDataParallel(probed_chain(Probe(), num_frozen))
+def mixed_chain() -> nn.Sequential:
+    """Units of two layers as in ``chain``, of which the first is frozen."""
+    layers = chain()
+    for layer in layers[::2]:
+        layer.requires_grad_(False)
+    return nn.Sequential(*(layers[i : i + 2] for i in range(0, LAYERS, 2)))
+
+
+def pass_through(
+    lesson: Any, num_frozen: int, passes: int, is_evaluated: bool, is_mixed: bool
+) -> None:
+    """Go through forward, and back unless it is evaluated.
+
+    Args:
+        is_mixed: whether each unit has a frozen and a trained layer.
+    """
+    plain = mixed_chain() if is_mixed else probed_chain(Probe(), num_frozen)
+    model = lesson.FullyShardedDataParallel(plain)
     x = torch.ones(1, WIDTH, requires_grad=True)
     for _ in range(passes):
         with torch.set_grad_enabled(not is_evaluated):
