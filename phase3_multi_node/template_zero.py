@@ -366,13 +366,17 @@ class FullyShardedDataParallel(nn.Module):
             many: in all 3(N-1)/N·Ψ. A frozen parameter's gradient is not sent, and what the
             backward pass does not need is not gathered for it.
         """
-        args, kwargs = cast_floats((args, kwargs), self.compute_dtype)
-        self.order.to_come.clear()
-        with saved_tensors_hooks(self.order.pack, self.order.unpack):
-            try:
-                return self.module(*args, **kwargs)
-            finally:
-                self.order.free_all()
+        # TODO 3.20: the module's result, for inputs in compute_dtype. What autograd saves passes
+        #   through the hooks of self.order. The uses that an earlier pass left in self.order.to_come
+        #   are forgotten, and at the end, whatever happens, nothing is whole.
+        #   Tools: cast_floats, saved_tensors_hooks, self.order with its pack, unpack, to_come and
+        #   free_all.
+        #   Example: a batch in float32 and labels in int64: the module sees bfloat16 and int64.
+        #   About 7 lines.
+        raise NotImplementedError(
+            "Task 3.20: FullyShardedDataParallel.forward, "
+            "see guidelines.md#320-shard-the-parameters"
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return all parameters, whole, and the buffers, under their names in the module.
