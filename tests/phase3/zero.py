@@ -132,7 +132,7 @@ def take_small_steps(lesson: Any, cls: str) -> list[float]:
         sharded.zero_grad()
         weight.sum().backward()
         sharded.step()
-    return [float(weight.min()), float(weight.max())]
+    return [float(weight.detach().min()), float(weight.detach().max())]
 
 
 # Memory, bytes and times
