@@ -85,7 +85,8 @@ class ShardedOptimizer:
         #   each, and an optimizer of these; then hold_gradients.
         #   Tools: self.cut, Flat with its data, shard and views, dist.broadcast with group_src=,
         #   _master_of. param.data = … gives a parameter other memory.
-        #   Example: 10 parameters in one part on 4 ranks: flat.data has 12 elements, each master 3.
+        #   Example: 10 parameters in one part on 4 ranks: flat.data has 12 elements, each master
+        #   3.
         #   About 10 lines.
         raise NotImplementedError(
             "Task 3.18: ShardedOptimizer.__init__, see guidelines.md#318-shard-the-optimizers-state"
@@ -125,8 +126,8 @@ class ShardedOptimizer:
         """
         # TODO 3.18: this rank's shard of the sum of each flat gradient.
         #   Tools: reduce_scatter_shards.
-        #   Example: gradients (1, 2, 3, 4) and (10, 20, 30, 40) on 2 ranks: (11, 22) on rank 0 and
-        #   (33, 44) on rank 1.
+        #   Example: gradients (1, 2, 3, 4) and (10, 20, 30, 40) on 2 ranks: (11, 22) on rank 0
+        #   and (33, 44) on rank 1.
         #   About 4 lines.
         raise NotImplementedError(
             "Task 3.18: ShardedOptimizer.reduce_gradients, "
@@ -143,11 +144,12 @@ class ShardedOptimizer:
         Cost: ``reduce_gradients`` and one all-gather for each part: in all 2(N-1)/N·Ψ elements
             sent, as for an all-reduce of the gradients. Ψ/N elements updated.
         """
-        # TODO 3.18: parameters that are equal on all ranks, updated with the mean of the gradients.
-        #   Tools: self.reduce_gradients, self.optimizer.step, which reads master.grad, Flat.shard,
-        #   copy_, all_gather_shards.
-        #   Example: SGD with lr=0.5, parameters (1, 1), gradients (1, 2) and (3, 4) on 2 ranks: (0,
-        #   -0.5) on both.
+        # TODO 3.18: parameters that are equal on all ranks, updated with the mean of the
+        #   gradients.
+        #   Tools: self.reduce_gradients, self.optimizer.step, which reads master.grad,
+        #   Flat.shard, copy_, all_gather_shards.
+        #   Example: SGD with lr=0.5, parameters (1, 1), gradients (1, 2) and (3, 4) on 2 ranks:
+        #   (0, -0.5) on both.
         #   About 7 lines.
         raise NotImplementedError(
             "Task 3.18: ShardedOptimizer.step, see guidelines.md#318-shard-the-optimizers-state"
@@ -179,10 +181,10 @@ class Reduction:
             use: called later with this rank's shard (k,) of the sum.
         """
         # TODO 3.19: a reduce-scatter that has been started, and what is needed to finish it.
-        #   Tools: self.finish, reduce_scatter_shards with async_op=True, self.pending. Until it has
-        #   ended, whole and shard must live.
-        #   Example: whole of 6 elements on 2 ranks: use is called with 3, not before the next start
-        #   or finish.
+        #   Tools: self.finish, reduce_scatter_shards with async_op=True, self.pending. Until it
+        #   has ended, whole and shard must live.
+        #   Example: whole of 6 elements on 2 ranks: use is called with 3, not before the next
+        #   start or finish.
         #   About 4 lines.
         raise NotImplementedError(
             "Task 3.19: Reduction.start, see guidelines.md#319-shard-the-gradients"
@@ -250,9 +252,10 @@ class ShardedGradientOptimizer(ShardedOptimizer):
 
     def hold_gradients(self) -> None:
         """Make an empty bucket for each part, and let ``take`` have each gradient that is made."""
-        # TODO 3.19: self.reduction, self.buckets, and take called for each gradient as soon as a
-        #   backward pass has made it.
-        #   Tools: Reduction, Bucket, functools.partial, Tensor.register_post_accumulate_grad_hook.
+        # TODO 3.19: self.reduction, self.buckets, and take called for each gradient as soon as
+        #   a backward pass has made it.
+        #   Tools: Reduction, Bucket, functools.partial,
+        #   Tensor.register_post_accumulate_grad_hook.
         #   Example: 3 parameters in 2 buckets: 3 hooks, of which two pass the same bucket.
         #   About 5 lines.
         raise NotImplementedError(
@@ -366,9 +369,9 @@ class FullyShardedDataParallel(nn.Module):
             many: in all 3(N-1)/N·Ψ. A frozen parameter's gradient is not sent, and what the
             backward pass does not need is not gathered for it.
         """
-        # TODO 3.20: the module's result, for inputs in compute_dtype. What autograd saves passes
-        #   through the hooks of self.order. The uses that an earlier pass left in self.order.to_come
-        #   are forgotten, and at the end, whatever happens, nothing is whole.
+        # TODO 3.20: the module's result, for inputs in compute_dtype. What autograd saves
+        #   passes through the hooks of self.order. The uses that an earlier pass left in
+        #   self.order.to_come are forgotten, and at the end, whatever happens, nothing is whole.
         #   Tools: cast_floats, saved_tensors_hooks, self.order with its pack, unpack, to_come and
         #   free_all.
         #   Example: a batch in float32 and labels in int64: the module sees bfloat16 and int64.
@@ -465,8 +468,8 @@ class Unit:
 
     def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the unit's own ``forward`` with whole parameters, which are freed afterwards."""
-        # TODO 3.20: the result of forward, computed with whole parameters. Whatever happens, the
-        #   model has None in their places afterwards, and they are freed.
+        # TODO 3.20: the result of forward, computed with whole parameters. Whatever happens,
+        #   the model has None in their places afterwards, and they are freed.
         #   Tools: self.order.goes_forward, Whole.apply, self.put, try and finally.
         #   Example: a unit of two parameters: put gets two tensors, then two times None.
         #   self.number has become 1 more.
@@ -480,8 +483,8 @@ class Unit:
 
         Cost: one all-gather for each flat, in the dtype to compute in.
         """
-        # TODO 3.20: self.whole, into which all-gathers write, and self.works, which can be waited
-        #   for.
+        # TODO 3.20: self.whole, into which all-gathers write, and self.works, which can be
+        #   waited for.
         #   Tools: detach, all_gather_shards with async_op=True. What is sent has the dtype to
         #   compute in.
         #   Example: a shard of 3 elements in float32 on 4 ranks: 12 elements in bfloat16; 6 bytes
@@ -523,12 +526,12 @@ class Unit:
         Args:
             gradients: of the whole parameters; None if a parameter was not used or is frozen.
         """
-        # TODO 3.20: the parameters freed; for each trained shard, a reduce-scatter of the gradients
-        #   in a flat tensor of zeros; end_backward called when the pass ends.
+        # TODO 3.20: the parameters freed; for each trained shard, a reduce-scatter of the
+        #   gradients in a flat tensor of zeros; end_backward called when the pass ends.
         #   Tools: self.free, self.by_flat, Flat.views, self.order.reduction, self._accumulate,
         #   at_end_of_backward.
-        #   Example: parameters of 4 and 3 elements on 2 ranks, of which the second was not used: 8
-        #   elements leave, the last 4 of them 0.
+        #   Example: parameters of 4 and 3 elements on 2 ranks, of which the second was not used:
+        #   8 elements leave, the last 4 of them 0.
         #   About 10 lines.
         raise NotImplementedError(
             "Task 3.20: Unit.reduce, see guidelines.md#320-shard-the-parameters"
@@ -552,8 +555,8 @@ class Unit:
         """Take this rank's shards from whole parameters."""
         # TODO 3.20: this rank's part of what state holds in each shard.
         #   Tools: self.by_flat, which takes parameters in the order of their slots; Flat, copy_.
-        #   Example: parameters of 4 and 3 elements on 2 ranks: rank 1 keeps the last 3 elements and
-        #   a padding.
+        #   Example: parameters of 4 and 3 elements on 2 ranks: rank 1 keeps the last 3 elements
+        #   and a padding.
         #   About 4 lines.
         raise NotImplementedError(
             "Task 3.20: Unit.load, see guidelines.md#320-shard-the-parameters"
@@ -623,12 +626,12 @@ class Order:
         It is called for each tensor that autograd has saved. The first call for a use of the unit
         starts; it also frees frozen units, which get no gradient that would tell when they end.
         """
-        # TODO 3.20: the unit gathered; at the first call for a use, that use taken out of to_come,
-        #   frozen units freed but this one, and the one before it on its way.
+        # TODO 3.20: the unit gathered; at the first call for a use, that use taken out of
+        #   to_come, frozen units freed but this one, and the one before it on its way.
         #   Tools: Unit.gather, free and start_to_gather, requires_grad of the shards,
         #   at_end_of_backward with self.end_backward.
-        #   Example: to_come holds units 0, 1 and 2, and unit 2 goes back: 0 and 1 remain, unit 1 is
-        #   on its way.
+        #   Example: to_come holds units 0, 1 and 2, and unit 2 goes back: 0 and 1 remain, unit 1
+        #   is on its way.
         #   About 11 lines.
         raise NotImplementedError(
             "Task 3.20: Order.goes_back, see guidelines.md#320-shard-the-parameters"
