@@ -9,8 +9,9 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from solutions.phase3_multi_node import ring_allreduce
+from solutions.phase3_multi_node import ring_allreduce, zero
 
 # ring_allreduce
 
@@ -45,9 +46,22 @@ def short_segments() -> None:
     ring_allreduce.segmented_ring_all_reduce(x, segment_bytes=2**20)
 
 
+# zero
+
+
+def fully_sharded() -> None:
+    """Go forward and back once through four layers, each of them a unit."""
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    model = zero.FullyShardedDataParallel(layers, compute_dtype=torch.float32)
+    model(torch.ones(256, 256)).sum().backward()
+
+
 SUBJECTS = {
     subject.__name__: subject
-    for subject in (ring_reduce_scatter, ring_all_reduce, segmented_ring, short_segments)
+    for subject in (
+        *(ring_reduce_scatter, ring_all_reduce, segmented_ring, short_segments),
+        fully_sharded,
+    )
 }
 
 if __name__ == "__main__":
