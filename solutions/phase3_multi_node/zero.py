@@ -540,8 +540,8 @@ class Order:
 
     Attributes:
         units: in the order in which they compute.
-        to_come: units, and the number of the use, that the backward pass will need; last ones
-            first.
+        to_come: the uses, each a unit and a number, whose parameters the backward pass will need;
+            in the order of the forward pass.
         reduction: the reduce-scatter that is under way.
     """
 
