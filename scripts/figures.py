@@ -17,7 +17,7 @@ from matplotlib import figure as matplotlib_figure
 from matplotlib import rcParams
 
 from distlab.explore import IDEAL
-from distlab.sim import Cluster, Options, Simulated
+from distlab.sim import GPU, Cluster, Options, Simulated
 from distlab.sim.results.diagram import space_time
 from distlab.sim.script import run_script
 from distlab.sim.simulation import Simulation
@@ -25,6 +25,15 @@ from distlab.sim.simulation import Simulation
 ROOT = Path(__file__).resolve().parents[1]
 # Half of a file: digits beyond hundredths of a point, clipping at the edge, blanks at line ends.
 NEEDLESS = re.compile(r'(?<=\d\.\d\d)\d+| clip-path="[^"]*"| (?=\n)')
+
+
+SLOW_LINKS = Cluster(  # a unit takes a third of the time to travel that it takes to compute
+    1,
+    2,
+    latency_s=1e-6,
+    nvlink_bytes_per_s=16e9,
+    gpu=GPU("toy", 1e15, 1e30, {"float32": 1e12}, {"float32": 1e12}),
+)
 
 
 @dataclass(frozen=True)
@@ -237,6 +246,14 @@ FIGURES = (
         "bounded_staleness",
         "Staleness 2: rank 3 is four times slower, and the others wait from their third on",
         4,
+        phase=3,
+    ),
+    # zero
+    Figure(
+        "fully_sharded",
+        "Four units on 2 ranks: the next one is on its way while one computes",
+        2,
+        cluster=SLOW_LINKS,
         phase=3,
     ),
 )

@@ -23,6 +23,7 @@ from solutions.phase3_multi_node import (
     ring_allreduce,
     topology,
     tree_allreduce,
+    zero,
 )
 
 
@@ -137,6 +138,16 @@ def bounded_staleness() -> None:
         parameter_server.push_pull({0: gradient}, {0: shard})
 
 
+# zero
+
+
+def fully_sharded() -> None:
+    """Go forward and back once through four layers, each of them a unit."""
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    model = zero.FullyShardedDataParallel(layers, compute_dtype=torch.float32)
+    model(torch.ones(256, 256)).sum().backward()
+
+
 SUBJECTS: dict[str, Callable[[], None]] = {
     # ring_allreduce
     "ring_reduce_scatter": ring_reduce_scatter,
@@ -156,6 +167,8 @@ SUBJECTS: dict[str, Callable[[], None]] = {
     "ddp_per_parameter": partial(step_with, ddp.PerParameterDataParallel),
     # parameter_server
     "bounded_staleness": bounded_staleness,
+    # zero
+    "fully_sharded": fully_sharded,
 }
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ from phase3.judge_servers import *
 from phase3.judge_staleness import *
 from phase3.judge_survivors import *
 
+# zero
+from phase3.judge_zero_optimizers import *
+from phase3.judge_fully_sharded import *
+
 # auto_sharding
 from phase3.judge_planner import *
 from phase3.judge_plans import *

@@ -49,7 +49,12 @@ def called_by(task: Task) -> set[str]:
     nodes = functions_of(task.solution)
     inits = {f"{name.partition('.')[0]}.__init__" for name in task.functions if "." in name}
     reached = [*task.functions, *(inits & nodes.keys())]
-    found = set()
+    found = {
+        owner.id
+        for name in task.functions
+        for base in getattr(nodes.get(name.partition(".")[0]), "bases", [])
+        if (owner := OWNERS.get((task.folder, ast.unparse(base)), task)) != task
+    }
     for name in reached:  # it grows
         for other in names_in(nodes[name], name.rpartition(".")[0]):
             owner = OWNERS.get((task.folder, other), task)  # another phase's is given or torch's

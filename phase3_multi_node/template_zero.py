@@ -1,0 +1,667 @@
+"""ZeRO: optimizer state, gradients and parameters, each held once by all ranks together.
+
+Tasks 3.18 to 3.20. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 3.18``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from phase3_multi_node.given import (
+    Bucket,
+    Flat,
+    Group,
+    Place,
+    all_gather_shards,
+    at_end_of_backward,
+    cast_floats,
+    cut_into_buckets,
+    reduce_scatter_shards,
+    same_kind,
+    units_of,
+)
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class ShardedOptimizer:
+    """Keeps 1/N of the optimizer's state on each rank: ZeRO stage 1.
+
+    Parameters of one dtype lie in one flat tensor, their gradients in another. Rank r updates the
+    r-th of N parts of it, and gets the other parts from the other ranks. What a rank holds between
+    the calls, for Ψ parameters in 16 bits and Adam, whose state is two numbers per parameter:
+        parameters 2Ψ + gradients 2Ψ + (master 4Ψ + state 8Ψ) / N  =  4Ψ + 12Ψ/N bytes
+
+    The master is this rank's shard of the parameters in float32: an update that is too small for 16
+    bits is not lost in it.
+
+    Attributes:
+        group: the ranks that share the state.
+        parts: the trained parameters, those of one dtype together.
+        flats: for each part, its memory.
+        gradients: for each part (padded,), with the layout of its flat; only in stage 1.
+        masters: for each part (padded / N,), this rank's shard in float32.
+        optimizer: an ``optimizer_cls`` of the masters. Learning rates are set in it.
+
+    Source: Rajbhandari et al. 2020, sections 3.1 and 5.1.
+    """
+
+    group: Group
+    parts: list[list[nn.Parameter]]
+    flats: list[Flat]
+    gradients: list[Tensor]
+    masters: list[Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        group: Group = None,
+        **kwargs: Any,
+    ) -> None:
+        """Move the parameters into flat memory, with the values of rank 0.
+
+        Args:
+            params: equal in shapes and dtypes on all ranks; their values may differ. They stay the
+                tensors that they are, and get other memory. Those that need no gradient are left
+                alone, and a tied one may come twice.
+            optimizer_cls: one that updates each element by itself, as SGD and Adam do; one that
+                looks at a whole tensor, as LAMB does, would see shards.
+            group: the ranks that share the state; all by default.
+            kwargs: of ``optimizer_cls``.
+
+        Cost: one broadcast of the parameters.
+        """
+        # TODO 3.18: flat parameters with the values of rank 0, a master of this rank's shard of
+        #   each, and an optimizer of these; then hold_gradients.
+        #   Tools: self.cut, Flat with its data, shard and views, dist.broadcast with group_src=,
+        #   _master_of. param.data = … gives a parameter other memory.
+        #   Example: 10 parameters in one part on 4 ranks: flat.data has 12 elements, each master
+        #   3.
+        #   About 10 lines.
+        raise NotImplementedError(
+            "Task 3.18: ShardedOptimizer.__init__, see guidelines.md#318-shard-the-optimizers-state"
+        )
+
+    def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return the parameters part by part; each part becomes one flat tensor."""
+        return same_kind(params)
+
+    def hold_gradients(self) -> None:
+        """Make memory for the gradients, one flat tensor for each part; all are 0."""
+        self.gradients = [torch.zeros_like(flat.data) for flat in self.flats]
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Set all gradients to 0, in the flat tensors, where backward passes add to them.
+
+        Call it instead of the module's own ``zero_grad``, which takes the gradients out of there.
+        """
+        # TODO 3.18: zeros in self.gradients, and each param.grad a view of its place there.
+        #   Tools: Flat.views, zero_. An assignment to param.grad moves it.
+        #   Example: two parameters of 4 and 3 elements, one flat gradient: a view of its first 4
+        #   elements and one of the next 3.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 3.18: ShardedOptimizer.zero_grad, "
+            "see guidelines.md#318-shard-the-optimizers-state"
+        )
+
+    def reduce_gradients(self) -> list[Tensor]:
+        """Return this rank's shard of the gradients, summed over the ranks, for each part.
+
+        Returns:
+            (padded / N,) in the dtype of the gradients.
+
+        Cost: one reduce-scatter for each part: (N-1)/N·Ψ elements sent, in their own dtype.
+        """
+        # TODO 3.18: this rank's shard of the sum of each flat gradient.
+        #   Tools: reduce_scatter_shards.
+        #   Example: gradients (1, 2, 3, 4) and (10, 20, 30, 40) on 2 ranks: (11, 22) on rank 0
+        #   and (33, 44) on rank 1.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 3.18: ShardedOptimizer.reduce_gradients, "
+            "see guidelines.md#318-shard-the-optimizers-state"
+        )
+
+    def step(self) -> None:
+        """Update all parameters with the mean over the ranks of their gradients.
+
+        Every parameter gets what ``optimizer_cls`` makes of the mean, up to rounding, where the
+        gradient of a parameter that no backward pass has used is 0. On all ranks the parameters are
+        bit for bit the same. With gradients of several backward passes, it is their sum.
+
+        Cost: ``reduce_gradients`` and one all-gather for each part: in all 2(N-1)/N·Ψ elements
+            sent, as for an all-reduce of the gradients. Ψ/N elements updated.
+        """
+        # TODO 3.18: parameters that are equal on all ranks, updated with the mean of the
+        #   gradients.
+        #   Tools: self.reduce_gradients, self.optimizer.step, which reads master.grad,
+        #   Flat.shard, copy_, all_gather_shards.
+        #   Example: SGD with lr=0.5, parameters (1, 1), gradients (1, 2) and (3, 4) on 2 ranks:
+        #   (0, -0.5) on both.
+        #   About 7 lines.
+        raise NotImplementedError(
+            "Task 3.18: ShardedOptimizer.step, see guidelines.md#318-shard-the-optimizers-state"
+        )
+
+
+def _master_of(flat: Flat) -> Tensor:
+    """Copy this rank's shard in float32; one in float64 stays so."""
+    return flat.shard.to(torch.promote_types(flat.shard.dtype, torch.float32), copy=True)
+
+
+class Reduction:
+    """A reduce-scatter that is under way while the backward pass goes on.
+
+    There is one at a time. If more could be, all gradients might be waiting in memory at once.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.pending: tuple[dist.Work | None, Tensor, Tensor, Callable[[Tensor], object]] | None = (
+            None
+        )
+
+    def start(self, whole: Tensor, use: Callable[[Tensor], object]) -> None:
+        """Start to reduce-scatter ``whole``, when the one before has finished.
+
+        Args:
+            whole: (N·k,). Nobody else writes it any more.
+            use: called later with this rank's shard (k,) of the sum.
+        """
+        # TODO 3.19: a reduce-scatter that has been started, and what is needed to finish it.
+        #   Tools: self.finish, reduce_scatter_shards with async_op=True, self.pending. Until it
+        #   has ended, whole and shard must live.
+        #   Example: whole of 6 elements on 2 ranks: use is called with 3, not before the next
+        #   start or finish.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 3.19: Reduction.start, see guidelines.md#319-shard-the-gradients"
+        )
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter that is under way, if any, and use what it brings."""
+        # TODO 3.19: nothing under way; what was is used.
+        #   Tools: wait, of the work. On a group of one rank there may be none.
+        #   Example: two calls in a row: use has been called once.
+        #   About 6 lines.
+        raise NotImplementedError(
+            "Task 3.19: Reduction.finish, see guidelines.md#319-shard-the-gradients"
+        )
+
+
+class ShardedGradientOptimizer(ShardedOptimizer):
+    """Keeps 1/N of the gradients on each rank, too: ZeRO stage 2.
+
+    As soon as all gradients of a bucket are there, it is reduce-scattered while the backward pass
+    goes on, and is then freed: of a gradient, a rank keeps its shard of the sum alone.
+        backward    layer 3 │ layer 2 │ layer 1 │ layer 0
+        reduce                3 ────────2 ────────1 ────────0 ───
+
+    What a rank holds between the calls, for Ψ parameters in 16 bits and Adam:
+        parameters 2Ψ + (gradients 2Ψ + master 4Ψ + state 8Ψ) / N  =  2Ψ + 14Ψ/N bytes
+
+    and in the backward pass at most three buckets more: one comes in, one is under way, and a
+    gradient has just been made.
+
+    Attributes: those of ``ShardedOptimizer``, where each part is a bucket, and
+        buckets: for each part, its gradients.
+        reduction: the reduce-scatter that is under way.
+
+    Source: Rajbhandari et al. 2020, sections 3.1 and 5.2.
+    """
+
+    buckets: list[Bucket]
+    reduction: Reduction
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        group: Group = None,
+        **kwargs: Any,
+    ) -> None:
+        """Do what ``ShardedOptimizer`` does, in buckets.
+
+        Args:
+            params: as there. In a backward pass, all ranks must use the same of them.
+            optimizer_cls: as there.
+            bucket_bytes: of gradients that are reduced together; a larger one is alone.
+            group: the ranks that share the state; all by default.
+            kwargs: of ``optimizer_cls``.
+        """
+        self.bucket_bytes = bucket_bytes
+        super().__init__(params, optimizer_cls, group=group, **kwargs)
+
+    def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return the parameters bucket by bucket, the last ones first."""
+        return cut_into_buckets(params, self.bucket_bytes)
+
+    def hold_gradients(self) -> None:
+        """Make an empty bucket for each part, and let ``take`` have each gradient that is made."""
+        # TODO 3.19: self.reduction, self.buckets, and take called for each gradient as soon as
+        #   a backward pass has made it.
+        #   Tools: Reduction, Bucket, functools.partial,
+        #   Tensor.register_post_accumulate_grad_hook.
+        #   Example: 3 parameters in 2 buckets: 3 hooks, of which two pass the same bucket.
+        #   About 5 lines.
+        raise NotImplementedError(
+            "Task 3.19: ShardedGradientOptimizer.hold_gradients, "
+            "see guidelines.md#319-shard-the-gradients"
+        )
+
+    def zero_grad(self) -> None:
+        """Set this rank's shards of the gradients to 0."""
+        for bucket in self.buckets:
+            bucket.shard.zero_()
+
+    def take(self, bucket: Bucket, param: nn.Parameter) -> None:
+        """Move a gradient that was just made into its bucket; start to reduce a full one.
+
+        Cost: one reduce-scatter of each bucket in each backward pass: (N-1)/N·Ψ elements sent.
+        """
+        # TODO 3.19: the gradient in its bucket; a full bucket on its way to bucket.shard, which
+        #   adds up; and end_backward called when the pass ends.
+        #   Tools: Bucket.put, is_full and take; self.reduction; at_end_of_backward.
+        #   Example: a bucket of two parameters: the second call starts one reduce-scatter.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 3.19: ShardedGradientOptimizer.take, see guidelines.md#319-shard-the-gradients"
+        )
+
+    def end_backward(self) -> None:
+        """Reduce the buckets that are not full: some of their parameters were not used.
+
+        When the backward pass has ended, no bucket holds a gradient and nothing is under way.
+        """
+        # TODO 3.19: all buckets empty, and no reduce-scatter under way.
+        #   Tools: Bucket.is_empty, self.reduction.
+        #   Example: of the two parameters of a bucket one was used: the bucket leaves now, with 0
+        #   for the other.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 3.19: ShardedGradientOptimizer.end_backward, "
+            "see guidelines.md#319-shard-the-gradients"
+        )
+
+    def reduce_gradients(self) -> list[Tensor]:
+        """Return this rank's shard of the gradients, for each part: it is there already."""
+        return [bucket.shard for bucket in self.buckets]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Keeps 1/N of everything on each rank: ZeRO stage 3.
+
+    The model is cut into units, such as its layers. A unit's parameters are gathered before it
+    computes and freed afterwards, forward and backward. Meanwhile the next unit's are on their way:
+        forward     gather 0 │ compute 0 │ compute 1 │ compute 2
+                             │ gather 1  │ gather 2  │
+        backward    gather 2 │ compute 2 │ compute 1 │ compute 0
+                             │ gather 1  │ gather 0  │
+                                         │ reduce 2  │ reduce 1  │ reduce 0
+
+    The parameters that an optimizer sees are the shards, in float32, with their gradients. What a
+    rank holds between the calls, for Ψ parameters and Adam:
+        (parameters 4Ψ + gradients 4Ψ + state 8Ψ) / N  =  16Ψ/N bytes
+
+    and during a pass, in ``compute_dtype``, at most two whole units, those that compute and come
+    next, besides what belongs to the model itself; in the backward pass, also the gradients of
+    three. After a forward pass, also one that fails, and after a backward pass none is whole.
+
+    Parameters of the module that were tied are gathered once, those that were frozen stay so and
+    send no gradients. Buffers stay as they are on each rank.
+
+    Attributes:
+        module: whose parameters are now shards; its ``forward`` is used as ever.
+        order: the units, and which comes next.
+
+    Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, PyTorch FSDP, section 3.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        group: Group = None,
+    ) -> None:
+        """Shard the parameters of a module, with the values of rank 0.
+
+        Args:
+            module: equal in shapes and dtypes on all ranks. Its units are those of ``units_of``;
+                each is used through its ``forward``, and by all ranks in the same order.
+            compute_dtype: of the parameters while they are whole, and of their gradients.
+            group: the ranks that share the model; all by default.
+
+        Cost: one broadcast of the parameters.
+        """
+        super().__init__()
+        self.module, self.compute_dtype = module, compute_dtype
+        self.order = Order(group)
+        for owner, places in units_of(module).items():
+            self.order.units.append(Unit(owner, places, compute_dtype, self.order))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Args:
+            args: of the module; floating-point tensors are cast to ``compute_dtype``.
+            kwargs: likewise.
+
+        Returns:
+            What the module returns. A backward pass from there leaves, in the ``grad`` of each
+            shard, the mean of the gradients over the ranks, added to what was there.
+
+        Cost: (N-1)/N·Ψ elements sent in ``compute_dtype``; in the backward pass at most twice as
+            many: in all 3(N-1)/N·Ψ. A frozen parameter's gradient is not sent, and what the
+            backward pass does not need is not gathered for it.
+        """
+        # TODO 3.20: the module's result, for inputs in compute_dtype. What autograd saves
+        #   passes through the hooks of self.order. The uses that an earlier pass left in
+        #   self.order.to_come are forgotten, and at the end, whatever happens, nothing is whole.
+        #   Tools: cast_floats, saved_tensors_hooks, self.order with its pack, unpack, to_come and
+        #   free_all.
+        #   Example: a batch in float32 and labels in int64: the module sees bfloat16 and int64.
+        #   About 7 lines.
+        raise NotImplementedError(
+            "Task 3.20: FullyShardedDataParallel.forward, "
+            "see guidelines.md#320-shard-the-parameters"
+        )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return all parameters, whole, and the buffers, under their names in the module.
+
+        The module's own class can load it. This rank's shards alone are in ``state_dict``.
+
+        Returns:
+            Parameters in float32, the same on all ranks; a tied one under each of its names.
+
+        Cost: all ranks call it: (N-1)/N·Ψ elements sent in float32.
+        """
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        state = self.module.state_dict()
+        whole = {name: value for name, value in state.items() if name in buffers}
+        for unit in self.order.units:
+            whole |= unit.whole_state()
+        return whole
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what ``full_state_dict`` has returned, on any number of ranks.
+
+        Args:
+            state: by name, the same on all ranks. It is only read.
+
+        Raises:
+            KeyError: a parameter is not there; it is named.
+        """
+        for unit in self.order.units:
+            unit.load(state)
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        for name in buffers.keys() & state.keys():
+            buffers[name].copy_(state[name])
+
+
+class Unit:
+    """Part of a model, whole while it computes; otherwise, each rank has a shard of it.
+
+    Attributes:
+        places: module and name, for each place in the model where a parameter stands.
+        paths: for each place, the name in the model's ``state_dict``.
+        slots: for each place, the number of its parameter: tied ones have the same.
+        flats: the layout of the parameters; those of one dtype, trained or frozen, together.
+        shards: for each flat (padded / N,), this rank's part, in float32: a parameter of the owner.
+        whole: for each flat (padded,), in the dtype to compute in, while it is gathered; else [].
+        works: the all-gathers that are under way.
+        number: how often it has computed, which tells its uses apart.
+    """
+
+    def __init__(
+        self, owner: nn.Module, places: Sequence[Place], dtype: torch.dtype, order: "Order"
+    ) -> None:
+        self.dtype, self.order, self.group = dtype, order, order.group
+        self.places = [(place.module, place.name) for place in places]  # parameters are not kept
+        self.paths = [place.path for place in places]
+        kinds = same_kind(place.param for place in places)
+        params = [param for same in kinds for param in same]
+        self.slots = [next(i for i, p in enumerate(params) if p is place.param) for place in places]
+        self.flats = [Flat(same, self.group) for same in kinds]
+        self.shards = []
+        for number, (flat, same) in enumerate(zip(self.flats, kinds, strict=True)):
+            dist.broadcast(flat.data, group=self.group, group_src=0)
+            shard = nn.Parameter(_master_of(flat), requires_grad=same[0].requires_grad)
+            flat.forget()
+            owner.register_parameter(f"shard{number}", shard)
+            self.shards.append(shard)
+        self.whole: list[Tensor] = []
+        self.works: list[dist.Work | None] = []
+        self.number = 0
+        self.put([None] * len(params))
+        owner.forward = partial(self.forward, owner.forward)
+
+    def put(self, params: Sequence[Tensor | None]) -> None:
+        """Give the model a tensor for each parameter of the unit, or None."""
+        for (module, name), slot in zip(self.places, self.slots, strict=True):
+            module._parameters[name] = params[slot]  # type: ignore[assignment]
+
+    def views(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters in tensors like ``whole``: views of these."""
+        pairs = zip(self.flats, whole, strict=True)
+        return [view for flat, one in pairs for view in flat.views(one)]
+
+    def by_flat(self, params: Iterable[Any]) -> list[list[Any]]:
+        """Return one value per parameter as one list per flat."""
+        rest = iter(params)
+        return [[*islice(rest, len(flat.shapes))] for flat in self.flats]
+
+    def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the unit's own ``forward`` with whole parameters, which are freed afterwards."""
+        # TODO 3.20: the result of forward, computed with whole parameters. Whatever happens,
+        #   the model has None in their places afterwards, and they are freed.
+        #   Tools: self.order.goes_forward, Whole.apply, self.put, try and finally.
+        #   Example: a unit of two parameters: put gets two tensors, then two times None.
+        #   self.number has become 1 more.
+        #   About 8 lines.
+        raise NotImplementedError(
+            "Task 3.20: Unit.forward, see guidelines.md#320-shard-the-parameters"
+        )
+
+    def start_to_gather(self) -> None:
+        """Start to gather all shards, unless they are here or on their way.
+
+        Cost: one all-gather for each flat, in the dtype to compute in.
+        """
+        # TODO 3.20: self.whole, into which all-gathers write, and self.works, which can be
+        #   waited for.
+        #   Tools: detach, all_gather_shards with async_op=True. What is sent has the dtype to
+        #   compute in.
+        #   Example: a shard of 3 elements in float32 on 4 ranks: 12 elements in bfloat16; 6 bytes
+        #   from each rank.
+        #   About 8 lines.
+        raise NotImplementedError(
+            "Task 3.20: Unit.start_to_gather, see guidelines.md#320-shard-the-parameters"
+        )
+
+    def gather(self) -> None:
+        """Have all parameters here: wait for them, and start if nobody has."""
+        # TODO 3.20: all parameters are here.
+        #   Tools: self.start_to_gather, self._wait.
+        #   Example: two calls in a row: one all-gather for each flat.
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 3.20: Unit.gather, see guidelines.md#320-shard-the-parameters"
+        )
+
+    def free(self) -> None:
+        """Keep the shards alone."""
+        # TODO 3.20: nothing of self.whole is held by the unit, nor under way.
+        #   Tools: self._wait.
+        #   Example: after start_to_gather and free, self.whole and self.works are [].
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 3.20: Unit.free, see guidelines.md#320-shard-the-parameters"
+        )
+
+    def _wait(self) -> None:
+        for work in self.works:
+            if work:
+                work.wait()
+        self.works = []
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> None:
+        """Free the parameters, and send their gradients off: backward has passed the unit.
+
+        Args:
+            gradients: of the whole parameters; None if a parameter was not used or is frozen.
+        """
+        # TODO 3.20: the parameters freed; for each trained shard, a reduce-scatter of the
+        #   gradients in a flat tensor of zeros; end_backward called when the pass ends.
+        #   Tools: self.free, self.by_flat, Flat.views, self.order.reduction, self._accumulate,
+        #   at_end_of_backward.
+        #   Example: parameters of 4 and 3 elements on 2 ranks, of which the second was not used:
+        #   8 elements leave, the last 4 of them 0.
+        #   About 10 lines.
+        raise NotImplementedError(
+            "Task 3.20: Unit.reduce, see guidelines.md#320-shard-the-parameters"
+        )
+
+    def _accumulate(self, shard: nn.Parameter, summed: Tensor) -> None:
+        mean = summed.to(shard.dtype) / dist.get_world_size(self.group)
+        shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """Return every parameter, whole, in the dtype of the shards, by its names in the model."""
+        # TODO 3.20: all shards gathered in their own dtype, as parameters by their paths.
+        #   Tools: all_gather_shards, self.views, self.slots.
+        #   Example: a tied parameter in two places: two names, one tensor.
+        #   About 6 lines.
+        raise NotImplementedError(
+            "Task 3.20: Unit.whole_state, see guidelines.md#320-shard-the-parameters"
+        )
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's shards from whole parameters."""
+        # TODO 3.20: this rank's part of what state holds in each shard.
+        #   Tools: self.by_flat, which takes parameters in the order of their slots; Flat, copy_.
+        #   Example: parameters of 4 and 3 elements on 2 ranks: rank 1 keeps the last 3 elements
+        #   and a padding.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 3.20: Unit.load, see guidelines.md#320-shard-the-parameters"
+        )
+
+
+class Whole(torch.autograd.Function):
+    """From shards to whole parameters; back, from whole gradients to shards of their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *shards: Tensor) -> tuple[Tensor, ...]:
+        """Return the parameters of a gathered unit: views of ``unit.whole``."""
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        params = unit.views(unit.whole)
+        by_shard = zip(shards, unit.by_flat(params), strict=True)
+        frozen = [param for shard, some in by_shard if not shard.requires_grad for param in some]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(params)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Hand over the gradients, one per parameter. The shards get theirs later."""
+        ctx.unit.reduce(gradients)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class Saved(NamedTuple):
+    """Where a parameter, or a view of it, is in ``unit.whole``; autograd saves this alone."""
+
+    unit: Unit
+    number: int  # of the use
+    flat: int  # of the unit
+    where: tuple[Any, ...]  # size, stride, offset
+
+
+class Order:
+    """Which unit comes next, so that it is on its way in time.
+
+    Attributes:
+        units: in the order in which they compute.
+        to_come: the uses, each a unit and a number, whose parameters the backward pass will need;
+            in the order of the forward pass.
+        reduction: the reduce-scatter that is under way.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.units: list[Unit] = []
+        self.to_come: list[tuple[Unit, int]] = []
+        self.reduction = Reduction(group)
+
+    def goes_forward(self, unit: Unit) -> None:
+        """Gather a unit for its forward pass, and start to gather the one after it."""
+        # TODO 3.20: the unit gathered, and the one after it on its way.
+        #   Tools: Unit.gather, Unit.start_to_gather, self.units.
+        #   Example: three units, unit 1 goes forward: unit 1 is here, unit 2 on its way; for unit
+        #   2, none is.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 3.20: Order.goes_forward, see guidelines.md#320-shard-the-parameters"
+        )
+
+    def goes_back(self, unit: Unit, number: int) -> None:
+        """Gather a unit for its backward pass, and start to gather the one before it.
+
+        It is called for each tensor that autograd has saved. The first call for a use of the unit
+        starts; it also frees frozen units, which get no gradient that would tell when they end.
+        """
+        # TODO 3.20: the unit gathered; at the first call for a use, that use taken out of
+        #   to_come, frozen units freed but this one, and the one before it on its way.
+        #   Tools: Unit.gather, free and start_to_gather, requires_grad of the shards,
+        #   at_end_of_backward with self.end_backward.
+        #   Example: to_come holds units 0, 1 and 2, and unit 2 goes back: 0 and 1 remain, unit 1
+        #   is on its way.
+        #   About 11 lines.
+        raise NotImplementedError(
+            "Task 3.20: Order.goes_back, see guidelines.md#320-shard-the-parameters"
+        )
+
+    def pack(self, x: Tensor) -> Tensor | Saved:
+        """Of a parameter, let autograd save where it is, and no tensor: that could not be freed."""
+        memory = x.untyped_storage().data_ptr()
+        for unit in self.units:
+            for flat, whole in enumerate(unit.whole):
+                if x.numel() and whole.untyped_storage().data_ptr() == memory:
+                    if (unit, unit.number) not in self.to_come:
+                        self.to_come.append((unit, unit.number))
+                    where = x.size(), x.stride(), x.storage_offset()
+                    return Saved(unit, unit.number, flat, where)
+        return x
+
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
+        """Return what was saved: of a parameter, what is there after it was gathered again."""
+        if isinstance(saved, Tensor):
+            return saved
+        self.goes_back(saved.unit, saved.number)
+        return saved.unit.whole[saved.flat].as_strided(*saved.where)
+
+    def end_backward(self) -> None:
+        """Leave nothing under way and nothing whole; the backward pass has ended."""
+        self.reduction.finish()
+        self.free_all()
+
+    def free_all(self) -> None:
+        """Free what is left: units that were not used, or that have no trained parameters."""
+        for unit in self.units:
+            unit.free()

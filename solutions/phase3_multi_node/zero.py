@@ -1,0 +1,606 @@
+"""ZeRO: optimizer state, gradients and parameters, each held once by all ranks together."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from phase3_multi_node.given import (
+    Bucket,
+    Flat,
+    Group,
+    Place,
+    all_gather_shards,
+    at_end_of_backward,
+    cast_floats,
+    cut_into_buckets,
+    reduce_scatter_shards,
+    same_kind,
+    units_of,
+)
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class ShardedOptimizer:
+    """Keeps 1/N of the optimizer's state on each rank: ZeRO stage 1.
+
+    Parameters of one dtype lie in one flat tensor, their gradients in another. Rank r updates the
+    r-th of N parts of it, and gets the other parts from the other ranks. What a rank holds between
+    the calls, for Ψ parameters in 16 bits and Adam, whose state is two numbers per parameter:
+        parameters 2Ψ + gradients 2Ψ + (master 4Ψ + state 8Ψ) / N  =  4Ψ + 12Ψ/N bytes
+
+    The master is this rank's shard of the parameters in float32: an update that is too small for 16
+    bits is not lost in it.
+
+    Attributes:
+        group: the ranks that share the state.
+        parts: the trained parameters, those of one dtype together.
+        flats: for each part, its memory.
+        gradients: for each part (padded,), with the layout of its flat; only in stage 1.
+        masters: for each part (padded / N,), this rank's shard in float32.
+        optimizer: an ``optimizer_cls`` of the masters. Learning rates are set in it.
+
+    Source: Rajbhandari et al. 2020, sections 3.1 and 5.1.
+    """
+
+    group: Group
+    parts: list[list[nn.Parameter]]
+    flats: list[Flat]
+    gradients: list[Tensor]
+    masters: list[Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        group: Group = None,
+        **kwargs: Any,
+    ) -> None:
+        """Move the parameters into flat memory, with the values of rank 0.
+
+        Args:
+            params: equal in shapes and dtypes on all ranks; their values may differ. They stay the
+                tensors that they are, and get other memory. Those that need no gradient are left
+                alone, and a tied one may come twice.
+            optimizer_cls: one that updates each element by itself, as SGD and Adam do; one that
+                looks at a whole tensor, as LAMB does, would see shards.
+            group: the ranks that share the state; all by default.
+            kwargs: of ``optimizer_cls``.
+
+        Cost: one broadcast of the parameters.
+        """
+        self.group = group
+        self.parts = self.cut(param for param in params if param.requires_grad)
+        self.flats = [Flat(part, group) for part in self.parts]
+        for part, flat in zip(self.parts, self.flats, strict=True):
+            dist.broadcast(flat.data, group=group, group_src=0)
+            for param, view in zip(part, flat.views(flat.data), strict=True):
+                param.data = view
+        self.masters = [_master_of(flat) for flat in self.flats]
+        self.optimizer = optimizer_cls(self.masters, **kwargs)
+        self.hold_gradients()
+
+    def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return the parameters part by part; each part becomes one flat tensor."""
+        return same_kind(params)
+
+    def hold_gradients(self) -> None:
+        """Make memory for the gradients, one flat tensor for each part; all are 0."""
+        self.gradients = [torch.zeros_like(flat.data) for flat in self.flats]
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Set all gradients to 0, in the flat tensors, where backward passes add to them.
+
+        Call it instead of the module's own ``zero_grad``, which takes the gradients out of there.
+        """
+        for part, flat, gradient in zip(self.parts, self.flats, self.gradients, strict=True):
+            gradient.zero_()
+            for param, view in zip(part, flat.views(gradient), strict=True):
+                param.grad = view
+
+    def reduce_gradients(self) -> list[Tensor]:
+        """Return this rank's shard of the gradients, summed over the ranks, for each part.
+
+        Returns:
+            (padded / N,) in the dtype of the gradients.
+
+        Cost: one reduce-scatter for each part: (N-1)/N·Ψ elements sent, in their own dtype.
+        """
+        shards = [torch.empty_like(flat.shard) for flat in self.flats]
+        for shard, gradient in zip(shards, self.gradients, strict=True):
+            reduce_scatter_shards(shard, gradient, self.group)
+        return shards
+
+    def step(self) -> None:
+        """Update all parameters with the mean over the ranks of their gradients.
+
+        Every parameter gets what ``optimizer_cls`` makes of the mean, up to rounding, where the
+        gradient of a parameter that no backward pass has used is 0. On all ranks the parameters are
+        bit for bit the same. With gradients of several backward passes, it is their sum.
+
+        Cost: ``reduce_gradients`` and one all-gather for each part: in all 2(N-1)/N·Ψ elements
+            sent, as for an all-reduce of the gradients. Ψ/N elements updated.
+        """
+        for master, gradient in zip(self.masters, self.reduce_gradients(), strict=True):
+            master.grad = gradient.to(master.dtype) / dist.get_world_size(self.group)
+        self.optimizer.step()
+        for flat, master in zip(self.flats, self.masters, strict=True):
+            master.grad = None
+            flat.shard.copy_(master)
+            all_gather_shards(flat.data, flat.shard, self.group)
+
+
+def _master_of(flat: Flat) -> Tensor:
+    """Copy this rank's shard in float32; one in float64 stays so."""
+    return flat.shard.to(torch.promote_types(flat.shard.dtype, torch.float32), copy=True)
+
+
+class Reduction:
+    """A reduce-scatter that is under way while the backward pass goes on.
+
+    There is one at a time. If more could be, all gradients might be waiting in memory at once.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.pending: tuple[dist.Work | None, Tensor, Tensor, Callable[[Tensor], object]] | None = (
+            None
+        )
+
+    def start(self, whole: Tensor, use: Callable[[Tensor], object]) -> None:
+        """Start to reduce-scatter ``whole``, when the one before has finished.
+
+        Args:
+            whole: (N·k,). Nobody else writes it any more.
+            use: called later with this rank's shard (k,) of the sum.
+        """
+        self.finish()
+        shard = whole.new_empty(len(whole) // dist.get_world_size(self.group))
+        work = reduce_scatter_shards(shard, whole, self.group, async_op=True)
+        self.pending = work, whole, shard, use
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter that is under way, if any, and use what it brings."""
+        if self.pending:
+            work, _, shard, use = self.pending
+            self.pending = None
+            if work:
+                work.wait()
+            use(shard)
+
+
+class ShardedGradientOptimizer(ShardedOptimizer):
+    """Keeps 1/N of the gradients on each rank, too: ZeRO stage 2.
+
+    As soon as all gradients of a bucket are there, it is reduce-scattered while the backward pass
+    goes on, and is then freed: of a gradient, a rank keeps its shard of the sum alone.
+        backward    layer 3 │ layer 2 │ layer 1 │ layer 0
+        reduce                3 ────────2 ────────1 ────────0 ───
+
+    What a rank holds between the calls, for Ψ parameters in 16 bits and Adam:
+        parameters 2Ψ + (gradients 2Ψ + master 4Ψ + state 8Ψ) / N  =  2Ψ + 14Ψ/N bytes
+
+    and in the backward pass at most three buckets more: one comes in, one is under way, and a
+    gradient has just been made.
+
+    Attributes: those of ``ShardedOptimizer``, where each part is a bucket, and
+        buckets: for each part, its gradients.
+        reduction: the reduce-scatter that is under way.
+
+    Source: Rajbhandari et al. 2020, sections 3.1 and 5.2.
+    """
+
+    buckets: list[Bucket]
+    reduction: Reduction
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        group: Group = None,
+        **kwargs: Any,
+    ) -> None:
+        """Do what ``ShardedOptimizer`` does, in buckets.
+
+        Args:
+            params: as there. In a backward pass, all ranks must use the same of them.
+            optimizer_cls: as there.
+            bucket_bytes: of gradients that are reduced together; a larger one is alone.
+            group: the ranks that share the state; all by default.
+            kwargs: of ``optimizer_cls``.
+        """
+        self.bucket_bytes = bucket_bytes
+        super().__init__(params, optimizer_cls, group=group, **kwargs)
+
+    def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return the parameters bucket by bucket, the last ones first."""
+        return cut_into_buckets(params, self.bucket_bytes)
+
+    def hold_gradients(self) -> None:
+        """Make an empty bucket for each part, and let ``take`` have each gradient that is made."""
+        self.reduction = Reduction(self.group)
+        self.buckets = [Bucket(*both) for both in zip(self.parts, self.flats, strict=True)]
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(partial(self.take, bucket))
+
+    def zero_grad(self) -> None:
+        """Set this rank's shards of the gradients to 0."""
+        for bucket in self.buckets:
+            bucket.shard.zero_()
+
+    def take(self, bucket: Bucket, param: nn.Parameter) -> None:
+        """Move a gradient that was just made into its bucket; start to reduce a full one.
+
+        Cost: one reduce-scatter of each bucket in each backward pass: (N-1)/N·Ψ elements sent.
+        """
+        bucket.put(param)
+        if bucket.is_full:
+            self.reduction.start(bucket.take(), bucket.shard.add_)
+        at_end_of_backward(self.end_backward)
+
+    def end_backward(self) -> None:
+        """Reduce the buckets that are not full: some of their parameters were not used.
+
+        When the backward pass has ended, no bucket holds a gradient and nothing is under way.
+        """
+        for bucket in self.buckets:
+            if not bucket.is_empty:
+                self.reduction.start(bucket.take(), bucket.shard.add_)
+        self.reduction.finish()
+
+    def reduce_gradients(self) -> list[Tensor]:
+        """Return this rank's shard of the gradients, for each part: it is there already."""
+        return [bucket.shard for bucket in self.buckets]
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Keeps 1/N of everything on each rank: ZeRO stage 3.
+
+    The model is cut into units, such as its layers. A unit's parameters are gathered before it
+    computes and freed afterwards, forward and backward. Meanwhile the next unit's are on their way:
+        forward     gather 0 │ compute 0 │ compute 1 │ compute 2
+                             │ gather 1  │ gather 2  │
+        backward    gather 2 │ compute 2 │ compute 1 │ compute 0
+                             │ gather 1  │ gather 0  │
+                                         │ reduce 2  │ reduce 1  │ reduce 0
+
+    The parameters that an optimizer sees are the shards, in float32, with their gradients. What a
+    rank holds between the calls, for Ψ parameters and Adam:
+        (parameters 4Ψ + gradients 4Ψ + state 8Ψ) / N  =  16Ψ/N bytes
+
+    and during a pass, in ``compute_dtype``, at most two whole units, those that compute and come
+    next, besides what belongs to the model itself; in the backward pass, also the gradients of
+    three. After a forward pass, also one that fails, and after a backward pass none is whole.
+
+    Parameters of the module that were tied are gathered once, those that were frozen stay so and
+    send no gradients. Buffers stay as they are on each rank.
+
+    Attributes:
+        module: whose parameters are now shards; its ``forward`` is used as ever.
+        order: the units, and which comes next.
+
+    Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, PyTorch FSDP, section 3.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        group: Group = None,
+    ) -> None:
+        """Shard the parameters of a module, with the values of rank 0.
+
+        Args:
+            module: equal in shapes and dtypes on all ranks. Its units are those of ``units_of``;
+                each is used through its ``forward``, and by all ranks in the same order.
+            compute_dtype: of the parameters while they are whole, and of their gradients.
+            group: the ranks that share the model; all by default.
+
+        Cost: one broadcast of the parameters.
+        """
+        super().__init__()
+        self.module, self.compute_dtype = module, compute_dtype
+        self.order = Order(group)
+        for owner, places in units_of(module).items():
+            self.order.units.append(Unit(owner, places, compute_dtype, self.order))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Args:
+            args: of the module; floating-point tensors are cast to ``compute_dtype``.
+            kwargs: likewise.
+
+        Returns:
+            What the module returns. A backward pass from there leaves, in the ``grad`` of each
+            shard, the mean of the gradients over the ranks, added to what was there.
+
+        Cost: (N-1)/N·Ψ elements sent in ``compute_dtype``; in the backward pass at most twice as
+            many: in all 3(N-1)/N·Ψ. A frozen parameter's gradient is not sent, and what the
+            backward pass does not need is not gathered for it.
+        """
+        args, kwargs = cast_floats((args, kwargs), self.compute_dtype)
+        self.order.to_come.clear()
+        with saved_tensors_hooks(self.order.pack, self.order.unpack):
+            try:
+                return self.module(*args, **kwargs)
+            finally:
+                self.order.free_all()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return all parameters, whole, and the buffers, under their names in the module.
+
+        The module's own class can load it. This rank's shards alone are in ``state_dict``.
+
+        Returns:
+            Parameters in float32, the same on all ranks; a tied one under each of its names.
+
+        Cost: all ranks call it: (N-1)/N·Ψ elements sent in float32.
+        """
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        state = self.module.state_dict()
+        whole = {name: value for name, value in state.items() if name in buffers}
+        for unit in self.order.units:
+            whole |= unit.whole_state()
+        return whole
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what ``full_state_dict`` has returned, on any number of ranks.
+
+        Args:
+            state: by name, the same on all ranks. It is only read.
+
+        Raises:
+            KeyError: a parameter is not there; it is named.
+        """
+        for unit in self.order.units:
+            unit.load(state)
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        for name in buffers.keys() & state.keys():
+            buffers[name].copy_(state[name])
+
+
+class Unit:
+    """Part of a model, whole while it computes; otherwise, each rank has a shard of it.
+
+    Attributes:
+        places: module and name, for each place in the model where a parameter stands.
+        paths: for each place, the name in the model's ``state_dict``.
+        slots: for each place, the number of its parameter: tied ones have the same.
+        flats: the layout of the parameters; those of one dtype, trained or frozen, together.
+        shards: for each flat (padded / N,), this rank's part, in float32: a parameter of the owner.
+        whole: for each flat (padded,), in the dtype to compute in, while it is gathered; else [].
+        works: the all-gathers that are under way.
+        number: how often it has computed, which tells its uses apart.
+    """
+
+    def __init__(
+        self, owner: nn.Module, places: Sequence[Place], dtype: torch.dtype, order: "Order"
+    ) -> None:
+        self.dtype, self.order, self.group = dtype, order, order.group
+        self.places = [(place.module, place.name) for place in places]  # parameters are not kept
+        self.paths = [place.path for place in places]
+        kinds = same_kind(place.param for place in places)
+        params = [param for same in kinds for param in same]
+        self.slots = [next(i for i, p in enumerate(params) if p is place.param) for place in places]
+        self.flats = [Flat(same, self.group) for same in kinds]
+        self.shards = []
+        for number, (flat, same) in enumerate(zip(self.flats, kinds, strict=True)):
+            dist.broadcast(flat.data, group=self.group, group_src=0)
+            shard = nn.Parameter(_master_of(flat), requires_grad=same[0].requires_grad)
+            flat.forget()
+            owner.register_parameter(f"shard{number}", shard)
+            self.shards.append(shard)
+        self.whole: list[Tensor] = []
+        self.works: list[dist.Work | None] = []
+        self.number = 0
+        self.put([None] * len(params))
+        owner.forward = partial(self.forward, owner.forward)
+
+    def put(self, params: Sequence[Tensor | None]) -> None:
+        """Give the model a tensor for each parameter of the unit, or None."""
+        for (module, name), slot in zip(self.places, self.slots, strict=True):
+            module._parameters[name] = params[slot]  # type: ignore[assignment]
+
+    def views(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters in tensors like ``whole``: views of these."""
+        pairs = zip(self.flats, whole, strict=True)
+        return [view for flat, one in pairs for view in flat.views(one)]
+
+    def by_flat(self, params: Iterable[Any]) -> list[list[Any]]:
+        """Return one value per parameter as one list per flat."""
+        rest = iter(params)
+        return [[*islice(rest, len(flat.shapes))] for flat in self.flats]
+
+    def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the unit's own ``forward`` with whole parameters, which are freed afterwards."""
+        self.number += 1
+        self.order.goes_forward(self)
+        try:
+            self.put(Whole.apply(self, *self.shards))
+            return forward(*args, **kwargs)
+        finally:
+            self.put([None] * (1 + max(self.slots)))
+            self.free()
+
+    def start_to_gather(self) -> None:
+        """Start to gather all shards, unless they are here or on their way.
+
+        Cost: one all-gather for each flat, in the dtype to compute in.
+        """
+        if not self.whole:
+            world_size = dist.get_world_size(self.group)
+            shards = [shard.detach().to(self.dtype) for shard in self.shards]
+            self.whole = [shard.new_empty(len(shard) * world_size) for shard in shards]
+            self.works = [
+                all_gather_shards(whole, shard, self.group, async_op=True)
+                for whole, shard in zip(self.whole, shards, strict=True)
+            ]
+
+    def gather(self) -> None:
+        """Have all parameters here: wait for them, and start if nobody has."""
+        self.start_to_gather()
+        self._wait()
+
+    def free(self) -> None:
+        """Keep the shards alone."""
+        self._wait()  # nobody may free what is still written
+        self.whole = []
+
+    def _wait(self) -> None:
+        for work in self.works:
+            if work:
+                work.wait()
+        self.works = []
+
+    def reduce(self, gradients: Sequence[Tensor | None]) -> None:
+        """Free the parameters, and send their gradients off: backward has passed the unit.
+
+        Args:
+            gradients: of the whole parameters; None if a parameter was not used or is frozen.
+        """
+        self.free()
+        for flat, shard, mine in zip(self.flats, self.shards, self.by_flat(gradients), strict=True):
+            if shard.requires_grad:
+                whole = shard.new_zeros(
+                    len(shard) * dist.get_world_size(self.group), dtype=self.dtype
+                )
+                for view, gradient in zip(flat.views(whole), mine, strict=True):
+                    if gradient is not None:
+                        view.copy_(gradient)
+                self.order.reduction.start(whole, partial(self._accumulate, shard))
+        at_end_of_backward(self.order.end_backward)
+
+    def _accumulate(self, shard: nn.Parameter, summed: Tensor) -> None:
+        mean = summed.to(shard.dtype) / dist.get_world_size(self.group)
+        shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """Return every parameter, whole, in the dtype of the shards, by its names in the model."""
+        world_size = dist.get_world_size(self.group)
+        whole = [shard.new_empty(len(shard) * world_size) for shard in self.shards]
+        for one, shard in zip(whole, self.shards, strict=True):
+            all_gather_shards(one, shard.detach(), self.group)
+        params = self.views(whole)
+        return {path: params[i] for path, i in zip(self.paths, self.slots, strict=True)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's shards from whole parameters."""
+        by_slot = {i: state[path] for path, i in zip(self.paths, self.slots, strict=True)}
+        params = [by_slot[i] for i in sorted(by_slot)]
+        for shard, mine in zip(self.shards, self.by_flat(params), strict=True):
+            shard.data.copy_(Flat(mine, self.group).shard)
+
+
+class Whole(torch.autograd.Function):
+    """From shards to whole parameters; back, from whole gradients to shards of their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *shards: Tensor) -> tuple[Tensor, ...]:
+        """Return the parameters of a gathered unit: views of ``unit.whole``."""
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        params = unit.views(unit.whole)
+        by_shard = zip(shards, unit.by_flat(params), strict=True)
+        frozen = [param for shard, some in by_shard if not shard.requires_grad for param in some]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(params)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Hand over the gradients, one per parameter. The shards get theirs later."""
+        ctx.unit.reduce(gradients)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class Saved(NamedTuple):
+    """Where a parameter, or a view of it, is in ``unit.whole``; autograd saves this alone."""
+
+    unit: Unit
+    number: int  # of the use
+    flat: int  # of the unit
+    where: tuple[Any, ...]  # size, stride, offset
+
+
+class Order:
+    """Which unit comes next, so that it is on its way in time.
+
+    Attributes:
+        units: in the order in which they compute.
+        to_come: the uses, each a unit and a number, whose parameters the backward pass will need;
+            in the order of the forward pass.
+        reduction: the reduce-scatter that is under way.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.units: list[Unit] = []
+        self.to_come: list[tuple[Unit, int]] = []
+        self.reduction = Reduction(group)
+
+    def goes_forward(self, unit: Unit) -> None:
+        """Gather a unit for its forward pass, and start to gather the one after it."""
+        unit.gather()
+        after = self.units.index(unit) + 1
+        for following in self.units[after : after + 1]:
+            following.start_to_gather()
+
+    def goes_back(self, unit: Unit, number: int) -> None:
+        """Gather a unit for its backward pass, and start to gather the one before it.
+
+        It is called for each tensor that autograd has saved. The first call for a use of the unit
+        starts; it also frees frozen units, which get no gradient that would tell when they end.
+        """
+        unit.gather()
+        at_end_of_backward(self.end_backward)
+        if (unit, number) in self.to_come:
+            index = self.to_come.index((unit, number))
+            del self.to_come[index]
+            for other in self.units:
+                if other is not unit and not any(shard.requires_grad for shard in other.shards):
+                    other.free()
+            if self.to_come:
+                previous, _ = self.to_come[index - 1]  # for what encloses all others, the last one
+                previous.start_to_gather()
+
+    def pack(self, x: Tensor) -> Tensor | Saved:
+        """Of a parameter, let autograd save where it is, and no tensor: that could not be freed."""
+        memory = x.untyped_storage().data_ptr()
+        for unit in self.units:
+            for flat, whole in enumerate(unit.whole):
+                if x.numel() and whole.untyped_storage().data_ptr() == memory:
+                    if (unit, unit.number) not in self.to_come:
+                        self.to_come.append((unit, unit.number))
+                    where = x.size(), x.stride(), x.storage_offset()
+                    return Saved(unit, unit.number, flat, where)
+        return x
+
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
+        """Return what was saved: of a parameter, what is there after it was gathered again."""
+        if isinstance(saved, Tensor):
+            return saved
+        self.goes_back(saved.unit, saved.number)
+        return saved.unit.whole[saved.flat].as_strided(*saved.where)
+
+    def end_backward(self) -> None:
+        """Leave nothing under way and nothing whole; the backward pass has ended."""
+        self.reduction.finish()
+        self.free_all()
+
+    def free_all(self) -> None:
+        """Free what is left: units that were not used, or that have no trained parameters."""
+        for unit in self.units:
+            unit.free()
