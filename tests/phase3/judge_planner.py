@@ -155,7 +155,11 @@ PUBLISHED_GIB = (  # without recomputation, and with sequence parallelism and th
 
 
 @task("3.21")
-@pytest.mark.parametrize(("model", "layout", "batch_size", "none", "selective"), PUBLISHED_GIB)
+@pytest.mark.parametrize(
+    ("model", "layout", "batch_size", "none", "selective"),
+    PUBLISHED_GIB,
+    ids=["22 billion", "175 billion", "530 billion", "a trillion"],
+)
 def test_activations_of_large_models(
     grade: Grade,
     model: Transformer,

@@ -7,6 +7,7 @@ rate of 1, the parameters say how many gradients of each worker have been applie
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -149,12 +150,9 @@ def _work(plan: Plan, rank: int, group: Any) -> list[dict[str, Any]]:
             _fall_silent(plan, when, gradient, group)
             return pulls
         pushed_s = time.perf_counter()
-        works = [
-            work
-            for server in plan.servers
-            for work in start_exchange(gradient, server, shards[server], server, group)
-        ]
-        for work in works:
+        pairs = [(server, shards[server]) for server in plan.servers]
+        started = [start_exchange(gradient, at, shard, at, group) for at, shard in pairs]
+        for work in chain.from_iterable(started):
             work.wait()
         counts = [_counts(shards[server], plan) for server in plan.servers]
         pulls.append({"counts": counts, "pushed_s": pushed_s, "pulled_s": time.perf_counter()})
