@@ -239,11 +239,12 @@ class DistributedDataParallel(nn.Module):
 
         The backward pass counts, wherever the forward pass was. An error inside ends it, too.
         """
+        before = self._is_synchronizing
         self._is_synchronizing = False
         try:
             yield
         finally:
-            self._is_synchronizing = True
+            self._is_synchronizing = before  # still False inside of another no_sync
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until the gradients of all ranks are their means; the same bit for bit on all ranks.
