@@ -3,13 +3,15 @@
 from typing import Any
 
 from distlab.grade import Grade, check
-from judging.checks import short
+from judging.checks import of_members, short
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.tensors import (
     FRACTIONS,
     KINDS,
     NO_KEYWORDS,
     Keywords,
     plain,
+    reduce_all_kinds,
     reduce_fractions,
     tensors_of,
 )
@@ -81,3 +83,11 @@ def check_same_bits(grade: Grade, name: str, n: int, keywords: Keywords = NO_KEY
                 "only in the last bits. Ranks that add in different orders round differently, and "
                 "their models drift apart.",
             )
+
+
+def check_inside_a_group(grade: Grade, name: str) -> None:
+    """Check the sums of an all-reduce in a group whose ranks have other numbers in the world."""
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, reduce_all_kinds, name), if_stuck=STUCK_IN_GROUP
+    )
+    check_sums(of_members(run))

@@ -16,14 +16,17 @@ from judging.checks import (
     check_sizes,
     check_waited,
     edges_of,
-    of_members,
     rounds_of,
     rounds_of_tree,
     short,
     uneven,
 )
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from judging.sums import check_same_bits, check_sums, check_sums_of_powers
+from judging.sums import (
+    check_inside_a_group,
+    check_same_bits,
+    check_sums,
+    check_sums_of_powers,
+)
 
 NAIVE, DOUBLING = "all_reduce_naive", "all_reduce_recursive_doubling"
 OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exchange and broadcast)"
@@ -106,14 +109,7 @@ def test_naive_gives_all_ranks_the_same_bits(grade: Grade) -> None:
 
 @task("1.6")
 def test_naive_inside_a_group(grade: Grade) -> None:
-    _check_inside_a_group(grade, NAIVE)
-
-
-def _check_inside_a_group(grade: Grade, name: str) -> None:
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, t.reduce_all_kinds, name), if_stuck=STUCK_IN_GROUP
-    )
-    check_sums(of_members(run))
+    check_inside_a_group(grade, NAIVE)
 
 
 # 1.7 all_reduce_recursive_doubling
@@ -192,4 +188,4 @@ def test_doubling_gives_all_ranks_the_same_bits(grade: Grade, n: int) -> None:
 
 @task("1.7")
 def test_doubling_inside_a_group(grade: Grade) -> None:
-    _check_inside_a_group(grade, DOUBLING)
+    check_inside_a_group(grade, DOUBLING)

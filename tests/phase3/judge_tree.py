@@ -23,14 +23,17 @@ from judging.checks import (
     check_sizes,
     check_waited,
     edges_of,
-    of_members,
     rounds_of,
     rounds_of_tree,
     short,
     uneven,
 )
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from judging.sums import check_same_bits, check_sums, check_sums_of_powers
+from judging.sums import (
+    check_inside_a_group,
+    check_same_bits,
+    check_sums,
+    check_sums_of_powers,
+)
 from phase3 import trees as b
 
 TREE = "tree_all_reduce"
@@ -148,14 +151,7 @@ def test_a_tree_gives_all_ranks_the_same_bits(grade: Grade) -> None:
 
 @task("3.5")
 def test_a_tree_inside_a_group(grade: Grade) -> None:
-    _check_inside_a_group(grade, TREE)
-
-
-def _check_inside_a_group(grade: Grade, name: str) -> None:
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, t.reduce_all_kinds, name), if_stuck=STUCK_IN_GROUP
-    )
-    check_sums(of_members(run))
+    check_inside_a_group(grade, TREE)
 
 
 # 3.6 double_tree
@@ -404,4 +400,4 @@ def test_a_double_tree_gives_all_ranks_the_same_bits(grade: Grade) -> None:
 
 @task("3.6")
 def test_a_double_tree_inside_a_group(grade: Grade) -> None:
-    _check_inside_a_group(grade, b.DOUBLE)
+    check_inside_a_group(grade, b.DOUBLE)
