@@ -30,6 +30,7 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
         step 0    3   0   1   2
         step 1    2   3   0   1
         step 2    1   2   3   0      then rank r holds the whole sum of chunk r
+    Ranks cannot deadlock, not even on NCCL: the send and the receive of a step start in one batch.
 
     Args:
         x: contiguous, same shape and dtype on all ranks, of any size, even less than N. Its memory
@@ -63,6 +64,7 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
         step 0    0   1   2   3
         step 1    3   0   1   2
         step 2    2   3   0   1
+    Ranks cannot deadlock, not even on NCCL: the send and the receive of a step start in one batch.
 
     Args:
         x: contiguous, same shape and dtype on all ranks, of any size. The chunks are those of
@@ -125,8 +127,9 @@ def segmented_ring_all_reduce(
 
     Cost: the bytes of ``ring_all_reduce``, to the same neighbour, in at most S times as many
         messages if the longest chunk needs S segments. 2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding
-        a segment takes no longer than its message; for S = 16, what overlaps with nothing may add a
-        tenth. No collective; two segments of extra memory.
+        a segment takes no longer than its message; for S = 16, what overlaps with nothing, such as
+        the last segment of a step, may add a tenth. No collective; two segments of extra memory, of
+        ``segment_bytes`` each, rounded up to whole elements.
     Source: NCCL splits its rings' chunks in this way: Hu et al. 2025 (arXiv 2507.04786).
     """
     # TODO 3.4: do as ring_all_reduce, with the next segment on its way while one is added.

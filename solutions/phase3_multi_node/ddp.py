@@ -34,10 +34,11 @@ def assign_buckets(
         buckets    ──── [1, 0]: 7 kB ───    ─ [2] ─     ─── [4, 3]: 2 kB ───
 
     Args:
-        params: any tensors; only their bytes, dtypes and devices count.
+        params: any tensors, the same one perhaps twice; only their own bytes (a view's, not those
+            of the storage that it shares), dtypes and devices count. The sequence is only read.
         bucket_bytes: the most that a bucket holds; a larger parameter has a bucket to itself.
-        first_bucket_bytes: the same for the first bucket of each dtype and device. A small one
-            leaves early.
+        first_bucket_bytes: the same for the first bucket of each dtype and device, be it less or
+            more. A small one leaves early.
 
     Returns:
         Buckets of indices into ``params``; every index is in one bucket. A bucket holds one dtype
@@ -237,7 +238,8 @@ class DistributedDataParallel(nn.Module):
             loss_of(ddp(second)).backward()
             ddp.finish_gradient_synchronization()    # the mean over ranks of both, added up
 
-        The backward pass counts, wherever the forward pass was. An error inside ends it, too.
+        The backward pass counts, wherever the forward pass was. An error inside ends it, too,
+        and comes out of it.
         """
         before = self._is_synchronizing
         self._is_synchronizing = False
@@ -249,14 +251,17 @@ class DistributedDataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Wait until the gradients of all ranks are their means; the same bit for bit on all ranks.
 
+        Buckets may be divided before they are summed or after.
+
         Every rank calls it once after at most one backward pass outside of ``no_sync``. It first
         starts the buckets that still lack a gradient: the rank did not use a parameter, or has
         computed nothing, or only inside of ``no_sync``. Afterwards, the gradient of a parameter
         that no rank used is zero (not None), and what is frozen has none.
 
         The first call also orders the buckets of all later steps: they are those of
-        ``assign_buckets`` for the reverse of the order in which rank 0's gradients came, and those
-        that did not come there count as last, in the order of the first step.
+        ``assign_buckets`` for the reverse of the order in which rank 0's gradients came outside of
+        ``no_sync``, and those that did not come there count as last, in the order of the first
+        step.
 
         Cost: the first time, one broadcast of 8 bytes per trainable parameter.
         """

@@ -39,19 +39,21 @@ def discover_topology(
 
     Args:
         group: the ranks that take part; all by default. The ranks of a host need not be neighbours.
-        sizes_bytes: sizes of the messages, two different ones: the line through their times is
-            α + nβ.
+        sizes_bytes: sizes of the messages, two different ones in either order: the line through
+            their times is α + nβ.
         repeats: timed ping-pongs of each size, after one that is not timed, because connections are
-            often made by the first message. Their median counts: one that is late changes nothing.
+            often made by the first message. Their median counts (the mean of the two in the middle
+            if there are evenly many): one that is late changes nothing.
 
     Returns:
         The same on all ranks: hosts by their names (``socket.gethostname()``), in the order of the
         ranks in the group; α and β of a message between two ranks of one host, and of one between
-        two hosts, neither below 0. None where there are no such ranks.
+        two hosts. Where noise puts α or β of the line below 0, it is 0. None where there are no
+        such ranks.
 
     Cost: one pair of ranks inside a host and one between hosts play, one pair after the other, and
         the others wait. 2(repeats + 1) messages of each size for each pair, however many ranks
-        there are, and a few collectives that share what was found.
+        there are, and a few collectives that share what was found, as many for any ``repeats``.
     """
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
@@ -119,8 +121,8 @@ def hierarchical_all_reduce(
             for bit the same on all ranks.
         inside: this rank's node; all nodes have equally many ranks.
         across: the ranks with this rank's number inside their nodes, one of each node.
-        reduce_scatter, all_reduce, all_gather: what each step is made of; torch's own by default.
-            Those of tasks 3.1 to 3.3 fit too.
+        reduce_scatter, all_reduce, all_gather: what each step is made of, called once with the
+            tensor by position; torch's own by default. Those of tasks 3.1 to 3.3 fit too.
 
     Cost: k nodes of g ranks, n bytes, α₁ and β₁ inside a node, α₂ and β₂ between nodes: each rank
         sends 2(k-1)/k · n/g bytes to other nodes. With rings 2(g-1)(α₁ + n/g·β₁) +
@@ -141,13 +143,13 @@ def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
 
     Args:
         seconds: row i, column j: how long a message from rank i to rank j takes. Measured, so i to
-            j and j to i may differ, and no two entries need be equal; but any message inside a host
-            is faster than any out of it, and any below a switch than any beyond that. The diagonal
-            means nothing. It is only read.
+            j and j to i may differ, and entries may all differ or be equal; but any message inside
+            a host is faster than any out of it, and any below a switch than any beyond that. The
+            diagonal means nothing. It is only read.
 
     Returns:
         Every rank once, beginning with rank 0; the last one's neighbour is the first. Hosts, leaf
-        switches, and so on up the tree are each entered once and left once.
+        switches, and so on up the tree, of whatever sizes, are each entered once and left once.
 
     Cost: no communication; about N² comparisons for N ranks.
     """
@@ -176,7 +178,8 @@ def choose_algorithm(num_bytes: int, topology: Topology) -> str:
     a time; in the hierarchical all-reduce all g do, each a g-th of the bandwidth.
 
     Args:
-        num_bytes: size of the tensor on each rank; 1 or more.
+        num_bytes: size of the tensor on each rank; 1 or more, perhaps fewer than there are ranks.
+            The formulas divide it as it is: 5 bytes on 10 ranks are 0.5 bytes each.
         topology: at least two ranks, numbered in any way. ``inside`` is None if no host has two
             ranks, ``between`` if there is one host; no message is of that kind then.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.grade import WrongResult
 from judging.pretend_device import PretendDevice, device_of
 from phase3.ddp_models import (
     Branches,
@@ -201,10 +202,13 @@ def _outside(calls: Sequence[Call], model: nn.Module) -> list[str]:
     ]
 
 
-def in_different_orders(lesson: Any, orders: Sequence[Sequence[int]]) -> list[Any]:
+def in_different_orders(
+    lesson: Any, orders: Sequence[Sequence[int]], inside: Sequence[int] = ()
+) -> list[Any]:
     """Gradients and buckets of three steps; rank r uses the branches in orders[r].
 
-    A branch that is not in an order is not used.
+    A branch that is not in an order is not used. With ``inside``, each step begins with a backward
+    pass of these branches inside of no_sync.
     """
     rank = dist.get_rank()
     model = Branches(max(map(max, orders)) + 1)
@@ -214,7 +218,11 @@ def in_different_orders(lesson: Any, orders: Sequence[Sequence[int]]) -> list[An
     for step in range(3):
         for parameter in model.parameters():
             parameter.grad = None
-        ddp(torch.full((3,), float(rank + 1 + step)), orders[rank]).backward()
+        x = torch.full((3,), float(rank + 1 + step))
+        if inside:
+            with ddp.no_sync():
+                ddp(x, inside).backward()
+        ddp(x, orders[rank]).backward()
         ddp.finish_gradient_synchronization()
         gradients = [weight.grad for weight in model.weights]
         calls = [names_in(call, model) for call in noted.taken()]
@@ -354,8 +362,15 @@ class Boom(Exception):
 
 
 def _after_an_error(ddp: Any, closed: Any, rank: int, turn: int) -> Iterator[Any]:
-    with suppress(Boom), ddp.no_sync():
-        raise Boom
+    boom = Boom("raised inside of no_sync")
+    with suppress(Boom):
+        with ddp.no_sync():
+            raise boom
+        raise WrongResult(
+            f"rank {rank}: an error that is raised inside of no_sync should come out of it, but "
+            "the program goes on after the block as if nothing had happened. Put yield between "
+            "try and finally, without an except or a return that ends the error."
+        )
     yield loss_of(sum_of(ddp, rank, turn)).backward
 
 

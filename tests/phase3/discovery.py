@@ -3,8 +3,8 @@
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from judging.pretend_device import PretendDevice, device_of
 from phase3_multi_node.given import LinkCost, Topology
 
 FUNCTION = "discover_topology"
+DOMAIN = "gpu."  # of all hosts: what stands before the first dot of their names
 LATE_S = 0.05
 WORK_S = 0.001
 
@@ -47,16 +48,44 @@ def _cost(name: str, cost: Any) -> list[float] | None:
     return [float(value) for value in values]
 
 
-def discover_with_late_messages(
-    lesson: Any, arguments: Mapping[str, Any], late: Mapping[int, list[int]]
+def discover_in_groups(
+    lesson: Any, groups: Sequence[Sequence[int]], arguments: Mapping[str, Any]
+) -> list[dict[str, Any] | None]:
+    """Discover in each group in turn, while hosts are called ``gpu.node0`` and so on.
+
+    Returns:
+        Of each group what was found, None on ranks that are not in it.
+    """
+    made = [dist.new_group([*ranks]) for ranks in groups]
+    name = socket.gethostname
+    with _patched({(socket, "gethostname"): lambda: f"{DOMAIN}{name()}"}):
+        return [
+            discover(lesson, arguments, group) if dist.get_rank() in ranks else None
+            for ranks, group in zip(groups, made, strict=True)
+        ]
+
+
+@contextmanager
+def _patched(patches: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Patch for all ranks, which are threads of one process, until the last one is done."""
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            for (owner, name), value in patches.items():
+                stack.enter_context(patch.object(owner, name, value))
+        dist.barrier()
+        yield
+        dist.barrier()
+
+
+def discover_with_delays(
+    lesson: Any, arguments: Mapping[str, Any], delays_s: Mapping[int, Sequence[float]]
 ) -> dict[str, Any]:
-    """Discover while some messages are late.
+    """Discover while messages are late.
 
     Args:
-        late: size in bytes -> which messages of this size from one rank to another are late,
-            counted from 0.
+        delays_s: size in bytes -> how late each message of this size from one rank to another is,
+            the first one first.
     """
-    is_first = dist.get_rank() == 0
     sent: Counter[tuple[int, int, int]] = Counter()
     send = SimGroup.send
 
@@ -64,15 +93,12 @@ def discover_with_late_messages(
         num_bytes = tensors[0].nbytes
         number = sent[group.rank(), dst, num_bytes]
         sent[group.rank(), dst, num_bytes] += 1
-        if number in late.get(num_bytes, ()):
-            time.sleep(LATE_S)
+        if delay_s := dict(enumerate(delays_s.get(num_bytes, ()))).get(number):
+            time.sleep(delay_s)
         return send(group, tensors, dst, tag)
 
-    with patch.object(SimGroup, "send", send_late if is_first else SimGroup.send):
-        dist.barrier()  # all ranks are threads of one process: from here, rank 0's holds for all
-        found = discover(lesson, arguments)
-        dist.barrier()
-    return found
+    with _patched({(SimGroup, "send"): send_late}):
+        return discover(lesson, arguments)
 
 
 def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,12 +130,6 @@ def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any
         (torch.cuda, "current_device"): lambda: 0,
         (torch.cuda, "synchronize"): lambda device=None: time.sleep(work_s.pop(dist.get_rank(), 0)),
     }
-    with ExitStack() as stack:
-        if dist.get_rank() == 0:
-            for (owner, name), value in patches.items():
-                stack.enter_context(patch.object(owner, name, value))
-        dist.barrier()  # all ranks are threads of one process: from here, rank 0's hold for all
-        with PretendDevice("cuda:0"):
-            found = discover(lesson, arguments)
-        dist.barrier()
+    with _patched(patches), PretendDevice("cuda:0"):
+        found = discover(lesson, arguments)
     return {**found, "sent": sent}

@@ -12,6 +12,7 @@ from phase3 import orders as b
 
 NEAR = 1.05  # times as long as the fastest, by the formulas
 NEAR_AS_RUN = 1.07  # the same where chunks are rounded to whole elements
+SLOW = 1e6  # times the seconds per byte
 NUM_CASES = 25  # in which each of the three is the fastest, and as many of each odd shape
 
 
@@ -37,14 +38,19 @@ def _predicted(case: b.Case) -> dict[str, float]:
     return seconds
 
 
-def _drawn(grade: Grade, counts: list[int]) -> b.Case:
-    """Draw sizes and links of hosts with so many ranks each, numbered in any way."""
+def _drawn(grade: Grade, counts: list[int], *, is_tiny: bool = False) -> b.Case:
+    """Draw sizes and links of hosts with so many ranks each, numbered in any way.
+
+    Args:
+        is_tiny: few bytes, of which each counts, as on a radio link.
+    """
     draw = grade.random.uniform
     hosts = [f"h{host}" for host, count in enumerate(counts) for _ in range(count)]
     grade.random.shuffle(hosts)
-    inside = 10 ** draw(-6, -4), 10 ** draw(-11.5, -9.5)
-    between = 10 ** draw(-5, -3.5), 10 ** draw(-11, -9)
-    num_bytes = round(10 ** draw(1, 8))
+    slow = SLOW if is_tiny else 1.0
+    inside = 10 ** draw(-6, -4), slow * 10 ** draw(-11.5, -9.5)
+    between = 10 ** draw(-5, -3.5), slow * 10 ** draw(-11, -9)
+    num_bytes = grade.random.randint(1, 2 * len(hosts)) if is_tiny else round(10 ** draw(1, 8))
     return (
         num_bytes,
         tuple(hosts),
@@ -60,6 +66,15 @@ def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
         for counts in ([4], [2], [7], [1] * 6, [1, 1], [3, 2], [1, 4, 4], [2, 2, 1, 1])
         for _ in range(NUM_CASES)
     ]
+    _check_cases(grade, cases)
+
+
+@task("3.10")
+def test_a_few_bytes_are_shared_too(grade: Grade) -> None:
+    _check_cases(grade, _clear_cases(grade, is_tiny=True))
+
+
+def _check_cases(grade: Grade, cases: list[b.Case]) -> None:
     run = grade.run(b.choose_all, 2, cases)
     check_silent(run, "choose_algorithm")
     for rank, chosen in enumerate(run.results):
@@ -67,12 +82,12 @@ def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
             _check_choice(f"rank {rank} of 2, {_told(case)}", name, _predicted(case))
 
 
-def _clear_cases(grade: Grade) -> list[b.Case]:
+def _clear_cases(grade: Grade, *, is_tiny: bool = False) -> list[b.Case]:
     """Draw cases until each algorithm has been the fastest equally often, by more than is near."""
     cases: dict[str, list[b.Case]] = {name: [] for name in b.ALGORITHMS}
     while any(len(of_name) < NUM_CASES for of_name in cases.values()):
         nodes, gpus = grade.random.randrange(2, 9), grade.random.randrange(2, 9)
-        case = _drawn(grade, [gpus] * nodes)
+        case = _drawn(grade, [gpus] * nodes, is_tiny=is_tiny)
         (best, best_s), (_, next_s) = sorted(_predicted(case).items(), key=lambda e: e[1])[:2]
         if next_s > NEAR * best_s and len(cases[best]) < NUM_CASES:
             cases[best].append(case)
@@ -109,7 +124,7 @@ def _check_choice(
     check(
         seconds[name] <= near * seconds[best],
         f"{where}: {best} is the fastest, but you chose {name}; by algorithm, it {verb}: {told}. "
-        f"Compare your own sums with these. {_CAUSES[best]} {_CAUSES[name]}",
+        f"Compare your own sums with these; n/N is not rounded. {_CAUSES[best]} {_CAUSES[name]}",
     )
 
 

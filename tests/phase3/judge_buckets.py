@@ -9,8 +9,8 @@ from judging.checks import short
 from phase3 import buckets as b
 from phase3.buckets import Case, Param
 
-DTYPES = ("float32", "bfloat16", "float64")
-DEVICES = ("cpu", "meta")
+DTYPES = ("float32", "int32", "float16", "bfloat16", "float64")  # some of one size
+DEVICES = ("cpu", *b.PRETENDED)
 Buckets = Sequence[Sequence[int]]
 
 
@@ -42,14 +42,35 @@ def test_a_large_parameter_has_a_bucket_to_itself(grade: Grade) -> None:
 def test_dtypes_and_devices_are_kept_apart(grade: Grade) -> None:
     mixed = (Param(100), Param(100, "bfloat16"), Param(100), Param(100, "bfloat16"))
     waits = (Param(5, "bfloat16"), *(Param(100) for _ in range(8)), Param(5, "bfloat16"))
-    placed = (Param(9), Param(9, device="meta"), Param(9), Param(9, device="meta"))
+    placed = (Param(9), Param(9, device="xpu:0"), Param(9), Param(9, device="xpu:1"))
     cases = [
         Case(mixed, 1000, 1000),
         Case(waits, 1000, 500),
         Case(placed, 1000, 40),
-        *(_drawn(grade.random, DTYPES, DEVICES) for _ in range(30)),
+        *(_drawn(grade.random, DTYPES, ("cpu",)) for _ in range(20)),
+        *(_drawn(grade.random, ("float32",), DEVICES) for _ in range(20)),
+        *(_drawn(grade.random, DTYPES, DEVICES) for _ in range(20)),
     ]
     _check_cases(grade, cases)
+
+
+@task("3.11")
+def test_views_and_repeated_parameters_count_by_themselves(grade: Grade) -> None:
+    views = Case((Param(40, is_view=True), Param(60), Param(70, is_view=True)), 480, 280)
+    twice = Case((Param(10), Param(10, is_same=True), Param(10)), 60, 80)
+    drawn = [_drawn(grade.random, DTYPES, ("cpu",)) for _ in range(20)]
+    _check_cases(grade, [views, twice, *(_shared(grade.random, case) for case in drawn)])
+
+
+def _shared(random: Random, case: Case) -> Case:
+    """Make some parameters views of a larger memory, and some the same as the one before."""
+    params: list[Param] = []
+    for param in case.params:
+        if params and random.random() < 0.3:
+            params.append(params[-1]._replace(is_same=True))
+        else:
+            params.append(param._replace(is_view=random.random() < 0.5))
+    return case._replace(params=tuple(params))
 
 
 @task("3.11")
@@ -63,7 +84,7 @@ def _drawn(random: Random, dtypes: tuple[str, ...], devices: tuple[str, ...]) ->
         for _ in range(random.randint(1, 14))
     )
     bucket_bytes = random.randint(150, 600)
-    return Case(params, bucket_bytes, random.randint(8, bucket_bytes))
+    return Case(params, bucket_bytes, random.randint(8, 2 * bucket_bytes))  # may be the larger
 
 
 def _check_cases(grade: Grade, cases: Sequence[Case]) -> None:
@@ -71,8 +92,8 @@ def _check_cases(grade: Grade, cases: Sequence[Case]) -> None:
         _check(case, found)
 
 
-def _check(case: Case, found: Buckets) -> None:
-    expected = buckets_of(case)
+def _check(case: Case, result: b.Found) -> None:
+    (found, is_kept), expected = result, buckets_of(case)
     here = (
         f"assign_buckets of {_described(case.params)} with bucket_bytes={case.bucket_bytes} and "
         f"first_bucket_bytes={case.first_bucket_bytes}"
@@ -82,6 +103,11 @@ def _check(case: Case, found: Buckets) -> None:
         f"{here} should return {short(expected)}; it returned {short(found)}. "
         f"{_why(case, found, expected)}",
     )
+    check(
+        is_kept,
+        f"{here} should only read params, to whose order its indices refer; afterwards, the list "
+        "was in another order. Iterate over reversed(range(len(params))) instead of reversing it.",
+    )
 
 
 def _described(params: Sequence[Param]) -> str:
@@ -89,6 +115,7 @@ def _described(params: Sequence[Param]) -> str:
     devices = {param.device for param in params}
     texts = [
         f"{param.num_bytes}"
+        + (" (a view)" if param.is_view else " (the same again)" if param.is_same else "")
         + (f" {param.dtype}" if len(kinds) > 1 else "")
         + (f" {param.device}" if len(devices) > 1 else "")
         for param in params
@@ -101,11 +128,17 @@ def _why(case: Case, found: Buckets, expected: Buckets) -> str:
     params = case.params
     times = Counter(index for bucket in found for index in bucket)
     if times != Counter(range(len(params))):
-        return "Every index should be in one bucket, once."
+        return (
+            "Every index should be in one bucket, once; also those of a parameter that stands in "
+            "params twice, which buckets by tensor or by id would miss."
+        )
     if not all(found):
         return "A bucket is empty."
     if any(len({params[index].kind for index in bucket}) > 1 for bucket in found):
-        return "A bucket holds one dtype on one device: it is sent as one tensor."
+        return (
+            "A bucket holds one dtype on one device: it is sent as one tensor. float16 and "
+            "bfloat16 are two dtypes of one size, and xpu:0 and xpu:1 two devices of one type."
+        )
     if any(list(bucket) != sorted(bucket, reverse=True) for bucket in found):
         return (
             "Begin with the last parameter, inside of a bucket too: its gradient is computed first."
@@ -133,7 +166,8 @@ def _why_sizes(case: Case, found: Buckets) -> str:
     return (
         "Each parameter goes into the bucket of the one before it (of its dtype and device) if it "
         "fits there, up to the last byte, and otherwise into a new one. Only the first bucket of "
-        "each dtype and device has first_bucket_bytes."
+        "each dtype and device has first_bucket_bytes, whether that is less or more. A view counts "
+        "with its own bytes (nbytes), not with those of the storage that it shares."
     )
 
 

@@ -173,11 +173,27 @@ def _check_branches(orders: Sequence[Sequence[int]], by_rank: Sequence[Any]) -> 
                     "it: if ranks start them in different orders, gradients of different "
                     "parameters are added up.",
                 )
-            order = later if step else first
-            expected = [[f"weights.{branch}"] for branch in order]
-            check(
-                found["calls"] == expected,
-                f"{here}: buckets should leave in the order {expected}, which is that of "
-                f"{'rank 0, in the first step' if step else 'assign_buckets'}, on all ranks; they "
-                f"left in the order {found['calls']}.",
+            _check_order(here, later if step else first, found["calls"], is_first=not step)
+
+
+def _check_order(here: str, branches: Sequence[int], found: Any, *, is_first: bool) -> None:
+    expected = [[f"weights.{branch}"] for branch in branches]
+    check(
+        found == expected,
+        f"{here}: buckets should leave in the order {expected}, which is that of "
+        f"{'assign_buckets' if is_first else 'rank 0, in the first step'}, on all ranks; they "
+        f"left in the order {found}.",
+    )
+
+
+@task("3.12")
+def test_no_sync_does_not_count_for_the_order(grade: Grade) -> None:
+    order = grade.random.sample(range(4), 4)
+    for inside in (order[::-1], order[1:] + order[:1]):
+        run = run_together(grade, b.in_different_orders, 2, [order, order], inside)
+        for rank, steps in enumerate(run.results):
+            here = (
+                f"backward passes use branches in the order {inside} inside of no_sync, which does "
+                f"not count, and {order} outside, step 1, rank {rank} of 2"
             )
+            _check_order(here, order[::-1], steps[1]["calls"], is_first=False)

@@ -138,6 +138,44 @@ def _check_functions_are_used(run: Run) -> None:
     )
 
 
+@task("3.8")
+@pytest.mark.parametrize(("nodes", "gpus"), [(2, 3), (3, 2)])
+def test_each_function_takes_the_step_that_is_its_own(grade: Grade, nodes: int, gpus: int) -> None:
+    hosts = _hosts(nodes, gpus, grade.random.choice(("block", "cyclic")))
+    run = grade.run(b.note_calls, len(hosts), hosts, if_stuck=STUCK)
+    for rank, by_kind in enumerate(run.results):
+        for (shape, dtype), calls in zip(b.NOTED_KINDS, by_kind, strict=True):
+            _check_calls(f"{_shape(nodes, gpus)}, hosts {hosts}: rank {rank}", dtype, calls)
+            place = next(node.index(rank) for node in ranks_by_host(hosts) if rank in node)
+            chunk = len(range(place, shape[0], gpus))  # as long as the chunk of tensor_split
+            check(
+                [number for *_, number in calls] == [shape[0], chunk, shape[0]],
+                f"{_shape(nodes, gpus)}: rank {rank}, {dtype} of {shape[0]}: reduce_scatter and "
+                f"all_gather should get all {shape[0]} elements, and all_reduce the {chunk} of the "
+                f"chunk that reduce_scatter returned; they got {short(calls)}.",
+            )
+
+
+def _check_calls(where: str, dtype: str, calls: list[b.NotedCall]) -> None:
+    steps = [(name, group) for name, group, *_ in calls]
+    check(
+        steps == b.STEPS,
+        f"{where}, {dtype}: of the functions that were passed, each takes one step: "
+        f"{_steps(b.STEPS)}; yours made {_steps(steps)}. An all_reduce that is passed, say "
+        "one that compresses, is there to carry what crosses between the nodes.",
+    )
+    others = sorted({of for _, _, of, _ in calls} - {dtype})
+    check(
+        not others,
+        f"{where}: x is {dtype}, but a function got a tensor of {', '.join(others)}, which sends "
+        "other bytes and rounds elsewhere. Pass the views of x as they are.",
+    )
+
+
+def _steps(steps: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{name} {group}" for name, group in steps) or "none of these calls"
+
+
 def _check_ones(where: str, run: Run, total: int) -> None:
     for rank, (_, least, greatest) in enumerate(run.results):
         check(

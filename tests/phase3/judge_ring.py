@@ -22,9 +22,11 @@ from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.tensors import numbers_of
 from phase3 import ring as b
 from phase3.ring_checks import (
+    AS_NCCL,
     BEFORE,
     IN_GROUP,
     ITEM_BYTES,
+    NOT_IN_A_BATCH,
     OF_MESSAGES,
     SLACK_BYTES,
     STUCK,
@@ -76,6 +78,14 @@ def _check_ring(run: Run) -> None:
     check_no_collective(run, OF_MESSAGES)
     check_neighbours(run)
     check_waited(run)
+
+
+@task("3.1")
+@pytest.mark.parametrize("n", [2, 3])
+def test_reduce_scatter_cannot_deadlock_on_nccl(grade: Grade, n: int) -> None:
+    num_elements = b.uneven_size(grade.random)
+    run = grade.run(*(b.scatter_my_rank, n, num_elements), options=AS_NCCL, if_stuck=NOT_IN_A_BATCH)
+    _check_chunks_of_powers(run.results)
 
 
 @task("3.1", real=True)
@@ -215,6 +225,14 @@ def _chunks_text(wrong: dict[int, Any]) -> str:
     return ", ".join(told) + (", …" if len(wrong) > len(told) else "")
 
 
+@task("3.2")
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_gather_cannot_deadlock_on_nccl(grade: Grade, n: int) -> None:
+    num_elements = b.uneven_size(grade.random)
+    run = grade.run(*(b.gather_my_rank, n, num_elements), options=AS_NCCL, if_stuck=NOT_IN_A_BATCH)
+    _check_chunks_of_ranks(run.results)
+
+
 @task("3.2", real=True)
 @pytest.mark.parametrize("n", [2, 3])
 def test_all_gather_collects_every_kind(grade: Grade, n: int) -> None:
@@ -271,6 +289,16 @@ def test_all_reduce_sends_the_least_bytes(grade: Grade, n: int) -> None:
     check_all_reduce_sent(run, num_elements)
     check_bytes_of_all_reduce(run, num_elements)
     check_rounds(run, num_elements, 2 * (n - 1))
+
+
+@task("3.3")
+@pytest.mark.parametrize("n", [3, 5, 8])
+def test_a_short_tensor_travels_around_the_ring_too(grade: Grade, n: int) -> None:
+    num_elements = grade.random.randrange(1, n)  # so that some chunks are empty
+    run = grade.run(*(b.reduce_my_rank, n, b.REDUCE, num_elements), if_stuck=STUCK)
+    check_sums_of_powers(run)
+    _check_ring(run)
+    check_bytes_of_all_reduce(run, num_elements)
 
 
 @task("3.3", real=True)

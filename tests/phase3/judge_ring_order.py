@@ -1,5 +1,6 @@
 """Judges task 3.9: how often the ring crosses each level of the tree, and how fast it is."""
 
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -25,7 +26,9 @@ SHAPES: list[list[Any]] = [  # ranks of each host; hosts of each leaf; leaves of
     [[3, 1], [2], [2, 2, 1]],
     [[[2, 2], [2, 2]], [[2, 2], [3, 2]]],
     [[8, 8], [8, 8], [8, 8], [8, 8]],
+    [2, 3, 3],
 ]
+NUM_DRAWN = 20  # trees of other sizes
 Place = tuple[int, ...]  # of a rank: which pod, which leaf in it, which host in that, …
 
 
@@ -38,14 +41,20 @@ def _places(shape: list[Any], above: Place = ()) -> list[Place]:
     return places
 
 
-def _measured(places: list[Place], random: Random) -> b.Matrix:
+def _drawn(random: Random, depth: int) -> list[Any]:
+    """Draw a tree of so many levels, with one to three parts or ranks in each part."""
+    number = random.randint(1, 3)
+    return [_drawn(random, depth - 1) if depth > 1 else random.randint(1, 4) for _ in range(number)]
+
+
+def _measured(places: list[Place], random: Random, noise: float) -> b.Matrix:
     """Seconds of a message between any two ranks: three times as long per level, with noise."""
     depth, fastest_s = len(places[0]), 10 ** random.uniform(-6, -3)
     return [
         [
-            fastest_s * 3 ** (depth - _common(one, other)) * random.uniform(0.8, 1.2)
+            fastest_s * 3 ** (depth - _common(one, other)) * random.uniform(1 - noise, 1 + noise)
             if i != j
-            else random.choice((0.0, 1.0))
+            else random.choice((0.0, fastest_s, 1.0))
             for j, other in enumerate(places)
         ]
         for i, one in enumerate(places)
@@ -60,10 +69,11 @@ def _common(one: Place, other: Place) -> int:
 @task("3.9")
 def test_each_part_of_the_tree_is_entered_once(grade: Grade) -> None:
     cases = []
-    for shape in SHAPES:
+    drawn = [_drawn(grade.random, grade.random.randint(1, 3)) for _ in range(NUM_DRAWN)]
+    for shape, noise in product([*SHAPES, *drawn], (0.2, 0.0)):  # without noise, times are equal
         places = _places(shape)
         grade.random.shuffle(places)
-        cases.append((places, _measured(places, grade.random)))
+        cases.append((places, _measured(places, grade.random, noise)))
     run = grade.run(b.order_all, 2, [matrix for _, matrix in cases])
     check_silent(run, "ring_order")
     for rank, found in enumerate(run.results):
@@ -85,7 +95,8 @@ def _check_permutation(where: str, order: list[int], n: int) -> None:
     check(
         sorted(order) == list(range(n)) and order[0] == 0,
         f"{where}: the order should hold each of the ranks 0 to {n - 1} once, and begin with rank "
-        f"0; it is {short(order)}. The ring closes by itself: rank 0 does not come again.",
+        f"0; it is {short(order)}. The ring closes by itself: rank 0 does not come again. "
+        "At equal times, too, only ranks that are not yet in the order may be chosen.",
     )
 
 

@@ -1,6 +1,8 @@
 """Judges task 3.7: who shares a host, and what messages cost."""
 
 from collections import Counter
+from collections.abc import Sequence
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster, Options
 from distlab.sim.engine.trace import departure_s
 from distlab.words import counted
-from judging.checks import Edge, of_members
+from judging.checks import Edge, of_members, short
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase3 import discovery as d
 
@@ -35,8 +37,8 @@ def _cluster(grade: Grade, nodes: int, gpus: int, numbering: str = "block") -> C
 
 
 def _sizes(grade: Grade) -> tuple[int, int]:
-    """Sizes that no other message has, the larger one first as often as not."""
-    sizes = [8 * grade.random.randrange(1000, 2000), 8 * grade.random.randrange(10**5, 2 * 10**5)]
+    """Odd sizes that no other message has, the larger one first as often as not."""
+    sizes = [grade.random.randrange(low, 2 * low) | 1 for low in (8000, 800_000)]
     grade.random.shuffle(sizes)
     return sizes[0], sizes[1]
 
@@ -112,11 +114,14 @@ def _check_costs(by_rank: list[dict[str, Any]], cluster: Cluster, cause: str = "
                 "if, there are no two such ranks.",
             )
             continue
-        check(
-            _are_close(got, expected),
-            f"{here} should be {_told(expected)}; it is {_told(got)}. "
-            f"{cause or _cause(got, expected, other)}",
-        )
+        _check_cost(here, got, expected, cause or _cause(got, expected, other))
+
+
+def _check_cost(here: str, got: list[float], expected: list[float], cause: str) -> None:
+    check(
+        _are_close(got, expected),
+        f"{here} should be {_told(expected)}; it is {_told(got)}. {cause}",
+    )
 
 
 def _cause(got: list[float], expected: list[float], other: list[float] | None) -> str:
@@ -160,7 +165,11 @@ def _check_messages(run: Run, sizes: tuple[int, int], repeats: int) -> None:
         until_s = recv.end_s
     for kind, where in KINDS.items():
         if run.results[0][kind] is not None:
-            _check_one_pair(found[kind], where, sizes, repeats)
+            _check_one_pair(found[kind], where, sizes, repeats, _sizes_sent(run))
+
+
+def _sizes_sent(run: Run) -> list[int]:
+    return sorted({send.num_bytes for send, _ in _pairs(run)})
 
 
 def _pairs(run: Run) -> list[Any]:
@@ -168,9 +177,18 @@ def _pairs(run: Run) -> list[Any]:
 
 
 def _check_one_pair(
-    found: Counter[tuple[Edge, int]], where: str, sizes: tuple[int, int], repeats: int
+    found: Counter[tuple[Edge, int]],
+    where: str,
+    sizes: tuple[int, int],
+    repeats: int,
+    sizes_sent: Sequence[int],
 ) -> None:
     pairs = sorted({tuple(sorted(edge)) for edge, _ in found})
+    check(
+        bool(pairs),
+        f"with sizes_bytes={sizes}, messages of these bytes should travel {where}; what was sent "
+        f"has {short(sizes_sent)} bytes. A tensor of n elements has n bytes if its dtype is uint8.",
+    )
     check(
         len(pairs) == 1,
         f"one pair of ranks {where} should play; messages of {sizes[0]:,} and {sizes[1]:,} bytes "
@@ -195,8 +213,9 @@ def test_messages_that_are_late_do_not_count(grade: Grade) -> None:
     cluster, sizes = _cluster(grade, 2, 2), _sizes(grade)
     for repeats, late in ((5, [0, 3]), (1, [0])):
         arguments = {"sizes_bytes": sizes, "repeats": repeats}
+        delays_s = [d.LATE_S if number in late else 0.0 for number in range(repeats + 1)]
         run = grade.run(
-            *(d.discover_with_late_messages, 3, arguments, dict.fromkeys(sizes, late)),
+            *(d.discover_with_delays, 3, arguments, dict.fromkeys(sizes, delays_s)),
             cluster=cluster,
             if_stuck=STUCK,
         )
@@ -211,18 +230,76 @@ def test_messages_that_are_late_do_not_count(grade: Grade) -> None:
 
 
 @task("3.7")
+@pytest.mark.parametrize("repeats", [4, 5])
+def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
+    cluster, sizes = _cluster(grade, 1, 2), tuple(sorted(_sizes(grade), reverse=repeats % 2 == 0))
+    ranges_s = {min(sizes): (1e-3, 2e-3), max(sizes): (2e-3, 9e-3)}  # so that β is above 0
+    delays_s = {
+        size: [grade.random.uniform(*limits_s) for _ in range(repeats + 1)]
+        for size, limits_s in ranges_s.items()
+    }
+    arguments = {"sizes_bytes": sizes, "repeats": repeats}
+    run = grade.run(
+        *(d.discover_with_delays, 2, arguments, delays_s), cluster=cluster, if_stuck=STUCK
+    )
+
+    def line(statistic: Any) -> list[float]:
+        seconds = [
+            cluster.latency_s + size / cluster.nvlink_bytes_per_s + statistic(delays_s[size][1:])
+            for size in sizes
+        ]
+        return _line(sizes, seconds)
+
+    got = run.results[0]["inside"] or [0.0, 0.0]
+    others = {"fastest": min, "mean": mean, "slowest": max}
+    used = next((name for name, one in others.items() if _are_close(got, line(one))), "")
+    _check_cost(
+        f"2 ranks of a host, sizes_bytes={sizes}, {repeats} repeats of times that differ: inside",
+        *(got, line(median)),
+        (f"That is what the {used} of the ping-pongs gives. " if used else "")
+        + "The median of each size counts, of an even number of repeats the mean of the two in the "
+        "middle, and the line goes through both medians, whichever size comes first.",
+    )
+
+
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """α and β of the line through two times."""
+    beta_s_per_byte = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
+    return [seconds[0] - sizes[0] * beta_s_per_byte, beta_s_per_byte]
+
+
+@task("3.7")
 def test_noise_makes_no_cost_negative(grade: Grade) -> None:
     sizes = (1000, 2000)
-    for noisy in sizes:
+    for noisy, (place, below) in zip(sizes, ((1, "β"), (0, "α")), strict=True):
         arguments = {"sizes_bytes": sizes, "repeats": 2}
         run = grade.run(
-            *(d.discover_with_late_messages, 2, arguments, {noisy: [0, 1, 2]}), if_stuck=STUCK
+            *(d.discover_with_delays, 2, arguments, {noisy: [d.LATE_S] * 3}), if_stuck=STUCK
         )
         cost = run.results[0]["inside"]
         check(
-            cost is not None and min(cost) >= 0,
-            f"when all messages of {noisy:,} bytes are late by {1e3 * d.LATE_S:.0f} ms, α and β "
-            f"should not be below 0, which no link has; they are {_told(cost)}.",
+            cost is not None and min(cost) >= 0 and cost[place] == 0,
+            f"when all messages of {noisy:,} bytes are late by {1e3 * d.LATE_S:.0f} ms, and those "
+            f"of {sum(sizes) - noisy:,} bytes are not, the line through their times has {below} "
+            f"below 0. No link has that: {below} should be 0, and the other not below 0; they are "
+            f"{_told(cost)}. max(…, 0.0) cuts off what abs would turn into a cost.",
+        )
+
+
+@task("3.7")
+def test_collectives_only_share_what_was_found(grade: Grade) -> None:
+    cluster, few, many = _cluster(grade, 2, 2), 1, 6
+    by_repeats = [
+        grade.run(d.discover, 4, {"repeats": repeats}, cluster=cluster, if_stuck=STUCK).collectives
+        for repeats in (few, many)
+    ]
+    for rank, (with_few, with_many) in enumerate(zip(*by_repeats, strict=True)):
+        check(
+            with_few == with_many,
+            f"rank {rank} of 4 makes {counted(with_few, 'collective call')} with "
+            f"{counted(few, 'repeat')}, but {with_many} with {many}. Collectives share what was "
+            "found; a pair needs none to play, since its messages wait for each other. A barrier "
+            "before each ping-pong makes all other ranks come along.",
         )
 
 
@@ -271,3 +348,42 @@ def test_the_topology_of_a_group(grade: Grade) -> None:
     _check_costs(members, cluster)
     played = sorted({send.rank for send, _ in _pairs(run)} - {*MEMBERS})
     check(not played, f"only ranks {[*MEMBERS]} are in the group, but ranks {played} sent, too.")
+
+
+PATTERNS = "abb", "aba", "abcb", "aabc"  # the hosts of a group's ranks
+
+
+@task("3.7")
+def test_pairs_are_found_wherever_they_are(grade: Grade) -> None:
+    cluster = _cluster(grade, 3, 4, "cyclic")
+    drawn = ["".join(grade.random.choices("abc", k=grade.random.randint(2, 4))) for _ in range(4)]
+    patterns = [*PATTERNS, *drawn]
+    groups = [_ranks_on(pattern) for pattern in patterns]
+    arguments = {"sizes_bytes": _sizes(grade), "repeats": 1}
+    run = grade.run(d.discover_in_groups, 12, groups, arguments, cluster=cluster, if_stuck=STUCK)
+    for place, ranks in enumerate(groups):
+        members = [run.results[rank][place] for rank in ranks]
+        names = [found["host"] for found in members]
+        _check_whole_names(members, names)
+        _check_hosts(members)
+        _check_costs(members, cluster)
+
+
+def _ranks_on(pattern: str) -> list[int]:
+    """Ranks of 3 hosts in turn, in order, of which the first is on the first host named, …"""
+    ranks: list[int] = []
+    for host in pattern:
+        ranks.append(
+            next(r for r in range(ranks[-1] + 1 if ranks else 0, 12) if "abc"[r % 3] == host)
+        )
+    return ranks
+
+
+def _check_whole_names(members: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    for rank, found in enumerate(members):
+        check(
+            len(set(found["hosts"])) == len(set(names)),
+            f"rank {rank} of {len(members)}: socket.gethostname() says {short(names)}, which are "
+            f"{counted(len(set(names)), 'host')}; hosts is {short(found['hosts'])}. Compare whole "
+            "names: hosts of two sites may differ only after the first dot.",
+        )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from judging.calls import cause_told
 from phase3 import all_reduces
 from phase3_multi_node.given import Group, node_groups
 
@@ -20,6 +21,11 @@ KINDS: tuple[Kind, ...] = (
     ((2, 9), "float16"),
     ((0,), "float32"),
 )
+NOTED_KINDS: tuple[Kind, ...] = tuple(
+    ((13,), dtype) for dtype in ("float32", "float16", "bfloat16", "float64", "int64")
+)
+STEPS = [("reduce_scatter", "inside"), ("all_reduce", "across"), ("all_gather", "inside")]
+NotedCall = tuple[str, str, str, int]  # function, group, dtype, number of elements
 OUTER_NODES = (1, 2), (4, 5)  # of a world of OUTER_WORLD_SIZE ranks
 OUTER_WORLD_SIZE = 6
 FRACTIONS = ("float32", "bfloat16")
@@ -55,6 +61,42 @@ def _reduced_kinds(
 def functions_of(name: str) -> dict[str, Any]:
     """The arguments that make the function use torch's functions, or rings."""
     return all_reduces.RINGS if name == RINGS else {}
+
+
+def note_calls(lesson: Any, hosts: Sequence[str]) -> list[list[NotedCall]]:
+    """How the functions that are passed were called, for a tensor of each kind.
+
+    They take the tensor by position, as the types of given.py say; what is called with no numbers
+    does not count.
+    """
+    groups = dict(zip(("inside", "across"), node_groups(hosts), strict=True))
+    calls: list[NotedCall] = []
+
+    def noting(name: str, call: Any) -> Any:
+        def noted(x: Tensor, /, group: Group = None) -> Any:
+            of = next((key for key, value in groups.items() if value is group), "another group")
+            if x.numel():
+                calls.append((name, of, str(x.dtype).removeprefix("torch."), x.numel()))
+            return call(x, group)
+
+        return noted
+
+    functions = {name: noting(name, call) for name, call in all_reduces.RINGS.items()}
+    by_kind = []
+    with cause_told(BY_POSITION, TypeError):
+        for kind in NOTED_KINDS:
+            lesson.hierarchical_all_reduce(
+                tensor_of(kind, dist.get_rank()), *groups.values(), **functions
+            )
+            by_kind.append([*calls])
+            calls.clear()
+    return by_kind
+
+
+BY_POSITION = {
+    "positional-only": "The functions that are passed take the tensor by position, "
+    "all_reduce(chunk, across): one of your own may call it something other than x."
+}
 
 
 def reduce_kinds_of_members(lesson: Any) -> dict[str, list[Any]] | None:

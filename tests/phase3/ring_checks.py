@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distlab.grade import Run, check
+from distlab.sim import Options
 from distlab.words import counted
 from judging.checks import edges_of, rounds_of, short_beside
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE
@@ -18,6 +19,12 @@ IN_GROUP = f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, "
 STUCK = (
     "In each step, every rank should start its send and its receive together, as exchange does: "
     "where all ranks wait for their sends first, nobody receives."
+)
+AS_NCCL = Options(p2p_order="pair")
+NOT_IN_A_BATCH = (
+    "On NCCL, messages between the same two ranks wait for each other, unless they start in one "
+    "batch_isend_irecv, as in exchange (given): isend beside irecv is no batch. Of 2 ranks, each "
+    "is the right and the left neighbour of the other."
 )
 
 

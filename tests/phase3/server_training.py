@@ -1,5 +1,6 @@
 """Bodies for task 3.14: a model trained by servers and workers, and in one process."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,8 +51,19 @@ def train(lesson: Any, settings: dict[str, Any]) -> list[list[float]] | None:
     return states
 
 
-def train_alone(settings: dict[str, Any], num_workers: int) -> list[list[float]]:
-    """Step with the mean of the workers' gradients in one process."""
+def train_alone(
+    _: Any, all_settings: Sequence[dict[str, Any]], num_workers: int
+) -> list[list[list[float]]]:
+    """Train with each of the settings in one process.
+
+    The process is a child, as those of the servers: torch's first optimizer loads a module that
+    children find loaded.
+    """
+    return [_trained_alone(settings, num_workers) for settings in all_settings]
+
+
+def _trained_alone(settings: dict[str, Any], num_workers: int) -> list[list[float]]:
+    """Step with the mean of the workers' gradients."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)
     states = []
