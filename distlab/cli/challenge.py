@@ -11,10 +11,10 @@ from distlab.learner import folder, grading
 from distlab.words import counted
 
 if TYPE_CHECKING:
-    from distlab.learner.challenge import Standings
+    from distlab.learner.racing import Standings
 
 SEEDS = 10_000
-SHOWN_BESIDE = 5  # clusters in a line of 80 to 90 characters
+SHOWN_BESIDE = 5  # columns in a line of 80 to 90 characters
 
 
 def challenge(
@@ -40,24 +40,31 @@ def challenge(
     chosen = random.randrange(SEEDS) if seed is None else seed
     drawn = counted(clusters, "cluster")
     with waiting(f"running {task.function} on {drawn} …"):
-        from distlab.learner import challenge as racing
+        from distlab.learner import challenge as race
+        from distlab.learner import racing
 
         try:
-            standings = racing.run(here, task, choice, chosen, clusters)
+            tables = race.run(here, task, choice, chosen, clusters)
         except racing.ChallengeError as error:
             raise folder.LearnerError(str(error)) from None
     say([f"{task.title} on {drawn}, ms; the same ones again: --seed {chosen}", ""])
-    say(_rows(standings))
+    for table in tables:
+        say([*_rows(table), *([""] if table.title else [])])
+    if len(tables) > 1:
+        against = f"the {tables[0].baseline}, whichever it was"
+        say([f"On all: {racing.figure(tables):.2f} times as fast as {against}."])
 
 
 def _rows(standings: "Standings") -> Iterator[str]:
-    """Yield a line for each algorithm, the fastest first, below the shapes of a few clusters."""
+    """Yield a line for each algorithm, the fastest first, below the heads of a few columns."""
     names = sorted(standings.seconds, key=standings.speedup, reverse=True)
-    shapes = [f"{c.nodes}x{c.gpus_per_node} GPUs" for c in standings.clusters]
-    for first in range(0, len(shapes), SHOWN_BESIDE):
+    heads = standings.columns
+    if standings.title:
+        yield standings.title
+    for first in range(0, len(heads), SHOWN_BESIDE):
         shown = slice(first, first + SHOWN_BESIDE)
-        is_last = first + SHOWN_BESIDE >= len(shapes)
-        head = "".join(f"{shape:>11}" for shape in shapes[shown])
+        is_last = first + SHOWN_BESIDE >= len(heads)
+        head = "".join(f"{text:>11}" for text in heads[shown])
         yield f"{'':20}{head}" + "   times as fast" * is_last
         for name in names:
             cells = "".join(f"{seconds * 1e3:>11.2f}" for seconds in standings.seconds[name][shown])

@@ -86,16 +86,16 @@ def _check_unwritten(folder: CourseFolder) -> None:
         if phase.challenge and _is_solved(folder.root / phase.challenge.template, phase.challenge):
             raise LearnerError(
                 f"{phase.challenge.function} in {phase.challenge.template} is solved, and students "
-                "would get it: put back the single call that it begins with"
+                "would get it: put back the single line that it begins with"
             )
 
 
 def _is_solved(path: Path, challenge: Challenge) -> bool:
-    """Whether an open task is more than its docstring and one call, as the course gives it."""
+    """Whether an open task is more than its docstring and one line, as the course gives it."""
     tree = source.parse(source.read(path))
     if tree is None:  # nobody can tell what is in it
         return True
     function = dict(source.defined(tree)).get(challenge.function)
     if function is None:
         return False
-    return len(function.body) > 2 or not isinstance(function.body[-1], ast.Expr)
+    return len(function.body) > 2 or not isinstance(function.body[-1], ast.Expr | ast.Return)

@@ -10,10 +10,9 @@ from distlab import course
 from distlab.cli.app import app
 from distlab.cli.challenge import _rows
 from distlab.course import Challenge
-from distlab.learner import challenge
-from distlab.learner.challenge import ChallengeError, Standings
+from distlab.learner import challenge, race_16mib
 from distlab.learner.folder import CourseFolder
-from distlab.sim import Cluster
+from distlab.learner.racing import RIVALS, ChallengeError, Standings
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -55,15 +54,16 @@ def hand_in(folder: Path, body: str) -> str:
 
 
 def run(impl: str, num_clusters: int = 1) -> Standings:
-    return challenge.run(HERE, the_challenge(), impl, seed=1, num_clusters=num_clusters)
+    (standings,) = challenge.run(HERE, the_challenge(), impl, seed=1, num_clusters=num_clusters)
+    return standings
 
 
 def test_the_solution_is_faster_than_where_one_begins() -> None:
     standings = run("solution", 2)
-    assert set(standings.seconds) == {*challenge.RIVALS, "yours"}
+    assert set(standings.seconds) == {*RIVALS, "yours"}
     assert {len(seconds) for seconds in standings.seconds.values()} == {2}
     assert standings.speedup("yours") > 1.5
-    assert standings.speedup(challenge.BASELINE) == 1.0
+    assert standings.speedup(race_16mib.BASELINE) == 1.0
 
 
 def test_a_slow_one_is_timed_too(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_is_not_an_all_reduce_by_messages_is_refused(
 
 def test_a_seed_draws_the_same_clusters_and_another_one_others() -> None:
     shapes = [
-        [(c.num_gpus, c.nic_bytes_per_s) for c in challenge.draw(random.Random(seed), 6)]
+        [(c.num_gpus, c.nic_bytes_per_s) for c in race_16mib.draw(random.Random(seed), 6)]
         for seed in (1, 1, 2)
     ]
     assert shapes[0] == shapes[1] != shapes[2]
@@ -101,14 +101,16 @@ def test_a_seed_draws_the_same_clusters_and_another_one_others() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_clusters_have_few_ranks_and_a_slower_network_than_nodes(seed: int) -> None:
-    for cluster in challenge.draw(random.Random(seed), 5):
-        assert 2 <= cluster.num_gpus <= challenge.MAX_RANKS
+    for cluster in race_16mib.draw(random.Random(seed), 5):
+        assert 2 <= cluster.num_gpus <= race_16mib.MAX_RANKS
         assert cluster.nic_bytes_per_s < cluster.nvlink_bytes_per_s
 
 
 def test_the_figure_is_the_geometric_mean() -> None:
-    seconds = {challenge.BASELINE: (8.0, 2.0), "yours": (1.0, 1.0)}
-    assert Standings((Cluster(), Cluster()), seconds).speedup("yours") == pytest.approx(4.0)
+    seconds = {race_16mib.BASELINE: (8.0, 2.0), "yours": (1.0, 1.0)}
+    assert Standings("", ("", ""), seconds, race_16mib.BASELINE).speedup("yours") == pytest.approx(
+        4.0
+    )
 
 
 def test_the_command_shows_who_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,17 +126,25 @@ def test_the_command_shows_who_stands_where(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_many_clusters_are_shown_a_few_at_a_time() -> None:
-    clusters = tuple(Cluster(2, number + 1) for number in range(12))
-    seconds = {challenge.BASELINE: (2e-3,) * 12, "yours": (1e-3,) * 12}
-    lines = [*_rows(Standings(clusters, seconds))]
+    columns = tuple(f"2x{number + 1} GPUs" for number in range(12))
+    seconds = {race_16mib.BASELINE: (2e-3,) * 12, "yours": (1e-3,) * 12}
+    lines = [*_rows(Standings("", columns, seconds, race_16mib.BASELINE))]
     heads = [line for line in lines if "GPUs" in line]
     assert [line.count("GPUs") for line in heads] == [5, 5, 2]
     assert [line.split()[-1] for line in lines if line.startswith("yours")] == ["1.00", "1.00", "<"]
     assert max(map(len, lines)) <= 90
 
 
-def test_what_the_template_begins_with_is_named_if_it_is_not_written() -> None:
+@pytest.mark.parametrize(("phase", "task"), [(1, r"1\.7"), (3, r"3\.3")])
+def test_what_the_template_begins_with_is_named_if_it_is_not_written(phase: int, task: str) -> None:
+    open_task = HERE.course.phase(phase).challenge
+    assert open_task
     with pytest.raises(
-        ChallengeError, match=r"calls the function of task 1\.7, which is not written yet"
+        ChallengeError, match=f"calls the function of task {task}, which is not written yet"
     ):
-        run("template")
+        challenge.run(HERE, open_task, "template", seed=1, num_clusters=1)
+
+
+def test_every_open_task_has_a_race_of_its_own() -> None:
+    functions = {phase.challenge.function for phase in HERE.course.phases if phase.challenge}
+    assert functions == {*challenge.RACES}

@@ -1,0 +1,107 @@
+"""The open task of phase 1: a learner's all-reduce of 16 MiB against the built-in ones.
+
+check    the sum on every rank, by messages alone: on small worlds, and in every run that is timed
+time     16 MiB on a few clusters whose shape and speeds are drawn, in virtual seconds
+stand    the geometric mean, over the clusters, of the time of recursive doubling over one's own
+"""
+
+import random
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab import launch
+from distlab.course import Challenge
+from distlab.grade.submission import Submission
+from distlab.learner import racing
+from distlab.learner.racing import RIVALS, YOURS, ChallengeError, Standings, Wrong, between
+from distlab.sim import Cluster, Options
+from distlab.words import counted
+
+NUM_BYTES = 16 * 2**20
+BASELINE = "recursive_doubling"
+NODES, GPUS = (1, 2, 3, 4), (2, 3, 4, 5, 8)  # up to 32 ranks
+MAX_RANKS = 16
+NVLINK_BYTES_PER_S = (10e9, 300e9)
+NIC_SHARE = (0.02, 0.5)  # of the bandwidth inside a node
+LATENCY_S = (2e-6, 50e-6)
+SMALL_WORLDS = ((1, 5), (2, 1), (3, 8), (5, 1003), (8, 64))  # ranks, elements
+
+
+def race(
+    handed_in: Submission, challenge: Challenge, numbers: random.Random, num_clusters: int
+) -> tuple[Standings, ...]:
+    """Check the function, then time it and its rivals on ``num_clusters`` drawn clusters.
+
+    Raises:
+        ChallengeError: a result is wrong, a rank failed or hung, or a collective was called.
+    """
+    yours_s = partial(checked_s, handed_in, challenge)
+    for num_ranks, num_elements in SMALL_WORLDS:
+        yours_s(num_elements, Cluster(1, num_ranks))
+    clusters = draw(numbers, num_clusters)
+    seconds = {name: tuple(rival_s(name, cluster) for cluster in clusters) for name in RIVALS}
+    seconds[YOURS] = tuple(yours_s(NUM_BYTES // 4, cluster) for cluster in clusters)
+    shapes = tuple(f"{c.nodes}x{c.gpus_per_node} GPUs" for c in clusters)
+    return (Standings("", shapes, seconds, BASELINE),)
+
+
+def draw(numbers: random.Random, count: int) -> tuple[Cluster, ...]:
+    """Draw clusters of 2 to 16 ranks; speeds and latencies are spread evenly in the logarithm."""
+    return tuple(_drawn(numbers) for _ in range(count))
+
+
+def _drawn(numbers: random.Random) -> Cluster:
+    nodes = numbers.choice(NODES)
+    gpus = numbers.choice([count for count in GPUS if nodes * count <= MAX_RANKS])
+    inside = between(numbers, NVLINK_BYTES_PER_S)
+    latency_s = between(numbers, LATENCY_S)
+    return Cluster(
+        nodes,
+        gpus,
+        nics_per_node=1,
+        nvlink_bytes_per_s=inside,
+        nic_bytes_per_s=inside * between(numbers, NIC_SHARE),
+        latency_s=latency_s,
+        net_latency_s=2 * latency_s,
+    )
+
+
+def rival_s(algorithm: str, cluster: Cluster) -> float:
+    """Seconds of a built-in all-reduce."""
+    options = Options(algorithm=algorithm)
+    return launch.simulate(built_in, cluster.num_gpus, cluster=cluster, options=options).seconds
+
+
+def built_in() -> None:
+    """Be one rank of a rival: nothing is computed, only sent."""
+    dist.all_reduce(torch.empty(NUM_BYTES // 4, device="meta"))
+
+
+def checked_s(
+    handed_in: Submission, challenge: Challenge, num_elements: int, cluster: Cluster
+) -> float:
+    """Seconds of the learner's function on a cluster, if it sums there, and by messages alone.
+
+    Raises:
+        ChallengeError: it does not.
+    """
+    sizes = counted(num_elements, "number")
+    run = racing.simulated(handed_in, challenge, summed, (num_elements,), cluster, sizes)
+    if any(run.trace.collectives):
+        raise ChallengeError(
+            "it calls a built-in collective. Use messages: dist.send, dist.recv, dist.isend, "
+            "dist.irecv, dist.batch_isend_irecv, and your own functions made of them."
+        )
+    for rank, wrong in enumerate(run.results):
+        racing.refuse_wrong(rank, wrong, cluster.num_gpus, num_elements)
+    return run.seconds
+
+
+def summed(lesson: Any, function: str, num_elements: int) -> Wrong | None:
+    """Be one rank: sum, and return the first wrong element; None if all are right."""
+    x = racing.numbers_of_rank(num_elements, dist.get_rank())
+    getattr(lesson, function)(x)
+    return racing.first_wrong(x, dist.get_world_size())

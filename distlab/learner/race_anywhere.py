@@ -1,0 +1,203 @@
+"""The open task of phase 3: an all-reduce for clusters and sizes that are not known in advance.
+
+prepare  the learner's function looks at the cluster, as it likes, and returns an all-reduce
+check    every sum on every rank, by messages alone, no fewer bytes than the sum needs
+time     from when the last rank is there until the last one ends, in virtual seconds: some sizes
+         on a few drawn clusters, where some rank is always late
+stand    the geometric mean, over clusters and sizes, of the time of the best built-in algorithm,
+         chosen with hindsight, over one's own
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab import launch
+from distlab.course import Challenge
+from distlab.grade.submission import Submission
+from distlab.learner import racing
+from distlab.learner.racing import RIVALS, YOURS, ChallengeError, Standings, Wrong, between
+from distlab.sim import Cluster, Event, Options
+from distlab.words import bytes_text, counted
+
+SIZES_BYTES = (2**10, 2**15, 2**20, 2**24)
+BEST = "best of these"
+NODES, GPUS, MAX_RANKS = (1, 2, 3, 4, 6), (1, 2, 3, 4, 8), 16
+NVLINK_BYTES_PER_S = (10e9, 300e9)
+NIC_SHARE = (0.05, 0.5)  # of the bandwidth inside a node
+LATENCY_S = (2e-6, 20e-6)
+NETWORK_LATENCY = (2.0, 10.0)  # times that inside a node
+SLOW_NIC = 2.0  # of the first node of every other cluster: times as slow as the rest
+LATE_S = (1e-6, 1e-3)
+SMALL_WORLDS = ((1, 1), (2, 1), (3, 2), (5, 4), (2, 3))  # nodes and GPUs of each
+SMALL_BYTES = (4, 28, 4012)
+
+Late = tuple[int, float]  # who, by how many seconds
+Timed = tuple[float, float, Wrong | None]  # from, to, the first wrong element
+
+
+def race(
+    handed_in: Submission, challenge: Challenge, numbers: random.Random, num_clusters: int
+) -> tuple[Standings, ...]:
+    """Check the function, then time it and its rivals on ``num_clusters`` drawn clusters.
+
+    Raises:
+        ChallengeError: a result is wrong, a rank failed or hung, a collective was called, or the
+            messages are too short to hold what they must bring.
+    """
+    for nodes, gpus in SMALL_WORLDS:
+        cluster = Cluster(nodes, gpus, numbering="cyclic")
+        checked_s(handed_in, challenge, cluster, SMALL_BYTES, [(0, 0.0)] * len(SMALL_BYTES))
+    clusters = [drawn(numbers) for _ in range(num_clusters)]
+    return tuple(_standings(handed_in, challenge, cluster, numbers) for cluster in clusters)
+
+
+def drawn(numbers: random.Random) -> Cluster:
+    """Draw a cluster of 2 to 16 ranks, whose links and numbering may be anything."""
+    shapes = [(k, g) for k in NODES for g in GPUS if 2 <= k * g <= MAX_RANKS]
+    nodes, gpus = numbers.choice(shapes)
+    inside, latency_s = between(numbers, NVLINK_BYTES_PER_S), between(numbers, LATENCY_S)
+    cluster = Cluster(
+        nodes,
+        gpus,
+        nics_per_node=numbers.choice([1, gpus]),
+        nvlink_bytes_per_s=inside,
+        nic_bytes_per_s=inside * between(numbers, NIC_SHARE),
+        latency_s=latency_s,
+        net_latency_s=latency_s * between(numbers, NETWORK_LATENCY),
+        numbering=numbers.choice(["block", "cyclic"]),
+    )
+    is_uneven = numbers.random() < 0.5 and nodes > 1
+    return cluster.slowed("node0.nic*", SLOW_NIC) if is_uneven else cluster
+
+
+def title(cluster: Cluster) -> str:
+    """Describe a cluster in a line."""
+    order = "node by node" if cluster.numbering == "block" else "a rank on each node in turn"
+    text = f"{counted(cluster.nodes, 'node')} of {counted(cluster.gpus_per_node, 'GPU')}"
+    if cluster.nodes > 1:
+        nics = counted(cluster.nics_per_node, "NIC")
+        text += f", {nics} each, numbered {order}" + ", node 0 slower" * bool(cluster.faults)
+    return text
+
+
+def _standings(
+    handed_in: Submission, challenge: Challenge, cluster: Cluster, numbers: random.Random
+) -> Standings:
+    late = [(numbers.randrange(cluster.num_gpus), between(numbers, LATE_S)) for _ in SIZES_BYTES]
+    seconds = {name: rival_s(name, cluster, late) for name in RIVALS}
+    seconds[BEST] = tuple(map(min, zip(*seconds.values(), strict=True)))
+    seconds[YOURS] = checked_s(handed_in, challenge, cluster, SIZES_BYTES, late)
+    columns = tuple(map(bytes_text, SIZES_BYTES))
+    return Standings(title(cluster), columns, seconds, BEST)
+
+
+def rival_s(algorithm: str, cluster: Cluster, late: Sequence[Late]) -> tuple[float, ...]:
+    """Seconds of a built-in all-reduce, by size."""
+    options = Options(algorithm=algorithm, has_events=False)
+    run = launch.simulate(built_in, cluster.num_gpus, late, cluster=cluster, options=options)
+    return _seconds(run.results)
+
+
+def built_in(late: Sequence[Late]) -> list[Timed]:
+    """Be one rank of a rival: nothing is computed, only sent."""
+    sums: list[Timed] = []
+    for num_bytes, one_late in zip(SIZES_BYTES, late, strict=True):
+        x = torch.empty(num_bytes // 4, device="meta")
+        sums.append((*_timed(dist.all_reduce, x, one_late), None))
+    return sums
+
+
+def summed(
+    lesson: Any, function: str, sizes_bytes: Sequence[int], late: Sequence[Late]
+) -> list[Timed]:
+    """Be one rank: prepare, then sum each size, and compare every element."""
+    all_reduce = getattr(lesson, function)()
+    sums = []
+    for num_bytes, one_late in zip(sizes_bytes, late, strict=True):
+        x = racing.numbers_of_rank(num_bytes // 4, dist.get_rank())
+        begin, end = _timed(all_reduce, x, one_late)
+        sums.append((begin, end, racing.first_wrong(x, dist.get_world_size())))
+    return sums
+
+
+def _timed(
+    all_reduce: Callable[[torch.Tensor], object], x: torch.Tensor, late: Late
+) -> tuple[float, float]:
+    dist.barrier()
+    who, late_s = late
+    time.sleep(late_s if dist.get_rank() == who else 0.0)
+    begin = time.perf_counter()
+    all_reduce(x)
+    return begin, time.perf_counter()
+
+
+def _seconds(ranks: Sequence[Sequence[Timed]]) -> tuple[float, ...]:
+    """Return, for each size, the time from the last begin to the last end of all ranks."""
+    sizes = zip(*ranks, strict=True)
+    return tuple(max(end for _, end, _ in one) - max(begin for begin, _, _ in one) for one in sizes)
+
+
+def checked_s(
+    handed_in: Submission,
+    challenge: Challenge,
+    cluster: Cluster,
+    sizes_bytes: Sequence[int],
+    late: Sequence[Late],
+) -> tuple[float, ...]:
+    """Seconds of the learner's all-reduce, by size, if it sums there, and by messages alone.
+
+    Raises:
+        ChallengeError: it does not.
+    """
+    sizes = f"{bytes_text(sizes_bytes[0])} to {bytes_text(sizes_bytes[-1])}"
+    args = tuple(sizes_bytes), tuple(late)
+    run = racing.simulated(handed_in, challenge, summed, args, cluster, sizes)
+    for rank, sums in enumerate(run.results):
+        for num_bytes, (_, _, wrong) in zip(sizes_bytes, sums, strict=True):
+            racing.refuse_wrong(rank, wrong, cluster.num_gpus, num_bytes // 4)
+    if cluster.num_gpus > 1:
+        ready_s = [_ready_s(rank, sums, late[0]) for rank, sums in enumerate(run.results)]
+        sent = [e for e in run.trace.events if e.start_s >= ready_s[e.rank]]
+        _refuse_collectives(sent, len(sizes_bytes))
+        _refuse_short_messages(sent, sum(sizes_bytes), cluster.num_gpus)
+    return _seconds(run.results)
+
+
+def _ready_s(rank: int, sums: Sequence[Timed], first_late: Late) -> float:
+    """Return when a rank had prepared: the end of the first barrier, less what may be rounded."""
+    who, late_s = first_late
+    return sums[0][0] - (late_s if rank == who else 0.0) - 1e-12
+
+
+def _refuse_collectives(events: Iterable[Event], num_sums: int) -> None:
+    """Refuse collectives, but for our barriers between the sums."""
+    called = [event for event in events if event.kind == "collective"]
+    by_rank = Counter(event.rank for event in called)
+    if any(event.name != "barrier" for event in called) or max(by_rank.values()) >= num_sums:
+        raise ChallengeError(
+            "the all-reduce that it returns calls a built-in collective. Collectives are for the "
+            "preparation. Sum with messages: dist.send, dist.recv, dist.isend, dist.irecv, "
+            "dist.batch_isend_irecv, and your own functions made of them."
+        )
+
+
+def _refuse_short_messages(events: Sequence[Event], needed: int, num_ranks: int) -> None:
+    """Refuse a rank whose messages cannot hold its numbers, or those of the others."""
+    for kind, verb in (("send", "sent"), ("recv", "received")):
+        num_bytes = [0] * num_ranks
+        for event in events:
+            if event.kind == kind:
+                num_bytes[event.rank] += event.num_bytes
+        least = min(num_bytes)
+        if least < needed:
+            raise ChallengeError(
+                f"of {num_ranks} ranks, rank {num_bytes.index(least)} has {verb} {least:,} bytes "
+                f"in messages, but to sum {needed:,} bytes it takes at least as many. Ranks may "
+                "learn about each other's numbers by messages alone."
+            )
