@@ -17,8 +17,8 @@ from distlab.words import counted, rank_names
 WORD_BYTES = 8
 ARRIVED, BEGUN, FINISHED, CALLS = 0, 1, 2, 8  # words of a rank's part; ARRIVED is polled by others
 CALL_WORDS = 8  # a cache line
-YIELDS = 1000  # half a millisecond, after which a core is better used by somebody else
-PAUSE_S = 50e-6
+YIELDS = 30  # some 20 µs; on a busy machine, sleepers get a core back sooner than who yields
+PAUSE_S = 50e-6  # between looks at whether the awaited rank has come
 LOOK_S = 0.05  # between looks at whether the awaited rank still runs
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
