@@ -30,6 +30,7 @@ TASKS = ("3.3", "3.4", "3.5", "3.6")
 GLOO, COPIED, REGISTERED = "gloo", "shared memory", "registered"
 SIZES_BYTES = (2**16, 2**20, 2**24, 100 * 2**20, 2**28)
 WARM_UPS = 2
+TIMEOUT_S = 3600.0  # 256 MiB on 4 ranks need minutes
 AHEAD_S = 5e-4  # how far ahead ranks agree to start: about as long as agreeing takes
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5)
 PINGS, PING_BYTES = 50, (8, 2**22)
@@ -74,7 +75,8 @@ def print_table(
     """
     lessons = trainers.find_measurement(impl, TASKS)
     sizes = [size for size in SIZES_BYTES if size <= max_bytes] or [SIZES_BYTES[0]]
-    times, *_ = launch.run(measure_on_rank, ranks, lessons, sizes, repeats, backend="gloo")
+    arguments = lessons, sizes, repeats
+    times, *_ = launch.run(measure_on_rank, ranks, *arguments, backend="gloo", timeout_s=TIMEOUT_S)
     title = f"{counted(ranks, 'gloo rank')}, {counted(os.cpu_count() or 1, 'core')}"
     Console().print(_table(times, f"{title}: median of {repeats}"))
     print(MEANING, rivals.WHOSE[impl], _message(times), sep="\n")
