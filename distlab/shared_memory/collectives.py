@@ -141,6 +141,7 @@ class SharedMemory:
         if problem := _problem(x):
             self._meeting.begin(Call(-1))
             self._meeting.meet()
+            self._meeting.finish()
             raise ValueError(f"[rank {dist.get_rank()}] SharedMemory.{operation}: {problem}")
         flat = x.detach().view(-1)
         call = Call(OPERATIONS.index(operation), len(flat), DTYPES.index(x.dtype), *self._where(x))

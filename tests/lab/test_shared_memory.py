@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,6 @@ import torch.distributed as dist
 from ranks import MEMBERS, on_members, on_ranks
 from torch import Tensor
 
-from distlab import launch
 from distlab.shared_memory import SharedMemory, collectives
 from distlab.shared_memory.meeting import DTYPES
 from phase3_multi_node.given import AllGather, AllReduce, ReduceScatter, node_groups
@@ -172,6 +173,11 @@ def test_it_fits_into_the_hierarchical_all_reduce() -> None:
         assert found == [[40.0 * i + 6 for i in range(numel)]] * 4
 
 
+def shared_files() -> set[str]:
+    """Return what has a name of ours in the folder of shared memory."""
+    return {path.name for path in Path("/dev/shm").iterdir() if "distlab" in path.name}
+
+
 def leftovers() -> tuple[int, int]:
     """Count the open files before and after, with the memory in use and let go."""
     before = len(os.listdir("/proc/self/fd"))
@@ -183,12 +189,10 @@ def leftovers() -> tuple[int, int]:
 
 
 def test_nothing_is_left_behind() -> None:
-    before = {*Path("/dev/shm").iterdir()}
+    before = shared_files()
     for files_before, files_after in on_ranks(leftovers, 2, backend="gloo"):
         assert files_before == files_after
-    assert {
-        path for path in {*Path("/dev/shm").iterdir()} - before if "distlab" in path.name
-    } == set()
+    assert shared_files() == before
 
 
 # Calls that differ, and refusals
@@ -315,24 +319,54 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_call() -> None:
     assert "has given up before: make a new SharedMemory" in again
 
 
-def survive(folder: Path) -> None:
-    """Rank 1 is killed; the others write what they are told."""
-    shared, x = SharedMemory(), torch.ones(25)
+RANK = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from distlab.shared_memory import SharedMemory
+
+rank, rendezvous, when = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
+shared, x = SharedMemory(), torch.ones(100_000)
+shared.all_reduce(x)
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if rank == 1 and when == "between calls":
+    die()
+if rank == 1:
+    shared._sum_mine = die
+try:
     shared.all_reduce(x)
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start_s = time.perf_counter()
-    text = refused(lambda: shared.all_reduce(x))
-    (folder / str(dist.get_rank())).write_text(f"{time.perf_counter() - start_s} {text}")
+except RuntimeError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
 
 
-def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
-    before = {*Path("/dev/shm").iterdir()}
-    with pytest.raises(launch.RankCrashed, match="rank 1"):
-        on_ranks(survive, 3, tmp_path, backend="gloo")
+@pytest.mark.parametrize("when", ["between calls", "inside a call"])
+def test_a_killed_rank_is_named_by_all_others(when: str, tmp_path: Path) -> None:
+    before = shared_files()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "rendezvous"), when],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    printed = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0]
     for rank in (0, 2):
-        text = (tmp_path / str(rank)).read_text()
-        assert "rank 1 has ended" in text or "has given up waiting for rank 1" in text
-    assert {
-        path for path in {*Path("/dev/shm").iterdir()} - before if "distlab" in path.name
-    } == set()
+        assert printed[rank].startswith(
+            f"[rank {rank}] SharedMemory of ranks 0-2: waited in call 2"
+        )
+        last = "call 1 (all_reduce of 100,000 elements of float32, finished)"
+        if when == "inside a call":
+            last = "call 2 (all_reduce of 100,000 elements of float32)"
+        assert (
+            f"rank 1 has ended; {last} was its last" in printed[rank]
+            or "has given up waiting for rank 1" in printed[rank]
+        )
+    assert shared_files() == before
