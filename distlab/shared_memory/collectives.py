@@ -10,12 +10,10 @@ from torch import Tensor
 
 from distlab.shared_memory.meeting import DTYPES, OPERATIONS, Call, Meeting
 from distlab.shared_memory.region import Group, check_host, map_region
+from distlab.shared_memory.staging import SLOTS, Stage, block_bytes_for
 
-STAGE_BYTES = 96 * 2**20  # of all ranks: in smaller pieces, waiting takes longer than copying
-SLOTS = 3  # one is filled, one is summed, one is read
 CACHE_BYTES = 2**18  # what is added up at once: with N tensors, some of a core's own cache
 SMALL_BYTES = 2**16  # up to here, everybody sums everything: one meeting less
-LINE_BYTES = 64  # of a cache: what two ranks write is not in one line
 TIMEOUT_S = 300.0
 
 Chunks = Sequence[Tensor]
@@ -63,10 +61,9 @@ class SharedMemory:
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
         self._meeting = Meeting(group, timeout_s)
-        line_sets = STAGE_BYTES // (SLOTS * self._world_size**2 * LINE_BYTES)
-        self._block_bytes = max(1, line_sets) * LINE_BYTES
-        self._stage = self._map(SLOTS * self._world_size * self._block_bytes)
-        self._blocks: dict[torch.dtype, list[Tensor]] = {}  # by rank: (slots, ranks, elements)
+        block_bytes = block_bytes_for(self._world_size)
+        parts = self._map(SLOTS * self._world_size * block_bytes)
+        self._stage = Stage(parts, block_bytes)
         self._buffers: list[list[Tensor]] = []
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -195,7 +192,7 @@ class SharedMemory:
 
     def _run_in_pieces(self, steps: Sequence[Step], flat: Tensor) -> None:
         chunks = flat.tensor_split(self._world_size)  # no chunk is longer than the first
-        self._run(steps, chunks, max(1, ceil(chunks[0].nbytes / self._block_bytes)))
+        self._run(steps, chunks, max(1, ceil(chunks[0].nbytes / self._stage.block_bytes)))
 
     def _run(self, steps: Sequence[Step], chunks: Chunks, pieces: int) -> None:
         """Do all steps with every piece, each step one meeting after the one before.
@@ -215,53 +212,34 @@ class SharedMemory:
 
     def _put_others(self, chunks: Chunks, piece: int, slot: int) -> None:
         for rank in self._others:
-            part = self._part(chunks[rank], piece)
-            self._block(self._rank, slot, rank, part).copy_(part)
+            part = self._stage.part(chunks[rank], piece)
+            self._stage.block(self._rank, slot, rank, part).copy_(part)
 
     def _sum_mine(self, chunks: Chunks, piece: int, slot: int) -> None:
-        part = self._part(chunks[self._rank], piece)
-        result = self._block(self._rank, slot, self._rank, part)
-        others = [self._block(rank, slot, self._rank, part) for rank in self._others]
+        part = self._stage.part(chunks[self._rank], piece)
+        result = self._stage.block(self._rank, slot, self._rank, part)
+        others = [self._stage.block(rank, slot, self._rank, part) for rank in self._others]
         for mine, place, *rest in _in_cache(part, result, *others):
             for other in rest:
                 mine.add_(other)
             place.copy_(mine)
 
     def _put_mine(self, chunks: Chunks, piece: int, slot: int) -> None:
-        part = self._part(chunks[self._rank], piece)
-        self._block(self._rank, slot, self._rank, part).copy_(part)
+        part = self._stage.part(chunks[self._rank], piece)
+        self._stage.block(self._rank, slot, self._rank, part).copy_(part)
 
     def _take_others(self, chunks: Chunks, piece: int, slot: int) -> None:
         for rank in self._others:
-            part = self._part(chunks[rank], piece)
-            part.copy_(self._block(rank, slot, rank, part))
+            part = self._stage.part(chunks[rank], piece)
+            part.copy_(self._stage.block(rank, slot, rank, part))
 
     def _put_all(self, chunks: Chunks, piece: int, slot: int) -> None:
-        self._whole(self._rank, slot, chunks[0]).copy_(chunks[0])
+        self._stage.whole(self._rank, slot, chunks[0]).copy_(chunks[0])
 
     def _sum_all(self, chunks: Chunks, piece: int, slot: int) -> None:
-        x = chunks[0].copy_(self._whole(0, slot, chunks[0]))
+        x = chunks[0].copy_(self._stage.whole(0, slot, chunks[0]))
         for rank in range(1, self._world_size):
-            x.add_(self._whole(rank, slot, x))
-
-    def _part(self, chunk: Tensor, piece: int) -> Tensor:
-        size = self._block_bytes // chunk.element_size()
-        return chunk[piece * size : (piece + 1) * size]
-
-    def _block(self, rank: int, slot: int, chunk: int, part: Tensor) -> Tensor:
-        return self._typed(part.dtype)[rank][slot, chunk, : len(part)]
-
-    def _whole(self, rank: int, slot: int, x: Tensor) -> Tensor:
-        return self._typed(x.dtype)[rank][slot].view(-1)[: len(x)]
-
-    def _typed(self, dtype: torch.dtype) -> list[Tensor]:
-        if dtype not in self._blocks:
-            shape = SLOTS, self._world_size, self._block_bytes
-            self._blocks[dtype] = [
-                part[: SLOTS * self._world_size * self._block_bytes].view(shape).view(dtype)
-                for part in self._stage
-            ]
-        return self._blocks[dtype]
+            x.add_(self._stage.whole(rank, slot, x))
 
 
 def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

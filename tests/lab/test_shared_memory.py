@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from ranks import MEMBERS, on_members, on_ranks
 from torch import Tensor
 
-from distlab.shared_memory import SharedMemory, collectives
+from distlab.shared_memory import SharedMemory, collectives, staging
 from distlab.shared_memory.meeting import DTYPES
 from phase3_multi_node.given import AllGather, AllReduce, ReduceScatter, node_groups
 from solutions.phase3_multi_node.topology import hierarchical_all_reduce
@@ -24,7 +25,16 @@ from solutions.phase3_multi_node.topology import hierarchical_all_reduce
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 WORLD_SIZES = (1, 2, 3, 5, 8)
 SIZES = (0, 1, 2, 7, 64, 1000, 4099)
-SMALL_STAGE = {"STAGE_BYTES": 2**15, "SMALL_BYTES": 64, "CACHE_BYTES": 128}  # many pieces
+
+
+@contextmanager
+def many_pieces() -> Iterator[None]:
+    """Make pieces, and what is added at once, so small that a test has many of them."""
+    with (
+        mock.patch.object(staging, "STAGE_BYTES", 2**15),
+        mock.patch.multiple(collectives, SMALL_BYTES=64, CACHE_BYTES=128),
+    ):
+        yield
 
 
 def numbers(rank: int, numel: int, dtype: torch.dtype, call: int = 0) -> Tensor:
@@ -59,7 +69,7 @@ def wrong_results(
 ) -> list[str]:
     """Name every case in which this rank gets another result than it should."""
     wrong = []
-    with mock.patch.multiple(collectives, **SMALL_STAGE):
+    with many_pieces():
         shared = SharedMemory(group)
         for dtype in dtypes:
             buffer = shared.buffer(max(sizes) + 3, dtype)
@@ -104,7 +114,7 @@ def test_tensors_of_any_shape_and_parameters_are_summed() -> None:
 def float_sums(numel: int) -> list[list[float]]:
     torch.manual_seed(dist.get_rank())
     x = torch.randn(numel)
-    with mock.patch.multiple(collectives, **SMALL_STAGE):
+    with many_pieces():
         shared = SharedMemory()
         buffer = shared.buffer(numel).copy_(x)
         shared.all_reduce(buffer)
@@ -127,7 +137,7 @@ def test_all_ranks_get_the_same_bits_in_a_buffer_and_outside(numel: int) -> None
 def wrong_in_turn(calls: int) -> list[int]:
     """Call again and again, overwriting each result at once; ranks are late in turn."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with mock.patch.multiple(collectives, **SMALL_STAGE):
+    with many_pieces():
         shared = SharedMemory()
         buffer, outside, wrong = shared.buffer(900), torch.empty(900), []
         for call in range(calls):
