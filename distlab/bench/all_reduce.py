@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from distlab import launch, trainers
+from distlab.bench import saving
 from distlab.grade.submission import Submission
 
 if TYPE_CHECKING:
@@ -19,8 +22,17 @@ EXCHANGE = "exchange: no all-reduce, but one message sent while another one arri
 SIZES_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 
 
-def print_table(ranks: int, repeats: int, impl: str) -> None:
+def print_table(
+    ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | None = None
+) -> None:
     """Measure and print; cells in microseconds, and as multiples of the native all-reduce.
+
+    Args:
+        ranks: two or more.
+        repeats: timed runs of each size.
+        impl: "solution" or "mine".
+        max_bytes: larger sizes are left out, but for two: a line needs two points.
+        folder: where to save the medians.
 
     Raises:
         NotThereError: there are no solutions here, or one of the functions is a TODO.
@@ -28,11 +40,16 @@ def print_table(ranks: int, repeats: int, impl: str) -> None:
         LaunchError: a rank failed.
     """
     lessons = trainers.find_measurement(impl, TASKS)
-    times, *_ = launch.run(_measure_on_rank, ranks, lessons, SIZES_BYTES, repeats, backend="gloo")
+    sizes = [size for size in SIZES_BYTES if size <= max(max_bytes, SIZES_BYTES[1])]
+    times, *_ = launch.run(_measure_on_rank, ranks, lessons, sizes, repeats, backend="gloo")
     console = Console()
     console.print(_table(times, f"{ranks} gloo ranks: µs (times native), median of {repeats}"))
     console.print(EXCHANGE)
     console.print(times.fit)
+    if folder:
+        results = {"ranks": ranks, "repeats": repeats, "impl": impl, "medians": asdict(times)}
+        for path in saving.save(folder, f"phase1_all_reduce_{ranks}_ranks", results):
+            print(f"saved: {path}")
 
 
 def _measure_on_rank(

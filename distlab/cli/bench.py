@@ -1,6 +1,7 @@
 """`distlab bench`: measurements of the course's own machinery, beside what it replaces."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +13,11 @@ Whose = Annotated[
 ]
 Steps = Annotated[
     int, typer.Option("--repeats", min=1, help="Number of timed steps; the median counts.")
+]
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--save", help="Folder for a JSON file with all figures, and for a picture."),
 ]
 
 app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure the course's own machinery.")
@@ -35,18 +41,30 @@ def launch(
 
 @app.command("all_reduce")
 def all_reduce(
+    phase: Annotated[
+        Literal["1", "3"], typer.Option("--phase", help="Whose tasks; 3 has shared memory, too.")
+    ] = "1",
     ranks: int = typer.Option(4, "--ranks", min=2),
     repeats: int = typer.Option(
-        9, "--repeats", min=1, help="Number of timed runs; the median counts."
+        21, "--repeats", min=1, help="Number of timed runs; the median counts."
     ),
     impl: Annotated[
         Impl, typer.Option("--impl", help="Whose all-reduces; mine: what you have written.")
     ] = "solution",
+    max_mib: float = typer.Option(
+        100, "--max-mib", min=0, help="Leave out larger tensors; there are some of up to 256 MiB."
+    ),
+    save: Folder = None,
 ) -> None:
-    """Time the all-reduces of Phase 1 by size, and fit α and β of one message."""
-    from distlab.bench import all_reduce as measurement
+    """Time the all-reduces of a phase beside the library's own, and α and β of one message."""
+    if phase == "3":
+        from distlab.bench import host_all_reduce
 
-    measurement.print_table(ranks, repeats, impl)
+        host_all_reduce.print_table(ranks, repeats, impl, int(max_mib * 2**20), save)
+    else:
+        from distlab.bench import all_reduce as measurement
+
+        measurement.print_table(ranks, repeats, impl, int(max_mib * 2**20), save)
 
 
 @app.command("sim")

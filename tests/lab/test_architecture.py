@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "training": {"data", "grade", "launch", "models", "parallel", "process_group", "trainers"},
     "demo": {"plot", "trainers", "training"},
     "doctor": {"data", "launch", "training"},
-    "bench": {"grade", "launch", "sim", "trainers"},
+    "shared_memory": set(),
+    "bench": {"grade", "launch", "plot", "shared_memory", "sim", "trainers"},
     "planning": {"sim", "trainers"},
     "cli": {
         *("bench", "course", "demo", "doctor", "launch", "learner", "planning", "sim", "training")
