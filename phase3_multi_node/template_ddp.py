@@ -187,12 +187,15 @@ class DistributedDataParallel(nn.Module):
 
         Cost: one broadcast of each parameter and each buffer.
         """
-        # TODO 3.12: the same start on all ranks, the first buckets, and a hook on every gradient.
+        # TODO 3.12: the same start on all ranks, the first buckets, and a hook on every gradient,
+        #   which moves it into its bucket.
         #   Tools: super().__init__, broadcast_module (given), assign_buckets (3.11),
-        #   register_post_accumulate_grad_hook, torch.zeros, split, view.
+        #   register_post_accumulate_grad_hook, parameter.grad, torch.zeros, split, view, copy_,
+        #   zero_. AccumulateGrad adds in place to a gradient that exists, and makes a new tensor
+        #   where it is None.
         #   Example: 10 float32 parameters of 1 MB, buckets of 4 MB, the first of 2 MB: tensors of
         #   2, 4 and 4 MB; of the 10 hooks, the 2nd, 6th and 10th call start an all-reduce.
-        #   About 20 lines, and 25 for helper methods.
+        #   About 20 lines, and 35 for helper methods.
         raise NotImplementedError(
             "Task 3.12: DistributedDataParallel.__init__, "
             "see guidelines.md#312-overlap-the-backward-pass"
@@ -204,11 +207,10 @@ class DistributedDataParallel(nn.Module):
         Sends nothing, so that a rank may evaluate alone. Under ``torch.no_grad``, gradients stay as
         they are.
         """
-        # TODO 3.12: the module's result, with gradients that will be computed into the buckets.
-        #   Tools: torch.is_grad_enabled, parameter.grad, zero_. AccumulateGrad adds in place to a
-        #   gradient that exists, and makes a new tensor where it is None.
+        # TODO 3.12: the module's result; before gradients are computed, new buckets if due.
+        #   Tools: torch.is_grad_enabled.
         #   Example: forward(x, scale=2.0) returns module(x, scale=2.0).
-        #   About 6 lines, and 6 for a helper method.
+        #   About 4 lines, and 3 for a helper method.
         raise NotImplementedError(
             "Task 3.12: DistributedDataParallel.forward, "
             "see guidelines.md#312-overlap-the-backward-pass"

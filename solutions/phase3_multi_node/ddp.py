@@ -225,8 +225,6 @@ class DistributedDataParallel(nn.Module):
         """
         if torch.is_grad_enabled():
             self._replace_old_buckets()
-            for bucket in self._buckets:
-                bucket.hold_gradients()  # zero_grad has set them to None
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -305,9 +303,10 @@ class DistributedDataParallel(nn.Module):
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Start the buckets that are complete now, in the one order that all ranks share."""
+        self._replace_old_buckets()
+        self._bucket_of[parameter].hold(parameter)
         if not self._is_synchronizing:
             return
-        self._replace_old_buckets()
         self._arrived.append(parameter)
         self._bucket_of[parameter].num_missing -= 1
         while self._waiting and not self._waiting[0].num_missing:
@@ -335,12 +334,17 @@ class _Bucket:
         sizes = [parameter.numel() for parameter in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
         parts = self.flat.split(sizes)
-        self._views = [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
+        self._views = {p: part.view(p.shape) for part, p in zip(parts, params, strict=True)}
 
     def hold_gradients(self) -> None:
-        """Make each gradient the view it should be; copy those that lie elsewhere."""
-        for parameter, view in zip(self.params, self._views, strict=True):
-            if parameter.grad is None:
-                parameter.grad = view.zero_()
-            elif parameter.grad is not view:
-                parameter.grad = view.copy_(parameter.grad)
+        """Make each gradient the view it should be; zeros where there is none."""
+        for parameter in self.params:
+            self.hold(parameter)
+
+    def hold(self, parameter: Tensor) -> None:
+        """Make a gradient the view it should be; copy it if it lies elsewhere."""
+        view = self._views[parameter]
+        if parameter.grad is None:
+            parameter.grad = view.zero_()
+        elif parameter.grad is not view:
+            parameter.grad = view.copy_(parameter.grad)

@@ -397,6 +397,7 @@ def on_another_device(lesson: Any) -> dict[str, str]:
     with PretendDevice() as device:
         model = nn.Linear(2, 2).to(device)
         ddp = lesson.DistributedDataParallel(model)
+        ddp.finish_gradient_synchronization()  # makes all gradients: the mode does not see hooks
         ddp(torch.ones(1, 2, device=device)).sum().backward()
         ddp.finish_gradient_synchronization()
         named = model.named_parameters()

@@ -111,6 +111,6 @@ def test_gradients_take_no_second_memory(grade: Grade) -> None:
         *(run, [most] * 2),
         "That is the parameters, the buckets whose views are the gradients, the gradient of one "
         "parameter that is just computed, and the activations. Let param.grad be a view of the "
-        "bucket before the backward pass, so that autograd adds to it, and free the old buckets "
+        "bucket as soon as its hook runs, or before the backward pass, and free the old buckets "
         "before you make new ones.",
     )
