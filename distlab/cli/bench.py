@@ -1,5 +1,6 @@
 """`distlab bench`: measurements of the course's own machinery, beside what it replaces."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,9 @@ Whose = Annotated[
 ]
 Steps = Annotated[
     int, typer.Option("--repeats", min=1, help="Number of timed steps; the median counts.")
+]
+Folder = Annotated[
+    Path | None, typer.Option("--save", help="Folder for all numbers, as JSON, and a figure.")
 ]
 
 app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure the course's own machinery.")
@@ -103,3 +107,16 @@ def ddp(
     from distlab.bench import ddp as measurement
 
     measurement.print_table(ranks, repeats, impl)
+
+
+@app.command("zero")
+def zero(
+    ranks: int = typer.Option(2, "--ranks", min=1),
+    repeats: Steps = 21,
+    impl: Whose = "solution",
+    save: Folder = None,
+) -> None:
+    """Compare ZeRO of Phase 3 with torch's: time, memory, collectives and bytes."""
+    from distlab.bench import zero as measurement
+
+    measurement.print_table(ranks, repeats, impl, save)
