@@ -96,9 +96,12 @@ def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str
         _check_values(values[ours], values[rival], sizes, f"{ours} and {rival}")
     times = rivals.largest(rivals.times(contestants, repeats))
     low, middle, high = torch.quantile(times, times.new_tensor([0.25, 0.5, 0.75]), dim=1).tolist()
-    rows = zip(middle, rivals.largest(torch.tensor(counts)).tolist(), low, high, strict=True)
+    most = rivals.largest(torch.tensor(counts)).tolist()
     found = [
-        Sharded(step_s, *count, quartiles_s=(first, third)) for step_s, count, first, third in rows
+        Sharded(step_s, peak_bytes, calls, num_bytes, (first, third))
+        for step_s, (peak_bytes, calls, num_bytes), first, third in zip(
+            middle, most, low, high, strict=True
+        )
     ]
     return dict(zip(contestants, found, strict=True))
 
