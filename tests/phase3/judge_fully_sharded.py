@@ -126,8 +126,8 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
                 f"rank {rank} of {n}, {when}, {num_frozen} of {b.FULL_LAYERS} units frozen: "
                 f"{held:,} bytes are held, and at most {most:,.0f} should be: {what}. A whole unit "
                 f"takes {UNIT_BYTES:,} bytes: free it as soon as it has computed, also if it is "
-                "frozen, is only evaluated, or fails, and wait for a reduce-scatter before the next "
-                "one.",
+                "frozen, is only evaluated, or fails, and wait for a reduce-scatter before "
+                "the next one.",
             )
 
 
