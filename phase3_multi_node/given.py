@@ -51,20 +51,32 @@ def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 
     torch wants chunks of one size, so those that are shorter travel with an element more.
     """
-    chunks = x.view(-1).tensor_split(dist.get_world_size(group))
+    mine, world_size = own_chunk(x, group), dist.get_world_size(group)
+    if x.numel() % world_size == 0:
+        start_reduce_scatter(x, group).wait()
+        return mine
+    chunks = x.view(-1).tensor_split(world_size)
     total = torch.empty_like(chunks[0])
     dist.reduce_scatter(total, [_padded(chunk, len(total)) for chunk in chunks], group=group)
-    mine = chunks[dist.get_rank(group)]
     return mine.copy_(total[: len(mine)])
 
 
 def all_gather(x: Tensor, group: Group = None) -> None:
     """Collect in ``x`` the chunks of all ranks of ``group``: torch's own, as lessons take it."""
-    chunks = x.view(-1).tensor_split(dist.get_world_size(group))
+    world_size = dist.get_world_size(group)
+    if x.numel() % world_size == 0:
+        start_all_gather(x, group).wait()
+        return
+    chunks = x.view(-1).tensor_split(world_size)
     arrived = [torch.empty_like(chunks[0]) for _ in chunks]
-    dist.all_gather(arrived, _padded(chunks[dist.get_rank(group)], len(chunks[0])), group=group)
+    dist.all_gather(arrived, _padded(own_chunk(x, group), len(chunks[0])), group=group)
     for chunk, padded in zip(chunks, arrived, strict=True):
         chunk.copy_(padded[: len(chunk)])
+
+
+def own_chunk(x: Tensor, group: Group = None) -> Tensor:
+    """Return this rank's chunk of ``x``, one of ``x.view(-1).tensor_split``: a view."""
+    return x.view(-1).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 def _padded(chunk: Tensor, length: int) -> Tensor:
@@ -99,34 +111,6 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``, as in task 1.4."""
     for work in start_exchange(outgoing, dst, incoming, src, group):
         work.wait()
-
-
-def all_gather_shards(
-    whole: Tensor, shard: Tensor, group: Group = None, async_op: bool = False
-) -> dist.Work | None:
-    """Fill ``whole`` (N·k,) with the shards (k,) of all ranks: torch's ``all_gather_single``.
-
-    With ``async_op`` it returns at once, a work that must be waited for. A ``shard`` that is a view
-    of its own part of ``whole`` needs no copy.
-    """
-    work: dist.Work | None = _ALL_GATHER(whole, shard, group=group, async_op=async_op)
-    return work
-
-
-def reduce_scatter_shards(
-    shard: Tensor, whole: Tensor, group: Group = None, async_op: bool = False
-) -> dist.Work | None:
-    """Fill ``shard`` (k,) with this rank's part of the sum of all ``whole`` (N·k,).
-
-    With ``async_op`` it returns at once, a work that must be waited for.
-    """
-    work: dist.Work | None = _REDUCE_SCATTER(shard, whole, group=group, async_op=async_op)
-    return work
-
-
-# torch 2.13 gave these names, and warns of the old ones
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_device(group: Group = None) -> torch.device:
@@ -234,6 +218,29 @@ def start_all_reduce(x: Tensor, group: Group = None) -> Started:
     """Start to sum ``x`` over the ranks of ``group``, in place: torch's own, as lessons take it."""
     work: Started = dist.all_reduce(x, group=group, async_op=True)
     return work
+
+
+def start_reduce_scatter(x: Tensor, group: Group = None) -> Started:
+    """Start what ``reduce_scatter`` does, for chunks of one size: they end in ``own_chunk``.
+
+    Until ``wait`` has returned, ``x`` must be neither read nor written.
+    """
+    work: Started = _REDUCE_SCATTER(own_chunk(x, group), x.view(-1), group=group, async_op=True)
+    return work
+
+
+def start_all_gather(x: Tensor, group: Group = None) -> Started:
+    """Start what ``all_gather`` does, for chunks of one size: this rank brings ``own_chunk``.
+
+    Until ``wait`` has returned, ``x`` must be neither read nor written.
+    """
+    work: Started = _ALL_GATHER(x.view(-1), own_chunk(x, group), group=group, async_op=True)
+    return work
+
+
+# torch 2.13 gave these names, and warns of the old ones
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def in_background(all_reduce: AllReduce) -> StartAllReduce:
@@ -474,12 +481,21 @@ class Flat:
         world_size = dist.get_world_size(group)
         padding = tensors[0].new_zeros(-sum(self.sizes) % world_size)
         self.data = torch.cat([*(tensor.detach().flatten() for tensor in tensors), padding])
-        self.shard = self.data.view(world_size, -1)[dist.get_rank(group)]
+        self.shard = own_chunk(self.data, group)
+        self.num_padded, self.device = len(self.data), self.data.device
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return where the tensors are in ``flat``, which is like ``data``: views of it."""
         parts = flat[: sum(self.sizes)].split(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def packed(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """Return a copy of others, laid out like ``data``, in a dtype; 0 where there is None."""
+        flat = torch.zeros(self.num_padded, dtype=dtype, device=self.device)
+        for view, tensor in zip(self.views(flat), tensors, strict=True):
+            if tensor is not None:
+                view.copy_(tensor)
+        return flat
 
     def forget(self) -> None:
         """Free ``data`` and ``shard``; the layout remains, for ``views``."""
@@ -492,24 +508,6 @@ def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     for param in dict.fromkeys(params):
         kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(param)
     return list(kinds.values())
-
-
-def cut_into_buckets(params: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Sort parameters as ``same_kind`` does, each kind cut into lists of up to so many bytes.
-
-    The last parameters come first, because backward makes their gradients first. A parameter that
-    is larger is alone.
-    """
-    buckets: list[list[nn.Parameter]] = []
-    for same in same_kind(params):
-        num_bytes = bucket_bytes + 1  # the first parameter opens a bucket
-        for param in reversed(same):
-            num_bytes += param.nbytes
-            if num_bytes > bucket_bytes:
-                buckets.append([])
-                num_bytes = param.nbytes
-            buckets[-1].append(param)
-    return buckets
 
 
 class Bucket:

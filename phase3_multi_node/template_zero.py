@@ -19,14 +19,18 @@ from phase3_multi_node.given import (
     Flat,
     Group,
     Place,
-    all_gather_shards,
+    Started,
+    all_gather,
     at_end_of_backward,
     cast_floats,
-    cut_into_buckets,
-    reduce_scatter_shards,
+    own_chunk,
+    reduce_scatter,
     same_kind,
+    start_all_gather,
+    start_reduce_scatter,
     units_of,
 )
+from phase3_multi_node.template_ddp import assign_buckets
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -47,7 +51,8 @@ class ShardedOptimizer:
         parts: the trained parameters, those of one dtype together.
         flats: for each part, its memory.
         gradients: for each part (padded,), with the layout of its flat; only in stage 1.
-        masters: for each part (padded / N,), this rank's shard in float32.
+        masters: for each part (padded / N,), this rank's shard in float32; of a part in float32,
+            the shard itself.
         optimizer: an ``optimizer_cls`` of the masters. Learning rates are set in it.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5.1.
@@ -117,18 +122,20 @@ class ShardedOptimizer:
         )
 
     def reduce_gradients(self) -> list[Tensor]:
-        """Return this rank's shard of the gradients, summed over the ranks, for each part.
+        """Return this rank's shard of the mean over the ranks of the gradients, for each part.
+
+        The gradients are used up: afterwards, ``zero_grad`` must come before a backward pass.
 
         Returns:
             (padded / N,) in the dtype of the gradients.
 
         Cost: one reduce-scatter for each part: (N-1)/N·Ψ elements sent, in their own dtype.
         """
-        # TODO 3.18: this rank's shard of the sum of each flat gradient.
-        #   Tools: reduce_scatter_shards.
-        #   Example: gradients (1, 2, 3, 4) and (10, 20, 30, 40) on 2 ranks: (11, 22) on rank 0
-        #   and (33, 44) on rank 1.
-        #   About 4 lines.
+        # TODO 3.18: this rank's shard of the mean of each flat gradient.
+        #   Tools: reduce_scatter, which returns a view of what it is called with; div_.
+        #   Example: gradients (1, 2, 3, 4) and (11, 22, 33, 44) on 2 ranks: (6, 12) on rank 0
+        #   and (18, 24) on rank 1.
+        #   About 2 lines.
         raise NotImplementedError(
             "Task 3.18: ShardedOptimizer.reduce_gradients, "
             "see guidelines.md#318-shard-the-optimizers-state"
@@ -147,7 +154,7 @@ class ShardedOptimizer:
         # TODO 3.18: parameters that are equal on all ranks, updated with the mean of the
         #   gradients.
         #   Tools: self.reduce_gradients, self.optimizer.step, which reads master.grad,
-        #   Flat.shard, copy_, all_gather_shards.
+        #   Flat.shard, copy_, all_gather.
         #   Example: SGD with lr=0.5, parameters (1, 1), gradients (1, 2) and (3, 4) on 2 ranks:
         #   (0, -0.5) on both.
         #   About 7 lines.
@@ -157,8 +164,8 @@ class ShardedOptimizer:
 
 
 def _master_of(flat: Flat) -> Tensor:
-    """Copy this rank's shard in float32; one in float64 stays so."""
-    return flat.shard.to(torch.promote_types(flat.shard.dtype, torch.float32), copy=True)
+    """Return this rank's shard in float32: a copy, unless it has 32 bits or more already."""
+    return flat.shard.to(torch.promote_types(flat.shard.dtype, torch.float32))
 
 
 class Reduction:
@@ -169,33 +176,31 @@ class Reduction:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.pending: tuple[dist.Work | None, Tensor, Tensor, Callable[[Tensor], object]] | None = (
-            None
-        )
+        self.pending: tuple[Started, Tensor, Callable[[Tensor], object]] | None = None
 
     def start(self, whole: Tensor, use: Callable[[Tensor], object]) -> None:
         """Start to reduce-scatter ``whole``, when the one before has finished.
 
         Args:
             whole: (N·k,). Nobody else writes it any more.
-            use: called later with this rank's shard (k,) of the sum.
+            use: called later with this rank's shard (k,) of the mean over the ranks.
         """
         # TODO 3.19: a reduce-scatter that has been started, and what is needed to finish it.
-        #   Tools: self.finish, reduce_scatter_shards with async_op=True, self.pending. Until it
-        #   has ended, whole and shard must live.
+        #   Tools: self.finish, start_reduce_scatter, own_chunk, self.pending. Until it has ended,
+        #   whole must live; its own chunk is a view that keeps it alive.
         #   Example: whole of 6 elements on 2 ranks: use is called with 3, not before the next
         #   start or finish.
-        #   About 4 lines.
+        #   About 3 lines.
         raise NotImplementedError(
             "Task 3.19: Reduction.start, see guidelines.md#319-shard-the-gradients"
         )
 
     def finish(self) -> None:
         """Wait for the reduce-scatter that is under way, if any, and use what it brings."""
-        # TODO 3.19: nothing under way; what was is used.
-        #   Tools: wait, of the work. On a group of one rank there may be none.
+        # TODO 3.19: nothing under way; of what was, the mean is used.
+        #   Tools: wait, of the work; div_.
         #   Example: two calls in a row: use has been called once.
-        #   About 6 lines.
+        #   About 5 lines.
         raise NotImplementedError(
             "Task 3.19: Reduction.finish, see guidelines.md#319-shard-the-gradients"
         )
@@ -205,7 +210,7 @@ class ShardedGradientOptimizer(ShardedOptimizer):
     """Keeps 1/N of the gradients on each rank, too: ZeRO stage 2.
 
     As soon as all gradients of a bucket are there, it is reduce-scattered while the backward pass
-    goes on, and is then freed: of a gradient, a rank keeps its shard of the sum alone.
+    goes on, and is then freed: of a gradient, a rank keeps its shard of the mean alone.
         backward    layer 3 │ layer 2 │ layer 1 │ layer 0
         reduce                3 ────────2 ────────1 ────────0 ───
 
@@ -248,7 +253,14 @@ class ShardedGradientOptimizer(ShardedOptimizer):
 
     def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return the parameters bucket by bucket, the last ones first."""
-        return cut_into_buckets(params, self.bucket_bytes)
+        # TODO 3.19: the parameters of each bucket, each parameter once.
+        #   Tools: dict.fromkeys, assign_buckets with self.bucket_bytes for every bucket.
+        #   Example: parameters of 8, 4 and 4 bytes, bucket_bytes 8: the third and the second one,
+        #   then the first.
+        #   About 3 lines.
+        raise NotImplementedError(
+            "Task 3.19: ShardedGradientOptimizer.cut, see guidelines.md#319-shard-the-gradients"
+        )
 
     def hold_gradients(self) -> None:
         """Make an empty bucket for each part, and let ``take`` have each gradient that is made."""
@@ -441,12 +453,13 @@ class Unit:
         self.shards = []
         for number, (flat, same) in enumerate(zip(self.flats, kinds, strict=True)):
             dist.broadcast(flat.data, group=self.group, group_src=0)
-            shard = nn.Parameter(_master_of(flat), requires_grad=same[0].requires_grad)
+            values = _master_of(flat).clone()  # of the flat, nothing is kept
+            shard = nn.Parameter(values, requires_grad=same[0].requires_grad)
             flat.forget()
             owner.register_parameter(f"shard{number}", shard)
             self.shards.append(shard)
         self.whole: list[Tensor] = []
-        self.works: list[dist.Work | None] = []
+        self.works: list[Started] = []
         self.number = 0
         self.put([None] * len(params))
         owner.forward = partial(self.forward, owner.forward)
@@ -485,11 +498,10 @@ class Unit:
         """
         # TODO 3.20: self.whole, into which all-gathers write, and self.works, which can be
         #   waited for.
-        #   Tools: detach, all_gather_shards with async_op=True. What is sent has the dtype to
-        #   compute in.
+        #   Tools: self._room_for, start_all_gather. What is sent has the dtype to compute in.
         #   Example: a shard of 3 elements in float32 on 4 ranks: 12 elements in bfloat16; 6 bytes
         #   from each rank.
-        #   About 8 lines.
+        #   About 3 lines.
         raise NotImplementedError(
             "Task 3.20: Unit.start_to_gather, see guidelines.md#320-shard-the-parameters"
         )
@@ -516,9 +528,15 @@ class Unit:
 
     def _wait(self) -> None:
         for work in self.works:
-            if work:
-                work.wait()
+            work.wait()
         self.works = []
+
+    def _room_for(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for all shards (padded,), with this rank's in its place."""
+        world_size = dist.get_world_size(self.group)
+        whole = shard.new_empty(len(shard) * world_size, dtype=dtype, requires_grad=False)
+        own_chunk(whole, self.group).copy_(shard.detach())
+        return whole
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> None:
         """Free the parameters, and send their gradients off: backward has passed the unit.
@@ -527,9 +545,9 @@ class Unit:
             gradients: of the whole parameters; None if a parameter was not used or is frozen.
         """
         # TODO 3.20: the parameters freed; for each trained shard, a reduce-scatter of the
-        #   gradients in a flat tensor of zeros; end_backward called when the pass ends.
-        #   Tools: self.free, self.by_flat, Flat.views, self.order.reduction, self._accumulate,
-        #   at_end_of_backward.
+        #   gradients, 0 where there is none; end_backward called when the pass ends.
+        #   Tools: self.free, self.by_flat, Flat.packed, self.order.reduction, self._accumulate,
+        #   at_end_of_backward. Finish one reduction before the gradients of the next are packed.
         #   Example: parameters of 4 and 3 elements on 2 ranks, of which the second was not used:
         #   8 elements leave, the last 4 of them 0.
         #   About 10 lines.
@@ -537,14 +555,15 @@ class Unit:
             "Task 3.20: Unit.reduce, see guidelines.md#320-shard-the-parameters"
         )
 
-    def _accumulate(self, shard: nn.Parameter, summed: Tensor) -> None:
-        mean = summed.to(shard.dtype) / dist.get_world_size(self.group)
-        shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+    def _accumulate(self, shard: nn.Parameter, mean: Tensor) -> None:
+        if shard.grad is None:
+            shard.grad = torch.zeros_like(shard)
+        shard.grad.add_(mean)
 
     def whole_state(self) -> dict[str, Tensor]:
         """Return every parameter, whole, in the dtype of the shards, by its names in the model."""
         # TODO 3.20: all shards gathered in their own dtype, as parameters by their paths.
-        #   Tools: all_gather_shards, self.views, self.slots.
+        #   Tools: self._room_for, all_gather, self.views, self.slots.
         #   Example: a tied parameter in two places: two names, one tensor.
         #   About 6 lines.
         raise NotImplementedError(
@@ -582,6 +601,10 @@ class Whole(torch.autograd.Function):
         """Hand over the gradients, one per parameter. The shards get theirs later."""
         ctx.unit.reduce(gradients)
         return (None,) * len(ctx.needs_input_grad)
+
+
+def _memory_of(unit: Unit, flat: int) -> int:
+    return unit.whole[flat].untyped_storage().data_ptr()
 
 
 class Saved(NamedTuple):
@@ -639,15 +662,19 @@ class Order:
 
     def pack(self, x: Tensor) -> Tensor | Saved:
         """Of a parameter, let autograd save where it is, and no tensor: that could not be freed."""
-        memory = x.untyped_storage().data_ptr()
-        for unit in self.units:
-            for flat, whole in enumerate(unit.whole):
-                if x.numel() and whole.untyped_storage().data_ptr() == memory:
-                    if (unit, unit.number) not in self.to_come:
-                        self.to_come.append((unit, unit.number))
-                    where = x.size(), x.stride(), x.storage_offset()
-                    return Saved(unit, unit.number, flat, where)
-        return x
+        home = self._home_of(x)
+        if home is None:
+            return x
+        unit, flat = home
+        if (unit, unit.number) not in self.to_come:
+            self.to_come.append((unit, unit.number))
+        return Saved(unit, unit.number, flat, (x.size(), x.stride(), x.storage_offset()))
+
+    def _home_of(self, x: Tensor) -> tuple[Unit, int] | None:
+        """Return the unit, and the number of its flat, in whose memory ``x`` lies."""
+        memory = x.untyped_storage().data_ptr() if x.numel() else None
+        homes = ((unit, i) for unit in self.units for i in range(len(unit.whole)))
+        return next((home for home in homes if _memory_of(*home) == memory), None)
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
         """Return what was saved: of a parameter, what is there after it was gathered again."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,11 +62,16 @@ class Measured:
     collective_bytes: int
 
 
-Column = tuple[str, Callable[[Measured], float], Callable[[float], str]]
-STEP: Column = ("step", lambda measured: measured.seconds, seconds_text)
-PEAK: Column = ("peak memory", lambda measured: measured.peak_bytes, bytes_text)
-COLLECTIVES: Column = ("collectives", lambda measured: measured.collectives, "{:.0f}".format)
-BYTES: Column = ("bytes", lambda measured: measured.collective_bytes, bytes_text)
+M = TypeVar("M", bound=Measured)
+Column = tuple[str, Callable[[M], float], Callable[[float], str]]
+STEP: Column[Measured] = ("step", lambda measured: measured.seconds, seconds_text)
+PEAK: Column[Measured] = ("peak memory", lambda measured: measured.peak_bytes, bytes_text)
+COLLECTIVES: Column[Measured] = (
+    "collectives",
+    lambda measured: measured.collectives,
+    "{:.0f}".format,
+)
+BYTES: Column[Measured] = ("bytes", lambda measured: measured.collective_bytes, bytes_text)
 
 
 def measure(
@@ -90,8 +95,8 @@ def measure(
         who = f"{ours} and {rival} do not compute the same"
         _check_losses(losses[ours], losses[rival], who)
         _check_gradients(contestants[ours].model, contestants[rival].model, who)
-    seconds = _largest(_times(contestants, repeats)).median(dim=1).values.tolist()
-    rows = zip(contestants, seconds, _largest(torch.tensor(counts)).tolist(), strict=True)
+    seconds = largest(times(contestants, repeats)).median(dim=1).values.tolist()
+    rows = zip(contestants, seconds, largest(torch.tensor(counts)).tolist(), strict=True)
     return {name: Measured(step_s, *count) for name, step_s, count in rows}
 
 
@@ -126,7 +131,7 @@ def _local(gradient: Any) -> Tensor:
     return torch.zeros(()) if local is None else local
 
 
-def _times(contestants: Mapping[str, Contestant], repeats: int) -> Tensor:
+def times(contestants: Mapping[str, Contestant], repeats: int) -> Tensor:
     """Return this rank's seconds (contestants, repeats); every second time the last goes first."""
     seconds = torch.zeros(len(contestants), repeats, dtype=torch.float64)
     in_turn = list(enumerate(contestants.values()))
@@ -140,7 +145,7 @@ def _times(contestants: Mapping[str, Contestant], repeats: int) -> Tensor:
     return seconds
 
 
-def _largest(mine: Tensor) -> Tensor:
+def largest(mine: Tensor) -> Tensor:
     """Return the largest of all ranks, element by element."""
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return mine
@@ -148,9 +153,9 @@ def _largest(mine: Tensor) -> Tensor:
 
 def table(
     title: str,
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, M],
     rivals: Mapping[str, str],
-    columns: tuple[Column, ...],
+    columns: tuple[Column[M], ...],
 ) -> Table:
     """Lay out what ``measure`` has returned: a row for each contestant."""
     rows = Table(title=title)
@@ -163,7 +168,7 @@ def table(
     return rows
 
 
-def _cell(column: Column, found: Measured, ours: Measured | None) -> str:
+def _cell(column: Column[M], found: M, ours: M | None) -> str:
     _, number_of, text = column
     number = number_of(found)
     return f"{text(number)} ({number_of(ours) / number:.2f})" if ours else text(number)

@@ -14,7 +14,6 @@ Whose = Annotated[
 Steps = Annotated[
     int, typer.Option("--repeats", min=1, help="Number of timed steps; the median counts.")
 ]
-
 Folder = Annotated[
     Path | None,
     typer.Option("--save", help="Folder for a JSON file with all figures, and for a picture."),
@@ -121,3 +120,16 @@ def ddp(
     from distlab.bench import ddp as measurement
 
     measurement.print_table(ranks, repeats, impl)
+
+
+@app.command("zero")
+def zero(
+    ranks: int = typer.Option(2, "--ranks", min=1),
+    repeats: Steps = 21,
+    impl: Whose = "solution",
+    save: Folder = None,
+) -> None:
+    """Compare ZeRO of Phase 3 with torch's: time, memory, collectives and bytes."""
+    from distlab.bench import zero as measurement
+
+    measurement.print_table(ranks, repeats, impl, save)

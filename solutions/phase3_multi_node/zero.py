@@ -15,14 +15,18 @@ from phase3_multi_node.given import (
     Flat,
     Group,
     Place,
-    all_gather_shards,
+    Started,
+    all_gather,
     at_end_of_backward,
     cast_floats,
-    cut_into_buckets,
-    reduce_scatter_shards,
+    own_chunk,
+    reduce_scatter,
     same_kind,
+    start_all_gather,
+    start_reduce_scatter,
     units_of,
 )
+from solutions.phase3_multi_node.ddp import assign_buckets
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -43,7 +47,8 @@ class ShardedOptimizer:
         parts: the trained parameters, those of one dtype together.
         flats: for each part, its memory.
         gradients: for each part (padded,), with the layout of its flat; only in stage 1.
-        masters: for each part (padded / N,), this rank's shard in float32.
+        masters: for each part (padded / N,), this rank's shard in float32; of a part in float32,
+            the shard itself.
         optimizer: an ``optimizer_cls`` of the masters. Learning rates are set in it.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5.1.
@@ -108,17 +113,19 @@ class ShardedOptimizer:
                 param.grad = view
 
     def reduce_gradients(self) -> list[Tensor]:
-        """Return this rank's shard of the gradients, summed over the ranks, for each part.
+        """Return this rank's shard of the mean over the ranks of the gradients, for each part.
+
+        The gradients are used up: afterwards, ``zero_grad`` must come before a backward pass.
 
         Returns:
             (padded / N,) in the dtype of the gradients.
 
         Cost: one reduce-scatter for each part: (N-1)/N·Ψ elements sent, in their own dtype.
         """
-        shards = [torch.empty_like(flat.shard) for flat in self.flats]
-        for shard, gradient in zip(shards, self.gradients, strict=True):
-            reduce_scatter_shards(shard, gradient, self.group)
-        return shards
+        world_size = dist.get_world_size(self.group)
+        return [
+            reduce_scatter(gradient, self.group).div_(world_size) for gradient in self.gradients
+        ]
 
     def step(self) -> None:
         """Update all parameters with the mean over the ranks of their gradients.
@@ -131,17 +138,17 @@ class ShardedOptimizer:
             sent, as for an all-reduce of the gradients. Ψ/N elements updated.
         """
         for master, gradient in zip(self.masters, self.reduce_gradients(), strict=True):
-            master.grad = gradient.to(master.dtype) / dist.get_world_size(self.group)
+            master.grad = gradient.to(master.dtype)
         self.optimizer.step()
         for flat, master in zip(self.flats, self.masters, strict=True):
             master.grad = None
             flat.shard.copy_(master)
-            all_gather_shards(flat.data, flat.shard, self.group)
+            all_gather(flat.data, self.group)
 
 
 def _master_of(flat: Flat) -> Tensor:
-    """Copy this rank's shard in float32; one in float64 stays so."""
-    return flat.shard.to(torch.promote_types(flat.shard.dtype, torch.float32), copy=True)
+    """Return this rank's shard in float32: a copy, unless it has 32 bits or more already."""
+    return flat.shard.to(torch.promote_types(flat.shard.dtype, torch.float32))
 
 
 class Reduction:
@@ -152,37 +159,33 @@ class Reduction:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.pending: tuple[dist.Work | None, Tensor, Tensor, Callable[[Tensor], object]] | None = (
-            None
-        )
+        self.pending: tuple[Started, Tensor, Callable[[Tensor], object]] | None = None
 
     def start(self, whole: Tensor, use: Callable[[Tensor], object]) -> None:
         """Start to reduce-scatter ``whole``, when the one before has finished.
 
         Args:
             whole: (N·k,). Nobody else writes it any more.
-            use: called later with this rank's shard (k,) of the sum.
+            use: called later with this rank's shard (k,) of the mean over the ranks.
         """
         self.finish()
-        shard = whole.new_empty(len(whole) // dist.get_world_size(self.group))
-        work = reduce_scatter_shards(shard, whole, self.group, async_op=True)
-        self.pending = work, whole, shard, use
+        work = start_reduce_scatter(whole, self.group)
+        self.pending = work, own_chunk(whole, self.group), use
 
     def finish(self) -> None:
         """Wait for the reduce-scatter that is under way, if any, and use what it brings."""
         if self.pending:
-            work, _, shard, use = self.pending
+            work, shard, use = self.pending
             self.pending = None
-            if work:
-                work.wait()
-            use(shard)
+            work.wait()
+            use(shard.div_(dist.get_world_size(self.group)))
 
 
 class ShardedGradientOptimizer(ShardedOptimizer):
     """Keeps 1/N of the gradients on each rank, too: ZeRO stage 2.
 
     As soon as all gradients of a bucket are there, it is reduce-scattered while the backward pass
-    goes on, and is then freed: of a gradient, a rank keeps its shard of the sum alone.
+    goes on, and is then freed: of a gradient, a rank keeps its shard of the mean alone.
         backward    layer 3 │ layer 2 │ layer 1 │ layer 0
         reduce                3 ────────2 ────────1 ────────0 ───
 
@@ -225,7 +228,9 @@ class ShardedGradientOptimizer(ShardedOptimizer):
 
     def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return the parameters bucket by bucket, the last ones first."""
-        return cut_into_buckets(params, self.bucket_bytes)
+        once = [*dict.fromkeys(params)]
+        buckets = assign_buckets(once, self.bucket_bytes, self.bucket_bytes)
+        return [[once[index] for index in bucket] for bucket in buckets]
 
     def hold_gradients(self) -> None:
         """Make an empty bucket for each part, and let ``take`` have each gradient that is made."""
@@ -400,12 +405,13 @@ class Unit:
         self.shards = []
         for number, (flat, same) in enumerate(zip(self.flats, kinds, strict=True)):
             dist.broadcast(flat.data, group=self.group, group_src=0)
-            shard = nn.Parameter(_master_of(flat), requires_grad=same[0].requires_grad)
+            values = _master_of(flat).clone()  # of the flat, nothing is kept
+            shard = nn.Parameter(values, requires_grad=same[0].requires_grad)
             flat.forget()
             owner.register_parameter(f"shard{number}", shard)
             self.shards.append(shard)
         self.whole: list[Tensor] = []
-        self.works: list[dist.Work | None] = []
+        self.works: list[Started] = []
         self.number = 0
         self.put([None] * len(params))
         owner.forward = partial(self.forward, owner.forward)
@@ -442,13 +448,8 @@ class Unit:
         Cost: one all-gather for each flat, in the dtype to compute in.
         """
         if not self.whole:
-            world_size = dist.get_world_size(self.group)
-            shards = [shard.detach().to(self.dtype) for shard in self.shards]
-            self.whole = [shard.new_empty(len(shard) * world_size) for shard in shards]
-            self.works = [
-                all_gather_shards(whole, shard, self.group, async_op=True)
-                for whole, shard in zip(self.whole, shards, strict=True)
-            ]
+            self.whole = [self._room_for(shard, self.dtype) for shard in self.shards]
+            self.works = [start_all_gather(whole, self.group) for whole in self.whole]
 
     def gather(self) -> None:
         """Have all parameters here: wait for them, and start if nobody has."""
@@ -462,9 +463,15 @@ class Unit:
 
     def _wait(self) -> None:
         for work in self.works:
-            if work:
-                work.wait()
+            work.wait()
         self.works = []
+
+    def _room_for(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for all shards (padded,), with this rank's in its place."""
+        world_size = dist.get_world_size(self.group)
+        whole = shard.new_empty(len(shard) * world_size, dtype=dtype, requires_grad=False)
+        own_chunk(whole, self.group).copy_(shard.detach())
+        return whole
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> None:
         """Free the parameters, and send their gradients off: backward has passed the unit.
@@ -475,25 +482,21 @@ class Unit:
         self.free()
         for flat, shard, mine in zip(self.flats, self.shards, self.by_flat(gradients), strict=True):
             if shard.requires_grad:
-                whole = shard.new_zeros(
-                    len(shard) * dist.get_world_size(self.group), dtype=self.dtype
-                )
-                for view, gradient in zip(flat.views(whole), mine, strict=True):
-                    if gradient is not None:
-                        view.copy_(gradient)
+                self.order.reduction.finish()  # before there is one more
+                whole = flat.packed(mine, self.dtype)
                 self.order.reduction.start(whole, partial(self._accumulate, shard))
         at_end_of_backward(self.order.end_backward)
 
-    def _accumulate(self, shard: nn.Parameter, summed: Tensor) -> None:
-        mean = summed.to(shard.dtype) / dist.get_world_size(self.group)
-        shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+    def _accumulate(self, shard: nn.Parameter, mean: Tensor) -> None:
+        if shard.grad is None:
+            shard.grad = torch.zeros_like(shard)
+        shard.grad.add_(mean)
 
     def whole_state(self) -> dict[str, Tensor]:
         """Return every parameter, whole, in the dtype of the shards, by its names in the model."""
-        world_size = dist.get_world_size(self.group)
-        whole = [shard.new_empty(len(shard) * world_size) for shard in self.shards]
-        for one, shard in zip(whole, self.shards, strict=True):
-            all_gather_shards(one, shard.detach(), self.group)
+        whole = [self._room_for(shard, shard.dtype) for shard in self.shards]
+        for one in whole:
+            all_gather(one, self.group)
         params = self.views(whole)
         return {path: params[i] for path, i in zip(self.paths, self.slots, strict=True)}
 
@@ -524,6 +527,10 @@ class Whole(torch.autograd.Function):
         """Hand over the gradients, one per parameter. The shards get theirs later."""
         ctx.unit.reduce(gradients)
         return (None,) * len(ctx.needs_input_grad)
+
+
+def _memory_of(unit: Unit, flat: int) -> int:
+    return unit.whole[flat].untyped_storage().data_ptr()
 
 
 class Saved(NamedTuple):
@@ -578,15 +585,19 @@ class Order:
 
     def pack(self, x: Tensor) -> Tensor | Saved:
         """Of a parameter, let autograd save where it is, and no tensor: that could not be freed."""
-        memory = x.untyped_storage().data_ptr()
-        for unit in self.units:
-            for flat, whole in enumerate(unit.whole):
-                if x.numel() and whole.untyped_storage().data_ptr() == memory:
-                    if (unit, unit.number) not in self.to_come:
-                        self.to_come.append((unit, unit.number))
-                    where = x.size(), x.stride(), x.storage_offset()
-                    return Saved(unit, unit.number, flat, where)
-        return x
+        home = self._home_of(x)
+        if home is None:
+            return x
+        unit, flat = home
+        if (unit, unit.number) not in self.to_come:
+            self.to_come.append((unit, unit.number))
+        return Saved(unit, unit.number, flat, (x.size(), x.stride(), x.storage_offset()))
+
+    def _home_of(self, x: Tensor) -> tuple[Unit, int] | None:
+        """Return the unit, and the number of its flat, in whose memory ``x`` lies."""
+        memory = x.untyped_storage().data_ptr() if x.numel() else None
+        homes = ((unit, i) for unit in self.units for i in range(len(unit.whole)))
+        return next((home for home in homes if _memory_of(*home) == memory), None)
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
         """Return what was saved: of a parameter, what is there after it was gathered again."""

@@ -11,7 +11,6 @@ from phase3 import zero as b
 from phase3.judge_zero_optimizers import (
     BYTES_PER_S,
     CAUSES,
-    NUM_PARAMS,
     REAL_SIZES,
     SIZES,
     SLOW,
@@ -20,6 +19,13 @@ from phase3.judge_zero_optimizers import (
 
 NAME = "FullyShardedDataParallel"
 UNIT_BYTES = 2 * b.WIDTH**2
+NUM_PARAMS = b.FULL_LAYERS * b.WIDTH**2
+PASSES = (  # number of frozen layers, is_evaluated, is_mixed
+    (0, False, False),
+    (b.FULL_LAYERS // 2, False, False),
+    (b.FULL_LAYERS // 2, False, True),
+    (0, True, False),
+)
 STUCK = "All ranks must gather and reduce the same units in the same order."
 BUFFERS = {"shift": [0.5] * 3}
 
@@ -46,7 +52,7 @@ def check_trained_fully(
 @task("3.20", real=True)
 def test_a_fully_sharded_model_trains_as_plain(grade: Grade) -> None:
     for n in SIZES if grade.is_simulated else REAL_SIZES:
-        cases = b.FULL_CASES if n in (2, 3) else b.FULL_CASES[:1]
+        cases = b.FULL_CASES if n == 3 or not grade.is_simulated else b.FULL_CASES[:1]
         options = uneven(grade.random, n) if grade.is_simulated else None
         run = grade.run(b.train_fully, n, cases, options=options, if_stuck=STUCK)
         check_trained_fully(NAME, run.results, cases)
@@ -67,6 +73,12 @@ def test_two_forward_passes_before_a_backward_pass(grade: Grade) -> None:
     expected = b.used_twice_plain(n) | BUFFERS
     for rank, found in enumerate(grade.run(b.use_twice, n, if_stuck=STUCK).results):
         here = f"{NAME}, rank {rank} of {n}, after a step on the loss of two forward passes"
+        uses = found.pop("uses")
+        check(
+            {*uses} == {2},
+            f"{here}: the number of each unit should be 2, one more for each time that it has "
+            f"computed; they are {', '.join(map(str, uses))}.",
+        )
         check_values(here, expected, found, "Are the gradients of both added up?")
 
 
@@ -93,11 +105,11 @@ def test_shards_are_kept_in_32_bits(grade: Grade) -> None:
 
 
 @task("3.20")
-@pytest.mark.parametrize("num_frozen", [0, 8])
+@pytest.mark.parametrize("num_frozen", [0, b.FULL_LAYERS])
 def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None:
     n = 4
     run = grade.run(b.hold_fully, n, num_frozen, options=MEASURED)
-    trained = NUM_PARAMS * (b.LAYERS - num_frozen) / b.LAYERS
+    trained = NUM_PARAMS * (b.FULL_LAYERS - num_frozen) / b.FULL_LAYERS
     between = (16 * trained + 4 * (NUM_PARAMS - trained)) / n
     slack = 0.02 * 16 * NUM_PARAMS / n
     for rank, found in enumerate(run.results):
@@ -111,10 +123,11 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
             }[units]
             check(
                 held <= most,
-                f"rank {rank} of {n}, {when}, {num_frozen} of {b.LAYERS} units frozen: {held:,} "
-                f"bytes are held, and at most {most:,.0f} should be: {what}. A whole unit takes "
-                f"{UNIT_BYTES:,} bytes: free it as soon as it has computed, also if it is frozen, "
-                "is only evaluated, or fails, and wait for a reduce-scatter before the next one.",
+                f"rank {rank} of {n}, {when}, {num_frozen} of {b.FULL_LAYERS} units frozen: "
+                f"{held:,} bytes are held, and at most {most:,.0f} should be: {what}. A whole unit "
+                f"takes {UNIT_BYTES:,} bytes: free it as soon as it has computed, also if it is "
+                "frozen, is only evaluated, or fails, and wait for a reduce-scatter before "
+                "the next one.",
             )
 
 
@@ -125,26 +138,21 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
 @pytest.mark.parametrize("n", [2, 3])
 def test_units_travel_three_times(grade: Grade, n: int) -> None:
     unit = -(-(b.WIDTH**2) // n) * n * 2 * (n - 1) / n
-    for num_frozen, is_evaluated, is_mixed in (
-        (0, False, False),
-        (8, False, False),
-        (8, False, True),
-        (0, True, False),
-    ):
+    layers = b.FULL_LAYERS
+    for num_frozen, is_evaluated, is_mixed in PASSES if n == 2 else PASSES[:1]:
         one, two = (
             grade.run(
                 *(b.pass_through, n, num_frozen, passes, is_evaluated, is_mixed), cluster=UNIFORM
             )
             for passes in (1, 2)
         )
-        trained = b.LAYERS - num_frozen
-        units = b.LAYERS if is_evaluated else 2 * b.LAYERS + trained
+        units = 2 * layers if is_evaluated else 3 * layers + layers - num_frozen
         for rank in range(n):
             got = round(two.bytes_sent[rank] - one.bytes_sent[rank])
-            what = "an evaluation" if is_evaluated else "a forward and a backward pass"
+            what = "two evaluations" if is_evaluated else "two forward and a backward pass"
             check(
                 got <= round(units * unit),
-                f"rank {rank} of {n}, {b.LAYERS} layers of {b.WIDTH**2:,} parameters, {num_frozen} "
+                f"rank {rank} of {n}, {layers} layers of {b.WIDTH**2:,} parameters, {num_frozen} "
                 f"of them frozen: {what} should send at most {units} times (N-1)/N of a layer in "
                 f"bfloat16, {units * unit:,.0f} bytes; it sends {got:,}. Gather once forward and "
                 "once backward, in the dtype to compute in, and reduce-scatter the gradients of "

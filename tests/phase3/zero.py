@@ -24,7 +24,7 @@ CASES = (
     ("unused", "Adam", 2),
     ("two dtypes", "Adam", 1),
 )
-STEPS = 3
+STEPS = 2
 
 
 class Net(nn.Module):
@@ -55,7 +55,7 @@ class Net(nn.Module):
         for block in self.blocks[:3]:
             weight = next(iter(block.parameters()), x)
             is_narrow = self.kind == "two dtypes" and block is self.blocks[1]
-            y = block(x.float() if is_narrow and weight.dtype == torch.float32 else x)
+            y = block(input=x.float() if is_narrow and weight.dtype == torch.float32 else x)
             x = x + y.to(x.dtype)
         return self.head(x) * self.scale + self.shift
 
@@ -73,7 +73,8 @@ def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
     x, y = (
         torch.randn(4, width, generator=generator, dtype=torch.float64) for width in (FEATURES, 3)
     )
-    loss: Tensor = (model(x) - y).square().mean()
+    output = model(x=x) if number % 2 else model(x)
+    loss: Tensor = (output - y).square().mean()
     return loss
 
 
@@ -112,7 +113,8 @@ def train_with(
         options = options | ({"group": group} if group else {})
         if cls == "ShardedGradientOptimizer":
             options["bucket_bytes"] = 300
-        sharded = getattr(lesson, cls)(model.parameters(), optimizer_cls, **options)
+        params = before.values()  # a tied one comes twice
+        sharded = getattr(lesson, cls)(params, optimizer_cls, **options)
         for step in range(STEPS):
             sharded.zero_grad()
             for number in range(step * passes, (step + 1) * passes):
@@ -180,7 +182,8 @@ def take_steps(
 ) -> None:
     """Take steps, each with several backward passes, for parameters of given shapes."""
     params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    sharded = getattr(lesson, cls)(params, torch.optim.SGD, lr=0.1, **keywords)
+    twice = [*params, params[0]]  # as a tied one may come
+    sharded = getattr(lesson, cls)(twice, torch.optim.SGD, lr=0.1, **keywords)
     for _ in range(steps):
         sharded.zero_grad()
         for _ in range(passes):
@@ -205,6 +208,7 @@ def go_back_once(lesson: Any, keywords: dict[str, Any], kind: str) -> None:
 
 # Stage 3
 
+FULL_LAYERS = 8
 FULL_CASES = tuple(case for case in CASES if case[0] != "two dtypes")
 
 
@@ -231,18 +235,20 @@ def train_fully(
             for number in range(step * passes, (step + 1) * passes):
                 loss_of(model, rank, number).backward()
             plain.step()
+        model.load_full_state_dict(model.full_state_dict())  # changes nothing
         found.append(listed(model.full_state_dict()))
     return found
 
 
 def use_twice(lesson: Any) -> dict[str, list[float]]:
-    """Take a step on the loss of two forward passes; return what ``full_state_dict`` has then."""
+    """Take a step on the loss of two forward passes; return the full state and the units' uses."""
     rank = dist.get_rank()
-    model = sharded_net(lesson, "plain", rank)
+    model: Any = sharded_net(lesson, "plain", rank)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
     plain.step()
-    return listed(model.full_state_dict())
+    uses = [unit.number for unit in model.order.units]
+    return listed(model.full_state_dict()) | {"uses": uses}
 
 
 def restore(lesson: Any, kind: str, state: dict[str, list[float]]) -> dict[str, Any]:
@@ -301,25 +307,30 @@ class Probe(nn.Module):
 
 def probed_chain(probe: Probe, num_frozen: int = 0) -> nn.Sequential:
     """Layers as in ``chain``, each with a probe; the first ones frozen."""
-    layers = [*chain()]
+    layers = [*chain(FULL_LAYERS)]
     for layer in layers[:num_frozen]:
         layer.requires_grad_(False)
     return nn.Sequential(*(nn.Sequential(layer, probe) for layer in layers))
 
 
 def hold_fully(lesson: Any, num_frozen: int) -> dict[str, int]:
-    """Take two steps with Adam, evaluate, and fail; return bytes held between, and at most."""
+    """Take two steps with Adam, evaluate, and fail; return bytes held between, and at most.
+
+    With all layers frozen, a backward pass only brings the gradient of the input.
+    """
     probe, found = Probe(), {}
     model = lesson.FullyShardedDataParallel(probed_chain(probe, num_frozen))
     trained = [param for param in model.parameters() if param.requires_grad]
-    adam, x = torch.optim.Adam(trained, foreach=False), torch.ones(1, WIDTH, requires_grad=True)
+    adam = torch.optim.Adam(trained, foreach=False) if trained else None
+    x = torch.ones(1, WIDTH, requires_grad=True)
     for _ in range(2):
-        adam.zero_grad()
+        model.zero_grad()
         y = model(x).sum()
         found["after a forward pass"] = live()
         y.backward()
         found["after a backward pass"] = live()
-        adam.step()
+        if adam:
+            adam.step()
     found["after step"] = live()
     with torch.no_grad():
         model(x)
@@ -338,16 +349,16 @@ def hold_fully(lesson: Any, num_frozen: int) -> dict[str, int]:
 
 def mixed_chain() -> nn.Sequential:
     """Units of two layers as in ``chain``, of which the first is frozen."""
-    layers = chain()
+    layers = chain(FULL_LAYERS)
     for layer in layers[::2]:
         layer.requires_grad_(False)
-    return nn.Sequential(*(layers[i : i + 2] for i in range(0, LAYERS, 2)))
+    return nn.Sequential(*(layers[i : i + 2] for i in range(0, FULL_LAYERS, 2)))
 
 
 def pass_through(
     lesson: Any, num_frozen: int, passes: int, is_evaluated: bool, is_mixed: bool
 ) -> None:
-    """Go through forward, and back unless it is evaluated.
+    """Go through forward, and back unless it is evaluated; before that, once forward in vain.
 
     Args:
         is_mixed: whether each unit has a frozen and a trained layer.
@@ -357,6 +368,7 @@ def pass_through(
     x = torch.ones(1, WIDTH, requires_grad=True)
     for _ in range(passes):
         with torch.set_grad_enabled(not is_evaluated):
+            model(x)
             y = model(x).sum()
         if not is_evaluated:
             y.backward()

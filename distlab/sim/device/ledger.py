@@ -77,6 +77,11 @@ class Account:
             self._transfer(self.peak, block, category)
         block.category = category
 
+    def restart_peak(self) -> None:
+        """Forget what was held before."""
+        self.peak_bytes = 0
+        self._note_peak()
+
     def forget_dead(self) -> None:
         """Remove what has died from the account."""
         while self._dead:

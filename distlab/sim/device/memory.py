@@ -94,6 +94,10 @@ class MemoryTracker:
         """Most bytes ever held at once."""
         return self._account.peak_bytes
 
+    def restart_peak(self) -> None:
+        """Let the peak be what is held now, and what follows."""
+        self._update().restart_peak()
+
     @property
     def peak_by_category(self) -> dict[str, int]:
         """What was held when ``peak_bytes`` were; not the peaks of the categories."""
