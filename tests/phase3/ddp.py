@@ -367,8 +367,8 @@ def _after_an_error(ddp: Any, closed: Any, rank: int, turn: int) -> Iterator[Any
         with ddp.no_sync():
             raise boom
         raise WrongResult(
-            f"rank {rank}: an error that is raised inside of no_sync should come out of it, but "
-            "the program goes on after the block as if nothing had happened. Put yield between "
+            "an error that is raised inside of no_sync should come out of it, but the program goes "
+            "on after the block as if nothing had happened. Put yield between "
             "try and finally, without an except or a return that ends the error."
         )
     yield loss_of(sum_of(ddp, rank, turn)).backward
