@@ -43,8 +43,14 @@ STUCK = (
     "next: a server receives that many from each worker, and answers every one."
 )
 STUCK_WORKERS = (
-    "push_pull should start all sends and receives before it waits for any: each worker names the "
-    "servers in another order, and each server answers when it has heard from all workers."
+    "push_pull should start all sends and receives before it waits for any, each with the server "
+    "that gradients and shards name, which may be any rank: each worker names the servers in "
+    "another order, and each server answers when it has heard from all workers."
+)
+STUCK_IN_TURN = (
+    "Here a server answers a worker before it hears from the next. push_pull should start all "
+    "sends and receives before it waits for any: a worker that receives nothing until all its "
+    "gradients have been taken keeps a server waiting for which others wait."
 )
 SLACK_BYTES = 4096
 
@@ -142,7 +148,7 @@ def test_servers_may_answer_one_worker_after_the_other(
     servers = grade.random.sample(range(num_servers + num_workers), num_servers)
     run = grade.run(
         *(b.push_and_pull, num_servers + num_workers, servers, 10, "float32", 3, True),
-        if_stuck=f"{STUCK_WORKERS} Here each server answers a worker before it hears from the next.",
+        if_stuck=STUCK_IN_TURN,
     )
     _check_pulled(run.results, servers, in_turn=True)
 

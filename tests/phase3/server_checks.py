@@ -149,7 +149,7 @@ def _why_not_one(weights: Sequence[float] | None) -> str:
     if sum(weight != 0 for weight in weights) > 1:
         return "Do not collect gradients: step as soon as one has arrived."
     return (
-        "Apply it whole: it is not divided by the number of workers, and not added to the last, nor "
+        "Apply it whole: it is not divided by the number of workers, and not added to the last or "
         "to what shard.grad held before the call."
     )
 
