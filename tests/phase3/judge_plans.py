@@ -30,6 +30,7 @@ def _cases(grade: Grade) -> list[Case]:
         (SMALL, _machine(2, 4), 8),
         (SMALL._replace(length=511), _machine(1, 4), 4),
         (SMALL._replace(heads=8), _machine(4, 2), 8),
+        (SMALL._replace(heads=12), _machine(2, 6), 36),
         (c.GPT3, _machine(128, 8), 1536),
     ]
 
