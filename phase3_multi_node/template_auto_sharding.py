@@ -39,8 +39,8 @@ def parameters_per_rank(model: Transformer, layout: Layout) -> float:
         model, layout: pipeline divides the layers.
 
     Returns:
-        A number that need not be whole. Sharding by ZeRO changes who stores the parameters, not who
-        computes with them, so it does not count here.
+        A number, rounded to a whole one or not. Sharding by ZeRO changes who stores the parameters,
+        not who computes with them, so it does not count here.
 
     Source: Narayanan et al. 2021, section 5.1, equation 2.
     """
@@ -124,12 +124,12 @@ def estimate_memory(model: Transformer, layout: Layout, batch_size: int) -> Memo
         7.5 billion parameters, d = 64  ->  120, 31.4, 16.6 and 1.88 GB of states by ZeRO stage
 
     Args:
-        model, layout: as for the functions above.
+        model, layout: as for the functions above; d · b divides the batch. Nothing is checked.
         batch_size: sequences in a step, of all copies together.
 
     Returns:
-        The parts, in bytes; their sum is ``total``. Workspace of libraries, fragmentation and
-        buffers of messages come on top.
+        The parts, in bytes, rounded to whole ones or not; their sum is ``total``. Workspace of
+        libraries, fragmentation and buffers of messages come on top.
 
     Source: Rajbhandari et al. 2020, section 5; Korthikanti et al. 2022, section 4.
     """
@@ -153,8 +153,8 @@ def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> f
         GPT-3, b = 1, t = 8, 312 TFLOP/s and 2 TB/s, without losses  ->  0.31 ms
 
     Args:
-        model: the transformer.
-        layout: tensor and micro_batch count here.
+        model: the transformer; its heads divide the width.
+        layout: tensor and micro_batch count here; tensor divides the heads.
         machine: its GPU takes ``matmul_seconds`` for products, and 1 / memory_bytes_per_s a byte.
 
     Returns:
@@ -182,8 +182,8 @@ def forward_seconds(model: Transformer, layout: Layout, machine: Machine) -> flo
         sequence parallelism
 
     Args:
-        model: the transformer.
-        layout: tensor, micro_batch and sequence_parallel count here.
+        model: the transformer; its heads divide the width.
+        layout: tensor, micro_batch and sequence_parallel count here; tensor divides the heads.
         machine: as for ``attention_seconds``.
 
     Returns:
@@ -289,7 +289,7 @@ def plan(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
 
     Raises:
         ValueError: no layout is valid; names the number of GPUs and the batch size. None fits:
-            names the smallest need, in GB with one decimal, such as 91.2.
+            names the smallest need, in GB of 10⁹ bytes, rounded to one decimal, such as 91.2.
 
     Cost: one estimate of memory for each layout, and one of time for each that fits.
     """

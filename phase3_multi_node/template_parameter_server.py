@@ -30,18 +30,20 @@ def assign_shards(
         0 is lost               dfhe     abcg       mean 40
 
     Args:
-        sizes: name of a tensor -> its bytes.
+        sizes: name of a tensor -> its bytes. Not changed.
         servers: their ranks; at least one.
         previous: what was returned before, perhaps for other servers and other names; None:
-            nothing lies on a server yet.
+            nothing lies on a server yet. Not changed.
 
     Returns:
         Name -> server, the same for the same arguments on all ranks, in whatever order ``sizes``,
         ``servers`` and ``previous`` are. No server gets more than the mean and the bytes of the
         largest tensor; without ``previous``, the fullest one gets at most 4/3 of what it would get
         in the best assignment. With ``previous``, at most the bytes that a server had above the
-        mean leave it: a tensor leaves only if the mean or more remains without it. A server that is
-        not above the mean keeps all that it has.
+        mean leave it: a tensor leaves only if the mean or more remains without it; if just the mean
+        does, it may stay. A server that is not above the mean keeps all that it has, except for
+        empty tensors, which may lie anywhere. Which of equal tensors or servers comes first is
+        free.
 
     Source: Graham 1969 (the largest first: 4/3); Li et al. 2014 (OSDI), for servers that
         join and leave.
@@ -61,11 +63,13 @@ def push_pull(
 ) -> None:
     """Send each server the gradient of its shard, and get its new parameters: a worker's side.
 
-    All servers work at the same time: with S servers, each carries 1/S of the bytes.
+    All servers work at the same time: with S servers, each carries 1/S of the bytes. A server may
+    answer one worker before it hears from another.
 
     Args:
         gradients: server -> (n,), contiguous, the gradient of its shard. Not changed.
         shards: server -> (n,), contiguous, of the same dtype: where its new parameters are written.
+            It may name the servers in another order.
         group: servers and workers; all ranks by default. Servers are ranks inside of it.
 
     Cost: one message to each server and one from each: the bytes of the gradients and those of the
@@ -88,14 +92,16 @@ def serve_synchronously(
 
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: of ``shard``, and of it alone. It steps once in a step, with the gradient in
-            ``shard.grad``.
-        workers: their ranks inside ``group``. Each calls ``push_pull`` once in a step.
+        optimizer: of ``shard``, and of it alone. It steps once in a step, with the mean in
+            ``shard.grad``, whatever that held before.
+        workers: their ranks inside ``group``; no other rank sends anything to this one in it. Each
+            calls ``push_pull`` once in a step.
         num_steps: of each worker.
         group: servers and workers; all ranks by default.
 
     Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
-        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, whatever W is. No
+        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, the one in
+        ``shard.grad`` included, whatever W is. The gradients may be added in any order. No
         collective; all messages have arrived on return.
     Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
         1604.00981), for synchronous ones.
@@ -123,14 +129,14 @@ def serve_asynchronously(
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
         optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
-            gradient in ``shard.grad``.
+            gradient in ``shard.grad``, whatever that held before.
         workers: their ranks inside ``group``; no other rank sends anything to this one in it.
         num_steps: of each worker, each with one ``push_pull``.
         group: servers and workers; all ranks by default.
 
     Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
-        worker is served; memory for at most two more tensors of n bytes. No
-        collective; all messages have arrived on return.
+        worker is served; memory for at most two more tensors of n bytes, the one in ``shard.grad``
+        included. No collective; all messages have arrived on return.
     Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
     """
     # TODO 3.15: serve the workers in the order in which their gradients come.
@@ -163,7 +169,7 @@ def serve_with_bounded_staleness(
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
         optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
-            gradient in ``shard.grad``.
+            gradient in ``shard.grad``, whatever that held before.
         workers: their ranks inside ``group``; no other rank sends anything to this one in it.
         num_steps: of each worker, each with one ``push_pull``. The last reply obeys the bound too.
         staleness: 0: nobody begins a step before all have ended the one before. From
@@ -195,14 +201,15 @@ def serve_survivors(
     """Serve with bounded staleness, and go on without the workers that die.
 
     A worker is dead if receiving from it or sending to it raises a RuntimeError: at once if its
-    process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on its
-    clock counts no more, and whoever was held back by it alone gets the reply. A gradient that has
-    arrived stays applied.
+    process ends and its connection closes, after ``timeout_s`` if it falls silent (which closes all
+    connections of the server in ``group`` on gloo: there, a worker that may fall silent has a group
+    of its own with the server). From then on its clock counts no more, and whoever was held back by
+    it alone gets the reply. A gradient that has arrived stays applied.
 
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
         optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
-            gradient in ``shard.grad``.
+            gradient in ``shard.grad``, whatever that held before.
         workers: their ranks inside ``group``; each lives or dies by itself.
         num_steps: of each worker that lives, each with one ``push_pull``.
         staleness: as in ``serve_with_bounded_staleness``.

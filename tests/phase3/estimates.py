@@ -1,6 +1,7 @@
 """Bodies for tasks 3.21 to 3.23: what the learner's functions return, as plain numbers."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from distlab.grade import WrongResult
@@ -78,6 +79,23 @@ def plans_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[lis
     if not isinstance(found, list):
         raise WrongResult(f"plan should return a list; it returned a {type(found).__name__}")
     return [_plan(one) for one in found]
+
+
+def estimates_of_plan(lesson: Any, model: Any, machine: Any, batch_size: int) -> dict[str, int]:
+    """How often plan calls each of the estimates of its lesson."""
+    calls = dict.fromkeys(PARTS, 0)
+    names = inspect.unwrap(lesson.plan).__globals__
+
+    def counting(name: str, estimate: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return estimate(*args, **kwargs)
+
+        return call
+
+    names.update({name: counting(name, names[name]) for name in PARTS if name in names})
+    returned("plan", lesson.plan(Transformer(*model), Machine(*machine), batch_size))
+    return calls
 
 
 def _plan(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 from distlab.grade import Grade, check, task
@@ -21,15 +22,25 @@ def _machine(nodes: int, gpus_per_node: int) -> Machine:
 
 
 def _cases(grade: Grade) -> list[Case]:
-    drawn = _machine(grade.random.choice((1, 2, 3)), grade.random.choice((2, 4)))
+    drawn = [_drawn_case(grade.random) for _ in range(12)]
     return [
+        *drawn,
         (Transformer(1, 64, 4, 8, 8), _machine(1, 1), 1),
         (Transformer(2, 64, 2, 8, 8), _machine(1, 2), 2),
         (SMALL, _machine(2, 4), 8),
         (SMALL._replace(length=511), _machine(1, 4), 4),
         (SMALL._replace(heads=8), _machine(4, 2), 8),
-        (SMALL._replace(layers=8), drawn, 12),
+        (SMALL._replace(heads=12), _machine(2, 6), 36),
+        (c.GPT3, _machine(128, 8), 1536),
     ]
+
+
+def _drawn_case(random: Random) -> Case:
+    """Draw sizes with factors of 2, 3 and 5, which need not divide each other."""
+    layers, heads = random.choice((1, 5, 6, 8, 12, 20)), random.choice((1, 4, 6, 10, 12))
+    model = SMALL._replace(layers=layers, heads=heads, length=random.choice((511, 512, 600)))
+    machine = _machine(random.choice((1, 2, 3, 5)), random.choice((1, 2, 4, 6, 8, 10)))
+    return model, machine, random.choice((7, 12, 30, 40, 64, 96))
 
 
 @task("3.23")
@@ -166,6 +177,21 @@ def _left_out(memory: Memory, limit: float) -> str:
 
 
 @task("3.23")
+def test_each_estimate_is_made_once(grade: Grade) -> None:
+    case, plans = _tight(grade)
+    fit = sum(one.memory.total <= case[1].memory_bytes for one in plans)
+    calls = grade.call(b.estimates_of_plan, *case)
+    for name, most in (("estimate_memory", len(plans)), ("estimate_step_time", fit)):
+        check(
+            calls[name] <= most,
+            f"{_told(case)}: {len(plans)} layouts are valid and {fit} of them fit. plan calls "
+            f"{name} {calls[name]} times; {most} are enough. Keep what estimate_memory has "
+            "returned, estimate the time only of layouts that fit, and sort by what is in the "
+            "plans.",
+        )
+
+
+@task("3.23")
 def test_the_fastest_comes_first(grade: Grade) -> None:
     case, plans = _tight(grade)
     fit = [one for one in plans if one.memory.total <= case[1].memory_bytes]
@@ -203,15 +229,19 @@ def _forgotten(first: StepTime, best: StepTime) -> str:
 
 @task("3.23")
 def test_what_cannot_fit_is_refused(grade: Grade) -> None:
-    model = Transformer(12, 12288, 96, 2048, 50000 + grade.random.randrange(2000))
     machine, batch_size = _machine(2, 4), 8
-    smallest = min(one.memory.total for one in reference.plans(model, machine, batch_size))
-    too_small = machine._replace(memory_bytes=smallest * grade.random.uniform(0.5, 0.99))
-    need = f"{smallest / 1e9:.1f}"
-    here = (
-        f"a model that needs {need} GB at least, on GPUs of {too_small.memory_bytes / 1e9:.2f} GB"
-    )
-    _check_refused(grade, (model, too_small, batch_size), here, need)
+    vocabulary = 50000 + grade.random.randrange(2000)
+    model = Transformer(12, 12288, 96, 2048, vocabulary)
+    wide, long = model._replace(width=96 * 400), model._replace(width=768, heads=12, length=30000)
+    for one in (model, wide, long, long._replace(length=5000)):
+        smallest = min(plan.memory.total for plan in reference.plans(one, machine, batch_size))
+        too_small = machine._replace(memory_bytes=smallest * grade.random.uniform(0.5, 0.99))
+        need = f"{smallest / 1e9:.1f}"
+        here = (
+            f"{one} needs {need} GB (10⁹ bytes) at least, in the layout with the smallest total; "
+            f"on GPUs of {too_small.memory_bytes / 1e9:.2f} GB"
+        )
+        _check_refused(grade, (one, too_small, batch_size), here, need)
     here = f"{machine.gpus} GPUs with a batch of 7 and a model of 5 layers and 7 heads"
     odd = model._replace(layers=5, heads=7, width=7 * 64)
     _check_refused(grade, (odd, machine, 7), here, str(machine.gpus), "7")

@@ -30,6 +30,7 @@ from phase3.server_checks import (
     check_own_gradient_is_in,
     check_times,
     is_about,
+    late_replies,
     own_pulls,
     schedule,
     serve,
@@ -42,8 +43,14 @@ STUCK = (
     "next: a server receives that many from each worker, and answers every one."
 )
 STUCK_WORKERS = (
-    "push_pull should start all sends and receives before it waits for any: each worker names the "
-    "servers in another order, and each server answers when it has heard from all workers."
+    "push_pull should start all sends and receives before it waits for any, each with the server "
+    "that gradients and shards name, which may be any rank: each worker names the servers in "
+    "another order, and each server answers when it has heard from all workers."
+)
+STUCK_IN_TURN = (
+    "Here a server answers a worker before it hears from the next. push_pull should start all "
+    "sends and receives before it waits for any: a worker that receives nothing until all its "
+    "gradients have been taken keeps a server waiting for which others wait."
 )
 SLACK_BYTES = 4096
 
@@ -80,43 +87,47 @@ def test_five_workers_push_to_three_servers_and_pull(grade: Grade) -> None:
 
 def _check_push_and_pull(grade: Grade, num_servers: int, num_workers: int) -> None:
     n = num_servers + num_workers
+    servers = grade.random.sample(range(n), num_servers)
     for dtype in ("float32", "bfloat16"):
         run = grade.run(
-            *(b.push_and_pull, n, num_servers, 10, dtype, 3),
+            *(b.push_and_pull, n, servers, 10, dtype, 3),
             cluster=UNIFORM,
             if_stuck=STUCK_WORKERS,
         )
-        _check_pulled(run.results, num_servers)
+        _check_pulled(run.results, servers)
         if grade.is_simulated:
             check_no_collective(run, OF_MESSAGES)
             check_waited(run)
-            _check_pushed(run.messages, num_servers, num_workers)
+            _check_pushed(run.messages, servers)
 
 
-def _check_pulled(by_rank: Sequence[Any], num_servers: int, where: str = "") -> None:
-    n = len(by_rank)
-    for rank in range(num_servers, n):
-        here = f"{counted(num_servers, 'server')}, worker {rank} of ranks 0 to {n - 1}{where}"
+def _check_pulled(
+    by_rank: Sequence[Any], servers: Sequence[int], where: str = "", *, in_turn: bool = False
+) -> None:
+    workers = [rank for rank in range(len(by_rank)) if rank not in servers]
+    for rank in workers:
+        here = f"servers {[*servers]}, workers {workers}, worker {rank}{where}"
         check(
             not by_rank[rank]["is_changed"],
             f"{here}: gradients has changed. Receive into shards, and only send gradients.",
         )
         for step, pull in enumerate(by_rank[rank]["pulls"]):
+            total = sum(worker + step for worker in workers)
+            answer = float(2 * (rank + step) if in_turn else total)
             for server, span in pull.items():
-                total = float(sum(worker + step for worker in range(num_servers, n)))
                 check(
-                    span == [total, total],
+                    span == [answer, answer],
                     f"{here}, step {step}: shards[{server}] should hold what server {server} sent, "
-                    f"{total:g} everywhere; it holds {span} (least and greatest). Receive from "
+                    f"{answer:g} everywhere; it holds {span} (least and greatest). Receive from "
                     "each server into its own tensor of shards, and wait for all of them.",
                 )
-    _check_arrived(by_rank, num_servers)
+    _check_arrived(by_rank, servers, workers)
 
 
-def _check_arrived(by_rank: Sequence[Any], num_servers: int) -> None:
-    for server in range(num_servers):
+def _check_arrived(by_rank: Sequence[Any], servers: Sequence[int], workers: Sequence[int]) -> None:
+    for server in servers:
         for step, spans in enumerate(by_rank[server]):
-            wanted = [[float(w + step)] * 2 for w in range(num_servers, len(by_rank))]
+            wanted = [[float(worker + step)] * 2 for worker in workers]
             check(
                 spans == wanted,
                 f"server {server}, step {step}: gradients of {wanted} should arrive from the "
@@ -124,23 +135,40 @@ def _check_arrived(by_rank: Sequence[Any], num_servers: int) -> None:
             )
 
 
-def _check_pushed(messages: Sequence[int], num_servers: int, num_workers: int) -> None:
-    wanted = [3 * num_workers] * num_servers + [3 * num_servers] * num_workers
+def _check_pushed(messages: Sequence[int], servers: Sequence[int]) -> None:
+    num_workers = len(messages) - len(servers)
+    wanted = [
+        3 * (num_workers if rank in servers else len(servers)) for rank in range(len(messages))
+    ]
     check(
         [*messages] == wanted,
-        f"in 3 steps, each worker should send one message per step to each of "
-        f"{counted(num_servers, 'server')}: messages sent per rank should be {wanted}, not "
-        f"{[*messages]}.",
+        f"in 3 steps, each worker should send one message per step to each of the servers "
+        f"{[*servers]}: messages sent per rank should be {wanted}, not {[*messages]}.",
     )
 
 
 @task("3.14")
-def test_all_servers_work_at_the_same_time(grade: Grade) -> None:
-    num_steps = 4
+@pytest.mark.parametrize(("num_servers", "num_workers"), [(2, 2), (3, 5)])
+def test_servers_may_answer_one_worker_after_the_other(
+    grade: Grade, num_servers: int, num_workers: int
+) -> None:
+    servers = grade.random.sample(range(num_servers + num_workers), num_servers)
     run = grade.run(
-        *(b.push_and_pull, 5, 4, 10, "float32", num_steps), cluster=UNIFORM, if_stuck=STUCK_WORKERS
+        *(b.push_and_pull, num_servers + num_workers, servers, 10, "float32", 3, True),
+        if_stuck=STUCK_IN_TURN,
     )
-    _check_pulled(run.results, 4)
+    _check_pulled(run.results, servers, in_turn=True)
+
+
+@task("3.14")
+def test_all_servers_work_at_the_same_time(grade: Grade) -> None:
+    num_steps, servers = 4, [4, 0, 1, 3]
+    run = grade.run(
+        *(b.push_and_pull, 5, servers, 10, "float32", num_steps),
+        cluster=UNIFORM,
+        if_stuck=STUCK_WORKERS,
+    )
+    _check_pulled(run.results, servers)
     rounds = rounds_of(run, 4 * 10) / num_steps
     check(
         rounds <= 2.5,
@@ -153,10 +181,10 @@ def test_all_servers_work_at_the_same_time(grade: Grade) -> None:
 @task("3.14")
 def test_a_worker_inside_a_group(grade: Grade) -> None:
     run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.push_and_pull, 1, 10, "float64", 2),
+        *(inside_group, OUTER_WORLD_SIZE, b.push_and_pull, [1], 10, "float64", 2),
         if_stuck=STUCK_IN_GROUP,
     )
-    _check_pulled(of_members(run), 1, f", inside the group {list(MEMBERS)}")
+    _check_pulled(of_members(run), [1], f", inside the group {list(MEMBERS)}")
 
 
 # 3.14 serve_synchronously
@@ -186,6 +214,13 @@ def _check_means(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
                 f"{here}, step {step}: shard.grad should be the mean of the workers' gradients, "
                 f"{short(mean)} of each; it is {_share_text(weights)}. {_why_no_mean(weights)}",
             )
+        wanted = [plan.num_steps / num_workers] * num_workers
+        check(
+            is_about(by_rank[server]["shard"], wanted),
+            f"{here}: afterwards, the parameters should hold {short(wanted)} of the workers' "
+            f"gradients; the memory that was given holds {short(by_rank[server]['shard'])}. Only "
+            "the optimizer writes into shard, and it does so in place.",
+        )
     for worker, step, server, counts in own_pulls(plan, by_rank):
         wanted = [(step + 1) / num_workers] * num_workers
         check(
@@ -203,12 +238,15 @@ def _share_text(weights: Sequence[float] | None) -> str:
 
 def _why_no_mean(weights: Sequence[float] | None) -> str:
     if weights is None:
-        return "Set shard.grad before optimizer.step."
+        return "Set shard.grad before optimizer.step, to the mean alone: nothing is added to it."
     if min(weights) == max(weights) == 1:
         return "That is the sum: divide it by the number of workers."
     if 0 in weights:
         return "Gradients of some workers are missing: receive one from each, and add them up."
-    return "Does the sum begin at zero in every step, and is it divided once?"
+    return (
+        "Does the sum begin at zero in every step, also in the first, before which shard.grad "
+        "holds an old gradient, and is it divided once?"
+    )
 
 
 @task("3.14", real=True)
@@ -251,7 +289,8 @@ def _inside_group(grade: Grade, function: str) -> tuple[Plan, list[Any]]:
 @task("3.14")
 def test_a_synchronous_server_with_late_links(grade: Grade) -> None:
     plan = _plan(grade, SYNCHRONOUS, 3, pauses_s=(0.0, 2e-3, 5e-3))
-    _check_means(plan, serve(grade, plan, STUCK, options=uneven(grade.random, 4)))
+    for options in (uneven(grade.random, 4), late_replies(plan)):
+        _check_means(plan, serve(grade, plan, STUCK, options=options))
 
 
 @task("3.14")
@@ -357,7 +396,8 @@ def test_asynchronous_servers_inside_a_group(grade: Grade) -> None:
 @task("3.15")
 def test_an_asynchronous_server_with_late_links(grade: Grade) -> None:
     plan = _plan(grade, ASYNCHRONOUS, 4, pauses_s=(0.0, 1e-3, 2e-3, 5e-3))
-    _check_each(plan, serve(grade, plan, STUCK, options=uneven(grade.random, 5)))
+    for options in (uneven(grade.random, 5), late_replies(plan)):
+        _check_each(plan, serve(grade, plan, STUCK, options=options))
 
 
 @task("3.15")

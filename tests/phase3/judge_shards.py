@@ -21,8 +21,30 @@ JOINS = {
 
 
 def _sizes(random: Random, num_tensors: int, largest: int) -> dict[str, int]:
-    names = random.sample(range(100), num_tensors)
-    return {f"layers.{name}": random.randint(1, largest) for name in names}
+    return _named(random, [random.randint(0, largest) for _ in range(num_tensors)])
+
+
+def _named(random: Random, sizes: Sequence[int]) -> dict[str, int]:
+    """Give the tensors names, which come in any order."""
+    names = random.sample(range(100), len(sizes))
+    return {f"layers.{name}": size for name, size in zip(names, sizes, strict=True)}
+
+
+def _drawn_sizes(random: Random, num_tensors: int) -> list[int]:
+    """Draw sizes of one kind: any, alike, doubling, or few large and many small, as in models."""
+    num_large = random.randint(1, 4)
+    kinds = (
+        [random.randint(0, 20) for _ in range(num_tensors)],
+        [random.choice((5, 6)) for _ in range(num_tensors)],
+        [2 ** random.randint(0, 5) for _ in range(num_tensors)],
+        [random.randint(1, 4) if i >= num_large else 10 for i in range(num_tensors)],
+    )
+    return random.choice(kinds)
+
+
+def _simplest_first(cases: Sequence[Case]) -> list[Case]:
+    """Order the cases, so that the one that a message shows is easy to follow by hand."""
+    return sorted(cases, key=lambda case: (len(case.sizes), sum(case.sizes.values())))
 
 
 def _servers(random: Random, num_servers: int) -> tuple[int, ...]:
@@ -37,8 +59,10 @@ def test_shares_are_nearly_as_small_as_they_can_be(grade: Grade) -> None:
         Case({"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}, (4, 2)),
         Case({"a": 5, "b": 5, "c": 5, "d": 5, "e": 5, "f": 5, "g": 30}, (0, 1)),
     ]
-    for num_servers in (2, 2, 2, 3, 3):
-        cases.append(Case(_sizes(random, 7, 20), _servers(random, num_servers)))
+    for num_servers in (2, 3) * 30:
+        sizes = _drawn_sizes(random, random.randint(1, 14))
+        cases.append(Case(_named(random, sizes), _servers(random, num_servers)))
+    cases = _simplest_first(cases)
     for case, assigned in zip(cases, _assigned(grade, cases), strict=True):
         fullest, best = max(_loads(case, assigned).values()), _least_maximum(case)
         check(
@@ -163,6 +187,26 @@ def _check_moves(case: Case, assigned: Assigned) -> None:
             "each tensor of previous stay where it is, unless the mean or more remains on its "
             "server without it.",
         )
+
+
+@task("3.13")
+def test_what_any_assignment_becomes(grade: Grade) -> None:
+    """Whatever lies where: also what no assignment of ours would have been."""
+    random = grade.random
+    cases = []
+    for num_tensors in (60, 90):  # of which each is small beside the mean
+        sizes = _sizes(random, num_tensors, 3)
+        cases.append(Case(sizes, (4, 1, 3), dict.fromkeys(sizes, 1)))
+    for _ in range(150):
+        servers = _servers(random, random.choice((1, 2, 3, 5, 8)))
+        sizes = _named(random, _drawn_sizes(random, random.randint(1, 12)))
+        homes = [*servers[: random.randint(1, len(servers))], 20]
+        known = [name for name in sizes if random.random() < 0.8]
+        previous = {name: random.choice(homes) for name in known}
+        cases.append(Case(sizes, servers, previous))
+    cases = _simplest_first(cases)
+    for case, assigned in zip(cases, _assigned(grade, cases), strict=True):
+        _check_moves(case, assigned)
 
 
 @task("3.13")

@@ -15,6 +15,7 @@ from phase3.server_checks import (
     check_each_gradient_steps,
     check_own_gradient_is_in,
     check_times,
+    late_replies,
     schedule,
     serve,
 )
@@ -85,6 +86,17 @@ def test_how_far_a_straggler_holds_up_the_others(grade: Grade, staleness: int) -
     )
 
 
+@task("3.16")
+@pytest.mark.parametrize("above", [-1, 0])
+def test_a_worker_that_comes_when_the_others_have_ended(grade: Grade, above: int) -> None:
+    plan = _plan(grade, 3, 0, pauses_s=(300e-3, 10e-3, 13e-3))
+    staleness = plan.num_steps + above
+    plan = replace(plan, arguments=(staleness,))
+    by_rank = serve(grade, plan, STUCK)
+    _check(plan, by_rank)
+    check_times(plan, by_rank, schedule(plan, staleness), NOT_HELD)
+
+
 @task("3.16", real=True)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_bounded_servers_of_every_kind(grade: Grade, staleness: int) -> None:
@@ -111,7 +123,8 @@ def test_bounded_servers_inside_a_group(grade: Grade) -> None:
 @task("3.16")
 def test_a_bounded_server_with_late_links(grade: Grade) -> None:
     plan = _plan(grade, 4, 1, pauses_s=(0.0, 1e-3, 2e-3, 5e-3))
-    _check(plan, serve(grade, plan, STUCK, options=uneven(grade.random, 5)))
+    for options in (uneven(grade.random, 5), late_replies(plan)):
+        _check(plan, serve(grade, plan, STUCK, options=options))
 
 
 @task("3.16")

@@ -17,10 +17,11 @@ from phase3.server_checks import (
     check_own_gradient_is_in,
     check_steps_alone,
     check_times,
+    late_replies,
     schedule,
     serve,
 )
-from phase3.servers import BEFORE_PULL, BEFORE_PUSH, SURVIVORS, Plan
+from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SURVIVORS, Plan
 
 TIMEOUT_S = 60e-3
 PACES_S = 10e-3, 13e-3, 17e-3, 29e-3
@@ -53,6 +54,11 @@ LATE = (
     "A worker that is dead or slow should hold up no other, but for the bound: give each worker a "
     "thread of its own, hold the lock only to step and to copy, never while you receive or send, "
     "and let a dead worker's clock count no more as soon as it is known to be dead."
+)
+
+CLOSES_LATE = (
+    "A receive from a worker whose connection closes raises a RuntimeError, Connection closed by "
+    "peer, at once: that is a death too, like a limit that passes."
 )
 
 
@@ -110,8 +116,37 @@ def test_a_slow_optimizer_is_not_entered_twice(grade: Grade) -> None:
 @task("3.17")
 def test_parameters_do_not_change_while_they_are_sent(grade: Grade) -> None:
     plan = _plan({}, 6, pauses_s=(0.0, 1e-3, 2e-3, 3e-3))
-    by_rank = serve(grade, plan, STUCK_ALIVE, options=uneven(grade.random, 5))
+    for options in (uneven(grade.random, 5), late_replies(plan)):
+        _check(plan, serve(grade, plan, STUCK_ALIVE, options=options))
+
+
+@task("3.17")
+def test_parameters_do_not_change_while_they_are_copied(grade: Grade) -> None:
+    plan = _plan({}, 6, pauses_s=(3e-3,) * 4, step_s=1e-3, copy_s=2.5e-3)
+    _check(plan, serve(grade, plan, STUCK_ALIVE))
+
+
+@task("3.17")
+@pytest.mark.parametrize("num_workers", [1, 2, 15])
+def test_every_worker_is_served_from_the_start(grade: Grade, num_workers: int) -> None:
+    workers = tuple(range(1, num_workers + 1))
+    plan = Plan(
+        *(SURVIVORS, (0,), workers, 2, num_workers + 5),
+        pauses_s=(5e-3,) * num_workers,
+        arguments=(0, TIMEOUT_S),
+    )
+    by_rank = serve(grade, plan, f"{STUCK_ALIVE} {num_workers} workers need as many threads.")
     _check(plan, by_rank)
+
+
+@task("3.17")
+def test_a_connection_that_closes_is_noticed_at_once(grade: Grade) -> None:
+    long_s = 10.0
+    for deaths in ({3: (2, CLOSED)}, {0: (0, CLOSED), 2: (5, CLOSED)}):
+        plan = _plan(deaths, 1, arguments=(1, long_s))
+        by_rank = serve(grade, plan, STUCK, waits_for_all=False)
+        _check(plan, by_rank)
+        check_times(plan, by_rank, schedule(plan, 1, long_s), CLOSES_LATE)
 
 
 @task("3.17")

@@ -118,7 +118,8 @@ def is_valid(model: Transformer, machine: Machine, batch_size: int, layout: Layo
 def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[Layout]:
     gpus = machine.nodes * machine.gpus_per_node
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    chunks, batches = range(1, model.layers + 1), range(1, batch_size + 1)
+    chunks = [v for v in range(1, model.layers + 1) if model.layers % v == 0]
+    batches = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
     for t, p in product(sizes, sizes):
         if gpus % (t * p) == 0:
             rest = product(chunks, batches, range(4), CHECKPOINTING, (False, True))

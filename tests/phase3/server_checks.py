@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
 from distlab.grade import Grade, Run, check
+from distlab.sim import Faults, Options
 from distlab.words import counted
 from judging.checks import (
     BYTE_S,
@@ -19,7 +21,7 @@ from judging.checks import (
 )
 from judging.groups import MEMBERS
 from phase3 import servers as b
-from phase3.servers import BEFORE_PULL, BEFORE_PUSH, Plan
+from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SILENT, Plan
 
 OF_MESSAGES = "servers and workers should exchange messages (send, recv)"
 CLOCK_S = 1e-5  # what reading the clock of the simulated world takes, and rounding
@@ -55,6 +57,12 @@ def serve(
             check_messages(plan, run)
     check_steps_alone(plan, run.results)
     return run.results
+
+
+def late_replies(plan: Plan) -> Options:
+    """Let gradients arrive at once and replies late: the next step comes while one is sent."""
+    pairs = product(plan.servers, plan.workers)
+    return Options(faults=Faults(delays_s=dict.fromkeys(pairs, 20e-3)))
 
 
 def check_messages(plan: Plan, run: Run) -> None:
@@ -116,9 +124,9 @@ def _check_shard(
     wanted = [float(applied[worker]) for worker in plan.workers]
     check(
         found["shard"] == wanted,
-        f"{here}: afterwards, the parameters should hold {wanted} gradients of the workers; they "
-        f"hold {_held(found['shard'])}. Only the optimizer writes into shard, and it does so in "
-        "place.",
+        f"{here}: afterwards, the parameters should hold {wanted} gradients of the workers; the "
+        f"memory that was given holds {_held(found['shard'])}. Only the optimizer writes into "
+        "shard, and it does so in place.",
     )
 
 
@@ -134,10 +142,16 @@ def _told(weights: Sequence[float] | None) -> str:
 
 def _why_not_one(weights: Sequence[float] | None) -> str:
     if weights is None:
-        return "Set shard.grad to what has arrived, and receive nothing into it before the step."
+        return (
+            "Set shard.grad to what has arrived, whatever it held before, and receive nothing into "
+            "it before the step."
+        )
     if sum(weight != 0 for weight in weights) > 1:
         return "Do not collect gradients: step as soon as one has arrived."
-    return "Apply it whole: it is not divided by the number of workers, and not added to the last."
+    return (
+        "Apply it whole: it is not divided by the number of workers, and not added to the last or "
+        "to what shard.grad held before the call."
+    )
 
 
 def own_pulls(plan: Plan, by_rank: Sequence[Any]) -> list[tuple[int, int, int, Any]]:
@@ -185,8 +199,10 @@ def schedule(plan: Plan, staleness: float = inf, timeout_s: float = inf) -> Sche
 
     def go_on(worker: int, now_s: float) -> None:
         step = len(pushes[worker])
-        if plan.deaths.get(worker) == (step, BEFORE_PUSH):
-            heappush(events, (now_s + timeout_s, worker, True))
+        last_step, when = plan.deaths.get(worker, SILENT)
+        if step == last_step and when in (BEFORE_PUSH, CLOSED):
+            heard_s = plan.pause_s(worker) if when == CLOSED else timeout_s
+            heappush(events, (now_s + heard_s, worker, True))
         elif step < plan.num_steps:
             heappush(events, (now_s + plan.pause_s(worker), worker, False))
 

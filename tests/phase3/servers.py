@@ -4,9 +4,11 @@ Worker i of W pushes -1 at every W-th element from i on, and 0 elsewhere. After 
 rate of 1, the parameters say how many gradients of each worker have been applied.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -18,6 +20,7 @@ from judging.calls import cause_told, int_list
 from phase3_multi_node.given import start_exchange
 
 BEFORE_PUSH, BEFORE_PULL = "before its push", "between push and pull"
+CLOSED = "before its push, and closes its connections"
 SILENT = -1, ""
 SURVIVORS = "serve_survivors"
 LONG = 1000  # elements
@@ -36,6 +39,7 @@ class Plan:
         arguments: of the function, after ``num_steps``.
         deaths: worker -> (step, when) in which it falls silent.
         step_s: how long a step of the optimizer takes.
+        copy_s: how long a copy of the shard takes.
     """
 
     function: str
@@ -48,6 +52,7 @@ class Plan:
     dtype: str = "float32"
     deaths: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     step_s: float = 0.0
+    copy_s: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -63,6 +68,25 @@ class Plan:
     def pause_s(self, worker: int) -> float:
         """How long a worker computes in a step."""
         return dict(zip(self.workers, self.pauses_s, strict=False)).get(worker, 0.0)
+
+
+class SlowlyCopied(Tensor):
+    """Takes virtual time to copy, as a large tensor does: the end is read after the beginning."""
+
+    copy_s = 0.0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Do the same as for any tensor, but take time for a copy."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func.__name__ in ("clone", "copy_") and isinstance(args[-1], cls):
+                time.sleep(args[-1].copy_s)
+                half = len(result) // 2
+                result[half:] = args[-1].detach()[half:]
+        return result
 
 
 class CountingSGD(torch.optim.SGD):
@@ -81,7 +105,7 @@ class CountingSGD(torch.optim.SGD):
         if self.plan.step_s:
             time.sleep(self.plan.step_s)
         gradient = self.shard.grad
-        self.weights.append(None if gradient is None else _counts(-gradient, self.plan))
+        self.weights.append(None if gradient is None else _counts(gradient, self.plan, sign=-1))
         result = super().step(closure)
         self.under_way -= 1
         return result
@@ -100,13 +124,19 @@ def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any
 
 def _serve(function: Callable[..., Any], plan: Plan, group: Any) -> dict[str, Any]:
     shard = torch.zeros(plan.num_elements, dtype=getattr(torch, plan.dtype))
+    memory = shard.view(-1)
+    if plan.copy_s:
+        shard = shard.as_subclass(SlowlyCopied)
+        shard.copy_s = plan.copy_s
+    if plan.num_elements <= LONG:
+        shard.grad = torch.full_like(memory, 5)  # of an earlier training
     optimizer = CountingSGD(shard, plan)
     with cause_told(CAUSES):
         returned = function(
             *(shard, optimizer, [*plan.workers], plan.num_steps, *plan.arguments), group=group
         )
     return {
-        "shard": _counts(shard, plan),
+        "shard": _counts(memory, plan),
         "weights": optimizer.weights,
         "most_at_once": optimizer.most_at_once,
         "returned": int_list(SURVIVORS, returned) if plan.function == SURVIVORS else [],
@@ -121,7 +151,7 @@ CAUSES = {
 }
 
 
-def _counts(shard: Tensor, plan: Plan) -> list[float] | None:
+def _counts(shard: Tensor, plan: Plan, sign: int = 1) -> list[float] | None:
     """How many gradients of each worker are in a tensor; None: not the same everywhere.
 
     In a long tensor, nothing is counted: that would take memory.
@@ -129,6 +159,7 @@ def _counts(shard: Tensor, plan: Plan) -> list[float] | None:
     if len(shard) > LONG:
         return None
     num_workers = len(plan.workers)
+    shard = sign * shard.detach()
     counts = shard[:num_workers]
     times = -(-len(shard) // num_workers)
     is_whole = torch.equal(counts.repeat(times)[: len(shard)], shard)
@@ -161,9 +192,13 @@ def _work(plan: Plan, rank: int, group: Any) -> list[dict[str, Any]]:
 
 def _fall_silent(plan: Plan, when: str, gradient: Tensor, group: Any) -> None:
     """Send nothing more, and receive nothing; the last gradient has left or has not."""
-    if when == BEFORE_PULL:
-        for server in plan.servers:
+    for server in plan.servers:
+        if when == BEFORE_PULL:
             dist.send(gradient, group=group, group_dst=server)
+        elif when == CLOSED:  # as whoever has waited long enough does
+            reply = dist.irecv(torch.empty_like(gradient), group=group, group_src=server)
+            with contextlib.suppress(RuntimeError):
+                reply.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
 
 
 def serve_in_a_group_that_is_left(lesson: Any, plan: Plan) -> dict[str, Any] | None:
@@ -179,39 +214,72 @@ def serve_in_a_group_that_is_left(lesson: Any, plan: Plan) -> dict[str, Any] | N
 
 
 def push_and_pull(
-    lesson: Any, num_servers: int, num_elements: int, dtype: str, num_steps: int, group: Any = None
+    lesson: Any,
+    servers: Sequence[int],
+    num_elements: int,
+    dtype: str,
+    num_steps: int,
+    in_turn: bool = False,
+    group: Any = None,
 ) -> Any:
-    """Let workers push to servers of our own; each worker names the servers in another order."""
+    """Let workers push to servers of our own; each worker names the servers in another order.
+
+    Args:
+        in_turn: each server answers a worker before it hears from the next, and begins with
+            another one; else it answers all of them when it has heard from all.
+    """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    num_workers = world_size - num_servers
-    sizes = [num_elements + 3 * server for server in range(num_servers)]
-    if rank < num_servers:
-        return _answer(sizes[rank], dtype, range(num_servers, world_size), num_steps, group)
-    servers = [(rank + i) % num_servers for i in range(num_servers)]
-    shards = {server: torch.zeros(sizes[server], dtype=getattr(torch, dtype)) for server in servers}
+    workers = [other for other in range(world_size) if other not in servers]
+    sizes = {server: num_elements + 3 * place for place, server in enumerate(servers)}
+    if rank in servers:
+        first = servers.index(rank) % len(workers)
+        ordered = workers[first:] + workers[:first]
+        answer = _answer_in_turn if in_turn else _answer_all
+        arrived = torch.zeros(len(workers), sizes[rank], dtype=getattr(torch, dtype))
+        parts = dict(zip(ordered, arrived, strict=True))
+        return [answer(parts, group) for _ in range(num_steps)]
+    return _push_and_pull(lesson.push_pull, rank, servers, sizes, dtype, num_steps, group)
+
+
+def _push_and_pull(
+    push_pull: Callable[..., Any],
+    rank: int,
+    servers: Sequence[int],
+    sizes: Mapping[int, int],
+    dtype: str,
+    num_steps: int,
+    group: Any,
+) -> Any:
+    first = rank % len(servers)
+    order = [*servers[first:], *servers[:first]]
+    shards = {at: torch.zeros(sizes[at], dtype=getattr(torch, dtype)) for at in reversed(order)}
     memory = {server: shard.view(-1) for server, shard in shards.items()}
     pulls, is_changed = [], False
     for step in range(num_steps):
-        gradients = {server: torch.full_like(shards[server], rank + step) for server in servers}
-        lesson.push_pull(gradients, shards, group)
+        gradients = {server: torch.full_like(shards[server], rank + step) for server in order}
+        push_pull(gradients, shards, group)
         pulls.append({server: _span(memory[server]) for server in sorted(memory)})
         is_changed |= any(_span(gradients[s]) != [rank + step] * 2 for s in gradients)
-    return {"pulls": pulls, "is_changed": is_changed, "num_workers": num_workers}
+    return {"pulls": pulls, "is_changed": is_changed}
 
 
 def _span(tensor: Tensor) -> list[float]:
     return [tensor.min().item(), tensor.max().item()]
 
 
-def _answer(size: int, dtype: str, workers: range, num_steps: int, group: Any) -> list[Any]:
+def _answer_all(parts: Mapping[int, Tensor], group: Any) -> list[Any]:
     """Collect a gradient from every worker, then send each the sum."""
-    arrived = []
-    for _ in range(num_steps):
-        parts = [torch.zeros(size, dtype=getattr(torch, dtype)) for _ in workers]
-        for part, worker in zip(parts, workers, strict=True):
-            dist.recv(part, group=group, group_src=worker)
-        total = torch.stack(parts).sum(0).to(parts[0].dtype)
-        for worker in workers:
-            dist.send(total, group=group, group_dst=worker)
-        arrived.append([_span(part) for part in parts])
-    return arrived
+    for worker, part in parts.items():
+        dist.recv(part, group=group, group_src=worker)
+    total = torch.stack([*parts.values()]).sum(0)
+    for worker in parts:
+        dist.send(total, group=group, group_dst=worker)
+    return [_span(parts[worker]) for worker in sorted(parts)]
+
+
+def _answer_in_turn(parts: Mapping[int, Tensor], group: Any) -> list[Any]:
+    """Answer every gradient at once, with twice of it."""
+    for worker, part in parts.items():
+        dist.recv(part, group=group, group_src=worker)
+        dist.send(2 * part, group=group, group_dst=worker)
+    return [_span(parts[worker]) for worker in sorted(parts)]
