@@ -34,6 +34,7 @@ from phase3.judge_survivors import *
 
 # zero
 from phase3.judge_zero_optimizers import *
+from phase3.judge_zero_life import *
 from phase3.judge_fully_sharded import *
 
 # auto_sharding

@@ -163,10 +163,14 @@ def watched(model: nn.Sequential, x: Tensor, seen: list[int]) -> Tensor:
     return x
 
 
-def hold_state(lesson: Any, cls: str, keywords: dict[str, Any]) -> dict[str, int]:
+def hold_state(
+    lesson: Any, cls: str, keywords: dict[str, Any], has_unused: bool = False
+) -> dict[str, int]:
     """Take two steps with Adam in 16 bits; return bytes held between the calls, and at most."""
     model, found = chain(), {}
-    sharded = getattr(lesson, cls)(model.parameters(), torch.optim.Adam, **keywords)
+    unused = [nn.Parameter(torch.ones(1, dtype=torch.bfloat16))] if has_unused else []
+    params = [*model.parameters(), *unused]
+    sharded = getattr(lesson, cls)(params, torch.optim.Adam, **keywords)
     x, seen = torch.ones(1, WIDTH, dtype=torch.bfloat16), []
     for _ in range(2):
         sharded.zero_grad()
