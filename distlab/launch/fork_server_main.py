@@ -33,7 +33,7 @@ import psutil
 
 from distlab import garbage
 from distlab.launch import huge_pages, prctl
-from distlab.launch.protocol import DUMP_SIGNAL
+from distlab.launch.protocol import DUMP_FROM_C_SIGNAL, DUMP_SIGNAL
 
 START, PRELOAD, PING = b"s", b"p", b"?"
 RECORD = struct.Struct("=cqq")  # kind, pid, wait status
@@ -54,7 +54,8 @@ def main() -> None:
     descriptor, folder, method = sys.argv[1:]
     parent = socket.socket(fileno=int(descriptor))
     start = _fork if method == "fork" else _spawn
-    signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # a rank inherits this until it can answer
+    for number in (DUMP_SIGNAL, DUMP_FROM_C_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)  # a rank inherits this until it can answer
     if method == "fork":
         with _ended_without(parent, signal.SIG_DFL):
             _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])

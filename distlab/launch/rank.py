@@ -13,6 +13,7 @@ from distlab.launch import stacks
 from distlab.launch.protocol import Outcome, Report
 
 READY_LOOKS = 5  # in a row: then it waits for a processor or a disk, and did not just poll
+READY_STATES = "RD"  # of threads, as the system calls them
 POLLING_S = 0.03  # of processor time; eight ranks that wait on gloo use 0.01 s in 2 s, each
 
 
@@ -92,10 +93,13 @@ class RankProcess:
         computing. Where the system does not tell what threads wait for, nothing is idle.
         """
         states = _states_of_threads(self.pid)
-        is_ready = not states.isdisjoint("RD")
-        self.looks_ready = self.looks_ready + 1 if is_ready else 0
+        self.looks_ready = self.looks_ready + 1 if not states.isdisjoint(READY_STATES) else 0
         has_computed = self.cpu_s() - self.idle_cpu_s > POLLING_S
         return bool(states) and not self.is_ready and not has_computed
+
+    def wants_processor(self) -> bool:
+        """Whether a thread of it computes, or waits for a processor or a disk, at this moment."""
+        return not _states_of_threads(self.pid).isdisjoint(READY_STATES)
 
     def has_children(self) -> bool:
         """Whether it waits for processes that it has started, perhaps."""

@@ -21,6 +21,7 @@ from distlab.launch.errors import SetupError
 from distlab.launch.fork_server import ForkServer
 from distlab.launch.limits import Exceeded, Limits
 from distlab.launch.protocol import (
+    DUMP_FROM_C_SIGNAL,
     DUMP_SIGNAL,
     GO,
     MAX_REPORT_BYTES,
@@ -35,7 +36,8 @@ from distlab.launch.protocol import (
 from distlab.launch.rank import RankProcess
 
 GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
-DUMP_S = 1.0  # for all stacks to be written
+ASK_S, ASK_BUSY_S = 0.1, 0.5  # for interpreters to write all stacks; for those that compute
+DUMP_S = 1.0  # for the others to write them from C
 EXIT_S = 3.0  # for released ranks to leave before they are killed
 TICK_S = 0.1  # how often time and memory are looked at
 # A world that holds so much of what it may hold gets so many times the computing: filling memory
@@ -282,21 +284,31 @@ class Supervisor:
         self._locate([rank for rank in self.ranks if rank.is_running])
 
     def _locate(self, ranks: list[RankProcess]) -> None:
-        """Have ranks dump their stacks, from C, and read where each one is."""
+        """Have ranks dump their stacks and read where each one is."""
         if not self._has_gone:
             for rank in ranks:
                 rank.place = stacks.READY if rank.has_started else stacks.STARTING
             return
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, DUMP_SIGNAL)
-        self._turn_until(lambda: all(self._has_dumped(rank) for rank in ranks), DUMP_S)
+        self._ask_for_stacks(ranks, DUMP_SIGNAL, ASK_S)
+        self._turn_until(lambda: not any(self._may_answer(rank) for rank in ranks), ASK_BUSY_S)
+        stuck = [rank for rank in ranks if not self._has_dumped(rank)]
+        self._ask_for_stacks(stuck, DUMP_FROM_C_SIGNAL, DUMP_S)
         for rank in ranks:
             if rank.is_running:  # not one that ended meanwhile
                 place = stacks.read_place(
                     self.folder.read_stacks(rank.number), given=self.spec.given
                 )
                 rank.place = stacks.SUSPENDED if rank.is_suspended() else place
+
+    def _ask_for_stacks(self, ranks: list[RankProcess], number: int, seconds: float) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+        self._turn_until(lambda: all(self._has_dumped(rank) for rank in ranks), seconds)
+
+    def _may_answer(self, rank: RankProcess) -> bool:
+        """Whether it computes or waits for a processor, so that the interpreter may yet answer."""
+        return not self._has_dumped(rank) and rank.wants_processor()
 
     def _has_dumped(self, rank: RankProcess) -> bool:
         # The main thread comes last in a dump, and its outermost frame at the very end.

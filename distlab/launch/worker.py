@@ -9,6 +9,7 @@ import faulthandler
 import os
 import random
 import select
+import signal
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from distlab.launch import prctl, rank_report, world
 from distlab.launch.protocol import (
     CANNOT_REPORT,
+    DUMP_FROM_C_SIGNAL,
     DUMP_SIGNAL,
     GO,
     RELEASE,
@@ -151,7 +153,8 @@ def _flush_output() -> None:
 
 
 def _keep_stacks(stacks: IO[str]) -> None:
-    """Let faulthandler write all stacks, from C, when the parent asks and when the rank crashes."""
+    """Write all stacks when the parent asks, and from C when it asks so or the rank crashes."""
     print(f"main {threading.main_thread().ident:#x}", file=stacks, flush=True)
     faulthandler.enable(file=stacks, all_threads=True)
-    faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
+    faulthandler.register(DUMP_FROM_C_SIGNAL, file=stacks, all_threads=True, chain=False)
+    signal.signal(DUMP_SIGNAL, lambda *_: faulthandler.dump_traceback(stacks, all_threads=True))
