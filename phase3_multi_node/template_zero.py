@@ -84,7 +84,7 @@ class ShardedOptimizer:
             group: the ranks that share the state; all by default.
             kwargs: of ``optimizer_cls``.
 
-        Cost: one broadcast of the parameters.
+        Cost: one broadcast for each part: Ψ elements received, in their own dtype.
         """
         # TODO 3.18: flat parameters with the values of rank 0, a master of this rank's shard of
         #   each, and an optimizer of these; then hold_gradients.

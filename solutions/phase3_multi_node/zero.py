@@ -80,7 +80,7 @@ class ShardedOptimizer:
             group: the ranks that share the state; all by default.
             kwargs: of ``optimizer_cls``.
 
-        Cost: one broadcast of the parameters.
+        Cost: one broadcast for each part: Ψ elements received, in their own dtype.
         """
         self.group = group
         self.parts = self.cut(param for param in params if param.requires_grad)

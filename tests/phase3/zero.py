@@ -1,5 +1,6 @@
 """Bodies for the lesson zero, tasks 3.18 to 3.20: models, training, and what is held meanwhile."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,10 @@ CASES = (
     ("two dtypes", "Adam", 1),
 )
 STEPS = 2
+WALKED_TWICE = (
+    "params is an iterator here, as model.parameters() is, and can be walked only once: if you "
+    "need it twice, make a list of it first"
+)
 
 
 class Net(nn.Module):
@@ -109,12 +114,13 @@ def train_with(
             if not mine.requires_grad:  # nobody promises to make these equal
                 mine.data.copy_(first)
         before = dict(model.named_parameters(remove_duplicate=False))
+        begun = listed(before)
         optimizer_cls, options = OPTIMIZERS[optimizer]
         options = options | ({"group": group} if group else {})
         if cls == "ShardedGradientOptimizer":
             options["bucket_bytes"] = 300
-        params = before.values()  # a tied one comes twice
-        sharded = getattr(lesson, cls)(params, optimizer_cls, **options)
+        params = iter(before.values())  # once, as model.parameters(); a tied one comes twice
+        sharded = _sharded_of(lesson, cls, params, optimizer_cls, options)
         for step in range(STEPS):
             sharded.zero_grad()
             for number in range(step * passes, (step + 1) * passes):
@@ -122,13 +128,33 @@ def train_with(
             sharded.step()
         after = dict(model.named_parameters(remove_duplicate=False))
         same = all(after[name] is before[name] for name in before)
-        found.append({"params": listed(after), "same": same})
+        stayed = listed(after) == begun
+        found.append({"params": listed(after), "same": same, "stayed": stayed})
     return found
 
 
+def _sharded_of(
+    lesson: Any, cls: str, params: Iterator[nn.Parameter], optimizer_cls: Any, options: Any
+) -> Any:
+    """Make a sharded optimizer.
+
+    Raises:
+        ValueError: in words that name the likely cause, where torch's optimizer gets nothing.
+    """
+    try:
+        return getattr(lesson, cls)(params, optimizer_cls, **options)
+    except ValueError as error:
+        if "empty parameter list" in str(error):
+            raise ValueError(f"{error}. {WALKED_TWICE}") from error
+        raise
+
+
 def take_small_steps(lesson: Any, cls: str) -> list[float]:
-    """Take 32 steps down from 1.0, each too small for 16 bits; return the parameters' extremes."""
-    weight = nn.Parameter(torch.ones(7, dtype=torch.bfloat16))
+    """Take 32 steps down from 1.0, each too small for 16 bits; return the parameters' extremes.
+
+    Rank r begins with r + 1, and is given the 1.0 of rank 0.
+    """
+    weight = nn.Parameter(torch.full((7,), dist.get_rank() + 1.0, dtype=torch.bfloat16))
     sharded = getattr(lesson, cls)([weight], torch.optim.SGD, lr=2.0**-10)
     for _ in range(32):
         sharded.zero_grad()

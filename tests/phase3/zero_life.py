@@ -7,16 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phase3.zero import listed, loss_of, net
+from phase3.zero import Net, listed, loss_of, net, train_with
 
 OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
-# what comes before each step: calls of zero_grad, and backward passes
+# what comes before each step: calls of zero_grad, and backward passes, of all or of one parameter
 LIFE = (
     ("a step with one backward pass", ("own", "pass")),
     ("a step after module.zero_grad() and zero_grad()", ("module", "own", "pass")),
     ("a step with zero gradients", ("own",)),
     ("a step after two backward passes without zero_grad in between", ("own", "pass", "pass")),
     ("a step after zero_grad(), twice, without a backward pass", ("own", "own")),
+    ("a step after a backward pass that uses the parameter scale alone", ("own", "scale")),
 )
 
 
@@ -30,38 +31,40 @@ def live_through(
 def _life_of(
     lesson: Any, cls: str, kind: str, keywords: dict[str, Any], group: Any
 ) -> list[dict[str, list[float]]]:
-    rank, found, number = dist.get_rank(group), [], 0
+    rank, found = dist.get_rank(group), []
     model = net(kind, 0)
     of_group = {"group": group} if group else {}
     options = OPTIONS | keywords | of_group
     params = dict(model.named_parameters(remove_duplicate=False))
-    sharded = getattr(lesson, cls)(params.values(), torch.optim.SGD, **options)
-    for _, before in LIFE:
+    sharded = getattr(lesson, cls)(iter(params.values()), torch.optim.SGD, **options)
+    for number, (_, before) in enumerate(LIFE):
         for action in before:
             if action == "own":
                 sharded.zero_grad()
             elif action == "module":
                 model.zero_grad()
             else:
-                loss_of(model, rank, number).backward()
-                number += 1
+                _loss(model, action, rank, number).backward()
         sharded.step()
         found.append(listed(params))
     return found
 
 
+def _loss(model: Net, action: str, rank: int, number: int) -> Tensor:
+    return loss_of(model, rank, number) if action == "pass" else (rank + 1) * model.scale.sum()
+
+
 def plain_life(kind: str, n: int) -> list[dict[str, list[float]]]:
     """Return the parameters after each step of ``LIFE`` without any sharding."""
-    model, found, number = net(kind, 0), [], 0
+    model, found = net(kind, 0), []
     trained = [param for param in model.parameters() if param.requires_grad]
     sgd = torch.optim.SGD(trained, **OPTIONS)  # type: ignore[arg-type]
-    for _, before in LIFE:
+    for number, (_, before) in enumerate(LIFE):
         for param in trained:
             param.grad = torch.zeros_like(param)
-        for _ in range(before.count("pass")):
-            for rank in range(n):
-                (loss_of(model, rank, number) / n).backward()
-            number += 1
+        for action in before:
+            for rank in range(n if action in ("pass", "scale") else 0):
+                (_loss(model, action, rank, number) / n).backward()
         sgd.step()
         found.append(listed(dict(model.named_parameters(remove_duplicate=False))))
     return found
@@ -104,6 +107,17 @@ def take_mixed_steps(
 
 def _total(params: Sequence[Tensor]) -> Tensor:
     return torch.stack([param.float().sum() for param in params]).sum()
+
+
+def do_all_in_group(
+    lesson: Any, cls: str, cases: tuple[tuple[str, str, int], ...], keywords: Any, group: Any
+) -> dict[str, Any]:
+    """Train, live through ``LIFE``, and take a step beside a frozen parameter, in one world."""
+    return {
+        "trained": train_with(lesson, cls, cases, group),
+        "life": live_through(lesson, cls, ("frozen",), keywords, group),
+        "frozen": take_mixed_steps(lesson, cls, keywords, 1, group),
+    }
 
 
 def reduce_once(lesson: Any, cls: str) -> list[Any]:
