@@ -96,6 +96,11 @@ def _check(plan: Plan, by_rank: Sequence[Any]) -> None:
             f"is alive unless nothing comes from it for {plan.arguments[1]:g} s, or its connection "
             "closes.",
         )
+        check(
+            found["pairs"] == [*plan.workers],
+            f"server {server} of workers {[*plan.workers]}: only read pairs, they are the caller's. "
+            f"Afterwards it names {found['pairs']}.",
+        )
         check_each_gradient_steps(plan, server, found, applied)
     check_bound(plan, by_rank, plan.arguments[0])
     check_own_gradient_is_in(plan, by_rank)

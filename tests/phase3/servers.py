@@ -161,6 +161,7 @@ def _serve(
         "weights": optimizer.weights,
         "most_at_once": optimizer.most_at_once,
         "returned": int_list(SURVIVORS, returned) if is_of_survivors else [],
+        "pairs": [*workers],
     }
 
 
