@@ -98,7 +98,7 @@ def _check(plan: Plan, by_rank: Sequence[Any]) -> None:
         )
         check(
             found["pairs"] == [*plan.workers],
-            f"server {server} of workers {[*plan.workers]}: only read pairs, they are the caller's. "
+            f"server {server} of workers {[*plan.workers]}: only read pairs, the caller's. "
             f"Afterwards it names {found['pairs']}.",
         )
         check_each_gradient_steps(plan, server, found, applied)
