@@ -279,6 +279,35 @@ def broadcast_module(module: nn.Module, group: Group = None) -> None:
         tensor.detach().copy_(values)
 
 
+# Parameter servers whose workers may die
+
+
+def pair_groups(servers: Sequence[int], workers: Sequence[int]) -> dict[int, Group]:
+    """Make a group of each server and each worker, so that each pair's connection fails alone.
+
+        servers 0 and 1, worker 2     rank 0: {2: group of 0 and 2}
+                                      rank 1: {2: group of 1 and 2}
+                                      rank 2: {0: group of 0 and 2, 1: group of 1 and 2}
+
+    When a limit passes in a wait, gloo closes all connections that the rank has in the group of
+    this wait. In a group of two, that is the connection to the rank which it has waited for.
+    All ranks of the world call this together, once and with the same arguments.
+
+    Args:
+        servers, workers: their ranks in the world.
+
+    Returns:
+        The other rank of the pair -> its group, for the pairs of this rank.
+    """
+    pairs: dict[int, Group] = {}
+    for server in servers:
+        for worker in workers:
+            pair = dist.new_group([server, worker])
+            if dist.get_rank() in (server, worker):
+                pairs[worker if dist.get_rank() == server else server] = pair
+    return pairs
+
+
 # Planning a layout: what is planned, and what a machine needs for one operation
 
 

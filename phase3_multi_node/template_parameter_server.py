@@ -6,6 +6,7 @@ guidelines.md why and how. To grade one task: ``distlab check 3.13``.
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -192,47 +193,46 @@ def serve_with_bounded_staleness(
 def serve_survivors(
     shard: Tensor,
     optimizer: Optimizer,
-    workers: Sequence[int],
+    pairs: Mapping[int, Group],
     num_steps: int,
     staleness: int,
     timeout_s: float,
-    group: Group = None,
 ) -> list[int]:
     """Serve with bounded staleness, and go on without the workers that die.
 
     A worker is dead if receiving from it or sending to it raises a RuntimeError: at once if its
-    process ends and its connection closes, after ``timeout_s`` if it falls silent (which closes all
-    connections of the server in ``group`` on gloo: there, a worker that may fall silent has a group
-    of its own with the server). From then on its clock counts no more, and whoever was held back by
-    it alone gets the reply. A gradient that has arrived stays applied.
+    process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on its
+    clock counts no more, and whoever was held back by it alone gets the reply. A gradient that has
+    arrived stays applied.
 
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
         optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
             gradient in ``shard.grad``, whatever that held before.
-        workers: their ranks inside ``group``; each lives or dies by itself.
-        num_steps: of each worker that lives, each with one ``push_pull``.
+        pairs: worker -> the group of it and this server alone, as ``given.pair_groups`` makes
+            them; a worker is named by its rank in the world. All messages to and from it travel in
+            this group, so each lives or dies by itself. Not changed.
+        num_steps: of each worker that lives, each with one ``push_pull`` in its pair.
         staleness: as in ``serve_with_bounded_staleness``.
         timeout_s: the longest that the server waits for one gradient of a worker, counted from its
             last reply or from the call, and for a worker to take a reply. More than the slowest
             step takes.
-        group: servers and workers; all ranks by default.
 
     Returns:
-        The workers that have ended all steps, in the order of ``workers``; the server returns also
-        if there are none.
+        The workers that have ended all steps, in the order of ``pairs``; the server returns also if
+        there are none.
 
     Cost: the messages of ``serve_asynchronously``. While the server waits for one worker, it serves
         the others; memory for at most three more tensors of n bytes per worker.
     Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
     """
     # TODO 3.17: serve every worker by itself, so that none can hold up the others by its death.
-    #   Tools: threading.Thread, threading.Condition (notify_all, wait_for), dist.irecv and
-    #   dist.isend, work.wait(timedelta(seconds=timeout_s)), which raises RuntimeError when it is
-    #   over.
+    #   Tools: ThreadPoolExecutor and its map, threading.Condition (notify_all, wait_for),
+    #   dist.irecv and dist.isend with the worker and its pair, and
+    #   work.wait(timedelta(seconds=timeout_s)), which raises RuntimeError when it is over.
     #   Example: staleness 1, clocks 3, 3 and 2, and nothing comes from the third worker in time:
     #   the other two go on from clock 4 to the end, and are returned.
-    #   About 25 lines.
+    #   About 30 lines.
     raise NotImplementedError(
         "Task 3.17: serve_survivors, see guidelines.md#317-survive-the-death-of-a-worker"
     )

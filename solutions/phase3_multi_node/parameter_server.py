@@ -1,8 +1,10 @@
 """Parameter servers: some ranks hold the parameters, the others send them gradients."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -202,72 +204,80 @@ def serve_with_bounded_staleness(
 def serve_survivors(
     shard: Tensor,
     optimizer: Optimizer,
-    workers: Sequence[int],
+    pairs: Mapping[int, Group],
     num_steps: int,
     staleness: int,
     timeout_s: float,
-    group: Group = None,
 ) -> list[int]:
     """Serve with bounded staleness, and go on without the workers that die.
 
     A worker is dead if receiving from it or sending to it raises a RuntimeError: at once if its
-    process ends and its connection closes, after ``timeout_s`` if it falls silent (which closes all
-    connections of the server in ``group`` on gloo: there, a worker that may fall silent has a group
-    of its own with the server). From then on its clock counts no more, and whoever was held back by
-    it alone gets the reply. A gradient that has arrived stays applied.
+    process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on its
+    clock counts no more, and whoever was held back by it alone gets the reply. A gradient that has
+    arrived stays applied.
 
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
         optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
             gradient in ``shard.grad``, whatever that held before.
-        workers: their ranks inside ``group``; each lives or dies by itself.
-        num_steps: of each worker that lives, each with one ``push_pull``.
+        pairs: worker -> the group of it and this server alone, as ``given.pair_groups`` makes
+            them; a worker is named by its rank in the world. All messages to and from it travel in
+            this group, so each lives or dies by itself. Not changed.
+        num_steps: of each worker that lives, each with one ``push_pull`` in its pair.
         staleness: as in ``serve_with_bounded_staleness``.
         timeout_s: the longest that the server waits for one gradient of a worker, counted from its
             last reply or from the call, and for a worker to take a reply. More than the slowest
             step takes.
-        group: servers and workers; all ranks by default.
 
     Returns:
-        The workers that have ended all steps, in the order of ``workers``; the server returns also
-        if there are none.
+        The workers that have ended all steps, in the order of ``pairs``; the server returns also if
+        there are none.
 
     Cost: the messages of ``serve_asynchronously``. While the server waits for one worker, it serves
         the others; memory for at most three more tensors of n bytes per worker.
     Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
     """
     limit = timedelta(seconds=timeout_s)
-    clocks = dict.fromkeys(workers, 0)
+    clocks = dict.fromkeys(pairs, 0)
     changed = threading.Condition()  # its lock guards the shard and the clocks
 
-    def serve(worker: int) -> None:
+    def serve(worker: int) -> bool:
         incoming = torch.empty_like(shard)
         for _ in range(num_steps):
-            arriving = dist.irecv(incoming, group=group, group_src=worker)
-            arriving.wait(limit)  # type: ignore[union-attr]
+            if not _travels(dist.irecv, incoming, worker, pairs[worker], limit):
+                return False
             with changed:
                 _step(shard, optimizer, incoming)
                 clocks[worker] += 1
                 changed.notify_all()
                 changed.wait_for(lambda: clocks[worker] <= min(clocks.values()) + staleness)
                 newest = shard.clone()  # others may step before it has left
-            leaving = dist.isend(newest, group=group, group_dst=worker)
-            leaving.wait(limit)  # type: ignore[union-attr]
+            if not _travels(dist.isend, newest, worker, pairs[worker], limit):
+                return False
+        return True
 
-    def serve_until_it_dies(worker: int) -> None:
+    def serve_to_the_end(worker: int) -> bool:
         try:
-            serve(worker)
-        except RuntimeError:
+            return serve(worker)
+        finally:  # dead or done; an error of the optimizer leaves nobody waiting either
             with changed:
                 del clocks[worker]
                 changed.notify_all()
 
-    threads = [threading.Thread(target=serve_until_it_dies, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return list(clocks)
+    with ThreadPoolExecutor(max_workers=len(pairs) or 1) as pool:
+        survives = pool.map(serve_to_the_end, pairs)
+    return [worker for worker, lives in zip(pairs, survives, strict=True) if lives]
+
+
+def _travels(
+    start: Callable[..., Any], tensor: Tensor, worker: int, pair: Group, limit: timedelta
+) -> bool:
+    """Send or receive a tensor; tell whether its worker lives."""
+    try:
+        start(tensor, worker, pair).wait(limit)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _step(shard: Tensor, optimizer: Optimizer, gradient: Tensor) -> None:

@@ -12,6 +12,7 @@ from phase3_multi_node.given import (
     Topology,
     all_gather,
     node_groups,
+    pair_groups,
     reduce_scatter,
 )
 
@@ -65,3 +66,19 @@ def test_a_topology_sorts_its_ranks_by_host() -> None:
     assert topology.nodes == ((0, 2), (1,))
     assert topology.inside is not None
     assert topology.inside.seconds(4) == 3.0
+
+
+def pairs_of(servers: Sequence[int], workers: Sequence[int]) -> dict[int, list[int]]:
+    groups = pair_groups(servers, workers)
+    return {other: dist.get_process_group_ranks(group) for other, group in groups.items()}
+
+
+def test_each_server_has_a_group_with_each_worker() -> None:
+    found = simulate(pairs_of, 5, [3, 0], [4, 1]).results
+    assert found == [
+        {4: [0, 4], 1: [0, 1]},
+        {3: [1, 3], 0: [0, 1]},
+        {},
+        {4: [3, 4], 1: [1, 3]},
+        {3: [3, 4], 0: [0, 4]},
+    ]

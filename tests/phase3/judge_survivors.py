@@ -8,8 +8,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.sim import Faults, Options
-from judging.checks import MEASURED, check_peak, of_members, short, uneven
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.checks import MEASURED, check_peak, short, uneven
 from phase3 import servers as b
 from phase3.server_checks import (
     check_bound,
@@ -40,15 +39,16 @@ DEATHS: dict[str, Deaths] = {
     "all die": {i: (i, BEFORE_PUSH) for i in range(4)},
     "all die at once": dict.fromkeys(range(4), (0, BEFORE_PUSH)),
 }
+IN_PAIRS = "Messages to and from a worker travel in its pair, group=pairs[worker]."
 STUCK = (
     "Workers die in this test, and nothing more comes from them. Give every receive and every send "
     "of the server a limit, work.wait(timedelta(seconds=timeout_s)); when it raises a "
     "RuntimeError, take the worker's clock out of the count and wake those that wait for it "
-    "(notify_all)."
+    f"(notify_all). {IN_PAIRS}"
 )
 STUCK_ALIVE = (
     "Nobody dies here. Whoever waits for the clocks has to be woken after every gradient "
-    "(notify_all), and a thread that ends by an error is taken for a dead worker."
+    f"(notify_all), and a thread that ends by an error is taken for a dead worker. {IN_PAIRS}"
 )
 LATE = (
     "A worker that is dead or slow should hold up no other, but for the bound: give each worker a "
@@ -95,6 +95,11 @@ def _check(plan: Plan, by_rank: Sequence[Any]) -> None:
             f"workers that have ended all steps, in this order: {alive}, not {returned}. A worker "
             f"is alive unless nothing comes from it for {plan.arguments[1]:g} s, or its connection "
             "closes.",
+        )
+        check(
+            found["pairs"] == [*plan.workers],
+            f"server {server} of workers {[*plan.workers]}: only read pairs, the caller's. "
+            f"Afterwards it names {found['pairs']}.",
         )
         check_each_gradient_steps(plan, server, found, applied)
     check_bound(plan, by_rank, plan.arguments[0])
@@ -188,8 +193,22 @@ def test_a_connection_closes(grade: Grade) -> None:
             arguments=(1, _long_s(grade)),
             deaths={0: (step, when)},
         )
-        run = grade.run(b.serve_in_a_group_that_is_left, 4, plan, if_stuck=STUCK)
+        run = grade.run(b.serve_some_who_leave, 4, plan, if_stuck=STUCK)
         _check(plan, run.results)
+
+
+@task("3.17", real=True)
+def test_a_silent_worker_takes_no_other_with_it(grade: Grade) -> None:
+    for timeout_s in (0.5, 4.0, 32.0):
+        plan = Plan(
+            *(SURVIVORS, (1,), (3, 0, 2), 5, 11),
+            arguments=(1, timeout_s),
+            deaths={0: (2, BEFORE_PUSH)},
+        )
+        by_rank = grade.run(b.serve_some_who_stay, 4, plan, if_stuck=STUCK).results
+        if max(found["stalled_s"] for found in by_rank) < timeout_s / 4:
+            break  # else a worker that lives may have been late: the machine is busy
+    _check(plan, by_rank)
 
 
 @task("3.17", real=True)
@@ -200,17 +219,13 @@ def test_nobody_dies(grade: Grade) -> None:
 
 
 @task("3.17")
-def test_survivors_inside_a_group(grade: Grade) -> None:
+def test_workers_are_named_by_their_rank_in_the_world(grade: Grade) -> None:
     plan = Plan(
-        *(SURVIVORS, (1,), (2, 0), 5, 7, (10e-3, 17e-3)),
+        *(SURVIVORS, (1,), (4, 2), 5, 7, (10e-3, 17e-3)),
         arguments=(1, TIMEOUT_S),
-        deaths={0: (2, BEFORE_PUSH)},
+        deaths={2: (2, BEFORE_PUSH)},
     )
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.serve_and_count, plan),
-        if_stuck=f"{STUCK_IN_GROUP} {STUCK}",
-    )
-    _check(plan, of_members(run))
+    _check(plan, serve(grade, plan, STUCK, world_size=6, waits_for_all=False))
 
 
 @task("3.17")

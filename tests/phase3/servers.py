@@ -5,8 +5,9 @@ rate of 1, the parameters say how many gradients of each worker have been applie
 """
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from judging.calls import cause_told, int_list
-from phase3_multi_node.given import start_exchange
+from phase3_multi_node.given import Group, pair_groups, start_exchange
 
 BEFORE_PUSH, BEFORE_PULL = "before its push", "between push and pull"
 CLOSED = "before its push, and closes its connections"
@@ -32,7 +33,7 @@ class Plan:
 
     Attributes:
         function: that serves.
-        servers, workers: ranks inside the group.
+        servers, workers: ranks inside the group; in the world, if each pair has a group.
         num_steps: of each worker.
         num_elements: of the shard of each server.
         pauses_s: how long each worker computes in a step.
@@ -113,16 +114,32 @@ class CountingSGD(torch.optim.SGD):
 
 def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any] | None:
     """Be a server or a worker; return what it has seen."""
+    if plan.function == SURVIVORS:
+        return _count(lesson, plan, pair_groups(plan.servers, plan.workers))
+    return _count(lesson, plan, dict.fromkeys([*plan.servers, *plan.workers], group), group)
+
+
+def _count(
+    lesson: Any, plan: Plan, groups: Mapping[int, Group], group: Group = None
+) -> dict[str, Any] | None:
+    """Serve or work.
+
+    Args:
+        groups: other rank -> the group of all messages with it.
+        group: in which the plan names servers and workers.
+    """
     rank = dist.get_rank(group)
     if rank in plan.servers:
-        return _serve(getattr(lesson, plan.function), plan, group)
+        return _serve(getattr(lesson, plan.function), plan, groups, group)
     if rank in plan.workers:
         with cause_told(CAUSES):
-            return {"pulls": _work(plan, rank, group)}
+            return {"pulls": _work(plan, rank, groups)}
     return None
 
 
-def _serve(function: Callable[..., Any], plan: Plan, group: Any) -> dict[str, Any]:
+def _serve(
+    function: Callable[..., Any], plan: Plan, groups: Mapping[int, Group], group: Group
+) -> dict[str, Any]:
     shard = torch.zeros(plan.num_elements, dtype=getattr(torch, plan.dtype))
     memory = shard.view(-1)
     if plan.copy_s:
@@ -131,15 +148,20 @@ def _serve(function: Callable[..., Any], plan: Plan, group: Any) -> dict[str, An
     if plan.num_elements <= LONG:
         shard.grad = torch.full_like(memory, 5)  # of an earlier training
     optimizer = CountingSGD(shard, plan)
-    with cause_told(CAUSES):
+    is_of_survivors = plan.function == SURVIVORS
+    workers = {worker: groups[worker] for worker in plan.workers}
+    with cause_told(SERVER_CAUSES), cause_told(WRONG_RANKS, ValueError):
         returned = function(
-            *(shard, optimizer, [*plan.workers], plan.num_steps, *plan.arguments), group=group
+            *(shard, optimizer, workers if is_of_survivors else [*workers]),
+            *(plan.num_steps, *plan.arguments),
+            **({} if is_of_survivors else {"group": group}),
         )
     return {
         "shard": _counts(memory, plan),
         "weights": optimizer.weights,
         "most_at_once": optimizer.most_at_once,
-        "returned": int_list(SURVIVORS, returned) if plan.function == SURVIVORS else [],
+        "returned": int_list(SURVIVORS, returned) if is_of_survivors else [],
+        "pairs": [*workers],
     }
 
 
@@ -148,6 +170,14 @@ CAUSES = {
     "shape": "A gradient and a shard have the same shape: receive into torch.empty_like(shard).",
     "had waited long enough": "The server has taken this worker for dead, but it only computes: "
     "the limit is timeout_s, counted from the last reply.",
+}
+SERVER_CAUSES = CAUSES | {
+    "had waited long enough": "That says that a worker is dead, as its connection has closed: "
+    "catch it, and go on with the others.",
+}
+WRONG_RANKS = {
+    "rank": "In serve_survivors a worker is named by its rank in the world: src and dst take that "
+    "one, while group_src and group_dst take the rank in the pair, which is 0 or 1."
 }
 
 
@@ -166,23 +196,24 @@ def _counts(shard: Tensor, plan: Plan, sign: int = 1) -> list[float] | None:
     return counts.tolist() if is_whole else None
 
 
-def _work(plan: Plan, rank: int, group: Any) -> list[dict[str, Any]]:
+def _work(plan: Plan, rank: int, groups: Mapping[int, Group]) -> list[dict[str, Any]]:
     """Push ``num_steps`` gradients to all servers at once, or fall silent; return the pulls."""
     dtype = getattr(torch, plan.dtype)
     gradient = torch.zeros(plan.num_elements, dtype=dtype)
     gradient[plan.workers.index(rank) :: len(plan.workers)] = -1
     shards = {server: torch.full_like(gradient, -7) for server in plan.servers}
+    links = [(server, *_link(plan, server, groups)) for server in plan.servers]
     pulls = []
     for step in range(plan.num_steps):
         if plan.pause_s(rank):
             time.sleep(plan.pause_s(rank))
         last_step, when = plan.deaths.get(rank, SILENT)
         if step == last_step:
-            _fall_silent(plan, when, gradient, group)
+            for _, at, group in links:
+                _fall_silent(when, gradient, at, group)
             return pulls
         pushed_s = time.perf_counter()
-        pairs = [(server, shards[server]) for server in plan.servers]
-        started = [start_exchange(gradient, at, shard, at, group) for at, shard in pairs]
+        started = [start_exchange(gradient, at, shards[s], at, group) for s, at, group in links]
         for work in chain.from_iterable(started):
             work.wait()
         counts = [_counts(shards[server], plan) for server in plan.servers]
@@ -190,24 +221,65 @@ def _work(plan: Plan, rank: int, group: Any) -> list[dict[str, Any]]:
     return pulls
 
 
-def _fall_silent(plan: Plan, when: str, gradient: Tensor, group: Any) -> None:
+def _link(plan: Plan, server: int, groups: Mapping[int, Group]) -> tuple[int, Group]:
+    """The rank of a server inside the group in which a worker reaches it, and this group."""
+    group = groups[server]
+    if plan.function != SURVIVORS or group is None:
+        return server, group
+    return dist.get_group_rank(group, server), group
+
+
+def _fall_silent(when: str, gradient: Tensor, server: int, group: Group) -> None:
     """Send nothing more, and receive nothing; the last gradient has left or has not."""
-    for server in plan.servers:
-        if when == BEFORE_PULL:
-            dist.send(gradient, group=group, group_dst=server)
-        elif when == CLOSED:  # as whoever has waited long enough does
-            reply = dist.irecv(torch.empty_like(gradient), group=group, group_src=server)
-            with contextlib.suppress(RuntimeError):
-                reply.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
+    if when == BEFORE_PULL:
+        dist.send(gradient, group=group, group_dst=server)
+    elif when == CLOSED:  # as whoever has waited long enough does
+        reply = dist.irecv(torch.empty_like(gradient), group=group, group_src=server)
+        with contextlib.suppress(RuntimeError):
+            reply.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
 
 
-def serve_in_a_group_that_is_left(lesson: Any, plan: Plan) -> dict[str, Any] | None:
-    """Serve in a group of all ranks, which a worker that dies destroys: its connections close."""
-    group = dist.new_group()
-    found = serve_and_count(lesson, plan, group)
+def serve_some_who_leave(lesson: Any, plan: Plan) -> dict[str, Any] | None:
+    """Serve; a worker that dies destroys its groups: its connections close."""
+    pairs = pair_groups(plan.servers, plan.workers)
+    found = _count(lesson, plan, pairs)
     if dist.get_rank() in plan.deaths:
-        dist.destroy_process_group(group)
+        for pair in pairs.values():
+            dist.destroy_process_group(pair)
     return found
+
+
+def serve_some_who_stay(lesson: Any, plan: Plan) -> dict[str, Any]:
+    """Serve; a worker that falls silent keeps its connections until the servers have ended.
+
+    Returns:
+        What this rank has seen, and for how long, at most, its process stood still.
+    """
+    pairs = pair_groups(plan.servers, plan.workers)
+    with _stalls_s() as stalls_s:
+        found = _count(lesson, plan, pairs)
+    dist.barrier()
+    return {**(found or {}), "stalled_s": max(stalls_s)}
+
+
+@contextlib.contextmanager
+def _stalls_s() -> Iterator[list[float]]:
+    """Note how late a thread wakes that sleeps 10 ms, again and again."""
+    stalls_s, is_over = [0.0], threading.Event()
+
+    def sleep() -> None:
+        while not is_over.is_set():
+            slept_s = time.perf_counter()
+            is_over.wait(10e-3)
+            stalls_s.append(time.perf_counter() - slept_s - 10e-3)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    try:
+        yield stalls_s
+    finally:
+        is_over.set()
+        thread.join()
 
 
 # 3.14
