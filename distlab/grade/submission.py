@@ -11,7 +11,6 @@ import ast
 import hashlib
 import importlib
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import itertools
 import os
@@ -20,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -141,7 +140,7 @@ def _sha256(file: Path) -> str:
         return ""
 
 
-class _Source(importlib.machinery.SourceFileLoader):
+class _Source(SourceFileLoader):
     """Compiles the source each time, because byte code beside it may differ.
 
     Lent functions take the place of those of the same names.
@@ -209,7 +208,8 @@ class _Lessons(importlib.abc.MetaPathFinder):
     def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
         """Never return None, because the next finder would look elsewhere."""
         if module in GIVEN:
-            return _spec(name, COURSE / phase / f"{module}.py", {})
+            file = COURSE / phase / f"{module}.py"
+            return _spec(name, file, SourceFileLoader(name, str(file)))  # its byte code is ours
         folder = self._submission.root.joinpath(*name.split("."))
         if folder.is_dir():
             spec = ModuleSpec(name, None, is_package=True)
@@ -219,12 +219,12 @@ class _Lessons(importlib.abc.MetaPathFinder):
         lent = self._lent.get(f"{phase}.{lesson}", {})
         for file in (folder.with_suffix(".py"), self._submission.file(phase, lesson)):
             if file.is_file():
-                return _spec(name, file, lent)
+                return _spec(name, file, _Source(name, str(file), lent))
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def _spec(name: str, file: Path, lent: Functions) -> ModuleSpec:
-    spec = ModuleSpec(name, _Source(name, str(file), lent), origin=str(file))
+def _spec(name: str, file: Path, loader: SourceFileLoader) -> ModuleSpec:
+    spec = ModuleSpec(name, loader, origin=str(file))
     spec.has_location = True
     return spec
 
