@@ -325,8 +325,8 @@ class FullyShardedDataParallel(nn.Module):
                              │ gather 1  │ gather 0  │
                                          │ reduce 2  │ reduce 1  │ reduce 0
 
-    The parameters that an optimizer sees are the shards, in float32, with their gradients. What a
-    rank holds between the calls, for Ψ parameters and Adam:
+    The parameters that an optimizer sees are the shards, in float32 (what was in float64 stays so),
+    with their gradients. What a rank holds between the calls, for Ψ parameters and Adam:
         (parameters 4Ψ + gradients 4Ψ + state 8Ψ) / N  =  16Ψ/N bytes
 
     and during a pass, in ``compute_dtype``, at most two whole units, those that compute and come
@@ -358,7 +358,7 @@ class FullyShardedDataParallel(nn.Module):
             compute_dtype: of the parameters while they are whole, and of their gradients.
             group: the ranks that share the model; all by default.
 
-        Cost: one broadcast of the parameters.
+        Cost: one broadcast for each flat of each unit, so that every parameter is sent once.
         """
         super().__init__()
         self.module, self.compute_dtype = module, compute_dtype
@@ -399,9 +399,10 @@ class FullyShardedDataParallel(nn.Module):
         The module's own class can load it. This rank's shards alone are in ``state_dict``.
 
         Returns:
-            Parameters in float32, the same on all ranks; a tied one under each of its names.
+            Parameters in the dtype of the shards, the same on all ranks; a tied one under each of
+            its names.
 
-        Cost: all ranks call it: (N-1)/N·Ψ elements sent in float32.
+        Cost: all ranks call it: (N-1)/N·Ψ elements sent in that dtype.
         """
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         state = self.module.state_dict()
@@ -414,10 +415,10 @@ class FullyShardedDataParallel(nn.Module):
         """Take over what ``full_state_dict`` has returned, on any number of ranks.
 
         Args:
-            state: by name, the same on all ranks. It is only read.
+            state: by name, the same on all ranks, in any dtype. It is only read.
 
         Raises:
-            KeyError: a parameter is not there; it is named.
+            KeyError: a parameter is not there; it is named. Other units may be loaded by then.
         """
         for unit in self.order.units:
             unit.load(state)
@@ -434,10 +435,12 @@ class Unit:
         paths: for each place, the name in the model's ``state_dict``.
         slots: for each place, the number of its parameter: tied ones have the same.
         flats: the layout of the parameters; those of one dtype, trained or frozen, together.
-        shards: for each flat (padded / N,), this rank's part, in float32: a parameter of the owner.
+        shards: for each flat (padded / N,), this rank's part, in float32 or in float64 if the
+            parameters were: a parameter of the owner.
         whole: for each flat (padded,), in the dtype to compute in, while it is gathered; else [].
         works: the all-gathers that are under way.
-        number: how often it has computed, which tells its uses apart.
+        number: how often it has computed, which tells its uses apart. Whether a forward that fails
+            counts does not matter.
     """
 
     def __init__(

@@ -36,6 +36,7 @@ from phase3.judge_survivors import *
 from phase3.judge_zero_optimizers import *
 from phase3.judge_zero_life import *
 from phase3.judge_fully_sharded import *
+from phase3.judge_fully_used import *
 
 # auto_sharding
 from phase3.judge_planner import *

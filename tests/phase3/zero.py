@@ -51,6 +51,7 @@ class Net(nn.Module):
             self.head.requires_grad_(False)
         if kind == "unused":
             self.blocks.append(nn.Linear(FEATURES, 2))
+            self.blocks[0].register_parameter("spare", nn.Parameter(torch.rand(4)))  # comes first
         self.double()
         if kind == "two dtypes":
             layers[1].float()
@@ -238,7 +239,7 @@ def go_back_once(lesson: Any, keywords: dict[str, Any], kind: str) -> None:
 
 # Stage 3
 
-FULL_LAYERS = 8
+FULL_LAYERS, SENT_LAYERS = 8, 4
 FULL_CASES = tuple(case for case in CASES if case[0] != "two dtypes")
 
 
@@ -256,6 +257,7 @@ def train_fully(
 ) -> list[dict[str, list[float]]]:
     """Train a model in each case; return what ``full_state_dict`` has then."""
     rank, found = dist.get_rank(group), []
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what is not written holds NaN
     for kind, optimizer, passes in cases:
         model = sharded_net(lesson, kind, rank, group)
         cls, options = OPTIMIZERS[optimizer]
@@ -335,9 +337,9 @@ class Probe(nn.Module):
         return x
 
 
-def probed_chain(probe: Probe, num_frozen: int = 0) -> nn.Sequential:
+def probed_chain(probe: Probe, num_frozen: int = 0, num_layers: int = FULL_LAYERS) -> nn.Sequential:
     """Layers as in ``chain``, each with a probe; the first ones frozen."""
-    layers = [*chain(FULL_LAYERS)]
+    layers = [*chain(num_layers)]
     for layer in layers[:num_frozen]:
         layer.requires_grad_(False)
     return nn.Sequential(*(nn.Sequential(layer, probe) for layer in layers))
@@ -379,10 +381,10 @@ def hold_fully(lesson: Any, num_frozen: int) -> dict[str, int]:
 
 def mixed_chain() -> nn.Sequential:
     """Units of two layers as in ``chain``, of which the first is frozen."""
-    layers = chain(FULL_LAYERS)
+    layers = chain(SENT_LAYERS)
     for layer in layers[::2]:
         layer.requires_grad_(False)
-    return nn.Sequential(*(layers[i : i + 2] for i in range(0, FULL_LAYERS, 2)))
+    return nn.Sequential(*(layers[i : i + 2] for i in range(0, SENT_LAYERS, 2)))
 
 
 def pass_through(
@@ -393,7 +395,7 @@ def pass_through(
     Args:
         is_mixed: whether each unit has a frozen and a trained layer.
     """
-    plain = mixed_chain() if is_mixed else probed_chain(Probe(), num_frozen)
+    plain = mixed_chain() if is_mixed else probed_chain(Probe(), num_frozen, SENT_LAYERS)
     model = lesson.FullyShardedDataParallel(plain)
     x = torch.ones(1, WIDTH, requires_grad=True)
     for _ in range(passes):
@@ -404,13 +406,25 @@ def pass_through(
             y.backward()
 
 
+TIMED_UNITS = 8
+
+
+def half_frozen_unit() -> nn.Sequential:
+    """Two layers of 256 * 128 parameters each, of which the first is frozen."""
+    unit = nn.Sequential(nn.Linear(256, 128, bias=False), nn.Linear(128, 256, bias=False))
+    unit[0].requires_grad_(False)
+    return unit
+
+
 def go_back_once_fully(lesson: Any, kind: str) -> None:
-    """Go forward and back once through layers that take longer to compute than to gather.
+    """Go forward and back once through units that take longer to compute than to gather.
+
+    Half of each is frozen.
 
     Args:
         kind: "plain", "sharded", or only "made", without a pass.
     """
-    model: nn.Module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    model: nn.Module = nn.Sequential(*(half_frozen_unit() for _ in range(TIMED_UNITS)))
     if kind != "plain":
         model = lesson.FullyShardedDataParallel(model, compute_dtype=torch.float32)
     if kind != "made":
