@@ -210,7 +210,7 @@ class DistributedDataParallel(nn.Module):
         # TODO 3.12: the module's result.
         #   Tools: self.module.
         #   Example: forward(x, scale=2.0) returns module(x, scale=2.0).
-        #   About 1 line.
+        #   About 1 to 2 lines.
         raise NotImplementedError(
             "Task 3.12: DistributedDataParallel.forward, "
             "see guidelines.md#312-overlap-the-backward-pass"
