@@ -207,10 +207,10 @@ class DistributedDataParallel(nn.Module):
         Sends nothing, so that a rank may evaluate alone. Under ``torch.no_grad``, gradients stay as
         they are.
         """
-        # TODO 3.12: the module's result; before gradients are computed, new buckets if due.
-        #   Tools: torch.is_grad_enabled.
+        # TODO 3.12: the module's result.
+        #   Tools: self.module.
         #   Example: forward(x, scale=2.0) returns module(x, scale=2.0).
-        #   About 4 lines, and 3 for a helper method.
+        #   About 1 to 2 lines.
         raise NotImplementedError(
             "Task 3.12: DistributedDataParallel.forward, "
             "see guidelines.md#312-overlap-the-backward-pass"

@@ -223,8 +223,6 @@ class DistributedDataParallel(nn.Module):
         Sends nothing, so that a rank may evaluate alone. Under ``torch.no_grad``, gradients stay as
         they are.
         """
-        if torch.is_grad_enabled():
-            self._replace_old_buckets()
         return self.module(*args, **kwargs)
 
     @contextmanager
