@@ -48,8 +48,7 @@ def print_table(
     console.print(times.fit)
     if folder:
         results = {"ranks": ranks, "repeats": repeats, "impl": impl, "medians": asdict(times)}
-        for path in saving.save(folder, f"phase1_all_reduce_{ranks}_ranks", results):
-            print(f"saved: {path}")
+        saving.save(folder, f"phase1_all_reduce_{ranks}_ranks", results)
 
 
 def _measure_on_rank(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from distlab import launch, trainers
-from distlab.bench import rivals
+from distlab.bench import rivals, rivals_record
 from distlab.bench.rivals import Contestant, Measured
 from distlab.grade.submission import Submission
 from distlab.words import counted
 
 TASKS = ("3.12",)
 OURS, FLAT, PER_PARAMETER, TORCHS = "ours", "one flat all-reduce", "one per parameter", "torch's"
+COLUMNS = (rivals.STEP, rivals.COLLECTIVES, rivals.BYTES, rivals.PEAK)
 RIVALS = {FLAT: OURS, PER_PARAMETER: OURS, TORCHS: OURS}
 STAGES = """\
 Flat: all gradients are summed after the backward pass. Per parameter: each is summed in its hook.
@@ -37,8 +39,14 @@ class Sizes(NamedTuple):
 SIZES = Sizes()
 
 
-def print_table(ranks: int, repeats: int, impl: str) -> None:
-    """Train a model in all four ways; print times and collectives of a step.
+def print_table(ranks: int, repeats: int, impl: str, folder: Path | None = None) -> None:
+    """Train a model in all four ways; print, and if wanted save, what a step needs.
+
+    Args:
+        ranks: one or more.
+        repeats: timed steps of each way.
+        impl: "solution" or "mine".
+        folder: where to save all figures and a picture.
 
     Raises:
         NotThereError: there are no solutions here, or one of the functions is a TODO.
@@ -48,9 +56,12 @@ def print_table(ranks: int, repeats: int, impl: str) -> None:
     lessons = trainers.find_measurement(impl, TASKS)
     measured, *_ = launch.run(measure_on_rank, ranks, lessons, SIZES, repeats, backend="gloo")
     where = f"{counted(4 * SIZES.layers, 'parameter')} on {counted(ranks, 'gloo rank')}"
-    columns = rivals.STEP, rivals.COLLECTIVES, rivals.BYTES, rivals.PEAK
-    Console().print(rivals.table(f"{where}: median of {repeats} steps", measured, RIVALS, columns))
+    title = f"{where}: median of {repeats} steps"
+    Console().print(rivals.table(title, measured, RIVALS, COLUMNS))
     print(rivals.WHOSE[impl], STAGES, rivals.PARENTHESES, rivals.PEAK_MEMORY, sep="\n")
+    if folder is not None:
+        arguments = {"ranks": ranks, "repeats": repeats, "impl": impl, **SIZES._asdict()}
+        rivals_record.save(folder, "ddp", title, measured, RIVALS, COLUMNS, arguments)
 
 
 def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Measured]:

@@ -1,6 +1,6 @@
 """Ours beside torch's own: steps in turn, what they allocate, and which collectives they call."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
@@ -54,14 +54,17 @@ class Measured:
             from step to step are included.
         collectives: number of a rank's calls.
         collective_bytes: of the tensors that these are called with.
+        quartiles_s: between which half of the timed steps are.
     """
 
     seconds: float
     peak_bytes: int
     collectives: int
     collective_bytes: int
+    quartiles_s: tuple[float, float]
 
 
+Counts = tuple[int, int, int]  # peak_bytes, collectives, collective_bytes
 M = TypeVar("M", bound=Measured)
 Column = tuple[str, Callable[[M], float], Callable[[float], str]]
 STEP: Column[Measured] = ("step", lambda measured: measured.seconds, seconds_text)
@@ -95,12 +98,10 @@ def measure(
         who = f"{ours} and {rival} do not compute the same"
         _check_losses(losses[ours], losses[rival], who)
         _check_gradients(contestants[ours].model, contestants[rival].model, who)
-    seconds = largest(times(contestants, repeats)).median(dim=1).values.tolist()
-    rows = zip(contestants, seconds, largest(torch.tensor(counts)).tolist(), strict=True)
-    return {name: Measured(step_s, *count) for name, step_s, count in rows}
+    return timed(contestants, counts, repeats)
 
 
-def _count(contestant: Contestant) -> tuple[float | None, tuple[int, int, int]]:
+def _count(contestant: Contestant) -> tuple[float | None, Counts]:
     """Return the loss, and the peak over two steps and the collectives of the second."""
     with Device(None, advance=lambda *_: None) as device:
         contestant.run()
@@ -131,7 +132,20 @@ def _local(gradient: Any) -> Tensor:
     return torch.zeros(()) if local is None else local
 
 
-def times(contestants: Mapping[str, Contestant], repeats: int) -> Tensor:
+def timed(
+    contestants: Mapping[str, Contestant], counts: Sequence[Counts], repeats: int
+) -> dict[str, Measured]:
+    """Time steps of contestants; return that with their counts, of the rank with most of each."""
+    seconds = _largest(_times(contestants, repeats))
+    cuts = seconds.quantile(seconds.new_tensor([0.25, 0.5, 0.75]), dim=1).T.tolist()
+    rows = zip(contestants, cuts, _largest(torch.tensor(counts)).tolist(), strict=True)
+    return {
+        name: Measured(median, *count, (q1, q3))
+        for name, (q1, median, q3), count in rows
+    }
+
+
+def _times(contestants: Mapping[str, Contestant], repeats: int) -> Tensor:
     """Return this rank's seconds (contestants, repeats); every second time the last goes first."""
     seconds = torch.zeros(len(contestants), repeats, dtype=torch.float64)
     in_turn = list(enumerate(contestants.values()))
@@ -145,7 +159,7 @@ def times(contestants: Mapping[str, Contestant], repeats: int) -> Tensor:
     return seconds
 
 
-def largest(mine: Tensor) -> Tensor:
+def _largest(mine: Tensor) -> Tensor:
     """Return the largest of all ranks, element by element."""
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return mine

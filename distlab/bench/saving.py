@@ -23,8 +23,8 @@ QUARTILES = ("q1", "median", "q3")
 
 def save(
     folder: Path, name: str, results: Mapping[str, object], figure: Figure | None = None
-) -> list[Path]:
-    """Write ``name.json``, and ``name.png`` if there is a figure; return their paths.
+) -> None:
+    """Write ``name.json``, and ``name.png`` if there is a figure, and print their paths.
 
     Args:
         folder: made if it is missing.
@@ -39,7 +39,8 @@ def save(
     if figure is not None:
         written.append(folder / f"{name}.png")
         figure.savefig(written[1], dpi=120)
-    return written
+    for path in written:
+        print(f"saved: {path}")
 
 
 def machine() -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import Tensor
 
 from distlab import launch, trainers
-from distlab.bench import rivals, zero_record
+from distlab.bench import rivals, rivals_record
 from distlab.bench.collectives import Collectives
-from distlab.bench.rivals import Column, Measured
+from distlab.bench.rivals import Column, Counts, Measured
 from distlab.bench.zero_contestants import CONTESTANTS, RIVALS, SIZES, Sizes, Trained, model_of
 from distlab.grade.submission import Submission
 from distlab.sim.device.device import Device
@@ -40,12 +40,10 @@ class Sharded(Measured):
     """A step, and the memory of a process.
 
     Attributes:
-        quartiles_s: between which half of the timed steps are.
         resident_bytes: by which a process grows at most; 0 where the system does not tell.
     """
 
-    quartiles_s: tuple[float, float]
-    resident_bytes: int = 0
+    resident_bytes: int
 
 
 PROCESS: Column[Sharded] = ("process", lambda measured: measured.resident_bytes, bytes_text)
@@ -72,15 +70,16 @@ def print_table(ranks: int, repeats: int, impl: str, folder: Path | None = None)
         Console().print(rivals.table(title, measured, RIVALS, columns))
     print(rivals.WHOSE[impl], NOTES, rivals.PARENTHESES, sep="\n")
     if folder is not None:
-        zero_record.save(folder, title, measured, {"ranks": ranks, **SIZES._asdict()})
+        arguments = {"ranks": ranks, "repeats": repeats, "impl": impl, **SIZES._asdict()}
+        rivals_record.save(folder, "zero", title, measured, RIVALS, COLUMNS[0], arguments)
 
 
-def _with_process(steps: Sharded, name: str, ranks: int, lessons: Submission) -> Sharded:
+def _with_process(steps: Measured, name: str, ranks: int, lessons: Submission) -> Sharded:
     rises = launch.run(resident_on_rank, ranks, lessons, SIZES, name, backend="gloo")
-    return replace(steps, resident_bytes=max(rises))
+    return Sharded(**asdict(steps), resident_bytes=max(rises))
 
 
-def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Sharded]:
+def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Measured]:
     """Measure steps of all contestants, with one model, and a batch of this rank.
 
     Raises:
@@ -94,16 +93,7 @@ def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str
         counts.append(count)
     for rival, ours in RIVALS.items():
         _check_values(values[ours], values[rival], sizes, f"{ours} and {rival}")
-    times = rivals.largest(rivals.times(contestants, repeats))
-    low, middle, high = torch.quantile(times, times.new_tensor([0.25, 0.5, 0.75]), dim=1).tolist()
-    most = rivals.largest(torch.tensor(counts)).tolist()
-    found = [
-        Sharded(step_s, peak_bytes, calls, num_bytes, (first, third))
-        for step_s, (peak_bytes, calls, num_bytes), first, third in zip(
-            middle, most, low, high, strict=True
-        )
-    ]
-    return dict(zip(contestants, found, strict=True))
+    return rivals.timed(contestants, counts, repeats)
 
 
 def resident_on_rank(lessons: Submission, sizes: Sizes, name: str) -> int:
@@ -131,7 +121,7 @@ def _resident(key: str) -> int:
     return 1024 * int(rows[key].split()[0])
 
 
-def _count(name: str, lesson: Any, sizes: Sizes, x: Tensor) -> tuple[Trained, tuple[int, int, int]]:
+def _count(name: str, lesson: Any, sizes: Sizes, x: Tensor) -> tuple[Trained, Counts]:
     """Return the peak over two steps, and the collectives of the second."""
     with Device(None, advance=lambda *_: None) as device:
         trained = CONTESTANTS[name](lesson, sizes, x)

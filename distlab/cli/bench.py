@@ -115,11 +115,12 @@ def ddp(
     ranks: int = typer.Option(2, "--ranks", min=1),
     repeats: Steps = 21,
     impl: Whose = "solution",
+    save: Folder = None,
 ) -> None:
     """Compare data parallelism of Phase 3 with torch's: time, collectives, bytes and memory."""
     from distlab.bench import ddp as measurement
 
-    measurement.print_table(ranks, repeats, impl)
+    measurement.print_table(ranks, repeats, impl, save)
 
 
 @app.command("zero")

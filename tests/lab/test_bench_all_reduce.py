@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from rich.console import Console
 
 from distlab import launch, trainers
 from distlab.bench import host_all_reduce, saving
@@ -32,7 +33,8 @@ def test_the_table_has_gloo_and_all_others_as_multiples_of_it(
     printed = capsys.readouterr().out
     assert "2 gloo ranks" in printed
     assert "median of 3" in printed
-    assert "1.00 GiB" not in printed, "a size above --max-mib"
+    [head] = [line for line in printed.splitlines() if line.startswith("┃")]
+    assert head.replace("┃", " ").split() == ["64", "B", "4", "KiB"], "1 GiB is above --max-mib"
     rows = [line.split("│")[1].strip() for line in printed.splitlines() if line.startswith("│")]
     assert [name for name in rows if name] == NAMES
     assert printed.count("(1.00)") >= len(SMALL)
@@ -50,6 +52,17 @@ def test_the_table_has_gloo_and_all_others_as_multiples_of_it(
     picture = tmp_path / "new" / "phase3_all_reduce_2_ranks.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"saved: {picture}" in printed.replace("\n", "")
+
+
+def test_the_table_of_all_sizes_fits_into_80_columns() -> None:
+    runs = {size: [1e-3] for size in host_all_reduce.SIZES_BYTES}
+    times = host_all_reduce.Times(dict.fromkeys(NAMES, runs), alpha_s=1e-6, beta_s_per_byte=1e-9)
+    console = Console(width=80, record=True)
+    console.print(host_all_reduce._table(times, "2 gloo ranks"))
+    printed = console.export_text()
+    assert "…" not in printed
+    for size in ("64 KiB", "1 MiB", "4 MiB", "16 MiB", "100 MiB", "256 MiB"):
+        assert f" {size} ┃" in printed
 
 
 def test_phase_1_saves_its_medians(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -107,7 +120,8 @@ def test_quartiles_are_those_of_the_runs() -> None:
 
 def test_a_saved_file_replaces_the_last_one_and_names_the_machine(tmp_path: Path) -> None:
     for number in (1, 2):
-        (path,) = saving.save(tmp_path, "some", {"figure_s": number})
+        saving.save(tmp_path, "some", {"figure_s": number})
+    path = tmp_path / "some.json"
     saved = json.loads(path.read_text())
     assert (saved["benchmark"], saved["figure_s"]) == ("some", 2)
     assert saved["machine"]["cores"] >= 1

@@ -1,5 +1,8 @@
 """Phase 3 beside torch's own: rows and columns, and the collectives that each way needs."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from distlab import launch, trainers
@@ -10,17 +13,27 @@ SMALL = ddp.Sizes(rows=2, width=16, layers=6, bucket_mib=2 * 17 * 16 * 4 / 2**20
 NUM_BYTES = 4 * SMALL.layers * (SMALL.width**2 + 3 * SMALL.width)
 
 
-def test_a_table_has_a_row_for_each_stage_and_for_torchs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_row_for_each_stage_and_for_torchs_is_printed_and_saved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ddp, "SIZES", SMALL)
     with pytest.raises(SystemExit) as left:
-        main(["bench", "ddp", "--repeats", "2"])
+        main(["bench", "ddp", "--repeats", "2", "--save", str(tmp_path / "new")])
     assert left.value.code == 0
     printed = capsys.readouterr().out
     assert "24 parameters on 2 gloo ranks: median of 2 steps" in printed
-    for name in (ddp.OURS, ddp.FLAT, ddp.PER_PARAMETER, ddp.TORCHS):
-        assert f"│ {name}" in printed
+    names = [ddp.OURS, ddp.FLAT, ddp.PER_PARAMETER, ddp.TORCHS]
+    for name in names:
+        assert f"│ {name} " in printed
+
+    record = json.loads((tmp_path / "new" / "ddp.json").read_text())
+    run = {"ranks": 2, "repeats": 2, "impl": "solution"}
+    assert record["arguments"] == {**run, **SMALL._asdict()}
+    assert [*record["measured"]] == names
+    for name, one in record["measured"].items():
+        assert one["quartiles_s"][0] <= one["seconds"] <= one["quartiles_s"][1], name
+    assert record["measured"][ddp.FLAT]["collective_bytes"] == NUM_BYTES
+    assert (tmp_path / "new" / "ddp.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_way_sums_the_same_bytes_in_another_number_of_collectives() -> None:

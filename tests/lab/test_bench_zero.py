@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distlab import launch, trainers
 from distlab.bench import zero, zero_contestants
+from distlab.bench.rivals import Measured
 from distlab.bench.zero_contestants import (
     CONTESTANTS,
     FREED,
@@ -29,7 +30,7 @@ NUM_BYTES = 4 * SMALL.layers * (SMALL.width**2 + 3 * SMALL.width)
 
 
 @cache
-def measured() -> dict[str, zero.Sharded]:
+def measured() -> dict[str, Measured]:
     """Measure once, and check that the ranks agree."""
     arguments = trainers.SOLVED, SMALL, 2
     found, *others = launch.run(zero.measure_on_rank, 2, *arguments, backend="gloo")
@@ -47,7 +48,8 @@ def test_numbers_and_a_figure_are_kept(
     printed = capsys.readouterr().out
     assert "5 layers on 2 gloo ranks: median of 2 steps" in printed
     record = json.loads((tmp_path / "new" / "zero.json").read_text())
-    assert record["arguments"] == {"ranks": 2, **SMALL._asdict()}
+    run = {"ranks": 2, "repeats": 2, "impl": "solution"}
+    assert record["arguments"] == {**run, **SMALL._asdict()}
     assert [*record["measured"]] == [*CONTESTANTS]
     for name, one in record["measured"].items():
         assert printed.count(f"│ {name} ") == 2

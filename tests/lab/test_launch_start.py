@@ -86,10 +86,10 @@ def test_time_is_counted_from_when_all_ranks_are_up(
     def hold_back(number: int, pid: int) -> None:
         if number == 0:
             os.kill(pid, signal.SIGSTOP)
-            threading.Timer(1.0, os.kill, [pid, signal.SIGCONT]).start()
+            threading.Timer(3.0, os.kill, [pid, signal.SIGCONT]).start()
 
     on_start(hold_back)
-    assert launch.run(dist.get_rank, 2, timeout_s=0.9) == [0, 1]
+    assert launch.run(dist.get_rank, 2, timeout_s=2.8) == [0, 1]
 
 
 def test_a_rank_killed_while_others_are_started_is_the_one_to_blame(

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,14 +60,27 @@ def waited_long(row: Row) -> bool:
     return row.waited_s > MAX_WAITED * row.measured_s
 
 
-def test_both_hosts_and_their_links_are_found(found: Found) -> None:
-    topology = found.topology
-    assert topology.hosts == ("node0", "node0", "node1", "node1")
-    assert topology.inside
-    assert topology.between
-    link_bytes_per_s = two_hosts.MEGABITS_PER_S * 1e6 / 8
-    assert 0.9 * link_bytes_per_s < 1 / topology.between.beta_s_per_byte < link_bytes_per_s
-    assert topology.inside.beta_s_per_byte < topology.between.beta_s_per_byte / 5
+def check(is_as_expected: bool, rows: Iterable[Row], found: Found) -> None:
+    """Assert what holds if the cable decides; skip if it doesn't hold, and the cores decided."""
+    waited = [row for row in rows if waited_long(row)]
+    if waited and not is_as_expected:
+        row = waited[0]
+        milliseconds = f"{row.waited_s * 1e3:.0f} of {row.measured_s * 1e3:.0f} ms"
+        pytest.skip(f"this machine is too busy: {row.name} waited for a core {milliseconds}")
+    assert is_as_expected, two_hosts.table(found)
+
+
+def test_both_hosts_are_found(found: Found) -> None:
+    assert found.topology.hosts == ("node0", "node0", "node1", "node1")
+
+
+def test_ping_pongs_find_the_rates_of_the_links(found: Found) -> None:
+    inside, between = found.topology.inside, found.topology.between
+    assert inside
+    assert between
+    share = 1 / between.beta_s_per_byte / (two_hosts.MEGABITS_PER_S * 1e6 / 8)
+    check(0.9 < share < 1, found.rows.values(), found)
+    check(inside.beta_s_per_byte < between.beta_s_per_byte / 5, found.rows.values(), found)
 
 
 def test_all_find_what_gloo_finds(found: Found) -> None:
@@ -84,17 +97,14 @@ def test_hierarchical_beats_the_flat_ring_in_bad_order(found: Found) -> None:
     """It sends a third of the bytes; if the two directions took turns, it would send two thirds."""
     bad, good = found.rows["cyclic", RING], found.rows["block", RING]
     hierarchical = found.rows["cyclic", HIERARCHICAL]
-    assert hierarchical.measured_s < bad.measured_s
-    assert good.measured_s < bad.measured_s
+    check(hierarchical.measured_s < bad.measured_s, (hierarchical, bad), found)
+    check(good.measured_s < bad.measured_s, (good, bad), found)
 
 
 @pytest.mark.parametrize("which", PREDICTED)
 def test_the_simulator_predicts_times_from_ping_pongs(found: Found, which: tuple[str, str]) -> None:
     row = found.rows[which]
-    if is_off(row) and waited_long(row):
-        milliseconds = f"{row.waited_s * 1e3:.0f} of {row.measured_s * 1e3:.0f} ms"
-        pytest.skip(f"this machine is too busy: {row.name} waited for a core {milliseconds}")
-    assert not is_off(row), two_hosts.table(found)
+    check(not is_off(row), [row], found)
 
 
 @pytest.mark.parametrize("name", [RING, TREE, DDP])

@@ -211,7 +211,15 @@ def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
 
 
 def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
-    """Make torch's own ``init_process_group`` and ``new_group`` work if imported by name before."""
+    """Change what torch's functions call inside, whatever a program has imported by name before."""
+    _patch_making_of_groups(undo, home)
+    _patch_default_group(undo, home)
+    _patch_checks(undo, home)
+    undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
+
+
+def _patch_making_of_groups(undo: contextlib.ExitStack, home: Home) -> None:
+    """Make torch's own ``init_process_group`` and ``new_group`` work."""
 
     def rendezvous(*_: object, **__: object) -> Iterator[tuple[object, int, int]]:
         yield home.groups.store, home.residents.current, home.residents.num_ranks
@@ -229,12 +237,24 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
         settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
+    _replace(undo, c10d, "rendezvous", rendezvous)
+    _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
+
+
+def _patch_default_group(undo: contextlib.ExitStack, home: Home) -> None:
+    """Find the running rank's default group in fewer steps than torch."""
     find_group, tables = c10d._group_or_default_group, home.residents.tables
 
     def group_or_default(group: Any = None) -> Any:
         if group is None:
             group = tables.default_pg
         return find_group() if group is None else group
+
+    _replace(undo, c10d, "_group_or_default_group", group_or_default)
+
+
+def _patch_checks(undo: contextlib.ExitStack, home: Home) -> None:
+    """Note each batch where torch checks it, and let DDP hold parameters without numbers."""
 
     def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
         if not tensors[0].is_meta:  # DDP compares shapes as the numbers in a tensor
@@ -248,10 +268,6 @@ def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
     # The first call of batch_isend_irecv, by whatever name a program has imported that.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
-    _replace(undo, c10d, "rendezvous", rendezvous)
-    _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
-    _replace(undo, c10d, "_group_or_default_group", group_or_default)  # the same in fewer steps
-    undo.callback(setattr, sys, "excepthook", sys.excepthook)
 
 
 def _patch_clocks(undo: contextlib.ExitStack, home: Home) -> None:
