@@ -139,10 +139,7 @@ def timed(
     seconds = _largest(_times(contestants, repeats))
     cuts = seconds.quantile(seconds.new_tensor([0.25, 0.5, 0.75]), dim=1).T.tolist()
     rows = zip(contestants, cuts, _largest(torch.tensor(counts)).tolist(), strict=True)
-    return {
-        name: Measured(median, *count, (q1, q3))
-        for name, (q1, median, q3), count in rows
-    }
+    return {name: Measured(median, *count, (q1, q3)) for name, (q1, median, q3), count in rows}
 
 
 def _times(contestants: Mapping[str, Contestant], repeats: int) -> Tensor:
