@@ -28,7 +28,7 @@ CAUSES = {
     "plain": "Is the gradient the mean over the ranks, of all backward passes of the step?",
     "tied": "A tied parameter is one parameter: it is updated once, with all of its gradient.",
     "frozen": "Frozen parameters stay as they are: weight decay would train them.",
-    "unused": "The gradient of a parameter that was not used is 0, in its place in the flat tensor.",
+    "unused": "The gradient of an unused parameter is 0, in its place in the flat tensor.",
     "two dtypes": "Parameters of different dtypes cannot share a flat tensor.",
 }
 
