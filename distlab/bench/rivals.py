@@ -139,7 +139,10 @@ def timed(
     seconds = _largest(_times(contestants, repeats))
     cuts = seconds.quantile(seconds.new_tensor([0.25, 0.5, 0.75]), dim=1).T.tolist()
     rows = zip(contestants, cuts, _largest(torch.tensor(counts)).tolist(), strict=True)
-    return {name: Measured(median, *count, (q1, q3)) for name, (q1, median, q3), count in rows}
+    return {
+        name: Measured(median, peak_bytes, calls, num_bytes, (q1, q3))
+        for name, (q1, median, q3), (peak_bytes, calls, num_bytes) in rows
+    }
 
 
 def _times(contestants: Mapping[str, Contestant], repeats: int) -> Tensor:
