@@ -1,0 +1,138 @@
+"""What a crash may leave of a recorded history: the states of the disk that must be loadable."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from phase4.file_history import ROOT, Event, Named, Recorder, Synced, Tree, Written
+
+State = tuple[tuple[str, bytes | None], ...]  # path -> content; None: a folder
+
+
+@dataclass
+class Disk:
+    """What is safe, and what is not yet."""
+
+    names: dict[tuple[int, str], int]
+    contents: dict[int, bytes]
+    latest: dict[int, bytes]
+    pending: list[dict[tuple[int, str], int | None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, tree: Tree) -> "Disk":
+        """A disk on which all of ``tree`` is safe."""
+        return cls(dict(tree.names), dict(tree.contents), dict(tree.contents))
+
+    def apply(self, event: Event) -> None:
+        """Go on in the history."""
+        if isinstance(event, Written):
+            self.latest[event.node] = event.content
+        elif isinstance(event, Named):
+            self.pending.append(event.entries)
+        elif event.node is None:
+            self._settle(self.pending)
+            self.contents.update(self.latest)
+        elif event.node in self.latest:
+            self.contents[event.node] = self.latest[event.node]
+        else:
+            self._settle([step for step in self.pending if _is_in(event.node, step)])
+
+    def _settle(self, steps: list[dict[tuple[int, str], int | None]]) -> None:
+        for step in steps:
+            _rename(self.names, step)
+        self.pending = [step for step in self.pending if step not in steps]
+
+    def states(self) -> Iterator[State]:
+        """What may be found after a crash now.
+
+        Of the names in one folder that are not safe, the first few have reached the disk; of the
+        contents that are not safe, all, nothing, half, or zeros in place of all.
+        """
+        folders = sorted({folder for step in self.pending for folder, _ in step})
+        counts = [sum(_is_in(folder, step) for step in self.pending) for folder in folders]
+        for reached in product(*(range(count + 1) for count in counts)):
+            names = self._names(dict(zip(folders, reached, strict=True)))
+            for contents in self._contents():
+                yield _state(names, contents)
+
+    def _names(self, reached: Mapping[int, int]) -> dict[tuple[int, str], int]:
+        names, left = dict(self.names), dict(reached)
+        for step in self.pending:
+            folders = {folder for folder, _ in step}
+            if all(left[folder] > 0 for folder in folders):
+                _rename(names, step)
+            for folder in folders:
+                left[folder] -= 1
+        return names
+
+    def _contents(self) -> Iterator[dict[int, bytes]]:
+        unsafe = {n: c for n, c in self.latest.items() if self.contents.get(n) != c}
+        yield self.latest
+        if unsafe:
+            yield {**self.latest, **{node: self.contents.get(node, b"") for node in unsafe}}
+        for node, content in unsafe.items():
+            yield {**self.latest, node: content[: len(content) // 2]}
+            yield {**self.latest, node: bytes(len(content))}
+            yield {**self.latest, node: self.contents.get(node, b"")}
+
+
+def crash_states(recorder: Recorder) -> Iterator[tuple[int, State]]:
+    """Whatever a crash may leave, each once: after how many events, and the state of the folder."""
+    disk, seen = Disk.of(recorder.start), set[State]()
+    for count in range(len(recorder.events) + 1):
+        if count:
+            disk.apply(recorder.events[count - 1])
+        for state in disk.states():
+            if state not in seen:
+                seen.add(state)
+                yield count, state
+
+
+def states_at_the_end(recorder: Recorder) -> list[State]:
+    """What a crash may leave when all is done."""
+    disk = Disk.of(recorder.start)
+    for event in recorder.events:
+        disk.apply(event)
+    return list(dict.fromkeys(disk.states()))
+
+
+def build(state: State, folder: Path) -> None:
+    """Make a folder that holds ``state``."""
+    folder.mkdir(parents=True)
+    for path, content in state:
+        if content is None:
+            (folder / path).mkdir()
+        else:
+            (folder / path).write_bytes(content)
+
+
+def _is_in(folder: int, step: Mapping[tuple[int, str], int | None]) -> bool:
+    return any(changed == folder for changed, _ in step)
+
+
+def _rename(
+    names: dict[tuple[int, str], int], step: Mapping[tuple[int, str], int | None]
+) -> None:
+    for key, node in step.items():
+        if node is None:
+            names.pop(key, None)
+        else:
+            names[key] = node
+
+
+def _state(names: Mapping[tuple[int, str], int], contents: Mapping[int, bytes]) -> State:
+    children: dict[int, list[tuple[str, int]]] = {}
+    for (folder, name), node in sorted(names.items()):
+        children.setdefault(folder, []).append((name, node))
+    found: list[tuple[str, bytes | None]] = []
+
+    def collect(folder: int, prefix: str) -> None:
+        for name, node in children.get(folder, ()):
+            content = contents.get(node)
+            found.append((prefix + name, content))
+            if content is None:
+                collect(node, f"{prefix}{name}/")
+
+    collect(ROOT, "")
+    return tuple(found)

@@ -1,0 +1,188 @@
+"""What a program does to the files of a folder, in order, and what a crash may leave of it.
+
+A history is recorded from outside, whatever the program writes with: whenever it opens, renames,
+removes or syncs something, the folder is looked at, and what has changed since belongs to the
+history. So a file that C++ has written in between is in it, too.
+
+What a crash leaves follows the rules that POSIX gives and file systems use: the content of a file
+is safe once the file was synced; a name, new or gone, once the folder that it is in was synced.
+Whatever else was done may have reached the disk or not; a file's content may be torn.
+"""
+
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WATCHED = frozenset(
+    ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink")
+    + ("os.truncate", "shutil.rmtree", "shutil.move", "shutil.copyfile")
+)
+ROOT = 0  # the node of the recorded folder itself
+
+
+@dataclass(frozen=True)
+class Named:
+    """A folder has got names, or lost them (None); a rename from folder to folder changes two."""
+
+    entries: dict[tuple[int, str], int | None]  # (folder, name) -> node
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file has this content now."""
+
+    node: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Synced:
+    """A file's content, or a folder's names, are safe; node None: everything is."""
+
+    node: int | None
+
+
+Event = Named | Written | Synced
+
+
+@dataclass
+class Tree:
+    """The folder as it is seen while the program runs."""
+
+    names: dict[tuple[int, str], int] = field(default_factory=dict)
+    contents: dict[int, bytes] = field(default_factory=dict)  # of files
+    nodes: dict[int, int] = field(default_factory=dict)  # inode -> node
+
+
+class Recorder:
+    """Records what happens in ``folder``; what is there already is safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[Event] = []
+        self.seen = Tree()
+        self._next_node = ROOT + 1
+        self._is_looking = threading.local()
+        self._lock = threading.RLock()
+        self.look()
+        self.start = self.seen
+        self.events.clear()
+
+    def look(self) -> None:
+        """Note what has changed since the last look."""
+        if getattr(self._is_looking, "now", False):
+            return
+        self._is_looking.now = True
+        try:
+            with self._lock:
+                now = self._read()
+                self._note(now)
+                self.seen = now
+        finally:
+            self._is_looking.now = False
+
+    def sync(self, inode: int | None) -> None:
+        """Note that a file or a folder is on the disk now."""
+        self.look()
+        if inode is None:
+            self.events.append(Synced(None))
+        elif inode == self.folder.stat().st_ino:
+            self.events.append(Synced(ROOT))
+        elif inode in self.seen.nodes:
+            self.events.append(Synced(self.seen.nodes[inode]))
+
+    def _read(self) -> Tree:
+        tree = Tree()
+        waiting = [(ROOT, self.folder)]
+        while waiting:
+            parent, folder = waiting.pop()
+            try:
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            except FileNotFoundError:  # removed by another thread meanwhile
+                continue
+            for entry in entries:
+                found = entry.stat(follow_symlinks=False)
+                node = self._node(tree, found.st_ino)
+                tree.names[parent, entry.name] = node
+                if stat.S_ISDIR(found.st_mode):
+                    waiting.append((node, Path(entry.path)))
+                else:
+                    tree.contents[node] = Path(entry.path).read_bytes()
+        return tree
+
+    def _node(self, tree: Tree, inode: int) -> int:
+        """The node of an inode: a new one, unless it was there at the last look."""
+        if inode not in tree.nodes:
+            known = self.seen.nodes.get(inode)
+            tree.nodes[inode] = self._next_node if known is None else known
+            self._next_node += known is None
+        return tree.nodes[inode]
+
+    def _note(self, now: Tree) -> None:
+        before = self.seen
+        for node, content in now.contents.items():
+            if before.contents.get(node) != content:
+                self.events.append(Written(node, content))
+        gone = dict.fromkeys(set(before.names) - set(now.names))
+        new = {key: node for key, node in now.names.items() if before.names.get(key) != node}
+        if gone or new:
+            self.events.append(Named({**gone, **new}))
+
+
+@contextmanager
+def recorded(folder: Path, *modules: Any) -> Iterator[Recorder]:
+    """Record what happens in ``folder`` meanwhile.
+
+    Args:
+        folder: must exist.
+        modules: that may have imported ``os.fsync`` by name: it is replaced there, too.
+    """
+    recorder = Recorder(folder)
+    watch(recorder)
+    replaced = {
+        (module, name): value
+        for module in (os, *modules)
+        for name, value in vars(module).items()
+        if value in SYNCING
+    }
+    for (module, name), value in replaced.items():
+        setattr(module, name, _noted(value, recorder))
+    try:
+        yield recorder
+        recorder.look()
+    finally:
+        for (module, name), value in replaced.items():
+            setattr(module, name, value)
+        watch(None)
+
+
+SYNCING = [getattr(os, name) for name in ("fsync", "fdatasync", "sync") if hasattr(os, name)]
+_watching: list[Recorder] = []
+
+
+def watch(recorder: Recorder | None) -> None:
+    """Let ``recorder`` look before whatever Python does to files; None: nobody."""
+    if not hasattr(sys, "_watches_files"):
+        sys.addaudithook(_look_at)  # can't be taken back
+        sys._watches_files = True  # type: ignore[attr-defined]
+    _watching[:] = [] if recorder is None else [recorder]
+
+
+def _look_at(name: str, _arguments: tuple[Any, ...]) -> None:
+    if _watching and name in WATCHED:
+        _watching[0].look()
+
+
+def _noted(sync: Callable[..., None], recorder: Recorder) -> Callable[..., None]:
+    def noted(*descriptors: Any) -> None:
+        sync(*descriptors)
+        inodes = [os.fstat(descriptor).st_ino for descriptor in descriptors]
+        recorder.sync(inodes[0] if inodes else None)
+
+    return noted
