@@ -25,6 +25,7 @@ import sys
 # anchor 4.7
 # end 4.7
 # anchor 4.8
+from phase4.judge_intervals import *
 # end 4.8
 
 # gradient_compression

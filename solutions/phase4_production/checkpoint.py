@@ -13,7 +13,6 @@ import torch
 from phase4_production.given import Loaded
 
 
-
 # anchor 4.1
 MANIFEST = "manifest.json"
 
@@ -186,6 +185,8 @@ def load_checkpoint(folder: Path) -> Loaded | None:
         reasons = "; ".join(f"{path.name}: {damage}" for path, damage in skipped.items())
         raise RuntimeError(f"all {len(skipped)} checkpoints in {folder} are damaged: {reasons}")
     return None
+
+
 # end 4.1
 
 

@@ -111,9 +111,7 @@ def _is_in(folder: int, step: Mapping[tuple[int, str], int | None]) -> bool:
     return any(changed == folder for changed, _ in step)
 
 
-def _rename(
-    names: dict[tuple[int, str], int], step: Mapping[tuple[int, str], int | None]
-) -> None:
+def _rename(names: dict[tuple[int, str], int], step: Mapping[tuple[int, str], int | None]) -> None:
     for key, node in step.items():
         if node is None:
             names.pop(key, None)
