@@ -104,7 +104,7 @@ def test_task_has_three_hints_and_the_last_tells_the_number_of_lines(task: Task)
 @each_task
 def test_section_has_a_formula_worked_out(task: Task) -> None:
     cost = section(task).split("**Cost.**")[1].split("**Pitfalls.**")[0]
-    assert re.search(r"\d[\d.,]* (µs|ms|MB|kB|images)", cost)
+    assert re.search(r"\d[\d.,]* (µs|ms|s|MB|kB|images)\b", cost)
 
 
 @each_phase
