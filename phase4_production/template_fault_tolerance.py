@@ -5,7 +5,15 @@ guidelines.md why and how. To grade one task: ``distlab check 4.5``.
 """
 
 import math
+import signal
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
+
+from phase4_production.given import EXIT_STOPPED, Group, group_device
 
 # anchor 4.5
 # end 4.5
@@ -16,6 +24,97 @@ import math
 
 
 # anchor 4.7
+class StopRequest:
+    """Lets all ranks stop after the same step when one of them is asked to.
+
+    A cluster sends SIGTERM before it takes a node away, and waits for half a minute or so. It may
+    reach the ranks at different times, or some of them only; rank 1 of three, in step 4:
+        rank 0    step 3   step 4             False -> agreed: True    saves, waits, exits with 75
+        rank 1    step 3   step 4   SIGTERM   True  -> agreed: True    saves, waits, exits with 75
+        rank 2    step 3   step 4             False -> agreed: True    saves, waits, exits with 75
+
+        with StopRequest() as stop:
+            for step in range(num_steps):
+                train(step)
+                if stop.agreed():
+                    stop.leave(lambda: save_checkpoint(state, folder, step))
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        group: Group = None,
+    ) -> None:
+        """Prepare; no signal is caught yet.
+
+        Args:
+            signals: each of them asks to stop.
+            group: the ranks that stop together; all ranks by default.
+        """
+        # TODO 4.7: keep the arguments, and that no signal has come.
+        #   Tools: none.
+        #   Example: StopRequest().agreed() is False on all ranks.
+        #   About 3 lines.
+        raise NotImplementedError(
+            "Task 4.7: StopRequest.__init__, see guidelines.md#47-stop-all-ranks-together"
+        )
+
+    def __enter__(self) -> "StopRequest":
+        """Catch the signals from now on. A caught one is only noted: the step goes on."""
+        # TODO 4.7: catch the signals, and keep what handled them before; return self.
+        #   Tools: signal.signal, which returns the handler before.
+        #   Example: two signals are caught, so two handlers are kept.
+        #   About 2 lines, and 2 for the handler.
+        raise NotImplementedError(
+            "Task 4.7: StopRequest.__enter__, see guidelines.md#47-stop-all-ranks-together"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Handle the signals again as before."""
+        # TODO 4.7: put the handlers back.
+        #   Tools: signal.signal.
+        #   Example: after 2 signals were caught, 2 handlers are put back.
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 4.7: StopRequest.__exit__, see guidelines.md#47-stop-all-ranks-together"
+        )
+
+    def agreed(self) -> bool:
+        """Tell whether any rank has been asked to stop: the same answer on all ranks.
+
+        All ranks of the group call it after every step. A signal that comes while they do counts
+        now or in the next step. Once the answer is true, it stays so.
+
+        Cost: one all-reduce of at most 8 bytes.
+        """
+        # TODO 4.7: return whether a signal has come on any rank.
+        #   Tools: torch.tensor, dist.all_reduce, dist.ReduceOp, group_device (given).
+        #   Example: the ranks hold 0, 1 and 0: all get 1.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 4.7: StopRequest.agreed, see guidelines.md#47-stop-all-ranks-together"
+        )
+
+    def leave(self, save: Callable[[], object]) -> NoReturn:
+        """Save, wait until every rank has saved, and exit: all ranks of the group call it.
+
+        A rank that exits early would take the others with it: torchrun ends them all.
+
+        Args:
+            save: called once. Another signal does not interrupt it.
+
+        Raises:
+            SystemExit: always, with EXIT_STOPPED, which is 75: not failed, but to be run again.
+        """
+        # TODO 4.7: save, wait for all ranks, and exit.
+        #   Tools: dist.barrier, SystemExit, EXIT_STOPPED (given).
+        #   Example: rank 2 saves for 3 s, the others for 1 s: all exit after 3 s, with 75.
+        #   About 3 lines.
+        raise NotImplementedError(
+            "Task 4.7: StopRequest.leave, see guidelines.md#47-stop-all-ranks-together"
+        )
+
+
 # end 4.7
 
 

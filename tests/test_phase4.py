@@ -23,6 +23,8 @@ import sys
 # anchor 4.6
 # end 4.6
 # anchor 4.7
+from phase4.judge_stops import *
+
 # end 4.7
 # anchor 4.8
 from phase4.judge_intervals import *

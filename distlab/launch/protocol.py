@@ -36,9 +36,10 @@ STARTED, GO, REPORTED, RELEASE = b"S", b"G", b"D", b"R"
 # Two signals have a rank write the stacks of all its threads to its file. The first asks the
 # interpreter, which answers between two bytecodes. The second answers from C at once, for a rank
 # that is stuck in C; in one that runs bytecodes it would meet a half-made frame now and then and
-# crash (python/cpython issue 116008: one of about 350 dumps of an endless loop).
-DUMP_SIGNAL = signal.SIGUSR1
-DUMP_FROM_C_SIGNAL = signal.SIGUSR2
+# crash (python/cpython issue 116008: one of about 350 dumps of an endless loop). Neither is SIGUSR1
+# or SIGUSR2, which clusters send to training programs: these handle them.
+DUMP_SIGNAL = signal.SIGVTALRM
+DUMP_FROM_C_SIGNAL = signal.SIGPROF
 CANNOT_REPORT = 117  # exit code of a rank whose report cannot be written
 
 

@@ -1,6 +1,6 @@
 """Phase 4: training that goes on when machines fail, links are slow and nobody is watching.
 
 Terms used in all lessons of this phase:
-    checkpoint: a folder from which training can go on;  durable: still there after the power failed;
-    committed: durable and complete, under its final name;  N ranks, numbered 0 … N-1.
+    N ranks, numbered 0 … N-1;  checkpoint: a folder from which training can go on;
+    durable: still there after the power failed;  committed: durable, complete and found by name.
 """

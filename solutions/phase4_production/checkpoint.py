@@ -12,7 +12,6 @@ import torch
 
 from phase4_production.given import Loaded
 
-
 # anchor 4.1
 MANIFEST = "manifest.json"
 

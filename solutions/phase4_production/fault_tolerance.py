@@ -1,7 +1,15 @@
 """Fault tolerance: notice that a rank is gone, and go on without it."""
 
 import math
+import signal
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
+
+from phase4_production.given import EXIT_STOPPED, Group, group_device
 
 # anchor 4.5
 # end 4.5
@@ -12,6 +20,81 @@ import math
 
 
 # anchor 4.7
+class StopRequest:
+    """Lets all ranks stop after the same step when one of them is asked to.
+
+    A cluster sends SIGTERM before it takes a node away, and waits for half a minute or so. It may
+    reach the ranks at different times, or some of them only; rank 1 of three, in step 4:
+        rank 0    step 3   step 4             False -> agreed: True    saves, waits, exits with 75
+        rank 1    step 3   step 4   SIGTERM   True  -> agreed: True    saves, waits, exits with 75
+        rank 2    step 3   step 4             False -> agreed: True    saves, waits, exits with 75
+
+        with StopRequest() as stop:
+            for step in range(num_steps):
+                train(step)
+                if stop.agreed():
+                    stop.leave(lambda: save_checkpoint(state, folder, step))
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        group: Group = None,
+    ) -> None:
+        """Prepare; no signal is caught yet.
+
+        Args:
+            signals: each of them asks to stop.
+            group: the ranks that stop together; all ranks by default.
+        """
+        self.signals, self.group = signals, group
+        self.received = False
+        self.handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        """Catch the signals from now on. A caught one is only noted: the step goes on."""
+        self.handlers = {number: signal.signal(number, self.note) for number in self.signals}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Handle the signals again as before."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Note that a signal has come."""
+        self.received = True
+
+    def agreed(self) -> bool:
+        """Tell whether any rank has been asked to stop: the same answer on all ranks.
+
+        All ranks of the group call it after every step. A signal that comes while they do counts
+        now or in the next step. Once the answer is true, it stays so.
+
+        Cost: one all-reduce of at most 8 bytes.
+        """
+        received = torch.tensor(int(self.received), device=group_device(self.group))
+        dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
+        if received:
+            self.received = True  # and never back: a signal may have come meanwhile
+        return bool(received)
+
+    def leave(self, save: Callable[[], object]) -> NoReturn:
+        """Save, wait until every rank has saved, and exit: all ranks of the group call it.
+
+        A rank that exits early would take the others with it: torchrun ends them all.
+
+        Args:
+            save: called once. Another signal does not interrupt it.
+
+        Raises:
+            SystemExit: always, with EXIT_STOPPED, which is 75: not failed, but to be run again.
+        """
+        save()
+        dist.barrier(self.group)
+        raise SystemExit(EXIT_STOPPED)
+
+
 # end 4.7
 
 

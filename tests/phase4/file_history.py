@@ -20,8 +20,13 @@ from pathlib import Path
 from typing import Any
 
 WATCHED = frozenset(
-    ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink")
-    + ("os.truncate", "shutil.rmtree", "shutil.move", "shutil.copyfile")
+    f"{module}.{name}" if module else name
+    for module, names in (
+        ("", "open"),
+        ("os", "mkdir rename remove rmdir link symlink truncate"),
+        ("shutil", "rmtree move copyfile"),
+    )
+    for name in names.split()
 )
 ROOT = 0  # the node of the recorded folder itself
 
