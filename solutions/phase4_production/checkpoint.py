@@ -1,12 +1,13 @@
 """Checkpoints: what a run leaves behind, so that another can go on from it."""
 
 import hashlib
+import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -26,43 +27,43 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
             step-00000300/  state.pt  manifest.json
             .step-00000400.partial/  state.pt
 
-    Whenever the power fails, whatever was not synced may be lost, in whole or in part: a file's
-    content until ``os.fsync`` of the file, and a new, renamed or removed name until ``os.fsync`` of
-    the folder that it is in. Nevertheless each ``step-…`` folder that is found then is undamaged;
-    and once this function has returned, so is that of ``step``.
+    When the power fails, whatever was not synced may be lost, in whole or in part: the content of a
+    file until ``os.fsync`` of the file, and a name that is new, changed or gone until ``os.fsync``
+    of the folder that it is in. Nevertheless, whenever that happens, every ``step-…`` folder that
+    is found afterwards is undamaged; and once this function has returned, so is that of ``step``.
 
     Args:
         state: what ``torch.load(…, weights_only=True)`` can read: tensors, numbers, strings, and
             dicts, lists and tuples of them. Not changed.
-        folder: holds the checkpoints of one run, on a file system of which all ranks see the same.
-            Made if missing.
-        step: of the training, at least 0.
-        keep: how many checkpoints stay, at least 1: the newest undamaged ones. Older ones are
-            removed, but not before the new one is durable.
+        folder: holds the checkpoints of one run. Made if missing; its parent must exist.
+        step: of the training, from 0 to 99,999,999.
+        keep: how many undamaged checkpoints stay, at least 1: this one and the newest others. What
+            is older than all of these is removed, but not before this one is durable.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. The manifest in it, ``manifest.json``,
         is written after its other files, and holds the size and the SHA-256 of each of them.
 
     Raises:
-        FileExistsError: ``folder`` has an undamaged checkpoint of ``step``. A damaged one is
-            replaced.
-        OSError: the disk is full, read-only or broken. What was written for ``step`` is gone then,
-            and all other checkpoints are as they were.
+        FileExistsError: ``folder`` has an undamaged checkpoint of ``step``, which stays. A damaged
+            one is replaced.
+        OSError: the disk is full, read-only or broken. Nothing of ``step`` is left then, and the
+            other checkpoints are as they were.
 
-    Cost: the state is written once; the checkpoints in ``folder`` are read once.
+    What a crash has left, besides checkpoints, is removed by the next save.
+
+    Cost: memory for one more copy of the state; it is written once, and the checkpoints in
+        ``folder`` are read once.
     Source: Pillai et al. 2014 (OSDI), for what file systems do to programs that sync too little.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     final = folder / f"step-{step:08d}"
-    if final.exists():
-        make_room(final)
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    make_room(final)
     try:
         partial.mkdir()
-        write_durably(partial / "state.pt", lambda file: torch.save(dict(state), file))
-        write_durably(partial / MANIFEST, lambda file: file.write(manifest_of(partial, step)))
+        write_durably(partial / "state.pt", serialized(state))
+        write_durably(partial / MANIFEST, manifest_of(partial, step))
         sync_folder(partial)
         partial.rename(final)
         sync_folder(folder)
@@ -70,29 +71,53 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         raise
-    undamaged = [found for found in newest_first(folder) if find_damage(found) is None]
-    for checkpoint in undamaged[keep:]:
-        remove_checkpoint(checkpoint)
+    remove_old(folder, final, keep)
     return final
 
 
+def remove_old(folder: Path, newest: Path, keep: int) -> None:
+    """Remove what is older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
+    others = [found for found in newest_first(folder) if found != newest]
+    undamaged = [found for found in others if find_damage(found) is None]
+    oldest_kept = min([newest, *undamaged[: keep - 1]])
+    for checkpoint in others:
+        if checkpoint < oldest_kept:
+            remove_checkpoint(checkpoint)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run durably, without what a crash has left in it."""
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
+
+
 def make_room(final: Path) -> None:
-    """Remove what lies where a checkpoint shall be written, if it is damaged."""
-    if find_damage(final) is None:
-        raise FileExistsError(f"{final} is there already, and undamaged: it is not overwritten")
-    remove_checkpoint(final)
+    """Remove what lies where a checkpoint shall be, if it is damaged."""
+    if final.exists():
+        if find_damage(final) is None:
+            raise FileExistsError(f"{final} is there already, and undamaged: it stays as it is")
+        remove_checkpoint(final)
 
 
-def write_durably(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file and wait until it is on the disk."""
+def serialized(state: Mapping[str, Any]) -> bytes:
+    """Return what a file of ``state`` holds."""
+    buffer = io.BytesIO()  # into a file, torch would hide why a write has failed
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
     with open(path, "wb") as file:
-        write(file)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk: those that are new, and those removed."""
+    """Wait until the names in a folder are on the disk: those that are new, and those gone."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,17 +126,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint; a crash leaves it whole, or without its name."""
+    """Remove a checkpoint: it loses its name first, so that no crash leaves a part under it."""
     removed = checkpoint.with_name(f".{checkpoint.name}.removed")
-    shutil.rmtree(removed, ignore_errors=True)
     checkpoint.rename(removed)
     sync_folder(checkpoint.parent)
     shutil.rmtree(removed)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, damaged ones too."""
+    """Return the checkpoints in a folder, damaged ones too."""
     return sorted(folder.glob("step-????????"), reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint's name tells."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def manifest_of(checkpoint: Path, step: int) -> bytes:
@@ -125,7 +154,7 @@ def manifest_of(checkpoint: Path, step: int) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):
@@ -135,25 +164,24 @@ def sha256(path: Path) -> str:
 
 def find_damage(checkpoint: Path) -> str | None:
     """Tell what is wrong with a checkpoint: None, or which file and in which way."""
-    step = int(checkpoint.name.removeprefix("step-"))
     try:
         written = (checkpoint / MANIFEST).read_bytes()
-        found = manifest_of(checkpoint, step)
+        found = manifest_of(checkpoint, step_of(checkpoint))
     except OSError as error:
         return f"{error}"
     return None if written == found else difference(written, found)
 
 
 def difference(written: bytes, found: bytes) -> str:
-    """Tell where the manifest that was written differs from one of the files found."""
+    """Tell in which file the manifest that was written differs from the files that are found."""
     try:
         promised, files = json.loads(written)["files"], json.loads(found)["files"]
         for name in {**promised, **files}:
             if promised.get(name) != files.get(name):
-                return f"{name}: {MANIFEST} says {promised.get(name)}, found is {files.get(name)}"
+                return f"{name}: {promised.get(name)} in {MANIFEST}, {files.get(name)} on the disk"
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{MANIFEST} cannot be read"
-    return f"{MANIFEST} has changed, or belongs to another step"
+    return f"{MANIFEST} has changed, or is that of another step"
 
 
 def load_checkpoint(folder: Path) -> Loaded | None:
@@ -163,26 +191,29 @@ def load_checkpoint(folder: Path) -> Loaded | None:
         folder: as for ``save_checkpoint``. Nothing in it is changed.
 
     Returns:
-        Its step, its state with all tensors on the CPU, its path, and the damaged ones that are
-        newer, each with a reason that names a file: a file is missing, longer, shorter or changed
-        in any byte, or belongs to another step. None: there is no checkpoint.
+        Its step, its state with all tensors on the CPU, its path, and the newer ones that were
+        skipped since they are damaged: each with a reason that names a file, which is missing,
+        longer, shorter, changed in any byte, not listed, or of another step. None: there is no
+        checkpoint.
 
     Raises:
-        RuntimeError: there are checkpoints, and all are damaged: it names each of them, with the
-            reason. Nothing is trained anew by mistake.
+        RuntimeError: there are checkpoints, and all are damaged: it names each, with the reason, so
+            that nobody begins anew by mistake.
 
-    Cost: each checkpoint that is looked at is read once to be checked; then one is read.
+    Nothing that a checkpoint holds is run, as unpickling would.
+
+    Cost: each checkpoint that is looked at is read once, and the loaded one twice.
     """
     skipped: dict[Path, str] = {}
     for checkpoint in newest_first(folder):
         damage = find_damage(checkpoint)
         if damage is None:
             state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-            return Loaded(int(checkpoint.name.removeprefix("step-")), state, checkpoint, skipped)
+            return Loaded(step_of(checkpoint), state, checkpoint, skipped)
         skipped[checkpoint] = damage
     if skipped:
         reasons = "; ".join(f"{path.name}: {damage}" for path, damage in skipped.items())
-        raise RuntimeError(f"all {len(skipped)} checkpoints in {folder} are damaged: {reasons}")
+        raise RuntimeError(f"all checkpoints in {folder} are damaged: {reasons}")
     return None
 
 

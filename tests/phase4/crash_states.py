@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from phase4.file_history import ROOT, Event, Named, Recorder, Tree, Written
+from distlab.words import joined
+from phase4.file_history import ROOT, Event, Named, Recorder, Synced, Tree, Written
 
 State = tuple[tuple[str, bytes | None], ...]  # path -> content; None: a folder
 
@@ -30,6 +31,7 @@ class Disk:
             self.latest[event.node] = event.content
         elif isinstance(event, Named):
             self.pending.append(event.entries)
+            self.latest = {**dict.fromkeys(event.files, b""), **self.latest}
         elif event.node is None:
             self._settle(self.pending)
             self.contents.update(self.latest)
@@ -95,6 +97,36 @@ def states_at_the_end(recorder: Recorder) -> list[State]:
     for event in recorder.events:
         disk.apply(event)
     return list(dict.fromkeys(disk.states()))
+
+
+def described(recorder: Recorder) -> list[str]:
+    """Say of each event what was done: ``writes run/state.pt (1,705 bytes)``."""
+    paths = {ROOT: "."}
+    for key, node in sorted(recorder.start.names.items(), key=lambda item: item[1]):
+        paths[node] = _path(paths, key)
+    return [_described(event, paths) for event in recorder.events]
+
+
+def _described(event: Event, paths: dict[int, str]) -> str:
+    """Say what was done, and note new names in ``paths``."""
+    if isinstance(event, Written):
+        return f"writes {paths[event.node]} ({len(event.content):,} bytes)"
+    if isinstance(event, Synced):
+        return f"syncs {'everything' if event.node is None else paths[event.node]}"
+    old = {node: paths[node] for node in event.entries.values() if node in paths}
+    gone = [_path(paths, key) for key, node in event.entries.items() if node is None]
+    for key, node in event.entries.items():
+        if node is not None:
+            paths[node] = _path(paths, key)
+    if old:
+        return "renames " + joined([f"{name} to {paths[node]}" for node, name in old.items()])
+    new = [paths[node] for node in event.entries.values() if node is not None]
+    return f"makes {joined(new)}" if new else f"removes {joined(gone)}"
+
+
+def _path(paths: Mapping[int, str], key: tuple[int, str]) -> str:
+    folder, name = key
+    return f"{paths[folder]}/{name}".removeprefix("./")
 
 
 def build(state: State, folder: Path) -> None:

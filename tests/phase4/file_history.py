@@ -36,6 +36,7 @@ class Named:
     """A folder has got names, or lost them (None); a rename from folder to folder changes two."""
 
     entries: dict[tuple[int, str], int | None]  # (folder, name) -> node
+    files: frozenset[int] = frozenset()  # those of the nodes that are files, empty if new
 
 
 @dataclass(frozen=True)
@@ -131,13 +132,13 @@ class Recorder:
 
     def _note(self, now: Tree) -> None:
         before = self.seen
-        for node, content in now.contents.items():
-            if before.contents.get(node) != content:
-                self.events.append(Written(node, content))
         gone = dict.fromkeys(set(before.names) - set(now.names))
         new = {key: node for key, node in now.names.items() if before.names.get(key) != node}
         if gone or new:
-            self.events.append(Named({**gone, **new}))
+            self.events.append(Named({**gone, **new}, frozenset(new.values()) & {*now.contents}))
+        for node, content in now.contents.items():
+            if before.contents.get(node, b"") != content:
+                self.events.append(Written(node, content))
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def test_a_signal_that_comes_while_ranks_wait(grade: Grade) -> None:
     for rank, answers in enumerate(run.results):
         check(
             answers == run.results[0],
-            f"rank {rank} hears {answers}, rank 0 {run.results[0]}: all ranks should hear the same.",
+            f"rank {rank} hears {answers}, rank 0 {run.results[0]}: all should hear the same.",
         )
         check(
             not answers[0] and answers[2:] == [True, True],

@@ -1,0 +1,353 @@
+"""Bodies for task 4.1: saves that are recorded, crash, or are damaged, and what is loaded then."""
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+
+from judging.calls import returned, typed
+from phase4.crash_states import State, build, crash_states, described, states_at_the_end
+from phase4.file_history import recorded
+from phase4_production.given import Loaded
+
+MANIFEST = "manifest.json"
+MORE = "more.pt"  # that is in no manifest
+
+
+class Plan(NamedTuple):
+    """What is in the folder before a checkpoint is saved.
+
+    Attributes:
+        step: of the new one.
+        there: steps of undamaged checkpoints.
+        damaged: those of them that are damaged.
+        keep: how many stay.
+        is_made: whether the folder is there at all.
+        leftovers: names of folders that a crash has left.
+    """
+
+    step: int
+    there: tuple[int, ...] = ()
+    damaged: tuple[int, ...] = ()
+    keep: int = 3
+    is_made: bool = True
+    leftovers: tuple[str, ...] = ()
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Return a state of all kinds; those of two steps need the same number of bytes."""
+    weight = torch.arange(60, dtype=torch.float32).view(6, 10) + step
+    return {
+        "model": {"weight": weight, "bias": weight[0].bfloat16(), "empty": torch.zeros(0)},
+        "optimizer": {"state": {0: {"step": torch.tensor(step)}}, "lrs": [0.1, 1e-3 * step]},
+        "position": (step, None, True),
+        "name": f"run {step:03d}",
+    }
+
+
+@contextmanager
+def folder_of(lesson: Any, plan: Plan) -> Iterator[Path]:
+    """Make the folder of a plan, in a folder of its own that is removed afterwards."""
+    with tempfile.TemporaryDirectory() as outer:
+        folder = Path(outer) / "run"
+        if plan.is_made:
+            folder.mkdir()
+        for step in plan.there:
+            lesson.save_checkpoint(state_of(step), folder, step, keep=len(plan.there))
+        for step in plan.damaged:
+            shorten(folder / name_of(step))
+        for name in plan.leftovers:
+            shutil.copytree(folder / name_of(plan.there[-1]), folder / name)
+            shorten(folder / name)
+        yield folder
+
+
+def name_of(step: int) -> str:
+    """Return the name of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def shorten(checkpoint: Path) -> None:
+    """Damage a checkpoint: its largest file ends a byte too early."""
+    largest = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size - 1)
+
+
+def listing(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def found_in(lesson: Any, folder: Path) -> dict[str, Any]:
+    """Load from a folder.
+
+    Returns:
+        The step that is loaded, None: none; whether its state is what was saved; the skipped ones,
+        with reasons; and what was raised.
+    """
+    try:
+        loaded = lesson.load_checkpoint(folder)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        return {"step": None, "equal": False, "skipped": {}, "error": told(error)}
+    if loaded is None:
+        return {"step": None, "equal": False, "skipped": {}, "error": ""}
+    loaded = typed("load_checkpoint", loaded, Loaded)
+    skipped = {Path(path).name: str(reason) for path, reason in loaded.skipped.items()}
+    equal = same(loaded.state, state_of(loaded.step))
+    is_there = Path(loaded.path) == folder / name_of(loaded.step)
+    return {
+        "step": int(loaded.step),
+        "equal": equal and is_there,
+        "skipped": skipped,
+        "error": "",
+    }
+
+
+def told(error: Exception) -> str:
+    """Write ``OSError: …``."""
+    return f"{type(error).__name__}: {error}"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two states are equal: types, keys, dtypes and bits."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and a.device.type == "cpu" and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b)) and type(a) is type(b)
+    return bool(type(a) is type(b) and a == b)
+
+
+# Crashes
+
+
+def crash(lesson: Any, plan: Plan) -> dict[str, Any]:
+    """Save, and load from whatever a crash may leave, during the save and after it.
+
+    Returns:
+        For each crash state: how many operations were done, what is loaded, and which ``step-…``
+        folders can't be loaded by themselves; the operations, in words; what is left at the end.
+    """
+    with folder_of(lesson, plan) as folder:
+        with recorded(folder.parent, lesson) as recorder:
+            path = lesson.save_checkpoint(state_of(plan.step), folder, plan.step, keep=plan.keep)
+        states = [(count, False, state) for count, state in crash_states(recorder)]
+        end = len(recorder.events)
+        states += [(end, True, state) for state in states_at_the_end(recorder)]
+        found = [_after_a_crash(lesson, plan, *each) for each in states]
+        return {
+            "states": found,
+            "operations": described(recorder),
+            "left": listing(folder),
+            "path": str(returned("save_checkpoint", path)) == str(folder / name_of(plan.step)),
+        }
+
+
+def _after_a_crash(
+    lesson: Any, plan: Plan, count: int, is_end: bool, state: State
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as outer:
+        folder = Path(outer) / "all" / "run"
+        build(state, folder.parent)
+        broken = [
+            f"{name}: {damage}"
+            for name in listing(folder)
+            if name.startswith("step-") and (damage := _alone(lesson, folder / name))
+        ]
+        found = found_in(lesson, folder)
+        content = {
+            path.relative_to(folder.parent).as_posix(): path.stat().st_size
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        return {"done": count, "is_end": is_end, "broken": broken, "files": content, **found}
+
+
+def _alone(lesson: Any, checkpoint: Path) -> str:
+    """Say what is wrong with a checkpoint that has no others beside it; nothing: ""."""
+    with tempfile.TemporaryDirectory() as outer:
+        shutil.copytree(checkpoint, Path(outer) / "run" / checkpoint.name)
+        found = found_in(lesson, Path(outer) / "run")
+        return found["error"] or ("" if found["equal"] else "not what was saved")
+
+
+# Damage
+
+
+class Damage(NamedTuple):
+    """How the newest of three checkpoints is damaged; ``which`` of its files, by number."""
+
+    kind: str
+    which: int = 0
+    place: float = 0.0
+
+    def __str__(self) -> str:
+        """Say what it is."""
+        return self.kind
+
+
+def damaged(lesson: Any, damages: Sequence[Damage]) -> list[dict[str, Any]]:
+    """Damage the newest checkpoint of three in each of the ways, and load."""
+    found = []
+    for damage in damages:
+        with folder_of(lesson, Plan(0, there=(1, 2, 3))) as folder:
+            files = [*listing(folder / name_of(3)), MORE]
+            file = _damage(folder, damage)
+            found.append({"file": file, "files": files, **found_in(lesson, folder)})
+    return found
+
+
+def _damage(folder: Path, damage: Damage) -> str:
+    """Damage it; return the name of the file, relative to the checkpoint."""
+    newest, before = folder / name_of(3), folder / name_of(2)
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    file = files[damage.which % len(files)]
+    place = int(damage.place * file.stat().st_size)
+    if damage.kind == "swapped checkpoints":
+        newest.rename(folder / "other")
+        before.rename(newest)
+        (folder / "other").rename(before)
+        return ""
+    DAMAGES[damage.kind](file, before / file.relative_to(newest), place)
+    return "" if damage.kind == "a file more" else file.relative_to(newest).as_posix()
+
+
+def _flip(file: Path, _: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << place % 8
+    file.write_bytes(content)
+
+
+def _swap(file: Path, other: Path, _: int) -> None:
+    mine, others = file.read_bytes(), other.read_bytes()
+    file.write_bytes(others)
+    other.write_bytes(mine)
+
+
+DAMAGES: dict[str, Callable[[Path, Path, int], Any]] = {
+    "a flipped bit": _flip,
+    "a file that ends too early": lambda file, _, place: os.truncate(file, place),
+    "a byte too many": lambda file, _, place: file.write_bytes(file.read_bytes() + b" "),
+    "an empty file": lambda file, _, place: os.truncate(file, 0),
+    "a missing file": lambda file, _, place: file.unlink(),
+    "a file more": lambda file, _, place: (file.parent / MORE).write_bytes(b"more"),
+    "files swapped between two checkpoints": _swap,
+}
+
+
+def all_damaged(lesson: Any) -> dict[str, Any]:
+    """Load where no checkpoint is left undamaged, and where there is none at all."""
+    with folder_of(lesson, Plan(0, there=(1, 2), damaged=(1, 2))) as folder:
+        before = listing(folder)
+        found = found_in(lesson, folder)
+        is_unchanged = before == listing(folder)
+    with folder_of(lesson, Plan(0)) as folder:
+        nothing = found_in(lesson, folder)
+        missing = found_in(lesson, folder / "not there")
+    return {"all": found, "unchanged": is_unchanged, "nothing": nothing, "missing": missing}
+
+
+# Saves one after the other
+
+
+def save_all(lesson: Any, steps: Sequence[int], plan: Plan) -> dict[str, Any]:
+    """Save some steps after those of a plan; what is in the folder after each."""
+    with folder_of(lesson, plan) as folder:
+        left = []
+        for step in steps:
+            state = state_of(step)
+            lesson.save_checkpoint(state, folder, step, keep=plan.keep)
+            left.append(listing(folder))
+        found = found_in(lesson, folder)
+        return {"left": left, "unchanged": same(state, state_of(step)), **found}
+
+
+def save_again(lesson: Any) -> dict[str, Any]:
+    """Save a step that is there already; what is raised, and what is there afterwards."""
+    with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
+        try:
+            lesson.save_checkpoint({"other": 1}, folder, 2)
+            error = ""
+        except Exception as raised:
+            error = told(raised)
+        return {"error": error, "left": listing(folder), **found_in_after(lesson, folder)}
+
+
+def found_in_after(lesson: Any, folder: Path) -> dict[str, Any]:
+    """Load after something was raised, whose text has its own place."""
+    found = found_in(lesson, folder)
+    return {"load_error": found.pop("error"), **found}
+
+
+def save_where_it_fails(lesson: Any, how: str, limit_bytes: int) -> dict[str, Any]:
+    """Save on a disk that is full, or where nothing can be written."""
+    with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
+        before = content_of(folder)
+        error = ""
+        target = folder if how == "full" else folder / name_of(1) / MANIFEST
+        with _files_of_at_most(limit_bytes if how == "full" else None):
+            try:
+                lesson.save_checkpoint({"model": torch.zeros(100_000)}, target, 3, keep=1)
+            except NotImplementedError:
+                raise
+            except OSError:
+                error = "OSError"
+            except Exception as raised:
+                error = told(raised)
+        return {"error": error, "same": content_of(folder) == before, "left": listing(folder)}
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Return all files in a folder."""
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@contextmanager
+def _files_of_at_most(num_bytes: int | None) -> Iterator[None]:
+    """Let writes beyond a file's limit fail, as on a full disk, whatever they are made with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class _Runs:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def load_code(lesson: Any) -> dict[str, Any]:
+    """Load a checkpoint that would run code if it were unpickled; whether it did."""
+    with folder_of(lesson, Plan(0)) as folder:
+        trap = folder.parent / "trap"
+        error = ""
+        try:
+            lesson.save_checkpoint({"model": _Runs(str(trap))}, folder, 1)
+            lesson.load_checkpoint(folder)
+        except Exception as raised:
+            error = told(raised)
+        return {"ran": trap.exists(), "error": error}
+
+
+def damages(random: Random, count: int) -> list[Damage]:
+    """Draw ways to damage a checkpoint: each kind on each file, and flips at random places."""
+    each = [Damage(kind, which, random.random()) for kind in DAMAGES for which in (0, 1)]
+    flips = [Damage("a flipped bit", which % 3, random.random()) for which in range(count)]
+    return [*each, *flips, Damage("swapped checkpoints")]
