@@ -55,7 +55,7 @@ ifneq ($(wildcard solutions),)
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadgroup --no-loadscope-reorder \
 	  tests/wrong_answers tests/lab -p nbmake --nbmake \
 	  phase1_data_parallel/explore.ipynb phase2_advanced/explore.ipynb \
-	  phase3_multi_node/explore.ipynb
+	  phase3_multi_node/explore.ipynb phase4_production/explore.ipynb
 else # the students' version
 	$(BIN)/python -m pytest $(SUITES)
 endif

@@ -21,27 +21,6 @@ class Loaded(NamedTuple):
     skipped: dict[Path, str]  # newer, damaged -> the reason
 
 
-# anchor 4.2
-# end 4.2
-
-
-# anchor 4.3
-# end 4.3
-
-
-# anchor 4.4
-# end 4.4
-
-
-# anchor 4.5
-# end 4.5
-
-
-# anchor 4.6
-# end 4.6
-
-
-# anchor 4.7
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again
 
 
@@ -49,50 +28,3 @@ def group_device(group: Group = None) -> torch.device:
     """Return where tensors must be to travel in ``group``: this rank's GPU with NCCL, else CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-
-# end 4.7
-
-
-# anchor 4.8
-# end 4.8
-
-
-# anchor 4.9
-# end 4.9
-
-
-# anchor 4.10
-# end 4.10
-
-
-# anchor 4.11
-# end 4.11
-
-
-# anchor 4.12
-# end 4.12
-
-
-# anchor 4.13
-# end 4.13
-
-
-# anchor 4.14
-# end 4.14
-
-
-# anchor 4.15
-# end 4.15
-
-
-# anchor 4.16
-# end 4.16
-
-
-# anchor 4.17
-# end 4.17
-
-
-# anchor 4.18
-# end 4.18

@@ -18,7 +18,6 @@ import torch
 from phase4_production.given import Loaded
 
 
-# anchor 4.1
 def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: int = 3) -> Path:
     """Save ``state`` as the checkpoint of ``step``; a crash leaves it whole or not there at all.
 
@@ -96,18 +95,3 @@ def load_checkpoint(folder: Path) -> Loaded | None:
     raise NotImplementedError(
         "Task 4.1: load_checkpoint, see guidelines.md#41-save-and-survive-a-crash"
     )
-
-
-# end 4.1
-
-
-# anchor 4.2
-# end 4.2
-
-
-# anchor 4.3
-# end 4.3
-
-
-# anchor 4.4
-# end 4.4

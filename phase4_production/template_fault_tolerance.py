@@ -15,15 +15,7 @@ import torch.distributed as dist
 
 from phase4_production.given import EXIT_STOPPED, Group, group_device
 
-# anchor 4.5
-# end 4.5
 
-
-# anchor 4.6
-# end 4.6
-
-
-# anchor 4.7
 class StopRequest:
     """Lets all ranks stop after the same step when one of them is asked to.
 
@@ -115,10 +107,6 @@ class StopRequest:
         )
 
 
-# end 4.7
-
-
-# anchor 4.8
 def young_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> float:
     """Tell how long to train between two checkpoints: the simplest estimate.
 
@@ -208,6 +196,3 @@ def expected_duration_s(
     raise NotImplementedError(
         "Task 4.8: expected_duration_s, see guidelines.md#48-how-often-to-save"
     )
-
-
-# end 4.8

@@ -13,7 +13,6 @@ import torch
 
 from phase4_production.given import Loaded
 
-# anchor 4.1
 MANIFEST = "manifest.json"
 
 
@@ -215,18 +214,3 @@ def load_checkpoint(folder: Path) -> Loaded | None:
         reasons = "; ".join(f"{path.name}: {damage}" for path, damage in skipped.items())
         raise RuntimeError(f"all checkpoints in {folder} are damaged: {reasons}")
     return None
-
-
-# end 4.1
-
-
-# anchor 4.2
-# end 4.2
-
-
-# anchor 4.3
-# end 4.3
-
-
-# anchor 4.4
-# end 4.4

@@ -11,15 +11,7 @@ import torch.distributed as dist
 
 from phase4_production.given import EXIT_STOPPED, Group, group_device
 
-# anchor 4.5
-# end 4.5
 
-
-# anchor 4.6
-# end 4.6
-
-
-# anchor 4.7
 class StopRequest:
     """Lets all ranks stop after the same step when one of them is asked to.
 
@@ -95,10 +87,6 @@ class StopRequest:
         raise SystemExit(EXIT_STOPPED)
 
 
-# end 4.7
-
-
-# anchor 4.8
 def young_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> float:
     """Tell how long to train between two checkpoints: the simplest estimate.
 
@@ -180,6 +168,3 @@ def expected_duration_s(
     mtbf_s = node_mtbf_s / num_nodes
     attempt_s = mtbf_s * math.expm1((interval_s + save_s) / mtbf_s)
     return attempt_s * math.exp(restart_s / mtbf_s) * work_s / interval_s
-
-
-# end 4.8

@@ -174,20 +174,25 @@ def test_without_an_undamaged_one_nothing_is_loaded(grade: Grade) -> None:
 # What stays
 
 
+KEPT = {  # what is saved, what is there before, and what is left after each save
+    "a damaged one among them": (
+        *((5, 6), Plan(0, there=(1, 2, 3, 4), damaged=(3,))),
+        [(2, 3, 4, 5), (4, 5, 6)],
+    ),
+    "two damaged ones": ((8,), Plan(0, there=(1, 2, 3), damaged=(2, 3), keep=2), [(1, 2, 3, 8)]),
+    "steps of two and three digits": (
+        *((10, 90, 100), Plan(0, keep=2)),
+        [(10,), (10, 90), (90, 100)],
+    ),
+    "one stays": ((4,), Plan(0, there=(1, 2), keep=1), [(4,)]),
+    "a damaged one is replaced": ((3,), Plan(0, there=(1, 2, 3), damaged=(3,)), [(1, 2, 3)]),
+}
+
+
 @task("4.1")
-@pytest.mark.parametrize(
-    ("steps", "plan", "expected"),
-    [
-        ((5, 6), Plan(0, there=(1, 2, 3, 4), damaged=(3,)), [(2, 3, 4, 5), (4, 5, 6)]),
-        ((8,), Plan(0, there=(1, 2, 3), damaged=(2, 3), keep=2), [(1, 2, 3, 8)]),
-        ((10, 90, 100), Plan(0, keep=2), [(10,), (10, 90), (90, 100)]),
-        ((4,), Plan(0, there=(1, 2), keep=1), [(4,)]),
-        ((3,), Plan(0, there=(1, 2, 3), damaged=(3,)), [(1, 2, 3)]),
-    ],
-)
-def test_the_newest_undamaged_ones_stay(
-    grade: Grade, steps: tuple[int, ...], plan: Plan, expected: list[tuple[int, ...]]
-) -> None:
+@pytest.mark.parametrize("what", KEPT)
+def test_the_newest_undamaged_ones_stay(grade: Grade, what: str) -> None:
+    steps, plan, expected = KEPT[what]
     found = grade.call(b.save_all, steps, plan)
     for step, left, right in zip(steps, found["left"], expected, strict=True):
         check(

@@ -1,0 +1,71 @@
+"""scripts/phase4.py on torchrun: killed and stopped, it ends with the bits of an undisturbed run."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+NUM_STEPS, TIMEOUT_S = 300, 120
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    command = (*TORCHRUN, "scripts/phase4.py", str(folder), str(NUM_STEPS))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def last_bits(printed: str) -> str:
+    found = re.search(rf"after step {NUM_STEPS}: ([0-9a-f ]+)", printed)
+    assert found, printed
+    return found[1]
+
+
+def wait_for_a_checkpoint(run: subprocess.Popen[str], folder: Path) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not any(folder.glob("step-*")):
+        assert run.poll() is None, "it ended before it saved"
+        assert time.monotonic() < end_s, "no checkpoint in time"
+        time.sleep(0.01)
+
+
+def workers_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process(run.pid).children(recursive=True)
+        if "scripts/phase4.py" in child.cmdline()
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = start(tmp_path_factory.mktemp("undisturbed") / "run")
+    return last_bits(run.communicate(timeout=TIMEOUT_S)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_interrupted_run_ends_with_the_same_bits(
+    number: int, undisturbed: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = start(folder)
+    wait_for_a_checkpoint(run, folder)
+    os.kill(workers_of(run)[-1].pid, number)
+    printed = run.communicate(timeout=TIMEOUT_S)[0]
+    assert run.returncode != 0
+    if number == signal.SIGTERM:
+        assert re.search(r"stopped after step \d+", printed), printed
+
+    again = start(folder).communicate(timeout=TIMEOUT_S)[0]
+    assert re.search(r"goes on after step \d+", again), again
+    assert last_bits(again) == undisturbed
