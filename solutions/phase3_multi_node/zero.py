@@ -49,7 +49,8 @@ class ShardedOptimizer:
         gradients: for each part (padded,), with the layout of its flat; only in stage 1.
         masters: for each part (padded / N,), this rank's shard in float32; of a part in float32,
             the shard itself.
-        optimizer: an ``optimizer_cls`` of the masters. Learning rates are set in it.
+        optimizer: an ``optimizer_cls`` of the masters. A learning rate that is set in it, as a
+            scheduler does, holds for all later steps.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5.1.
     """
