@@ -19,6 +19,7 @@ from phase3_multi_node.given import (
     all_gather,
     at_end_of_backward,
     cast_floats,
+    check_has_values,
     own_chunk,
     reduce_scatter,
     same_kind,
@@ -315,9 +316,13 @@ class FullyShardedDataParallel(nn.Module):
             compute_dtype: of the parameters while they are whole, and of their gradients.
             group: the ranks that share the model; all by default.
 
+        Raises:
+            ValueError: a parameter or buffer is on the device meta; it is named.
+
         Cost: one broadcast for each flat of each unit, so that every parameter is sent once.
         """
         super().__init__()
+        check_has_values(module)
         self.module, self.compute_dtype = module, compute_dtype
         self.order = Order(group)
         for owner, places in units_of(module).items():

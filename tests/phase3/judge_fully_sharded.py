@@ -56,7 +56,7 @@ def check_trained_fully(
 @task("3.20", real=True)
 def test_a_fully_sharded_model_trains_as_plain(grade: Grade) -> None:
     for n in SIZES if grade.is_simulated else REAL_SIZES:
-        cases = b.FULL_CASES if n == 3 or not grade.is_simulated else b.FULL_CASES[:1]
+        cases = b.FULL_CASES if n == 3 or not grade.is_simulated else b.FULL_CASES[:2]
         options = uneven(grade.random, n) if grade.is_simulated else None
         run = grade.run(b.train_fully, n, cases, options=options, if_stuck=STUCK)
         check_trained_fully(NAME, run.results, cases)
@@ -64,7 +64,7 @@ def test_a_fully_sharded_model_trains_as_plain(grade: Grade) -> None:
 
 @task("3.20")
 def test_a_fully_sharded_model_inside_a_group(grade: Grade) -> None:
-    cases = b.FULL_CASES[:2]
+    cases = b.FULL_CASES[:3]
     run = grade.run(
         *(inside_group, OUTER_WORLD_SIZE, b.train_fully, cases), if_stuck=STUCK_IN_GROUP
     )

@@ -124,7 +124,7 @@ def test_sharded_gradients_travel_in_their_own_dtype(grade: Grade, n: int) -> No
 
 
 def _works_in_group(grade: Grade, cls: str, keywords: dict[str, Any]) -> None:
-    cases, what = b.CASES[:2], f"{cls} inside the group {[*MEMBERS]}"
+    cases, what = b.CASES[:3], f"{cls} inside the group {[*MEMBERS]}"
     body = (life.do_all_in_group, cls, cases, keywords)
     found = of_members(grade.run(inside_group, OUTER_WORLD_SIZE, *body, if_stuck=STUCK_IN_GROUP))
     check_trained(what, [of_rank["trained"] for of_rank in found], cases)
