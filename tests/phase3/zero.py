@@ -154,15 +154,15 @@ def _sharded_of(
 
 
 def take_small_steps(lesson: Any, cls: str) -> list[float]:
-    """Take 32 steps down from 1.0, each too small for 16 bits; return the parameters' extremes.
+    """Take 32 steps down from 1.0, each too small for 16 bits, and a large one; return extremes.
 
     Rank r begins with r + 1, and is given the 1.0 of rank 0.
     """
     weight = nn.Parameter(torch.full((7,), dist.get_rank() + 1.0, dtype=torch.bfloat16))
     sharded = getattr(lesson, cls)([weight], torch.optim.SGD, lr=2.0**-10)
-    for _ in range(32):
+    for factor in (*[1] * 32, 512):
         sharded.zero_grad()
-        weight.sum().backward()
+        (factor * weight).sum().backward()
         sharded.step()
     return [float(weight.detach().min()), float(weight.detach().max())]
 

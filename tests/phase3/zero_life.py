@@ -40,6 +40,8 @@ def _life_of(
     of_group = {"group": group} if group else {}
     options = OPTIONS | keywords | of_group
     params = dict(model.named_parameters(remove_duplicate=False))
+    if cls == "ShardedOptimizer":  # whose construction moves gradients, too
+        _loss(model, "pass", rank, 0).backward()
     sharded = getattr(lesson, cls)(iter(params.values()), torch.optim.SGD, **options)
     for number, (_, before) in enumerate(LIFE):
         for action in before:
