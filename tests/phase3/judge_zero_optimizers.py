@@ -224,6 +224,26 @@ def test_each_backward_pass_reduces_each_bucket_once(grade: Grade) -> None:
     )
 
 
+@task("3.19")
+@pytest.mark.parametrize(
+    ("sizes", "bucket_bytes", "expected"),
+    [((2, 1, 1), 8, [{1, 2}, {0}]), ((1, 1, 2, 1, 1), 12, [{3, 4}, {1, 2}, {0}])],
+)
+def test_the_last_parameters_are_in_the_first_bucket(
+    grade: Grade, sizes: tuple[int, ...], bucket_bytes: int, expected: list[set[int]]
+) -> None:
+    run = grade.run(b.buckets_of, 2, sizes, bucket_bytes)
+    for rank, parts in enumerate(run.results):
+        check(
+            [set(part) for part in parts] == expected,
+            f"{GRADIENTS} of parameters of {[4 * size for size in sizes]} bytes, bucket_bytes "
+            f"{bucket_bytes}: on rank {rank} its parts hold the parameters {parts}, and should "
+            f"hold {[sorted(part, reverse=True) for part in expected]}. The backward pass makes "
+            "the gradients of the last parameters first, so cut fills its buckets from the last "
+            "parameter on, and the first bucket of the list is full first.",
+        )
+
+
 # Overlap
 
 

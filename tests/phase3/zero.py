@@ -453,3 +453,11 @@ def loss_with(kind: str, state: dict[str, list[float]], rank: int) -> float:
     for name, value in model.state_dict().items():
         value.copy_(torch.tensor(state[name], dtype=value.dtype).view(value.shape))
     return loss_of(model, rank, 0).item()
+
+
+def buckets_of(lesson: Any, sizes: tuple[int, ...], bucket_bytes: int) -> list[list[int]]:
+    """Return which parameters each part of a sharded optimizer holds, by their numbers."""
+    params = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    sharded = lesson.ShardedGradientOptimizer(params, torch.optim.SGD, bucket_bytes=bucket_bytes)
+    numbers = {id(param): number for number, param in enumerate(params)}
+    return [[numbers[id(param)] for param in part] for part in sharded.parts]
