@@ -228,6 +228,7 @@ def test_each_backward_pass_reduces_each_bucket_once(grade: Grade) -> None:
 @pytest.mark.parametrize(
     ("sizes", "bucket_bytes", "expected"),
     [((2, 1, 1), 8, [{1, 2}, {0}]), ((1, 1, 2, 1, 1), 12, [{3, 4}, {1, 2}, {0}])],
+    ids=["3 parameters", "5 parameters"],
 )
 def test_the_last_parameters_are_in_the_first_bucket(
     grade: Grade, sizes: tuple[int, ...], bucket_bytes: int, expected: list[set[int]]
