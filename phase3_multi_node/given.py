@@ -611,6 +611,22 @@ class Place(NamedTuple):
     path: str  # in the model, as in its state_dict
 
 
+def check_has_values(module: nn.Module) -> None:
+    """Refuse a module that was built on the device meta, where nothing has values.
+
+    Raises:
+        ValueError: a parameter or buffer is there; it is named.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    name = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if name:
+        raise ValueError(
+            f"{name} is on the device meta and has no values to shard. Before you shard the "
+            'module, give it memory by module.to_empty(device="cpu"), or on another device, and '
+            "values, for example by load_state_dict."
+        )
+
+
 def units_of(model: nn.Module) -> dict[nn.Module, list[Place]]:
     """Cut a model into units, which are gathered one at a time; return what belongs to each.
 

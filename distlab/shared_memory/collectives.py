@@ -8,9 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.shared_memory.meeting import DTYPES, OPERATIONS, Call, Meeting
-from distlab.shared_memory.region import Group, check_host, map_region
+from distlab.shared_memory.meeting import (
+    BAD_TENSOR,
+    DTYPES,
+    OPERATIONS,
+    OTHER_GROUP,
+    Call,
+    Meeting,
+)
+from distlab.shared_memory.region import Group, check_host, map_region, world_ranks
 from distlab.shared_memory.staging import SLOTS, Stage, block_bytes_for
+from distlab.words import rank_names
 
 CACHE_BYTES = 2**18  # what is added up at once: with N tensors, some of a core's own cache
 SMALL_BYTES = 2**16  # up to here, everybody sums everything: one meeting less
@@ -83,7 +91,7 @@ class SharedMemory:
 
         Raises:
             ValueError: on all ranks: they have called different things, or one of them with a
-                tensor that is refused.
+                tensor or a group that is refused.
             RuntimeError: a rank has ended, has not come in time, or has given up.
 
         Cost: each rank reads and writes about 2n bytes of memory for tensors of n bytes; 2 meetings
@@ -133,17 +141,26 @@ class SharedMemory:
 
     def _begin(self, operation: str, x: Tensor, group: Group) -> tuple[Tensor, Call]:
         """Check what this rank passes, and announce it; nobody waits for a rank that refuses."""
-        if (group or dist.group.WORLD) is not (self._group or dist.group.WORLD):
-            raise ValueError(f"[rank {dist.get_rank()}] SharedMemory.{operation}: another group")
-        if problem := _problem(x):
-            self._meeting.begin(Call(-1))
-            self._meeting.meet()
-            self._meeting.finish()
+        if problem := self._other_group(group):
+            self._meeting.refuse(OTHER_GROUP)
+        elif problem := _problem(x):
+            self._meeting.refuse(BAD_TENSOR)
+        if problem:
             raise ValueError(f"[rank {dist.get_rank()}] SharedMemory.{operation}: {problem}")
         flat = x.detach().view(-1)
         call = Call(OPERATIONS.index(operation), len(flat), DTYPES.index(x.dtype), *self._where(x))
         self._meeting.begin(call)
         return flat, call
+
+    def _other_group(self, group: Group) -> str:
+        """Say what is wrong with a group; nothing: ""."""
+        if (group or dist.group.WORLD) is (self._group or dist.group.WORLD):
+            return ""
+        return (
+            f"group has {rank_names(world_ranks(group))}, and this memory is shared by the group "
+            f"of {rank_names(world_ranks(self._group))}: pass that one, or make a SharedMemory of "
+            "the other"
+        )
 
     def _where(self, x: Tensor) -> tuple[int, int]:
         """Return in which buffer ``x`` lies, from 1, and at which byte; (0, 0): in none."""

@@ -26,12 +26,18 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = (*FLOATS, *INTEGERS, torch.complex64, torch.complex128)
 
+BAD_TENSOR, OTHER_GROUP = -1, -2
+REFUSED = {
+    BAD_TENSOR: "a tensor that it has refused",
+    OTHER_GROUP: "another group, which it has refused",
+}
+
 
 class Call(NamedTuple):
     """What a rank has called, in numbers that fit into words; all ranks must have called the same.
 
     Attributes:
-        operation: position in OPERATIONS; -1: something that its rank has refused.
+        operation: position in OPERATIONS; below 0: what its rank has refused, REFUSED.
         numel: number of elements.
         dtype: position in DTYPES.
         buffer: which registered buffer the tensor lies in, from 1; 0: in none.
@@ -46,7 +52,7 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         if self.operation < 0:
-            return "a tensor that it has refused"
+            return REFUSED[self.operation]
         dtype = str(DTYPES[self.dtype]).removeprefix("torch.")
         text = f"{OPERATIONS[self.operation]} of {counted(self.numel, 'element')} of {dtype}"
         if self.buffer:
@@ -94,6 +100,16 @@ class Meeting:
             self._mine[word] = number
         self._mine[BEGUN] += 1
 
+    def refuse(self, what: int) -> None:
+        """Say that this rank refuses the call that the others make, and wait for nobody.
+
+        Args:
+            what: of REFUSED.
+        """
+        self.begin(Call(what))
+        self._come()
+        self.finish()
+
     def finish(self) -> None:
         """Say that the call is over."""
         self._mine[FINISHED] = self._mine[BEGUN]
@@ -106,13 +122,16 @@ class Meeting:
         Raises:
             RuntimeError: a rank has ended, has given up, or does not come in time.
         """
-        self.count += 1
-        self._order_memory()
-        self._mine[ARRIVED] = self.count
+        self._come()
         for peer in self._others:
             if self._words[peer][ARRIVED] < self.count:
                 self._await(peer)
         self._order_memory()
+
+    def _come(self) -> None:
+        self.count += 1
+        self._order_memory()
+        self._mine[ARRIVED] = self.count
 
     def _order_memory(self) -> None:
         """Keep what is read and written before this call before what is read and written after it.

@@ -19,6 +19,7 @@ from phase3_multi_node.given import (
     all_gather,
     at_end_of_backward,
     cast_floats,
+    check_has_values,
     own_chunk,
     reduce_scatter,
     same_kind,
@@ -49,7 +50,8 @@ class ShardedOptimizer:
         gradients: for each part (padded,), with the layout of its flat; only in stage 1.
         masters: for each part (padded / N,), this rank's shard in float32; of a part in float32,
             the shard itself.
-        optimizer: an ``optimizer_cls`` of the masters. Learning rates are set in it.
+        optimizer: an ``optimizer_cls`` of the masters. A learning rate that is set in it, as a
+            scheduler does, holds for all later steps.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5.1.
     """
@@ -314,9 +316,13 @@ class FullyShardedDataParallel(nn.Module):
             compute_dtype: of the parameters while they are whole, and of their gradients.
             group: the ranks that share the model; all by default.
 
+        Raises:
+            ValueError: a parameter or buffer is on the device meta; it is named.
+
         Cost: one broadcast for each flat of each unit, so that every parameter is sent once.
         """
         super().__init__()
+        check_has_values(module)
         self.module, self.compute_dtype = module, compute_dtype
         self.order = Order(group)
         for owner, places in units_of(module).items():

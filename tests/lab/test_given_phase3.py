@@ -11,6 +11,7 @@ from phase3_multi_node.given import (
     LinkCost,
     Topology,
     all_gather,
+    check_has_values,
     node_groups,
     pair_groups,
     reduce_scatter,
@@ -82,3 +83,13 @@ def test_each_server_has_a_group_with_each_worker() -> None:
         {4: [3, 4], 1: [1, 3]},
         {3: [3, 4], 0: [0, 4]},
     ]
+
+
+def test_a_module_without_values_is_refused() -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"1\.weight is on the device meta.*to_empty"):
+        check_has_values(module)
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2, affine=False, device="meta"))
+    with pytest.raises(ValueError, match=r"0\.running_mean is on the device meta"):
+        check_has_values(module)
+    check_has_values(module.to_empty(device="cpu"))

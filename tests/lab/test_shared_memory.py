@@ -217,9 +217,17 @@ def refused(call: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
+REFUSED_AS = {
+    "strides": "x must be contiguous",
+    "bool": "x is of torch.bool",
+    "group": "group has rank 1, and this memory is shared by the group of ranks 0-2",
+}
+
+
 def differing(name: str) -> tuple[str, list[float]]:
     """Let rank 1 call something else than the others; then all call the same."""
     shared, is_odd = SharedMemory(), dist.get_rank() == 1
+    alone, _ = dist.new_subgroups(1)
     buffer, x = shared.buffer(10), torch.ones(10)
     calls: dict[str, Callable[[], object]] = {
         "numel": lambda: shared.all_reduce(x[: 9 if is_odd else 10]),
@@ -229,6 +237,7 @@ def differing(name: str) -> tuple[str, list[float]]:
         "part": lambda: shared.all_reduce(buffer[1:] if is_odd else buffer[:9]),
         "strides": lambda: shared.all_reduce(torch.ones(5, 4).T if is_odd else x),
         "bool": lambda: shared.all_reduce(x.bool() if is_odd else x),
+        "group": lambda: shared.all_reduce(x, alone if is_odd else None),
     }
     text = refused(calls[name])
     shared.all_reduce(x)
@@ -245,14 +254,15 @@ def differing(name: str) -> tuple[str, list[float]]:
         ("part", "rank 1: all_reduce of 9 elements of float32 at byte 4 of buffer 1"),
         ("strides", "rank 1: a tensor that it has refused"),
         ("bool", "rank 1: a tensor that it has refused"),
+        ("group", "rank 1: another group, which it has refused"),
     ],
 )
 def test_calls_that_differ_fail_on_all_ranks_and_the_next_ones_work(name: str, odd: str) -> None:
     found = on_ranks(differing, 3, name, backend="gloo")
     for rank, (text, total) in enumerate(found):
         assert total == [3.0] * 10
-        if rank == 1 and name in ("strides", "bool"):
-            assert "x must be contiguous" in text or "x is of torch.bool" in text
+        if rank == 1 and name in REFUSED_AS:
+            assert REFUSED_AS[name] in text
         else:
             assert text.startswith(f"ValueError: [rank {rank}] SharedMemory of ranks 0-2: call 1 ")
             assert f"{odd}" in text
@@ -276,7 +286,8 @@ def test_several_hosts_another_group_and_uneven_buffers_are_refused() -> None:
     for rank, texts in enumerate(on_ranks(refusals_of_gloo, 2, backend="gloo")):
         two_hosts, other_group, uneven = texts
         assert "ranks of one host, and these run on a (rank 0), b (rank 1)" in two_hosts
-        assert f"[rank {rank}] SharedMemory.all_reduce: another group" in other_group
+        assert f"[rank {rank}] SharedMemory.all_reduce: group has rank {rank}, and " in other_group
+        assert "is shared by the group of ranks 0 and 1: pass that one" in other_group
         assert "rank 1 cannot map" in uneven
 
 

@@ -26,6 +26,10 @@ PASSES = (  # number of frozen layers, is_evaluated, is_mixed
     (b.SENT_LAYERS // 2, False, True),
     (0, True, False),
 )
+IN_A_PASS = {  # how many units' bytes may be held, and what they are
+    "in a forward pass": (2, "two whole units"),
+    "in a backward pass": (5, "two whole units and the gradients of three"),
+}
 STUCK = "All ranks must gather and reduce the same units in the same order."
 BUFFERS = {"shift": [0.5] * 3}
 
@@ -52,7 +56,7 @@ def check_trained_fully(
 @task("3.20", real=True)
 def test_a_fully_sharded_model_trains_as_plain(grade: Grade) -> None:
     for n in SIZES if grade.is_simulated else REAL_SIZES:
-        cases = b.FULL_CASES if n == 3 or not grade.is_simulated else b.FULL_CASES[:1]
+        cases = b.FULL_CASES if n == 3 or not grade.is_simulated else b.FULL_CASES[:2]
         options = uneven(grade.random, n) if grade.is_simulated else None
         run = grade.run(b.train_fully, n, cases, options=options, if_stuck=STUCK)
         check_trained_fully(NAME, run.results, cases)
@@ -60,7 +64,7 @@ def test_a_fully_sharded_model_trains_as_plain(grade: Grade) -> None:
 
 @task("3.20")
 def test_a_fully_sharded_model_inside_a_group(grade: Grade) -> None:
-    cases = b.FULL_CASES[:2]
+    cases = b.FULL_CASES[:3]
     run = grade.run(
         *(inside_group, OUTER_WORLD_SIZE, b.train_fully, cases), if_stuck=STUCK_IN_GROUP
     )
@@ -114,20 +118,21 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
     slack = 0.02 * 16 * NUM_PARAMS / n
     for rank, found in enumerate(run.results):
         for when, held in found.items():
-            units = 2 if when == "in a forward pass" else 5 if when == "in a backward pass" else 0
-            most = between + slack + units * UNIT_BYTES
-            what = {
-                0: "the shards, in float32, with gradients and Adam's state",
-                2: "besides, two whole units",
-                5: "besides, two whole units and the gradients of three",
-            }[units]
+            units, what = IN_A_PASS.get(when, (0, ""))
+            copies = 2 * UNIT_BYTES / n if units else 0.0
+            most = between + slack + units * UNIT_BYTES + copies
+            besides = (
+                f", {units * UNIT_BYTES:,} for {what}, and {copies:,.0f} for copies of two shards "
+                "in bfloat16, if the two units' gathers need any"
+            )
             check(
                 held <= most,
                 f"rank {rank} of {n}, {when}, {num_frozen} of {b.FULL_LAYERS} units frozen: "
-                f"{held:,} bytes are held, and at most {most:,.0f} should be: {what}. A whole unit "
-                f"takes {UNIT_BYTES:,} bytes: free it as soon as it has computed, also if it is "
-                "frozen, is only evaluated, or fails, and wait for a reduce-scatter before "
-                "the next one.",
+                f"{held:,} bytes are held, and at most {most:,.0f} should be: {between:,.0f} for "
+                "the shards in float32, with gradients and Adam's state of those that are trained, "
+                f"{slack:,.0f} to spare{besides if units else ''}. A whole unit takes "
+                f"{UNIT_BYTES:,} bytes: free it as soon as it has computed, also if it is frozen, "
+                "is only evaluated, or fails, and wait for a reduce-scatter before the next one.",
             )
 
 

@@ -26,6 +26,11 @@ LIFE_CAUSE = (
     "bucket that a backward pass has not filled leaves when the pass ends, and is waited for."
 )
 
+RATE_CAUSE = (
+    "What was set in optimizer.param_groups stays set: make the optimizer once, in __init__, and "
+    "leave its options alone afterwards."
+)
+
 
 def check_life(cls: str, by_rank: list[dict[str, list[dict[str, Any]]]]) -> None:
     """Check the parameters after each step of a life, with each kind of model."""
@@ -35,7 +40,8 @@ def check_life(cls: str, by_rank: list[dict[str, list[dict[str, Any]]]]) -> None
         for rank, found in enumerate(by_rank):
             for (what, _), values, got in zip(life.LIFE, expected, found[kind], strict=True):
                 here = f"{cls}, rank {rank} of {n}, a {kind} model, after {what}"
-                check_values(here, values, got, LIFE_CAUSE)
+                cause = RATE_CAUSE if "learning rate" in what else LIFE_CAUSE
+                check_values(here, values, got, cause)
 
 
 def _lives(grade: Grade, cls: str, keywords: dict[str, Any]) -> None:
@@ -118,7 +124,7 @@ def test_sharded_gradients_travel_in_their_own_dtype(grade: Grade, n: int) -> No
 
 
 def _works_in_group(grade: Grade, cls: str, keywords: dict[str, Any]) -> None:
-    cases, what = b.CASES[:2], f"{cls} inside the group {[*MEMBERS]}"
+    cases, what = b.CASES[:3], f"{cls} inside the group {[*MEMBERS]}"
     body = (life.do_all_in_group, cls, cases, keywords)
     found = of_members(grade.run(inside_group, OUTER_WORLD_SIZE, *body, if_stuck=STUCK_IN_GROUP))
     check_trained(what, [of_rank["trained"] for of_rank in found], cases)

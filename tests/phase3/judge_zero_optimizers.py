@@ -92,7 +92,7 @@ def check_values(
 def _trains(grade: Grade, cls: str) -> None:
     for n in SIZES if grade.is_simulated else REAL_SIZES:
         is_for_all = n == SIZE_OF_ALL_CASES or not grade.is_simulated
-        cases = b.CASES if is_for_all else b.CASES[:1]
+        cases = b.CASES if is_for_all else b.CASES[:2]
         options = uneven(grade.random, n) if grade.is_simulated else None
         run = grade.run(b.train_with, n, cls, cases, options=options, if_stuck=STUCK)
         check_trained(cls, run.results, cases)
@@ -113,12 +113,14 @@ def test_small_updates_are_not_lost(grade: Grade) -> None:
     n = 3
     for rank, found in enumerate(grade.run(b.take_small_steps, n, STATE).results):
         check(
-            found == [0.96875, 0.96875],
-            f"rank {rank} of {n}: 32 steps of SGD with lr=2^-10 and gradients of 1.0 should take "
-            "parameters in bfloat16 from the 1.0 of rank 0 (rank r had r + 1) to 0.96875; the "
-            f"least and the greatest are {short(found)}. 16 bits cannot hold 1 - 2^-10: keep this "
+            found == [0.46875, 0.46875],
+            f"rank {rank} of {n}: 32 steps of SGD with lr=2^-10 and gradients of 1.0, and one with "
+            "512.0, should take parameters in bfloat16 from the 1.0 of rank 0 (rank r had r + 1) "
+            f"to 0.46875; the least and the greatest are {short(found)}. "
+            "16 bits cannot hold 1 - 2^-10: keep this "
             "rank's shard in float32, update that, and round it for the parameters. It is a copy, "
-            "so make it when the values of rank 0 have come.",
+            "so make it when the values of rank 0 have come, and write it into the flat tensor "
+            "before that is gathered.",
         )
 
 
@@ -220,6 +222,27 @@ def test_each_backward_pass_reduces_each_bucket_once(grade: Grade) -> None:
         f"{GRADIENTS} of 2 buckets, {passes} backward passes",
         "Each backward pass reduce-scatters each bucket once, and step gathers the parameters.",
     )
+
+
+@task("3.19")
+@pytest.mark.parametrize(
+    ("sizes", "bucket_bytes", "expected"),
+    [((2, 1, 1), 8, [{1, 2}, {0}]), ((1, 1, 2, 1, 1), 12, [{3, 4}, {1, 2}, {0}])],
+    ids=["3 parameters", "5 parameters"],
+)
+def test_the_last_parameters_are_in_the_first_bucket(
+    grade: Grade, sizes: tuple[int, ...], bucket_bytes: int, expected: list[set[int]]
+) -> None:
+    run = grade.run(b.buckets_of, 2, sizes, bucket_bytes)
+    for rank, parts in enumerate(run.results):
+        check(
+            [set(part) for part in parts] == expected,
+            f"{GRADIENTS} of parameters of {[4 * size for size in sizes]} bytes, bucket_bytes "
+            f"{bucket_bytes}: on rank {rank} its parts hold the parameters {parts}, and should "
+            f"hold {[sorted(part, reverse=True) for part in expected]}. The backward pass makes "
+            "the gradients of the last parameters first, so cut fills its buckets from the last "
+            "parameter on, and the first bucket of the list is full first.",
+        )
 
 
 # Overlap

@@ -14,10 +14,13 @@ FEATURES = 5
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 0.05}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.3}),
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
     "SGD with momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
 }
-# kind of model, optimizer, backward passes of a step
+# kind of model, optimizer, backward passes of a step; SGD first, since a factor that all gradients
+# have in common, as where a sum stands for the mean, changes nothing in what Adam does
 CASES = (
+    ("plain", "SGD", 1),
     ("plain", "AdamW", 1),
     ("plain", "SGD with momentum", 3),
     ("tied", "SGD with momentum", 1),
@@ -151,15 +154,15 @@ def _sharded_of(
 
 
 def take_small_steps(lesson: Any, cls: str) -> list[float]:
-    """Take 32 steps down from 1.0, each too small for 16 bits; return the parameters' extremes.
+    """Take 32 steps down from 1.0, each too small for 16 bits, and a large one; return extremes.
 
     Rank r begins with r + 1, and is given the 1.0 of rank 0.
     """
     weight = nn.Parameter(torch.full((7,), dist.get_rank() + 1.0, dtype=torch.bfloat16))
     sharded = getattr(lesson, cls)([weight], torch.optim.SGD, lr=2.0**-10)
-    for _ in range(32):
+    for factor in (*[1] * 32, 512):
         sharded.zero_grad()
-        weight.sum().backward()
+        (factor * weight).sum().backward()
         sharded.step()
     return [float(weight.detach().min()), float(weight.detach().max())]
 
@@ -450,3 +453,11 @@ def loss_with(kind: str, state: dict[str, list[float]], rank: int) -> float:
     for name, value in model.state_dict().items():
         value.copy_(torch.tensor(state[name], dtype=value.dtype).view(value.shape))
     return loss_of(model, rank, 0).item()
+
+
+def buckets_of(lesson: Any, sizes: tuple[int, ...], bucket_bytes: int) -> list[list[int]]:
+    """Return which parameters each part of a sharded optimizer holds, by their numbers."""
+    params = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    sharded = lesson.ShardedGradientOptimizer(params, torch.optim.SGD, bucket_bytes=bucket_bytes)
+    numbers = {id(param): number for number, param in enumerate(params)}
+    return [[numbers[id(param)] for param in part] for part in sharded.parts]

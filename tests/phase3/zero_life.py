@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from phase3.zero import Net, listed, loss_of, net, train_with
 
 OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
-# what comes before each step: calls of zero_grad, and backward passes, of all or of one parameter
+NEXT_LR = 0.02
+# what comes before each step: calls of zero_grad, another learning rate, and backward passes, of
+# all or of one parameter
 LIFE = (
     ("a step with one backward pass", ("own", "pass")),
     ("a step after module.zero_grad() and zero_grad()", ("module", "own", "pass")),
+    ("a step with another learning rate, set in optimizer.param_groups", ("own", "lr", "pass")),
+    ("a second step with that learning rate", ("own", "pass")),
     ("a step with zero gradients", ("own",)),
     ("a step after two backward passes without zero_grad in between", ("own", "pass", "pass")),
     ("a step after zero_grad(), twice, without a backward pass", ("own", "own")),
@@ -36,6 +40,8 @@ def _life_of(
     of_group = {"group": group} if group else {}
     options = OPTIONS | keywords | of_group
     params = dict(model.named_parameters(remove_duplicate=False))
+    if cls == "ShardedOptimizer":  # whose construction moves gradients, too
+        _loss(model, "pass", rank, 0).backward()
     sharded = getattr(lesson, cls)(iter(params.values()), torch.optim.SGD, **options)
     for number, (_, before) in enumerate(LIFE):
         for action in before:
@@ -43,11 +49,19 @@ def _life_of(
                 sharded.zero_grad()
             elif action == "module":
                 model.zero_grad()
+            elif action == "lr":
+                _set_learning_rate(sharded.optimizer)
             else:
                 _loss(model, action, rank, number).backward()
         sharded.step()
         found.append(listed(params))
     return found
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Set it as a scheduler does."""
+    for group in optimizer.param_groups:
+        group["lr"] = NEXT_LR
 
 
 def _loss(model: Net, action: str, rank: int, number: int) -> Tensor:
@@ -63,6 +77,8 @@ def plain_life(kind: str, n: int) -> list[dict[str, list[float]]]:
         for param in trained:
             param.grad = torch.zeros_like(param)
         for action in before:
+            if action == "lr":
+                _set_learning_rate(sgd)
             for rank in range(n if action in ("pass", "scale") else 0):
                 (_loss(model, action, rank, number) / n).backward()
         sgd.step()
