@@ -1,7 +1,7 @@
 """Checkpoints: what a run leaves behind, so that another can go on from it.
 
-Tasks 4.1 to 4.4. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.1``.
+Task 4.1. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade the task: ``distlab check 4.1``.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from phase4_production.given import Loaded
+
+MANIFEST = "manifest.json"
 
 
 def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: int = 3) -> Path:

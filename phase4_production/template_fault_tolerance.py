@@ -1,7 +1,7 @@
 """Fault tolerance: notice that a rank is gone, and go on without it.
 
-Tasks 4.5 to 4.8. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.5``.
+Tasks 4.7 and 4.8. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 4.7``.
 """
 
 import math
@@ -127,7 +127,7 @@ def young_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> f
     # TODO 4.8: return Young's interval.
     #   Tools: math.sqrt.
     #   Example: a save of 2 s and one node that fails every 100 s: 20 s.
-    #   About 1 line.
+    #   About 2 lines.
     raise NotImplementedError("Task 4.8: young_interval_s, see guidelines.md#48-how-often-to-save")
 
 

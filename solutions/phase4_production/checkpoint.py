@@ -55,59 +55,59 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
         ``folder`` are read once.
     Source: Pillai et al. 2014 (OSDI), for what file systems do to programs that sync too little.
     """
-    make_folder(folder)
+    _make_folder(folder)
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
-    make_room(final)
+    _make_room(final)
     try:
         partial.mkdir()
-        write_durably(partial / "state.pt", serialized(state))
-        write_durably(partial / MANIFEST, manifest_of(partial, step))
-        sync_folder(partial)
+        _write_durably(partial / "state.pt", _serialized(state))
+        _write_durably(partial / MANIFEST, _manifest_of(partial, step))
+        _sync_folder(partial)
         partial.rename(final)
-        sync_folder(folder)
+        _sync_folder(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         raise
-    remove_old(folder, final, keep)
+    _remove_old(folder, final, keep)
     return final
 
 
-def remove_old(folder: Path, newest: Path, keep: int) -> None:
+def _remove_old(folder: Path, newest: Path, keep: int) -> None:
     """Remove what is older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
-    others = [found for found in newest_first(folder) if found != newest]
-    undamaged = [found for found in others if find_damage(found) is None]
+    others = [found for found in _newest_first(folder) if found != newest]
+    undamaged = [found for found in others if _find_damage(found) is None]
     oldest_kept = min([newest, *undamaged[: keep - 1]])
     for checkpoint in others:
         if checkpoint < oldest_kept:
-            remove_checkpoint(checkpoint)
+            _remove_checkpoint(checkpoint)
 
 
-def make_folder(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     """Make the folder of a run durably, without what a crash has left in it."""
     folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
+    _sync_folder(folder.parent)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
 
 
-def make_room(final: Path) -> None:
+def _make_room(final: Path) -> None:
     """Remove what lies where a checkpoint shall be, if it is damaged."""
     if final.exists():
-        if find_damage(final) is None:
+        if _find_damage(final) is None:
             raise FileExistsError(f"{final} is there already, and undamaged: it stays as it is")
-        remove_checkpoint(final)
+        _remove_checkpoint(final)
 
 
-def serialized(state: Mapping[str, Any]) -> bytes:
+def _serialized(state: Mapping[str, Any]) -> bytes:
     """Return what a file of ``state`` holds."""
     buffer = io.BytesIO()  # into a file, torch would hide why a write has failed
     torch.save(dict(state), buffer)
     return buffer.getvalue()
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def _write_durably(path: Path, content: bytes) -> None:
     """Write a file, and wait until it is on the disk."""
     with open(path, "wb") as file:
         file.write(content)
@@ -115,7 +115,7 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk: those that are new, and those gone."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -124,35 +124,35 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_checkpoint(checkpoint: Path) -> None:
+def _remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint: it loses its name first, so that no crash leaves a part under it."""
     removed = checkpoint.with_name(f".{checkpoint.name}.removed")
     checkpoint.rename(removed)
-    sync_folder(checkpoint.parent)
+    _sync_folder(checkpoint.parent)
     shutil.rmtree(removed)
 
 
-def newest_first(folder: Path) -> list[Path]:
+def _newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, damaged ones too."""
     return sorted(folder.glob("step-????????"), reverse=True)
 
 
-def step_of(checkpoint: Path) -> int:
+def _step_of(checkpoint: Path) -> int:
     """Return the step that a checkpoint's name tells."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def manifest_of(checkpoint: Path, step: int) -> bytes:
+def _manifest_of(checkpoint: Path, step: int) -> bytes:
     """Describe the files of a checkpoint: always the same bytes for the same files."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(checkpoint.iterdir())
         if path.name != MANIFEST
     }
     return json.dumps({"step": step, "files": files}, indent=1).encode()
 
 
-def sha256(path: Path) -> str:
+def _sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -161,17 +161,17 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_damage(checkpoint: Path) -> str | None:
+def _find_damage(checkpoint: Path) -> str | None:
     """Tell what is wrong with a checkpoint: None, or which file and in which way."""
     try:
         written = (checkpoint / MANIFEST).read_bytes()
-        found = manifest_of(checkpoint, step_of(checkpoint))
+        found = _manifest_of(checkpoint, _step_of(checkpoint))
     except OSError as error:
         return f"{error}"
-    return None if written == found else difference(written, found)
+    return None if written == found else _difference(written, found)
 
 
-def difference(written: bytes, found: bytes) -> str:
+def _difference(written: bytes, found: bytes) -> str:
     """Tell in which file the manifest that was written differs from the files that are found."""
     try:
         promised, files = json.loads(written)["files"], json.loads(found)["files"]
@@ -204,11 +204,11 @@ def load_checkpoint(folder: Path) -> Loaded | None:
     Cost: each checkpoint that is looked at is read once, and the loaded one twice.
     """
     skipped: dict[Path, str] = {}
-    for checkpoint in newest_first(folder):
-        damage = find_damage(checkpoint)
+    for checkpoint in _newest_first(folder):
+        damage = _find_damage(checkpoint)
         if damage is None:
             state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
-            return Loaded(step_of(checkpoint), state, checkpoint, skipped)
+            return Loaded(_step_of(checkpoint), state, checkpoint, skipped)
         skipped[checkpoint] = damage
     if skipped:
         reasons = "; ".join(f"{path.name}: {damage}" for path, damage in skipped.items())

@@ -45,7 +45,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         """Catch the signals from now on. A caught one is only noted: the step goes on."""
-        self.handlers = {number: signal.signal(number, self.note) for number in self.signals}
+        self.handlers = {number: signal.signal(number, self._note) for number in self.signals}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -53,7 +53,7 @@ class StopRequest:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         """Note that a signal has come."""
         self.received = True
 

@@ -385,7 +385,8 @@ def test_template_begins_as_the_solution_does_and_names_its_tasks(template: Path
     )
     assert of_template.splitlines()[0] == of_solution.splitlines()[0]
     ids = [task.id for task in TASKS if task.template == template]
-    assert f"Tasks {ids[0]} {'and' if len(ids) == 2 else 'to'} {ids[-1]}." in of_template
+    several = f"Tasks {ids[0]} {'and' if len(ids) == 2 else 'to'} {ids[-1]}."
+    assert (several if len(ids) > 1 else f"Task {ids[0]}.") in of_template
     assert f"distlab check {ids[0]}``" in of_template
 
 

@@ -1,4 +1,4 @@
-"""scripts/phase4.py on torchrun: killed and stopped, it ends with the bits of an undisturbed run."""
+"""scripts/phase4.py on torchrun: killed or stopped, it ends with the bits of a run that is not."""
 
 import os
 import re
@@ -20,7 +20,12 @@ def start(folder: Path) -> subprocess.Popen[str]:
     command = (*TORCHRUN, "scripts/phase4.py", str(folder), str(NUM_STEPS))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 

@@ -158,7 +158,7 @@ def test_stopping_inside_a_group(grade: Grade) -> None:
 
 
 @task("4.7", real=True)
-@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["one signal", "two signals"])
 def test_ranks_leave_when_all_have_saved(grade: Grade, is_interrupted: bool) -> None:
     _check_leaving(grade.run(b.leave, 3, is_interrupted, if_stuck=STUCK).results)
 
