@@ -28,3 +28,26 @@ def group_device(group: Group = None) -> torch.device:
     """Return where tensors must be to travel in ``group``: this rank's GPU with NCCL, else CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+# anchor 4.2
+# end 4.2
+
+# anchor 4.3
+# end 4.3
+
+# anchor 4.4
+# end 4.4
+
+# anchor 4.5
+# end 4.5
+
+# anchor 4.6
+# end 4.6
+
+# anchor 4.9 to 4.13
+# end 4.9 to 4.13
+
+# anchor 4.14 to 4.18
+# end 4.14 to 4.18
+

@@ -97,3 +97,15 @@ def load_checkpoint(folder: Path) -> Loaded | None:
     raise NotImplementedError(
         "Task 4.1: load_checkpoint, see guidelines.md#41-save-and-survive-a-crash"
     )
+
+
+# anchor 4.2
+# end 4.2
+
+
+# anchor 4.3
+# end 4.3
+
+
+# anchor 4.4
+# end 4.4
