@@ -6,6 +6,11 @@ It contains no task, so leave it as it is. Submissions are graded with the cours
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None  # None: all ranks
+
 
 class Loaded(NamedTuple):
     """A checkpoint that was loaded, and what was skipped on the way to it."""
@@ -21,6 +26,22 @@ class Loaded(NamedTuple):
 
 
 # anchor 4.3
+class Shard(NamedTuple):
+    """Elements ``start`` to ``start + len(values)`` of a tensor that was flattened."""
+
+    values: Tensor  # (n,); n may be 0
+    start: int
+    numel: int  # of the whole tensor
+
+
+class ShardsLoaded(NamedTuple):
+    """A checkpoint whose shards were loaded, and what was skipped on the way to it."""
+
+    step: int
+    path: Path
+    skipped: dict[Path, str]  # newer, damaged -> the reason
+
+
 # end 4.3
 
 
