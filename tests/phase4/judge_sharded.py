@@ -131,11 +131,12 @@ def _check_costs(run: Run, num_bytes: int) -> None:
 
 
 @task("4.3")
-def test_a_crash_leaves_whole_checkpoints(grade: Grade) -> None:
+@pytest.mark.parametrize("keep", [2, 3])
+def test_a_crash_leaves_whole_checkpoints(grade: Grade, keep: int) -> None:
     tensors = {"w": (12, "float32")}
     plan = Plan(tensors, _cuts(grade, tensors, 3))
     with _root() as root:
-        found = grade.run(b.crash, 3, root, plan, if_stuck=STUCK).results[0]
+        found = grade.run(b.crash, 3, root, plan, keep, if_stuck=STUCK).results[0]
     for state in found["during"]:
         check(
             state["step"] in (2, 3) and not state["error"],

@@ -98,23 +98,23 @@ def _first(count: int, group: Group) -> Group:
     return dist.new_group(members[:count])
 
 
-def crash(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:
+def crash(lesson: Any, root: str, plan: Plan, keep: int) -> dict[str, Any]:
     """Save step 3 after 1 and 2; what a load finds of all that a crash may leave."""
     folder, rank = own_folder(root), dist.get_rank()
     alone = dist.new_group([0])
     for step in (1, 2):
-        lesson.save_sharded(plan.shards(rank, step), folder, step, keep=2)
+        lesson.save_sharded(plan.shards(rank, step), folder, step, keep=keep)
     dist.barrier()
     recorder: Recorder | None = None
     if rank == 0:
         with recorded(folder, lesson) as recorder:
             dist.barrier()
-            lesson.save_sharded(plan.shards(rank, 3), folder, 3, keep=2)
+            lesson.save_sharded(plan.shards(rank, 3), folder, 3, keep=keep)
             count = len(recorder.events)
             dist.barrier()
     else:
         dist.barrier()
-        lesson.save_sharded(plan.shards(rank, 3), folder, 3, keep=2)
+        lesson.save_sharded(plan.shards(rank, 3), folder, 3, keep=keep)
         dist.barrier()
     if recorder is None:
         return {}
