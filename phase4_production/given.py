@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -33,7 +34,24 @@ def group_device(group: Group = None) -> torch.device:
 # anchor 4.2
 # end 4.2
 
+
 # anchor 4.3
+class Shard(NamedTuple):
+    """Elements ``start`` to ``start + len(values)`` of a tensor that was flattened."""
+
+    values: Tensor  # (n,); n may be 0
+    start: int
+    numel: int  # of the whole tensor
+
+
+class ShardsLoaded(NamedTuple):
+    """A checkpoint whose shards were loaded, and what was skipped on the way to it."""
+
+    step: int
+    path: Path
+    skipped: dict[Path, str]  # newer, damaged -> the reason
+
+
 # end 4.3
 
 # anchor 4.4
@@ -50,4 +68,3 @@ def group_device(group: Group = None) -> torch.device:
 
 # anchor 4.14 to 4.18
 # end 4.14 to 4.18
-

@@ -1,7 +1,7 @@
 """Checkpoints: what a run leaves behind, so that another can go on from it.
 
-Task 4.1. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade the task: ``distlab check 4.1``.
+Tasks 4.1 and 4.3. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 4.1``.
 """
 
 import hashlib
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from phase4_production.given import Loaded
+from phase4_production.given import Group, Loaded, Shard, ShardsLoaded
 
 MANIFEST = "manifest.json"
 
@@ -104,6 +105,98 @@ def load_checkpoint(folder: Path) -> Loaded | None:
 
 
 # anchor 4.3
+def save_sharded(
+    shards: Mapping[str, Shard], folder: Path, step: int, group: Group = None, *, keep: int = 3
+) -> Path:
+    """Save what is spread over the ranks as the checkpoint of ``step``, each rank its own part.
+
+    Two ranks, N = 2, hold a tensor of 10 elements and another of 4:
+        rank 0    w[0:5]              b[0:4]
+        rank 1              w[5:10]
+    A third checkpoint is being written: each rank has its own file, and only rank 0 does the rest.
+        folder/
+            step-00000100/  …  manifest.json
+            step-00000200/  …  manifest.json
+            .step-00000300.partial/  rank-00000.bin  rank-00001.bin
+
+    A crash of any rank or of all, at any moment, leaves the checkpoint whole or not there at all,
+    as in ``save_checkpoint``: each ``step-…`` folder that is found then is undamaged. No rank
+    returns before the checkpoint is committed: then its folder is durable.
+
+    Args:
+        shards: by the tensors' names, which differ from rank to rank, as do the lengths; a rank may
+            have none. A part that several ranks hold is the same on all of them. Any dtype; values
+            may be a slice of something longer. Not changed.
+        folder, step, keep: as for ``save_checkpoint``, the same on all ranks, for checkpoints of
+            this function alone.
+        group: all its ranks call this; all ranks by default.
+
+    Returns:
+        The new checkpoint, ``folder/step-<eight digits>``. It holds the elements of ``shards`` and
+        little more, and nothing that an attempt left which was killed, of any number of ranks.
+
+    Raises:
+        FileExistsError: on all ranks: ``folder`` has an undamaged checkpoint of ``step``. A damaged
+            one is replaced.
+        OSError: on all ranks: one could not write. It names each rank that could not, as ``rank
+            3``, and its reason. What was written for ``step`` is gone then, and all other
+            checkpoints are as they were.
+
+    Cost: each rank writes its own shards; no element travels. Of the checkpoints in ``folder``,
+        each rank reads about 1/N once, to be checked. No more memory than one further copy of
+        the rank's shards.
+    Source: Rajbhandari et al. 2020 (SC), for who holds what; Pillai et al. 2014 (OSDI), for
+        crashes.
+    """
+    # TODO 4.3: save all shards as one checkpoint, or raise on all ranks.
+    #   Tools: what you wrote for 4.1; dist.all_gather_object, and dist.broadcast_object_list with
+    #   group_src; values.view(torch.uint8).numpy(), whose bytes a file can write.
+    #   Example: 1000 elements of float32 on each of 4 ranks: four files of 4000 bytes. The disk of
+    #   rank 2 is full: all four raise "rank 2: [Errno 28] No space left on device".
+    #   About 60 lines with helpers, of which load_sharded uses half.
+    raise NotImplementedError("Task 4.3: save_sharded, see guidelines.md#43-shards-from-all-ranks")
+
+
+def load_sharded(
+    wanted: Mapping[str, Shard], folder: Path, group: Group = None
+) -> ShardsLoaded | None:
+    """Load the newest undamaged checkpoint in place, on any number of ranks.
+
+    Saved by two ranks, loaded by three:
+        saved     |    rank 0    |    rank 1    |
+        wanted    | rank 0  | rank 1  | rank 2  |     rank 1 reads the files of both
+
+    Args:
+        wanted: by the tensors' names: ``values`` are filled with the elements ``start`` to ``start
+            + len(values)`` of the tensor, whoever has saved them. The ranks may want anything: the
+            same, different parts, nothing.
+        folder: as for ``save_sharded``. Nothing in it is changed.
+        group: all its ranks call this; all ranks by default.
+
+    Returns:
+        The step, the path, and the damaged checkpoints that are newer, each with a reason that
+        names a file, as of ``load_checkpoint``; the same on all ranks. Rank 0 alone lists
+        ``folder``, and all go by its list, for file systems may show an older one to the others for
+        some seconds. None: there is no checkpoint.
+
+    Raises:
+        RuntimeError: on all ranks: there are checkpoints, and all are damaged: it names each of
+            them, with the reason.
+        ValueError: on all ranks: one of them wants what the newest undamaged checkpoint lacks. It
+            names the tensor, and the elements that are missing as ``[5:10]``; or the number of
+            elements and the dtype, if these are not as they were saved. ``wanted`` is unchanged.
+
+    Cost: each file is read once to be checked, about 1/N of them by each rank; after that, a rank
+        reads only files that hold a part of what it wants.
+    """
+    # TODO 4.3: agree on a checkpoint, find where the wanted elements lie, and read these alone.
+    #   Tools: what you wrote above; file.seek, file.read, and torch.frombuffer of a bytearray.
+    #   Example: rank 0 has saved w[0:5] in float32, rank 1 w[5:10]. Who wants w[3:7] reads 8 bytes
+    #   of the first file from byte 12 on, and the first 8 of the second.
+    #   About 45 lines with helpers.
+    raise NotImplementedError("Task 4.3: load_sharded, see guidelines.md#43-shards-from-all-ranks")
+
+
 # end 4.3
 
 

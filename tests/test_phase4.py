@@ -13,6 +13,7 @@ from phase4.judge_checkpoint import *
 # anchor 4.2
 # end 4.2
 # anchor 4.3
+from phase4.judge_sharded import *
 # end 4.3
 # anchor 4.4
 # end 4.4

@@ -1,0 +1,232 @@
+"""Judges task 4.3: who may load what, what a crash leaves, and that all ranks end alike."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from distlab.grade import Grade, Run, check, task
+from judging.checks import check_refused, of_members, short
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from phase4 import sharded as b
+from phase4.sharded import Cut, Plan
+
+STUCK = (
+    "A rank that fails must say so before it raises: the others wait for it. Gather on all ranks "
+    "what came of each step, errors too, and then raise on all of them."
+)
+DTYPES = ("float32", "bfloat16", "int64", "float64")
+
+
+@contextmanager
+def _root() -> Iterator[str]:
+    with TemporaryDirectory(prefix="distlab-") as root:
+        yield root
+
+
+def _cuts(grade: Grade, tensors: dict[str, tuple[int, str]], num_ranks: int) -> list[list[Cut]]:
+    """Cut every tensor at random places; ranks with nothing of a tensor may not name it."""
+    by_rank: list[list[Cut]] = [[] for _ in range(num_ranks)]
+    for name, (numel, _) in tensors.items():
+        inner = sorted(grade.random.randint(0, numel) for _ in range(num_ranks - 1))
+        bounds = [0, *inner, numel]
+        for rank, mine in enumerate(by_rank):
+            if bounds[rank] < bounds[rank + 1] or grade.random.random() < 0.5:
+                mine.append((name, bounds[rank], bounds[rank + 1]))
+    return by_rank
+
+
+def _tensors(grade: Grade, longest: int = 60) -> dict[str, tuple[int, str]]:
+    random = grade.random
+    return {f"layer.{i}": (random.randint(5, longest), dtype) for i, dtype in enumerate(DTYPES)}
+
+
+def _plan(grade: Grade, num_ranks: int) -> Plan:
+    tensors = _tensors(grade)
+    return Plan(tensors, _cuts(grade, tensors, num_ranks))
+
+
+def _check_loaded(results: list[dict[str, object]], num_writers: int, num_readers: int) -> None:
+    where = f"saved on {num_writers} ranks, loaded on {num_readers}"
+    for rank, found in enumerate(results[:num_writers]):
+        check(
+            found["path"] == "step-00000002" and found["is_there"],
+            f"{where}: when save_sharded returned {found['path']} on rank {rank}, step-00000002 "
+            f"was {'' if found['is_there'] else 'not '}there. No rank returns before rank 0 has "
+            "renamed the folder.",
+        )
+        check(found["unchanged"], f"{where}: save_sharded changed the shards of rank {rank}.")
+    for rank, found in enumerate(results[:num_readers]):
+        check(
+            found["step"] == 2 and found["loaded_path"] == "step-00000002",
+            f"{where}: rank {rank} loaded step {found['step']} of {found['loaded_path']}, not "
+            "the newest, 2.",
+        )
+        check(
+            found["values"] == found["right"],
+            f"{where}: rank {rank} should have {short(found['right'])}, it has "
+            f"{short(found['values'])}. A rank's slice may begin inside one file and end in "
+            "another, with any number of ranks.",
+        )
+
+
+@task("4.3")
+@pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 3), (4, 4), (2, 5)])
+def test_any_number_of_ranks_loads(grade: Grade, num_writers: int, num_readers: int) -> None:
+    _check_resharding(grade, num_writers, num_readers)
+
+
+@task("4.3", real=True)
+def test_three_ranks_save_and_two_load(grade: Grade) -> None:
+    _check_resharding(grade, 3, 2)
+
+
+def _check_resharding(grade: Grade, num_writers: int, num_readers: int) -> None:
+    plan = _plan(grade, num_writers)
+    wanted = _cuts(grade, dict(plan.tensors), num_readers)
+    world_size = max(num_writers, num_readers)
+    with _root() as root:
+        run = grade.run(b.save_and_load, world_size, root, plan, wanted, if_stuck=STUCK)
+    _check_loaded(run.results, num_writers, num_readers)
+
+
+@task("4.3")
+def test_shards_inside_a_group(grade: Grade) -> None:
+    plan = _plan(grade, 3)
+    with _root() as root:
+        run = grade.run(
+            *(inside_group, OUTER_WORLD_SIZE, b.save_once, root, plan), if_stuck=STUCK_IN_GROUP
+        )
+    for rank, found in enumerate(of_members(run)):
+        check(
+            found["values"] == found["right"],
+            f"inside a group, rank {rank} should have {short(found['right'])}, it has "
+            f"{short(found['values'])}.",
+        )
+
+
+@task("4.3")
+def test_no_element_travels(grade: Grade) -> None:
+    numel = 400_000
+    cuts: list[list[Cut]] = [[("w", r * numel // 4, (r + 1) * numel // 4)] for r in range(4)]
+    plan = Plan({"w": (numel, "float32")}, cuts)
+    with _root() as root:
+        run = grade.run(b.save_large, 4, root, plan, if_stuck=STUCK)
+    _check_costs(run, 4 * numel)
+
+
+def _check_costs(run: Run, num_bytes: int) -> None:
+    most = max(run.bytes_sent)
+    check(
+        most < num_bytes / 40,
+        f"a rank sent {most:,.0f} bytes, where its shard has {num_bytes // 4:,}: each rank writes "
+        "its own file, and only names, sizes and hashes travel.",
+    )
+    check(
+        run.results[0] < 1.1 * num_bytes,
+        f"the checkpoint has {run.results[0]:,} bytes for {num_bytes:,} bytes of elements. A "
+        "slice is a view: torch.save writes the whole storage behind it, unless it is cloned.",
+    )
+
+
+@task("4.3")
+@pytest.mark.parametrize("keep", [2, 3])
+def test_a_crash_leaves_whole_checkpoints(grade: Grade, keep: int) -> None:
+    tensors = {"w": (12, "float32")}
+    plan = Plan(tensors, _cuts(grade, tensors, 3))
+    with _root() as root:
+        found = grade.run(b.crash, 3, root, plan, keep, if_stuck=STUCK).results[0]
+    for state in found["during"]:
+        check(
+            state["step"] in (2, 3) and not state["error"],
+            f"after a crash while step 3 was saved, beside steps 1 and 2: {state['error']}. Each "
+            "rank syncs its own file before it reports; then rank 0 writes and syncs the manifest, "
+            "syncs the folder, and renames it.",
+        )
+    for state in found["after"]:
+        check(
+            state["step"] == 3 and not state["error"],
+            f"save_sharded of step 3 had returned, and after a crash step {state['step']} is the "
+            f"newest. {state['error']} Sync the folder after the rename.",
+        )
+
+
+@task("4.3")
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_full_disk_is_an_error_on_all_ranks(grade: Grade, failing: int) -> None:
+    plan = _plan(grade, 3)
+    with _root() as root:
+        run = grade.run(b.save_on_a_full_disk, 3, root, plan, failing, if_stuck=STUCK)
+    for rank, found in enumerate(run.results):
+        text = found["error"]["text"]
+        check(
+            found["error"]["type"] and f"rank {failing}" in text and b.FULL in text,
+            f"the disk of rank {failing} is full; rank {rank} should raise an OSError that says "
+            f"'rank {failing}' and '{b.FULL}'; it "
+            f"{'raises ' + short(text) if found['error']['type'] else 'raises none'}.",
+        )
+        check(
+            found["left"] == ["step-00000001"],
+            f"the disk of rank {failing} is full; when rank {rank} raises, there should be "
+            f"step-00000001 alone; there are {found['left']}. What was written is removed first.",
+        )
+
+
+@task("4.3")
+def test_damage_is_found_by_all_ranks(grade: Grade) -> None:
+    plan = _plan(grade, 3)
+    damages = ["missing", "shorter", "longer", "changed"]
+    with _root() as root:
+        run = grade.run(b.load_damaged, 3, root, plan, damages, if_stuck=STUCK)
+    for rank, (is_none, *cases) in enumerate(run.results):
+        check(is_none, f"there is no checkpoint yet: load_sharded should return None on {rank}.")
+        for case in cases:
+            here = f"{case['file']} of step 2 is {case['damage']}: rank {rank}"
+            step = 1 if case["is_damaged"] else 2
+            check(
+                case["step"] == step,
+                f"{here} should load step {step}, it loads {case['step']}. All ranks go by what "
+                "any of them has found.",
+            )
+            check(case["values"] == case["right"], f"{here} has other elements than were saved.")
+            reasons = [] if step == 2 else ["step-00000002"]
+            check(
+                [name for name, _ in case["reasons"]] == reasons
+                and all(case["file"] in why or "manifest" in why for _, why in case["reasons"]),
+                f"{here} should say in skipped which file it is; it says {case['reasons']}.",
+            )
+
+
+@task("4.3")
+def test_elements_that_are_missing_are_named(grade: Grade) -> None:
+    tensors = {"w": (20, "float32"), "b": (4, "float32")}
+    plan = Plan(tensors, [[("w", 0, 5)], [("w", 9, 20), ("b", 0, 4)]])
+    wanted: list[list[Cut]] = [[("b", 0, 4)], [("w", 2, 12)]]
+    with _root() as root:
+        run = grade.run(b.load_what_is_missing, 2, root, plan, wanted, if_stuck=STUCK)
+    refusals = [found["refusal"] for found in run.results]
+    check_refused(refusals, "w[2:12] of which w[5:9] was never saved", "w", "[5:9]")
+    for rank, found in enumerate(run.results):
+        check(found["unchanged"], f"something is missing, but rank {rank} has changed wanted.")
+
+
+@task("4.3")
+def test_what_lies_there_already(grade: Grade) -> None:
+    plan = _plan(grade, 3)
+    with _root() as root:
+        run = grade.run(b.save_what_is_there, 3, root, plan, if_stuck=STUCK)
+    for rank, found in enumerate(run.results):
+        check(
+            "rank-00007.bin" not in found["names"],
+            f"a killed attempt of 8 ranks had left rank-00007.bin: {found['names']} should not "
+            "have it. Begin with an empty folder.",
+        )
+        check(
+            found["refused"] == "FileExistsError",
+            f"step 1 is there and undamaged: rank {rank} should raise FileExistsError.",
+        )
+        check(
+            found["left"] == ["step-00000002", "step-00000003"],
+            f"with keep=2, steps 2 and 3 should be left; there are {found['left']}.",
+        )

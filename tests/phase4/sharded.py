@@ -1,0 +1,307 @@
+"""Bodies for task 4.3: ranks that save their shards, and any number of ranks that load them."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from judging.calls import refusal_of, returned
+from phase4.crash_states import build, crash_states, states_at_the_end
+from phase4.file_history import SYNCING, Recorder, recorded
+from phase4_production.given import Group, Shard
+
+FULL = "No space left on device"
+Cut = tuple[str, int, int]  # tensor, start, stop
+
+
+class Plan(NamedTuple):
+    """Who saves which slices of which tensors."""
+
+    tensors: Mapping[str, tuple[int, str]]  # name -> number of elements, dtype
+    by_rank: Sequence[Sequence[Cut]]
+
+    def tensor(self, name: str, step: int) -> Tensor:
+        """The whole tensor, as it is at a step."""
+        numel, dtype = self.tensors[name]
+        return (torch.arange(numel) * 7 + 3 * step).remainder(101).to(getattr(torch, dtype))
+
+    def shards(self, rank: int, step: int) -> dict[str, Shard]:
+        """Views of the whole tensors, as those of a flattened parameter are."""
+        cuts = self.by_rank[rank]
+        return {
+            name: Shard(self.tensor(name, step)[a:b], a, self.tensors[name][0])
+            for name, a, b in cuts
+        }
+
+    def empty(self, cuts: Sequence[Cut]) -> dict[str, Shard]:
+        """What is to be filled: none of the numbers is right."""
+        found = {}
+        for name, a, b in cuts:
+            numel, dtype = self.tensors[name]
+            found[name] = Shard(torch.full((b - a,), 113).to(getattr(torch, dtype)), a, numel)
+        return found
+
+
+def own_folder(root: str, group: Group = None) -> Path:
+    """A new folder, the same on all ranks."""
+    made = [tempfile.mkdtemp(dir=root)] if dist.get_rank(group) == 0 else [""]
+    dist.broadcast_object_list(made, group=group, group_src=0)
+    return Path(made[0]) / "run"
+
+
+def save_and_load(
+    lesson: Any, root: str, plan: Plan, wanted: Sequence[Sequence[Cut]], group: Group = None
+) -> dict[str, Any]:
+    """Save steps 1 and 2 on the first ranks, and load on as many as ``wanted`` has."""
+    folder = own_folder(root, group)
+    rank = dist.get_rank(group)
+    writers = _first(len(plan.by_rank), group)
+    readers = _first(len(wanted), group)
+    result: dict[str, Any] = {}
+    if rank < len(plan.by_rank):
+        for step in (1, 2):
+            shards = plan.shards(rank, step)
+            before = {name: shard.values.tolist() for name, shard in shards.items()}
+            path = returned(
+                "save_sharded", lesson.save_sharded(shards, folder, step, group=writers)
+            )
+            result |= {
+                "path": str(Path(path).relative_to(folder)),
+                "is_there": (folder / f"step-{step:08d}").is_dir(),
+                "unchanged": before == {n: s.values.tolist() for n, s in shards.items()},
+            }
+    dist.barrier(group)
+    if rank < len(wanted):
+        mine = plan.empty(wanted[rank])
+        found = returned("load_sharded", lesson.load_sharded(mine, folder, group=readers))
+        result |= {
+            "step": found.step,
+            "loaded_path": str(Path(found.path).relative_to(folder)),
+            "skipped": len(found.skipped),
+            "values": {name: shard.values.tolist() for name, shard in mine.items()},
+            "right": {name: plan.tensor(name, 2)[a:b].tolist() for name, a, b in wanted[rank]},
+            "bytes": sum(file.stat().st_size for file in (folder / "step-00000002").iterdir()),
+        }
+    return result
+
+
+def _first(count: int, group: Group) -> Group:
+    members = dist.get_process_group_ranks(group)
+    return dist.new_group(members[:count])
+
+
+def crash(lesson: Any, root: str, plan: Plan, keep: int) -> dict[str, Any]:
+    """Save step 3 after 1 and 2; what a load finds of all that a crash may leave."""
+    folder, rank = own_folder(root), dist.get_rank()
+    alone = dist.new_group([0])
+    for step in (1, 2):
+        lesson.save_sharded(plan.shards(rank, step), folder, step, keep=keep)
+    dist.barrier()
+    recorder: Recorder | None = None
+    if rank == 0:
+        with recorded(folder, lesson) as recorder:
+            dist.barrier()
+            lesson.save_sharded(plan.shards(rank, 3), folder, 3, keep=keep)
+            count = len(recorder.events)
+            dist.barrier()
+    else:
+        dist.barrier()
+        lesson.save_sharded(plan.shards(rank, 3), folder, 3, keep=keep)
+        dist.barrier()
+    if recorder is None:
+        return {}
+    ended = copy(recorder)
+    ended.events = recorder.events[:count]
+    during = [state for _, state in crash_states(recorder)]
+    found = {"during": [], "after": [], "steps": []}  # type: dict[str, Any]
+    for when, states in (("during", during), ("after", states_at_the_end(ended))):
+        for place, state in enumerate(states):
+            copied = folder.parent / f"{when}-{place}"
+            build(state, copied)
+            found[when].append(_loaded_alone(lesson, plan, copied, alone))
+            shutil.rmtree(copied)
+    return found
+
+
+def _loaded_alone(lesson: Any, plan: Plan, folder: Path, alone: Group) -> dict[str, Any]:
+    wanted = plan.empty([(name, 0, numel) for name, (numel, _) in plan.tensors.items()])
+    try:
+        loaded = lesson.load_sharded(wanted, folder, group=alone)
+    except Exception as error:
+        return {"step": -1, "error": f"{type(error).__name__}: {error}"}
+    if loaded is None:
+        return {"step": -1, "error": "it found no checkpoint"}
+    right = all(torch.equal(s.values, plan.tensor(n, loaded.step)) for n, s in wanted.items())
+    damaged = [f"{path.name}: {why}" for path, why in loaded.skipped.items()]
+    error = "; ".join(damaged) if right else "other elements than were saved"
+    return {"step": int(loaded.step), "error": error}
+
+
+@contextmanager
+def full_disk(failing: int, modules: Sequence[Any]) -> Iterator[None]:
+    """Let ``os.fsync`` of files fail on one rank."""
+
+    def failing_sync(sync: Callable[..., None]) -> Callable[..., None]:
+        def call(*descriptors: Any) -> None:
+            if dist.get_rank() == failing:
+                raise OSError(28, FULL)
+            sync(*descriptors)
+
+        return call
+
+    replaced = {
+        (module, name): value
+        for module in (os, *modules)
+        for name, value in vars(module).items()
+        if value in SYNCING
+    }
+    for (module, name), value in replaced.items():
+        setattr(module, name, failing_sync(value))
+    try:
+        yield
+    finally:
+        for (module, name), value in replaced.items():
+            setattr(module, name, value)
+
+
+def save_on_a_full_disk(lesson: Any, root: str, plan: Plan, failing: int) -> dict[str, Any]:
+    """Save step 2 while the disk of one rank is full; then save it again."""
+    folder, rank = own_folder(root), dist.get_rank()
+    lesson.save_sharded(plan.shards(rank, 1), folder, 1)
+    dist.barrier()
+    error = {"type": "", "text": ""}
+    patch = full_disk(failing, [lesson])
+    if rank == 0:
+        patch.__enter__()
+    dist.barrier()
+    try:
+        lesson.save_sharded(plan.shards(rank, 2), folder, 2)
+    except OSError as raised:
+        error = {"type": "OSError", "text": f"{raised}"}
+    left = sorted(path.name for path in folder.iterdir())
+    dist.barrier()
+    if rank == 0:
+        patch.__exit__(None, None, None)
+    dist.barrier()
+    lesson.save_sharded(plan.shards(rank, 2), folder, 2)
+    return {"error": error, "left": left}
+
+
+def load_damaged(lesson: Any, root: str, plan: Plan, damages: Sequence[str]) -> list[Any]:
+    """Damage each file of step 2 in turn; load each time, and then with step 1 damaged too."""
+    folder, rank = own_folder(root), dist.get_rank()
+    nothing = lesson.load_sharded(plan.empty(plan.by_rank[rank]), folder)
+    for step in (1, 2):
+        lesson.save_sharded(plan.shards(rank, step), folder, step)
+    dist.barrier()
+    names = sorted(path.name for path in (folder / "step-00000002").iterdir())
+    found: list[Any] = [nothing is None]
+    for damage in damages:
+        for name in names:
+            file = folder / "step-00000002" / name
+            content = file.read_bytes()
+            dist.barrier()
+            if rank == 0 and content:
+                _damage(file, damage)
+            dist.barrier()
+            mine = plan.empty(plan.by_rank[rank])
+            loaded = returned("load_sharded", lesson.load_sharded(mine, folder))
+            found.append(
+                {
+                    "file": name,
+                    "damage": damage,
+                    "is_damaged": bool(content),
+                    "step": loaded.step,
+                    "reasons": [[path.name, why] for path, why in loaded.skipped.items()],
+                    "values": {n: s.values.tolist() for n, s in mine.items()},
+                    "right": {
+                        n: s.values.tolist() for n, s in plan.shards(rank, loaded.step).items()
+                    },
+                }
+            )
+            dist.barrier()
+            if rank == 0:
+                file.write_bytes(content)
+            dist.barrier()
+    return found
+
+
+def _damage(file: Path, damage: str) -> None:
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+        return
+    if damage == "shorter":
+        content.pop()
+    elif damage == "longer":
+        content.append(0)
+    else:
+        content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def load_what_is_missing(
+    lesson: Any, root: str, plan: Plan, wanted: Sequence[Sequence[Cut]]
+) -> dict[str, Any]:
+    """Load what the checkpoint lacks."""
+    folder, rank = own_folder(root), dist.get_rank()
+    lesson.save_sharded(plan.shards(rank, 1), folder, 1)
+    mine = plan.empty(wanted[rank])
+    before = {name: shard.values.tolist() for name, shard in mine.items()}
+    refusal = refusal_of(lambda: lesson.load_sharded(mine, folder))
+    after = {name: shard.values.tolist() for name, shard in mine.items()}
+    return {"refusal": refusal, "unchanged": before == after}
+
+
+def save_what_is_there(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:
+    """Save a step twice, then damaged; all with what a killed attempt of more ranks has left."""
+    folder, rank = own_folder(root), dist.get_rank()
+    if rank == 0:
+        stale = folder / ".step-00000001.partial"
+        stale.mkdir(parents=True)
+        (stale / "rank-00007.bin").write_bytes(b"old")
+    dist.barrier()
+    lesson.save_sharded(plan.shards(rank, 1), folder, 1)
+    names = sorted(path.name for path in (folder / "step-00000001").iterdir())
+    refused = ""
+    try:
+        lesson.save_sharded(plan.shards(rank, 1), folder, 1)
+    except FileExistsError:
+        refused = "FileExistsError"
+    dist.barrier()
+    if rank == 0:
+        largest = max((folder / "step-00000001").iterdir(), key=lambda path: path.stat().st_size)
+        _damage(largest, "changed")
+    dist.barrier()
+    for step in (1, 2, 3):
+        lesson.save_sharded(plan.shards(rank, step), folder, step, keep=2)
+    dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    return {"names": names, "refused": refused, "left": left}
+
+
+def save_once(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, Any]:
+    """Save and load the same shards."""
+    folder, rank = own_folder(root, group), dist.get_rank(group)
+    lesson.save_sharded(plan.shards(rank, 1), folder, 1, group=group)
+    mine = plan.empty(plan.by_rank[rank])
+    lesson.load_sharded(mine, folder, group=group)
+    return {
+        "values": {name: shard.values.tolist() for name, shard in mine.items()},
+        "right": {name: shard.values.tolist() for name, shard in plan.shards(rank, 1).items()},
+    }
+
+
+def save_large(lesson: Any, root: str, plan: Plan) -> int:
+    """Save; return the bytes of the checkpoint."""
+    folder = own_folder(root)
+    path = returned("save_sharded", lesson.save_sharded(plan.shards(dist.get_rank(), 1), folder, 1))
+    return sum(file.stat().st_size for file in Path(path).iterdir())
