@@ -31,11 +31,6 @@ def group_device(group: Group = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
-# anchor 4.2
-# end 4.2
-
-
-# anchor 4.3
 class Shard(NamedTuple):
     """Elements ``start`` to ``start + len(values)`` of a tensor that was flattened."""
 
@@ -50,21 +45,3 @@ class ShardsLoaded(NamedTuple):
     step: int
     path: Path
     skipped: dict[Path, str]  # newer, damaged -> the reason
-
-
-# end 4.3
-
-# anchor 4.4
-# end 4.4
-
-# anchor 4.5
-# end 4.5
-
-# anchor 4.6
-# end 4.6
-
-# anchor 4.9 to 4.13
-# end 4.9 to 4.13
-
-# anchor 4.14 to 4.18
-# end 4.14 to 4.18

@@ -230,3 +230,43 @@ def test_what_lies_there_already(grade: Grade) -> None:
             found["left"] == ["step-00000002", "step-00000003"],
             f"with keep=2, steps 2 and 3 should be left; there are {found['left']}.",
         )
+
+
+@task("4.3")
+def test_all_go_by_the_list_of_rank_0(grade: Grade) -> None:
+    plan = _plan(grade, 3)
+    with _root() as root:
+        run = grade.run(b.load_with_other_lists, 3, root, plan, if_stuck=STUCK)
+    for rank, found in enumerate(run.results):
+        check(
+            found["step"] == 2 and found["values"] == found["right"],
+            "rank 0 sees the steps 1 and 2; the file system shows the others an old list, with a "
+            f"step 3 too. All should load step 2, but rank {rank} loads step {found['step']}. Let "
+            "rank 0 list the folder, and broadcast what it has found.",
+        )
+
+
+@task("4.3")
+@pytest.mark.parametrize(
+    ("there", "damaged", "step", "expected"),
+    [((1, 2, 3), (3,), 4, (2, 3, 4)), ((1, 5, 6), (), 3, (3, 5, 6))],
+    ids=["a damaged one among them", "an earlier step than others"],
+)
+def test_the_newest_undamaged_shards_stay(
+    grade: Grade,
+    there: tuple[int, ...],
+    damaged: tuple[int, ...],
+    step: int,
+    expected: tuple[int, ...],
+) -> None:
+    plan = _plan(grade, 2)
+    with _root() as root:
+        run = grade.run(b.save_and_keep_two, 2, root, plan, there, damaged, step, if_stuck=STUCK)
+    right = [f"step-{one:08d}" for one in expected]
+    for rank, left in enumerate(run.results):
+        check(
+            left == right,
+            f"steps {there} were there, damaged {damaged}; then step {step} was saved with "
+            f"keep=2. Rank {rank} should find the steps {expected}; there are {left}. Count "
+            "undamaged ones only, and remove what is older than all of them.",
+        )

@@ -305,3 +305,44 @@ def save_large(lesson: Any, root: str, plan: Plan) -> int:
     folder = own_folder(root)
     path = returned("save_sharded", lesson.save_sharded(plan.shards(dist.get_rank(), 1), folder, 1))
     return sum(file.stat().st_size for file in Path(path).iterdir())
+
+
+def load_with_other_lists(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:
+    """Save steps 1 to 3; load where rank 0 no longer sees step 3, and the others still do."""
+    folder, rank = own_folder(root), dist.get_rank()
+    for step in (1, 2, 3):
+        lesson.save_sharded(plan.shards(rank, step), folder, step)
+    seen = folder if rank == 0 else folder.with_name("as-the-others-see-it")
+    dist.barrier()
+    if rank == 0:
+        others = folder.with_name("as-the-others-see-it")
+        others.mkdir()
+        (folder / "step-00000003").rename(others / "step-00000003")
+        for name in ("step-00000001", "step-00000002"):
+            (others / name).symlink_to(folder / name, target_is_directory=True)
+    dist.barrier()
+    mine = plan.empty(plan.by_rank[rank])
+    loaded = returned("load_sharded", lesson.load_sharded(mine, seen))
+    return {
+        "step": loaded.step,
+        "values": {name: shard.values.tolist() for name, shard in mine.items()},
+        "right": {name: shard.values.tolist() for name, shard in plan.shards(rank, 2).items()},
+    }
+
+
+def save_and_keep_two(
+    lesson: Any, root: str, plan: Plan, there: Sequence[int], damaged: Sequence[int], step: int
+) -> list[str]:
+    """Save ``step`` with keep=2 beside others, some of them damaged; return what is left."""
+    folder, rank = own_folder(root), dist.get_rank()
+    for other in there:
+        lesson.save_sharded(plan.shards(rank, other), folder, other, keep=9)
+    dist.barrier()
+    if rank == 0:
+        for other in damaged:
+            files = (folder / f"step-{other:08d}").iterdir()
+            _damage(max(files, key=lambda path: path.stat().st_size), "changed")
+    dist.barrier()
+    lesson.save_sharded(plan.shards(rank, step), folder, step, keep=2)
+    dist.barrier()
+    return sorted(path.name for path in folder.iterdir())
