@@ -45,27 +45,3 @@ class ShardsLoaded(NamedTuple):
     step: int
     path: Path
     skipped: dict[Path, str]  # newer, damaged -> the reason
-
-
-# anchor 4.2
-# end 4.2
-
-
-# anchor 4.4
-# end 4.4
-
-
-# anchor 4.5
-# end 4.5
-
-
-# anchor 4.6
-# end 4.6
-
-
-# anchor 4.9 to 4.13
-# end 4.9 to 4.13
-
-
-# anchor 4.14 to 4.18
-# end 4.14 to 4.18

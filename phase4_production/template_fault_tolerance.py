@@ -16,14 +16,6 @@ import torch.distributed as dist
 from phase4_production.given import EXIT_STOPPED, Group, group_device
 
 
-# anchor 4.5
-# end 4.5
-
-
-# anchor 4.6
-# end 4.6
-
-
 class StopRequest:
     """Lets all ranks stop after the same step when one of them is asked to.
 

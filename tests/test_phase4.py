@@ -10,29 +10,15 @@ import sys
 # checkpoint
 from phase4.judge_checkpoint import *
 
-# anchor 4.2
-# end 4.2
 
 from phase4.judge_sharded import *
 
-# anchor 4.4
-# end 4.4
 
 # fault_tolerance
-# anchor 4.5
-# end 4.5
 
-# anchor 4.6
-# end 4.6
 
 from phase4.judge_stops import *
 from phase4.judge_intervals import *
-
-# anchor 4.9 to 4.13
-# end 4.9 to 4.13
-
-# anchor 4.14 to 4.18
-# end 4.14 to 4.18
 
 
 from distlab.grade.plugin import main

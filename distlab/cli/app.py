@@ -10,6 +10,7 @@ import typer
 from distlab.cli import (
     bench,
     challenge,
+    chaos,
     completion,
     demo,
     doctor,
@@ -52,6 +53,7 @@ app.command("reset")(learn.reset)
 app.command("challenge")(challenge.challenge)
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
+app.command("chaos")(chaos.chaos)
 app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)

@@ -222,10 +222,6 @@ def load_checkpoint(folder: Path) -> Loaded | None:
     return None
 
 
-# anchor 4.2
-# end 4.2
-
-
 def save_sharded(
     shards: Mapping[str, Shard], folder: Path, step: int, group: Group = None, *, keep: int = 3
 ) -> Path:
@@ -520,7 +516,3 @@ class _Reading:
                 file.seek(offset)
                 elements = bytearray(file.read(values.nbytes))
             values.detach().copy_(torch.frombuffer(elements, dtype=values.dtype))
-
-
-# anchor 4.4
-# end 4.4

@@ -33,8 +33,20 @@ MAY_IMPORT = {
     "shared_memory": set(),
     "bench": {"grade", "launch", "plot", "shared_memory", "sim", "trainers"},
     "planning": {"sim", "trainers"},
+    "chaos": {"grade", "trainers"},
     "cli": {
-        *("bench", "course", "demo", "doctor", "launch", "learner", "planning", "sim", "training")
+        *(
+            "bench",
+            "chaos",
+            "course",
+            "demo",
+            "doctor",
+            "launch",
+            "learner",
+            "planning",
+            "sim",
+            "training",
+        )
     },
     "__main__": {"cli"},
 }

@@ -44,7 +44,7 @@ def distlab(*arguments: str) -> int:
         ),
         (
             ["trian"],
-            "Valid commands: bench, challenge, check, ",
+            "Valid commands: bench, challenge, chaos, ",
         ),
         (["--versoin"], "Valid options: --version"),
         (["doctor", "--x"], "distlab doctor: No such option: --x.\n"),

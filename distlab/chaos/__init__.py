@@ -1,0 +1,1 @@
+"""Campaigns against checkpoints: real processes that are killed, and files that are damaged."""

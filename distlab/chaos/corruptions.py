@@ -1,0 +1,162 @@
+"""Damage checkpoints at random, and see whether that is noticed."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+
+from distlab import trainers
+from distlab.chaos.victim import PHASE_4, digest
+from distlab.grade.submission import Submission
+
+NEWEST, BEFORE, OLDEST = 3, 2, 1
+
+
+class Corruptions(NamedTuple):
+    """What came of a campaign."""
+
+    by_kind: dict[str, int]
+    failures: list[str]
+
+
+class _Damaged(NamedTuple):
+    """What was done to the newest of three checkpoints, and what must be loaded nevertheless."""
+
+    what: str
+    expected: int = BEFORE
+
+
+def run(
+    lessons: Submission, count: int, seed: int, scratch: Path, advance: Callable[[], None]
+) -> Corruptions:
+    """Damage the newest of three checkpoints, again and again, and load.
+
+    Each time the damage must be noticed, with a reason, and the checkpoint before be loaded, bit
+    for bit; where two were damaged, the one before both.
+
+    Args:
+        lessons: whose ``save_checkpoint`` and ``load_checkpoint``.
+        scratch: a folder that is not there yet.
+        advance: called after each one.
+    """
+    lesson: Any = trainers.lesson(lessons, "checkpoint", PHASE_4)
+    random, whole, damaged = Random(seed), scratch / "whole", scratch / "damaged"
+    scratch.mkdir()
+    for step in (OLDEST, BEFORE, NEWEST):
+        lesson.save_checkpoint(_state_of(step), whole, step)
+    found = Corruptions({}, [])
+    for _ in range(count):
+        shutil.copytree(whole, damaged)
+        kind = random.choice(list(KINDS))
+        damage = KINDS[kind](random, damaged)
+        if failure := _failure(lesson, damaged, damage):
+            found.failures.append(f"{kind}: {damage.what}: {failure}")
+        found.by_kind[kind] = found.by_kind.get(kind, 0) + 1
+        shutil.rmtree(damaged)
+        advance()
+    return found
+
+
+def _state_of(step: int) -> dict[str, Any]:
+    """Return a state; those of two steps have the same size."""
+    values = torch.arange(2000, dtype=torch.float32) * step
+    return {"weight": values.view(40, 50), "moments": [values[:40] / 7, step], "step": step}
+
+
+def _failure(lesson: Any, folder: Path, damage: _Damaged) -> str:
+    """Load, and say what is wrong with that; "": nothing."""
+    try:
+        loaded = lesson.load_checkpoint(folder)
+    except Exception as error:
+        return f"load_checkpoint raises {type(error).__name__}: {error}"
+    if loaded is None:
+        return "load_checkpoint finds nothing"
+    if loaded.step != damage.expected:
+        return f"step {loaded.step} is loaded instead of step {damage.expected}"
+    if digest(loaded.state) != digest(_state_of(loaded.step)):
+        return f"step {loaded.step} is not as it was saved"
+    unnamed = NEWEST - loaded.step - sum(bool(reason) for reason in loaded.skipped.values())
+    return f"{unnamed} of the damaged ones have no reason in skipped" if unnamed else ""
+
+
+def _checkpoint(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _any_file(random: Random, folder: Path, step: int = NEWEST) -> Path:
+    return random.choice(sorted(_checkpoint(folder, step).iterdir()))
+
+
+def _flip(random: Random, folder: Path) -> _Damaged:
+    path = _any_file(random, folder)
+    content = bytearray(path.read_bytes())
+    place = random.randrange(len(content))
+    content[place] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+    return _Damaged(f"byte {place} of {path.name}")
+
+
+def _truncate(random: Random, folder: Path) -> _Damaged:
+    path = _any_file(random, folder)
+    size = random.randrange(path.stat().st_size)
+    os.truncate(path, size)
+    return _Damaged(f"{path.name} ends after {size} bytes")
+
+
+def _remove(random: Random, folder: Path) -> _Damaged:
+    path = _any_file(random, folder)
+    path.unlink()
+    return _Damaged(f"{path.name} is missing")
+
+
+def _zero(random: Random, folder: Path) -> _Damaged:
+    """Lose a part of a file, as a disk does that has lost a block."""
+    path = _any_file(random, folder)
+    content = bytearray(path.read_bytes())
+    first = random.randrange(len(content))
+    while not any(content[first : first + 512]):
+        first = random.randrange(len(content))
+    length = len(content[first : first + 512])
+    content[first : first + 512] = bytes(length)
+    path.write_bytes(content)
+    return _Damaged(f"{length} bytes of {path.name} are zero from byte {first} on")
+
+
+def _swap(one: Path, other: Path) -> None:
+    between = one.with_name("between")
+    one.rename(between)
+    other.rename(one)
+    between.rename(other)
+
+
+def _swap_files(random: Random, folder: Path) -> _Damaged:
+    one, other = random.sample(sorted(_checkpoint(folder, NEWEST).iterdir()), 2)
+    _swap(one, other)
+    return _Damaged(f"{one.name} and {other.name} are swapped")
+
+
+def _swap_steps(random: Random, folder: Path) -> _Damaged:
+    path = _any_file(random, folder)
+    _swap(path, _checkpoint(folder, BEFORE) / path.name)
+    return _Damaged(f"{path.name} is that of the step before, and the other way round", OLDEST)
+
+
+def _copy_older(random: Random, folder: Path) -> _Damaged:
+    path = _any_file(random, folder)
+    shutil.copyfile(_checkpoint(folder, BEFORE) / path.name, path)
+    return _Damaged(f"{path.name} is that of the step before")
+
+
+KINDS: dict[str, Callable[[Random, Path], _Damaged]] = {
+    "a flipped bit": _flip,
+    "a file cut off": _truncate,
+    "a missing file": _remove,
+    "a lost block": _zero,
+    "files swapped": _swap_files,
+    "files swapped between steps": _swap_steps,
+    "a file of an older step": _copy_older,
+}
