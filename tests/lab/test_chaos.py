@@ -80,8 +80,7 @@ def writer(tmp_path: Path, save: str = SAVE, load: str = LOAD) -> Submission:
 def killed(tmp_path: Path, lessons: Submission, count: int) -> Kills:
     scratch = tmp_path / "scratch"
     training = Training(lessons, tmp_path / "run", num_steps=40, save_every=4)
-    found = kills.run(training, count, 0, scratch, lambda: None)
-    return found
+    return kills.run(training, count, 0, scratch, lambda: None)
 
 
 def damaged(tmp_path: Path, lessons: Submission, count: int) -> Corruptions:
