@@ -1,6 +1,6 @@
 """Checkpoints: what a run leaves behind, so that another can go on from it.
 
-Tasks 4.1 and 4.3. The docstring says what a function promises, its TODO what you need for it, and
+Tasks 4.1, 4.3 and 4.4. The docstring says what a function promises, its TODO what you need for it, and
 guidelines.md why and how. To grade one task: ``distlab check 4.1``.
 """
 
@@ -9,7 +9,9 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +192,102 @@ def load_sharded(
     #   of the first file from byte 12 on, and the first 8 of the second.
     #   About 45 lines with helpers.
     raise NotImplementedError("Task 4.3: load_sharded, see guidelines.md#43-shards-from-all-ranks")
+
+
+class AsyncCheckpointer:
+    """Saves checkpoints while training goes on, which waits only while the state is copied.
+
+    Two saves; training goes on where its line says so:
+        training    save 1: copy, goes on ………………… save 2: waits, copy, goes on …… wait: waits
+        a thread                  writes 1 …………………………………………          writes 2 …………………………
+
+        with AsyncCheckpointer(lambda state, step: save_checkpoint(state, folder, step)) as saver:
+            for step in range(num_steps):
+                train(step)
+                if step % 100 == 0:
+                    saver.save({"model": model.state_dict()}, step)
+
+    Attributes:
+        snapshot_s: seconds that the last ``save`` took to copy the state, without waiting; 0.0
+            before the first.
+        write_s: seconds that the last write took; 0.0 before the end of the first.
+    """
+
+    def __init__(self, write: Callable[[dict[str, Any], int], object]) -> None:
+        """Prepare; nothing is written yet.
+
+        Args:
+            write: makes a state durable. It is called with the copy of a state and its step, in
+                another thread, and so it calls no collective.
+        """
+        # TODO 4.4: keep ``write``, and that nothing is being written and nothing has failed.
+        #   Tools: none.
+        #   Example: AsyncCheckpointer(write).write_s is 0.0.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 4.4: AsyncCheckpointer.__init__, see guidelines.md#44-save-while-training-goes-on"
+        )
+
+    def save(self, state: Mapping[str, Any], step: int) -> None:
+        """Copy the state, and let it be written while training goes on.
+
+        While an earlier write goes on, waits for its end first: there is one at a time.
+
+        Args:
+            state: tensors on any device, numbers, strings, and dicts, lists and tuples of them. Not
+                changed; and what happens to it after ``save`` does not reach the checkpoint.
+            step: of the training.
+
+        Raises:
+            RuntimeError: the write before this one has failed. It names the step of that write, as
+                ``step 300``, and the reason; nothing is saved now. An error is told once, here or
+                by ``wait``.
+
+        Cost: memory for one copy of the state, on the CPU; time for copying it.
+        """
+        # TODO 4.4: wait for the write before, copy the state, and start a thread that writes.
+        #   Tools: threading.Thread, time.perf_counter, tensor.detach().to("cpu", copy=True); a
+        #   function that calls itself for dicts, lists and tuples.
+        #   Example: the copy takes 0.5 s and the write 20 s: ``save`` returns after 0.5 s.
+        #   About 24 lines with helpers.
+        raise NotImplementedError(
+            "Task 4.4: AsyncCheckpointer.save, see guidelines.md#44-save-while-training-goes-on"
+        )
+
+    def wait(self) -> None:
+        """Wait until all that was saved is written.
+
+        Raises:
+            RuntimeError: as for ``save``.
+
+        Without it, Python waits before it exits until the last write has ended; but if that fails,
+        nobody is told.
+        """
+        # TODO 4.4: wait for the thread; if its write has failed, raise that, once.
+        #   Tools: thread.join, raise … from ….
+        #   Example: the disk is full in step 300: "step 300 is not saved: [Errno 28] No space …".
+        #   About 7 lines.
+        raise NotImplementedError(
+            "Task 4.4: AsyncCheckpointer.wait, see guidelines.md#44-save-while-training-goes-on"
+        )
+
+    def __enter__(self) -> "AsyncCheckpointer":
+        """Return itself."""
+        # TODO 4.4: return self.
+        #   Tools: none.
+        #   Example: ``with AsyncCheckpointer(write) as saver`` gives 1 object its name.
+        #   About 1 line.
+        raise NotImplementedError(
+            "Task 4.4: AsyncCheckpointer.__enter__, "
+            "see guidelines.md#44-save-while-training-goes-on"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Wait as ``wait`` does, also after an error inside of the with statement."""
+        # TODO 4.4: wait for what is still being written.
+        #   Tools: what you wrote above.
+        #   Example: the with statement ends 20 s after ``save``, if the write takes as long.
+        #   About 1 line.
+        raise NotImplementedError(
+            "Task 4.4: AsyncCheckpointer.__exit__, see guidelines.md#44-save-while-training-goes-on"
+        )

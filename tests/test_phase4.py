@@ -12,6 +12,7 @@ from phase4.judge_checkpoint import *
 
 
 from phase4.judge_sharded import *
+from phase4.judge_async import *
 
 
 # fault_tolerance

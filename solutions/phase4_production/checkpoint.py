@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -516,3 +518,104 @@ class _Reading:
                 file.seek(offset)
                 elements = bytearray(file.read(values.nbytes))
             values.detach().copy_(torch.frombuffer(elements, dtype=values.dtype))
+
+
+class AsyncCheckpointer:
+    """Saves checkpoints while training goes on, which waits only while the state is copied.
+
+    Two saves; training goes on where its line says so:
+        training    save 1: copy, goes on ………………… save 2: waits, copy, goes on …… wait: waits
+        a thread                  writes 1 …………………………………………          writes 2 …………………………
+
+        with AsyncCheckpointer(lambda state, step: save_checkpoint(state, folder, step)) as saver:
+            for step in range(num_steps):
+                train(step)
+                if step % 100 == 0:
+                    saver.save({"model": model.state_dict()}, step)
+
+    Attributes:
+        snapshot_s: seconds that the last ``save`` took to copy the state, without waiting; 0.0
+            before the first.
+        write_s: seconds that the last write took; 0.0 before the end of the first.
+    """
+
+    def __init__(self, write: Callable[[dict[str, Any], int], object]) -> None:
+        """Prepare; nothing is written yet.
+
+        Args:
+            write: makes a state durable. It is called with the copy of a state and its step, in
+                another thread, and so it calls no collective.
+        """
+        self.write = write
+        self.snapshot_s = self.write_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._failed: tuple[int, Exception] | None = None
+
+    def save(self, state: Mapping[str, Any], step: int) -> None:
+        """Copy the state, and let it be written while training goes on.
+
+        While an earlier write goes on, waits for its end first: there is one at a time.
+
+        Args:
+            state: tensors on any device, numbers, strings, and dicts, lists and tuples of them. Not
+                changed; and what happens to it after ``save`` does not reach the checkpoint.
+            step: of the training.
+
+        Raises:
+            RuntimeError: the write before this one has failed. It names the step of that write, as
+                ``step 300``, and the reason; nothing is saved now. An error is told once, here or
+                by ``wait``.
+
+        Cost: memory for one copy of the state, on the CPU; time for copying it.
+        """
+        self.wait()
+        begun_s = time.perf_counter()
+        snapshot = {name: _copied(part) for name, part in state.items()}
+        self.snapshot_s = time.perf_counter() - begun_s
+        self._thread = threading.Thread(target=self._write, args=(snapshot, step))  # no daemon
+        self._thread.start()
+
+    def _write(self, snapshot: dict[str, Any], step: int) -> None:
+        """Write in the thread, whose errors nobody would see."""
+        begun_s = time.perf_counter()
+        try:
+            self.write(snapshot, step)
+        except Exception as error:
+            self._failed = step, error
+        self.write_s = time.perf_counter() - begun_s
+
+    def wait(self) -> None:
+        """Wait until all that was saved is written.
+
+        Raises:
+            RuntimeError: as for ``save``.
+
+        Without it, Python waits before it exits until the last write has ended; but if that fails,
+        nobody is told.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            step, error = failed
+            raise RuntimeError(f"step {step} is not saved: {error}") from error
+
+    def __enter__(self) -> "AsyncCheckpointer":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait as ``wait`` does, also after an error inside of the with statement."""
+        self.wait()
+
+
+def _copied(part: Any) -> Any:
+    """Copy a part of a state, with all tensors on the CPU."""
+    if isinstance(part, Tensor):
+        return part.detach().to("cpu", copy=True)
+    if isinstance(part, Mapping):
+        return {key: _copied(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)(map(_copied, part))
+    return part

@@ -1,0 +1,219 @@
+"""Bodies for task 4.4: writes that wait until they may go on, and training that does not."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+HELD_S = 3.0  # longest: a save that waits for its own write must come to an end too
+LATE_S = 0.3
+FULL = "No space left on device"
+
+
+class Writer:
+    """Notes what it is given to write; it may have to wait, and it may fail."""
+
+    def __init__(self, *, is_held: bool = False, fails: tuple[int, ...] = ()) -> None:
+        self.fails = fails
+        self.steps: list[int] = []
+        self.states: list[Any] = []
+        self.is_daemon = self.is_callers_thread = self.was_held_too_long = False
+        self.most_at_once = 0
+        self.may_go = threading.Event()
+        if not is_held:
+            self.may_go.set()
+        self._caller = threading.get_ident()
+        self._at_once, self._lock = 0, threading.Lock()
+
+    def __call__(self, state: Any, step: int) -> None:
+        with self._lock:
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        self.is_daemon |= threading.current_thread().daemon
+        self.is_callers_thread |= threading.get_ident() == self._caller
+        self.was_held_too_long |= not self.may_go.wait(HELD_S)
+        time.sleep(0.01)
+        with self._lock:
+            self._at_once -= 1
+        if step in self.fails:
+            raise OSError(28, FULL)
+        self.states.append(state)
+        self.steps.append(step)
+
+
+class Seen(dict[str, Any]):
+    """A state that notes which threads read it."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self.readers: set[int] = set()
+
+    def _note(self) -> None:
+        if hasattr(self, "readers"):  # while it is being copied, it has none yet
+            self.readers.add(threading.get_ident())
+
+    def __getitem__(self, key: str) -> Any:
+        self._note()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self._note()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._note()
+        return super().items()
+
+    def values(self) -> Any:
+        self._note()
+        return super().values()
+
+
+def state_of_training() -> dict[str, Any]:
+    """Return a state of all kinds."""
+    weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+    return {
+        "model": {"weight": weight, "bias": torch.arange(8).bfloat16()[3:5]},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+        "losses": [2.5, 1.25],
+        "position": (4, torch.tensor([7, 8])),
+        "name": "run 3",
+        "best": None,
+    }
+
+
+def change(state: dict[str, Any]) -> None:
+    """Change everything in a state that can be changed in place."""
+    with torch.no_grad():
+        state["model"]["weight"].add_(1)
+        state["model"]["bias"].zero_()
+        state["position"][1].zero_()
+        for value in state["optimizer"]["state"][0].values():
+            value.mul_(5)
+    state["optimizer"]["param_groups"][0]["lr"] = 9.0
+    state["optimizer"]["param_groups"][0]["params"].append(1)
+    state["losses"].append(0.0)
+    state["name"] = "run 4"
+
+
+def plain(part: Any) -> Any:
+    """Write a state without tensors."""
+    if isinstance(part, torch.Tensor):
+        return [str(part.dtype), str(part.device), part.detach().float().tolist()]
+    if isinstance(part, Mapping):
+        return {key: plain(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return [type(part).__name__, *map(plain, part)]
+    return part
+
+
+def save_and_change(lesson: Any) -> dict[str, Any]:
+    """Save, and change the state while the write is held."""
+    writer, state = Writer(is_held=True), state_of_training()
+    before = plain(state)
+    saver = lesson.AsyncCheckpointer(writer)
+    saver.save(state, 3)
+    found = {
+        "waited": writer.was_held_too_long or writer.is_callers_thread,
+        "unchanged": plain(state) == before,
+    }
+    change(state)
+    writer.may_go.set()
+    saver.wait()
+    written = plain(writer.states[0]) if writer.states else {}
+    different = [name for name in before if written.get(name) != before[name]]
+    return {
+        **found,
+        "different": different,
+        "right": {name: before[name] for name in different},
+        "written": {name: written.get(name) for name in different},
+        "steps": writer.steps,
+        "is_daemon": writer.is_daemon,
+    }
+
+
+def who_reads(lesson: Any) -> int:
+    """Save; return how many threads other than training's have read the state."""
+    state = Seen({"weight": torch.ones(3), "losses": Seen({"1": torch.zeros(2)})})
+    with lesson.AsyncCheckpointer(Writer()) as saver:
+        saver.save(state, 1)
+    readers = state.readers | dict.__getitem__(state, "losses").readers
+    return len(readers - {threading.get_ident()})
+
+
+def save_four(lesson: Any) -> dict[str, Any]:
+    """Save four steps as fast as possible."""
+    writer = Writer()
+    saver = lesson.AsyncCheckpointer(writer)
+    for step in (1, 2, 3, 4):
+        saver.save({"x": torch.tensor([step])}, step)
+    saver.wait()
+    values = [state["x"].item() for state in writer.states]
+    return {"steps": writer.steps, "values": values, "most_at_once": writer.most_at_once}
+
+
+def wait(lesson: Any) -> dict[str, list[int]]:
+    """Return which steps are written after ``wait``, and after with statements."""
+    found = {}
+    writer = Writer()
+    saver = lesson.AsyncCheckpointer(writer)
+    saver.wait()
+    saver.save({"x": torch.ones(1)}, 1)
+    saver.wait()
+    found["wait()"] = [*writer.steps]
+    with lesson.AsyncCheckpointer(writer) as saver:
+        saver.save({"x": torch.ones(1)}, 2)
+    found["the end of the with statement"] = [*writer.steps]
+    try:
+        with lesson.AsyncCheckpointer(writer) as saver:
+            saver.save({"x": torch.ones(1)}, 3)
+            raise ArithmeticError("in a step")
+    except ArithmeticError:
+        found["an error inside of the with statement"] = [*writer.steps]
+    return found
+
+
+def fail(lesson: Any, how: str) -> dict[str, Any]:
+    """Save step 300, whose write fails; what is raised, and what goes on afterwards."""
+    writer = Writer(fails=(300,))
+    saver = lesson.AsyncCheckpointer(writer)
+    saver.save({"x": torch.ones(1)}, 300)
+    ways = {
+        "save": lambda: saver.save({"x": torch.ones(1)}, 301),
+        "wait": saver.wait,
+        "with": lambda: saver.__exit__(None, None, None),
+    }
+    found = {"first": _raised(ways[how]), "second": _raised(saver.wait)}
+    found["written"] = [*writer.steps]
+    found["later"] = _raised(lambda: saver.save({"x": torch.ones(1)}, 302)) + _raised(saver.wait)
+    return {**found, "afterwards": [*writer.steps]}
+
+
+def _raised(call: Any) -> list[str]:
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def seconds(lesson: Any) -> dict[str, float]:
+    """Let a save wait for the write before; say what it reports, and how long it took."""
+    writer = Writer(is_held=True)
+    saver = lesson.AsyncCheckpointer(writer)
+    found = {"before": saver.snapshot_s + saver.write_s}
+    saver.save({"x": torch.ones(1000)}, 1)
+    begun_s = time.perf_counter()
+    threading.Timer(LATE_S, writer.may_go.set).start()
+    saver.save({"x": torch.ones(1000)}, 2)
+    found["save_s"] = time.perf_counter() - begun_s
+    found["write_s"] = saver.write_s
+    found["snapshot_s"] = saver.snapshot_s
+    saver.wait()
+    return {**found, "second_write_s": saver.write_s, "all_s": time.perf_counter() - begun_s}
