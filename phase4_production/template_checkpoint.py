@@ -1,6 +1,6 @@
 """Checkpoints: what a run leaves behind, so that another can go on from it.
 
-Tasks 4.1, 4.3 and 4.4. The docstring says what a function promises, its TODO what you need for it, and
+Tasks 4.1 to 4.4. The docstring says what a function promises, its TODO what you need for it, and
 guidelines.md why and how. To grade one task: ``distlab check 4.1``.
 """
 
@@ -276,7 +276,7 @@ class AsyncCheckpointer:
         # TODO 4.4: return self.
         #   Tools: none.
         #   Example: ``with AsyncCheckpointer(write) as saver`` gives 1 object its name.
-        #   About 1 line.
+        #   About 2 lines.
         raise NotImplementedError(
             "Task 4.4: AsyncCheckpointer.__enter__, "
             "see guidelines.md#44-save-while-training-goes-on"
@@ -287,7 +287,7 @@ class AsyncCheckpointer:
         # TODO 4.4: wait for what is still being written.
         #   Tools: what you wrote above.
         #   Example: the with statement ends 20 s after ``save``, if the write takes as long.
-        #   About 1 line.
+        #   About 2 lines.
         raise NotImplementedError(
             "Task 4.4: AsyncCheckpointer.__exit__, see guidelines.md#44-save-while-training-goes-on"
         )

@@ -78,7 +78,7 @@ def test_help_of_what_is_no_command_names_the_commands(capsys: pytest.CaptureFix
     assert distlab("help", "trian") == 2
     line = capsys.readouterr().err
     assert line.startswith("distlab: No such command 'trian'. Did you mean 'train'")
-    assert "Valid commands: bench, challenge, check" in line
+    assert "Valid commands: bench, challenge, chaos, check" in line
 
 
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
