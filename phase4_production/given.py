@@ -4,7 +4,7 @@ It contains no task, so leave it as it is. Submissions are graded with the cours
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,3 +45,28 @@ class ShardsLoaded(NamedTuple):
     step: int
     path: Path
     skipped: dict[Path, str]  # newer, damaged -> the reason
+
+
+Status = Literal["alive", "waiting", "slow", "silent"]
+
+
+class Health(NamedTuple):
+    """What a monitor knows of a rank."""
+
+    rank: int
+    step: int  # of its last report; -1: none yet
+    silent_s: float  # since that was seen
+    status: Status
+
+
+class Store(Protocol):
+    """What is used of the stores of torch.distributed: of a TCPStore, for example."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value, over an older one."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value; wait until there is one, and raise after the store's timeout."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell at once whether all keys have values."""

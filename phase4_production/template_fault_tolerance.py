@@ -1,19 +1,127 @@
 """Fault tolerance: notice that a rank is gone, and go on without it.
 
-Tasks 4.7 and 4.8. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.7``.
+Tasks 4.5 to 4.8. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 4.5``.
 """
 
 import math
 import signal
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median_low
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from phase4_production.given import EXIT_STOPPED, Group, group_device
+from phase4_production.given import EXIT_STOPPED, Group, Health, Status, Store, group_device
+
+
+class Heartbeat:
+    """Reports that a rank lives, and how far it is."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        """Prepare; nothing is reported yet.
+
+        Args:
+            store: that all ranks and the monitor reach, such as a ``dist.TCPStore``.
+            rank: that reports.
+        """
+        # TODO 4.5: keep the store and where this rank reports.
+        #   Tools: none.
+        #   Example: rank 3 may report under the key "heartbeat/3".
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 4.5: Heartbeat.__init__, see guidelines.md#45-notice-who-is-gone"
+        )
+
+    def beat(self, step: int, busy_s: float) -> None:
+        """Report that this rank has done its own part of a step, and now waits for the others.
+
+        It may be called several times for a step that takes long, to show that the rank lives.
+
+        Args:
+            step: of the training.
+            busy_s: how long the rank has worked in it: without waiting for others.
+
+        Cost: one message to the store, which waits for nobody.
+        """
+        # TODO 4.5: write the report into the store, such that no two reports are equal.
+        #   Tools: store.set, which takes two strings.
+        #   Example: the 7th report, of step 6, after 0.25 s of work: "7 6 0.25".
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 4.5: Heartbeat.beat, see guidelines.md#45-notice-who-is-gone"
+        )
+
+
+class HeartbeatMonitor:
+    """Tells which ranks live, wait, are slow or are gone.
+
+    Three ranks; rank 1 is killed in step 5. The others wait for it in the all-reduce of step 5, so
+    that nobody reports any more; but the step of its last report is lower than theirs:
+        rank 0    step 3   step 4   step 5   …    waiting
+        rank 1    step 3   step 4                 silent
+        rank 2    step 3   step 4   step 5   …    waiting
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        world_size: int,
+        *,
+        timeout_s: float,
+        slow_factor: float = 2.0,
+        patience: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            store: to which the ranks report.
+            world_size: how many ranks there are.
+            timeout_s: a rank that has not reported for longer is ``silent`` or ``waiting``. Above
+                the time of the longest step.
+            slow_factor: a rank is slow if its ``busy_s`` is above this many times the median.
+            patience: in how many reports in a row it must be slow.
+            clock: tells the time of this process, in seconds. The clocks of other hosts may be
+                ahead or behind: times are never sent.
+        """
+        # TODO 4.5: keep the arguments, and for each rank when the monitor has begun.
+        #   Tools: dataclasses.dataclass for what is known of a rank.
+        #   Example: 3 ranks, clock() is 100.0: each was seen at 100.0, with step -1.
+        #   About 10 lines with the dataclass.
+        raise NotImplementedError(
+            "Task 4.5: HeartbeatMonitor.__init__, see guidelines.md#45-notice-who-is-gone"
+        )
+
+    def poll(self) -> list[Health]:
+        """Look at the newest report of each rank.
+
+        Returns:
+            What is known of each rank, rank by rank. ``step`` is that of its last report, -1 before
+            the first, and ``silent_s`` the time on ``clock`` since the poll that has seen it first;
+            before the first, since the monitor has begun.
+
+            status      when
+            silent      silent_s is above timeout_s, and no rank has reported a lower step
+            waiting     silent_s is above timeout_s, and a rank has reported a lower step
+            slow        the last ``patience`` reports that were seen were slow, one after the other:
+                        each time busy_s was above slow_factor times the median of the newest
+                        reports of all ranks; of two in the middle, the lower one
+            alive       otherwise: also again, as soon as a rank that was silent reports
+
+        Cost: at most two messages to the store for each rank; it never waits for a rank.
+        """
+        # TODO 4.5: read what is new, count slow reports, and tell the status of each rank.
+        #   Tools: store.check, store.get, statistics.median_low, Health (given).
+        #   Example: busy_s is 0.1, 0.1, 0.1 and 0.5 on 4 ranks: the median is 0.1, and 0.5 > 0.2.
+        #   About 28 lines with helpers.
+        raise NotImplementedError(
+            "Task 4.5: HeartbeatMonitor.poll, see guidelines.md#45-notice-who-is-gone"
+        )
 
 
 class StopRequest:

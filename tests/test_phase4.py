@@ -16,6 +16,7 @@ from phase4.judge_async import *
 
 
 # fault_tolerance
+from phase4.judge_heartbeats import *
 
 
 from phase4.judge_stops import *

@@ -2,14 +2,149 @@
 
 import math
 import signal
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median_low
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from phase4_production.given import EXIT_STOPPED, Group, group_device
+from phase4_production.given import EXIT_STOPPED, Group, Health, Status, Store, group_device
+
+
+class Heartbeat:
+    """Reports that a rank lives, and how far it is."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        """Prepare; nothing is reported yet.
+
+        Args:
+            store: that all ranks and the monitor reach, such as a ``dist.TCPStore``.
+            rank: that reports.
+        """
+        self.store, self.key, self.count = store, _key_of(rank), 0
+
+    def beat(self, step: int, busy_s: float) -> None:
+        """Report that this rank has done its own part of a step, and now waits for the others.
+
+        It may be called several times for a step that takes long, to show that the rank lives.
+
+        Args:
+            step: of the training.
+            busy_s: how long the rank has worked in it: without waiting for others.
+
+        Cost: one message to the store, which waits for nobody.
+        """
+        self.count += 1  # so that no two reports are equal
+        self.store.set(self.key, f"{self.count} {step} {busy_s}")
+
+
+def _key_of(rank: int) -> str:
+    """Return where a rank reports."""
+    return f"heartbeat/{rank}"
+
+
+@dataclass
+class _Seen:
+    """What a monitor has seen of a rank."""
+
+    seen_s: float
+    report: bytes = b""
+    step: int = -1
+    busy_s: float = 0.0
+    slow_reports: int = 0  # in a row
+
+
+class HeartbeatMonitor:
+    """Tells which ranks live, wait, are slow or are gone.
+
+    Three ranks; rank 1 is killed in step 5. The others wait for it in the all-reduce of step 5, so
+    that nobody reports any more; but the step of its last report is lower than theirs:
+        rank 0    step 3   step 4   step 5   …    waiting
+        rank 1    step 3   step 4                 silent
+        rank 2    step 3   step 4   step 5   …    waiting
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        world_size: int,
+        *,
+        timeout_s: float,
+        slow_factor: float = 2.0,
+        patience: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            store: to which the ranks report.
+            world_size: how many ranks there are.
+            timeout_s: a rank that has not reported for longer is ``silent`` or ``waiting``. Above
+                the time of the longest step.
+            slow_factor: a rank is slow if its ``busy_s`` is above this many times the median.
+            patience: in how many reports in a row it must be slow.
+            clock: tells the time of this process, in seconds. The clocks of other hosts may be
+                ahead or behind: times are never sent.
+        """
+        self.store, self.timeout_s, self.clock = store, timeout_s, clock
+        self.slow_factor, self.patience = slow_factor, patience
+        begun_s = clock()
+        self.ranks = [_Seen(begun_s) for _ in range(world_size)]
+
+    def poll(self) -> list[Health]:
+        """Look at the newest report of each rank.
+
+        Returns:
+            What is known of each rank, rank by rank. ``step`` is that of its last report, -1 before
+            the first, and ``silent_s`` the time on ``clock`` since the poll that has seen it first;
+            before the first, since the monitor has begun.
+
+            status      when
+            silent      silent_s is above timeout_s, and no rank has reported a lower step
+            waiting     silent_s is above timeout_s, and a rank has reported a lower step
+            slow        the last ``patience`` reports that were seen were slow, one after the other:
+                        each time busy_s was above slow_factor times the median of the newest
+                        reports of all ranks; of two in the middle, the lower one
+            alive       otherwise: also again, as soon as a rank that was silent reports
+
+        Cost: at most two messages to the store for each rank; it never waits for a rank.
+        """
+        now_s = self.clock()
+        new = [seen for rank, seen in enumerate(self.ranks) if self._is_new(rank, seen, now_s)]
+        self._judge_speed(new)
+        lowest = min(seen.step for seen in self.ranks)
+        return [
+            Health(rank, seen.step, now_s - seen.seen_s, self._status(seen, now_s, lowest))
+            for rank, seen in enumerate(self.ranks)
+        ]
+
+    def _is_new(self, rank: int, seen: _Seen, now_s: float) -> bool:
+        """Read the newest report of a rank, if there is one that was not seen before."""
+        key = _key_of(rank)
+        report = self.store.get(key) if self.store.check([key]) else b""  # get alone would wait
+        if report == seen.report:
+            return False
+        _, step, busy_s = report.split()
+        seen.report, seen.seen_s = report, now_s
+        seen.step, seen.busy_s = int(step), float(busy_s)
+        return True
+
+    def _judge_speed(self, new: Sequence[_Seen]) -> None:
+        """Count the slow reports in a row of those ranks that have reported."""
+        times_s = [seen.busy_s for seen in self.ranks if seen.report]
+        for seen in new:
+            is_slow = seen.busy_s > self.slow_factor * median_low(times_s)
+            seen.slow_reports = seen.slow_reports + 1 if is_slow else 0
+
+    def _status(self, seen: _Seen, now_s: float, lowest: int) -> Status:
+        """Tell what a rank does, as far as one can see."""
+        if now_s - seen.seen_s > self.timeout_s:
+            return "silent" if seen.step == lowest else "waiting"
+        return "slow" if seen.slow_reports >= self.patience else "alive"
 
 
 class StopRequest:

@@ -1,0 +1,97 @@
+"""4.5 on real processes: a rank that is killed, stopped or slow is noticed, and no other blamed."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phase4_production.given import Health
+from solutions.phase4_production.fault_tolerance import Heartbeat, HeartbeatMonitor
+
+NUM_RANKS, CULPRIT, FATAL_STEP = 3, 1, 10
+TIMEOUT_S, END_S = 1.5, 60.0
+STEP_S = 0.01
+processes = multiprocessing.get_context("forkserver")
+
+
+def train(rank: int, port: int, meeting: Path, fate: int) -> None:
+    """Train until the test ends it; the culprit sends itself a signal, or is slow for fate 0."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=NUM_RANKS
+    )
+    heartbeat = Heartbeat(store, rank)
+    for step in range(1_000_000):
+        begun_s = time.monotonic()
+        time.sleep(STEP_S)
+        if rank == CULPRIT and step >= FATAL_STEP:
+            if fate:
+                os.kill(os.getpid(), fate)
+            time.sleep(10 * STEP_S)
+        heartbeat.beat(step, time.monotonic() - begun_s)
+        dist.all_reduce(torch.ones(1))
+
+
+@contextmanager
+def training(fate: int, meeting: Path) -> Iterator[HeartbeatMonitor]:
+    """Start the ranks, and a monitor of them; end them all."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=END_S)
+    )
+    ranks: list[BaseProcess] = [
+        processes.Process(target=train, args=(rank, store.port, meeting, fate), daemon=True)
+        for rank in range(NUM_RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        while not all(store.check([f"heartbeat/{rank}"]) for rank in range(NUM_RANKS)):
+            assert all(process.is_alive() for process in ranks)
+            time.sleep(0.01)
+        yield HeartbeatMonitor(store, NUM_RANKS, timeout_s=TIMEOUT_S)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def poll_until(
+    monitor: HeartbeatMonitor, is_noticed: Callable[[list[Health]], bool]
+) -> list[list[Health]]:
+    """Poll until something is noticed; return all that was told."""
+    end_s, told = time.monotonic() + END_S, [monitor.poll()]
+    while not is_noticed(told[-1]):
+        assert time.monotonic() < end_s, told[-1]
+        time.sleep(0.02)
+        told.append(monitor.poll())
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_is_noticed(fate: int, tmp_path: Path) -> None:
+    with training(fate, tmp_path / "meeting") as monitor:
+        told = poll_until(
+            monitor, lambda ranks: all(rank.status in ("silent", "waiting") for rank in ranks)
+        )
+    silent = {rank.rank for ranks in told for rank in ranks if rank.status == "silent"}
+    assert silent == {CULPRIT}
+    assert [rank.status for rank in told[-1]] == ["waiting", "silent", "waiting"]
+    assert told[-1][CULPRIT].step == FATAL_STEP - 1
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_noticed(tmp_path: Path) -> None:
+    with training(0, tmp_path / "meeting") as monitor:
+        told = poll_until(monitor, lambda ranks: ranks[CULPRIT].status == "slow")
+    assert told[-1][CULPRIT].step >= FATAL_STEP
