@@ -1,5 +1,7 @@
 """Finding processes that a test has started, however many parents ended in between."""
 
+from multiprocessing import forkserver, resource_tracker
+
 import forked_python
 import psutil
 
@@ -22,3 +24,12 @@ def marked(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue  # it ended, or is another user's
     return found
+
+
+def end_fork_server() -> None:
+    """End the processes that multiprocessing keeps once it has started others by its fork server.
+
+    It has no public way, and otherwise ends them when Python exits: other tests would see them.
+    """
+    for server in (forkserver._forkserver, resource_tracker._resource_tracker):
+        server._stop()  # type: ignore[attr-defined]

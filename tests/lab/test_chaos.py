@@ -1,10 +1,12 @@
 """distlab chaos: a right writer survives its campaigns, and each kind of wrong one is noticed."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 from textwrap import dedent, indent
 
 import pytest
+from processes import end_fork_server
 from typer.testing import CliRunner
 
 from distlab import trainers
@@ -67,6 +69,12 @@ UNCHECKED = """
             return Loaded(int(path.name[5:]), state, path, {})
         return None
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_fork_server_stays() -> Iterator[None]:
+    yield
+    end_fork_server()
 
 
 def writer(tmp_path: Path, save: str = SAVE, load: str = LOAD) -> Submission:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import end_fork_server
 
 from phase4_production.given import Health
 from solutions.phase4_production.fault_tolerance import Heartbeat, HeartbeatMonitor
@@ -20,7 +21,13 @@ from solutions.phase4_production.fault_tolerance import Heartbeat, HeartbeatMoni
 NUM_RANKS, CULPRIT, FATAL_STEP = 3, 1, 10
 TIMEOUT_S, END_S = 1.5, 60.0
 STEP_S = 0.01
-processes = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_fork_server_stays() -> Iterator[None]:
+    yield
+    end_fork_server()
 
 
 def train(rank: int, port: int, meeting: Path, fate: int) -> None:
@@ -49,7 +56,7 @@ def training(fate: int, meeting: Path) -> Iterator[HeartbeatMonitor]:
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=END_S)
     )
     ranks: list[BaseProcess] = [
-        processes.Process(target=train, args=(rank, store.port, meeting, fate), daemon=True)
+        context.Process(target=train, args=(rank, store.port, meeting, fate), daemon=True)
         for rank in range(NUM_RANKS)
     ]
     for process in ranks:
