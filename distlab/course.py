@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,8 +133,8 @@ class Phase:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Of all lessons, in order."""
-        return tuple(task for lesson in self.lessons for task in lesson.tasks)
+        """Of all lessons, as their ids count them: those of two lessons may alternate."""
+        return tuple(sorted((t for lesson in self.lessons for t in lesson.tasks), key=_number))
 
     @property
     def points(self) -> int:
@@ -248,14 +249,23 @@ def _phase(table: dict[str, Any]) -> Phase:
 
 def _check_ids(phase: Phase) -> None:
     """Check that the ids count the tasks, without gaps once all are there."""
+    for lesson in phase.lessons:
+        for before, task in pairwise(lesson.tasks):
+            if _number(task) <= _number(before):
+                raise CourseError(f"task {task.id} comes after {before.id} in {lesson.name}")
     place = 0
     for task in phase.tasks:
         expected = f"{phase.number}.{place + 1}"
-        prefix, _, number = task.id.partition(".")
-        is_later = prefix == str(phase.number) and number.isdecimal() and int(number) > place
+        is_later = task.id == f"{phase.number}.{_number(task)}" and _number(task) > place
         if not is_later or (task.id != expected and not phase.unfinished):
             raise CourseError(f"task {task.id} stands where {expected} should")
-        place = int(number)
+        place = _number(task)
+
+
+def _number(task: Task) -> int:
+    """Return the place that a task's id gives it in its phase; 0 where it gives none."""
+    number = task.id.partition(".")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def _challenge(folder: str, table: object) -> Challenge:

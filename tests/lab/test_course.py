@@ -155,7 +155,7 @@ def test_small_course_is_read(tmp_path: Path) -> None:
         ('title = "Add"', "title = 3", "task 1.1: title must be text, not 3"),
         ('["minus"]', "2", 'task 1.2: also must be like ["name"], not 2'),
         ('["minus"]', '["add"]', "function add is listed twice"),
-        ('id = "1.2"', 'id = "1.1"', "task 1.1 stands where 1.2 should"),
+        ('id = "1.2"', 'id = "1.1"', "task 1.1 comes after 1.1 in sums"),
         ("number = 1", "number = 1\nunfinished = 1", "unfinished must be true or false, not 1"),
         ('id = "1.2"', 'id = "1.4"', "task 1.4 stands where 1.2 should"),
         ('"subtract"', '"add"', "function add is listed twice"),
@@ -195,10 +195,40 @@ def test_an_unfinished_phase_may_lack_tasks_in_between(tmp_path: Path) -> None:
     assert [task.id for task in course.tasks] == ["1.1", "1.4"]
 
 
-@pytest.mark.parametrize("id", ["1.1", "1.0", "2.3", "1.x"])
+@pytest.mark.parametrize("id", ["1.1", "1.0", "2.1", "1.x"])
 def test_an_unfinished_phase_still_has_its_ids_in_order(tmp_path: Path, id: str) -> None:
-    with pytest.raises(CourseError, match=rf"task {id} stands where 1\.2 should"):
+    with pytest.raises(CourseError, match=rf"task {id} comes after 1\.1 in sums"):
         small(tmp_path, UNFINISHED.replace('id = "1.2"', f'id = "{id}"'))
+
+
+def test_a_task_of_another_phase_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CourseError, match=r"task 2\.3 stands where 1\.2 should"):
+        small(tmp_path, UNFINISHED.replace('id = "1.2"', 'id = "2.3"'))
+
+
+BETWEEN = """
+[[phase.lesson]]
+name = "products"
+title = "Products"
+[[phase.lesson.task]]
+id = "1.2"
+function = "multiply"
+title = "Multiply"
+points = 5
+minutes = 10
+difficulty = 2
+"""
+
+
+def test_tasks_of_two_lessons_may_alternate(tmp_path: Path) -> None:
+    tasks = small(tmp_path, SMALL.replace('id = "1.2"', 'id = "1.3"') + BETWEEN).tasks
+    assert [(task.id, task.lesson) for task in tasks] == [
+        ("1.1", "sums"),
+        ("1.2", "products"),
+        ("1.3", "sums"),
+    ]
+    with pytest.raises(CourseError, match=r"task 1\.2 stands where 1\.3 should"):
+        small(tmp_path, SMALL + BETWEEN)
 
 
 def test_folder_without_a_course_is_an_error(tmp_path: Path) -> None:
