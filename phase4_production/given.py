@@ -3,6 +3,7 @@
 It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -70,3 +71,24 @@ class Store(Protocol):
 
     def check(self, keys: list[str], /) -> bool:
         """Tell at once whether all keys have values."""
+
+
+class Reduced(NamedTuple):
+    """What came of a gradient that was averaged over the ranks in compressed form.
+
+    The mean over all ranks of what they ``sent`` is ``mean``: nothing else has travelled. What a
+    rank's gradient has beyond ``sent`` was left behind.
+    """
+
+    mean: Tensor  # (n,); the same on all ranks, bit for bit
+    sent: Tensor  # (n,); of this rank's gradient
+
+
+class Piece(NamedTuple):
+    """The gradient of one parameter, in a flat tensor that holds those of several."""
+
+    name: str  # of the parameter
+    shape: torch.Size
+
+
+Reduce = Callable[[Tensor, Sequence[Piece]], Reduced]  # flat gradients, and what lies in them
