@@ -59,7 +59,8 @@ def _load(module: str, names: str) -> list[Any]:
 
 def _why(error: Exception, names: str) -> str:
     """Say that something is a TODO, and what if it is not all; or quote the error's first line."""
-    if isinstance(error, LaunchError) and error.exception == NotImplementedError.__name__:
+    is_raised = isinstance(error, LaunchError) and error.exception == NotImplementedError.__name__
+    if is_raised or isinstance(error, NotImplementedError):
         todo = re.search(r"Task [\d.]+: ([\w.]+)", str(error))
         return f"{todo[1]} is not written yet" if todo and todo[1] != names else "not written yet"
     first, *_ = str(error).splitlines() or [type(error).__name__]

@@ -47,6 +47,18 @@ def test_the_solution_is_shown_for_a_todo(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "broadcast: not written yet, so you see the solution.\n"
 
 
+def test_a_todo_is_one_also_where_no_world_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def todo() -> bool:
+        raise NotImplementedError("Task 1.5: broadcast, see guidelines.md#15-broadcast")
+
+    monkeypatch.setattr(template_collectives, "broadcast", todo)
+    monkeypatch.setattr(collectives, "broadcast", lambda: True)
+    assert try_yours(COLLECTIVES, "broadcast", lambda yours: yours())
+    assert capsys.readouterr().out == "broadcast: not written yet, so you see the solution.\n"
+
+
 def test_the_solution_is_shown_for_an_error_and_its_first_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
