@@ -17,7 +17,9 @@ from phase4.reduced_checks import (
     check_cases,
     check_in_group,
     check_nan_travels,
+    check_reduced,
     check_training,
+    reduced,
 )
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -181,13 +183,17 @@ def _check_drawn(where: str, case: Case, gradient: list[float], sent: list[float
 @task("4.10", real=True)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_random_k_averages_the_same_places(grade: Grade, num_ranks: int) -> None:
-    _check_same_places(check_cases(grade, RANDOM, CASES, num_ranks, _check_drawn))
+    cases, by_rank = reduced(grade, RANDOM, CASES, num_ranks)
+    _check_same_places(by_rank)
+    check_reduced(by_rank, RANDOM, cases, _check_drawn)
 
 
 @task("4.10")
 @pytest.mark.parametrize("num_ranks", [5, 8])
 def test_random_k_on_more_ranks(grade: Grade, num_ranks: int) -> None:
-    _check_same_places(check_cases(grade, RANDOM, CASES, num_ranks, _check_drawn))
+    cases, by_rank = reduced(grade, RANDOM, CASES, num_ranks)
+    _check_same_places(by_rank)
+    check_reduced(by_rank, RANDOM, cases, _check_drawn)
 
 
 def _check_same_places(by_rank: list[Any]) -> None:

@@ -29,13 +29,20 @@ CASES = [*SIZES, *KINDS]
 
 def check_cases(
     grade: Grade, how: How, cases: Sequence[Case], num_ranks: int, check_sent: CheckSent
-) -> list[Any]:
-    """Reduce gradients on so many ranks, and check what comes out. Return it."""
+) -> None:
+    """Reduce gradients on so many ranks, and check what comes out."""
+    cases, by_rank = reduced(grade, how, cases, num_ranks)
+    check_reduced(by_rank, how, cases, check_sent)
+
+
+def reduced(
+    grade: Grade, how: How, cases: Sequence[Case], num_ranks: int
+) -> tuple[Sequence[Case], list[Any]]:
+    """Reduce gradients of other numbers each time; return the cases, and what comes out."""
     cases = [case._replace(seed=case.seed + grade.random.randrange(10**6)) for case in cases]
     options = uneven(grade.random, num_ranks)
     run = grade.run(b.reduce_all, num_ranks, how, cases, options=options, if_stuck=STUCK)
-    check_reduced(run.results, how, cases, check_sent)
-    return run.results
+    return cases, run.results
 
 
 def check_in_group(grade: Grade, how: How, cases: Sequence[Case], check_sent: CheckSent) -> None:
