@@ -189,7 +189,7 @@ class Int8:
         # TODO 4.11: return codes times scale.
         #   Tools: torch.Tensor.view.
         #   Example: the byte 253 with the scale 0.02 is -0.06.
-        #   About 1 line.
+        #   About 1 or 2 lines.
         raise NotImplementedError(
             "Task 4.11: Int8.decode, see guidelines.md#411-send-coarse-numbers-both-ways"
         )
