@@ -36,7 +36,7 @@ def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
     Source: Aji and Heafield 2017 (EMNLP); Lin et al. 2018 (ICLR).
     """
     k = _number_of(fraction, gradient)
-    places = gradient.abs().topk(k, sorted=False).indices
+    places = gradient.abs().topk(k).indices
     return _exchange(gradient, places, k, group)
 
 
