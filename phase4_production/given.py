@@ -92,3 +92,16 @@ class Piece(NamedTuple):
 
 
 Reduce = Callable[[Tensor, Sequence[Piece]], Reduced]  # flat gradients, and what lies in them
+
+
+class Codec(Protocol):
+    """Writes numbers with fewer bits."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes, uint8 of shape (b,), and the scale, float32 of shape ().
+
+        b follows from the length of x alone, and grows with it.
+        """
+
+    def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
+        """Return the n numbers, float32, that the codes stand for; more bytes may follow these."""

@@ -23,6 +23,11 @@ from phase4.judge_stops import *
 from phase4.judge_intervals import *
 
 
+# gradient_compression
+from phase4.judge_sparse import *
+from phase4.judge_quantized import *
+
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":

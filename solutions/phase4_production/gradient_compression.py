@@ -1,0 +1,287 @@
+"""Gradient compression: send a part of the gradient or coarse numbers, and the rest later."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from phase4_production.given import Codec, Group, Reduced, group_device
+
+_BITS = torch.arange(8, dtype=torch.uint8)  # the place of each sign in its byte
+
+
+def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
+    """Average the entries of largest magnitude: each rank sends its own, wherever they are.
+
+    Two ranks, fraction 0.5 of four entries, so that k = 2:
+        rank 0    gradient    5  -1   0   2    sent    5   0   0   2
+        rank 1    gradient    1  -4   0   3    sent    0  -4   0   3
+        mean of what was sent                        2.5  -2   0   2.5
+
+    Args:
+        gradient: (n,), floating; other values on each rank. It is not changed.
+        fraction: of the entries that travel, above 0 and at most 1: k = round(fraction * n), but
+            at least 1 if there are any.
+        group: the ranks that take part; all ranks by default.
+
+    Returns:
+        The mean, the same on all ranks bit for bit, and what this rank has sent: its gradient
+        at its k places, 0 elsewhere; both of gradient's dtype. Of entries that are equally large,
+        any may be sent. A NaN counts as largest, so that all ranks notice.
+
+    Cost: k values and k indices of 4 bytes to each other rank: 8k(N-1) bytes in float32.
+
+    Source: Aji and Heafield 2017 (EMNLP); Lin et al. 2018 (ICLR).
+    """
+    k = _number_of(fraction, gradient)
+    places = gradient.abs().topk(k).indices
+    return _exchange(gradient, places, k, group)
+
+
+def _number_of(fraction: float, gradient: Tensor) -> int:
+    """Return how many entries travel."""
+    return min(len(gradient), max(1, round(fraction * len(gradient))))
+
+
+def _exchange(gradient: Tensor, places: Tensor, most: int, group: Group) -> Reduced:
+    """Average each rank's entries at its own places, of which no rank has more than ``most``."""
+    values = gradient[places]
+    padding = (0, most - len(places))  # zeros at place 0 change nothing
+    all_values = _gather(F.pad(values, padding), group)
+    all_places = _gather(F.pad(places.int(), padding), group)
+    total = torch.zeros_like(gradient)
+    for its_places, its_values in zip(all_places, all_values, strict=True):
+        total.index_add_(0, its_places, its_values)  # in one order on all ranks: the same bits
+    sent = torch.zeros_like(gradient).index_copy_(0, places, values)
+    return Reduced(total / len(all_values), sent)
+
+
+def _gather(x: Tensor, group: Group) -> list[Tensor]:
+    """Return the tensors of all ranks, which have one shape."""
+    tensors = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(tensors, x, group=group)
+    return tensors
+
+
+def reduce_with_feedback(
+    gradient: Tensor, residual: Tensor, reduce: Callable[[Tensor], Reduced]
+) -> Tensor:
+    """Average a gradient with a lossy ``reduce``, and keep what was not sent for the next step.
+
+    With top_k and k = 1, on one rank, whose gradient is always 4, 3:
+        step    gradient + residual    sent    residual
+           1        4    3             4  0     0    3
+           2        4    6             0  6     4    0
+           3        8    3             8  0     0    3
+
+    Args:
+        gradient: (n,), floating; it is not changed.
+        residual: (n,), what this rank has not sent so far; zeros before the first step. What it
+            has not sent now is written into it.
+        reduce: called once; ``lambda x: top_k(x, 0.01)``, for example. It does not change what it
+            is given.
+
+    Returns:
+        The mean that ``reduce`` returned.
+
+    Source: Seide et al. 2014 (Interspeech); Stich et al. 2018 (NeurIPS).
+    """
+    wanted = gradient + residual
+    mean, sent = reduce(wanted)
+    residual.copy_(wanted - sent)
+    return mean
+
+
+def random_k(
+    gradient: Tensor, fraction: float, generator: torch.Generator, group: Group = None
+) -> Reduced:
+    """Average entries at random places, the same on all ranks, so that no index travels.
+
+    Two ranks, fraction 0.5 of four entries; both draw the places 1 and 2:
+        rank 0    gradient    5  -1   0   2    sent    0  -1   0   0
+        rank 1    gradient    1  -4   0   3    sent    0  -4   0   0
+        mean of what was sent                        0  -2.5   0   0
+
+    The values are not scaled by n/k, which would make the mean right on average: with error
+    feedback the rest comes later, and would come twice.
+
+    Args:
+        gradient: (n,), floating; other values on each rank. It is not changed.
+        fraction: of the entries that travel, above 0 and at most 1: k = round(fraction * n), but
+            at least 1 if there are any.
+        generator: on the CPU, in the same state on all ranks: it alone decides which k places are
+            drawn, all equally likely, and other ones in the next call.
+        group: the ranks that take part; all ranks by default.
+
+    Returns:
+        The mean, the same on all ranks bit for bit, and what this rank has sent: its gradient
+        at the k places, 0 elsewhere; both of gradient's dtype.
+
+    Cost: an all-reduce of k values: 8k(N-1)/N bytes in float32 along a ring.
+
+    Source: Stich et al. 2018 (NeurIPS).
+    """
+    k = _number_of(fraction, gradient)
+    places = torch.randperm(len(gradient), generator=generator)[:k].to(gradient.device)
+    values = gradient[places]
+    sent = torch.zeros_like(gradient).index_copy_(0, places, values)
+    dist.all_reduce(values, group=group)
+    values /= dist.get_world_size(group)
+    return Reduced(torch.zeros_like(gradient).index_copy_(0, places, values), sent)
+
+
+def threshold(gradient: Tensor, least: float, group: Group = None) -> Reduced:
+    """Average the entries whose magnitude is at least ``least``, as many as each rank has.
+
+    Two ranks, least 3:
+        rank 0    gradient    5  -1   0   2    sent    5   0   0   0
+        rank 1    gradient    1  -4   0   3    sent    0  -4   0   3
+        mean of what was sent                        2.5  -2   0   1.5
+
+    Args:
+        gradient: (n,), floating; other values on each rank. It is not changed.
+        least: above 0; the magnitude from which on entries travel. A NaN travels too, so that all
+            ranks notice.
+        group: the ranks that take part; all ranks by default.
+
+    Returns:
+        The mean, the same on all ranks bit for bit, and what this rank has sent: its gradient
+        at these places, 0 elsewhere; both of gradient's dtype. There may be none.
+
+    Cost: with L for the number of entries of the rank that has most, 8L(N-1) bytes in float32 at
+        most, and before them the numbers of entries: at most 16(N-1) bytes.
+
+    Source: Strom 2015 (Interspeech).
+    """
+    places = (~(gradient.abs() < least)).nonzero().flatten()
+    most = torch.tensor(len(places), device=group_device(group))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return _exchange(gradient, places, int(most), group)
+
+
+class Int8:
+    """One byte for each number: whole steps from -127 to 127."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Round to the nearest of 255 numbers: 0, and 127 steps of max|x| / 127 to either side.
+
+        2.54, -0.06, 0.009 has the scale 0.02; the codes are 127, -3, 0.
+
+        Args:
+            x: (n,), floating; n may be 0. It is not changed.
+
+        Returns:
+            The codes, uint8 of shape (n,), and the scale: the length of a step, float32 of shape
+            (). It is 0 if all of x is. If x holds a NaN or an infinity, no number that comes out of
+            ``decode`` is finite.
+        """
+        x = x.float()
+        scale = x.abs().max() / 127 if len(x) else x.sum()
+        steps = torch.where(scale > 0, x / scale, 0.0)  # not 0 / 0
+        return steps.round().to(torch.int8).view(torch.uint8), scale
+
+    def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
+        """Return the numbers that the codes stand for.
+
+        Args:
+            payload: of ``encode``; more bytes may follow.
+            scale: of ``encode``.
+            n: how many numbers were encoded.
+
+        Returns:
+            (n,), float32. Each is at most half a scale away from what was encoded; 0 stays 0.
+        """
+        return payload[:n].view(torch.int8) * scale
+
+
+class Sign:
+    """One bit for each number: plus or minus the mean magnitude of all."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the signs, eight in a byte, and the mean of all magnitudes.
+
+        5, -1, 0, 2 has the scale 2 and the signs + - + +: 0 counts as positive.
+
+        Args:
+            x: (n,), floating; n may be 0. It is not changed.
+
+        Returns:
+            The signs, uint8 of shape (n / 8, rounded up), and the scale: mean |x|, float32 of
+            shape (); 0 if there are no numbers. If x holds a NaN or an infinity, no number that
+            comes out of ``decode`` is finite.
+        """
+        x = x.float()
+        bits = F.pad((x >= 0).to(torch.uint8), (0, -len(x) % 8)).view(-1, 8)
+        payload = (bits << _BITS.to(x.device)).sum(1, dtype=torch.uint8)
+        return payload, x.abs().sum() / max(1, len(x))
+
+    def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
+        """Return the numbers that the signs stand for: plus or minus the scale.
+
+        Args:
+            payload: of ``encode``; more bytes may follow.
+            scale: of ``encode``.
+            n: how many numbers were encoded.
+
+        Returns:
+            (n,), float32.
+        """
+        bits = payload[:, None] >> _BITS.to(payload.device) & 1
+        return torch.where(bits.flatten()[:n] > 0, scale, -scale)
+
+
+def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
+    """Average a gradient that travels in codes, both to where it is summed and back.
+
+    Each rank owns a chunk, as ``tensor_split`` makes them: rank r the r-th of N. Two ranks, with
+    Sign:
+        rank 0    gradient  3  1 |  4  2     encoded in chunks    2  2 |  3  3
+        rank 1    gradient  2 -4 | -1  1     encoded in chunks    3 -3 | -1  1
+    1.  Each owner gets its chunk from all ranks, and takes the mean:   2.5 -0.5 |  1  2
+    2.  It encodes the mean again, and all ranks get it:                1.5 -1.5 | 1.5 1.5
+    The second rounding is an error too, of the owner: it counts as sent what it had encoded, minus
+    N times what the second rounding has taken from the mean. Rank 0 has sent
+    2 - 2·(2.5 - 1.5), 2 - 2·(-0.5 + 1.5) and 3, 3, which makes 0, 0, 3, 3; rank 1 3, -3, 0, 0.
+
+    Args:
+        gradient: (n,), floating; other values on each rank. n need not be a multiple of N, and may
+            be less, even 0. It is not changed.
+        codec: encodes chunk by chunk, each with its own scale.
+        group: the ranks that take part; all ranks by default.
+
+    Returns:
+        The mean, the same on all ranks bit for bit, and what this rank has sent, as above;
+        both of gradient's dtype.
+
+    Cost: with b for the bytes in which the codec writes a chunk of n/N entries, rounded up,
+        2(N-1)(b + 8) bytes at most.
+
+    Source: Tang et al. 2021 (ICML), whose server error is that of the second rounding; Seide et al.
+        2014 (Interspeech).
+    """
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    sizes = [len(chunk) for chunk in gradient.tensor_split(num_ranks)]
+    encoded = [codec.encode(chunk) for chunk in gradient.split(sizes)]
+    width = len(encoded[0][0])  # of the longest chunk
+    outgoing = torch.stack([_row(*each, width) for each in encoded])
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    own_mean = torch.stack([_decode(codec, row, sizes[rank]) for row in incoming]).mean(0)
+    rows = _gather(_row(*codec.encode(own_mean), width), group)
+    mean = [_decode(codec, row, size) for row, size in zip(rows, sizes, strict=True)]
+    sent = [_decode(codec, row, size) for row, size in zip(outgoing, sizes, strict=True)]
+    sent[rank] -= num_ranks * (own_mean - mean[rank])
+    return Reduced(torch.cat(mean).to(gradient.dtype), torch.cat(sent).to(gradient.dtype))
+
+
+def _row(payload: Tensor, scale: Tensor, width: int) -> Tensor:
+    """Return the bytes that travel: those of the scale, and the codes, filled up to ``width``."""
+    return torch.cat([scale.view(1).view(torch.uint8), F.pad(payload, (0, width - len(payload)))])
+
+
+def _decode(codec: Codec, row: Tensor, n: int) -> Tensor:
+    """Return the n numbers of a row."""
+    scale, payload = row[:4].clone(), row[4:]  # cloned: float32 must begin at a multiple of 4
+    return codec.decode(payload, scale.view(torch.float32)[0], n)
