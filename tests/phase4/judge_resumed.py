@@ -50,7 +50,7 @@ def _check_same(
         return
     names = joined([f"the generator of {n}" if n in GENERATORS else n for n in different])
     taken = [n for n in different if n in GENERATORS and prints[n] == of_0[n]]
-    cause = LOST.get(different[0], "Every part is saved, and loaded.")
+    cause = next((LOST[n] for n in LOST if n in different), "Every part is saved, and loaded.")
     if taken:
         cause = (
             f"The generator of {taken[0]} is that of rank 0 now. Each rank draws other numbers, "
@@ -60,35 +60,49 @@ def _check_same(
 
 
 def _check_everywhere(results: Sequence[Found], plan: Plan) -> None:
-    for rank, found in enumerate(results):
-        who = f"rank {rank} of {len(results)}"
-        of_0, right = results[0]["right"], found["right"]
-        _check_same(
-            *(found["saving"], right[-1]),
-            f"calling state_dict after each step should change nothing; {who} has, in the end,",
-            of_0[-1],
-        )
+    """Check what is saved, then what is loaded, then how runs go on: causes before effects."""
+    names = [f"rank {rank} of {len(results)}" for rank in range(len(results))]
+    for who, found in zip(names, results, strict=True):
+        _check_saving(found, results[0], who)
+    for who, found in zip(names, results, strict=True):
+        _check_loaded(found, results[0], who, plan)
+    for who, found in zip(names, results, strict=True):
+        _check_going_on(found, results[0], who, plan)
+
+
+def _check_saving(found: Found, of_0: Found, who: str) -> None:
+    _check_same(
+        *(found["saving"], found["right"][-1]),
+        f"calling state_dict after each step should change nothing; {who} has, in the end,",
+        of_0["right"][-1],
+    )
+    check(
+        found["states"] == of_0["states"],
+        f"state_dict should return the same on all ranks; it returns something else on {who} "
+        "than on rank 0. Gather the generators of all ranks on all of them.",
+    )
+
+
+def _check_loaded(found: Found, of_0: Found, who: str, plan: Plan) -> None:
+    for step in reversed(range(plan.num_steps)):  # later ones show more
+        where = f"stopped after step {step} of {plan.num_steps}, and loaded into new objects: {who}"
+        prints, right = found["once"][step]["loaded"], found["right"][step]
+        _check_same(prints, right, f"{where} has", of_0["right"][step])
+
+
+def _check_going_on(found: Found, of_0: Found, who: str, plan: Plan) -> None:
+    for step, (once, twice) in enumerate(zip(found["once"], found["twice"], strict=True)):
+        stopped = f"stopped after step {step} of {plan.num_steps}, and resumed"
+        wanted = found["batches"][step:]
         check(
-            found["states"] == results[0]["states"],
-            f"state_dict should return the same on all ranks; it returns something else on {who} "
-            "than on rank 0. Gather the generators of all ranks on all of them.",
+            once["batches"] == wanted,
+            f"{stopped}: {who} should train on the samples {short(wanted)} then, step by step; it "
+            f"trains on {short(once['batches'])}.",
         )
-        for step, once in enumerate(found["once"]):
-            stopped = f"stopped after step {step} of {plan.num_steps}, and loaded into new objects:"
-            _check_same(once["loaded"], right[step], f"{stopped} {who} has", of_0[step])
-            trained, wanted = once["batches"], found["batches"][step:]
-            check(
-                trained == wanted,
-                f"{stopped} {who} should train on the samples {short(wanted)} then, step by step; "
-                f"it trains on {short(trained)}.",
-            )
-            at_end = f"{stopped} {who} goes on, and has in the end"
-            _check_same(once["end"], right[-1], at_end, of_0[-1])
-            again = (
-                f"stopped after step {step} of {plan.num_steps}, resumed, and stopped and resumed "
-                f"again a step later: {who} has in the end"
-            )
-            _check_same(found["twice"][step], right[-1], again, of_0[-1])
+        right, of_others = found["right"][-1], of_0["right"][-1]
+        _check_same(once["end"], right, f"{stopped}: {who} has in the end", of_others)
+        again = f"{stopped}, and stopped and resumed again a step later: {who} has in the end"
+        _check_same(twice, right, again, of_others)
 
 
 @task("4.2")
@@ -140,6 +154,9 @@ def test_each_sample_comes_once_an_epoch(
             f"{where}: the sampler changed the global generators of rank {rank}, which draws other "
             "numbers now. Give randperm a generator of its own.",
         )
+    for epoch in range(3):
+        _check_epoch([found["epochs"][epoch] for found in run.results], alone[epoch], plan, where)
+    for rank, found in enumerate(run.results):
         num_batches = -(-num_samples // global_batch)
         lengths = [*range(num_batches, 0, -1)] * 3
         check(
@@ -147,8 +164,6 @@ def test_each_sample_comes_once_an_epoch(
             f"{where}: on rank {rank} len(sampler) should be {short(lengths)} before the steps of "
             f"three epochs; it is {short(found['lengths'])}. A last batch that is shorter counts.",
         )
-    for epoch in range(3):
-        _check_epoch([found["epochs"][epoch] for found in run.results], alone[epoch], plan, where)
 
 
 def _check_epoch(
