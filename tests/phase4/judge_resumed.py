@@ -14,6 +14,7 @@ from phase4 import resumed as b
 from phase4.resumed import GENERATORS, PARTS, Plan
 
 MOST_BYTES = 40_000
+PLAN_OF_FIVE = Plan(num_samples=18, global_batch=4)  # five batches
 STUCK = (
     "All ranks call state_dict, and each of its collectives: rank 0 alone can't know the "
     "generators of the others. Loading needs no collective."
@@ -228,10 +229,22 @@ def test_the_order_follows_from_seed_and_epoch(grade: Grade) -> None:
 @task("4.2")
 @pytest.mark.parametrize(("taken", "trained"), [(3, 1), (5, 2), (4, 0), (1, 4)])
 def test_batches_that_are_asked_for_move_nothing(grade: Grade, taken: int, trained: int) -> None:
-    plan = Plan(num_samples=18, global_batch=4)  # five batches
-    found = grade.run(b.look_ahead, 2, plan, taken, trained).results[1]
+    results = grade.run(b.look_ahead, 2, PLAN_OF_FIVE, taken, trained).results
     where = f"{taken} of 5 batches were asked for, and {trained} trained on"
-    state = {"epoch": 0, "position": 4 * trained, "seed": plan.seed, "num_samples": 18}
+    _check_position(results[1], where, taken, trained)
+    wider = [sorted(a + b) for a, b in zip(*(found["wider"] for found in results), strict=False)]
+    sizes, samples = [len(batch) for batch in wider], sorted(chain(*wider))
+    left = sorted(chain(*chain(*(found["whole"][trained:] for found in results))))
+    check(
+        samples == left and all(size == 7 for size in sizes[:-1]),
+        f"{where}: loaded into a sampler with global batches of 7, the samples {short(left)} are "
+        f"left; it yields {short(samples)}, in batches of {sizes}.",
+    )
+
+
+def _check_position(found: Found, where: str, taken: int, trained: int) -> None:
+    check(found["unchanged"], f"{where}: load_state_dict changed the state of the sampler.")
+    state = {"epoch": 0, "position": 4 * trained, "seed": PLAN_OF_FIVE.seed, "num_samples": 18}
     check(
         found["state"] == state,
         f"{where}: the sampler's state should hold {state}; it holds {found['state']}. A "

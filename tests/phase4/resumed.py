@@ -277,14 +277,19 @@ def look_ahead(lesson: Any, plan: Plan, taken: int, trained: int) -> dict[str, A
         sampler.advance()
     state = returned("ResumableSampler.state_dict", sampler.state_dict())
     rest = [*batches]
+    before = fingerprint(state)
     other = sampler_of(lesson, plan, None, seed=plan.seed + 1)
     other.load_state_dict(state)
+    wider = sampler_of(lesson, plan._replace(global_batch=plan.global_batch + 3), None)
+    wider.load_state_dict(state)
     names = ("epoch", "position", "seed", "num_samples")
     return {
         "state": {name: state.get(name) for name in names},
         "whole": whole,
         "rest": rest,
         "left": [*other],
+        "wider": [*wider],
+        "unchanged": fingerprint(state) == before,
         "length": len(other),
     }
 
