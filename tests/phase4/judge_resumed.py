@@ -9,7 +9,7 @@ import pytest
 from distlab.grade import Grade, check, task
 from distlab.words import joined
 from judging.checks import MEASURED, check_refused, of_members, short, uneven
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import resumed as b
 from phase4.resumed import GENERATORS, PARTS, Plan
 
@@ -148,17 +148,31 @@ def test_each_sample_comes_once_an_epoch(
     plan = Plan(num_samples, global_batch, seed=grade.random.randrange(1000))
     alone = grade.call(b.sample, plan, 3)["epochs"]
     where = f"{num_samples} samples, global batches of {global_batch}, {num_ranks} ranks"
-    run = grade.run(b.sample, num_ranks, plan, 3)
-    for rank, found in enumerate(run.results):
+    _check_samples(grade.run(b.sample, num_ranks, plan, 3).results, alone, plan, where)
+
+
+@task("4.2")
+def test_samples_are_shared_inside_a_group(grade: Grade) -> None:
+    plan = Plan(num_samples=10, global_batch=4)
+    alone = grade.call(b.sample, plan, 3)["epochs"]
+    run = grade.run(*(inside_group, OUTER_WORLD_SIZE, b.sample, plan, 3), if_stuck=STUCK_IN_GROUP)
+    where = f"10 samples, global batches of 4, the group {[*MEMBERS]} of {OUTER_WORLD_SIZE} ranks"
+    _check_samples(of_members(run), alone, plan, where)
+
+
+def _check_samples(
+    results: Sequence[Found], alone: Sequence[list[list[int]]], plan: Plan, where: str
+) -> None:
+    for rank, found in enumerate(results):
         check(
             found["undisturbed"],
             f"{where}: the sampler changed the global generators of rank {rank}, which draws other "
             "numbers now. Give randperm a generator of its own.",
         )
     for epoch in range(3):
-        _check_epoch([found["epochs"][epoch] for found in run.results], alone[epoch], plan, where)
-    for rank, found in enumerate(run.results):
-        num_batches = -(-num_samples // global_batch)
+        _check_epoch([found["epochs"][epoch] for found in results], alone[epoch], plan, where)
+    for rank, found in enumerate(results):
+        num_batches = -(-plan.num_samples // plan.global_batch)
         lengths = [*range(num_batches, 0, -1)] * 3
         check(
             found["lengths"] == lengths,
