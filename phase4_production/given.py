@@ -73,6 +73,16 @@ class Store(Protocol):
         """Tell at once whether all keys have values."""
 
 
+class HasState(Protocol):
+    """Models, optimizers, schedulers, scalers, samplers: what has a state that one can load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; its tensors may be those that training changes."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take over a state that another object of this kind has returned."""
+
+
 class Reduced(NamedTuple):
     """What came of a gradient that was averaged over the ranks in compressed form.
 

@@ -15,6 +15,10 @@ from phase4.judge_sharded import *
 from phase4.judge_async import *
 
 
+# training_state
+from phase4.judge_resumed import *
+
+
 # fault_tolerance
 from phase4.judge_heartbeats import *
 

@@ -1,0 +1,205 @@
+"""The whole state of a run: a resumed run goes on bit for bit.
+
+Task 4.2. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade it: ``distlab check 4.2``.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from phase4_production.given import Group, HasState
+
+
+class ResumableSampler:
+    """Which samples each rank trains on, and how far the epoch is.
+
+    10 samples in global batches of 4, on 3 ranks; each batch is split as evenly as possible:
+        order of the epoch   7 2 9 0 | 4 1 8 3 | 5 6
+        rank 0               7 2       4 1       5
+        rank 1               9         8         6
+        rank 2               0         3
+        position             0         4         8
+
+        for batch in DataLoader(dataset, batch_sampler=sampler):
+            train(batch)
+            sampler.advance()
+    """
+
+    def __init__(
+        self, num_samples: int, global_batch: int, seed: int = 0, group: Group = None
+    ) -> None:
+        """Begin with epoch 0.
+
+        Args:
+            num_samples: in the dataset; at least 1.
+            global_batch: how many samples all ranks train on in a step, together; at least 1.
+            seed: of the order of the samples; the same on all ranks.
+            group: the ranks that share the samples; all ranks by default.
+        """
+        # TODO 4.2: keep the arguments, and where the run is: at the beginning of epoch 0.
+        #   Tools: none.
+        #   Example: 10 samples, global batches of 4: epoch 0, position 0.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 4.2: ResumableSampler.__init__, see guidelines.md#42-go-on-bit-for-bit"
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's part of each global batch that is left in the epoch.
+
+        The order of an epoch follows from the seed and the epoch alone: it is the same on all
+        ranks, for any number of them, and another one in each epoch. Each sample comes once. The
+        last batch may be shorter than the others, and a rank's part may be empty.
+
+        Iterating does not move the position: a DataLoader asks for batches before they are trained
+        on. The generators of the process are neither used nor changed.
+        """
+        # TODO 4.2: yield this rank's part of each batch, from the position on.
+        #   Tools: torch.Generator, its manual_seed, torch.randperm, split, tensor_split, tolist.
+        #   Example: position 4, the rest is 4 1 8 3 5 6, on 3 ranks: rank 0 gets [4, 1] and [5],
+        #     rank 2 [3] and [].
+        #   About 6 lines.
+        raise NotImplementedError(
+            "Task 4.2: ResumableSampler.__iter__, see guidelines.md#42-go-on-bit-for-bit"
+        )
+
+    def __len__(self) -> int:
+        """Return how many global batches are left in the epoch."""
+        # TODO 4.2: count the global batches that are left, a shorter last one too.
+        #   Tools: none.
+        #   Example: 10 samples, global batches of 4, position 4: 2.
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 4.2: ResumableSampler.__len__, see guidelines.md#42-go-on-bit-for-bit"
+        )
+
+    def advance(self) -> None:
+        """Note that a global batch has been trained on; after the last one, an epoch begins."""
+        # TODO 4.2: move the position by a global batch; after the last one, begin an epoch.
+        #   Tools: none.
+        #   Example: 10 samples, global batches of 4, position 8 in epoch 0: epoch 1, position 0.
+        #   About 4 lines.
+        raise NotImplementedError(
+            "Task 4.2: ResumableSampler.advance, see guidelines.md#42-go-on-bit-for-bit"
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the run is, for any number of ranks.
+
+        Returns:
+            ``epoch``; ``position``, which is how many samples of the epoch all ranks have trained
+            on, together; ``seed`` and ``num_samples``.
+        """
+        # TODO 4.2: return the four numbers by their names.
+        #   Tools: none.
+        #   Example: {"epoch": 0, "position": 4, "seed": 0, "num_samples": 10}.
+        #   About 3 lines.
+        raise NotImplementedError(
+            "Task 4.2: ResumableSampler.state_dict, see guidelines.md#42-go-on-bit-for-bit"
+        )
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where another sampler was, in its order.
+
+        Args:
+            state: of a sampler with any number of ranks, global batch and seed. Not changed.
+
+        Raises:
+            ValueError: it is of another number of samples; the error names both numbers.
+        """
+        # TODO 4.2: refuse the state of another number of samples; take over the rest.
+        #   Tools: ValueError.
+        #   Example: a state of 10 samples where there are 12: the error names 10 and 12.
+        #   About 7 lines.
+        raise NotImplementedError(
+            "Task 4.2: ResumableSampler.load_state_dict, see guidelines.md#42-go-on-bit-for-bit"
+        )
+
+
+class TrainingState:
+    """All that a run needs to go on bit for bit.
+
+    Parts are what has ``state_dict`` and ``load_state_dict``, with one state on all ranks. The
+    generators are other ones on each rank; their states are gathered:
+        rank 0    model optimizer scheduler scaler ema sampler    generators 0 ─┐
+        rank 1    the same                                        generators 1 ─┼─ state
+        rank 2    the same                                        generators 2 ─┘
+
+        training = TrainingState({"model": model, "optimizer": optimizer, "sampler": sampler})
+        if loaded := load_checkpoint(folder):
+            training.load_state_dict(loaded.state)
+    """
+
+    def __init__(self, parts: Mapping[str, HasState], group: Group = None) -> None:
+        """Prepare; nothing is read or changed yet.
+
+        Args:
+            parts: of the run, by name.
+            group: the ranks that train together; all ranks by default.
+        """
+        # TODO 4.2: keep the arguments.
+        #   Tools: none.
+        #   Example: 2 parts, "model" and "sampler": both are kept by name.
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 4.2: TrainingState.__init__, see guidelines.md#42-go-on-bit-for-bit"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parts, and the generators of all ranks.
+
+        All ranks of the group call it, between two steps. Training goes on as if it had not been
+        called. The generators are those of ``random``, of NumPy, of torch for the CPU and, if CUDA
+        is in use, of its current device.
+
+        Returns:
+            The same on all ranks. ``torch.load(…, weights_only=True)`` can read it, if it can read
+            the states of the parts. Tensors of the parts may be those that training changes: write
+            or copy them before the next step.
+
+        Cost: at most three collectives, in which each rank sends its generators to each of the
+        others, at most 40 kB; nothing of the parts travels.
+        """
+        # TODO 4.2: gather all ranks' generators, and return them with the states of the parts.
+        #   Tools: dist.all_gather_object, random.getstate, np.random.get_state, tolist,
+        #     torch.get_rng_state, torch.cuda.get_rng_state, torch.cuda.is_initialized.
+        #   Example: 6 parts on 3 ranks: 6 states of parts, and 3 of generators, on all ranks.
+        #   About 16 lines, with helpers.
+        raise NotImplementedError(
+            "Task 4.2: TrainingState.state_dict, see guidelines.md#42-go-on-bit-for-bit"
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put a state back, so that the run goes on as the one that was saved.
+
+        On as many ranks as have saved, each rank gets its own generators back; what parts draw
+        while they are loaded does not matter. CUDA's is left out where there is no CUDA.
+
+        On another number of ranks, the run can't go on bit for bit: the generators are seeded anew.
+        Then no two ranks draw the same, and a rank draws the same again if the state is loaded
+        again on as many ranks.
+
+        Args:
+            state: of parts of the same names. Changed neither now nor by training, so that it can
+                be loaded again.
+
+        Raises:
+            ValueError: a part is missing in ``state`` or here; the error names it, and nothing has
+                been loaded.
+
+        Cost: no communication, and a copy of one part at a time.
+        """
+        # TODO 4.2: compare the names, load copies of the parts, then set this rank's generators.
+        #   Tools: copy.deepcopy, random.setstate, np.random.set_state, torch.set_rng_state,
+        #     torch.cuda.set_rng_state; random.seed, np.random.seed and torch.manual_seed.
+        #   Example: saved on 3 ranks: on 3, rank 2 gets the third; on 2, both are seeded anew.
+        #   About 24 lines, with helpers.
+        raise NotImplementedError(
+            "Task 4.2: TrainingState.load_state_dict, see guidelines.md#42-go-on-bit-for-bit"
+        )

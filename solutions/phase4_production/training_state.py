@@ -1,0 +1,201 @@
+"""The whole state of a run: a resumed run goes on bit for bit."""
+
+import random
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from phase4_production.given import Group, HasState
+
+
+class ResumableSampler:
+    """Which samples each rank trains on, and how far the epoch is.
+
+    10 samples in global batches of 4, on 3 ranks; each batch is split as evenly as possible:
+        order of the epoch   7 2 9 0 | 4 1 8 3 | 5 6
+        rank 0               7 2       4 1       5
+        rank 1               9         8         6
+        rank 2               0         3
+        position             0         4         8
+
+        for batch in DataLoader(dataset, batch_sampler=sampler):
+            train(batch)
+            sampler.advance()
+    """
+
+    def __init__(
+        self, num_samples: int, global_batch: int, seed: int = 0, group: Group = None
+    ) -> None:
+        """Begin with epoch 0.
+
+        Args:
+            num_samples: in the dataset; at least 1.
+            global_batch: how many samples all ranks train on in a step, together; at least 1.
+            seed: of the order of the samples; the same on all ranks.
+            group: the ranks that share the samples; all ranks by default.
+        """
+        self.num_samples, self.global_batch = num_samples, global_batch
+        self.seed, self.group = seed, group
+        self.epoch = self.position = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's part of each global batch that is left in the epoch.
+
+        The order of an epoch follows from the seed and the epoch alone: it is the same on all
+        ranks, for any number of them, and another one in each epoch. Each sample comes once. The
+        last batch may be shorter than the others, and a rank's part may be empty.
+
+        Iterating does not move the position: a DataLoader asks for batches before they are trained
+        on. The generators of the process are neither used nor changed.
+        """
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.num_samples, generator=generator)[self.position :]
+        rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        for batch in order.split(self.global_batch):
+            yield batch.tensor_split(num_ranks)[rank].tolist()
+
+    def __len__(self) -> int:
+        """Return how many global batches are left in the epoch."""
+        return -(-(self.num_samples - self.position) // self.global_batch)
+
+    def advance(self) -> None:
+        """Note that a global batch has been trained on; after the last one, an epoch begins."""
+        self.position += self.global_batch
+        if self.position >= self.num_samples:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the run is, for any number of ranks.
+
+        Returns:
+            ``epoch``; ``position``, which is how many samples of the epoch all ranks have trained
+            on, together; ``seed`` and ``num_samples``.
+        """
+        names = ("epoch", "position", "seed", "num_samples")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where another sampler was, in its order.
+
+        Args:
+            state: of a sampler with any number of ranks, global batch and seed. Not changed.
+
+        Raises:
+            ValueError: it is of another number of samples; the error names both numbers.
+        """
+        if state["num_samples"] != self.num_samples:
+            raise ValueError(
+                f"the state is of {state['num_samples']} samples, and here are {self.num_samples}: "
+                "the order of an epoch would be another"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.seed = state["seed"]
+
+
+class TrainingState:
+    """All that a run needs to go on bit for bit.
+
+    Parts are what has ``state_dict`` and ``load_state_dict``, with one state on all ranks. The
+    generators are other ones on each rank; their states are gathered:
+        rank 0    model optimizer scheduler scaler ema sampler    generators 0 ─┐
+        rank 1    the same                                        generators 1 ─┼─ state
+        rank 2    the same                                        generators 2 ─┘
+
+        training = TrainingState({"model": model, "optimizer": optimizer, "sampler": sampler})
+        if loaded := load_checkpoint(folder):
+            training.load_state_dict(loaded.state)
+    """
+
+    def __init__(self, parts: Mapping[str, HasState], group: Group = None) -> None:
+        """Prepare; nothing is read or changed yet.
+
+        Args:
+            parts: of the run, by name.
+            group: the ranks that train together; all ranks by default.
+        """
+        self.parts, self.group = parts, group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parts, and the generators of all ranks.
+
+        All ranks of the group call it, between two steps. Training goes on as if it had not been
+        called. The generators are those of ``random``, of NumPy, of torch for the CPU and, if CUDA
+        is in use, of its current device.
+
+        Returns:
+            The same on all ranks. ``torch.load(…, weights_only=True)`` can read it, if it can read
+            the states of the parts. Tensors of the parts may be those that training changes: write
+            or copy them before the next step.
+
+        Cost: at most three collectives, in which each rank sends its generators to each of the
+        others, at most 40 kB; nothing of the parts travels.
+        """
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        generators: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(generators, _generators(), group=self.group)
+        return {"parts": parts, "generators": generators}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put a state back, so that the run goes on as the one that was saved.
+
+        On as many ranks as have saved, each rank gets its own generators back; what parts draw
+        while they are loaded does not matter. CUDA's is left out where there is no CUDA.
+
+        On another number of ranks, the run can't go on bit for bit: the generators are seeded anew.
+        Then no two ranks draw the same, and a rank draws the same again if the state is loaded
+        again on as many ranks.
+
+        Args:
+            state: of parts of the same names. Changed neither now nor by training, so that it can
+                be loaded again.
+
+        Raises:
+            ValueError: a part is missing in ``state`` or here; the error names it, and nothing has
+                been loaded.
+
+        Cost: no communication, and a copy of one part at a time.
+        """
+        if other := self.parts.keys() ^ state["parts"].keys():
+            raise ValueError(f"these parts are only in the state or only here: {sorted(other)}")
+        for name, part in self.parts.items():
+            part.load_state_dict(deepcopy(state["parts"][name]))  # optimizers keep these tensors
+        rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if num_ranks == len(state["generators"]):  # last: parts may have drawn
+            _set_generators(state["generators"][rank])
+        else:
+            _seed_generators(state["generators"][0], rank)
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of this rank's generators."""
+    kind, numbers, *rest = np.random.get_state()
+    found = {
+        "python": random.getstate(),
+        "numpy": (kind, numbers.tolist(), *rest),  # an array is not loaded with weights_only
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # else nothing has been drawn, and asking would start CUDA
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_generators(states: Mapping[str, Any]) -> None:
+    """Set this rank's generators."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _seed_generators(states: Mapping[str, Any], rank: int) -> None:
+    """Seed this rank's generators by its number and by states that all ranks know."""
+    _set_generators(states)
+    seed = int(torch.randint(2**31, ())) + rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # CUDA's too
