@@ -181,8 +181,9 @@ def count_flops(step: Callable[[], object]) -> int:
             what it does without being counted. Nothing is printed.
 
     Returns:
-        FLOPs of matrix products, convolutions and attention. Additions of biases, activations and
-        norms are not counted; they take under 1 % in large models.
+        FLOPs of matrix products and convolutions. Activations, norms and the addition of biases are
+        not counted: they take little time beside these in a large model. Nor are fused kernels
+        that torch's counter does not know, such as that of attention on a CPU.
     """
     # TODO 4.15: call the step and return its FLOPs.
     #   Tools: FlopCounterMode, its argument display and its get_total_flops.

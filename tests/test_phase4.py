@@ -27,6 +27,10 @@ from phase4.judge_intervals import *
 from phase4.judge_steps import *
 
 
+from phase4.judge_utilisation import *
+from phase4.judge_stragglers import *
+
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":
