@@ -302,6 +302,6 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 def _judged(rank: int, mine: Sequence[float], typical: Sequence[float]) -> Straggler:
     """Tell by how much a rank is slow, and in what: both hold own work, data and compute."""
-    _, more_data_s, more_compute_s = (own - usual for own, usual in zip(mine, typical, strict=True))
+    more_data_s, more_compute_s = mine[1] - typical[1], mine[2] - typical[2]
     ratio = mine[0] / typical[0] if typical[0] else math.inf
     return Straggler(rank, "data" if more_data_s > more_compute_s else "compute", ratio)

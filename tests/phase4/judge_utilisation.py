@@ -130,8 +130,8 @@ def _check_count(grade: Grade, kind: str, sizes: Sequence[int], right: int, why:
     )
     check(
         not found["printed"],
-        f"count_flops should print nothing; it printed {found['printed'][:60]!r}. Pass "
-        "display=False.",
+        f"count_flops should print nothing; it printed {found['printed'][:60]!r}. "
+        "FlopCounterMode prints a table unless display=False.",
     )
 
 
@@ -182,8 +182,9 @@ def test_the_peak_of_the_process(grade: Grade) -> None:
     check(
         0.97 * low <= found["told"] <= 1.03 * high,
         f"the most that the process has held in memory is between {low / MIB:.0f} and "
-        f"{high / MIB:.0f} MiB; peak_memory_bytes says {found['told'] / MIB:.3g} MiB. ru_maxrss of the process "
-        "itself is the peak, not what it holds now; Linux counts it in KiB, macOS in bytes.",
+        f"{high / MIB:.0f} MiB; peak_memory_bytes says {found['told'] / MIB:.3g} MiB. "
+        "ru_maxrss of the process itself is the peak, not what it holds now; Linux "
+        "counts it in KiB, macOS in bytes.",
     )
 
 

@@ -120,8 +120,9 @@ def gpu_memory(lesson: Any, index: int, num_bytes: int) -> Any:
     """Ask for the peak of a GPU that is not there, and of which torch tells what it is told to."""
 
     def peak(device: Any = None) -> int:
-        number = device if isinstance(device, int) else getattr(torch.device(device), "index", 0)
-        return num_bytes + number if device is not None else 1
+        if device is None:  # the current one, which is GPU 0
+            return num_bytes
+        return num_bytes + (device if isinstance(device, int) else torch.device(device).index)
 
     torch.cuda.max_memory_allocated = peak
     torch.cuda.memory_stats = lambda device=None: {"allocated_bytes.all.peak": peak(device)}
