@@ -115,3 +115,26 @@ class Codec(Protocol):
 
     def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
         """Return the n numbers, float32, that the codes stand for; more bytes may follow these."""
+Part = Literal["data", "compute", "communication"]  # of a step
+
+
+class StepTimes(NamedTuple):
+    """Where the time of a step went, on one rank."""
+
+    step_s: float
+    data_s: float  # waited for the next batch
+    compute_s: float
+    communication_s: float  # waited for the network: what overlaps with computing is not in it
+
+    @property
+    def rest_s(self) -> float:
+        """What is in none of the three parts: logging, for example."""
+        return self.step_s - self.data_s - self.compute_s - self.communication_s
+
+
+class Straggler(NamedTuple):
+    """A rank that the others wait for."""
+
+    rank: int
+    part: Literal["data", "compute"]  # in which it is slow
+    ratio: float  # its own work over that of the median rank; 1 is usual

@@ -30,6 +30,12 @@ from phase4.judge_intervals import *
 # gradient_compression
 from phase4.judge_sparse import *
 from phase4.judge_quantized import *
+# monitoring
+from phase4.judge_steps import *
+
+
+from phase4.judge_utilisation import *
+from phase4.judge_stragglers import *
 
 
 from distlab.grade.plugin import main

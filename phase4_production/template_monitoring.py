@@ -1,0 +1,297 @@
+"""Monitoring: where the time of a step goes, how much of the hardware is used, and who is slow.
+
+Tasks 4.14 to 4.16. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 4.14``.
+"""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median_low
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from phase4_production.given import Group, Part, StepTimes, Straggler, group_device
+
+T = TypeVar("T")
+
+
+class StepTimer:
+    """Splits the time of each step into data, compute, exposed communication and the rest.
+
+    A step of 100 ms, in which the all-reduce is waited for inside of compute:
+        part("data")             ████                      20 ms
+        part("compute")              ████████   ████       60 ms, without the part inside
+        part("communication")                ███           15 ms
+        the rest                                    █       5 ms
+
+        timer = StepTimer(synchronize=torch.cuda.synchronize)
+        for batch in timer.batches(loader):
+            with timer.part("compute"):
+                loss(batch).backward()
+                with timer.part("communication"):
+                    wait_for_gradients()
+                optimizer.step()
+            times = timer.end_step()
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Begin the first step.
+
+        Args:
+            clock: tells the time, in seconds.
+            synchronize: waits until the device has finished. It is called before each reading of
+                the clock, because kernels of a GPU still run when the call that starts them has
+                returned.
+        """
+        # TODO 4.14: keep the arguments, and that no part is open; the first step begins now.
+        #   Tools: none.
+        #   Example: made at 100.0 s, first end_step at 100.25 s: step_s is 0.25.
+        #   About 4 lines, and 10 for helpers.
+        raise NotImplementedError(
+            "Task 4.14: StepTimer.__init__, see guidelines.md#414-split-the-time-of-a-step"
+        )
+
+    @contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """Count the time inside of the ``with`` statement for a part of the step.
+
+        Parts may be inside of each other: time in the inner part does not count for the outer one.
+        A part also ends with an error inside of it, which is passed on. A part that is entered
+        several times in a step gets the sum.
+
+        Args:
+            name: of the part.
+
+        Cost: no communication.
+        """
+        # TODO 4.14: count the time from enter to exit, but not that of parts inside.
+        #   Tools: yield, try and finally.
+        #   Example: compute from 0 to 10 ms, communication inside from 4 to 7 ms: 7 ms and 3 ms.
+        #   About 6 lines.
+        raise NotImplementedError(
+            "Task 4.14: StepTimer.part, see guidelines.md#414-split-the-time-of-a-step"
+        )
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what the loader yields, and count waiting for it as data.
+
+        Starting the loader counts too, and so does the last wait, after which there is no batch:
+        it belongs to the step that follows. A batch is asked for when the loop wants it, and not
+        earlier.
+
+        Args:
+            loader: yields batches; it may be empty.
+        """
+        # TODO 4.14: yield the batches; all waiting for the loader is data.
+        #   Tools: iter, next, StopIteration, self.part.
+        #   Example: a loader of 3 batches is asked 4 times, and each of these waits counts.
+        #   About 9 lines.
+        raise NotImplementedError(
+            "Task 4.14: StepTimer.batches, see guidelines.md#414-split-the-time-of-a-step"
+        )
+
+    def end_step(self) -> StepTimes:
+        """End the step and begin the next one.
+
+        It is called outside of all parts.
+
+        Returns:
+            The times of the step that ends: ``step_s`` since the step before has ended, for the
+            first step since the timer was made. What is in no part is ``rest_s``.
+
+        Cost: no communication.
+        """
+        # TODO 4.14: return the times of this step, and begin the next one with none.
+        #   Tools: StepTimes (given).
+        #   Example: a step of 100 ms with 20 ms of data: StepTimes(0.1, 0.02, 0.0, 0.0).
+        #   About 6 lines.
+        raise NotImplementedError(
+            "Task 4.14: StepTimer.end_step, see guidelines.md#414-split-the-time-of-a-step"
+        )
+
+
+def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
+    """Return the times of all ranks, rank by rank, on every rank.
+
+    All ranks of the group call it; once in many steps is enough.
+
+    Args:
+        times: of this rank's step. They arrive as they are, without rounding.
+        group: the ranks that take part; all ranks by default.
+
+    Cost: one collective, to which each rank contributes 32 bytes.
+    """
+    # TODO 4.14: return the times of every rank.
+    #   Tools: torch.tensor, dist.all_gather, group_device (given), StepTimes (given).
+    #   Example: on 3 ranks, a list of 3 StepTimes; this rank's own is at dist.get_rank(group).
+    #   About 5 lines.
+    raise NotImplementedError(
+        "Task 4.14: gather_times, see guidelines.md#414-split-the-time-of-a-step"
+    )
+
+
+def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
+    """Return how many samples per second the job processes: the same number on all ranks.
+
+    It is the samples of all ranks over the time of the slowest, because the job goes on when that
+    is done. Ranks with 300 samples in 1 s and 100 in 2 s: 400 / 2 s = 200 samples/s.
+
+    Args:
+        num_samples: that this rank has processed; may be 0.
+        seconds: that this rank took, waiting included; above 0.
+        group: the ranks of the job; all ranks by default.
+
+    Returns:
+        Samples per second, computed in float64.
+
+    Cost: at most two collectives, to which each rank contributes at most 16 bytes in all.
+    """
+    # TODO 4.15: return the samples of all ranks over the time of the slowest.
+    #   Tools: torch.tensor, dist.all_gather or dist.all_reduce, group_device (given).
+    #   Example: samples 32, 32 and 0 in 0.5, 0.4 and 0.1 s: 64 / 0.5 s = 128 samples/s.
+    #   About 3 lines, and 4 for a helper.
+    raise NotImplementedError(
+        "Task 4.15: throughput, see guidelines.md#415-throughput-mfu-and-memory"
+    )
+
+
+def count_flops(step: Callable[[], object]) -> int:
+    """Return how many floating-point operations a step takes: those that are executed.
+
+    A product of an (m, k) with a (k, n) matrix takes 2·m·k·n. The backward pass of a linear layer
+    takes as many for the gradient of its weight, and again as many for that of its input. What
+    needs no gradient takes none: the input of the first layer, or weights that are frozen.
+
+    With activation checkpointing, the second forward pass is executed, and so it counts. Model
+    FLOPs, which ``mfu`` needs, are those of a step without checkpointing.
+
+    Args:
+        step: computes a step on one rank, forward and backward pass. It is called once, and does
+            what it does without being counted. Nothing is printed.
+
+    Returns:
+        FLOPs of matrix products and convolutions. Activations, norms and the addition of biases are
+        not counted: they take little time beside these in a large model. Nor are fused kernels
+        that torch's counter does not know, such as that of attention on a CPU.
+    """
+    # TODO 4.15: call the step and return its FLOPs.
+    #   Tools: FlopCounterMode, its argument display and its get_total_flops.
+    #   Example: Linear(4, 3) on 8 samples takes 192 FLOPs forward, and 192 for its weight.
+    #   About 3 lines.
+    raise NotImplementedError(
+        "Task 4.15: count_flops, see guidelines.md#415-throughput-mfu-and-memory"
+    )
+
+
+def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = None) -> float:
+    """Return the model FLOPs utilisation of the job: the same number on all ranks.
+
+    It is the model FLOPs of all ranks, over what all their devices could do at their peaks in the
+    time of the slowest rank. Ranks with 3e12 and 1e12 FLOPs in steps of 10 ms, on devices of
+    1e15 FLOP/s: 4e12 / (2e15 · 0.01) = 0.2.
+
+    Args:
+        flops: model FLOPs of this rank's part of the batch; they may differ between ranks.
+        step_s: how long this rank's step took, waiting included; above 0.
+        peak_flops_per_s: of this rank's device, in the dtype of the matrix products; above 0.
+        group: the ranks of the job; all ranks by default.
+
+    Returns:
+        A fraction of 1, computed in float64.
+
+    Cost: at most two collectives, to which each rank contributes at most 24 bytes in all.
+
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    # TODO 4.15: return the FLOPs of all ranks over what all their devices could have done.
+    #   Tools: torch.tensor, dist.all_gather or dist.all_reduce, group_device (given).
+    #   Example: two ranks of 2e12 FLOPs in 10 ms, at peaks of 1e15 FLOP/s: 4e12 / 2e13 = 0.2.
+    #   About 3 lines.
+    raise NotImplementedError("Task 4.15: mfu, see guidelines.md#415-throughput-mfu-and-memory")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that was in use at any moment so far.
+
+    Args:
+        device: a GPU: the most that tensors took there, as ``torch.cuda.max_memory_allocated``
+            tells. The CPU: the most that this process held in memory.
+
+    Returns:
+        Bytes. The system's ``ru_maxrss`` counts KiB on Linux and bytes on macOS.
+    """
+    # TODO 4.15: return the peak of that device, in bytes.
+    #   Tools: torch.cuda.max_memory_allocated, resource.getrusage, sys.platform.
+    #   Example: on Linux, ru_maxrss = 250,000 means 256,000,000 bytes.
+    #   About 4 lines.
+    raise NotImplementedError(
+        "Task 4.15: peak_memory_bytes, see guidelines.md#415-throughput-mfu-and-memory"
+    )
+
+
+class StragglerDetector:
+    """Tells which ranks are slow, and in which part of a step.
+
+    In synchronous training all steps take equally long on all ranks, because the fast ranks wait.
+    So their own work is compared, data and compute:
+                 data_s   compute_s   communication_s   own work   ratio
+        rank 0     0.01        0.10              0.11       0.11     1.0
+        rank 1     0.12        0.10              0.00       0.22     2.0    a straggler, by its data
+        rank 2     0.01        0.10              0.11       0.11     1.0
+    """
+
+    def __init__(self, group: Group = None, *, window: int = 50, factor: float = 1.3) -> None:
+        """Begin with an empty window.
+
+        Args:
+            group: the ranks that are compared; all ranks by default.
+            window: how many steps are looked at together.
+            factor: a rank is a straggler if its own work is above this many times that of the
+                median rank; at least 1.
+        """
+        # TODO 4.16: keep the arguments, and that no step was seen.
+        #   Tools: none.
+        #   Example: with window=50, the first 49 calls of add return [].
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 4.16: StragglerDetector.__init__, see guidelines.md#416-find-the-slow-rank"
+        )
+
+    def add(self, times: StepTimes) -> list[Straggler]:
+        """Take the times of a step, and judge the ranks when the window is full.
+
+        All ranks of the group call it after every step. The next window begins empty.
+
+        Args:
+            times: of this rank's step.
+
+        Returns:
+            The stragglers, ordered by rank, the same on all ranks; in steps that do not fill the
+            window, none. All medians are low medians: of two in the middle, the lower one.
+
+            own work   of a rank: the median over the window of data_s + compute_s
+            ratio      the rank's own work over the median of all ranks' own work; inf if that is 0
+            part       data or compute, whichever exceeds the median of all ranks by more seconds;
+                       of each rank and part, the median over the window is taken
+
+        Cost: nothing is sent, but for one collective per window, to which each rank contributes
+            24 bytes.
+        """
+        # TODO 4.16: keep the step; with a full window, gather medians and judge all ranks by them.
+        #   Tools: median_low, dist.all_gather, group_device (given), Straggler (given).
+        #   Example: own work of 110, 220 and 110 ms, factor 1.3: rank 1 is at 2.0, above 1.3.
+        #   About 14 lines, and 7 for helpers.
+        raise NotImplementedError(
+            "Task 4.16: StragglerDetector.add, see guidelines.md#416-find-the-slow-rank"
+        )

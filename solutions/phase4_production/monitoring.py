@@ -1,0 +1,307 @@
+"""Monitoring: where the time of a step goes, how much of the hardware is used, and who is slow."""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median_low
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from phase4_production.given import Group, Part, StepTimes, Straggler, group_device
+
+T = TypeVar("T")
+
+
+class StepTimer:
+    """Splits the time of each step into data, compute, exposed communication and the rest.
+
+    A step of 100 ms, in which the all-reduce is waited for inside of compute:
+        part("data")             ████                      20 ms
+        part("compute")              ████████   ████       60 ms, without the part inside
+        part("communication")                ███           15 ms
+        the rest                                    █       5 ms
+
+        timer = StepTimer(synchronize=torch.cuda.synchronize)
+        for batch in timer.batches(loader):
+            with timer.part("compute"):
+                loss(batch).backward()
+                with timer.part("communication"):
+                    wait_for_gradients()
+                optimizer.step()
+            times = timer.end_step()
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Begin the first step.
+
+        Args:
+            clock: tells the time, in seconds.
+            synchronize: waits until the device has finished. It is called before each reading of
+                the clock, because kernels of a GPU still run when the call that starts them has
+                returned.
+        """
+        self.clock, self.synchronize = clock, synchronize
+        self.open: list[Part] = []  # the innermost is last
+        self.step_began_s = self.read_s = self._now()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.seconds: dict[Part, float] = {"data": 0.0, "compute": 0.0, "communication": 0.0}
+
+    def _now(self) -> float:
+        """Return the time at which the device has finished."""
+        self.synchronize()
+        return self.clock()
+
+    def _charge(self) -> None:
+        """Give the time since the last reading to the innermost open part."""
+        now_s = self._now()
+        if self.open:
+            self.seconds[self.open[-1]] += now_s - self.read_s
+        self.read_s = now_s
+
+    @contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """Count the time inside of the ``with`` statement for a part of the step.
+
+        Parts may be inside of each other: time in the inner part does not count for the outer one.
+        A part also ends with an error inside of it, which is passed on. A part that is entered
+        several times in a step gets the sum.
+
+        Args:
+            name: of the part.
+
+        Cost: no communication.
+        """
+        self._charge()
+        self.open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self.open.pop()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what the loader yields, and count waiting for it as data.
+
+        Starting the loader counts too, and so does the last wait, after which there is no batch:
+        it belongs to the step that follows. A batch is asked for when the loop wants it, and not
+        earlier.
+
+        Args:
+            loader: yields batches; it may be empty.
+        """
+        with self.part("data"):
+            source = iter(loader)
+        while True:
+            with self.part("data"):
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+            yield batch
+
+    def end_step(self) -> StepTimes:
+        """End the step and begin the next one.
+
+        It is called outside of all parts.
+
+        Returns:
+            The times of the step that ends: ``step_s`` since the step before has ended, for the
+            first step since the timer was made. What is in no part is ``rest_s``.
+
+        Cost: no communication.
+        """
+        now_s = self._now()
+        data_s, compute_s, communication_s = self.seconds.values()
+        times = StepTimes(now_s - self.step_began_s, data_s, compute_s, communication_s)
+        self.step_began_s = now_s
+        self._forget()
+        return times
+
+
+def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
+    """Return the times of all ranks, rank by rank, on every rank.
+
+    All ranks of the group call it; once in many steps is enough.
+
+    Args:
+        times: of this rank's step. They arrive as they are, without rounding.
+        group: the ranks that take part; all ranks by default.
+
+    Cost: one collective, to which each rank contributes 32 bytes.
+    """
+    return [StepTimes(*seconds) for seconds in _gather(times, group)]
+
+
+def _gather(values: Sequence[float], group: Group) -> list[list[float]]:
+    """Return the numbers of all ranks, rank by rank."""
+    mine = torch.tensor(values, dtype=torch.float64, device=group_device(group))
+    by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(by_rank, mine, group=group)
+    return [numbers.tolist() for numbers in by_rank]
+
+
+def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
+    """Return how many samples per second the job processes: the same number on all ranks.
+
+    It is the samples of all ranks over the time of the slowest, because the job goes on when that
+    is done. Ranks with 300 samples in 1 s and 100 in 2 s: 400 / 2 s = 200 samples/s.
+
+    Args:
+        num_samples: that this rank has processed; may be 0.
+        seconds: that this rank took, waiting included; above 0.
+        group: the ranks of the job; all ranks by default.
+
+    Returns:
+        Samples per second, computed in float64.
+
+    Cost: at most two collectives, to which each rank contributes at most 16 bytes in all.
+    """
+    by_rank = _gather([num_samples, seconds], group)
+    samples, times_s = zip(*by_rank, strict=True)
+    return float(sum(samples) / max(times_s))
+
+
+def count_flops(step: Callable[[], object]) -> int:
+    """Return how many floating-point operations a step takes: those that are executed.
+
+    A product of an (m, k) with a (k, n) matrix takes 2·m·k·n. The backward pass of a linear layer
+    takes as many for the gradient of its weight, and again as many for that of its input. What
+    needs no gradient takes none: the input of the first layer, or weights that are frozen.
+
+    With activation checkpointing, the second forward pass is executed, and so it counts. Model
+    FLOPs, which ``mfu`` needs, are those of a step without checkpointing.
+
+    Args:
+        step: computes a step on one rank, forward and backward pass. It is called once, and does
+            what it does without being counted. Nothing is printed.
+
+    Returns:
+        FLOPs of matrix products and convolutions. Activations, norms and the addition of biases are
+        not counted: they take little time beside these in a large model. Nor are fused kernels
+        that torch's counter does not know, such as that of attention on a CPU.
+    """
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = None) -> float:
+    """Return the model FLOPs utilisation of the job: the same number on all ranks.
+
+    It is the model FLOPs of all ranks, over what all their devices could do at their peaks in the
+    time of the slowest rank. Ranks with 3e12 and 1e12 FLOPs in steps of 10 ms, on devices of
+    1e15 FLOP/s: 4e12 / (2e15 · 0.01) = 0.2.
+
+    Args:
+        flops: model FLOPs of this rank's part of the batch; they may differ between ranks.
+        step_s: how long this rank's step took, waiting included; above 0.
+        peak_flops_per_s: of this rank's device, in the dtype of the matrix products; above 0.
+        group: the ranks of the job; all ranks by default.
+
+    Returns:
+        A fraction of 1, computed in float64.
+
+    Cost: at most two collectives, to which each rank contributes at most 24 bytes in all.
+
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    by_rank = _gather([flops, step_s, peak_flops_per_s], group)
+    all_flops, times_s, peaks = zip(*by_rank, strict=True)
+    return float(sum(all_flops) / (max(times_s) * sum(peaks)))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that was in use at any moment so far.
+
+    Args:
+        device: a GPU: the most that tensors took there, as ``torch.cuda.max_memory_allocated``
+            tells. The CPU: the most that this process held in memory.
+
+    Returns:
+        Bytes. The system's ``ru_maxrss`` counts KiB on Linux and bytes on macOS.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+class StragglerDetector:
+    """Tells which ranks are slow, and in which part of a step.
+
+    In synchronous training all steps take equally long on all ranks, because the fast ranks wait.
+    So their own work is compared, data and compute:
+                 data_s   compute_s   communication_s   own work   ratio
+        rank 0     0.01        0.10              0.11       0.11     1.0
+        rank 1     0.12        0.10              0.00       0.22     2.0    a straggler, by its data
+        rank 2     0.01        0.10              0.11       0.11     1.0
+    """
+
+    def __init__(self, group: Group = None, *, window: int = 50, factor: float = 1.3) -> None:
+        """Begin with an empty window.
+
+        Args:
+            group: the ranks that are compared; all ranks by default.
+            window: how many steps are looked at together.
+            factor: a rank is a straggler if its own work is above this many times that of the
+                median rank; at least 1.
+        """
+        self.group, self.window, self.factor = group, window, factor
+        self.steps: list[StepTimes] = []
+
+    def add(self, times: StepTimes) -> list[Straggler]:
+        """Take the times of a step, and judge the ranks when the window is full.
+
+        All ranks of the group call it after every step. The next window begins empty.
+
+        Args:
+            times: of this rank's step.
+
+        Returns:
+            The stragglers, ordered by rank, the same on all ranks; in steps that do not fill the
+            window, none. All medians are low medians: of two in the middle, the lower one.
+
+            own work   of a rank: the median over the window of data_s + compute_s
+            ratio      the rank's own work over the median of all ranks' own work; inf if that is 0
+            part       data or compute, whichever exceeds the median of all ranks by more seconds;
+                       of each rank and part, the median over the window is taken
+
+        Cost: nothing is sent, but for one collective per window, to which each rank contributes
+            24 bytes.
+        """
+        self.steps.append(times)
+        if len(self.steps) < self.window:
+            return []
+        works = [(t.data_s + t.compute_s, t.data_s, t.compute_s) for t in self.steps]
+        self.steps = []
+        by_rank = _gather(_medians(works), self.group)
+        typical = _medians(by_rank)
+        return [
+            _judged(rank, mine, typical)
+            for rank, mine in enumerate(by_rank)
+            if mine[0] > self.factor * typical[0]
+        ]
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the low median of each column."""
+    return [median_low(column) for column in zip(*rows, strict=True)]
+
+
+def _judged(rank: int, mine: Sequence[float], typical: Sequence[float]) -> Straggler:
+    """Tell by how much a rank is slow, and in what: both hold own work, data and compute."""
+    more_data_s, more_compute_s = mine[1] - typical[1], mine[2] - typical[2]
+    ratio = mine[0] / typical[0] if typical[0] else math.inf
+    return Straggler(rank, "data" if more_data_s > more_compute_s else "compute", ratio)
