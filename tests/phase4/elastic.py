@@ -146,7 +146,7 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
         How it ended, its steps and times, its parameters, and what was saved, loaded and asked.
     """
     rank = dist.get_rank(group)
-    torch.manual_seed(1000 * rank + time.monotonic_ns() % 1000)  # no order may depend on this
+    torch.manual_seed(1000 * dist.get_world_size(group) + rank)  # no order may depend on this
     folder, model = Path(root), Model(plan, rank)
     saves: list[tuple[int, float]] = []
     asked: list[int] = []
@@ -212,6 +212,11 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
         "saves": saves,
         "asked": asked,
     }
+
+
+def reduce_once(lesson: Any, numel: int) -> None:
+    """Let gradients of that size travel once: what that takes is counted."""
+    dist.all_reduce(torch.zeros(numel, dtype=torch.float64))
 
 
 def step_of(path: Path) -> int:
