@@ -3,7 +3,7 @@
 It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -81,6 +81,30 @@ class HasState(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Take over a state that another object of this kind has returned."""
+class Job(Protocol):
+    """What is trained: a model, its optimizer, and whatever belongs to them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is needed to go on: it may share memory with the job."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go on from a state."""
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Return what is trained, in the same order on all ranks."""
+
+    def add_gradients(self, samples: Sequence[int], epoch: int, /) -> None:
+        """Add the gradients of the sum of the losses of these samples to each ``.grad``.
+
+        Like ``backward``, it makes those that are None, and clears none.
+
+        Args:
+            samples: at least one.
+            epoch: decides, with the sample, how it is augmented.
+        """
+
+    def step(self) -> None:
+        """Change the parameters by what is in ``.grad``, and leave that as it is."""
 
 
 class Reduced(NamedTuple):

@@ -36,6 +36,8 @@ from phase4.judge_steps import *
 
 from phase4.judge_utilisation import *
 from phase4.judge_stragglers import *
+# elastic
+from phase4.judge_elastic import *
 
 
 from distlab.grade.plugin import main

@@ -1,0 +1,139 @@
+"""A run whose workers may come and go: start this on one machine or several, in any number.
+
+    torchrun --nnodes=1:4 --nproc_per_node=1 --max_restarts=100 --rdzv_backend=c10d \\
+        --rdzv_endpoint=127.0.0.1:29400 --rdzv_conf=last_call_timeout=5 scripts/elastic.py out/run
+
+Start it in one terminal, and the same command in another: torchrun ends the worker and starts two.
+Kill the second one, agent and worker, and the first goes on alone. It trains a small model on the
+bundled digits for 10 epochs, and prints how many workers go on where, and the accuracy in the end.
+``out/run.jsonl`` notes which worker has trained on which samples. A second number makes steps take
+so many seconds: ``scripts/elastic.py out/run 0.2``.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.data import load
+from solutions.phase4_production.checkpoint import load_checkpoint, save_checkpoint
+from solutions.phase4_production.elastic import run_elastic
+from solutions.phase4_production.fault_tolerance import StopRequest
+
+GLOBAL_BATCH, NUM_EPOCHS, SAVE_EVERY = 96, 10, 5
+
+
+class Digits:
+    """A small model that learns the bundled digits, and notes on what it was trained."""
+
+    def __init__(self, ledger: Path, step_s: float) -> None:
+        """Prepare.
+
+        Args:
+            ledger: a line is appended for each micro-batch.
+            step_s: how long a step takes at least.
+        """
+        torch.manual_seed(0)
+        self.data = load("digits")
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.num_steps, self.ledger, self.step_s = 0, ledger, step_s
+        self.start = start_number()
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Return what is trained."""
+        return self.model.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizer and the number of steps."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {**state, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go on from a state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.num_steps = state["num_steps"]
+        say(f"{dist.get_world_size()} workers go on after step {self.num_steps}")
+
+    def add_gradients(self, samples: Sequence[int], epoch: int, /) -> None:
+        """Add the gradients of the sum of the losses."""
+        self._note(samples, epoch)
+        images, labels = zip(*(self.data.train[sample] for sample in samples), strict=True)
+        logits = self.model(torch.stack(images))
+        loss: Any = nn.functional.cross_entropy(logits, torch.tensor(labels), reduction="sum")
+        loss.backward()
+
+    def _note(self, samples: Sequence[int], epoch: int) -> None:
+        """Append a line, in one write, so that those of several workers don't mix."""
+        line = {
+            "start": self.start,
+            "world_size": dist.get_world_size(),
+            "rank": dist.get_rank(),
+            "pid": os.getpid(),
+            "step": self.num_steps + 1,
+            "epoch": epoch,
+            "samples": list(samples),
+        }
+        with open(self.ledger, "ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def step(self) -> None:
+        """Change the parameters."""
+        self.optimizer.step()
+        self.num_steps += 1
+        time.sleep(self.step_s)
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Return which part of the test images is recognised."""
+        images, labels = zip(*self.data.test, strict=True)
+        found = self.model(torch.stack(images)).argmax(1)
+        return float((found == torch.tensor(labels)).float().mean())
+
+
+def start_number() -> int:
+    """Return a number that all workers of this start have in common, and no other start has."""
+    number = [time.time_ns()]
+    dist.broadcast_object_list(number, group_src=0)
+    return number[0]
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def main() -> None:
+    """Train in the folder that the command line names."""
+    folder = Path(sys.argv[1])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with StopRequest() as stop:
+        dist.init_process_group("gloo")
+        job = Digits(folder.with_suffix(".jsonl"), float((*sys.argv, "0")[2]))
+        num_steps = run_elastic(
+            job,
+            folder,
+            num_samples=len(job.data.train),
+            global_batch=GLOBAL_BATCH,
+            num_epochs=NUM_EPOCHS,
+            save_every=SAVE_EVERY,
+            micro_batch=32,
+            save=save_checkpoint,
+            load=load_checkpoint,
+            should_stop=stop.agreed,
+        )
+        say(f"after step {num_steps}: {job.accuracy():.1%} of the test images are recognised")
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""scripts/elastic.py on real processes that are killed and join: no sample is lost or comes twice.
+
+First with a launcher of this file's own, then with torchrun, an agent for each node.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from processes import MARK, marked
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo listens on lo")
+
+ROOT = Path(__file__).parents[2]
+NUM_SAMPLES, GLOBAL_BATCH, NUM_EPOCHS = 1437, 96, 10
+STEPS_PER_EPOCH = 15
+TIMEOUT_S = 120
+SCRIPT = "scripts/elastic.py"
+Line = dict[str, Any]
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """What is in the environment of all processes of a test; they are ended after it."""
+    name = uuid.uuid4().hex
+    yield name
+    for process in marked(name):
+        process.kill()
+
+
+def environment(mark: str, **more: str) -> dict[str, str]:
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, **ours, MARK: mark, **more}
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.02)
+
+
+# --- what the workers have noted -----------------------------------------------------------------
+
+
+def lines_of(folder: Path) -> list[Line]:
+    ledger = folder.with_suffix(".jsonl")
+    written = ledger.read_bytes() if ledger.exists() else b""
+    return [json.loads(line) for line in written.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def has_trained(folder: Path, world_size: int, more_steps: int) -> Callable[[], bool]:
+    """Whether a new start with that many workers has come some steps far."""
+    known = {line["start"] for line in lines_of(folder)}
+
+    def is_so() -> bool:
+        steps = defaultdict(set)
+        for line in lines_of(folder):
+            if line["start"] not in known and line["world_size"] == world_size:
+                steps[line["start"]].add(line["step"])
+        return any(len(found) > more_steps for found in steps.values())
+
+    return is_so
+
+
+def counting_steps(lines: list[Line]) -> dict[int, list[Line]]:
+    """Steps that no later start has done again."""
+    by_start = defaultdict(list)
+    for line in lines:
+        by_start[line["start"]].append(line)
+    steps: dict[int, list[Line]] = {}
+    for start in sorted(by_start):
+        first = min(line["step"] for line in by_start[start])
+        steps = {step: found for step, found in steps.items() if step < first}
+        for line in by_start[start]:
+            steps.setdefault(line["step"], []).append(line)
+    return steps
+
+
+def check_ledger(folder: Path) -> list[int]:
+    """Check that every sample was trained on once; return the world sizes, in their order."""
+    steps = counting_steps(lines_of(folder))
+    assert sorted(steps) == [*range(1, NUM_EPOCHS * STEPS_PER_EPOCH + 1)]
+    for epoch in range(NUM_EPOCHS):
+        first = epoch * STEPS_PER_EPOCH + 1
+        lines = [line for s in range(first, first + STEPS_PER_EPOCH) for line in steps[s]]
+        assert {line["epoch"] for line in lines} == {epoch}
+        assert sorted(s for line in lines for s in line["samples"]) == [*range(NUM_SAMPLES)]
+    for step, lines in steps.items():
+        is_short = step % STEPS_PER_EPOCH == 0
+        expected = NUM_SAMPLES % GLOBAL_BATCH if is_short else GLOBAL_BATCH
+        assert sum(len(line["samples"]) for line in lines) == expected
+    sizes = [steps[step][0]["world_size"] for step in sorted(steps)]
+    return [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before]
+
+
+def accuracy_of(printed: str) -> float:
+    (found,) = re.findall(r"after step 150: ([\d.]+)% of the test images", printed)
+    return float(found)
+
+
+# --- workers, started anew by this file ----------------------------------------------------------
+
+
+class Workers:
+    """One start of some workers, which meet in a store of this process."""
+
+    def __init__(self, mark: str, folder: Path, world_size: int, step_s: float) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.is_ready = has_trained(folder, world_size, 7)
+        told = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(world_size),
+        }
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, SCRIPT, str(folder), str(step_s)],
+                cwd=ROOT,
+                env=environment(mark, **told, RANK=str(rank)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to a rank when some steps are done."""
+        wait_until(self.is_ready, "too few steps in time")
+        os.kill(self.processes[rank].pid, number)
+
+    def end(self) -> list[tuple[int, str, str]]:
+        """Wait for the end; return exit codes, and what was printed."""
+        told = [process.communicate(timeout=TIMEOUT_S) for process in self.processes]
+        return [(p.returncode, *texts) for p, texts in zip(self.processes, told, strict=True)]
+
+
+@pytest.mark.usefixtures("forked")
+def test_four_workers_three_and_four_again(mark: str, tmp_path: Path) -> None:
+    ((_, undisturbed, _),) = Workers(mark, tmp_path / "alone", 1, 0).end()
+    folder = tmp_path / "run"
+
+    four = Workers(mark, folder, 4, 0.01)
+    four.send(2, signal.SIGKILL)
+    ended = four.end()
+    assert ended[2][0] == -signal.SIGKILL
+    assert all(code == 1 for code, _, _ in ended[:2] + ended[3:]), ended  # gloo raises
+
+    three = Workers(mark, folder, 3, 0.01)
+    three.send(1, signal.SIGTERM)  # as torchrun does when a fourth one waits
+    ended = three.end()
+    assert [code for code, _, _ in ended] == [75, 75, 75], ended
+
+    again = Workers(mark, folder, 4, 0).end()
+    assert [code for code, _, _ in again] == [0, 0, 0, 0], again
+    assert check_ledger(folder) == [4, 3, 4]
+    assert abs(accuracy_of(again[0][1]) - accuracy_of(undisturbed)) <= 1.0
+
+
+# --- torchrun ------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+class Agents:
+    """Agents of torchrun, one for each node, all of them on this machine."""
+
+    def __init__(self, mark: str, folder: Path, logs: Path) -> None:
+        self.mark, self.folder, self.logs = mark, folder, logs
+        self.port = free_port()
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Let one more node join; the first one holds the rendezvous."""
+        options = (
+            "--nnodes=2:3",
+            "--nproc-per-node=1",
+            "--max-restarts=20",
+            "--monitor-interval=0.1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            "--rdzv-id=elastic",
+            "--local-addr=127.0.0.1",
+            "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+        )
+        command = [sys.executable, "-m", "torch.distributed.run", *options]
+        name = f"{len(self.agents)}"
+        with (
+            open(self.logs / f"{name}.out", "wb") as out,
+            open(self.logs / f"{name}.err", "wb") as e,
+        ):
+            self.agents.append(
+                subprocess.Popen(
+                    [*command, SCRIPT, str(self.folder), "0.05"],
+                    cwd=ROOT,
+                    env=environment(self.mark),
+                    stdout=out,
+                    stderr=e,
+                )
+            )
+
+    def wait_for(self, world_size: int, more_steps: int, trained: Callable[[], bool]) -> None:
+        """Wait until a new start with so many workers has done some steps."""
+        wait_until(trained, f"no {world_size} workers with {more_steps} steps: {self.told()}")
+
+    def kill(self, index: int) -> None:
+        """Take a node away, as a failure of its power does: agent and worker."""
+        agent = psutil.Process(self.agents[index].pid)
+        gone = [agent, *agent.children(recursive=True)]
+        for process in gone:
+            process.kill()
+
+    def told(self) -> str:
+        """What all agents and workers have printed."""
+        return "".join(path.read_text() for path in sorted(self.logs.iterdir()))
+
+
+@pytest.mark.slow
+def test_torchrun_loses_a_node_and_gets_another(mark: str, tmp_path: Path) -> None:
+    folder, logs = tmp_path / "run", tmp_path / "logs"
+    logs.mkdir()
+    nodes = Agents(mark, folder, logs)
+    have_trained = has_trained(folder, 3, 7)
+    for _ in range(3):
+        nodes.start()
+    nodes.wait_for(3, 7, have_trained)
+    have_trained = has_trained(folder, 2, 7)
+    nodes.kill(2)
+    nodes.wait_for(2, 7, have_trained)
+    nodes.start()
+    codes = [nodes.agents[i].wait(TIMEOUT_S) for i in (0, 1, 3)]
+    assert codes == [0, 0, 0], nodes.told()
+    assert nodes.agents[2].wait(TIMEOUT_S) == -signal.SIGKILL
+    assert check_ledger(folder) == [3, 2, 3]
+    assert accuracy_of(nodes.told()) > 90
+    assert not marked(mark)
