@@ -81,6 +81,8 @@ class HasState(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Take over a state that another object of this kind has returned."""
+
+
 class Job(Protocol):
     """What is trained: a model, its optimizer, and whatever belongs to them."""
 
@@ -139,6 +141,8 @@ class Codec(Protocol):
 
     def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
         """Return the n numbers, float32, that the codes stand for; more bytes may follow these."""
+
+
 Part = Literal["data", "compute", "communication"]  # of a step
 
 
@@ -162,3 +166,39 @@ class Straggler(NamedTuple):
     rank: int
     part: Literal["data", "compute"]  # in which it is slow
     ratio: float  # its own work over that of the median rank; 1 is usual
+
+
+class Started(Protocol):
+    """Something that is under way: torch's ``Work`` is one, and so is a future of torch.futures."""
+
+    def wait(self) -> Any:
+        """Return when it is done."""
+
+
+class MetricWriter(Protocol):
+    """A place for the numbers of a run.
+
+    with contextlib.closing(JsonlWriter(path)) as writer:
+        writer.write({"loss": 2.5, "samples_total": 4096}, step=1)
+    """
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take what was measured in a step."""
+
+    def close(self) -> None:
+        """Write what is left, and give back what was taken: files, threads, ports."""
+
+
+class Record(NamedTuple):
+    """What was measured in a step."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class Exposed(NamedTuple):
+    """What a step spends on communication: the mean over the steps of a trace."""
+
+    step_s: float
+    communication_s: float  # while anything was on its way
+    exposed_s: float  # of it: while nothing was computed

@@ -27,17 +27,21 @@ from phase4.judge_stops import *
 from phase4.judge_intervals import *
 
 
+# elastic
+from phase4.judge_elastic import *
+
+
 # gradient_compression
 from phase4.judge_sparse import *
 from phase4.judge_quantized import *
+
+
 # monitoring
 from phase4.judge_steps import *
 
 
 from phase4.judge_utilisation import *
 from phase4.judge_stragglers import *
-# elastic
-from phase4.judge_elastic import *
 
 
 from distlab.grade.plugin import main

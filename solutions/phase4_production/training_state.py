@@ -172,7 +172,8 @@ class TrainingState:
 
 def _generators() -> dict[str, Any]:
     """Return the states of this rank's generators."""
-    kind, numbers, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, numbers, *rest = state
     found = {
         "python": random.getstate(),
         "numpy": (kind, numbers.tolist(), *rest),  # an array is not loaded with weights_only
