@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo listens on
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES, GLOBAL_BATCH, NUM_EPOCHS = 1437, 96, 10
 STEPS_PER_EPOCH = 15
-TIMEOUT_S = 120
+TIMEOUT_S = 50
 SCRIPT = "scripts/elastic.py"
 Line = dict[str, Any]
 
