@@ -1,5 +1,6 @@
 """A run whose workers may come and go: start this on one machine or several, in any number.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:4 --nproc_per_node=1 --max_restarts=100 --rdzv_backend=c10d \\
         --rdzv_endpoint=127.0.0.1:29400 --rdzv_conf=last_call_timeout=5 scripts/elastic.py out/run
 
@@ -116,8 +117,8 @@ def main() -> None:
     """Train in the folder that the command line names."""
     folder = Path(sys.argv[1])
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with StopRequest() as stop:
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
+    with StopRequest() as stop:  # not before: until the ranks have met, SIGTERM is to end them
         job = Digits(folder.with_suffix(".jsonl"), float((*sys.argv, "0")[2]))
         num_steps = run_elastic(
             job,
@@ -132,7 +133,7 @@ def main() -> None:
             should_stop=stop.agreed,
         )
         say(f"after step {num_steps}: {job.accuracy():.1%} of the test images are recognised")
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ class Agents:
                 subprocess.Popen(
                     [*command, SCRIPT, str(self.folder), "0.05"],
                     cwd=ROOT,
-                    env=environment(self.mark),
+                    env=environment(self.mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
                     stdout=out,
                     stderr=e,
                 )
