@@ -1,13 +1,14 @@
 """A run whose workers may come and go: start this on one machine or several, in any number.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:4 --nproc_per_node=1 --max_restarts=100 --rdzv_backend=c10d \\
         --rdzv_endpoint=127.0.0.1:29400 --rdzv_conf=last_call_timeout=5 scripts/elastic.py out/run
 
 Start it in one terminal, and the same command in another: torchrun ends the worker and starts two.
 Kill the second one, agent and worker, and the first goes on alone. It trains a small model on the
 bundled digits for 10 epochs, and prints how many workers go on where, and the accuracy in the end.
-``out/run.jsonl`` notes which worker has trained on which samples. A second number makes steps take
-so many seconds: ``scripts/elastic.py out/run 0.2``.
+``out/run.jsonl`` notes which worker has trained on which samples. ``echo 0.2 > out/run.pace`` makes
+steps take so many seconds more, also while it runs.
 """
 
 import json
@@ -33,18 +34,14 @@ GLOBAL_BATCH, NUM_EPOCHS, SAVE_EVERY = 96, 10, 5
 class Digits:
     """A small model that learns the bundled digits, and notes on what it was trained."""
 
-    def __init__(self, ledger: Path, step_s: float) -> None:
-        """Prepare.
-
-        Args:
-            ledger: a line is appended for each micro-batch.
-            step_s: how long a step takes at least.
-        """
+    def __init__(self, folder: Path) -> None:
+        """Prepare to train in a folder: beside it lie ledger and pace."""
         torch.manual_seed(0)
         self.data = load("digits")
         self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.num_steps, self.ledger, self.step_s = 0, ledger, step_s
+        self.num_steps, self.ledger = 0, folder.with_suffix(".jsonl")
+        self.pace = folder.with_suffix(".pace")
         self.start = start_number()
 
     def parameters(self) -> Iterable[Tensor]:
@@ -89,7 +86,8 @@ class Digits:
         """Change the parameters."""
         self.optimizer.step()
         self.num_steps += 1
-        time.sleep(self.step_s)
+        if self.pace.exists():
+            time.sleep(float(self.pace.read_text()))
 
     @torch.no_grad()
     def accuracy(self) -> float:
@@ -116,9 +114,9 @@ def main() -> None:
     """Train in the folder that the command line names."""
     folder = Path(sys.argv[1])
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with StopRequest() as stop:
-        dist.init_process_group("gloo")
-        job = Digits(folder.with_suffix(".jsonl"), float((*sys.argv, "0")[2]))
+    dist.init_process_group("gloo")
+    with StopRequest() as stop:  # not before: until the ranks have met, SIGTERM is to end them
+        job = Digits(folder)
         num_steps = run_elastic(
             job,
             folder,
@@ -132,7 +130,7 @@ def main() -> None:
             should_stop=stop.agreed,
         )
         say(f"after step {num_steps}: {job.accuracy():.1%} of the test images are recognised")
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,13 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+def set_pace(folder: Path, step_s: float) -> None:
+    """Let steps take so much longer from now on."""
+    new = folder.with_suffix(".new")
+    new.write_text(f"{step_s}")
+    new.replace(folder.with_suffix(".pace"))
+
+
 # --- what the workers have noted -----------------------------------------------------------------
 
 
@@ -118,7 +125,7 @@ def accuracy_of(printed: str) -> float:
 class Workers:
     """One start of some workers, which meet in a store of this process."""
 
-    def __init__(self, mark: str, folder: Path, world_size: int, step_s: float) -> None:
+    def __init__(self, mark: str, folder: Path, world_size: int) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.is_ready = has_trained(folder, world_size, 7)
         told = {
@@ -129,7 +136,7 @@ class Workers:
         }
         self.processes = [
             subprocess.Popen(
-                [sys.executable, SCRIPT, str(folder), str(step_s)],
+                [sys.executable, SCRIPT, str(folder)],
                 cwd=ROOT,
                 env=environment(mark, **told, RANK=str(rank)),
                 stdout=subprocess.PIPE,
@@ -152,21 +159,23 @@ class Workers:
 
 @pytest.mark.usefixtures("forked")
 def test_four_workers_three_and_four_again(mark: str, tmp_path: Path) -> None:
-    ((_, undisturbed, _),) = Workers(mark, tmp_path / "alone", 1, 0).end()
+    ((_, undisturbed, _),) = Workers(mark, tmp_path / "alone", 1).end()
     folder = tmp_path / "run"
+    set_pace(folder, 0.1)
 
-    four = Workers(mark, folder, 4, 0.01)
+    four = Workers(mark, folder, 4)
     four.send(2, signal.SIGKILL)
     ended = four.end()
     assert ended[2][0] == -signal.SIGKILL
     assert all(code == 1 for code, _, _ in ended[:2] + ended[3:]), ended  # gloo raises
 
-    three = Workers(mark, folder, 3, 0.01)
+    three = Workers(mark, folder, 3)
     three.send(1, signal.SIGTERM)  # as torchrun does when a fourth one waits
     ended = three.end()
     assert [code for code, _, _ in ended] == [75, 75, 75], ended
 
-    again = Workers(mark, folder, 4, 0).end()
+    set_pace(folder, 0)
+    again = Workers(mark, folder, 4).end()
     assert [code for code, _, _ in again] == [0, 0, 0, 0], again
     assert check_ledger(folder) == [4, 3, 4]
     assert abs(accuracy_of(again[0][1]) - accuracy_of(undisturbed)) <= 1.0
@@ -210,9 +219,9 @@ class Agents:
         ):
             self.agents.append(
                 subprocess.Popen(
-                    [*command, SCRIPT, str(self.folder), "0.05"],
+                    [*command, SCRIPT, str(self.folder)],
                     cwd=ROOT,
-                    env=environment(self.mark),
+                    env=environment(self.mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
                     stdout=out,
                     stderr=e,
                 )
@@ -238,6 +247,7 @@ class Agents:
 def test_torchrun_loses_a_node_and_gets_another(mark: str, tmp_path: Path) -> None:
     folder, logs = tmp_path / "run", tmp_path / "logs"
     logs.mkdir()
+    set_pace(folder, 0.4)  # so that the run still goes on when the new node has started
     nodes = Agents(mark, folder, logs)
     have_trained = has_trained(folder, 3, 7)
     for _ in range(3):
@@ -246,7 +256,10 @@ def test_torchrun_loses_a_node_and_gets_another(mark: str, tmp_path: Path) -> No
     have_trained = has_trained(folder, 2, 7)
     nodes.kill(2)
     nodes.wait_for(2, 7, have_trained)
+    have_trained = has_trained(folder, 3, 1)
     nodes.start()
+    nodes.wait_for(3, 1, have_trained)
+    set_pace(folder, 0)
     codes = [nodes.agents[i].wait(TIMEOUT_S) for i in (0, 1, 3)]
     assert codes == [0, 0, 0], nodes.told()
     assert nodes.agents[2].wait(TIMEOUT_S) == -signal.SIGKILL
