@@ -92,3 +92,10 @@ class Piece(NamedTuple):
 
 
 Reduce = Callable[[Tensor, Sequence[Piece]], Reduced]  # flat gradients, and what lies in them
+
+
+class Started(Protocol):
+    """Something that is under way: torch's ``Work`` is one, and so is a future of torch.futures."""
+
+    def wait(self) -> Any:
+        """Return when it is done."""

@@ -23,6 +23,10 @@ from phase4.judge_stops import *
 from phase4.judge_intervals import *
 
 
+# power_sgd
+from phase4.judge_power_sgd import *
+
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":
