@@ -27,6 +27,10 @@ from phase4.judge_intervals import *
 from phase4.judge_power_sgd import *
 
 
+# comm_hook
+from phase4.judge_comm_hook import *
+
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def test_ranks_average_pieces_of_all_shapes(grade: Grade, n: int) -> None:
 
 @task("4.12")
 @pytest.mark.parametrize("n", [1, 5, 8])
-def test_any_number_of_ranks(grade: Grade, n: int) -> None:
+def test_low_rank_on_any_number_of_ranks(grade: Grade, n: int) -> None:
     _average(grade, n, Plan(MIXED, rank=grade.random.choice([1, 3])))
     _average(grade, n, Plan(MIXED, steps=2, dtype="float64"))
 
@@ -247,7 +247,7 @@ def test_a_mean_of_low_rank_is_exact(grade: Grade, low_rank: int) -> None:
 
 
 @task("4.12")
-def test_inside_a_group(grade: Grade) -> None:
+def test_low_rank_inside_a_group(grade: Grade) -> None:
     plan = Plan(MIXED)
     run = grade.run(inside_group, OUTER_WORLD_SIZE, b.average, plan, if_stuck=STUCK_IN_GROUP)
     _check_results(plan, of_members(run), "inside a group, ")
