@@ -312,7 +312,7 @@ def descend(lesson: Any, door: str, target: float, steps: int) -> float:
             hook.all_reduce(flat).wait()
             flat /= dist.get_world_size()
         optimizer.step()
-    return float(module.weight)
+    return module.weight.item()
 
 
 def _whole(gradient: Tensor, pieces: Sequence[Piece]) -> Reduced:
