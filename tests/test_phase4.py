@@ -42,6 +42,12 @@ from phase4.judge_steps import *
 
 from phase4.judge_utilisation import *
 from phase4.judge_stragglers import *
+# power_sgd
+from phase4.judge_power_sgd import *
+
+
+# comm_hook
+from phase4.judge_comm_hook import *
 
 
 from distlab.grade.plugin import main

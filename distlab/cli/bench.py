@@ -134,3 +134,16 @@ def zero(
     from distlab.bench import zero as measurement
 
     measurement.print_table(ranks, repeats, impl, save)
+
+
+@app.command("compression")
+def compression(
+    ranks: int = typer.Option(2, "--ranks", min=2),
+    repeats: Steps = 21,
+    impl: Whose = "solution",
+    save: Folder = None,
+) -> None:
+    """Compare compressed gradients of Phase 4 with torch's hooks: time, bytes and loss."""
+    from distlab.bench import compression as measurement
+
+    measurement.print_table(ranks, repeats, impl, save)

@@ -1,0 +1,141 @@
+"""PowerSGD: send two thin factors of a gradient instead of the gradient."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phase4_production.given import Group, Piece, Reduced
+
+
+def orthogonalize(matrix: Tensor) -> None:
+    """Make the columns of a matrix orthonormal, in place: each of length 1, all at right angles.
+
+        3  3            0.6 -0.8
+        4  4.5    ->    0.8  0.6        for example
+        0  0            0    0
+
+    Every column that was there is a sum of multiples of the new ones. So it is also where columns
+    depend on each other, or are zero: what replaces them is finite, of length 1 and at right angles
+    to the others.
+
+    Args:
+        matrix: (n, r) with n >= r, of float32 or float64.
+    """
+    matrix.copy_(torch.linalg.qr(matrix).Q)
+
+
+class PowerSGD:
+    """Averages gradients over the ranks as products of two thin matrices.
+
+    With M_w for the gradient of rank w, a matrix of n rows and m columns, and Q (m, r) of the step
+    before:
+        P = mean of M_w Q           n · r numbers travel
+        orthogonalize(P)
+        Q = mean of M_wᵀ P          m · r numbers travel
+        mean = P Qᵀ
+    For M of 1024 · 1024 and r = 4, 8,192 numbers travel instead of 1,048,576: 128 times fewer.
+
+    Args:
+        rank: r, the number of columns of P and Q; at least 1.
+        group: the ranks that average; all by default.
+        seed: of the first Q; the same on all ranks.
+
+    Source: Vogels et al. 2019 (arXiv 1905.13727), algorithm 1.
+    """
+
+    def __init__(self, rank: int, group: Group = None, seed: int = 0) -> None:
+        """Prepare; nothing is sent yet."""
+        self.rank, self.group, self.seed = rank, group, seed
+        self.qs: dict[str, Tensor] = {}  # of the step before, by the name of the parameter
+
+    def __call__(self, gradient: Tensor, pieces: Sequence[Piece]) -> Reduced:
+        """Average a flat gradient over the ranks: all ranks of the group call it.
+
+        A piece of two or more dimensions is a matrix: its first dimension by all others. It is
+        compressed if its factors are smaller: if r · (n + m) < n · m. All else is averaged as it
+        is, together with P.
+
+        The Q of a parameter is kept under its name, and is where its next call begins, whichever
+        pieces lie beside it then. Step by step, it turns to the directions in which the gradients
+        are largest, also after gradients of zeros. The first Q is random: drawn from the seed and
+        the name, the same on all ranks, and without torch's global generator.
+
+        Args:
+            gradient: (n,), of float32 or float64; it is only read.
+            pieces: what lies in it, one after the other; one or more, the same on all ranks.
+
+        Returns:
+            The mean over the ranks, the same on all of them bit for bit; and what this rank sent:
+            P (M_wᵀ P)ᵀ of what is compressed, and all of the rest.
+
+        Cost: two all-reduces, whatever the number of pieces: of Σ n · r elements and all that is
+        not compressed, then of Σ m · r. The second one is left out if nothing is compressed.
+        """
+        is_low = [self._is_compressed(piece.shape) for piece in pieces]
+        parts = gradient.split([piece.shape.numel() for piece in pieces])
+        rest = [part for part, low in zip(parts, is_low, strict=True) if not low]
+        matrices = {
+            piece.name: part.reshape(piece.shape[0], -1)
+            for piece, part, low in zip(pieces, parts, is_low, strict=True)
+            if low
+        }
+        own_ps = [matrix @ self._q_of(name, matrix) for name, matrix in matrices.items()]
+        means = self._mean([*own_ps, *rest])
+        ps, rest_means = means[: len(own_ps)], means[len(own_ps) :]
+        for p in ps:
+            orthogonalize(p)
+        own_qs = [matrix.T @ p for matrix, p in zip(matrices.values(), ps, strict=True)]
+        qs = self._mean(own_qs)
+        self.qs.update(zip(matrices, qs, strict=True))
+        return Reduced(
+            _in_order(is_low, _products(ps, qs), rest_means),
+            _in_order(is_low, _products(ps, own_qs), rest),
+        )
+
+    def _is_compressed(self, shape: torch.Size) -> bool:
+        """Tell whether two factors are smaller than the matrix."""
+        if len(shape) < 2:
+            return False
+        rows, columns = shape[0], shape[1:].numel()
+        return self.rank * (rows + columns) < rows * columns
+
+    def _q_of(self, name: str, matrix: Tensor) -> Tensor:
+        """Return the Q to begin with: that of the last step, or a random one."""
+        if name in self.qs:
+            return self.qs[name].to(matrix)
+        # not hash(name), which differs from process to process
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+        return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
+
+    def _mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the means over the ranks of several tensors, in one all-reduce."""
+        if not tensors:
+            return []
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat, group=self.group)
+        flat /= dist.get_world_size(self.group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a later run needs to go on bit for bit: a copy, which stays as it is."""
+        return {"qs": {name: q.clone() for name, q in self.qs.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, which is only read."""
+        self.qs = {name: q.clone() for name, q in state["qs"].items()}
+
+
+def _products(ps: Sequence[Tensor], qs: Sequence[Tensor]) -> list[Tensor]:
+    """Return P Qᵀ of each pair."""
+    return [p @ q.T for p, q in zip(ps, qs, strict=True)]
+
+
+def _in_order(is_low: Sequence[bool], low: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
+    """Return two kinds of parts as one flat tensor, in the order of the pieces."""
+    lows, rests = iter(low), iter(rest)
+    return torch.cat([next(lows if is_one else rests).flatten() for is_one in is_low])

@@ -1,0 +1,226 @@
+"""Bodies for task 4.12: gradients that travel as products of thin matrices."""
+
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.grade import WrongResult
+from judging.calls import case_told, returned
+from judging.tensors import given_group
+from phase4_production.given import Piece
+
+Shapes = dict[str, tuple[int, ...]]  # by the names of the parameters
+MIXED: Shapes = {
+    "conv.weight": (8, 3, 3, 3),
+    "conv.bias": (8,),
+    "norm.scale": (),
+    "wide.weight": (10, 14),
+    "empty.weight": (0, 4),
+    "head.weight": (4, 4),  # with r = 2, its factors are as large as it is itself
+    "tall.weight": (30, 6),
+}
+MATRIX: Shapes = {"weight": (12, 10)}
+NOT_WORTH_IT: Shapes = {"bias": (5,), "head.weight": (4, 4), "flat.weight": (2, 40)}
+BEFORE_IT, AFTER_IT = {"bias": (3,)}, {"other.weight": (12, 10)}
+NEVER = -9
+
+
+class Plan(NamedTuple):
+    """What is averaged, step by step.
+
+    Attributes:
+        shapes: of the gradients, by name.
+        rank: of PowerSGD.
+        steps: how many.
+        dtype: of the gradients.
+        low_rank: of the mean of each matrix over the ranks; 0: as large as can be.
+        zero_step: in which all gradients are zero.
+        is_fixed: whether all steps have the gradients of the first one.
+    """
+
+    shapes: Shapes
+    rank: int = 2
+    steps: int = 3
+    dtype: str = "float32"
+    low_rank: int = 0
+    zero_step: int = NEVER
+    is_fixed: bool = False
+
+
+def gradients_of(plan: Plan, rank: int, step: int, n: int) -> dict[str, Tensor]:
+    """Draw the gradients of a rank in a step, by name."""
+    seed, found = 0 if plan.is_fixed else 10_000 * step, {}
+    for place, (name, shape) in enumerate(plan.shapes.items()):
+        seed += 100 * place
+        own = _normal(shape, seed + rank)
+        if plan.low_rank and len(shape) > 1 and 0 not in shape:
+            noise = own - _normal(shape, seed + (rank + 1) % n)  # of all ranks together: zero
+            own = _low(shape, plan.low_rank, seed + 50) + noise
+        found[name] = own.to(getattr(torch, plan.dtype)) * (step != plan.zero_step)
+    return found
+
+
+def _normal(shape: Sequence[int], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+
+
+def _low(shape: Sequence[int], rank: int, seed: int) -> Tensor:
+    columns = torch.Size(shape[1:]).numel()
+    factors = _normal((shape[0], rank), seed), _normal((rank, columns), seed + 1)
+    return (factors[0] @ factors[1]).reshape(tuple(shape))
+
+
+def falling(shape: tuple[int, int], factor: float) -> Tensor:
+    """A matrix whose singular values fall by a factor from each to the next."""
+    least = min(shape)
+    left = torch.linalg.qr(_normal((shape[0], least), 1)).Q
+    right = torch.linalg.qr(_normal((shape[1], least), 2)).Q
+    return (left * factor ** torch.arange(least)) @ right.T
+
+
+def average(lesson: Any, plan: Plan, group: Any = None) -> list[dict[str, Any]]:
+    """Average gradients for some steps; return what came of them, step by step."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    power_sgd = lesson.PowerSGD(plan.rank, **given_group(group))
+    return [_told(power_sgd, gradients_of(plan, rank, step, n)) for step in range(plan.steps)]
+
+
+def _told(power_sgd: Any, gradients: dict[str, Tensor]) -> dict[str, Any]:
+    flat = _flat(gradients)
+    before = flat.clone()
+    mean, sent = _reduced(power_sgd, flat, gradients)
+    return {
+        "mean": mean.tolist(),
+        "sent": sent.tolist(),
+        "kinds": [((*part.shape,), str(part.dtype)) for part in (mean, sent)],
+        "is_only_read": flat.equal(before),
+    }
+
+
+def _flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
+def _reduced(power_sgd: Any, flat: Tensor, gradients: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    pieces = [Piece(name, gradient.shape) for name, gradient in gradients.items()]
+    with case_told(f"with pieces of the shapes {[(*p.shape,) for p in pieces]}", "PowerSGD"):
+        found = returned("PowerSGD.__call__", power_sgd(flat, pieces))
+    parts = getattr(found, "mean", None), getattr(found, "sent", None)
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise WrongResult(
+            "PowerSGD.__call__ should return a Reduced (given.py) of two tensors, mean and sent; "
+            f"it returned a {type(found).__name__}, {found!r:.50}"
+        )
+    return found.mean, found.sent
+
+
+def _mean_of(power_sgd: Any, gradients: dict[str, Tensor]) -> Tensor:
+    return _reduced(power_sgd, _flat(gradients), gradients)[0]
+
+
+def repeat_a_matrix(lesson: Any, factor: float, steps: int) -> list[float]:
+    """Average one matrix again and again; return how far the mean is from it, step by step."""
+    matrix, power_sgd = falling(MATRIX["weight"], factor), lesson.PowerSGD(2)
+    means = [_mean_of(power_sgd, {"weight": matrix}) for _ in range(steps)]
+    return [float((mean.view_as(matrix) - matrix).norm()) for mean in means]
+
+
+def change_neighbours(lesson: Any) -> list[list[float]]:
+    """Average a parameter beside others, which change from step to step, and once alone.
+
+    Returns:
+        Its mean in the last step, beside the others and alone.
+    """
+    plan = Plan({**BEFORE_IT, **MATRIX, **AFTER_IT}, is_fixed=True)
+    all_of_them = gradients_of(plan, dist.get_rank(), 0, dist.get_world_size())
+    weight = all_of_them["weight"]
+    beside, alone = lesson.PowerSGD(2), lesson.PowerSGD(2)
+    for names in (["weight", "other.weight"], ["other.weight", "weight"], ["bias", "weight"]):
+        gradients = {name: all_of_them[name] for name in names}
+        sizes = [gradients[name].numel() for name in names]
+        mean = dict(zip(names, _mean_of(beside, gradients).split(sizes), strict=True))["weight"]
+        expected = _mean_of(alone, {"weight": weight})
+    return [mean.tolist(), expected.tolist()]
+
+
+def begin(lesson: Any) -> dict[str, Any]:
+    """Do first steps with several seeds and names; watch the generator that everybody shares."""
+    matrix = falling(MATRIX["weight"], 0.9)
+    torch.manual_seed(dist.get_rank())
+    before = torch.get_rng_state()
+
+    def first(name: str, **seed: int) -> list[float]:
+        return _mean_of(lesson.PowerSGD(2, **seed), {name: matrix}).tolist()
+
+    first_ones = {
+        "by default": first("a"),
+        "again": first("a"),
+        "seed 0": first("a", seed=0),
+        "seed 7": first("a", seed=7),
+        "another name": first("b"),
+    }
+    return {**first_ones, "is_left_alone": torch.equal(torch.get_rng_state(), before)}
+
+
+def go_on(lesson: Any, plan: Plan, saved_after: int) -> dict[str, list[Any]]:
+    """Train to the end; and, from a state that was saved on the way, twice more.
+
+    Returns:
+        What came of the steps after the save: without a stop, and by each of the others.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
+    first = lesson.PowerSGD(plan.rank)
+    for gradients in steps[:saved_after]:
+        _told(first, gradients)
+    state = returned("PowerSGD.state_dict", first.state_dict())
+    file = io.BytesIO()
+    torch.save(state, file)
+    found = {"without a stop": [_told(first, gradients) for gradients in steps[saved_after:]]}
+    file.seek(0)
+    states = {
+        "from a file": torch.load(file, weights_only=False),
+        "from the state, while the first run had gone on": state,
+        "from the same state once more": state,
+    }
+    for how, kept in states.items():
+        other = lesson.PowerSGD(plan.rank)
+        other.load_state_dict(kept)
+        found[how] = [_told(other, gradients) for gradients in steps[saved_after:]]
+    return found
+
+
+COLUMNS = {
+    "of random numbers": lambda: _normal((7, 3), 1),
+    "of one column": lambda: _normal((5, 1), 2),
+    "as wide as high": lambda: _normal((4, 4), 3),
+    "of very small numbers": lambda: 1e-12 * _normal((7, 3), 4),
+    "whose columns are almost equal": lambda: _normal((9, 1), 5) + 1e-4 * _normal((9, 3), 6),
+    "whose columns are equal": lambda: _normal((6, 1), 7).repeat(1, 3),
+    "of rank 2 with four columns": lambda: _low((8, 4), 2, 8),
+    "with a column of zeros in the middle": lambda: _normal((6, 3), 9) * torch.tensor([1, 0, 1]),
+    "of zeros": lambda: torch.zeros(5, 2, dtype=torch.float64),
+}
+
+
+def orthogonalize(lesson: Any, dtype: str) -> dict[str, dict[str, float]]:
+    """Make columns orthonormal; return how far they are from it, and what of the old is lost."""
+    return {
+        what: _errors(lesson, draw().to(getattr(torch, dtype))) for what, draw in COLUMNS.items()
+    }
+
+
+def _errors(lesson: Any, matrix: Tensor) -> dict[str, float]:
+    before, memory = matrix.double().clone(), matrix.detach()
+    lesson.orthogonalize(matrix)
+    q = memory.double()
+    lost = before - q @ (q.T @ before)
+    return {
+        "not_orthonormal": float((q.T @ q - torch.eye(q.shape[1])).abs().max()),
+        "lost": float(lost.abs().max() / before.abs().max().clamp(min=1e-300)),
+    }
