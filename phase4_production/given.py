@@ -3,7 +3,7 @@
 It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -92,3 +92,32 @@ class Piece(NamedTuple):
 
 
 Reduce = Callable[[Tensor, Sequence[Piece]], Reduced]  # flat gradients, and what lies in them
+
+
+class MetricWriter(Protocol):
+    """A place for the numbers of a run.
+
+    with contextlib.closing(JsonlWriter(path)) as writer:
+        writer.write({"loss": 2.5, "samples_total": 4096}, step=1)
+    """
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take what was measured in a step."""
+
+    def close(self) -> None:
+        """Write what is left, and give back what was taken: files, threads, ports."""
+
+
+class Record(NamedTuple):
+    """What was measured in a step."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class Exposed(NamedTuple):
+    """What a step spends on communication: the mean over the steps of a trace."""
+
+    step_s: float
+    communication_s: float  # while anything was on its way
+    exposed_s: float  # of it: while nothing was computed

@@ -23,6 +23,12 @@ from phase4.judge_stops import *
 from phase4.judge_intervals import *
 
 
+# exporters
+from phase4.judge_exporters import *
+
+# profiling
+from phase4.judge_profiling import *
+
 from distlab.grade.plugin import main
 
 if __name__ == "__main__":
