@@ -113,7 +113,7 @@ class JsonlWriter:
         """
         # TODO 4.17: cut off what must go, and open the file to append.
         #   Tools: os.truncate, Path.open.
-        #   Example: lines of the steps 8, 9 and 10, and resume_after=8: that of 8 stays.
+        #   Example: the steps 8, 9 and 10 are there, and resume_after=8: only that of 8 stays.
         #   About 16 lines with helpers.
         raise NotImplementedError(
             "Task 4.17: JsonlWriter.__init__, see guidelines.md#417-where-the-numbers-go"
@@ -141,7 +141,7 @@ class JsonlWriter:
         """Close the file."""
         # TODO 4.17: close the file.
         #   Tools: none.
-        #   Example: 2 lines were written: the file has 2 lines.
+        #   Example: after 2 writes, the file ends with the 2nd.
         #   About 1 to 2 lines.
         raise NotImplementedError(
             "Task 4.17: JsonlWriter.close, see guidelines.md#417-where-the-numbers-go"

@@ -124,8 +124,8 @@ def _check_measured(
     for name, value, right_us in zip(names, found, expected_us, strict=True):
         check(
             abs(value - right_us / 1e6) < 1e-8,
-            f"{name} should be {right_us / 1e6:.6g} s; it is {value:.6g}. {cause} The events, in µs: "
-            f"{_told(events)}.",
+            f"{name} should be {right_us / 1e6:.6g} s; it is {value:.6g}. {cause} The events: "
+            f"{_told(events)} µs.",
         )
 
 
@@ -195,6 +195,26 @@ def _by_counting(
     )
     sets = (inside, sent & inside, (sent & inside) - computed)
     return [len(each) / len(steps) for each in sets]
+
+
+@task("4.18")
+def test_what_is_outside_of_the_steps(grade: Grade) -> None:
+    events = [
+        _step(2, 100, 200),
+        _step(3, 210, 300),
+        _event(NCCL, KERNEL, 0, 50, 20),
+        _event(NCCL, KERNEL, 80, 120, 20),
+        _event(NCCL, KERNEL, 190, 240, 20),
+        _event(NCCL, KERNEL, 290, 320, 20),
+        _event(GEMM, KERNEL, 110, 130, 7),
+        _event(GEMM, KERNEL, 195, 215, 7),
+        _event(GEMM, KERNEL, 300, 320, 7),
+    ]
+    cause = (
+        "What is before, between or after the steps doesn't count; of an event that is partly "
+        "outside, the part inside does."
+    )
+    _check_measured(grade, events, (95, 35, 25), cause)
 
 
 @task("4.18")

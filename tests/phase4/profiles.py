@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distlab.grade import WrongResult
 from judging.calls import error_of, typed
 
 Event = dict[str, Any]
@@ -34,6 +35,11 @@ def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str,
             after = _is_on()
         path = typed("profile_steps", path, Path)
         dist.barrier(group)
+        if not path.is_file():
+            raise WrongResult(
+                f"profile_steps returned {path.name}, but there is no such file. The profiler's "
+                "step() tells it where a step ends; after the last one it hands over the trace."
+            )
         return {
             "calls": calls,
             "is_on": is_on,
