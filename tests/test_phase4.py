@@ -49,6 +49,11 @@ from phase4.judge_power_sgd import *
 # comm_hook
 from phase4.judge_comm_hook import *
 
+# exporters
+from phase4.judge_exporters import *
+
+# profiling
+from phase4.judge_profiling import *
 
 from distlab.grade.plugin import main
 

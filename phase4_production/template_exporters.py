@@ -1,0 +1,202 @@
+"""Exporters: where the numbers of a run go.
+
+Task 4.17. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade it: ``distlab check 4.17``.
+"""
+
+import json
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from phase4_production.given import Record
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CLOSE_S = 0.05  # how often the server looks whether it should stop
+
+
+class PrometheusExporter:
+    """Serves the newest numbers at ``/metrics``, from where a Prometheus server fetches them.
+
+    With the labels ``{"run": "a", "rank": "3"}``, and after
+    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, the text there is, in any order:
+        # TYPE step gauge
+        step{run="a",rank="3"} 7
+        # TYPE loss_train gauge
+        loss_train{run="a",rank="3"} 2.5
+        # TYPE samples_total counter
+        samples_total{run="a",rank="3"} 4096.0
+    """
+
+    def __init__(self, labels: Mapping[str, str], port: int = 0, host: str = "127.0.0.1") -> None:
+        """Serve from now on, in a daemon thread that prints nothing.
+
+        Every path but ``/metrics`` is answered with 404. Content-Type is CONTENT_TYPE.
+
+        Args:
+            labels: of every sample: legal names, with any values.
+            port: 0 takes a free one; ``exporter.port`` is the one that was taken.
+            host: the address to listen at. With the default, only this machine can ask: whoever
+                reaches the port reads the numbers, without a password.
+
+        Raises:
+            OSError: the port can't be taken. The text names host and port, and says what to do:
+                take another port, one for each rank, or 0.
+        """
+        # TODO 4.17: keep the labels as text, and serve the newest page in a thread.
+        #   Tools: ThreadingHTTPServer, BaseHTTPRequestHandler, its log_message, threading.Thread.
+        #   Example: a value of 1 line feed stands as 2 characters, backslash and n.
+        #   About 30 lines with the handler.
+        raise NotImplementedError(
+            "Task 4.17: PrometheusExporter.__init__, see guidelines.md#417-where-the-numbers-go"
+        )
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Show these values from now on. A metric that isn't among them keeps its value.
+
+        A request during the write is answered with the old values or with the new ones, never with
+        some of both.
+
+        Args:
+            metrics: those whose names end in ``_total`` are counters, all others are gauges. In a
+                name, what is not an ASCII letter, a digit, ``_`` or ``:`` becomes ``_``, and one
+                that begins with a digit gets a ``_`` in front of it.
+            step: shown as the gauge ``step``; no metric has this name.
+
+        Format: text format 0.0.4. In values of labels, backslash, double quote and line feed are
+        escaped. NaN and the infinities are spelled NaN, +Inf and -Inf.
+        """
+        # TODO 4.17: make the new page, and put it in the place of the old one.
+        #   Tools: re.sub, repr, str.encode.
+        #   Example: the name 5xx/rate becomes _5xx_rate, and the value inf is +Inf.
+        #   About 18 lines with helpers.
+        raise NotImplementedError(
+            "Task 4.17: PrometheusExporter.write, see guidelines.md#417-where-the-numbers-go"
+        )
+
+    def close(self) -> None:
+        """Stop serving. When it returns, the port is free."""
+        # TODO 4.17: end the thread's loop, and close the socket.
+        #   Tools: shutdown and server_close of the server.
+        #   Example: after close, another exporter can take port 9400.
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 4.17: PrometheusExporter.close, see guidelines.md#417-where-the-numbers-go"
+        )
+
+
+class JsonlWriter:
+    """Appends the numbers of each step to a file, as a line of JSON.
+
+    After ``write({"loss": 2.5, "grad_norm": math.inf}, step=7)``, the last line is:
+        {"step": 7, "loss": 2.5, "grad_norm": "Infinity"}
+    """
+
+    def __init__(self, path: Path, resume_after: int | None = None) -> None:
+        """Open the file, new or behind what is there.
+
+        A last line without a line feed, which a killed process has left, is cut off.
+
+        Args:
+            path: of the file; its folder exists.
+            resume_after: the step of the checkpoint from which training goes on. Lines of later
+                steps are cut off, because these steps will come again. None: none are.
+
+        Raises:
+            ValueError: a line is damaged, and not the last one: as from ``read_jsonl``.
+        """
+        # TODO 4.17: cut off what must go, and open the file to append.
+        #   Tools: os.truncate, Path.open.
+        #   Example: the steps 8, 9 and 10 are there, and resume_after=8: only that of 8 stays.
+        #   About 16 lines with helpers.
+        raise NotImplementedError(
+            "Task 4.17: JsonlWriter.__init__, see guidelines.md#417-where-the-numbers-go"
+        )
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append a line. When it returns, the line survives the end of the process.
+
+        The same numbers make the same line: there is no time in it. NaN and the infinities, for
+        which JSON has no number, are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+
+        Args:
+            metrics: any names but ``step``.
+            step: not below that of the line before.
+        """
+        # TODO 4.17: append one line, and flush it.
+        #   Tools: json.dumps, math.isfinite.
+        #   Example: step 7 with a loss of 2.5: {"step": 7, "loss": 2.5}.
+        #   About 6 lines with a helper.
+        raise NotImplementedError(
+            "Task 4.17: JsonlWriter.write, see guidelines.md#417-where-the-numbers-go"
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        # TODO 4.17: close the file.
+        #   Tools: none.
+        #   Example: after 2 writes, the file ends with the 2nd.
+        #   About 1 to 2 lines.
+        raise NotImplementedError(
+            "Task 4.17: JsonlWriter.close, see guidelines.md#417-where-the-numbers-go"
+        )
+
+
+def read_jsonl(path: Path) -> list[Record]:
+    """Return what a JsonlWriter has written, line by line, as the numbers that they were.
+
+    Raises:
+        ValueError: a line is not one of a JsonlWriter: damaged, say, or unfinished. The text names
+            the file and the number of the line, from 1.
+    """
+    # TODO 4.17: return a Record for each line, or raise.
+    #   Tools: json.loads, float, which reads "NaN" and "Infinity" too, Record (given).
+    #   Example: {"step": 7, "loss": "NaN"} is Record(7, {"loss": nan}).
+    #   About 10 lines with a helper.
+    raise NotImplementedError("Task 4.17: read_jsonl, see guidelines.md#417-where-the-numbers-go")
+
+
+class TensorBoardWriter:
+    """Draws the numbers of a run as curves in TensorBoard, one for each metric."""
+
+    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
+        """Open a new file in the folder, beside those of earlier processes of this run.
+
+        Args:
+            folder: of the run. One rank writes into it.
+            resume_after: the step of the checkpoint from which training goes on: TensorBoard hides
+                the points of later steps that are there already. None: it hides none.
+        """
+        # TODO 4.17: open a SummaryWriter.
+        #   Tools: SummaryWriter and its purge_step: the first step to hide.
+        #   Example: resume_after=8 hides what is there of step 9 and later.
+        #   About 2 lines.
+        raise NotImplementedError(
+            "Task 4.17: TensorBoardWriter.__init__, see guidelines.md#417-where-the-numbers-go"
+        )
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a point to the curve of each metric. When it returns, TensorBoard can show them."""
+        # TODO 4.17: add a point for each metric, and flush.
+        #   Tools: add_scalar and flush of the SummaryWriter.
+        #   Example: 2 metrics are 2 points, both at the same step.
+        #   About 3 lines.
+        raise NotImplementedError(
+            "Task 4.17: TensorBoardWriter.write, see guidelines.md#417-where-the-numbers-go"
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        # TODO 4.17: close the SummaryWriter.
+        #   Tools: none.
+        #   Example: a folder with 1 file more than before.
+        #   About 1 to 2 lines.
+        raise NotImplementedError(
+            "Task 4.17: TensorBoardWriter.close, see guidelines.md#417-where-the-numbers-go"
+        )

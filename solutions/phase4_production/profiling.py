@@ -1,0 +1,143 @@
+"""Profiling: what the steps of a rank consist of, and for what they wait."""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import profile, schedule
+
+from phase4_production.given import Exposed, Group
+
+Event = dict[str, Any]  # of a trace: name, cat, ph, ts and dur in µs, pid, tid
+Interval = tuple[float, float]  # from, to; in µs
+
+
+def profile_steps(
+    step: Callable[[int], object],
+    folder: Path,
+    *,
+    wait: int = 1,
+    warmup: int = 1,
+    active: int = 3,
+    group: Group = None,
+) -> Path:
+    """Run some steps, and write down what happens in the last of them: a trace for Perfetto.
+
+    With the defaults; the first use of the profiler is slow, which the warm-up takes upon itself:
+        step(0)    step(1)    step(2)    step(3)    step(4)
+        off        warm-up    recorded   recorded   recorded   -> rank-00003.json
+
+    All ranks of the group call it. It waits for no other rank.
+
+    Args:
+        step: does a step of training; it is called with 0, 1, …, one call after the other.
+        folder: made if it is missing.
+        wait: how many steps run without the profiler.
+        warmup: how many steps run with a profiler that keeps nothing.
+        active: how many steps are recorded; at least 1. Each of them is within an event
+            ``ProfilerStep#…``.
+        group: the ranks; all ranks by default.
+
+    Returns:
+        The file of this rank, such as ``folder/rank-00003.json``, with five digits at least: a
+        trace in Chrome's format. The profiler is off again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{dist.get_rank(group):05}.json"
+    with profile(
+        schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
+    ) as profiler:
+        for index in range(wait + warmup + active):
+            step(index)
+            profiler.step()
+    return path
+
+
+def exposed_communication(trace: Path) -> Exposed:
+    """Tell how much of a step is communication, and how much of that no computation hides.
+
+    One step, in ms; two collectives overlap, and 3 ms of communication are exposed:
+        compute         ████████        ████          0 to 4 and 8 to 10
+        communication       ▒▒▒▒▒▒                    2 to 5
+                                ▒▒▒▒▒▒                4 to 7            together 5, of which 3
+        step            ────────────────────          0 to 10           exposed: 4 to 7
+
+    What counts, of all events with ph "X"; ts and dur are in µs:
+        a step           cat is "user_annotation", name begins with "ProfilerStep#"
+        communication    cat is "kernel", name begins with "nccl"
+                         cat is "user_annotation", name begins with "gloo:"
+        computation      if any event's cat is "kernel": the other ones with this cat
+                         else cat is "cpu_op", name begins with "aten::", and pid and tid are those
+                         of a step: launching and waiting have other names
+
+    Events of all streams and threads count together: where two overlap, the time counts once. Of an
+    event that is partly outside of the steps, the part inside counts. Steps don't overlap.
+
+    Args:
+        trace: of one rank, as from ``profile_steps``; the events are under ``traceEvents``, in any
+            order.
+
+    Returns:
+        Seconds, each divided by the number of steps.
+
+    Raises:
+        ValueError: the trace holds no step; the text names the file.
+    """
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X"]
+    steps = [e for e in events if _is(e, "user_annotation", "ProfilerStep#")]
+    if not steps:
+        raise ValueError(f"{trace}: no event ProfilerStep#…: were the steps profiled?")
+    communication = [*filter(_is_communication, events)]
+    compute = _computation(events, steps)
+    communication_us = _covered_us(_within(steps, communication))
+    compute_us = _covered_us(_within(steps, compute))
+    either_us = _covered_us(_within(steps, communication + compute))
+    step_us = sum(event["dur"] for event in steps)
+    all_us = (step_us, communication_us, either_us - compute_us)
+    return Exposed(*(us / len(steps) / 1e6 for us in all_us))
+
+
+def _is(event: Event, cat: str, beginning: str = "") -> bool:
+    """Tell whether an event is of a category, and its name begins so."""
+    return event.get("cat") == cat and event["name"].startswith(beginning)
+
+
+def _is_communication(event: Event) -> bool:
+    """Tell whether something is on its way during an event."""
+    return _is(event, "kernel", "nccl") or _is(event, "user_annotation", "gloo:")
+
+
+def _computation(events: list[Event], steps: list[Event]) -> list[Event]:
+    """Return the events in which something is computed."""
+    if kernels := [e for e in events if _is(e, "kernel")]:
+        return [e for e in kernels if not _is_communication(e)]
+    threads = {(step["pid"], step["tid"]) for step in steps}
+    return [e for e in events if _is(e, "cpu_op", "aten::") and (e["pid"], e["tid"]) in threads]
+
+
+def _within(steps: list[Event], events: list[Event]) -> list[Interval]:
+    """Return the parts of events that lie in steps."""
+    return [
+        (max(a, begin), min(b, end))
+        for begin, end in map(_interval, steps)
+        for a, b in map(_interval, events)
+        if a < end and b > begin
+    ]
+
+
+def _interval(event: Event) -> Interval:
+    """Return when an event begins and ends."""
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _covered_us(intervals: Iterable[Interval]) -> float:
+    """Return how long at least one of the intervals lasts."""
+    covered, reached = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        covered += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered

@@ -1,0 +1,133 @@
+"""Bodies for task 4.18: steps that are profiled, and traces that were made up."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distlab.grade import WrongResult
+from judging.calls import error_of, typed
+
+Event = dict[str, Any]
+NAME = "made-up.json"
+
+
+def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str, Any]:
+    """Profile some steps on every rank.
+
+    Returns:
+        The steps that were called, and in which of them the profiler was on; whether it was on
+        before and after; the file that was returned, and which files there are in the end; and from
+        the trace how many steps there are, and how often each of two operations was called.
+    """
+    calls: list[int] = []
+    is_on: list[bool] = []
+    options = {**counts, "group": group} if group else counts
+    with _folder(group) as folder:
+        path, after = None, False
+        for _ in _turns(group):
+            path = lesson.profile_steps(_step(calls, is_on, group), folder, **options)
+            after = _is_on()
+        path = typed("profile_steps", path, Path)
+        dist.barrier(group)
+        if not path.is_file():
+            raise WrongResult(
+                f"profile_steps returned {path.name}, but there is no such file. The profiler's "
+                "step() tells it where a step ends; after the last one it hands over the trace."
+            )
+        return {
+            "calls": calls,
+            "is_on": is_on,
+            "after": after,
+            "path": path.relative_to(folder).as_posix(),
+            "files": sorted(each.name for each in folder.iterdir()),
+            **_content(path),
+        }
+
+
+def profile_and_read(lesson: Any) -> list[float]:
+    """Profile, and read what was written."""
+    with _folder(None) as folder:
+        found: list[float] = []
+        for _ in _turns(None):
+            path = lesson.profile_steps(_step([], [], None), folder)
+            found = [*map(float, lesson.exposed_communication(path))]
+        dist.barrier()
+        return found
+
+
+def _step(calls: list[int], is_on: list[bool], group: Any) -> Callable[[int], None]:
+    """Return a step that computes and, on processes, communicates."""
+    weights = torch.ones(64, 64)
+
+    def step(index: int) -> None:
+        calls.append(index)
+        is_on.append(_is_on())
+        product = weights @ weights
+        if dist.get_backend() != "sim":
+            work = dist.all_reduce(product, group=group, async_op=True)
+            _ = weights @ weights
+            work.wait()
+
+    return step
+
+
+def _is_on() -> bool:
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def _turns(group: Any) -> Iterator[None]:
+    """Let simulated ranks come one after the other: a process has one profiler."""
+    if dist.get_backend() != "sim":
+        yield
+        return
+    for rank in range(dist.get_world_size(group)):
+        if rank == dist.get_rank(group):
+            yield
+        dist.barrier(group)
+
+
+@contextmanager
+def _folder(group: Any) -> Iterator[Path]:
+    """A folder of all ranks, which is not there yet."""
+    with tempfile.TemporaryDirectory() as own:
+        paths = [own]
+        dist.broadcast_object_list(paths, group=group, group_src=0)
+        yield Path(paths[0]) / "traces" / "run"
+        dist.barrier(group)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    names = [str(event["name"]) for event in events]
+    return {
+        "steps": sum(name.startswith("ProfilerStep#") for name in names),
+        "products": names.count("aten::mm"),
+        "collectives": names.count("gloo:all_reduce"),
+    }
+
+
+def measure(lesson: Any, events: Sequence[Event]) -> list[float]:
+    """Return what is read from a trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = _written(Path(folder), events)
+        found = lesson.exposed_communication(path)
+        return [float(found.step_s), float(found.communication_s), float(found.exposed_s)]
+
+
+def refuse(lesson: Any, events: Sequence[Event]) -> str:
+    """Return the error of a trace that can't be measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = _written(Path(folder), events)
+        return error_of(lambda: lesson.exposed_communication(path))
+
+
+def _written(folder: Path, events: Sequence[Event]) -> Path:
+    path = folder / NAME
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    return path
