@@ -4,7 +4,6 @@ It contains no task, so leave it as it is. Submissions are graded with the cours
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 

@@ -56,7 +56,9 @@ class CompressionHook:
         )
 
     def __call__(
-        self, state: object, bucket: dist.GradBucket
+        self,
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of torch's DistributedDataParallel, which calls it.
 

@@ -33,7 +33,17 @@ from phase4.judge_elastic import *
 
 # gradient_compression
 from phase4.judge_sparse import *
+
+
 from phase4.judge_quantized import *
+
+
+# power_sgd
+from phase4.judge_power_sgd import *
+
+
+# comm_hook
+from phase4.judge_comm_hook import *
 
 
 # monitoring
@@ -42,18 +52,15 @@ from phase4.judge_steps import *
 
 from phase4.judge_utilisation import *
 from phase4.judge_stragglers import *
-# power_sgd
-from phase4.judge_power_sgd import *
 
-
-# comm_hook
-from phase4.judge_comm_hook import *
 
 # exporters
 from phase4.judge_exporters import *
 
+
 # profiling
 from phase4.judge_profiling import *
+
 
 from distlab.grade.plugin import main
 

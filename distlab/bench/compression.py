@@ -24,25 +24,27 @@ from distlab.bench.rivals import Column, Contestant, Measured
 from distlab.grade.submission import Submission
 from distlab.words import bytes_text, counted
 
-TASKS = ("4.12", "4.13")
-OUR_POWER_SGD = "ours, PowerSGD"
+TASKS = ("4.9", "4.11", "4.12", "4.13")
+OUR_POWER_SGD, OUR_TOP_K = "ours, PowerSGD", "ours, top-k 1 %"
+OUR_INT8, OUR_SIGN = "ours, int8", "ours, sign"
 PLAIN, FP16, POWER_SGD = "torch's, plain", "torch's, fp16", "torch's PowerSGD"
-RIVALS = dict.fromkeys((PLAIN, FP16, POWER_SGD), OUR_POWER_SGD)
+RIVALS = {PLAIN: OUR_TOP_K, FP16: OUR_INT8, POWER_SGD: OUR_POWER_SGD}
 NOTES = """\
 All ways train one model from the same start with torch's DistributedDataParallel; only the hook
 differs. Bytes: what a rank sends in a step, with rings: 2 (N - 1) / N of each all-reduce's tensor,
-N - 1 times that of each all-gather. They are counted where hooks call torch.distributed. Torch's
+N - 1 times that of each all-gather, (N - 1) / N of that of each all-to-all. They are counted where hooks call torch.distributed. Torch's
 PowerSGD sends plain gradients in its first two steps, and its bytes are those after that. Torch's
 quantization_pertensor_hook fails on gloo, whose all-gather returns another future than NCCL's."""
 
 
 class Sizes(NamedTuple):
-    """Of a network that learns what another one computes; r of PowerSGD; steps before the loss."""
+    """Of a network that learns what another one computes; r of PowerSGD and the fraction of top-k."""
 
     rows: int = 64
     width: int = 512
     layers: int = 6
     rank: int = 4
+    fraction: float = 0.01
     steps: int = 60
     bucket_mib: float = 4.0
 
@@ -67,7 +69,8 @@ class Compressed(Measured):
 SENT: Column[Compressed] = ("bytes sent", lambda found: found.sent_bytes, bytes_text)
 LOSS: Column[Compressed] = ("loss", lambda found: found.loss, "{:.4g}".format)
 COLUMNS: tuple[Column[Compressed], ...] = (rivals.STEP, rivals.COLLECTIVES, SENT, LOSS)
-Register = Callable[[Any, nn.Module, nn.Module, Sizes], None]  # lessons, module, ddp, sizes
+Reduce = Callable[[Tensor, Any], Any]  # as phase4_production/given.py has it
+Register = Callable[[Any, nn.Module, Any, Sizes], None]  # lessons, module, ddp, sizes
 
 
 def _torchs(hook: Callable[..., Any]) -> Register:
@@ -79,17 +82,36 @@ def _torchs_power_sgd(lessons: Any, module: nn.Module, ddp: Any, sizes: Sizes) -
     ddp.register_comm_hook(state, powerSGD_hook)
 
 
-def _our_power_sgd(lessons: Any, module: nn.Module, sizes: Sizes) -> Any:
-    return trainers.lesson(lessons, "power_sgd", PHASE).PowerSGD(sizes.rank)
+def _our_power_sgd(lessons: Any, sizes: Sizes) -> Reduce:
+    reduce: Reduce = trainers.lesson(lessons, "power_sgd", PHASE).PowerSGD(sizes.rank)
+    return reduce
 
 
-OUR_REDUCES: dict[str, Callable[[Any, nn.Module, Sizes], Any]] = {OUR_POWER_SGD: _our_power_sgd}
+def _our_top_k(lessons: Any, sizes: Sizes) -> Reduce:
+    lesson: Any = trainers.lesson(lessons, "gradient_compression", PHASE)
+    return lambda gradient, _: lesson.top_k(gradient, sizes.fraction)
 
 
-def _ours(make_reduce: Callable[[Any, nn.Module, Sizes], Any]) -> Register:
+def _our_codec(name: str) -> Callable[[Any, Sizes], Reduce]:
+    def make(lessons: Any, sizes: Sizes) -> Reduce:
+        lesson: Any = trainers.lesson(lessons, "gradient_compression", PHASE)
+        return lambda gradient, _: lesson.quantized(gradient, getattr(lesson, name)())
+
+    return make
+
+
+OUR_REDUCES: dict[str, Callable[[Any, Sizes], Reduce]] = {
+    OUR_POWER_SGD: _our_power_sgd,
+    OUR_TOP_K: _our_top_k,
+    OUR_INT8: _our_codec("Int8"),
+    OUR_SIGN: _our_codec("Sign"),
+}
+
+
+def _ours(make_reduce: Callable[[Any, Sizes], Reduce]) -> Register:
     def register(lessons: Any, module: nn.Module, ddp: Any, sizes: Sizes) -> None:
         lesson: Any = trainers.lesson(lessons, "comm_hook", PHASE)
-        reduce = make_reduce(lessons, module, sizes)
+        reduce = make_reduce(lessons, sizes)
         ddp.register_comm_hook(None, lesson.CompressionHook(module, reduce))
 
     return register
@@ -179,7 +201,7 @@ def _mean(loss: float) -> float:
 
 @dataclass
 class Calls:
-    """The all-reduces and all-gathers of a rank: how many, of which bytes, and sent over a ring."""
+    """The collectives of a rank: how many, of which bytes, and sent over a ring."""
 
     calls: int = 0
     num_bytes: int = 0
@@ -190,8 +212,12 @@ class Calls:
 def counted_calls() -> Iterator[Calls]:
     """Count what hooks call, in whichever thread: torch's go on in those of the backend."""
     found, n = Calls(), dist.get_world_size()
-    originals: Mapping[str, Any] = {"all_reduce": dist.all_reduce, "all_gather": dist.all_gather}
-    places = {"all_reduce": (0, 2 * (n - 1) / n), "all_gather": (1, n - 1)}
+    places = {
+        "all_reduce": (0, 2 * (n - 1) / n),
+        "all_gather": (1, n - 1),
+        "all_to_all_single": (1, (n - 1) / n),
+    }
+    originals: Mapping[str, Any] = {name: getattr(dist, name) for name in places}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -42,14 +42,18 @@ class CompressionHook:
 
     def __init__(self, module: nn.Module, reduce: Reduce) -> None:
         """Prepare: no residuals, and nothing is sent yet."""
-        self.names = {parameter: name for name, parameter in module.named_parameters()}
+        self.names: dict[Tensor, str] = {
+            parameter: name for name, parameter in module.named_parameters()
+        }
         self.reduce = reduce
         self.residuals: dict[str, Tensor] = {}  # in the shapes of the parameters
         # torch asks a hook for its names, which functions have and objects have not
         self.__name__ = self.__qualname__ = type(self).__name__
 
     def __call__(
-        self, state: object, bucket: dist.GradBucket
+        self,
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of torch's DistributedDataParallel, which calls it.
 
@@ -91,7 +95,7 @@ class CompressionHook:
         flat *= dist.get_world_size(group)
         return _done(flat)
 
-    def _params_in(self, flat: Tensor) -> list[nn.Parameter]:
+    def _params_in(self, flat: Tensor) -> list[Tensor]:
         """Return the parameters whose gradients lie in a bucket, in their order there."""
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         places = {p: p.grad.data_ptr() for p in self.names if p.grad is not None}
@@ -135,7 +139,7 @@ class CompressionHook:
         ``reduce``, too, if that has a ``state_dict``.
         """
         residuals = {name: residual.clone() for name, residual in self.residuals.items()}
-        of_reduce = getattr(self.reduce, "state_dict", dict)()
+        of_reduce: dict[str, Any] = getattr(self.reduce, "state_dict", dict)()
         return {"residuals": residuals, "reduce": of_reduce}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from distlab.bench import compression
-from distlab.bench.compression import CONTESTANTS, FP16, OUR_POWER_SGD, PLAIN, Sizes
+from distlab.bench.compression import (
+    CONTESTANTS,
+    FP16,
+    OUR_INT8,
+    OUR_POWER_SGD,
+    OUR_SIGN,
+    OUR_TOP_K,
+    PLAIN,
+    Sizes,
+)
 from distlab.cli import main
 
 SMALL = Sizes(rows=4, width=24, layers=3, rank=2, steps=4, bucket_mib=0.01)
@@ -33,4 +42,7 @@ def test_a_row_for_each_hook_is_printed_and_saved(
     assert sent[PLAIN] == whole  # of 2 ranks, each sends all of it: 2 (N - 1) / N is 1
     assert sent[FP16] == whole / 2
     assert sent[OUR_POWER_SGD] == factors
+    assert whole / 64 < sent[OUR_TOP_K] < whole / 32  # 1 % of the values, each with an index
+    assert whole / 4 < sent[OUR_INT8] < whole / 3.5
+    assert whole / 32 < sent[OUR_SIGN] < whole / 16
     assert (tmp_path / "new" / "compression.png").read_bytes().startswith(b"\x89PNG")

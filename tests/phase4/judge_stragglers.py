@@ -106,7 +106,7 @@ def test_if_all_are_slow_nobody_is(grade: Grade, num_ranks: int) -> None:
 
 
 @task("4.16")
-def test_single_slow_steps_are_no_reason(grade: Grade) -> None:
+def test_single_slow_steps_make_no_straggler(grade: Grade) -> None:
     window = 5
     slow_steps = (grade.random.randrange(window - 1), window - 1)
     steps = [_alike(3, r0=(0.25, 99.0) if i in slow_steps else (0.25, 1.0)) for i in range(window)]
