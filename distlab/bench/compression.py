@@ -32,13 +32,14 @@ RIVALS = {PLAIN: OUR_TOP_K, FP16: OUR_INT8, POWER_SGD: OUR_POWER_SGD}
 NOTES = """\
 All ways train one model from the same start with torch's DistributedDataParallel; only the hook
 differs. Bytes: what a rank sends in a step, with rings: 2 (N - 1) / N of each all-reduce's tensor,
-N - 1 times that of each all-gather, (N - 1) / N of that of each all-to-all. They are counted where hooks call torch.distributed. Torch's
-PowerSGD sends plain gradients in its first two steps, and its bytes are those after that. Torch's
-quantization_pertensor_hook fails on gloo, whose all-gather returns another future than NCCL's."""
+N - 1 times that of each all-gather, (N - 1) / N of that of each all-to-all. They are counted where
+hooks call torch.distributed. Torch's PowerSGD sends plain gradients in its first two steps, and its
+bytes are those after that. Torch's quantization_pertensor_hook fails on gloo, whose all-gather
+returns another future than NCCL's."""
 
 
 class Sizes(NamedTuple):
-    """Of a network that learns what another one computes; r of PowerSGD and the fraction of top-k."""
+    """Of a network that learns what another one computes, and of the compressors."""
 
     rows: int = 64
     width: int = 512
