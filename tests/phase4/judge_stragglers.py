@@ -159,6 +159,15 @@ def test_a_part_is_compared_with_the_same_part_of_the_others(grade: Grade) -> No
         "The others load for 0.25 s and compute for 8 s: it is 4.25 s above them in its data, and "
         "0.25 s in compute, its longest part.",
     )
+    steps = [_alike(3, (8.0, 0.25), r1=(8.25, 4.5))]
+    run = grade.run(b.watch, 3, steps, {"window": 1}, if_stuck=STUCK)
+    _check(
+        run.results,
+        [[(1, "compute", 12.75 / 8.25)]],
+        "rank 1 loads for 8.25 s and computes for 4.5 s",
+        "The others load for 8 s and compute for 0.25 s: it is 4.25 s above them in compute, and "
+        "0.25 s in its data, its longest part.",
+    )
     steps = [_alike(3, (0.25, 8.0), r1=(1.0, 12.0))]
     run = grade.run(b.watch, 3, steps, {"window": 1}, if_stuck=STUCK)
     _check(
