@@ -172,7 +172,8 @@ class TrainingState:
 
 def _generators() -> dict[str, Any]:
     """Return the states of this rank's generators."""
-    kind, numbers, *rest = np.random.get_state()
+    of_numpy: Any = np.random.get_state()  # a tuple
+    kind, numbers, *rest = of_numpy
     found = {
         "python": random.getstate(),
         "numpy": (kind, numbers.tolist(), *rest),  # an array is not loaded with weights_only
