@@ -51,7 +51,8 @@ def _check_same(
         return
     names = joined([f"the generator of {n}" if n in GENERATORS else n for n in different])
     taken = [n for n in different if n in GENERATORS and prints[n] == of_0[n]]
-    cause = next((LOST[n] for n in LOST if n in different), "Every part is saved, and loaded.")
+    only = [] if {*different} & {*PARTS} - {"sampler"} else [n for n in LOST if n in different]
+    cause = LOST[only[0]] if only else "Every part is saved, and loaded."
     if taken:
         cause = (
             f"The generator of {taken[0]} is that of rank 0 now. Each rank draws other numbers, "
@@ -172,6 +173,11 @@ def _check_samples(
     for epoch in range(3):
         _check_epoch([found["epochs"][epoch] for found in results], alone[epoch], plan, where)
     for rank, found in enumerate(results):
+        check(
+            found["place"] == [3, 0],
+            f"{where}: after three epochs, the state of the sampler should hold epoch 3, position "
+            f"0; on rank {rank} it holds epoch {found['place'][0]}, position {found['place'][1]}.",
+        )
         num_batches = -(-plan.num_samples // plan.global_batch)
         lengths = [*range(num_batches, 0, -1)] * 3
         check(

@@ -258,7 +258,9 @@ def sample(lesson: Any, plan: Plan, num_epochs: int, group: Any = None) -> dict[
             epoch.append(int_list("ResumableSampler.__iter__", batch))
             sampler.advance()
         epochs.append(epoch)
-    return {"epochs": epochs, "lengths": lengths, "undisturbed": _generators() == before}
+    undisturbed, state = _generators() == before, sampler.state_dict()
+    place = [state["epoch"], state["position"]]
+    return {"epochs": epochs, "lengths": lengths, "undisturbed": undisturbed, "place": place}
 
 
 def _generators() -> list[str]:
