@@ -172,13 +172,8 @@ class TrainingState:
 
 def _generators() -> dict[str, Any]:
     """Return the states of this rank's generators."""
-<<<<<<< HEAD
-    state: Any = np.random.get_state()
-    kind, numbers, *rest = state
-=======
     of_numpy: Any = np.random.get_state()  # a tuple
     kind, numbers, *rest = of_numpy
->>>>>>> 47ee049f8db6e437c404270418ee2fbc8b47b315
     found = {
         "python": random.getstate(),
         "numpy": (kind, numbers.tolist(), *rest),  # an array is not loaded with weights_only
