@@ -34,8 +34,9 @@ All ways train one model from the same start with torch's DistributedDataParalle
 differs. Bytes: what a rank sends in a step, with rings: 2 (N - 1) / N of each all-reduce's tensor,
 N - 1 times that of each all-gather, (N - 1) / N of that of each all-to-all. They are counted where
 hooks call torch.distributed. Torch's PowerSGD sends plain gradients in its first two steps, and its
-bytes are those after that. Torch's quantization_pertensor_hook fails on gloo, whose all-gather
-returns another future than NCCL's."""
+bytes are those after that. There is one bucket: with several, torch's PowerSGD starts their second
+all-reduces in different orders on gloo. Torch's quantization_pertensor_hook fails on gloo, whose
+all-gathers return other futures than those of NCCL."""
 
 
 class Sizes(NamedTuple):
@@ -47,7 +48,7 @@ class Sizes(NamedTuple):
     rank: int = 4
     fraction: float = 0.01
     steps: int = 60
-    bucket_mib: float = 4.0
+    bucket_mib: float = 64.0  # one bucket
 
 
 SIZES = Sizes()

@@ -18,7 +18,7 @@ from distlab.bench.compression import (
 )
 from distlab.cli import main
 
-SMALL = Sizes(rows=4, width=24, layers=3, rank=2, steps=4, bucket_mib=0.01)
+SMALL = Sizes(rows=4, width=24, layers=3, rank=2, steps=4)
 
 
 def test_a_row_for_each_hook_is_printed_and_saved(
