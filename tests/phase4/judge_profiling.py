@@ -141,15 +141,16 @@ def _told(events: Sequence[Event]) -> str:
 
 @task("4.18")
 def test_the_example_of_the_docstring(grade: Grade) -> None:
-    events = [
-        _step(3, 0, 10_000),
-        _event(GEMM, KERNEL, 0, 4_000, 7),
-        _event(GEMM, KERNEL, 8_000, 10_000, 7),
-        _event(NCCL, KERNEL, 2_000, 5_000, 20),
-        _event(NCCL, KERNEL, 4_000, 7_000, 24),
-    ]
-    cause = "Times in a trace are µs; where two collectives overlap, the time counts once."
-    _check_measured(grade, events, (10_000, 5_000, 3_000), cause)
+    for ms in (1_000, 1_000_000):  # in µs, and a step of 10 s
+        events = [
+            _step(3, 0, 10 * ms),
+            _event(GEMM, KERNEL, 0, 4 * ms, 7),
+            _event(GEMM, KERNEL, 8 * ms, 10 * ms, 7),
+            _event(NCCL, KERNEL, 2 * ms, 5 * ms, 20),
+            _event(NCCL, KERNEL, 4 * ms, 7 * ms, 24),
+        ]
+        cause = "Times in a trace are µs; where two collectives overlap, the time counts once."
+        _check_measured(grade, events, (10 * ms, 5 * ms, 3 * ms), cause)
 
 
 def _random_intervals(grade: Grade, count: int, end: int) -> list[tuple[int, int]]:
