@@ -104,8 +104,8 @@ class HeartbeatMonitor:
             before the first, since the monitor has begun.
 
             status      when
-            silent      silent_s is above timeout_s, and no rank has reported a lower step
-            waiting     silent_s is above timeout_s, and a rank has reported a lower step
+            silent      silent_s is above timeout_s, and the step of no rank is lower
+            waiting     silent_s is above timeout_s, and the step of a rank is lower
             slow        the last ``patience`` reports that were seen were slow, one after the other:
                         each time busy_s was above slow_factor times the median of the newest
                         reports of all ranks; of two in the middle, the lower one
