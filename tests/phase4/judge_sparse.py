@@ -248,8 +248,7 @@ def test_random_k_inside_a_group(grade: Grade) -> None:
 
 
 @task("4.10")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", ["random_k", "threshold"])
+@pytest.mark.parametrize(("name", "num_ranks"), [("random_k", 4), ("threshold", 2)])
 def test_these_train_with_feedback(grade: Grade, name: str, num_ranks: int) -> None:
     how = How(name, {"random_k": 0.25, "threshold": 4.0}[name])
     run = grade.run(b.train, num_ranks, how, NUM_PARAMETERS, NUM_STEPS, "own", if_stuck=STUCK)
