@@ -32,12 +32,16 @@ class CompressionHook:
     become is its ``mean``; and the residuals are then what it got, less what this rank ``sent``.
     Nothing else is sent.
 
+    If the mean of a bucket holds a NaN or an infinity, its residuals stay as they were: training
+    skips that step. No residual is ever NaN or infinite; what would be so becomes 0.
+
     A residual belongs to a parameter, whichever bucket that is in: torch lays out new buckets after
     the first step, and a program that was restarted begins with the first ones again.
 
     Args:
         module: whose gradients they are: the module itself, not the DistributedDataParallel around
-            it. Pieces have the names of its ``named_parameters``, and the shapes of these.
+            it. Pieces have the names of its ``named_parameters``, and the shapes of these. Each
+            parameter fills its memory without gaps, as those of torch's layers do.
         reduce: such as a ``PowerSGD``, for the same ranks. It gets float32 or float64: gradients of
             16 bits are widened, and so residuals are never narrower than float32.
 

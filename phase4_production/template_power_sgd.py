@@ -79,6 +79,9 @@ class PowerSGD:
         are largest, also after gradients of zeros. The first Q is random: drawn from the seed and
         the name, the same on all ranks, and without torch's global generator.
 
+        A step with a NaN or an infinity leaves the Q that it would spoil as it was. Only its own
+        mean is not finite: training skips the step, and the next one goes on as without it.
+
         Args:
             gradient: (n,), of float32 or float64; it is only read.
             pieces: what lies in it, one after the other; one or more, the same on all ranks.

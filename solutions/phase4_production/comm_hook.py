@@ -28,12 +28,16 @@ class CompressionHook:
     become is its ``mean``; and the residuals are then what it got, less what this rank ``sent``.
     Nothing else is sent.
 
+    If the mean of a bucket holds a NaN or an infinity, its residuals stay as they were: training
+    skips that step. No residual is ever NaN or infinite; what would be so becomes 0.
+
     A residual belongs to a parameter, whichever bucket that is in: torch lays out new buckets after
     the first step, and a program that was restarted begins with the first ones again.
 
     Args:
         module: whose gradients they are: the module itself, not the DistributedDataParallel around
-            it. Pieces have the names of its ``named_parameters``, and the shapes of these.
+            it. Pieces have the names of its ``named_parameters``, and the shapes of these. Each
+            parameter fills its memory without gaps, as those of torch's layers do.
         reduce: such as a ``PowerSGD``, for the same ranks. It gets float32 or float64: gradients of
             16 bits are widened, and so residuals are never narrower than float32.
 
@@ -120,11 +124,17 @@ class CompressionHook:
         pieces = [Piece(name, g.shape) for name, g in zip(names, gradients, strict=True)]
         mean, sent = self.reduce(wanted, pieces)
         sizes = [gradient.numel() for gradient in gradients]
-        lefts = (wanted - sent).split(sizes)
-        means = mean.split(sizes)
-        for name, gradient, part, left in zip(names, gradients, means, lefts, strict=True):
+        for gradient, part in zip(gradients, mean.split(sizes), strict=True):
             gradient.copy_(part.view(gradient.shape))
-            self.residuals[name] = left.view(gradient.shape)
+        if mean.isfinite().all():  # else all ranks skip this step
+            self._keep(pieces, wanted - sent)
+
+    def _keep(self, pieces: Sequence[Piece], left: Tensor) -> None:
+        """Keep what was left behind of each piece."""
+        left = torch.where(left.isfinite(), left, 0.0)  # a NaN would stay for ever
+        parts = left.split([piece.shape.numel() for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            self.residuals[piece.name] = part.view(piece.shape)
 
     def _with_residual(self, name: str, gradient: Tensor) -> Tensor:
         """Return a gradient with what was left behind of those before."""

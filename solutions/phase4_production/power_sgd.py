@@ -64,6 +64,9 @@ class PowerSGD:
         are largest, also after gradients of zeros. The first Q is random: drawn from the seed and
         the name, the same on all ranks, and without torch's global generator.
 
+        A step with a NaN or an infinity leaves the Q that it would spoil as it was. Only its own
+        mean is not finite: training skips the step, and the next one goes on as without it.
+
         Args:
             gradient: (n,), of float32 or float64; it is only read.
             pieces: what lies in it, one after the other; one or more, the same on all ranks.
@@ -90,7 +93,8 @@ class PowerSGD:
             orthogonalize(p)
         own_qs = [matrix.T @ p for matrix, p in zip(matrices.values(), ps, strict=True)]
         qs = self._mean(own_qs)
-        self.qs.update(zip(matrices, qs, strict=True))
+        named_qs = zip(matrices, qs, strict=True)
+        self.qs.update((name, q) for name, q in named_qs if q.isfinite().all())
         return Reduced(
             _in_order(is_low, _products(ps, qs), rest_means),
             _in_order(is_low, _products(ps, own_qs), rest),

@@ -1,6 +1,7 @@
 """Bodies for task 4.13: both kinds of data parallelism, with a hook and known gradients."""
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
         seed: of the gradients.
         unused: of these parameters, rank 1 has no gradients in odd steps.
         restart: before this step, all begins anew from a state; -1: never.
+        spoiled: in this step, each gradient of rank 0 holds a NaN; -1: never.
     """
 
     door: str
@@ -50,6 +52,7 @@ class Plan(NamedTuple):
     seed: int = 0
     unused: tuple[str, ...] = ()
     restart: int = -1
+    spoiled: int = -1
 
 
 def gradients_of(plan: Plan, rank: int, step: int) -> dict[str, Tensor]:
@@ -60,6 +63,8 @@ def gradients_of(plan: Plan, rank: int, step: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         numbers = torch.randint(-255, 256, shape, generator=generator) * FRACTION
         found[name] = numbers * (not is_unused(plan, name, rank, step))
+        if (rank, step) == (0, plan.spoiled):
+            found[name].view(-1)[0] = math.nan
     return found
 
 
@@ -107,6 +112,13 @@ class Exact(Coarse):
         return gradient.clone()
 
 
+class Blind(Coarse):
+    """Sends 0 for a NaN, as a compressor does that happens to leave this entry out."""
+
+    def _sent(self, gradient: Tensor) -> Tensor:
+        return super()._sent(gradient.nan_to_num(0.0))
+
+
 class Alternating(Coarse):
     """Sends nothing in every second call of a parameter: it has a state."""
 
@@ -133,7 +145,12 @@ class Alternating(Coarse):
         self.calls = dict(state["calls"])
 
 
-REDUCES: dict[str, type[Coarse]] = {"coarse": Coarse, "exact": Exact, "alternating": Alternating}
+REDUCES: dict[str, type[Coarse]] = {
+    "coarse": Coarse,
+    "exact": Exact,
+    "blind": Blind,
+    "alternating": Alternating,
+}
 
 
 # Two kinds of data parallelism

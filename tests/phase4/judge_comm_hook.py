@@ -13,11 +13,13 @@ from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import comm_hooks as b
 from phase4.comm_hooks import COURSES, GRAIN, SHAPES, TORCHS, Plan
 
+NAN = 1e9  # stands for a NaN where numbers are compared
 STUCK = (
     "The hook itself sends nothing: only what it is given as reduce does, once for each bucket, on "
     "all ranks in the order of the buckets."
 )
 each_door = pytest.mark.parametrize("door", [TORCHS, COURSES], ids=["torchs", "courses"])
+Tensors = dict[str, Tensor]  # by the names of the parameters
 Step = Mapping[str, Any]  # of a rank: "got" and "gradients", by name
 
 
@@ -36,6 +38,8 @@ def _check(plan: Plan, by_rank: Sequence[Sequence[Step]], where: str = "") -> No
     for step in range(plan.steps):
         for rank, found in enumerate(by_rank):
             here = f"{where}{plan.door}, step {step}, rank {rank} of {len(by_rank)}"
+            if step == plan.spoiled:
+                here += ", where each gradient of rank 0 holds a NaN"
             _check_got(plan, step, found[step], expected[step][rank], here)
             _check_gradients(plan, found[step], expected[step][rank], len(by_rank), here)
 
@@ -48,17 +52,26 @@ def _expected(plan: Plan, n: int) -> list[list[Any]]:
         own = [b.gradients_of(plan, rank, step) for rank in range(n)]
         got = [{m: own[r][m] + residuals[r][m] for m in SHAPES} for r in range(n)]
         sent = [{m: _sent(plan, step, part) for m, part in of_rank.items()} for of_rank in got]
-        residuals = [{m: got[r][m] - sent[r][m] for m in SHAPES} for r in range(n)]
         mean = {m: torch.stack([of_rank[m] for of_rank in sent]).mean(0) for m in SHAPES}
+        for rank, of_rank in enumerate(residuals):
+            of_rank |= _left(got[rank], sent[rank], mean)
         rows = zip(own, got, sent, strict=True)
         found.append([{"own": o, "got": g, "sent": s, "mean": mean} for o, g, s in rows])
     return found
 
 
+def _left(got: Tensors, sent: Tensors, mean: Tensors) -> Tensors:
+    """What is left behind of those whose mean is finite; the others keep what they had."""
+    left = {m: got[m] - sent[m] for m in SHAPES if mean[m].isfinite().all()}
+    return {m: torch.where(part.isfinite(), part, 0.0) for m, part in left.items()}
+
+
 def _sent(plan: Plan, step: int, part: Tensor) -> Tensor:
     if plan.reduce == "exact":
         return part
-    is_sent = plan.reduce == "coarse" or step % 2 == 0
+    if plan.reduce == "blind":
+        part = part.nan_to_num(0.0)
+    is_sent = plan.reduce != "alternating" or step % 2 == 0
     return (part / GRAIN).round() * GRAIN * is_sent
 
 
@@ -82,7 +95,7 @@ def _check_got(plan: Plan, step: int, found: Step, expected: Any, here: str) -> 
             f"{here}: the piece of {name} should have its shape, {shape}; it has {(*part.shape,)}.",
         )
         check(
-            torch.equal(part, right),
+            torch.equal(part.nan_to_num(NAN), right.nan_to_num(NAN)),
             f"{here}: for {name}, of which the gradient is {_told(expected['own'][name])} and the "
             f"residual {_told(right - expected['own'][name])}, reduce should get "
             f"{_told(right, part)}; it got {_told(part, right)}. "
@@ -98,6 +111,12 @@ def _told(tensor: Tensor, other: Tensor | None = None) -> str:
 
 
 def _why_not_got(part: Tensor, expected: Any, name: str, step: int, plan: Plan) -> str:
+    if plan.spoiled >= 0 and step > plan.spoiled:
+        return (
+            f"In step {plan.spoiled}, a gradient held a NaN. If the mean isn't finite, the step is "
+            "skipped, so its residuals stay what they were; and a NaN that was left behind becomes "
+            "0, or no later step would be finite."
+        )
     if torch.equal(part, expected["own"][name]) and step:
         cause = "The residual is missing"
         return f"{cause}: is it in the state?" if step == plan.restart else f"{cause}."
@@ -119,7 +138,7 @@ def _check_gradients(plan: Plan, found: Step, expected: Any, n: int, here: str) 
         got = torch.tensor(gradient)
         tolerance = 1e-5 if plan.dtype == "float32" else 0.02
         check(
-            torch.allclose(got, right, tolerance, tolerance),
+            torch.allclose(got, right, tolerance, tolerance, equal_nan=True),
             f"{here}: the gradient of {name} should be the mean over the ranks of what they sent, "
             f"{_told(right, got)}; it is {_told(got, right)}. "
             f"{_why_not_mean(got, right, expected, name, n, plan.door)}",
@@ -174,6 +193,13 @@ def test_gradients_of_other_widths(grade: Grade, door: str, dtype: str) -> None:
 @each_door
 def test_a_parameter_that_one_rank_does_not_use(grade: Grade, door: str) -> None:
     _train(grade, 2, _plan(grade, door, unused=("first.bias", "second.weight")))
+
+
+@task("4.13")
+@each_door
+@pytest.mark.parametrize("reduce", ["coarse", "blind"])
+def test_a_nan_is_over_with_its_step(grade: Grade, door: str, reduce: str) -> None:
+    _train(grade, 2, _plan(grade, door, reduce, steps=5, spoiled=grade.random.choice([0, 2])))
 
 
 @task("4.13")

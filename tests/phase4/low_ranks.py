@@ -1,6 +1,7 @@
 """Bodies for task 4.12: gradients that travel as products of thin matrices."""
 
 import io
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -146,6 +147,26 @@ def change_neighbours(lesson: Any) -> list[list[float]]:
         mean = dict(zip(names, _mean_of(beside, gradients).split(sizes), strict=True))["weight"]
         expected = _mean_of(alone, {"weight": weight})
     return [mean.tolist(), expected.tolist()]
+
+
+def spoil_a_step(lesson: Any, plan: Plan, spoiled: int) -> dict[str, Any]:
+    """Average with and without a step more in which rank 0 has a NaN in each matrix."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
+    nans = {name: _with_a_nan(part, rank) for name, part in steps[spoiled].items()}
+    means = {}
+    for how, before in (("without", []), ("with", [nans])):
+        power_sgd = lesson.PowerSGD(plan.rank)
+        row = [*steps[:spoiled], *before, *steps[spoiled:]]
+        means[how] = [_mean_of(power_sgd, gradients).tolist() for gradients in row]
+    return means
+
+
+def _with_a_nan(gradient: Tensor, rank: int) -> Tensor:
+    spoiled = gradient.clone()
+    if rank == 0 and spoiled.dim() > 1 and spoiled.numel():
+        spoiled.view(-1)[0] = math.nan
+    return spoiled
 
 
 def begin(lesson: Any) -> dict[str, Any]:
