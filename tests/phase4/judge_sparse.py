@@ -222,7 +222,7 @@ def test_random_k_sends_no_indices(grade: Grade, num_ranks: int, dtype: str) -> 
 
 @task("4.10")
 def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
-    n, calls, k = 12, 100, 3
+    n, calls, k = 12, 400, 3
     by_rank = grade.run(b.draw_often, 2, n, k / n, calls, if_stuck=STUCK).results
     for rank, found in enumerate(by_rank):
         counts = [sum(place in one for one in found["places"]) for place in range(n)]
@@ -231,10 +231,17 @@ def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
             f"rank {rank} does not draw the places of rank 0. Draw from generator alone.",
         )
         check(
-            min(counts) >= 4 and max(counts) <= 52,
+            min(counts) >= 55 and max(counts) <= 145,  # 5 standard deviations from 100
             f"random_k was called {calls} times, each time for {k} of {n} places; the places came "
             f"up {counts} times. All should come up equally often, about {calls * k // n} times, "
             "and others in each call.",
+        )
+        kinds = len({tuple(one) for one in found["places"]})
+        check(
+            kinds >= 120,
+            f"{calls} calls of random_k have drawn {kinds} different sets of {k} of {n} places, "
+            f"such as {found['places'][:3]}. Of the 220 sets all are equally likely, so that "
+            "about 184 should have come up: draw each place for itself.",
         )
         check(
             found["is_drawn_from"] and found["state"] == by_rank[0]["state"],
