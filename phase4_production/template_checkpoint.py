@@ -1,7 +1,7 @@
 """Checkpoints: what a run leaves behind, so that another can go on from it.
 
-Tasks 4.1, 4.3 and 4.4. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.1``.
+Tasks 4.1, 4.3 and 4.4. The docstring says what a function promises, its TODO what you need for it,
+and guidelines.md why and how. To grade one task: ``distlab check 4.1``.
 """
 
 import hashlib

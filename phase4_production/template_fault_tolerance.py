@@ -1,7 +1,7 @@
 """Fault tolerance: notice that a rank is gone, and go on without it.
 
-Tasks 4.5, 4.7 and 4.8. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.5``.
+Tasks 4.5, 4.7 and 4.8. The docstring says what a function promises, its TODO what you need for it,
+and guidelines.md why and how. To grade one task: ``distlab check 4.5``.
 """
 
 import math
