@@ -30,16 +30,17 @@ class Difference(NamedTuple):
 
 
 def draw(random: Random, num_events: int) -> Story:
-    """Draw a story: some ranks are slow for a while, and some end in the middle of it."""
+    """Draw a story: one rank is slow in most steps, and some end in the middle of it."""
     num_ranks = random.randint(2, 5)
-    steps, ends = [0] * num_ranks, [random.choice([num_events, 20]) for _ in range(num_ranks)]
-    slow = [random.random() < 0.4 for _ in range(num_ranks)]
+    steps, slow = [0] * num_ranks, random.randrange(num_ranks)
+    ends = [random.choice([num_events, num_events // 2]) for _ in range(num_ranks)]
     events: list[Event] = [("wait", 2.5 * random.randint(0, 5))]
     while len(events) < num_events:
         events += [("poll",), ("wait", random.choice([0.0, 2.5, 2.5, 5.0]))]
         for rank in random.sample(range(num_ranks), num_ranks):
-            if random.random() < 0.4 and len(events) < ends[rank]:
-                busy_s = random.choice([0.5, 1.0] if slow[rank] else [0.25, 0.25, 0.25, 0.5, 1.0])
+            if random.random() < 0.5 and len(events) < ends[rank]:
+                often = 1.0 if rank == slow else 0.25
+                busy_s = random.choice([often, often, often, often, 0.5, 1.0])
                 events.append(("beat", rank, steps[rank], busy_s))
                 steps[rank] += random.choice([0, 1, 1])
     return Story(num_ranks, [*events, ("poll",)])

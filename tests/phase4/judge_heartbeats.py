@@ -215,7 +215,7 @@ def test_factor_and_patience(grade: Grade) -> None:
 
 @task("4.5")
 def test_what_is_told_in_stories_drawn_at_random(grade: Grade) -> None:
-    drawn = [stories.draw(grade.random, 60) for _ in range(80)]
+    drawn = [stories.draw(grade.random, 80) for _ in range(80)]
     differences = []
     for story, polls in zip(drawn, grade.call(b.watch_all, drawn, stories.OPTIONS), strict=True):
         _check_polls(polls, story.num_ranks)
