@@ -74,7 +74,7 @@ class CompressionHook:
         self._average(
             params,
             [
-                part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+                part.as_strided(parameter.shape, parameter.stride())
                 for part, parameter in zip(parts, params, strict=True)
             ],
         )
