@@ -3,6 +3,7 @@
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.sim import Options
 from judging.checks import short
 from phase4 import async_saves as b
 
@@ -41,7 +42,7 @@ def test_the_copy_is_made_before_save_returns(grade: Grade) -> None:
 
 @task("4.4")
 def test_one_write_at_a_time(grade: Grade) -> None:
-    run = grade.run(b.save_four, 1)
+    run = grade.run(b.save_four, 1, options=Options(has_devices=True))
     found, num_bytes = run.results[0], 4 * b.NUM_ELEMENTS
     check(
         found["most_at_once"] == 1,
