@@ -7,6 +7,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from judging.checks import short
+from phase4 import broken_disks
 from phase4 import checkpoints as b
 from phase4.checkpoints import Plan, name_of
 
@@ -242,18 +243,20 @@ def test_an_undamaged_checkpoint_is_not_overwritten(grade: Grade) -> None:
 @task("4.1")
 @pytest.mark.parametrize("limit_bytes", [0, 2000, 100_000])
 def test_a_full_disk_loses_nothing(grade: Grade, limit_bytes: int) -> None:
-    _check_failure(grade.call(b.save_where_it_fails, "full", limit_bytes), "the disk is full")
+    _check_failure(
+        grade.call(broken_disks.save_where_it_fails, "full", limit_bytes), "the disk is full"
+    )
 
 
 @task("4.1")
 def test_a_sync_that_fails_loses_nothing(grade: Grade) -> None:
-    for place, found in enumerate(grade.call(b.save_where_a_sync_fails), start=1):
+    for place, found in enumerate(grade.call(broken_disks.save_where_a_sync_fails), start=1):
         _check_failure(found, f"sync {place} of the save says that the disk is broken")
 
 
 @task("4.1")
 def test_a_place_where_nothing_can_be_written(grade: Grade) -> None:
-    found = grade.call(b.save_where_it_fails, "impossible", 0)
+    found = grade.call(broken_disks.save_where_it_fails, "impossible", 0)
     _check_failure(found, "the folder can't be made")
 
 

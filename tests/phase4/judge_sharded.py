@@ -12,6 +12,7 @@ from distlab.words import joined
 from judging.checks import check_refused, of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import sharded as b
+from phase4 import sharded_costs as costs
 from phase4.sharded import Broken, Cut, Plan
 
 STUCK = (
@@ -120,7 +121,7 @@ def test_no_element_travels(grade: Grade) -> None:
     cuts: list[list[Cut]] = [[("w", r * numel // 4, (r + 1) * numel // 4)] for r in range(4)]
     plan = Plan({"w": (numel, "float32")}, cuts)
     with _root() as root:
-        run = grade.run(b.save_large, 4, root, plan, if_stuck=STUCK)
+        run = grade.run(costs.save_large, 4, root, plan, if_stuck=STUCK)
     _check_costs(run, 4 * numel)
 
 
@@ -141,24 +142,24 @@ def _check_costs(run: Run, num_bytes: int) -> None:
 @task("4.3")
 def test_a_save_takes_memory_for_one_further_copy(grade: Grade) -> None:
     with _root() as root:
-        run = grade.run(b.memory_of_save, 1, root, options=Options(has_devices=True))
-    held = run.results[0] + run.peak_bytes[0] - b.NUM_BYTES
+        run = grade.run(costs.memory_of_save, 1, root, options=Options(has_devices=True))
+    held = run.results[0] + run.peak_bytes[0] - costs.NUM_BYTES
     check(
-        held < 1.5 * b.NUM_BYTES,
-        f"shards of {b.NUM_BYTES:,} bytes were saved, and that took {held:,} bytes more: there is "
-        "memory for one further copy. A tensor's bytes can be written from where they lie: "
+        held < 1.5 * costs.NUM_BYTES,
+        f"shards of {costs.NUM_BYTES:,} bytes were saved, and that took {held:,} bytes more: there "
+        "is memory for one further copy. A tensor's bytes can be written from where they lie: "
         "values.view(torch.uint8).numpy().",
     )
 
 
 @task("4.3")
 def test_each_file_is_read_by_one_rank_and_by_who_wants_it(grade: Grade) -> None:
-    numel = 4 * b.LARGE_BYTES
+    numel = 4 * costs.LARGE_BYTES
     cuts: list[list[Cut]] = [[("w", r * numel // 4, (r + 1) * numel // 4)] for r in range(4)]
     wanted: list[list[Cut]] = [[], [], [("w", 5, 10)], []]
     with _root() as root:
         plan = Plan({"w": (numel, "float32")}, cuts)
-        reads = grade.run(b.who_reads, 4, root, plan, wanted, if_stuck=STUCK).results[0]
+        reads = grade.run(costs.who_reads, 4, root, plan, wanted, if_stuck=STUCK).results[0]
     for what, more in (("save", 0), ("load nothing", 0), ("load", 1)):
         of_ranks = [sum(rank == reader for reader, _ in reads[what]) for rank in range(4)]
         check(
