@@ -277,8 +277,8 @@ class StragglerDetector:
             times: of this rank's step.
 
         Returns:
-            The stragglers, ordered by rank, the same on all ranks; in steps that do not fill the
-            window, none. All medians are low medians: of two in the middle, the lower one.
+            The stragglers, ordered by rank, which is that in the group; the same on all ranks. In
+            steps that do not fill the window, none. All medians are low medians: of two in the middle, the lower one.
 
             own work   of a rank: the median over the window of data_s + compute_s
             ratio      the rank's own work over the median of all ranks' own work; inf if that is 0
