@@ -167,7 +167,7 @@ class StepTimes(NamedTuple):
 class Straggler(NamedTuple):
     """A rank that the others wait for."""
 
-    rank: int
+    rank: int  # in the group that is watched
     part: Literal["data", "compute"]  # in which it is slow
     ratio: float  # its own work over that of the median rank; 1 is usual
 

@@ -73,12 +73,16 @@ class StepTimer:
         Args:
             name: of the part.
 
+        Raises:
+            ValueError: there is no such part. The text names it, and those that there are. It is
+                raised on entry: what is inside does not run, and nothing else changes.
+
         Cost: no communication.
         """
         # TODO 4.14: count the time from enter to exit, but not that of parts inside.
         #   Tools: yield, try and finally.
         #   Example: compute from 0 to 10 ms, communication inside from 4 to 7 ms: 7 ms and 3 ms.
-        #   About 6 lines.
+        #   About 8 lines.
         raise NotImplementedError(
             "Task 4.14: StepTimer.part, see guidelines.md#414-split-the-time-of-a-step"
         )
@@ -178,7 +182,7 @@ def count_flops(step: Callable[[], object]) -> int:
 
     Args:
         step: computes a step on one rank, forward and backward pass. It is called once, and does
-            what it does without being counted. Nothing is printed.
+            what it does without being counted, random numbers included. Nothing is printed.
 
     Returns:
         FLOPs of matrix products and convolutions. Activations, norms and the addition of biases are
@@ -277,8 +281,9 @@ class StragglerDetector:
             times: of this rank's step.
 
         Returns:
-            The stragglers, ordered by rank, the same on all ranks; in steps that do not fill the
-            window, none. All medians are low medians: of two in the middle, the lower one.
+            The stragglers, ordered by rank, which is that in the group; the same on all ranks. In
+            steps that do not fill the window, none. All medians are low medians: of two in the
+            middle, the lower one.
 
             own work   of a rank: the median over the window of data_s + compute_s
             ratio      the rank's own work over the median of all ranks' own work; inf if that is 0

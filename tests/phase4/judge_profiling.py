@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from judging.checks import short
+from judging.checks import check_silent, short
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import profiles as b
 from phase4.profiles import Event
@@ -63,6 +63,22 @@ def _check_profiles(by_rank: Sequence[Any], counts: dict[str, int], is_real: boo
 def test_each_rank_writes_a_trace(grade: Grade, num_ranks: int) -> None:
     run = grade.run(b.profile, num_ranks, {}, if_stuck=STUCK)
     _check_profiles(run.results, DEFAULTS, not grade.is_simulated)
+
+
+@task("4.18")
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_a_rank_waits_for_no_other(grade: Grade, num_ranks: int) -> None:
+    late = (
+        f"Ranks 1 to {num_ranks - 1} are so late that they never call profile_steps, and rank 0 "
+        "should not wait for them: it profiles its own steps, without a collective or a barrier, "
+        "which would change what is measured."
+    )
+    run = grade.run(b.profile_alone, num_ranks, if_stuck=late)
+    check(
+        run.results[0] == [*range(5)],
+        f"rank 0 should call step with {[*range(5)]}; it calls it with {run.results[0]}. {late}",
+    )
+    check_silent(run, "profile_steps")
 
 
 @task("4.18")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from judging.checks import is_close, of_members, short, short_beside
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import reduced as b
@@ -248,7 +249,9 @@ def _check_chunks(case: Case, codec: str, by_rank: Sequence[Any], where: str = "
     mean, sent, _ = _exchanged(gradients, codec)
     slack = 1e-5 * max(abs(x) for one in gradients for x in one) * num_ranks
     for rank, found in enumerate(by_rank):
-        told = f"{where}{codec} of {case.n} entries, rank {rank} of {num_ranks}"
+        told = (
+            f"{where}{codec} of {counted(case.n, 'entry', 'entries')}, rank {rank} of {num_ranks}"
+        )
         check(
             is_close(found["mean"], mean, slack),
             f"{told}: the mean should be {short_beside(mean, found['mean'])}; it is "

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from judging.checks import MEASURED, check_silent, is_close, of_members, short
+from distlab.words import counted, joined
+from judging.checks import (
+    MEASURED,
+    check_refused,
+    check_silent,
+    is_close,
+    of_members,
+    short,
+)
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import step_times as b
 from phase4.step_times import Event, Times
@@ -83,6 +91,35 @@ def test_an_error_ends_the_parts_around_it(grade: Grade) -> None:
 
 
 @task("4.14")
+@pytest.mark.parametrize("name", ["dta", "rest", ""])
+def test_a_part_that_is_mistyped(grade: Grade, name: str) -> None:
+    found = grade.call(b.mistype, name)
+    check_refused([found], f"part({name!r})", repr(name), "data", "compute", "communication")
+    check(
+        not found["ran"],
+        f"part({name!r}) should be refused on entry; what is inside of it has run. An error that "
+        "comes when it is left takes the place of the one that left it.",
+    )
+    _check_times(
+        *(found["times"], [(5.0, 0.0, 5.0, 0.0)], f"part({name!r}) inside of compute"),
+        "What is refused changes nothing: compute goes on. Look at the name before you open it.",
+    )
+
+
+@task("4.14")
+def test_no_time_is_lost_between_steps(grade: Grade) -> None:
+    num_steps = 20
+    found = grade.call(b.tick, num_steps)
+    check(
+        found["least_s"] <= found["sum_s"] <= found["most_s"],
+        f"on a clock that goes on by 1 s with each reading, {num_steps} steps should take "
+        f"{found['least_s']:g} s in all, from the first reading to the last one; the sum of their "
+        f"step_s is {found['sum_s']:g} s. One reading ends a step and begins the next: with a "
+        "second one, what is between them, a wait for the device too, is in no step.",
+    )
+
+
+@task("4.14")
 def test_the_device_has_finished_before_the_clock_is_read(grade: Grade) -> None:
     a, c, d = (grade.random.randrange(1, 99) / 8 for _ in range(3))
     inner: Event = ("part", "communication", [("launch", c)])
@@ -98,27 +135,35 @@ def test_the_device_has_finished_before_the_clock_is_read(grade: Grade) -> None:
     )
 
 
+def _told_waits(waits_s: Sequence[float]) -> str:
+    return f", then {joined([f'{wait_s:g} s' for wait_s in waits_s])}" if waits_s else ""
+
+
 @task("4.14")
 @pytest.mark.parametrize("num_batches", [0, 1, 4])
 def test_waiting_for_batches_is_data(grade: Grade, num_batches: int) -> None:
     start_s, end_s = grade.random.randrange(8, 99) / 8, grade.random.randrange(8, 99) / 8
     waits_s = [grade.random.randrange(8, 99) / 8 for _ in range(num_batches)]
     found = grade.call(b.loop, start_s, waits_s, end_s)
-    where = f"a loader of {num_batches} batches"
+    where = f"a loader of {counted(num_batches, 'batch', 'batches')}"
     check(
         found["batches"] == [*range(num_batches)],
         f"{where}: batches should yield {[*range(num_batches)]}; it yields {found['batches']}.",
     )
     check(
         found["asked"] == [*range(1, num_batches + 1)],
-        f"{where}: when batch k comes, k + 1 batches should have been asked for; they were "
+        f"{where}: when batch k comes, k + 1 of them should have been asked for; they were "
         f"{found['asked']}. Ask for the next batch when the loop wants it.",
     )
     waits = [*waits_s, end_s]
     waits[0] += start_s
     expected = [(wait + 3, wait, 2.0, 0.0) for wait in waits[:-1]] + [(waits[-1], waits[-1], 0, 0)]
     _check_times(
-        *(found["times"], expected, f"{where}, which takes {start_s} s to start, then {waits_s} s"),
+        *(
+            found["times"],
+            expected,
+            f"{where}, which takes {start_s} s to start{_told_waits(waits_s)}",
+        ),
         f"Starting counts as data, and so do the last {end_s} s, after which there is no batch: "
         "they belong to the step that follows. What the loop does with a batch is not data.",
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distlab.grade import WrongResult
 from judging.calls import error_of, typed
+from judging.folders import own_folder, working_in
 
 Event = dict[str, Any]
 NAME = "made-up.json"
@@ -48,6 +49,15 @@ def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str,
             "files": sorted(each.name for each in folder.iterdir()),
             **_content(path),
         }
+
+
+def profile_alone(lesson: Any) -> list[int]:
+    """Profile on rank 0, while the others never come so far; return the steps that were called."""
+    calls: list[int] = []
+    if dist.get_rank() == 0:
+        with own_folder() as folder:
+            lesson.profile_steps(_step(calls, [], None), folder)
+    return calls
 
 
 def profile_and_read(lesson: Any) -> list[float]:
@@ -98,8 +108,9 @@ def _folder(group: Any) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as own:
         paths = [own]
         dist.broadcast_object_list(paths, group=group, group_src=0)
-        yield Path(paths[0]) / "traces" / "run"
-        dist.barrier(group)
+        with working_in(Path(paths[0])):
+            yield Path(paths[0]) / "traces" / "run"
+            dist.barrier(group)
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -114,16 +125,16 @@ def _content(path: Path) -> dict[str, Any]:
 
 def measure(lesson: Any, events: Sequence[Event]) -> list[float]:
     """Return what is read from a trace."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = _written(Path(folder), events)
+    with own_folder() as folder:
+        path = _written(folder, events)
         found = lesson.exposed_communication(path)
         return [float(found.step_s), float(found.communication_s), float(found.exposed_s)]
 
 
 def refuse(lesson: Any, events: Sequence[Event]) -> str:
     """Return the error of a trace that can't be measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = _written(Path(folder), events)
+    with own_folder() as folder:
+        path = _written(folder, events)
         return error_of(lambda: lesson.exposed_communication(path))
 
 

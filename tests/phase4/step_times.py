@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.grade import WrongResult
-from judging.calls import returned, typed
+from judging.calls import refusal_of, returned, typed
 from phase4_production.given import StepTimes
 
 # ("work", s), ("launch", s), ("part", name, events), ("fail", events), ("raise",) or ("end",)
@@ -44,6 +44,17 @@ class Device:
         """Wait for the kernels."""
         self.now_s += self.queued_s
         self.queued_s = 0.0
+
+
+class MovingClock:
+    """A clock that goes on by 1 s with each reading, and notes its readings."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
 
 
 class Loader:
@@ -116,6 +127,52 @@ def split(lesson: Any, events: Sequence[Event], is_synchronized: bool) -> list[T
 
     happen(events)
     return ended
+
+
+def tick(lesson: Any, num_steps: int) -> dict[str, Any]:
+    """Time steps on a clock that moves when it is read.
+
+    Returns:
+        The sum of all ``step_s``. And between which bounds it must be if no time is lost: the first
+        step begins with one of the readings when the timer is made, the last one ends with one of
+        the readings of the last ``end_step``.
+    """
+    clock = MovingClock()
+    bounds_s = [clock.now_s + 1]
+    timer = lesson.StepTimer(clock)
+    bounds_s.append(clock.now_s)
+    sum_s = 0.0
+    for _ in range(num_steps):
+        with timer.part("compute"):
+            pass
+        last_s = clock.now_s
+        sum_s += _taken(timer.end_step())[0]
+    (first_s, made_s), ended_s = bounds_s, clock.now_s
+    return {"sum_s": sum_s, "least_s": last_s + 1 - made_s, "most_s": ended_s - first_s}
+
+
+def mistype(lesson: Any, name: str) -> dict[str, Any]:
+    """Enter a part that there isn't, inside of compute, and end the step.
+
+    Returns:
+        The error; whether what is inside has run; and the times of the step, of which 5 s are
+        compute.
+    """
+    device, ran, found = Device(), [], {"type": "", "text": ""}
+    timer = lesson.StepTimer(device.clock)
+
+    def enter() -> None:
+        with timer.part(name):
+            ran.append(name)
+            raise Failure
+
+    with suppress(LookupError), timer.part("compute"):  # of a part that is open now, say
+        device.work(1.0)
+        with suppress(Failure):
+            found = refusal_of(enter)
+        device.work(4.0)
+    times = [] if found["type"] != "ValueError" else [_taken(timer.end_step())]
+    return {**found, "ran": bool(ran), "times": times}
 
 
 def loop(lesson: Any, start_s: float, waits_s: Sequence[float], end_s: float) -> dict[str, Any]:

@@ -31,12 +31,12 @@ def count(lesson: Any, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
     """Count the FLOPs of a step.
 
     Returns:
-        What was counted and printed, how often the step was called, and whether its gradients are
-        those of a step that nobody counts.
+        What was counted and printed, how often the step was called, and what is not as after a
+        step that nobody counts: gradients, the state of torch's generator.
     """
     torch.manual_seed(5)
     model, step = STEPS[kind](*sizes)
-    calls, printed = [], StringIO()
+    calls, printed, drawn = [], StringIO(), torch.get_rng_state()
 
     def counted() -> None:
         calls.append(kind)
@@ -44,11 +44,14 @@ def count(lesson: Any, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
 
     with redirect_stdout(printed):
         flops = typed("count_flops", lesson.count_flops(counted), int)
-    found = _taken_gradients(model)
+    found, counted_drawn = _taken_gradients(model), torch.get_rng_state()
+    torch.set_rng_state(drawn)
     step()
-    uncounted = _taken_gradients(model)
+    uncounted, uncounted_drawn = _taken_gradients(model), torch.get_rng_state()
     is_same = len(found) == len(uncounted) and all(map(torch.equal, found, uncounted))
-    return {"flops": flops, "calls": len(calls), "printed": printed.getvalue(), "same": is_same}
+    other = [] if is_same else ["the gradients"]
+    other += [] if counted_drawn.equal(uncounted_drawn) else ["the state of torch's generator"]
+    return {"flops": flops, "calls": len(calls), "printed": printed.getvalue(), "other": other}
 
 
 def _taken_gradients(model: nn.Module) -> list[Tensor]:
@@ -61,7 +64,7 @@ Step = Callable[[], object]
 
 
 def _two_layers(m: int, k: int, h: int, n: int) -> tuple[nn.Sequential, Tensor]:
-    model = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Linear(h, n))
+    model = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Dropout(), nn.Linear(h, n))
     return model, torch.randn(m, k)
 
 
@@ -94,7 +97,7 @@ def _convolution(m: int, channels: int, filters: int, width: int) -> tuple[nn.Mo
 STEPS: dict[str, Callable[..., tuple[nn.Module, Step]]] = {
     "trained": _trained,
     "frozen first layer": partial(_frozen, 0),
-    "frozen last layer": partial(_frozen, 2),
+    "frozen last layer": partial(_frozen, 3),
     "forward only": _forward,
     "recomputed": _recomputed,
     "convolution": _convolution,

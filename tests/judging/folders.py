@@ -1,0 +1,29 @@
+"""Folders for bodies: what an answer writes, wherever that is, is gone with them."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_before: list[str] = []  # one for each that is inside; simulated ranks are threads of one process
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Let relative paths lead into ``folder``: a wrong answer writes ``None``, say, where it is."""
+    _before.append(_before[0] if _before else os.getcwd())
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        before = _before.pop()
+        if not _before:
+            os.chdir(before)
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A new folder, in which the body also works."""
+    with tempfile.TemporaryDirectory() as folder, working_in(Path(folder)):
+        yield Path(folder)
