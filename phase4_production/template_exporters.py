@@ -4,6 +4,7 @@ Task 4.17. The docstring says what a function promises, its TODO what you need f
 guidelines.md why and how. To grade it: ``distlab check 4.17``.
 """
 
+import errno
 import json
 import math
 import os
@@ -19,13 +20,15 @@ from phase4_production.given import Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLOSE_S = 0.05  # how often the server looks whether it should stop
+REQUEST_S = 5.0  # how long a client may be connected and send nothing
 
 
 class PrometheusExporter:
     """Serves the newest numbers at ``/metrics``, from where a Prometheus server fetches them.
 
     With the labels ``{"run": "a", "rank": "3"}``, and after
-    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, the text there is, in any order:
+    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, the text there is, in any order,
+    and with 7 or 7.0 for the same number:
         # TYPE step gauge
         step{run="a",rank="3"} 7
         # TYPE loss_train gauge
@@ -37,7 +40,8 @@ class PrometheusExporter:
     def __init__(self, labels: Mapping[str, str], port: int = 0, host: str = "127.0.0.1") -> None:
         """Serve from now on, in a daemon thread that prints nothing.
 
-        Every path but ``/metrics`` is answered with 404. Content-Type is CONTENT_TYPE.
+        Every path but ``/metrics`` is answered with 404; what is behind a ``?`` doesn't matter.
+        Content-Type is CONTENT_TYPE. A client that sends nothing for REQUEST_S is dropped.
 
         Args:
             labels: of every sample: legal names, with any values.
@@ -46,13 +50,16 @@ class PrometheusExporter:
                 reaches the port reads the numbers, without a password.
 
         Raises:
-            OSError: the port can't be taken. The text names host and port, and says what to do:
-                take another port, one for each rank, or 0.
+            OSError: it can't listen there. The text names host and port, the system's reason, and
+                what to do. If the port is in use: take another port, one for each rank, or 0. If
+                not, no other process is to blame: check that the host is an address of this
+                machine, and the port one that this user may take, 65535 at most.
         """
         # TODO 4.17: keep the labels as text, and serve the newest page in a thread.
-        #   Tools: ThreadingHTTPServer, BaseHTTPRequestHandler, its log_message, threading.Thread.
+        #   Tools: ThreadingHTTPServer, its handle_error, BaseHTTPRequestHandler, its log_message
+        #   and timeout, threading.Thread, errno.EADDRINUSE, OverflowError, which port 70000 raises.
         #   Example: a value of 1 line feed stands as 2 characters, backslash and n.
-        #   About 30 lines with the handler.
+        #   About 45 lines with handler and server.
         raise NotImplementedError(
             "Task 4.17: PrometheusExporter.__init__, see guidelines.md#417-where-the-numbers-go"
         )
@@ -66,8 +73,10 @@ class PrometheusExporter:
         Args:
             metrics: those whose names end in ``_total`` are counters, all others are gauges. In a
                 name, what is not an ASCII letter, a digit, ``_`` or ``:`` becomes ``_``, and one
-                that begins with a digit gets a ``_`` in front of it.
-            step: shown as the gauge ``step``; no metric has this name.
+                that begins with a digit gets a ``_`` in front of it. No name is empty, none becomes
+                ``step``, and no two become the same one, as ``loss/train`` and ``loss.train``
+                would: one of the two would be lost.
+            step: shown as the gauge ``step``.
 
         Format: text format 0.0.4. In values of labels, backslash, double quote and line feed are
         escaped. NaN and the infinities are spelled NaN, +Inf and -Inf.
@@ -81,7 +90,11 @@ class PrometheusExporter:
         )
 
     def close(self) -> None:
-        """Stop serving. When it returns, the port is free."""
+        """Stop serving. When it returns, the port is free.
+
+        Threads that serve clients end with them: the last one when its client was dropped. A child
+        that was forked meanwhile, such as a worker of a DataLoader, keeps the port until it ends.
+        """
         # TODO 4.17: end the thread's loop, and close the socket.
         #   Tools: shutdown and server_close of the server.
         #   Example: after close, another exporter can take port 9400.
@@ -101,18 +114,21 @@ class JsonlWriter:
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
         """Open the file, new or behind what is there.
 
-        A last line without a line feed, which a killed process has left, is cut off.
+        A last line without a line feed, which a killed process has left, is cut off. The file never
+        holds less than what is kept: a kill in the middle of this loses nothing.
 
         Args:
             path: of the file; its folder exists.
             resume_after: the step of the checkpoint from which training goes on. Lines of later
-                steps are cut off, because these steps will come again. None: none are.
+                steps are cut off, because these steps will come again: the first one, and all that
+                follows it, unread. None: none are.
 
         Raises:
-            ValueError: a line is damaged, and not the last one: as from ``read_jsonl``.
+            ValueError: a line before the cut is damaged, though it has a line feed, be it the last
+                one: as from ``read_jsonl``. The file stays as it is.
         """
         # TODO 4.17: cut off what must go, and open the file to append.
-        #   Tools: os.truncate, Path.open.
+        #   Tools: os.truncate, which leaves what it keeps where it is; Path.open.
         #   Example: the steps 8, 9 and 10 are there, and resume_after=8: only that of 8 stays.
         #   About 16 lines with helpers.
         raise NotImplementedError(

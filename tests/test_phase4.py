@@ -55,6 +55,7 @@ from phase4.judge_stragglers import *
 
 
 # exporters
+from phase4.judge_pages import *
 from phase4.judge_exporters import *
 
 

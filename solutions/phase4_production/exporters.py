@@ -1,5 +1,6 @@
 """Exporters: where the numbers of a run go."""
 
+import errno
 import json
 import math
 import os
@@ -15,13 +16,15 @@ from phase4_production.given import Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLOSE_S = 0.05  # how often the server looks whether it should stop
+REQUEST_S = 5.0  # how long a client may be connected and send nothing
 
 
 class PrometheusExporter:
     """Serves the newest numbers at ``/metrics``, from where a Prometheus server fetches them.
 
     With the labels ``{"run": "a", "rank": "3"}``, and after
-    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, the text there is, in any order:
+    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, the text there is, in any order,
+    and with 7 or 7.0 for the same number:
         # TYPE step gauge
         step{run="a",rank="3"} 7
         # TYPE loss_train gauge
@@ -33,7 +36,8 @@ class PrometheusExporter:
     def __init__(self, labels: Mapping[str, str], port: int = 0, host: str = "127.0.0.1") -> None:
         """Serve from now on, in a daemon thread that prints nothing.
 
-        Every path but ``/metrics`` is answered with 404. Content-Type is CONTENT_TYPE.
+        Every path but ``/metrics`` is answered with 404; what is behind a ``?`` doesn't matter.
+        Content-Type is CONTENT_TYPE. A client that sends nothing for REQUEST_S is dropped.
 
         Args:
             labels: of every sample: legal names, with any values.
@@ -42,19 +46,17 @@ class PrometheusExporter:
                 reaches the port reads the numbers, without a password.
 
         Raises:
-            OSError: the port can't be taken. The text names host and port, and says what to do:
-                take another port, one for each rank, or 0.
+            OSError: it can't listen there. The text names host and port, the system's reason, and
+                what to do. If the port is in use: take another port, one for each rank, or 0. If
+                not, no other process is to blame: check that the host is an address of this
+                machine, and the port one that this user may take, 65535 at most.
         """
         pairs = [f'{name}="{_escaped(value)}"' for name, value in labels.items()]
         self.labels, self.samples, self.page = ",".join(pairs), dict[str, str](), b""
         try:
-            self.server = ThreadingHTTPServer((host, port), _handler_of(lambda: self.page))
-        except OSError as error:
-            raise OSError(
-                f"no metrics at {host}:{port}: {error}. Another process listens there, perhaps "
-                "another rank. Give each rank a port of its own, such as 9400 + its local rank, or "
-                "0 for any free port."
-            ) from error
+            self.server = _Server((host, port), _handler_of(lambda: self.page))
+        except (OSError, OverflowError) as error:  # the latter for ports that don't exist
+            raise OSError(f"no metrics at {host}:{port}: {error}. {_advice(error)}") from error
         self.port: int = self.server.server_address[1]
         self.thread = threading.Thread(
             target=self.server.serve_forever, args=(CLOSE_S,), daemon=True
@@ -70,8 +72,10 @@ class PrometheusExporter:
         Args:
             metrics: those whose names end in ``_total`` are counters, all others are gauges. In a
                 name, what is not an ASCII letter, a digit, ``_`` or ``:`` becomes ``_``, and one
-                that begins with a digit gets a ``_`` in front of it.
-            step: shown as the gauge ``step``; no metric has this name.
+                that begins with a digit gets a ``_`` in front of it. No name is empty, none becomes
+                ``step``, and no two become the same one, as ``loss/train`` and ``loss.train``
+                would: one of the two would be lost.
+            step: shown as the gauge ``step``.
 
         Format: text format 0.0.4. In values of labels, backslash, double quote and line feed are
         escaped. NaN and the infinities are spelled NaN, +Inf and -Inf.
@@ -82,15 +86,42 @@ class PrometheusExporter:
         self.page = "".join(texts).encode()  # at once: a request sees one page or the other
 
     def close(self) -> None:
-        """Stop serving. When it returns, the port is free."""
+        """Stop serving. When it returns, the port is free.
+
+        Threads that serve clients end with them: the last one when its client was dropped. A child
+        that was forked meanwhile, such as a worker of a DataLoader, keeps the port until it ends.
+        """
         self.server.shutdown()
         self.server.server_close()
+        self.thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers each client in a thread of its own."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: a client that is gone before its answer came is no error of training."""
+
+
+def _advice(error: Exception) -> str:
+    """Say what to do if nobody can listen there."""
+    if getattr(error, "errno", None) == errno.EADDRINUSE:
+        return (
+            "Another process listens there, perhaps another rank. Give each rank a port of its "
+            "own, such as 9400 + its local rank, or 0 for any free port."
+        )
+    return (
+        "Check that the host is an address of this machine, and that this user may take the port: "
+        "1024 to 65535, or 0 for any free one."
+    )
 
 
 def _handler_of(page: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
     """Return what answers requests with the page of the moment."""
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_S
+
         def do_GET(self) -> None:
             is_known = self.path.partition("?")[0] == "/metrics"
             body = page() if is_known else b"metrics are at /metrics\n"
@@ -139,15 +170,18 @@ class JsonlWriter:
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
         """Open the file, new or behind what is there.
 
-        A last line without a line feed, which a killed process has left, is cut off.
+        A last line without a line feed, which a killed process has left, is cut off. The file never
+        holds less than what is kept: a kill in the middle of this loses nothing.
 
         Args:
             path: of the file; its folder exists.
             resume_after: the step of the checkpoint from which training goes on. Lines of later
-                steps are cut off, because these steps will come again. None: none are.
+                steps are cut off, because these steps will come again: the first one, and all that
+                follows it, unread. None: none are.
 
         Raises:
-            ValueError: a line is damaged, and not the last one: as from ``read_jsonl``.
+            ValueError: a line before the cut is damaged, though it has a line feed, be it the last
+                one: as from ``read_jsonl``. The file stays as it is.
         """
         if path.exists():
             os.truncate(path, _bytes_to_keep(path, resume_after))

@@ -1,256 +1,18 @@
-"""Judges task 4.17: what Prometheus, a reader of lines and TensorBoard get to see."""
+"""Judges task 4.17: what is in files, whoever is killed when, and what TensorBoard draws."""
 
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from judging.checks import short
 from phase4 import exports as b
-from phase4.exports import Answer, Write
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LABELS = {"run": "a", "rank": "3", "host": "n17"}
-Sample = tuple[str, float]  # kind and value
-
-
-# Prometheus
-
-
-def _text(answer: Answer) -> str:
-    status, content_type, text = answer
-    check(
-        status == 200,
-        f"GET /metrics should be answered with 200; the status is {status}.",
-    )
-    check(
-        content_type.lower().replace(" ", "") == CONTENT_TYPE.replace(" ", ""),
-        f"the page's Content-Type should be '{CONTENT_TYPE}', by which Prometheus knows the "
-        f"format; it is '{content_type}'.",
-    )
-    check(
-        text.endswith("\n"),
-        f"the last line of the page should end with a line feed, as all others; the page ends with "
-        f"{text[-40:]!r}.",
-    )
-    return text
-
-
-def _samples(answer: Answer, labels: Mapping[str, str]) -> dict[str, Sample]:
-    """Return the samples of a page as Prometheus' own parser reads them."""
-    text = _text(answer)
-    try:
-        families = [*text_string_to_metric_families(text)]
-    except Exception as error:
-        check(False, f"Prometheus can't read the page: {error!r}. The page: {short(text)}")
-    samples = [(f.type, s) for f in families for s in f.samples]
-    twice = [name for name, count in Counter(s.name for _, s in samples).items() if count > 1]
-    check(
-        not twice,
-        f"{twice} should be on the page once, with its newest value; it is there more often, and "
-        "Prometheus refuses that.",
-    )
-    for _, sample in samples:
-        check(
-            sample.labels == dict(labels),
-            f"the sample {sample.name} should have the labels {dict(labels)}; Prometheus reads "
-            f"{sample.labels}. In a value of a label, backslash, double quote and line feed are "
-            "escaped.",
-        )
-    return {sample.name: (kind, float(sample.value)) for kind, sample in samples}
-
-
-def _check_samples(found: Mapping[str, Sample], metrics: Mapping[str, float], step: int) -> None:
-    expected = {**metrics, "step": step}
-    check(
-        found.keys() == expected.keys(),
-        f"the page should have the metrics {sorted(expected)}; it has {sorted(found)}. Letters, "
-        "digits, _ and : stay, all else becomes _; the step is there too.",
-    )
-    for name, (kind, value) in found.items():
-        check(
-            value == expected[name] or (math.isnan(value) and math.isnan(expected[name])),
-            f"{name} should be {expected[name]} after the last write; it is {value}.",
-        )
-        right = "counter" if name.endswith("_total") else "gauge"
-        check(
-            kind == right,
-            f"{name} should have the type {right}, in a line '# TYPE {name} {right}' before it; "
-            f"Prometheus reads {kind}. A name that ends in _total is that of a counter.",
-        )
-
-
-@task("4.17")
-def test_prometheus_reads_the_page(grade: Grade) -> None:
-    metrics = {
-        "loss": grade.random.uniform(0.1, 9.0),
-        "samples_total": grade.random.randrange(10**6, 10**12),
-        "learning_rate": 3e-07,
-        "tokens_per_second": float(grade.random.randrange(10**5)),
-    }
-    step = grade.random.randrange(10**6)
-    (answer,) = grade.call(b.show, LABELS, [(metrics, step)])
-    _check_samples(_samples(answer, LABELS), metrics, step)
-
-
-@task("4.17")
-def test_names_become_legal(grade: Grade) -> None:
-    names = {
-        "loss/train": "loss_train",
-        "job:loss": "job:loss",
-        "grad-norm (all)": "grad_norm__all_",
-        "5xx.rate": "_5xx_rate",
-        "größe": "gr__e",
-        "9/sent_total": "_9_sent_total",
-    }
-    values = dict(zip(names, range(1, 9), strict=False))
-    (answer,) = grade.call(b.show, {}, [(values, 2)])
-    _check_samples(_samples(answer, {}), {names[name]: values[name] for name in names}, 2)
-
-
-@task("4.17")
-def test_values_of_labels_are_escaped(grade: Grade) -> None:
-    labels = {
-        "quoted": 'a "b" c',
-        "path": r"C:\new\run",
-        "lines": "first\nsecond",
-        "all": 'x\\"\ny\\n',
-        "empty": "",
-        "odd": "{a=1},größe # 1",
-    }
-    (answer,) = grade.call(b.show, labels, [({"loss": 1.5}, 3)])
-    _check_samples(_samples(answer, labels), {"loss": 1.5}, 3)
-
-
-@task("4.17")
-def test_how_prometheus_spells_numbers(grade: Grade) -> None:
-    metrics = {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "tiny": 1e-300}
-    (answer,) = grade.call(b.show, LABELS, [(metrics, 1)])
-    _check_samples(_samples(answer, LABELS), metrics, 1)
-    spelled = dict(re.findall(r"^(\w+)\{[^}]*\} (\S+)$", answer[2], re.MULTILINE))
-    for name, right in (("loss", "NaN"), ("grad_norm", "+Inf"), ("low", "-Inf")):
-        check(
-            spelled.get(name) == right,
-            f"the value of {name} should be spelled {right} on the page; it is "
-            f"{spelled.get(name)}. Python spells such numbers nan, inf and -inf.",
-        )
-
-
-@task("4.17")
-def test_a_page_has_the_newest_values(grade: Grade) -> None:
-    writes: list[Write] = [
-        ({"loss": 3.0, "samples_total": 64}, 1),
-        ({"loss": 2.0, "samples_total": 128}, 2),
-        ({"accuracy": 0.75}, 2),
-        ({"samples_total": 192, "loss": 2.5}, 3),
-    ]
-    known: dict[str, float] = {}
-    for (metrics, step), answer in zip(writes, grade.call(b.show, LABELS, writes), strict=True):
-        known |= metrics
-        _check_samples(_samples(answer, LABELS), known, step)
-
-
-@task("4.17")
-def test_a_request_during_a_write_sees_old_or_new(grade: Grade) -> None:
-    old = dict.fromkeys("abcdef", 1.0)
-    new = dict.fromkeys("abcdef", 2.0)
-    first, *during, last = grade.call(b.fetch_during_a_write, (old, 1), (new, 2))
-    _check_samples(_samples(first, {}), old, 1)
-    _check_samples(_samples(last, {}), new, 2)
-    for answer in during:
-        values = {name: value for name, (_, value) in _samples(answer, {}).items()}
-        check(
-            values in ({**old, "step": 1.0}, {**new, "step": 2.0}),
-            f"a request came while write was halfway through its metrics, old values 1 and new "
-            f"values 2; it was answered with {values}. Build the whole page, then put it in the "
-            "place of the old one.",
-        )
-
-
-@task("4.17")
-def test_only_this_machine_can_ask(grade: Grade) -> None:
-    found = grade.call(b.listen)
-    check(
-        found["by_default"] == ["127.0.0.1"],
-        "by default, an exporter should listen at 127.0.0.1 alone; it listens at "
-        f"{found['by_default']} (0.0.0.0 and :: are all addresses of the machine). Whoever reaches "
-        "the port reads the numbers, without a password.",
-    )
-    check(
-        found["taken"] == found["asked"],
-        f"with port={found['asked']}, exporter.port is {found['taken']}.",
-    )
-    check(
-        found["given"] in (["127.0.0.1"], ["::1"]),
-        f"with port={found['asked']} and host='localhost', the exporter should listen there; it "
-        f"listens at {found['given']}.",
-    )
-
-
-@task("4.17")
-def test_each_exporter_has_a_port(grade: Grade) -> None:
-    found = grade.call(b.take_ports)
-    first, second = found["ports"]
-    check(
-        0 not in (first, second) and first != second,
-        f"two exporters with port 0 should take two free ports; exporter.port is {first} and "
-        f"{second}. Ask the server which port it has taken.",
-    )
-    for rank, text in enumerate(found["texts"]):
-        check(
-            f'rank="{rank}"' in text,
-            f"of two exporters in one process, that of rank {rank} answers with {short(text)}. "
-            "Each has a page of its own.",
-        )
-    text = found["text"]
-    check(
-        found["kind"] == "OSError",
-        f"a port that is in use should be an OSError; it is {found['kind'] or 'none'} "
-        f"{short(text)}.",
-    )
-    says_what_to_do = re.search(r"\b0\b|other|free|own|different", text.replace("127.0.0.1", ""))
-    check(
-        str(first) in text and "127.0.0.1" in text and says_what_to_do,
-        f"the port {first} is in use at 127.0.0.1. The text of the OSError should name both, and "
-        f"say what to do: another port for each rank, or 0 for any free one. It is {short(text)}.",
-    )
-
-
-@task("4.17")
-def test_other_paths_and_no_output(grade: Grade) -> None:
-    paths = ["/", "/metric", "/metrics/loss", "/favicon.ico"]
-    found = grade.call(b.fetch_others, paths)
-    for path, status in zip(paths, found["statuses"][1:], strict=True):
-        check(status == 404, f"GET {path} should be answered with 404; the status is {status}.")
-    check(
-        not found["printed"],
-        f"requests should print nothing; printed was {short(found['printed'])}. "
-        "BaseHTTPRequestHandler writes a line for each in log_message.",
-    )
-
-
-@task("4.17")
-def test_close_frees_the_port(grade: Grade) -> None:
-    found = grade.call(b.close)
-    check(
-        not found["threads"],
-        f"the threads {found['threads']} are not daemons: Python waits for them when training has "
-        "ended, and the process never does.",
-    )
-    check(
-        not found["is_open"] and not found["text"],
-        "after close, the port should be free; "
-        + (f"another exporter can't take it: {short(found['text'])}. " if found["text"] else "")
-        + ("a connection is still accepted. " if found["is_open"] else "")
-        + "shutdown ends the loop, server_close closes the socket.",
-    )
-
+from phase4.exports import Write
 
 # Lines of JSON
 
@@ -282,9 +44,9 @@ def test_a_line_is_there_when_write_returns(grade: Grade) -> None:
         lines = text.splitlines()
         check(
             len(lines) == count and text.endswith("\n"),
-            f"after {count} writes the file should hold {count} lines, each with a line feed; it "
-            f"holds {len(lines)}: {short(text)}. A process that is killed loses Python's "
-            "buffer: flush each line.",
+            f"after {counted(count, 'write')} the file should hold {counted(count, 'line')}, each "
+            f"with a line feed; it holds {len(lines)}: {short(text)}. A process that "
+            "is killed loses Python's buffer: flush each line.",
         )
     for (metrics, step), line in zip(writes, found["closed"].splitlines(), strict=True):
         check(
@@ -373,20 +135,69 @@ def test_resume_where_no_file_is(grade: Grade) -> None:
     ],
 )
 def test_nothing_is_skipped_silently(grade: Grade, line: str, what: str) -> None:
-    lines = ['{"step": 1, "loss": 3.5}\n', line, '{"step": 3, "loss": 1.5}\n']
-    for function, text in grade.call(b.damage, lines).items():
-        said = text.replace(b.NAME, "", 1)
+    first, third, half = '{"step": 1, "loss": 3.5}\n', '{"step": 3, "loss": 1.5}\n', '{"st'
+    cases = [([first, line, *rest], 9) for rest in ([third], [], [half])]
+    for (lines, _), found in zip(cases, grade.call(b.damage_each, cases), strict=True):
+        is_last = "" if third in lines else ", the last one with a line feed"
+        for function in ("read_jsonl", "JsonlWriter"):
+            text = found[function]
+            said = text.replace(b.NAME, "", 1)
+            check(
+                b.NAME in text and re.search(r"(?<!\d)2(?!\d)", said.partition("{")[0]),
+                f"line 2 of {b.NAME}{is_last}, is {what}. {function} should raise a ValueError "
+                f"that names the file and the line, counted from 1; it raises "
+                f"{short(text) if text else 'nothing'}.",
+            )
         check(
-            b.NAME in text and re.search(r"(?<!\d)2(?!\d)", said.partition("{")[0]),
-            f"line 2 of {b.NAME} is {what}. {function} should raise a ValueError that names the "
-            f"file and the line, counted from 1; it raises {short(text) if text else 'nothing'}.",
+            found["file"] == "".join(lines),
+            f"line 2 of {b.NAME} is {what}. JsonlWriter should leave the file as it is when it "
+            f"raises; it held {short(''.join(lines))}, and holds {short(found['file'])}. Look at "
+            "all lines first, and cut then.",
+        )
+
+
+@task("4.17")
+def test_damage_behind_the_cut(grade: Grade) -> None:
+    kept, behind = '{"step": 1, "loss": 3.5}\n', ['{"step": 5, "loss": 1.5}\n', '{"st\n', "\n"]
+    found = grade.call(b.damage, [kept, *behind], 1)
+    check(
+        not found["JsonlWriter"] and found["file"] == kept,
+        f"with resume_after=1, {b.NAME} holds a line of step 1, one of step 5 and damaged ones. "
+        "JsonlWriter should cut off the line of step 5 and all that follows it, without reading "
+        f"on; it raises {short(found['JsonlWriter']) if found['JsonlWriter'] else 'nothing'}, and "
+        f"the file then holds {short(found['file'])}.",
+    )
+
+
+@task("4.17")
+@pytest.mark.parametrize("after", [None, 2])
+def test_what_is_kept_is_always_there(grade: Grade, after: int | None) -> None:
+    lines = [f'{{"step": {step}, "loss": {step / 4}}}\n' for step in (1, 2, 3, 4)]
+    kept = "".join(lines[:after])
+    for held in grade.call(b.watch, "".join(lines) + '{"st', after, ({"loss": 0.5}, 5)):
+        check(
+            held.startswith(kept),
+            f"a file with the steps 1 to 4 and half a line is opened with resume_after={after}. It "
+            f"should never hold less than the lines that are kept, {len(kept)} bytes; at one "
+            f"moment it held {len(held)} bytes, {short(held)}. Who is killed then loses "
+            "the history: cut it with os.truncate, in place, and don't write again what is there.",
+        )
+
+
+@task("4.17")
+def test_files_are_closed(grade: Grade) -> None:
+    for writer, names in grade.call(b.close_all).items():
+        check(
+            not names,
+            f"after close, a {writer} should have no file open; the process has {names}. A run "
+            "that makes many writers has no descriptors left one day.",
         )
 
 
 @task("4.17")
 def test_a_file_that_is_being_written(grade: Grade) -> None:
     lines = ['{"step": 1, "loss": 3.5}\n', '{"step": 2, "lo']
-    text = grade.call(b.damage, lines)["read_jsonl"]
+    text = grade.call(b.damage, lines, None)["read_jsonl"]
     check(
         b.NAME in text,
         "the last line is unfinished. read_jsonl should raise a ValueError that names the file; it "

@@ -1,0 +1,383 @@
+"""Bodies for task 4.17: pages that are fetched, by clients of all kinds.
+
+Of the threads of simulated ranks one runs at a time, so that a rank would wait forever for its own
+server. These bodies leave the simulated world, for a thread that it doesn't know.
+"""
+
+import _thread
+import functools
+import http.client
+import io
+import itertools
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
+from functools import partial
+from typing import Any
+
+import psutil
+
+from distlab.grade import WrongResult
+from judging.calls import typed
+from phase4.interleaved import Meetings
+
+Write = tuple[Mapping[str, float], int]  # metrics and step
+Answer = tuple[int, str, str]  # status, content type, text
+PATIENCE_S = 20.0  # for an answer
+LOOK_S = 0.01
+TRIES = 5  # of what needs a port that another process may take first
+LOOPBACK = "127.0.0.1"
+FOREIGN = "192.0.2.1"  # is for documentation: no machine has it
+
+
+def _in_real_world(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a body run in a thread that belongs to no rank: what it starts is real."""
+
+    @functools.wraps(body)
+    def call(*args: object) -> Any:
+        done, outcome = _thread.allocate_lock(), []
+
+        def work() -> None:
+            # Python takes it for a daemon, and so would be what it starts
+            threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
+            try:
+                outcome.append((body(*args), None))
+            except BaseException as error:
+                outcome.append((None, error))
+            finally:
+                done.release()
+
+        done.acquire()
+        _thread.start_new_thread(work, ())
+        done.acquire()
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result
+
+    return call
+
+
+@_in_real_world
+def show(
+    lesson: Any, labels: Mapping[str, str], writes: Sequence[Write], path: str = "/metrics"
+) -> list[Answer]:
+    """Fetch the page after each write."""
+    answers = []
+    with closing(lesson.PrometheusExporter(labels)) as exporter:
+        for metrics, step in writes:
+            exporter.write(metrics, step)
+            answers.append(_fetch(_port(exporter), path))
+    return answers
+
+
+@_in_real_world
+def fetch_others(lesson: Any, paths: Sequence[str]) -> dict[str, Any]:
+    """Fetch other pages too; return the answers, and what was printed meanwhile."""
+    printed = io.StringIO()
+    with (
+        redirect_stderr(printed),
+        redirect_stdout(printed),
+        closing(lesson.PrometheusExporter({"rank": "0"})) as exporter,
+    ):
+        exporter.write({"loss": 1.0}, 1)
+        answers = [_fetch(_port(exporter), path)[0] for path in ("/metrics", *paths)]
+    return {"statuses": answers, "printed": printed.getvalue()}
+
+
+@_in_real_world
+def fetch_at_each_line(lesson: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Let all values be 1, then 2, and fetch a page at each line of the second write.
+
+    Returns:
+        The pages before, during and after it, and at which lines those during it came.
+    """
+    with closing(lesson.PrometheusExporter({})) as exporter:
+        exporter.write(*_all_are(1, names))
+        fetch, during = partial(_fetch, _port(exporter)), list[Answer]()
+        meetings = Meetings(lesson.__file__, lambda: during.append(fetch()))
+        first = fetch()
+        with meetings.in_this_thread():
+            exporter.write(*_all_are(2, names))
+        lines = [meetings.told(index) for index in range(len(during))]
+        return {"first": first, "during": during, "lines": lines, "last": fetch()}
+
+
+@_in_real_world
+def write_at_each_line(lesson: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Fetch a page, and at each line of the lesson on the way let all values be greater by 1.
+
+    Returns:
+        The pages during that and after it, and the value that was written last.
+    """
+    values = itertools.count(1)
+
+    def write() -> None:
+        exporter.write(*_all_are(next(values), names))
+
+    meetings = Meetings(lesson.__file__, write)
+    with meetings.in_new_threads(), closing(lesson.PrometheusExporter({})) as exporter:
+        write()
+        fetch = partial(_fetch, _port(exporter))
+        with meetings.now():
+            during = fetch()
+        return {"during": during, "last": fetch(), "value": next(values) - 1}
+
+
+@_in_real_world
+def hammer(lesson: Any, names: Sequence[str], num_requests: int) -> dict[str, Any]:
+    """Fetch pages while a thread writes all the time, each time one value for all metrics.
+
+    Returns:
+        The statuses; and of the first page with more than one value, these values.
+    """
+    is_over = threading.Event()
+    with _busy_threads(), closing(lesson.PrometheusExporter({})) as exporter:
+        exporter.write(*_all_are(0, names))
+
+        def write() -> None:
+            for value in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(1)):
+                exporter.write(*_all_are(value, names))
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        try:
+            answers = [_fetch(_port(exporter)) for _ in range(num_requests)]
+        finally:
+            is_over.set()
+            writer.join(PATIENCE_S)
+    mixed = (values for _, _, text in answers if len(values := _values(text)) != 1)
+    return {"statuses": [status for status, _, _ in answers], "mixed": next(mixed, [])}
+
+
+def _all_are(value: int, names: Collection[str]) -> Write:
+    return dict.fromkeys(names, float(value)), value
+
+
+def _values(text: str) -> list[float]:
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return sorted({float(line.rpartition(" ")[2]) for line in lines})
+
+
+@contextmanager
+def _busy_threads() -> Iterator[None]:
+    """Let threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@_in_real_world
+def vanish(lesson: Any) -> dict[str, Any]:
+    """Let clients break the connection off, in the middle of a request and before the answer.
+
+    Returns:
+        The status that another client gets after that, and what was printed.
+    """
+    printed = io.StringIO()
+    with (
+        redirect_stderr(printed),
+        redirect_stdout(printed),
+        closing(lesson.PrometheusExporter({})) as exporter,
+    ):
+        exporter.write({"loss": 1.0}, 1)
+        serving = {*threading.enumerate()}
+        for request in (b"", b"GET /metr", b"GET /metrics HTTP/1.0\r\n\r\n"):
+            with socket.create_connection((LOOPBACK, _port(exporter)), PATIENCE_S) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(request)  # and close sends a reset
+        status = _fetch(_port(exporter))[0]  # the clients before were accepted before
+        _left_of(serving)
+    return {"status": status, "printed": printed.getvalue()}
+
+
+def _left_of(before: Collection[threading.Thread]) -> list[str]:
+    """Wait for new threads to end; return the names of those that don't."""
+    until_s = time.monotonic() + PATIENCE_S
+    while (left := {*threading.enumerate()} - {*before}) and time.monotonic() < until_s:
+        time.sleep(LOOK_S)
+    return sorted(thread.name for thread in left)
+
+
+@_in_real_world
+def say_nothing(lesson: Any) -> dict[str, Any]:
+    """Connect, say nothing, and let the exporter be closed; all timeouts of its sockets are short.
+
+    Returns:
+        Whether the client was dropped, and the threads that are left then.
+    """
+    before = {*threading.enumerate()}
+    exporter = lesson.PrometheusExporter({})
+    port, limit_s = _port(exporter), 2 * float(lesson.REQUEST_S)
+    with _short_timeouts(port), socket.create_connection((LOOPBACK, port), limit_s) as client:
+        until_s = time.monotonic() + PATIENCE_S
+        while not (_has_accepted(port) or _hears(client, 0)) and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+        exporter.close()
+        is_dropped = _hears(client, limit_s)
+    return {"is_dropped": is_dropped, "left": _left_of(before) if is_dropped else []}
+
+
+def _has_accepted(port: int) -> bool:
+    connections = psutil.Process().net_connections("tcp")
+    return any(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in connections)
+
+
+def _hears(client: socket.socket, timeout_s: float) -> bool:
+    """Whether something comes, or the connection ends."""
+    return bool(select.select([client], [], [], timeout_s)[0])
+
+
+@contextmanager
+def _short_timeouts(port: int) -> Iterator[None]:
+    """Let timeouts that are set for sockets at this port be a tenth of a second at most."""
+
+    def settimeout(self: socket.socket, value: float | None) -> None:
+        is_cut = value is not None and self.getsockname()[1] == port
+        super(socket.socket, self).settimeout(min(value, 0.1) if value and is_cut else value)
+
+    socket.socket.settimeout = settimeout  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del socket.socket.settimeout  # it is that of the base class again
+
+
+@_in_real_world
+def listen(lesson: Any) -> dict[str, Any]:
+    """Return at which addresses exporters listen: by default, and at one that is given."""
+    with closing(lesson.PrometheusExporter({})) as exporter:
+        by_default = _addresses(_port(exporter))
+    for tries_left in reversed(range(TRIES)):
+        port = _free_port()
+        try:
+            exporter = lesson.PrometheusExporter({}, port, "localhost")
+            break
+        except OSError:  # another process was faster
+            if not tries_left:
+                raise
+    with closing(exporter):
+        return {
+            "by_default": by_default,
+            "asked": port,
+            "taken": _port(exporter),
+            "given": _addresses(port),
+        }
+
+
+@_in_real_world
+def take_ports(lesson: Any) -> dict[str, Any]:
+    """Take free ports, and one that is in use."""
+    with (
+        closing(lesson.PrometheusExporter({"rank": "0"})) as first,
+        closing(lesson.PrometheusExporter({"rank": "1"})) as second,
+    ):
+        first.write({"loss": 1.0}, 1)
+        second.write({"loss": 2.0}, 1)
+        ports = [_port(first), _port(second)]
+        texts = [_fetch(port)[2] for port in ports]
+        return {"ports": ports, "texts": texts, **_refused(lesson, LOOPBACK, ports[0])}
+
+
+def _refused(lesson: Any, host: str, port: int) -> dict[str, str]:
+    """Try to listen; return the error's type and text, and the system's own reason."""
+    reason = ""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or f"{error}"
+    try:
+        lesson.PrometheusExporter({}, port, host).close()
+    except Exception as error:
+        kind = OSError if isinstance(error, OSError) else type(error)
+        return {"kind": kind.__name__, "text": f"{error}", "reason": reason}
+    return {"kind": "", "text": "", "reason": reason}
+
+
+@_in_real_world
+def listen_where_nobody_can(lesson: Any) -> list[dict[str, Any]]:
+    """Try an address of another machine, and a port that there isn't."""
+    places = [(FOREIGN, _free_port()), (LOOPBACK, 70_000)]
+    return [{"host": h, "port": p, **_refused(lesson, h, p)} for h, p in places]
+
+
+@_in_real_world
+def close(lesson: Any) -> dict[str, Any]:
+    """Close an exporter, and take its port again; return which threads are none of a daemon's.
+
+    Another process may take the port first. It seldom does so, and not each time.
+    """
+    for _ in range(TRIES):
+        found = _close(lesson)
+        if not found["is_open"] and not found["text"]:
+            break
+    return found
+
+
+def _close(lesson: Any) -> dict[str, Any]:
+    before = {*threading.enumerate()}
+    exporter = lesson.PrometheusExporter({})
+    exporter.write({"loss": 1.0}, 1)
+    port = _port(exporter)
+    _fetch(port)
+    threads = [each.name for each in threading.enumerate() if each not in before | _daemons()]
+    exporter.close()
+    is_open = _is_open(port)
+    text = ""
+    try:
+        lesson.PrometheusExporter({}, port).close()
+    except OSError as error:
+        text = f"{error}"
+    left = [] if threads else _left_of(before)  # those that are no daemons' stay, and are told of
+    return {"threads": threads, "left": left, "is_open": is_open, "text": text}
+
+
+def _daemons() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.daemon}
+
+
+def _port(exporter: Any) -> int:
+    port = typed("exporter.port", exporter.port, int)
+    if port == 0:
+        raise WrongResult(
+            "exporter.port is 0, which was asked for; it should be the port that was taken. The "
+            "server's server_address tells it."
+        )
+    return port
+
+
+def _fetch(port: int, path: str = "/metrics") -> Answer:
+    with closing(http.client.HTTPConnection(LOOPBACK, port, timeout=PATIENCE_S)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read().decode()
+        return answer.status, answer.getheader("Content-Type") or "", body
+
+
+def _addresses(port: int) -> list[str]:
+    """Return the addresses at which this process listens to a port."""
+    found = psutil.Process().net_connections("tcp")
+    return sorted(
+        {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+    )
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_open(port: int) -> bool:
+    with suppress(OSError), closing(socket.create_connection((LOOPBACK, port), PATIENCE_S)):
+        return True
+    return False
