@@ -145,7 +145,8 @@ def crash(lesson: Any, plan: Plan) -> dict[str, Any]:
 
     Returns:
         For each crash state: how many operations were done, what is loaded, and which ``step-…``
-        folders can't be loaded by themselves; the operations, in words; what is left at the end.
+        folders can and can't be loaded by themselves; the operations, in words; what is left at
+        the end.
     """
     with folder_of(lesson, plan) as folder:
         with recorded(folder.parent, lesson) as recorder:
@@ -168,18 +169,21 @@ def _after_a_crash(
     with tempfile.TemporaryDirectory() as outer:
         folder = Path(outer) / "all" / "run"
         build(state, folder.parent)
-        broken = [
-            f"{name}: {damage}"
+        damages = {
+            name: _alone(lesson, folder / name)
             for name in listing(folder)
-            if name.startswith("step-") and (damage := _alone(lesson, folder / name))
-        ]
+            if name.startswith("step-")
+        }
+        broken = [f"{name}: {damage}" for name, damage in damages.items() if damage]
+        intact = [name for name, damage in damages.items() if not damage]
         found = found_in(lesson, folder)
         content = {
             path.relative_to(folder.parent).as_posix(): path.stat().st_size
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
-        return {"done": count, "is_end": is_end, "broken": broken, "files": content, **found}
+        told = {"done": count, "is_end": is_end, "broken": broken, "intact": intact}
+        return {**told, "files": content, **found}
 
 
 def _alone(lesson: Any, checkpoint: Path) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.words import counted
 from judging.checks import short
 from phase4 import broken_disks
 from phase4 import checkpoints as b
@@ -62,6 +63,7 @@ def test_a_crash_leaves_the_old_or_the_new_one(grade: Grade, what: str) -> None:
         when = f"save of {what}: if the power fails {_told(operations, state['done'])},"
         _check_whole(plan, state, when)
         _check_old_or_new(plan, state, when)
+        _check_kept(plan, state, when)
     done = "; ".join(operations)
     for state in found["states"]:
         check(
@@ -93,6 +95,17 @@ def _check_old_or_new(plan: Plan, state: Mapping[str, Any], when: str) -> None:
         and state["equal"] == (state["step"] is not None),
         f"{when} load_checkpoint should find step {' or '.join(map(str, allowed))}; it finds "
         f"{_found(state)}. Left are {_files(state)}.",
+    )
+
+
+def _check_kept(plan: Plan, state: Mapping[str, Any], when: str) -> None:
+    before = [step for step in plan.there if step not in plan.damaged]
+    intact, least = state["intact"], min(plan.keep, len(before))
+    check(
+        len(intact) >= least,
+        f"{when} {short(intact)} may be all that is left undamaged. Before the save there were "
+        f"{counted(len(before), 'undamaged checkpoint')}, and keep is {plan.keep}: what is older "
+        "is removed, but not before the new one is durable, synced folder and all.",
     )
 
 
