@@ -1,7 +1,7 @@
 """Checkpoints: what a run leaves behind, so that another can go on from it.
 
-Tasks 4.1 to 4.4. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.1``.
+Tasks 4.1, 4.3 and 4.4. The docstring says what a function promises, its TODO what you need for it,
+and guidelines.md why and how. To grade one task: ``distlab check 4.1``.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
 
 
 def load_checkpoint(folder: Path) -> Loaded | None:
-    """Load the newest undamaged checkpoint.
+    """Load the newest undamaged checkpoint: of those in ``folder``, that of the highest step.
 
     Args:
         folder: as for ``save_checkpoint``. Nothing in it is changed.
@@ -243,7 +243,8 @@ class AsyncCheckpointer:
                 ``step 300``, and the reason; nothing is saved now. An error is told once, here or
                 by ``wait``.
 
-        Cost: memory for one copy of the state, on the CPU; time for copying it.
+        Cost: memory for one copy of the state at a time, on the CPU, and of a slice for its
+            elements alone; time for copying it.
         """
         # TODO 4.4: wait for the write before, copy the state, and start a thread that writes.
         #   Tools: threading.Thread, time.perf_counter, tensor.detach().to("cpu", copy=True); a

@@ -28,9 +28,9 @@ class CompressionHook:
         ddp.register_comm_hook(None, hook)
         DistributedDataParallel(module, all_reduce=hook.all_reduce)
 
-    In every step, what ``reduce`` gets is this rank's gradients plus their residuals; what they
-    become is its ``mean``; and the residuals are then what it got, less what this rank ``sent``.
-    Nothing else is sent.
+    In every step, what ``reduce`` gets, once for each bucket, is this rank's gradients plus their
+    residuals, with pieces in one order on all ranks; what they become is its ``mean``; and the
+    residuals are then what it got, less what this rank ``sent``. Nothing else is sent.
 
     If the mean of a bucket holds a NaN or an infinity, its residuals stay as they were: training
     skips that step. No residual is ever NaN or infinite; what would be so becomes 0.

@@ -1,7 +1,7 @@
 """Fault tolerance: notice that a rank is gone, and go on without it.
 
-Tasks 4.5 to 4.8. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.5``.
+Tasks 4.5, 4.7 and 4.8. The docstring says what a function promises, its TODO what you need for it,
+and guidelines.md why and how. To grade one task: ``distlab check 4.5``.
 """
 
 import math
@@ -105,7 +105,7 @@ class HeartbeatMonitor:
             the first, and ``silent_s`` the time on ``clock`` since the poll that has seen it first;
             before the first, since the monitor has begun.
 
-            status      when
+            status      when; the first that fits
             silent      silent_s is above timeout_s, and the step of no rank is lower
             waiting     silent_s is above timeout_s, and the step of a rank is lower
             slow        the last ``patience`` reports that were seen were slow, one after the other:

@@ -60,8 +60,8 @@ def reduce_with_feedback(
 
     Args:
         gradient: (n,), floating; it is not changed.
-        residual: (n,), what this rank has not sent so far; zeros before the first step. What it
-            has not sent now is written into it.
+        residual: (n,), of gradient's dtype: what this rank has not sent so far; zeros before the
+            first step. What it has not sent now is written into it.
         reduce: called once; ``lambda x: top_k(x, 0.01)``, for example. It does not change what it
             is given.
 
@@ -104,7 +104,8 @@ def random_k(
         The mean, the same on all ranks bit for bit, and what this rank has sent: its gradient
         at the k places, 0 elsewhere; both of gradient's dtype.
 
-    Cost: an all-reduce of k values: 8k(N-1)/N bytes in float32 along a ring.
+    Cost: an all-reduce of k values: 8k(N-1)/N bytes in float32 along a ring. A permutation of n
+        numbers on the CPU, 8 bytes each.
 
     Source: Stich et al. 2018 (NeurIPS).
     """
@@ -184,7 +185,8 @@ class Int8:
             n: how many numbers were encoded.
 
         Returns:
-            (n,), float32. Each is at most half a scale away from what was encoded; 0 stays 0.
+            (n,), float32. Each is at most half a scale away from what was encoded; 0 stays 0. So
+            it is unless the scale is below 1e-38, where float32 has few digits.
         """
         # TODO 4.11: return codes times scale.
         #   Tools: torch.Tensor.view.

@@ -18,9 +18,46 @@ from torch import nn
 
 from solutions.phase4_production.checkpoint import load_checkpoint, save_checkpoint
 from solutions.phase4_production.fault_tolerance import StopRequest
+from solutions.phase4_production.training_state import ResumableSampler, TrainingState
 
 SAVE_EVERY = 50
 STEP_S = 2e-3  # stands for the computing of a larger model
+NUM_SAMPLES, GLOBAL_BATCH = 1000, 32  # an epoch ends in the 32nd step, between two checkpoints
+
+
+class Run:
+    """What is trained, and all that it needs to go on."""
+
+    def __init__(self) -> None:
+        """Begin: rank by rank, dropout draws other numbers."""
+        torch.manual_seed(0)
+        self.x = torch.randn(NUM_SAMPLES, 8)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 100, 0.9)
+        self.sampler = ResumableSampler(NUM_SAMPLES, GLOBAL_BATCH)
+        torch.manual_seed(1 + dist.get_rank())
+        self.state = TrainingState(
+            {
+                "model": self.model,
+                "optimizer": self.optimizer,
+                "scheduler": self.scheduler,
+                "sampler": self.sampler,
+            }
+        )
+
+    def step(self) -> None:
+        """Train on this rank's part of the next global batch."""
+        x = self.x[next(iter(self.sampler))]
+        self.optimizer.zero_grad()
+        loss: Any = (self.model(x) - x.sum(1, keepdim=True)).square().sum() / GLOBAL_BATCH
+        loss.backward()
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.sampler.advance()
+        time.sleep(STEP_S)
 
 
 def main() -> None:
@@ -28,34 +65,31 @@ def main() -> None:
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     folder.parent.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
-    train(folder, num_steps)
+    train(Run(), folder, num_steps)
     dist.destroy_process_group()
 
 
-def train(folder: Path, num_steps: int) -> None:
+def train(run: Run, folder: Path, num_steps: int) -> None:
     """Go on from the newest checkpoint, and stop where all ranks agree to."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    first = resume(folder, model, optimizer)
+    first = resume(run, folder)
 
     def save(step: int) -> None:
+        state = run.state.state_dict()  # all ranks give their generators
         if dist.get_rank() == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save_checkpoint(state, folder, step)
 
     with StopRequest([signal.SIGTERM, signal.SIGINT]) as stop:
         for step in range(first + 1, num_steps + 1):
-            train_step(model, optimizer, step)
+            run.step()
             if stop.agreed():
                 say(f"stopped after step {step}")
                 stop.leave(lambda step=step: save(step))  # type: ignore[misc]
             if step % SAVE_EVERY == 0 or step == num_steps:
                 save(step)
-    say(f"after step {num_steps}: {parameters_of(model)}")
+    say(f"after step {num_steps}: {parameters_of(run.model)}")
 
 
-def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resume(run: Run, folder: Path) -> int:
     """Load the newest checkpoint, if there is one; return its step."""
     loaded = load_checkpoint(folder)
     for path, reason in (loaded.skipped if loaded else {}).items():
@@ -63,24 +97,9 @@ def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     if loaded is None:
         say("begins with step 1")
         return 0
-    model.load_state_dict(loaded.state["model"])
-    optimizer.load_state_dict(loaded.state["optimizer"])
+    run.state.load_state_dict(loaded.state)
     say(f"goes on after step {loaded.step}")
     return loaded.step
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Train on a batch that step and rank decide."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    x = torch.randn(16, 8, generator=generator)
-    optimizer.zero_grad()
-    loss: Any = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    optimizer.step()
-    time.sleep(STEP_S)
 
 
 def parameters_of(model: nn.Module) -> str:

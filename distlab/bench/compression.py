@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,11 +33,12 @@ RIVALS = {PLAIN: OUR_TOP_K, FP16: OUR_INT8, POWER_SGD: OUR_POWER_SGD}
 NOTES = """\
 All ways train one model from the same start with torch's DistributedDataParallel; only the hook
 differs. Bytes: what a rank sends in a step, with rings: 2 (N - 1) / N of each all-reduce's tensor,
-N - 1 times that of each all-gather, (N - 1) / N of that of each all-to-all. They are counted where
-hooks call torch.distributed. Torch's PowerSGD sends plain gradients in its first two steps, and its
-bytes are those after that. There is one bucket: with several, torch's PowerSGD starts their second
-all-reduces in different orders on gloo. Torch's quantization_pertensor_hook fails on gloo, whose
-all-gathers return other futures than those of NCCL."""
+N - 1 times that of each all-gather, (N - 1) / N of that of each all-to-all and reduce-scatter. They
+are counted where hooks call torch.distributed; other calls are not. Torch's PowerSGD sends plain
+gradients in its first two steps, and its bytes are those after that. There is one bucket: with
+several, torch's PowerSGD starts their second all-reduces in different orders on gloo. Torch's
+quantization_pertensor_hook fails on gloo, whose all-gathers return other futures than those of
+NCCL."""
 
 
 class Sizes(NamedTuple):
@@ -214,19 +216,24 @@ class Calls:
 def counted_calls() -> Iterator[Calls]:
     """Count what hooks call, in whichever thread: torch's go on in those of the backend."""
     found, n = Calls(), dist.get_world_size()
-    places = {
-        "all_reduce": (0, 2 * (n - 1) / n),
-        "all_gather": (1, n - 1),
-        "all_to_all_single": (1, (n - 1) / n),
+    sent = {  # which argument, and how many times its bytes
+        "all_reduce": ("tensor", 2 * (n - 1) / n),
+        "all_gather": ("tensor", n - 1),
+        "all_gather_into_tensor": ("input_tensor", n - 1),
+        "reduce_scatter_tensor": ("input", (n - 1) / n),
+        "all_to_all_single": ("input", (n - 1) / n),
     }
-    originals: Mapping[str, Any] = {name: getattr(dist, name) for name in places}
+    originals: Mapping[str, Any] = {name: getattr(dist, name) for name in sent}
 
     def counting(name: str) -> Callable[..., Any]:
+        signature = inspect.signature(originals[name])
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            place, factor = places[name]
+            argument, factor = sent[name]
+            num_bytes = signature.bind(*args, **kwargs).arguments[argument].nbytes
             found.calls += 1
-            found.num_bytes += args[place].nbytes
-            found.sent_bytes += factor * args[place].nbytes
+            found.num_bytes += num_bytes
+            found.sent_bytes += factor * num_bytes
             return originals[name](*args, **kwargs)
 
         return call

@@ -192,7 +192,7 @@ def _difference(written: bytes, found: bytes) -> str:
 
 
 def load_checkpoint(folder: Path) -> Loaded | None:
-    """Load the newest undamaged checkpoint.
+    """Load the newest undamaged checkpoint: of those in ``folder``, that of the highest step.
 
     Args:
         folder: as for ``save_checkpoint``. Nothing in it is changed.
@@ -566,7 +566,8 @@ class AsyncCheckpointer:
                 ``step 300``, and the reason; nothing is saved now. An error is told once, here or
                 by ``wait``.
 
-        Cost: memory for one copy of the state, on the CPU; time for copying it.
+        Cost: memory for one copy of the state at a time, on the CPU, and of a slice for its
+            elements alone; time for copying it.
         """
         self.wait()
         begun_s = time.perf_counter()

@@ -103,7 +103,7 @@ class HeartbeatMonitor:
             the first, and ``silent_s`` the time on ``clock`` since the poll that has seen it first;
             before the first, since the monitor has begun.
 
-            status      when
+            status      when; the first that fits
             silent      silent_s is above timeout_s, and the step of no rank is lower
             waiting     silent_s is above timeout_s, and the step of a rank is lower
             slow        the last ``patience`` reports that were seen were slow, one after the other:

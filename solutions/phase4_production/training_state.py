@@ -22,9 +22,12 @@ class ResumableSampler:
         rank 2               0         3
         position             0         4         8
 
-        for batch in DataLoader(dataset, batch_sampler=sampler):
-            train(batch)
+        for samples in sampler:
+            train(samples)
             sampler.advance()
+
+    A DataLoader takes it as its ``batch_sampler``, with ``generator=torch.Generator()``, or it
+    would draw from the generators of the run; and with a ``collate_fn`` that takes an empty part.
     """
 
     def __init__(

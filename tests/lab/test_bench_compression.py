@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from distlab import launch
 from distlab.bench import compression
 from distlab.bench.compression import (
     CONTESTANTS,
@@ -15,6 +18,7 @@ from distlab.bench.compression import (
     OUR_TOP_K,
     PLAIN,
     Sizes,
+    counted_calls,
 )
 from distlab.cli import main
 
@@ -46,3 +50,17 @@ def test_a_row_for_each_hook_is_printed_and_saved(
     assert whole / 4 < sent[OUR_INT8] < whole / 3.5
     assert whole / 32 < sent[OUR_SIGN] < whole / 16
     assert (tmp_path / "new" / "compression.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _counted() -> tuple[int, int, float]:
+    x, halves = torch.zeros(6), torch.zeros(3)
+    with counted_calls() as found:
+        dist.all_reduce(tensor=x)
+        dist.all_gather(tensor=halves, tensor_list=[torch.zeros(3), torch.zeros(3)])
+        dist.reduce_scatter_tensor(halves, input=x)
+        dist.all_to_all_single(x, x.clone())
+    return found.calls, found.num_bytes, found.sent_bytes
+
+
+def test_calls_are_counted_however_they_are_written() -> None:
+    assert launch.run(_counted, 2, backend="gloo") == [(4, 84, 24 + 12 + 12 + 12)] * 2

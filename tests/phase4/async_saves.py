@@ -8,16 +8,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from judging.pretend_device import PretendDevice, device_of
+
 HELD_S = 3.0  # longest: a save that waits for its own write must come to an end too
 LATE_S = 0.3
+TRAINING_S = 600.0
+NUM_ELEMENTS = 100_000
 FULL = "No space left on device"
+FAILURES = {  # of a write, by who tells of it: what writes may raise anything
+    "save": OSError(28, FULL),
+    "wait": ValueError("the manifest is too long"),
+    "with": RuntimeError("enforce fail at inline_container.cc"),
+}
 
 
 class Writer:
-    """Notes what it is given to write; it may have to wait, and it may fail."""
+    """Notes what it is given to write; it may have to wait, and it may fail.
 
-    def __init__(self, *, is_held: bool = False, fails: tuple[int, ...] = ()) -> None:
-        self.fails = fails
+    Args:
+        is_held: each write waits for ``may_go``.
+        fails: the steps whose writes raise, and what.
+        keeps: whether it refers to what it was given, or lets it go.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_held: bool = False,
+        fails: Mapping[int, Exception] | None = None,
+        keeps: bool = True,
+    ) -> None:
+        self.fails, self.keeps = fails or {}, keeps
         self.steps: list[int] = []
         self.states: list[Any] = []
         self.is_daemon = self.is_callers_thread = self.was_held_too_long = False
@@ -39,8 +60,8 @@ class Writer:
         with self._lock:
             self._at_once -= 1
         if step in self.fails:
-            raise OSError(28, FULL)
-        self.states.append(state)
+            raise self.fails[step]
+        self.states.append(state if self.keeps else plain(state))
         self.steps.append(step)
 
 
@@ -83,6 +104,7 @@ def state_of_training() -> dict[str, Any]:
         },
         "losses": [2.5, 1.25],
         "position": (4, torch.tensor([7, 8])),
+        "loss": weight.sum(),  # has a history
         "name": "run 3",
         "best": None,
     }
@@ -147,20 +169,35 @@ def who_reads(lesson: Any) -> int:
     return len(readers - {threading.get_ident()})
 
 
+def copy_of_a_slice(lesson: Any) -> dict[str, Any]:
+    """Save two elements of a long tensor, and another tensor of another device."""
+    writer = Writer()
+    with PretendDevice() as pretended, lesson.AsyncCheckpointer(writer) as saver:
+        elsewhere = torch.ones(NUM_ELEMENTS).to(pretended)
+        saver.save({"slice": torch.zeros(NUM_ELEMENTS)[:2], "elsewhere": elsewhere}, 1)
+    (state,) = writer.states
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in state.values()}
+    return {
+        "devices": {name: str(device_of(tensor)) for name, tensor in state.items()},
+        "num_bytes": sum(storage.nbytes() for storage in storages.values()),
+    }
+
+
 def save_four(lesson: Any) -> dict[str, Any]:
     """Save four steps as fast as possible."""
-    writer = Writer()
+    writer = Writer(keeps=False)
     saver = lesson.AsyncCheckpointer(writer)
+    tensor = torch.zeros(NUM_ELEMENTS)
     for step in (1, 2, 3, 4):
-        saver.save({"x": torch.tensor([step])}, step)
+        saver.save({"x": tensor.fill_(step)}, step)
     saver.wait()
-    values = [state["x"].item() for state in writer.states]
+    values = [set(state["x"][-1]) for state in writer.states]
     return {"steps": writer.steps, "values": values, "most_at_once": writer.most_at_once}
 
 
-def wait(lesson: Any) -> dict[str, list[int]]:
-    """Return which steps are written after ``wait``, and after with statements."""
-    found = {}
+def wait(lesson: Any) -> dict[str, Any]:
+    """Return which steps are written after ``wait``, and after with statements; errors of these."""
+    found, is_told = {}, False
     writer = Writer()
     saver = lesson.AsyncCheckpointer(writer)
     saver.wait()
@@ -175,13 +212,14 @@ def wait(lesson: Any) -> dict[str, list[int]]:
             saver.save({"x": torch.ones(1)}, 3)
             raise ArithmeticError("in a step")
     except ArithmeticError:
-        found["an error inside of the with statement"] = [*writer.steps]
-    return found
+        is_told = True
+    found["an error inside of the with statement"] = [*writer.steps]
+    return {"steps": found, "is_told": is_told}
 
 
 def fail(lesson: Any, how: str) -> dict[str, Any]:
     """Save step 300, whose write fails; what is raised, and what goes on afterwards."""
-    writer = Writer(fails=(300,))
+    writer = Writer(fails={300: FAILURES[how]})
     saver = lesson.AsyncCheckpointer(writer)
     saver.save({"x": torch.ones(1)}, 300)
     ways = {
@@ -204,7 +242,10 @@ def _raised(call: Any) -> list[str]:
 
 
 def seconds(lesson: Any) -> dict[str, float]:
-    """Let a save wait for the write before; say what it reports, and how long it took."""
+    """Let a save wait for the write before; say what it reports, and how long it took.
+
+    After the second write training goes on for a long time, on the clock of the simulated world.
+    """
     writer = Writer(is_held=True)
     saver = lesson.AsyncCheckpointer(writer)
     found = {"before": saver.snapshot_s + saver.write_s}
@@ -215,5 +256,7 @@ def seconds(lesson: Any) -> dict[str, float]:
     found["save_s"] = time.perf_counter() - begun_s
     found["write_s"] = saver.write_s
     found["snapshot_s"] = saver.snapshot_s
+    all_s = time.perf_counter() - begun_s
+    time.sleep(TRAINING_S)
     saver.wait()
-    return {**found, "second_write_s": saver.write_s, "all_s": time.perf_counter() - begun_s}
+    return {**found, "second_write_s": saver.write_s, "all_s": all_s}

@@ -1,7 +1,7 @@
 """Bodies for task 4.1: saves that are recorded, crash, or are damaged, and what is loaded then."""
 
+import operator
 import os
-import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +15,12 @@ import torch
 from judging.calls import returned, typed
 from phase4.crash_states import State, build, crash_states, described, states_at_the_end
 from phase4.file_history import recorded
+from phase4.file_reads import reads_in
 from phase4_production.given import Loaded
 
 MANIFEST = "manifest.json"
 MORE = "more.pt"  # that is in no manifest
+LONG_AGO_S = 1_000_000_000  # in 2001
 
 
 class Plan(NamedTuple):
@@ -66,7 +68,14 @@ def folder_of(lesson: Any, plan: Plan) -> Iterator[Path]:
         for name in plan.leftovers:
             shutil.copytree(folder / name_of(plan.there[-1]), folder / name)
             shorten(folder / name)
+        _age_backwards(folder)
         yield folder
+
+
+def _age_backwards(folder: Path) -> None:
+    """Let the clock say that the first checkpoint is the last, as it may after a copy."""
+    for place, checkpoint in enumerate(sorted(folder.glob("step-*"), reverse=True)):
+        os.utime(checkpoint, (LONG_AGO_S + place, LONG_AGO_S + place))
 
 
 def name_of(step: int) -> str:
@@ -195,16 +204,41 @@ class Damage(NamedTuple):
         """Say what it is."""
         return self.kind
 
+    @property
+    def is_of_two(self) -> bool:
+        """Whether the checkpoint before the newest is damaged as well."""
+        return self.kind in ("swapped checkpoints", "files swapped between two checkpoints")
+
 
 def damaged(lesson: Any, damages: Sequence[Damage]) -> list[dict[str, Any]]:
-    """Damage the newest checkpoint of three in each of the ways, and load."""
+    """Damage the newest checkpoint of three in each of the ways, and load.
+
+    The oldest is damaged too, unless it is the one to be loaded: nobody need notice.
+    """
     found = []
     for damage in damages:
-        with folder_of(lesson, Plan(0, there=(1, 2, 3))) as folder:
+        plan = Plan(0, there=(1, 2, 3), damaged=() if damage.is_of_two else (1,))
+        with folder_of(lesson, plan) as folder:
             files = [*listing(folder / name_of(3)), MORE]
             file = _damage(folder, damage)
-            found.append({"file": file, "files": files, **found_in(lesson, folder)})
+            with reads_in(folder) as reads:
+                loaded = found_in(lesson, folder)
+            looked_at = sorted({read.path.parts[0] for read in reads})
+            found.append({"file": file, "files": files, "looked_at": looked_at, **loaded})
     return found
+
+
+def names_a_file(reason: str, files: Sequence[str], damaged_file: str) -> bool:
+    """Whether a reason names a file: one of ``files``, or as a damaged manifest calls it.
+
+    If a bit of the manifest has flipped, it may list a ``ctate.pt``, which is missing.
+    """
+    differences = 1 if damaged_file == MANIFEST else 0
+    return any(
+        sum(map(operator.ne, reason[start : start + len(name)], name)) <= differences
+        for name in files
+        for start in range(len(reason) - len(name) + 1)
+    )
 
 
 def _damage(folder: Path, damage: Damage) -> str:
@@ -287,40 +321,6 @@ def found_in_after(lesson: Any, folder: Path) -> dict[str, Any]:
     """Load after something was raised, whose text has its own place."""
     found = found_in(lesson, folder)
     return {"load_error": found.pop("error"), **found}
-
-
-def save_where_it_fails(lesson: Any, how: str, limit_bytes: int) -> dict[str, Any]:
-    """Save on a disk that is full, or where nothing can be written."""
-    with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
-        before = content_of(folder)
-        error = ""
-        target = folder if how == "full" else folder / name_of(1) / MANIFEST
-        with _files_of_at_most(limit_bytes if how == "full" else None):
-            try:
-                lesson.save_checkpoint({"model": torch.zeros(100_000)}, target, 3, keep=1)
-            except NotImplementedError:
-                raise
-            except OSError:
-                error = "OSError"
-            except Exception as raised:
-                error = told(raised)
-        return {"error": error, "same": content_of(folder) == before, "left": listing(folder)}
-
-
-def content_of(folder: Path) -> dict[str, bytes]:
-    """Return all files in a folder."""
-    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-@contextmanager
-def _files_of_at_most(num_bytes: int | None) -> Iterator[None]:
-    """Let writes beyond a file's limit fail, as on a full disk, whatever they are made with."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class _Runs:

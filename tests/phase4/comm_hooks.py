@@ -216,25 +216,30 @@ class Courses:
         self.module.zero_grad()
         self.module(factors).backward()
         parameters = {name: self.module.parts[name.replace(".", "_")] for name in SHAPES}
-        flats = [
-            self._flat([parameters[n] for n in names]) for names in BUCKETS[self.num_steps > 0]
-        ]
+        flats = _buckets([[parameters[n] for n in names] for names in BUCKETS[self.num_steps > 0]])
         under_way = [self.hook.all_reduce(flat, self.group) for flat in flats]
         for flat, work in zip(flats, under_way, strict=True):
             returned("CompressionHook.all_reduce", work).wait()
             flat /= dist.get_world_size(self.group)
         self.num_steps += 1
 
-    def _flat(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Move gradients into a bucket, which lies inside of a longer tensor."""
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = parameters[0].new_zeros(sum(sizes) + 5)[3:-2]
-        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-            view = part.view(parameter.shape)
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-            parameter.grad = view
-        return flat
+
+def _buckets(parameters: Sequence[Sequence[nn.Parameter]]) -> list[Tensor]:
+    """Move gradients into buckets, which lie side by side inside of a longer tensor."""
+    sizes = [sum(parameter.numel() for parameter in row) for row in parameters]
+    flats = parameters[0][0].new_zeros(sum(sizes) + 5)[3:-2].split(sizes)
+    for flat, row in zip(flats, parameters, strict=True):
+        _fill(flat, row)
+    return [*flats]
+
+
+def _fill(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        view = part.view(parameter.shape)
+        if parameter.grad is not None:
+            view.copy_(parameter.grad)
+        parameter.grad = view
 
 
 DOORS: dict[str, Callable[..., Any]] = {TORCHS: Torchs, COURSES: Courses}

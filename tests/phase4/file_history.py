@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,53 +143,82 @@ class Recorder:
 
 
 @contextmanager
-def recorded(folder: Path, *modules: Any) -> Iterator[Recorder]:
+def recorded(
+    folder: Path, *modules: Any, before_sync: Callable[[], object] = lambda: None
+) -> Iterator[Recorder]:
     """Record what happens in ``folder`` meanwhile.
 
     Args:
         folder: must exist.
         modules: that may have imported ``os.fsync`` by name: it is replaced there, too.
+        before_sync: is called before anything is synced: a slow disk lets others go on meanwhile.
     """
     recorder = Recorder(folder)
-    watch(recorder)
+
+    def noted(sync: Sync, descriptors: tuple[int, ...]) -> None:
+        before_sync()
+        sync(*descriptors)
+        inodes = [os.fstat(descriptor).st_ino for descriptor in descriptors]
+        recorder.sync(inodes[0] if inodes else None)
+
+    with listening(partial(_look_at, recorder)), syncs_replaced(noted, *modules):
+        yield recorder
+        recorder.look()
+
+
+def _look_at(recorder: Recorder, name: str, _arguments: tuple[Any, ...]) -> None:
+    if name in WATCHED:
+        recorder.look()
+
+
+# What Python is about to do to files
+
+Listener = Callable[[str, tuple[Any, ...]], None]  # to the events of sys.addaudithook
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell ``listener`` of whatever Python does to files, before it does it, in any thread."""
+    if not hasattr(sys, "_watches_files"):
+        sys.addaudithook(_tell)  # can't be taken back
+        sys._watches_files = True  # type: ignore[attr-defined]
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def _tell(name: str, arguments: tuple[Any, ...]) -> None:
+    for listener in _listeners:
+        listener(name, arguments)
+
+
+Sync = Callable[..., None]
+SYNCING = [getattr(os, name) for name in ("fsync", "fdatasync", "sync") if hasattr(os, name)]
+
+
+@contextmanager
+def syncs_replaced(
+    replacement: Callable[[Sync, tuple[int, ...]], None], *modules: Any
+) -> Iterator[None]:
+    """Let ``os.fsync`` and its like call ``replacement``, with the real one and its arguments.
+
+    Args:
+        replacement: may do something before or after the real one, or raise in its place.
+        modules: that may have imported ``os.fsync`` by name: it is replaced there, too.
+    """
     replaced = {
         (module, name): value
         for module in (os, *modules)
         for name, value in vars(module).items()
         if value in SYNCING
     }
-    for (module, name), value in replaced.items():
-        setattr(module, name, _noted(value, recorder))
+    for (module, name), sync in replaced.items():
+        setattr(module, name, lambda *descriptors, sync=sync: replacement(sync, descriptors))
     try:
-        yield recorder
-        recorder.look()
+        yield
     finally:
         for (module, name), value in replaced.items():
             setattr(module, name, value)
-        watch(None)
-
-
-SYNCING = [getattr(os, name) for name in ("fsync", "fdatasync", "sync") if hasattr(os, name)]
-_watching: list[Recorder] = []
-
-
-def watch(recorder: Recorder | None) -> None:
-    """Let ``recorder`` look before whatever Python does to files; None: nobody."""
-    if not hasattr(sys, "_watches_files"):
-        sys.addaudithook(_look_at)  # can't be taken back
-        sys._watches_files = True  # type: ignore[attr-defined]
-    _watching[:] = [] if recorder is None else [recorder]
-
-
-def _look_at(name: str, _arguments: tuple[Any, ...]) -> None:
-    if _watching and name in WATCHED:
-        _watching[0].look()
-
-
-def _noted(sync: Callable[..., None], recorder: Recorder) -> Callable[..., None]:
-    def noted(*descriptors: Any) -> None:
-        sync(*descriptors)
-        inodes = [os.fstat(descriptor).st_ino for descriptor in descriptors]
-        recorder.sync(inodes[0] if inodes else None)
-
-    return noted

@@ -3,6 +3,7 @@
 import pytest
 
 from distlab.grade import Grade, check, task
+from distlab.sim import Options
 from judging.checks import short
 from phase4 import async_saves as b
 
@@ -41,28 +42,58 @@ def test_the_copy_is_made_before_save_returns(grade: Grade) -> None:
 
 @task("4.4")
 def test_one_write_at_a_time(grade: Grade) -> None:
-    found = grade.call(b.save_four)
+    run = grade.run(b.save_four, 1, options=Options(has_devices=True))
+    found, num_bytes = run.results[0], 4 * b.NUM_ELEMENTS
     check(
         found["most_at_once"] == 1,
         f"four steps were saved one after the other; {found['most_at_once']} writes went on at the "
         "same time. A save waits for the write before it, so that there is one copy in memory.",
     )
     check(
-        found["steps"] == [1, 2, 3, 4] and found["values"] == [1, 2, 3, 4],
+        found["steps"] == [1, 2, 3, 4] and found["values"] == [{1}, {2}, {3}, {4}],
         f"the steps 1, 2, 3 and 4 were saved; written were {found['steps']}, with the values of "
         f"{found['values']}. Each save is written, in the order of the saves.",
+    )
+    check(
+        run.peak_bytes[0] < 2.5 * num_bytes,
+        f"four steps of a state of {num_bytes:,} bytes were saved, and with it up to "
+        f"{run.peak_bytes[0]:,} bytes were held: there is memory for one copy. Copy when the write "
+        "before has ended, and let go of what is written.",
+    )
+
+
+@task("4.4")
+def test_a_copy_has_the_elements_alone_and_is_on_the_cpu(grade: Grade) -> None:
+    found = grade.call(b.copy_of_a_slice)
+    elements = 4 * (b.NUM_ELEMENTS + 2)
+    check(
+        found["num_bytes"] < 1.5 * elements,
+        f"two tensors of {elements:,} bytes together were saved, one of them a slice of a longer "
+        f"one; the copies hold {found['num_bytes']:,} bytes. copy.deepcopy copies the whole "
+        "storage behind a slice: copy its elements.",
+    )
+    check(
+        set(found["devices"].values()) == {"cpu"},
+        f"all copies should be on the CPU; they are on {found['devices']}. On its own device a "
+        "copy takes the memory that training needs.",
     )
 
 
 @task("4.4")
 def test_waiting_for_what_is_written(grade: Grade) -> None:
     expected: list[int] = []
-    for when, steps in grade.call(b.wait).items():
+    found = grade.call(b.wait)
+    for when, steps in found["steps"].items():
         expected = [*expected, len(expected) + 1]
         check(
             steps == expected,
             f"after {when}, the steps {expected} should be written; they are {steps}.",
         )
+    check(
+        found["is_told"],
+        "an error was raised inside of the with statement, and nobody saw it: __exit__ should "
+        "return nothing, for what is true there ends the error.",
+    )
 
 
 @task("4.4")
@@ -71,10 +102,13 @@ def test_an_error_is_told_once(grade: Grade, how: str) -> None:
     found = grade.call(b.fail, how)
     what = {"save": "the next save", "wait": "wait", "with": "the end of the with statement"}[how]
     kind, text = found["first"] or ("nothing", "")
+    failure = b.FAILURES[how]
+    reason = failure.args[-1]
     check(
-        kind == "RuntimeError" and "step 300" in text and b.FULL in text,
-        f"the write of step 300 has failed, since the disk is full. {what} should raise a "
-        f"RuntimeError that says 'step 300' and '{b.FULL}'; it raises {kind} {short(text)}.",
+        kind == "RuntimeError" and "step 300" in text and reason in text,
+        f"the write of step 300 has raised {failure!r}. {what} should raise a RuntimeError that "
+        f"says 'step 300' and '{reason}'; it raises {kind} {short(text)}. A write may fail with "
+        "any error, and in a thread nobody sees it.",
     )
     check(
         not found["second"],
@@ -117,6 +151,7 @@ def test_the_seconds_of_copy_and_write(grade: Grade) -> None:
     )
     check(
         0 < found["second_write_s"] <= found["all_s"],
-        f"after the second write, write_s should be what it took, it is "
-        f"{found['second_write_s']:.3f}.",
+        f"the second write took at most {found['all_s']:.3f} s, and training {b.TRAINING_S:.0f} s "
+        f"before it waited for it; write_s is {found['second_write_s']:.3f}. It should be what the "
+        "write took, and so end with it.",
     )

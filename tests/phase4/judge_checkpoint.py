@@ -7,6 +7,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from judging.checks import short
+from phase4 import broken_disks
 from phase4 import checkpoints as b
 from phase4.checkpoints import Plan, name_of
 
@@ -132,25 +133,36 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_loaded(grade: Grade) -> 
     for damage, found in zip(damages, grade.call(b.damaged, damages), strict=True):
         where = f"{damage} in the newest of three checkpoints"
         where += f", in {found['file']}" if found["file"] else ""
-        is_swapped = damage.kind in ("swapped checkpoints", "files swapped between two checkpoints")
-        expected = 1 if is_swapped else 2
+        expected = 1 if damage.is_of_two else 2
         check(
             found["step"] == expected and found["equal"],
             f"{where}: load_checkpoint should find step {expected}; it finds {_found(found)}. "
             "Compare the size and the SHA-256 of every file with those in the manifest, and the "
             "step with the name.",
         )
-        reason = found["skipped"].get(name_of(3), "")
+        _check_skipped(found, expected, where)
+        reason = found["skipped"][name_of(3)]
         check(
-            bool(reason),
-            f"{where}: skipped should map the path of {name_of(3)} to a reason; it holds "
-            f"{short(found['skipped'])}.",
-        )
-        check(
-            any(name in reason for name in found["files"]),
+            b.names_a_file(reason, found["files"], found["file"]),
             f"{where}: the reason should name a file, of {short(found['files'])}; it says "
             f"{reason!r:.200}.",
         )
+
+
+def _check_skipped(found: Mapping[str, Any], loaded: int, where: str) -> None:
+    newer = [name_of(step) for step in range(loaded + 1, 4)]
+    check(
+        sorted(found["skipped"]) == newer,
+        f"{where}: step {loaded} is loaded, so skipped should map the paths of {newer}, which are "
+        f"newer, to reasons; it holds {short(found['skipped'])}. The newest is that of the "
+        "highest step, whatever the clock says.",
+    )
+    older = [name for name in found["looked_at"] if name < name_of(loaded)]
+    check(
+        not older,
+        f"{where}: step {loaded} is loaded, yet files of {older} were read. Reading all that is "
+        "kept costs minutes where a checkpoint is large: stop at the first undamaged one.",
+    )
 
 
 @task("4.1")
@@ -231,12 +243,20 @@ def test_an_undamaged_checkpoint_is_not_overwritten(grade: Grade) -> None:
 @task("4.1")
 @pytest.mark.parametrize("limit_bytes", [0, 2000, 100_000])
 def test_a_full_disk_loses_nothing(grade: Grade, limit_bytes: int) -> None:
-    _check_failure(grade.call(b.save_where_it_fails, "full", limit_bytes), "the disk is full")
+    _check_failure(
+        grade.call(broken_disks.save_where_it_fails, "full", limit_bytes), "the disk is full"
+    )
+
+
+@task("4.1")
+def test_a_sync_that_fails_loses_nothing(grade: Grade) -> None:
+    for place, found in enumerate(grade.call(broken_disks.save_where_a_sync_fails), start=1):
+        _check_failure(found, f"sync {place} of the save says that the disk is broken")
 
 
 @task("4.1")
 def test_a_place_where_nothing_can_be_written(grade: Grade) -> None:
-    found = grade.call(b.save_where_it_fails, "impossible", 0)
+    found = grade.call(broken_disks.save_where_it_fails, "impossible", 0)
     _check_failure(found, "the folder can't be made")
 
 

@@ -192,6 +192,7 @@ def _live(grade: Grade, num_workers: Sequence[int], plan: Plan) -> None:
             workers = _start(grade, root, num_ranks, plan)
             counting = counting[:first] + _check_steps(workers, plan, first)
             _check_ends(workers, _ends(plan), ", then ".join(told))
+            _check_saves(workers, plan, first)
     story = ", then ".join(told)
     _check_epochs(counting, plan, story)
     _check_parameters(workers, counting, plan, story)
@@ -286,21 +287,38 @@ def test_the_order_is_that_of_seed_and_epoch(grade: Grade) -> None:
 @task("4.6")
 def test_rank_0_saves_and_the_others_wait(grade: Grade) -> None:
     plan = Plan(num_epochs=2, save_every=grade.random.choice([3, 4]))
-    workers = _whole_run(grade, 3, plan)
-    _check_steps(workers, plan, 0)
+    with _root() as root:  # the second start begins where no checkpoint is due
+        for start in (plan._replace(ends="stop", at=2), plan):
+            first = _newest(root)
+            workers = _start(grade, root, 3, start)
+            _check_steps(workers, plan, first)
+            _check_saves(workers, start, first)
+            _check_waiting(workers, first)
+
+
+def _check_saves(workers: Sequence[Worker], plan: Plan, first: int) -> None:
+    """Check after which steps there is a save, in a start from step ``first`` on."""
     total = len(plan.sizes)
-    expected = [step for step in range(1, total + 1) if step % plan.save_every == 0] + [total]
+    last = first + len(workers[0]["steps"]) - (workers[0]["ended"] == "interrupted")
+    due = [step for step in range(first + 1, last + 1) if step % plan.save_every == 0]
+    is_end = last > first and (last == total or plan.ends == "stop")
+    expected = sorted({*due, *([last] if is_end else [])})
     for rank, worker in enumerate(workers):
         steps = [step for step, _ in worker["saves"]]
         wanted = expected if rank == 0 else []
         check(
             steps == wanted,
-            f"rank {rank} should save after the steps {wanted}, with save_every="
-            f"{plan.save_every} and {total} steps; it saves as {steps}. Rank 0 alone writes.",
+            f"rank {rank} should save after the steps {wanted}, in a start that does the steps "
+            f"{first + 1} to {last} of {total}, with save_every={plan.save_every}; it saves as "
+            f"{steps}. Steps are counted from the beginning of the run, not of a start. Rank 0 "
+            "alone writes.",
         )
+
+
+def _check_waiting(workers: Sequence[Worker], first: int) -> None:
     for step, saved_s in workers[0]["saves"]:
         for rank, worker in enumerate(workers):
-            later = [at_s for times_s in worker["times_s"][step:] for at_s in times_s]
+            later = [at_s for times_s in worker["times_s"][step - first :] for at_s in times_s]
             check(
                 min([*later, worker["left_s"]]) >= saved_s,
                 f"rank {rank} went on before rank 0 had saved step {step}. All ranks wait until "

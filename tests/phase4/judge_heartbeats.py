@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from distlab.grade import Grade, check, task
+from phase4 import health_stories as stories
 from phase4 import heartbeats as b
 from phase4.heartbeats import Event
 
@@ -23,6 +24,11 @@ def _steps(num_ranks: int, steps: Sequence[int], busy_s: float = 0.1) -> list[Ev
 
 def _watch(grade: Grade, num_ranks: int, events: Sequence[Event], **options: float) -> list[Told]:
     polls: list[Told] = grade.call(b.watch, num_ranks, events, {"timeout_s": TIMEOUT_S, **options})
+    _check_polls(polls, num_ranks)
+    return polls
+
+
+def _check_polls(polls: Sequence[Told], num_ranks: int) -> None:
     for told in polls:
         check(
             bool(told),
@@ -34,7 +40,6 @@ def _watch(grade: Grade, num_ranks: int, events: Sequence[Event], **options: flo
             f"poll should tell of each of {num_ranks} ranks, in order; it tells of "
             f"{[rank for rank, *_ in told]}.",
         )
-    return polls
 
 
 def _statuses(told: Told) -> list[str]:
@@ -206,3 +211,37 @@ def test_factor_and_patience(grade: Grade) -> None:
         "with slow_factor=4, 0.35 s are not slow where the median is 0.1 s; the status is "
         f"{_statuses(told)[2]}.",
     )
+
+
+@task("4.5")
+def test_what_is_told_in_stories_drawn_at_random(grade: Grade) -> None:
+    drawn = [stories.draw(grade.random, 80) for _ in range(80)]
+    differences = []
+    for story, polls in zip(drawn, grade.call(b.watch_all, drawn, stories.OPTIONS), strict=True):
+        _check_polls(polls, story.num_ranks)
+        if difference := stories.compare(story, polls):
+            differences.append((difference.num_events, difference.text, story))
+    if differences:
+        length, text, story = min(differences, key=lambda found: found[0])  # says most
+        check(
+            False,
+            f"{story.num_ranks} ranks, patience=2: {stories.told_of(story, length)}: {text} A poll "
+            "first reads all reports, and then judges each new one against all newest.",
+        )
+
+
+@task("4.5")
+def test_messages_to_the_store(grade: Grade) -> None:
+    found = grade.call(b.send, 3, 3)
+    for calls in found["reports"]:
+        check(
+            len(calls) == 1,
+            f"a report called {calls} of the store; it should be one message. Every answer that a "
+            "rank waits for makes the step longer: number the reports on the rank itself.",
+        )
+    for calls in found["polls"]:
+        check(
+            len(calls) <= 2 * 3,
+            f"a poll of 3 ranks called {len(calls)} methods of the store, {calls}; two for each "
+            "rank are enough, to look whether there is a report and to read it.",
+        )

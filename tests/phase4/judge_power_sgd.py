@@ -320,6 +320,12 @@ def test_the_first_q_depends_on_seed_and_name(grade: Grade) -> None:
                 "should give the same bits, and differ. Draw Q from a generator of your own, with "
                 "a seed made of both.",
             )
+        check(
+            found["anew"] == one,
+            f"{here}: after load_state_dict with the state of a new PowerSGD, the next step should "
+            "be a first one, with the same bits; it is another. What is loaded takes the place of "
+            "what was there.",
+        )
         for how, cause in (("seed 7", "other seed"), ("another name", "other name")):
             check(
                 found[how] != one,

@@ -7,10 +7,13 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from distlab.grade import Grade, Run, check, task
+from distlab.sim import Options
+from distlab.words import joined
 from judging.checks import check_refused, of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import sharded as b
-from phase4.sharded import Cut, Plan
+from phase4 import sharded_costs as costs
+from phase4.sharded import Broken, Cut, Plan
 
 STUCK = (
     "A rank that fails must say so before it raises: the others wait for it. Gather on all ranks "
@@ -26,14 +29,20 @@ def _root() -> Iterator[str]:
 
 
 def _cuts(grade: Grade, tensors: dict[str, tuple[int, str]], num_ranks: int) -> list[list[Cut]]:
-    """Cut every tensor at random places; ranks with nothing of a tensor may not name it."""
+    """Cut every tensor at random places; ranks with nothing of a tensor may not name it.
+
+    Of every other tensor, parts are on several ranks. Of the first, the last rank names nothing.
+    """
     by_rank: list[list[Cut]] = [[] for _ in range(num_ranks)]
-    for name, (numel, _) in tensors.items():
+    for place, (name, (numel, _)) in enumerate(tensors.items()):
         inner = sorted(grade.random.randint(0, numel) for _ in range(num_ranks - 1))
         bounds = [0, *inner, numel]
+        if place == 0 and num_ranks > 1:
+            bounds[-2] = numel
         for rank, mine in enumerate(by_rank):
-            if bounds[rank] < bounds[rank + 1] or grade.random.random() < 0.5:
-                mine.append((name, bounds[rank], bounds[rank + 1]))
+            start, stop = bounds[rank : rank + 2]
+            if start < stop or place == 0 or grade.random.random() < 0.5:
+                mine.append((name, grade.random.randint(0, start) if place % 2 else start, stop))
     return by_rank
 
 
@@ -67,7 +76,7 @@ def _check_loaded(results: list[dict[str, object]], num_writers: int, num_reader
             found["values"] == found["right"],
             f"{where}: rank {rank} should have {short(found['right'])}, it has "
             f"{short(found['values'])}. A rank's slice may begin inside one file and end in "
-            "another, with any number of ranks.",
+            "another, with any number of ranks, and what it wants may lie in several files.",
         )
 
 
@@ -112,7 +121,7 @@ def test_no_element_travels(grade: Grade) -> None:
     cuts: list[list[Cut]] = [[("w", r * numel // 4, (r + 1) * numel // 4)] for r in range(4)]
     plan = Plan({"w": (numel, "float32")}, cuts)
     with _root() as root:
-        run = grade.run(b.save_large, 4, root, plan, if_stuck=STUCK)
+        run = grade.run(costs.save_large, 4, root, plan, if_stuck=STUCK)
     _check_costs(run, 4 * numel)
 
 
@@ -128,6 +137,44 @@ def _check_costs(run: Run, num_bytes: int) -> None:
         f"the checkpoint has {run.results[0]:,} bytes for {num_bytes:,} bytes of elements. A "
         "slice is a view: torch.save writes the whole storage behind it, unless it is cloned.",
     )
+
+
+@task("4.3")
+def test_a_save_takes_memory_for_one_further_copy(grade: Grade) -> None:
+    with _root() as root:
+        run = grade.run(costs.memory_of_save, 1, root, options=Options(has_devices=True))
+    held = run.results[0] + run.peak_bytes[0] - costs.NUM_BYTES
+    check(
+        held < 1.5 * costs.NUM_BYTES,
+        f"shards of {costs.NUM_BYTES:,} bytes were saved, and that took {held:,} bytes more: there "
+        "is memory for one further copy. A tensor's bytes can be written from where they lie: "
+        "values.view(torch.uint8).numpy().",
+    )
+
+
+@task("4.3")
+def test_each_file_is_read_by_one_rank_and_by_who_wants_it(grade: Grade) -> None:
+    numel = 4 * costs.LARGE_BYTES
+    cuts: list[list[Cut]] = [[("w", r * numel // 4, (r + 1) * numel // 4)] for r in range(4)]
+    wanted: list[list[Cut]] = [[], [], [("w", 5, 10)], []]
+    with _root() as root:
+        plan = Plan({"w": (numel, "float32")}, cuts)
+        reads = grade.run(costs.who_reads, 4, root, plan, wanted, if_stuck=STUCK).results[0]
+    for what, more in (("save", 0), ("load nothing", 0), ("load", 1)):
+        of_ranks = [sum(rank == reader for reader, _ in reads[what]) for rank in range(4)]
+        check(
+            sum(of_ranks) <= 4 + more and max(of_ranks) <= 2 + more,
+            f"a checkpoint of 4 ranks, each with a file of its own; {WHO_READS[what]}. The ranks 0 "
+            f"to 3 have read {short(of_ranks)} of these files. Let each rank check about a quarter "
+            "of them and tell the others, and then read what it wants alone.",
+        )
+
+
+WHO_READS = {
+    "save": "it is checked while another is saved, once in all",
+    "load nothing": "nobody wants anything, so it is checked and no more",
+    "load": "rank 2 wants 5 elements of the first file, after the check",
+}
 
 
 @task("4.3")
@@ -147,29 +194,39 @@ def test_a_crash_leaves_whole_checkpoints(grade: Grade, keep: int) -> None:
     for state in found["after"]:
         check(
             state["step"] == 3 and not state["error"],
-            f"save_sharded of step 3 had returned, and after a crash step {state['step']} is the "
-            f"newest. {state['error']} Sync the folder after the rename.",
+            f"save_sharded of step 3 had returned on a rank, and after a crash step "
+            f"{state['step']} is the newest. {state['error']} Sync the folder after the rename, "
+            "and let no rank return before: the disk of rank 0 may be slow.",
         )
 
 
+BROKEN = {
+    "rank 0 has a full disk": Broken({0: b.FULL}),
+    "rank 2 has a full disk": Broken({2: b.FULL}),
+    "ranks 1 and 2 can't write": Broken({1: b.FULL, 2: b.UNREADABLE}),
+    "rank 0 can't sync the run's folder": Broken({0: b.UNREADABLE}, is_late=True),
+}
+
+
 @task("4.3")
-@pytest.mark.parametrize("failing", [0, 2])
-def test_a_full_disk_is_an_error_on_all_ranks(grade: Grade, failing: int) -> None:
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_disk_is_an_error_on_all_ranks(grade: Grade, what: str) -> None:
     plan = _plan(grade, 3)
     with _root() as root:
-        run = grade.run(b.save_on_a_full_disk, 3, root, plan, failing, if_stuck=STUCK)
+        run = grade.run(b.save_on_a_broken_disk, 3, root, plan, BROKEN[what], if_stuck=STUCK)
+    names = [f"rank {rank}" for rank in BROKEN[what].reasons]
+    names += [reason for _, reason in BROKEN[what].reasons.values()]
     for rank, found in enumerate(run.results):
         text = found["error"]["text"]
         check(
-            found["error"]["type"] and f"rank {failing}" in text and b.FULL in text,
-            f"the disk of rank {failing} is full; rank {rank} should raise an OSError that says "
-            f"'rank {failing}' and '{b.FULL}'; it "
+            found["error"]["type"] and all(name in text for name in names),
+            f"{what}; rank {rank} should raise an OSError that says {joined(names)}; it "
             f"{'raises ' + short(text) if found['error']['type'] else 'raises none'}.",
         )
         check(
             found["left"] == ["step-00000001"],
-            f"the disk of rank {failing} is full; when rank {rank} raises, there should be "
-            f"step-00000001 alone; there are {found['left']}. What was written is removed first.",
+            f"{what}; when rank {rank} raises, there should be step-00000001 alone; there are "
+            f"{found['left']}. What was written is removed first, whatever its name is by then.",
         )
 
 
@@ -198,17 +255,27 @@ def test_damage_is_found_by_all_ranks(grade: Grade) -> None:
             )
 
 
+LACKS = {  # what w is wanted as, which of its elements, and what a refusal names: one of these
+    "w[2:12] of which w[5:9] was never saved": ((20, "float32"), 2, 12, ["[5:9]"]),
+    "w[9:20] in float64, saved in float32": ((20, "float64"), 9, 20, ["float32", "float64"]),
+    "w[9:20] of 24 elements, saved of 20": ((24, "float32"), 9, 20, ["20", "24"]),
+}
+
+
 @task("4.3")
-def test_elements_that_are_missing_are_named(grade: Grade) -> None:
+@pytest.mark.parametrize("what", LACKS)
+def test_what_a_checkpoint_lacks_is_named(grade: Grade, what: str) -> None:
+    kind, start, stop, names = LACKS[what]
     tensors = {"w": (20, "float32"), "b": (4, "float32")}
     plan = Plan(tensors, [[("w", 0, 5)], [("w", 9, 20), ("b", 0, 4)]])
-    wanted: list[list[Cut]] = [[("b", 0, 4)], [("w", 2, 12)]]
+    wanted = Plan({**tensors, "w": kind}, [[("b", 0, 4)], [("w", start, stop)]])
     with _root() as root:
         run = grade.run(b.load_what_is_missing, 2, root, plan, wanted, if_stuck=STUCK)
     refusals = [found["refusal"] for found in run.results]
-    check_refused(refusals, "w[2:12] of which w[5:9] was never saved", "w", "[5:9]")
+    named = [name for name in names if name in refusals[0]["text"]]
+    check_refused(refusals, what, "w", (named or names)[0])
     for rank, found in enumerate(run.results):
-        check(found["unchanged"], f"something is missing, but rank {rank} has changed wanted.")
+        check(found["unchanged"], f"{what} is refused, but rank {rank} has changed wanted.")
 
 
 @task("4.3")

@@ -129,7 +129,7 @@ def test_top_k_inside_a_group(grade: Grade) -> None:
 @task("4.9")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_feedback_adds_what_was_not_sent(grade: Grade, dtype: str) -> None:
-    for n in (0, 1, 7):
+    for n in (7, 1, 0):
         for number, step in enumerate(grade.call(b.feed, n, dtype, 3)):
             _check_step(f"step {number}, {n} entries, {dtype}", step)
 
@@ -154,7 +154,7 @@ def _check_step(where: str, step: dict[str, Any]) -> None:
         step["after"] == left,
         f"{where}: of {short(wanted)}, {short(sent)} was sent, so that the residual should be "
         f"{short(left)} afterwards; it is {short(step['after'])}. It is written in place, and what "
-        "counts is what this rank has sent, not the mean.",
+        "counts is what this rank has sent, not the mean. Fewer bits make it another number.",
     )
     check(not step["changed"], f"{where}: the gradient was changed. It is the caller's.")
 

@@ -50,6 +50,16 @@ def _check_answers(plan: Plan, by_rank: Sequence[Any]) -> None:
             f"{where} no longer handles {_names(found['changed'])} as before the with statement. "
             "signal.signal returns the handler that was there: keep it, and put it back.",
         )
+        _check_kept(found, where)
+
+
+def _check_kept(found: Any, where: str) -> None:
+    check(
+        not found["let through"],
+        f"{where}: {' and '.join(found['let through'])}. From the beginning of the with statement "
+        "to its end, also while leave saves and however often one comes, a signal is noted, and "
+        "nothing else: whatever handled it before might end the rank in the middle of a step.",
+    )
 
 
 def _names(numbers: Sequence[int]) -> str:
@@ -78,7 +88,7 @@ def test_without_a_signal_nobody_stops(grade: Grade, num_ranks: int) -> None:
 @task("4.7")
 def test_signals_that_come_to_several_ranks(grade: Grade) -> None:
     _train(grade, 5, Plan(((3, 3, TERM), (1, 2, USR1), (1, 3, TERM))))
-    _train(grade, 3, Plan(tuple((rank, 1, TERM) for rank in range(3))))
+    _train(grade, 3, Plan((*((rank, 1, TERM) for rank in range(3)), (1, 1, TERM), (2, 3, TERM))))
 
 
 @task("4.7", real=True)
@@ -117,7 +127,14 @@ def test_other_signals_are_left_alone(grade: Grade) -> None:
 
 @task("4.7")
 def test_handlers_come_back_also_after_an_error(grade: Grade) -> None:
-    changed = grade.call(b.fail)
+    found = grade.call(b.fail)
+    check(
+        found["came out"],
+        "an error in a step, inside of the with statement, should come out of it; it does not. "
+        "__exit__ returns None: with a true value it swallows all errors of training, and the "
+        "SystemExit of leave too, so that the run looks finished.",
+    )
+    changed = found["changed"]
     check(
         not changed,
         f"after an error inside of the with statement, {_names(changed)} should be handled as "
@@ -169,8 +186,10 @@ def _check_leaving(by_rank: Sequence[Any]) -> None:
         check(
             found["code"] == EXIT_STOPPED,
             f"leave should end {where} with SystemExit and the code {EXIT_STOPPED}, EXIT_STOPPED "
-            f"of given.py; the code is {found['code']!r} (None: it returned).",
+            f"of given.py; the code is {found['code']!r} (None: it returned, or __exit__ has "
+            "swallowed the exit).",
         )
+        _check_kept(found, where)
         check(
             len(found["saved_s"]) == 1,
             f"leave should save once on every rank; {where} saved {len(found['saved_s'])} times.",

@@ -185,6 +185,10 @@ def begin(lesson: Any) -> dict[str, Any]:
         "seed 7": first("a", seed=7),
         "another name": first("b"),
     }
+    used = lesson.PowerSGD(2)
+    _mean_of(used, {"a": matrix})
+    used.load_state_dict(lesson.PowerSGD(2).state_dict())
+    first_ones["anew"] = _mean_of(used, {"a": matrix}).tolist()
     return {**first_ones, "is_left_alone": torch.equal(torch.get_rng_state(), before)}
 
 

@@ -8,9 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.grade import WrongResult
+from distlab.words import counted
 from judging.calls import case_told, pair, returned
 from judging.tensors import given_group
 from phase4_production.given import Reduced
+
+GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}  # exact here, not in less
 
 
 class Case(NamedTuple):
@@ -26,6 +29,10 @@ class Case(NamedTuple):
     dtype: str = "float32"
     kind: str = "normal"
     seed: int = 0
+
+    def __str__(self) -> str:
+        kind = "" if self.kind == "normal" else f" ({self.kind})"
+        return f"{counted(self.n, 'entry', 'entries')}, {self.dtype}{kind}"
 
 
 class How(NamedTuple):
@@ -110,7 +117,7 @@ def reduce_all(
 
 def _reduced(reduce: Any, name: str, case: Case, gradient: Tensor) -> dict[str, Any]:
     given, before = gradient.detach(), gradient.clone()
-    with case_told(f"of {case.n} entries, {case.dtype} ({case.kind})"):
+    with case_told(f"of {case}"):
         mean, sent = _parts(name, reduce(gradient))
     return {
         "mean": mean.double().flatten().tolist(),
@@ -190,7 +197,8 @@ def feed(lesson: Any, n: int, dtype: str, num_steps: int) -> list[dict[str, Any]
     steps = []
     for _ in range(num_steps):
         gradient, sent, mean = (
-            torch.randint(-40, 40, (n,), generator=generator).to(residual.dtype) for _ in range(3)
+            (torch.randint(-40, 40, (n,), generator=generator) * GRAINS[dtype]).to(residual.dtype)
+            for _ in range(3)
         )
         copies = [one.clone() for one in (gradient, sent, mean)]
         before, calls = seen.tolist(), []

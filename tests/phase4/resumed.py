@@ -344,8 +344,12 @@ def load_again(lesson: Any, plan: Plan) -> dict[str, Any]:
     }
 
 
-def load_other_parts(lesson: Any, plan: Plan, name: str, is_saved: bool) -> dict[str, Any]:
-    """Load a state that has a part too many, or one too few."""
+def load_other_parts(lesson: Any, plan: Plan, is_saved: bool) -> list[dict[str, Any]]:
+    """Load states that have a part too many, or one too few: each part in its turn."""
+    return [_load_other_parts(lesson, plan, name, is_saved) for name in PARTS]
+
+
+def _load_other_parts(lesson: Any, plan: Plan, name: str, is_saved: bool) -> dict[str, Any]:
     training, other = Training(lesson, plan, 1), Training(lesson, plan, 2)
     other.go_on(1)
     fewer = {key: part for key, part in training.parts.items() if key != name}

@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +18,11 @@ from torch import Tensor
 
 from judging.calls import refusal_of, returned
 from phase4.crash_states import build, crash_states, states_at_the_end
-from phase4.file_history import SYNCING, Recorder, recorded
+from phase4.file_history import Recorder, Sync, listening, recorded, syncs_replaced
 from phase4_production.given import Group, Shard
 
-FULL = "No space left on device"
+FULL, UNREADABLE = (28, "No space left on device"), (5, "Input/output error")
+RETURNED = "phase4.returned"  # an event for sys.audit
 Cut = tuple[str, int, int]  # tensor, start, stop
 
 
@@ -99,27 +103,31 @@ def _first(count: int, group: Group) -> Group:
 
 
 def crash(lesson: Any, root: str, plan: Plan, keep: int) -> dict[str, Any]:
-    """Save step 3 after 1 and 2; what a load finds of all that a crash may leave."""
+    """Save step 3 after 1 and 2; what a load finds of all that a crash may leave.
+
+    The disk of rank 0 is slow, so that the others are as far ahead as they may be. What is left
+    "after" the save is what a crash leaves as soon as the first rank has returned.
+    """
     folder, rank = own_folder(root), dist.get_rank()
     alone = dist.new_group([0])
     for step in (1, 2):
         lesson.save_sharded(plan.shards(rank, step), folder, step, keep=keep)
     dist.barrier()
-    recorder: Recorder | None = None
-    if rank == 0:
-        with recorded(folder, lesson) as recorder:
-            dist.barrier()
-            lesson.save_sharded(plan.shards(rank, 3), folder, 3, keep=keep)
-            count = len(recorder.events)
-            dist.barrier()
-    else:
+    if rank > 0:
         dist.barrier()
-        lesson.save_sharded(plan.shards(rank, 3), folder, 3, keep=keep)
+        _save_and_say(lesson, plan, folder, keep)
         dist.barrier()
-    if recorder is None:
         return {}
+    counts: list[int] = []  # of the events before each rank's return
+    with (
+        recorded(folder, lesson, before_sync=_sleep_on_rank_0) as recorder,
+        listening(partial(_count_at_return, recorder, counts)),
+    ):
+        dist.barrier()
+        _save_and_say(lesson, plan, folder, keep)
+        dist.barrier()
     ended = copy(recorder)
-    ended.events = recorder.events[:count]
+    ended.events = recorder.events[: min(counts)]
     during = [state for _, state in crash_states(recorder)]
     found = {"during": [], "after": [], "steps": []}  # type: dict[str, Any]
     for when, states in (("during", during), ("after", states_at_the_end(ended))):
@@ -129,6 +137,23 @@ def crash(lesson: Any, root: str, plan: Plan, keep: int) -> dict[str, Any]:
             found[when].append(_loaded_alone(lesson, plan, copied, alone))
             shutil.rmtree(copied)
     return found
+
+
+def _sleep_on_rank_0() -> None:
+    """Take a second of the simulated world, in which the other ranks go on."""
+    if dist.get_rank() == 0:
+        time.sleep(1)
+
+
+def _save_and_say(lesson: Any, plan: Plan, folder: Path, keep: int) -> None:
+    lesson.save_sharded(plan.shards(dist.get_rank(), 3), folder, 3, keep=keep)
+    sys.audit(RETURNED)
+
+
+def _count_at_return(recorder: Recorder, counts: list[int], name: str, _: object) -> None:
+    if name == RETURNED:
+        recorder.look()
+        counts.append(len(recorder.events))
 
 
 def _loaded_alone(lesson: Any, plan: Plan, folder: Path, alone: Group) -> dict[str, Any]:
@@ -145,53 +170,39 @@ def _loaded_alone(lesson: Any, plan: Plan, folder: Path, alone: Group) -> dict[s
     return {"step": int(loaded.step), "error": error}
 
 
-@contextmanager
-def full_disk(failing: int, modules: Sequence[Any]) -> Iterator[None]:
-    """Let ``os.fsync`` of files fail on one rank."""
+class Broken(NamedTuple):
+    """Disks that fail whenever something is synced, until the others are told."""
 
-    def failing_sync(sync: Callable[..., None]) -> Callable[..., None]:
-        def call(*descriptors: Any) -> None:
-            if dist.get_rank() == failing:
-                raise OSError(28, FULL)
-            sync(*descriptors)
+    reasons: Mapping[int, tuple[int, str]]  # rank -> number and text of its OSError
+    is_late: bool = False  # only the run's folder can't be synced, after the rename
 
-        return call
-
-    replaced = {
-        (module, name): value
-        for module in (os, *modules)
-        for name, value in vars(module).items()
-        if value in SYNCING
-    }
-    for (module, name), value in replaced.items():
-        setattr(module, name, failing_sync(value))
-    try:
-        yield
-    finally:
-        for (module, name), value in replaced.items():
-            setattr(module, name, value)
+    def fail(self, folder: Path, sync: Sync, descriptors: tuple[int, ...]) -> None:
+        """Sync, or raise in its place."""
+        rank = dist.get_rank()
+        here = [os.fstat(descriptor).st_ino for descriptor in descriptors]
+        if rank in self.reasons and (not self.is_late or folder.stat().st_ino in here):
+            raise OSError(*self.reasons[rank])
+        sync(*descriptors)
 
 
-def save_on_a_full_disk(lesson: Any, root: str, plan: Plan, failing: int) -> dict[str, Any]:
-    """Save step 2 while the disk of one rank is full; then save it again."""
+def save_on_a_broken_disk(lesson: Any, root: str, plan: Plan, broken: Broken) -> dict[str, Any]:
+    """Save step 2 while the disks of some ranks fail; then save it again."""
     folder, rank = own_folder(root), dist.get_rank()
     lesson.save_sharded(plan.shards(rank, 1), folder, 1)
     dist.barrier()
     error = {"type": "", "text": ""}
-    patch = full_disk(failing, [lesson])
-    if rank == 0:
-        patch.__enter__()
+    failing = syncs_replaced(partial(broken.fail, folder), lesson)
+    with failing if rank == 0 else nullcontext():  # one process: it counts for all ranks
+        dist.barrier()
+        try:
+            lesson.save_sharded(plan.shards(rank, 2), folder, 2)
+        except OSError as raised:
+            error = {"type": "OSError", "text": f"{raised}"}
+        left = sorted(path.name for path in folder.iterdir())
+        dist.barrier()
     dist.barrier()
-    try:
+    with suppress(FileExistsError):  # if it is left there
         lesson.save_sharded(plan.shards(rank, 2), folder, 2)
-    except OSError as raised:
-        error = {"type": "OSError", "text": f"{raised}"}
-    left = sorted(path.name for path in folder.iterdir())
-    dist.barrier()
-    if rank == 0:
-        patch.__exit__(None, None, None)
-    dist.barrier()
-    lesson.save_sharded(plan.shards(rank, 2), folder, 2)
     return {"error": error, "left": left}
 
 
@@ -248,13 +259,11 @@ def _damage(file: Path, damage: str) -> None:
     file.write_bytes(content)
 
 
-def load_what_is_missing(
-    lesson: Any, root: str, plan: Plan, wanted: Sequence[Sequence[Cut]]
-) -> dict[str, Any]:
+def load_what_is_missing(lesson: Any, root: str, plan: Plan, wanted: Plan) -> dict[str, Any]:
     """Load what the checkpoint lacks."""
     folder, rank = own_folder(root), dist.get_rank()
     lesson.save_sharded(plan.shards(rank, 1), folder, 1)
-    mine = plan.empty(wanted[rank])
+    mine = wanted.empty(wanted.by_rank[rank])
     before = {name: shard.values.tolist() for name, shard in mine.items()}
     refusal = refusal_of(lambda: lesson.load_sharded(mine, folder))
     after = {name: shard.values.tolist() for name, shard in mine.items()}
@@ -298,13 +307,6 @@ def save_once(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[s
         "values": {name: shard.values.tolist() for name, shard in mine.items()},
         "right": {name: shard.values.tolist() for name, shard in plan.shards(rank, 1).items()},
     }
-
-
-def save_large(lesson: Any, root: str, plan: Plan) -> int:
-    """Save; return the bytes of the checkpoint."""
-    folder = own_folder(root)
-    path = returned("save_sharded", lesson.save_sharded(plan.shards(dist.get_rank(), 1), folder, 1))
-    return sum(file.stat().st_size for file in Path(path).iterdir())
 
 
 def load_with_other_lists(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """Bodies for task 4.7: training that is asked to stop.
 
 In the simulated world ranks are threads, which get no signals; so handlers are noted there, and
-called as the interpreter would. Processes get real signals.
+called as the interpreter would. Processes get real signals. Whatever reaches somebody else than the
+request, while that should catch it, is noted too.
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -40,46 +40,47 @@ def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
     """Train, and ask after every step whether to stop.
 
     Returns:
-        The answers; the steps that were computed to their end; and the signals that are not handled
-        as before.
+        The answers; the steps that were computed to their end; the signals that are not handled as
+        before; and those that were not kept.
     """
-    send, rank = _sender(), dist.get_rank(group)
-    before = [signal.getsignal(number) for number in NUMBERS]
-    computed, answers = [], []
-    with _request(lesson, plan, group) as stop:
-        for step in range(plan.num_steps):
-            for asked, when, number in plan.arrivals:
-                if (asked, when) == (rank, step):
-                    send(number)
-            computed.append(step)
-            answers.append(typed("agreed", stop.agreed(), bool))
-    after = [signal.getsignal(number) for number in NUMBERS]
-    changed = [int(n) for n, was, now in zip(NUMBERS, before, after, strict=True) if was is not now]
-    return {"answers": answers, "computed": computed, "changed": changed}
+    rank, computed, answers = dist.get_rank(group), [], []
+    with _handled() as signals:
+        with _request(lesson, plan, group) as stop:
+            for step in range(plan.num_steps):
+                for asked, when, number in plan.arrivals:
+                    if (asked, when) == (rank, step):
+                        signals.send(number)
+                computed.append(step)
+                answers.append(typed("agreed", stop.agreed(), bool))
+        changed = signals.changed()
+    found = {"answers": answers, "computed": computed, "changed": changed}
+    return {**found, "let through": signals.let_through}
 
 
 def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
     """Let a rank come late to the second step, and ask another to stop while it waits for it."""
-    send, answers = _sender(), []
+    signals, answers = Signals(), []
     with lesson.StopRequest() as stop:
         for step in range(4):
             if step == 1 and dist.get_rank() == asked:
-                threading.Timer(SAVE_S, send, [signal.SIGTERM]).start()
+                threading.Timer(SAVE_S, signals.send, [signal.SIGTERM]).start()
             if step == 1 and dist.get_rank() == late:
                 time.sleep(3 * SAVE_S)
             answers.append(typed("agreed", stop.agreed(), bool))
     return answers
 
 
-def fail(lesson: Any) -> list[int]:
-    """Fail in a step; return the signals that are not handled as before."""
-    _sender()
+def fail(lesson: Any) -> dict[str, Any]:
+    """Fail in a step; return the signals not handled as before, and whether the error came out."""
+    signals, has_come_out = Signals(), False
     mine = [_a_handler, signal.SIG_IGN, signal.getsignal(signal.SIGUSR2)]
-    before = [_installed(number, own) for number, own in zip(NUMBERS, mine, strict=True)]
-    with suppress(ArithmeticError), lesson.StopRequest():
-        raise ArithmeticError("in a step")
-    after = [signal.getsignal(number) for number in NUMBERS]
-    return [int(n) for n, was, now in zip(NUMBERS, before, after, strict=True) if was is not now]
+    signals.install(dict(zip(NUMBERS, mine, strict=True)))
+    try:
+        with lesson.StopRequest():
+            raise ArithmeticError("in a step")
+    except ArithmeticError:
+        has_come_out = True
+    return {"changed": signals.changed(), "came out": has_come_out}
 
 
 def ask(lesson: Any, num_steps: int, group: Any = None) -> list[bool]:
@@ -92,27 +93,28 @@ def leave(lesson: Any, is_interrupted: bool, group: Any = None) -> dict[str, Any
     """Stop as soon as all agree; each rank saves for another time.
 
     Returns:
-        How often it has saved, when it had, when it left, and with which code; None: it returned.
+        How often it has saved, when it had, when it left, with which code, None: it went on; and
+        the signals that were not kept.
     """
-    send, rank = _sender(), dist.get_rank(group)
-    saved_s: list[float] = []
+    rank, saved_s, code = dist.get_rank(group), list[float](), None
+    with _handled() as signals:
 
-    def save() -> None:
-        if is_interrupted:
-            send(signal.SIGTERM)
-        time.sleep(SAVE_S * rank)
-        saved_s.append(time.monotonic())
+        def save() -> None:
+            if is_interrupted:
+                signals.send(signal.SIGTERM)
+            time.sleep(SAVE_S * rank)
+            saved_s.append(time.monotonic())
 
-    code = None
-    with _request(lesson, Plan(), group) as stop:
-        if rank == 1:
-            send(signal.SIGTERM)
-        if stop.agreed():
-            try:
-                stop.leave(save)
-            except SystemExit as exit:
-                code = exit.code
-    return {"saved_s": saved_s, "left_s": time.monotonic(), "code": code}
+        try:
+            with _request(lesson, Plan(), group) as stop:
+                if rank == 1:
+                    signals.send(signal.SIGTERM)
+                if stop.agreed():
+                    stop.leave(save)
+        except SystemExit as exit:
+            code = exit.code
+    found = {"saved_s": saved_s, "left_s": time.monotonic(), "code": code}
+    return {**found, "let through": signals.let_through}
 
 
 def _request(lesson: Any, plan: Plan, group: Any) -> Any:
@@ -128,17 +130,61 @@ def _a_handler(number: int, frame: object) -> None:
     """Do nothing: it stands for a handler of somebody else's."""
 
 
-def _installed(number: int, handler: Any) -> Any:
-    signal.signal(number, handler)
-    return signal.getsignal(number)
+class Signals:
+    """Sends signals to this rank, and notes those that the request has not kept to itself.
+
+    Attributes:
+        let_through: sentences about signals that reached a handler of before, or nobody.
+        before: what handles each signal outside of the with statement.
+    """
+
+    def __init__(self) -> None:
+        self.let_through: list[str] = []
+        self.before: dict[int, Any] = {}
+        self.thread = threading.get_ident()
+        self.is_simulated = dist.get_backend() == "sim"
+        if self.is_simulated:
+            signal.signal, signal.getsignal = _note, _noted  # type: ignore[assignment]
+
+    def install(self, handlers: dict[int, Any]) -> None:
+        """Handle signals as a caller does who has his own reasons."""
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+            self.before[number] = signal.getsignal(number)
+
+    def changed(self) -> list[int]:
+        """Return the signals that are not handled as before."""
+        return [int(n) for n, was in self.before.items() if signal.getsignal(n) is not was]
+
+    def send(self, number: int) -> None:
+        """Send a signal to this rank."""
+        if not self.is_simulated:
+            os.kill(os.getpid(), number)
+            return
+        handler = _handlers.get((self.thread, number), signal.SIG_DFL)
+        if callable(handler):
+            handler(number, None)
+        elif handler == signal.SIG_DFL:
+            self._note(number, "met the default handling, which ends a process at once")
+
+    def handle(self, number: int, frame: object) -> None:
+        """Stand for the handler of a caller, which might end the process."""
+        self._note(number, "reached the handler that was there before the with statement")
+
+    def _note(self, number: int, what: str) -> None:
+        self.let_through.append(f"{signal.Signals(number).name} {what}")
 
 
-def _sender() -> Callable[[int], None]:
-    """Return what sends a signal to this rank."""
-    if dist.get_backend() != "sim":
-        return lambda number: os.kill(os.getpid(), number)
-    signal.signal, signal.getsignal = _note, _noted  # type: ignore[assignment]
-    return partial(_call_handler, threading.get_ident())
+@contextmanager
+def _handled() -> Iterator[Signals]:
+    """Let a caller's own handler be there for all signals, and take it away in the end."""
+    signals = Signals()
+    first = {number: signal.getsignal(number) for number in NUMBERS}
+    signals.install(dict.fromkeys(NUMBERS, signals.handle))
+    try:
+        yield signals
+    finally:
+        signals.install(first)
 
 
 def _note(number: int, handler: Any) -> Any:
@@ -149,9 +195,3 @@ def _note(number: int, handler: Any) -> Any:
 
 def _noted(number: int) -> Any:
     return _handlers.get((threading.get_ident(), number), signal.SIG_DFL)
-
-
-def _call_handler(thread: int, number: int) -> None:
-    handler = _handlers.get((thread, number))
-    if callable(handler):
-        handler(number, None)

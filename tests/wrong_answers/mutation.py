@@ -126,11 +126,16 @@ def mutations(function: cst.FunctionDef) -> Iterator[tuple[Node, Node]]:
 
 
 def _walk(node: Node) -> Iterator[Node]:
-    if isinstance(node, cst.Annotation | cst.FormattedString):
+    if isinstance(node, cst.Annotation | cst.FormattedString) or _is_strict(node):
         return
     yield node
     for child in [] if isinstance(node, cst.Raise) else node.children:
         yield from _walk(child)
+
+
+def _is_strict(node: Node) -> bool:
+    """Whether it is zip's ``strict``: what are equally long anyway are so without it, too."""
+    return isinstance(node, cst.Arg) and bool(node.keyword) and node.keyword.value == "strict"
 
 
 def _fewer_arguments(call: cst.Call) -> Iterator[Node]:
@@ -142,6 +147,8 @@ def _fewer_arguments(call: cst.Call) -> Iterator[Node]:
         if is_none or not new.args:
             continue
         left_out = next(arg for arg in call.args if arg not in new.args)
+        if _is_strict(left_out):
+            continue
         if left_out.keyword or left_out is call.args[-1]:
             last = new.args[-1].with_changes(comma=call.args[-1].comma)
             yield new.with_changes(args=[*new.args[:-1], last])

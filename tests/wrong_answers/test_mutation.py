@@ -17,6 +17,7 @@ from wrong_answers.mutation import mutants_of, mutations, named, written_for
         ("size = dist.get_world_size(group)", ["size = dist.get_world_size(None)"]),
         ("if given: pass", ["if not given: pass"]),
         ("if a < b: pass", ["if a <= b: pass"]),
+        ("return [*zip(a, b, strict=True)]", ["pass"]),
         ("'a text that + says - something'", []),
         ("x: Literal[3] = f(y=1)", ["x: Literal[3] = f(y=2)", "x: Literal[3] = f(y=None)"]),
         ("raise ValueError(f'{a + 1} of {b}')", ["pass"]),

@@ -1,0 +1,74 @@
+"""Bodies for task 4.1: saves on disks that are full, or broken at one place."""
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phase4.checkpoints import MANIFEST, Plan, folder_of, listing, name_of, told
+from phase4.file_history import Sync, syncs_replaced
+
+
+def save_where_it_fails(lesson: Any, how: str, limit_bytes: int) -> dict[str, Any]:
+    """Save on a disk that is full, or where nothing can be written."""
+    with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
+        target = folder if how == "full" else folder / name_of(1) / MANIFEST
+        with _files_of_at_most(limit_bytes if how == "full" else None):
+            return _failed_save(lesson, folder, target, keep=1)
+
+
+def save_where_a_sync_fails(lesson: Any) -> list[dict[str, Any]]:
+    """Save on a disk whose first sync of a file or folder fails, then its second, and so on.
+
+    Nothing is to be removed: whoever removes old ones has saved the new one.
+    """
+    found: list[dict[str, Any]] = []
+    while True:
+        left = [len(found)]  # syncs that do not fail
+
+        def failing(sync: Sync, descriptors: tuple[int, ...], left: list[int] = left) -> None:
+            left[0] -= bool(descriptors)  # os.sync has none, and never fails
+            if descriptors and left[0] == -1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(*descriptors)
+
+        with folder_of(lesson, Plan(0, there=(1, 2))) as folder, syncs_replaced(failing, lesson):
+            saved = _failed_save(lesson, folder, folder, keep=9)
+        if left[0] >= 0:
+            return found
+        found.append(saved)
+
+
+def _failed_save(lesson: Any, folder: Path, target: Path, keep: int) -> dict[str, Any]:
+    """Save step 3; say what is raised, and whether ``folder`` is as before."""
+    before, error = content_of(folder), ""
+    try:
+        lesson.save_checkpoint({"model": torch.zeros(100_000)}, target, 3, keep=keep)
+    except NotImplementedError:
+        raise
+    except OSError:
+        error = "OSError"
+    except Exception as raised:
+        error = told(raised)
+    return {"error": error, "same": content_of(folder) == before, "left": listing(folder)}
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Return all files in a folder."""
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@contextmanager
+def _files_of_at_most(num_bytes: int | None) -> Iterator[None]:
+    """Let writes beyond a file's limit fail, as on a full disk, whatever they are made with."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
