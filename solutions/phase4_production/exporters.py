@@ -56,7 +56,7 @@ class PrometheusExporter:
         try:
             self.server = _Server((host, port), _handler_of(lambda: self.page))
         except (OSError, OverflowError) as error:  # the latter for ports that don't exist
-            raise OSError(f"no metrics at {host}:{port}: {error}. {_advice(error)}") from error
+            raise OSError(f"no metrics at {host}:{port} ({error}). {_advice(error)}") from error
         self.port: int = self.server.server_address[1]
         self.thread = threading.Thread(
             target=self.server.serve_forever, args=(CLOSE_S,), daemon=True
