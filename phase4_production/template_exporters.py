@@ -208,7 +208,7 @@ class TensorBoardWriter:
         )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and end the thread that writes into it."""
         # TODO 4.17: close the SummaryWriter.
         #   Tools: none.
         #   Example: a folder with 1 file more than before.

@@ -271,5 +271,5 @@ class TensorBoardWriter:
         self.writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and end the thread that writes into it."""
         self.writer.close()

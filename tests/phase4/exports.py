@@ -1,6 +1,7 @@
 """Bodies for task 4.17: files that are cut, closed and damaged, and curves that go on."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from phase4.watched_file import watched
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
 NAME = "metrics.jsonl"
+NUM_LOOKS, LOOK_S = 100, 0.01
 
 
 # Lines of JSON
@@ -95,15 +97,26 @@ def watch(lesson: Any, text: str, after: int | None, last: Write) -> list[str]:
 
 
 def close_all(lesson: Any) -> dict[str, list[str]]:
-    """Return the files that each writer has open after it was closed, while it is still there."""
+    """Return the files and threads of each writer after it was closed, while it is still there."""
     with own_folder() as folder:
-        writers = [lesson.JsonlWriter(folder / NAME), lesson.TensorBoardWriter(folder / "run")]
-        found = {}
-        for writer in writers:
+        before, found, kept = {*threading.enumerate()}, {}, []
+        for kind, name in (("TensorBoardWriter", "run"), ("JsonlWriter", NAME)):
+            writer = getattr(lesson, kind)(folder / name)
+            kept.append(writer)
             writer.write({"loss": 1.0}, 1)
             writer.close()
-            found[type(writer).__name__] = _open_files(folder)
+            threads = [f"the thread {thread.name}" for thread in _left_after(before)]
+            found[kind] = _open_files(folder) + threads
         return found
+
+
+def _left_after(before: Collection[threading.Thread]) -> list[threading.Thread]:
+    """New threads; they have a second to end, on a busy machine more."""
+    for _ in range(NUM_LOOKS):
+        if not (left := {*threading.enumerate()} - {*before}):
+            break
+        threading.Event().wait(LOOK_S)
+    return sorted(left, key=lambda thread: thread.name)
 
 
 def _open_files(folder: Path) -> list[str]:

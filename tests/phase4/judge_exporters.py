@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.words import counted, joined
 from judging.checks import short
 from phase4 import exports as b
 from phase4.exports import Write
@@ -186,11 +186,11 @@ def test_what_is_kept_is_always_there(grade: Grade, after: int | None) -> None:
 
 @task("4.17")
 def test_files_are_closed(grade: Grade) -> None:
-    for writer, names in grade.call(b.close_all).items():
+    for writer, left in grade.call(b.close_all).items():
         check(
-            not names,
-            f"after close, a {writer} should have no file open; the process has {names}. A run "
-            "that makes many writers has no descriptors left one day.",
+            not left,
+            f"after close, a {writer} should have no file open and no thread; there are still "
+            f"{joined(left)}. A run that makes many writers has no descriptors left one day.",
         )
 
 

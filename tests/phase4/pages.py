@@ -359,8 +359,15 @@ def _fetch(port: int, path: str = "/metrics") -> Answer:
     with closing(http.client.HTTPConnection(LOOPBACK, port, timeout=PATIENCE_S)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
-        body = answer.read().decode()
-        return answer.status, answer.getheader("Content-Type") or "", body
+        body = answer.read()
+        length = answer.getheader("Content-Length", f"{len(body)}")
+        if length != f"{len(body)}":
+            raise WrongResult(
+                f"the Content-Length of GET {path} is {length!r}, and the page has {len(body)} "
+                "bytes; Prometheus refuses the answer. Without the header, the page ends with the "
+                "connection."
+            )
+        return answer.status, answer.getheader("Content-Type") or "", body.decode()
 
 
 def _addresses(port: int) -> list[str]:
