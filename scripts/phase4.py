@@ -48,9 +48,10 @@ class Run:
 
     def step(self) -> None:
         """Train on this rank's part of the next global batch."""
+        batch_size = min(GLOBAL_BATCH, NUM_SAMPLES - self.sampler.position)  # of all ranks
         x = self.x[next(iter(self.sampler))]
         self.optimizer.zero_grad()
-        loss: Any = (self.model(x) - x.sum(1, keepdim=True)).square().sum() / GLOBAL_BATCH
+        loss: Any = (self.model(x) - x.sum(1, keepdim=True)).square().sum() / batch_size
         loss.backward()
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)
