@@ -54,7 +54,8 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
         FileExistsError: ``folder`` has an undamaged checkpoint of ``step``, which stays. A damaged
             one is replaced.
         OSError: the disk is full, read-only or broken. Nothing of ``step`` is left then, and the
-            other checkpoints are as they were.
+            other checkpoints are as they were. If only an older one could not be removed, the new
+            one is there all the same.
 
     What a crash has left, besides checkpoints, is removed by the next save.
 
