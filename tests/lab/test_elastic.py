@@ -46,10 +46,11 @@ def environment(mark: str, **more: str) -> dict[str, str]:
     return {**os.environ, **ours, MARK: mark, **more}
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
+def wait_until(is_so: Callable[[], bool], otherwise: Callable[[], str]) -> None:
     end_s = time.monotonic() + TIMEOUT_S
     while not is_so():
-        assert time.monotonic() < end_s, what
+        if time.monotonic() > end_s:
+            pytest.fail(otherwise())
         time.sleep(0.02)
 
 
@@ -148,7 +149,7 @@ class Workers:
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to a rank when some steps are done."""
-        wait_until(self.is_ready, "too few steps in time")
+        wait_until(self.is_ready, lambda: "too few steps in time")
         os.kill(self.processes[rank].pid, number)
 
     def end(self) -> list[tuple[int, str, str]]:
@@ -199,7 +200,8 @@ class Agents:
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Let one more node join; the first one holds the rendezvous."""
+        """Let one more node join; the first one holds the rendezvous, as it is never killed."""
+        is_host = not self.agents  # by default, whoever binds the port first
         options = (
             "--nnodes=2:3",
             "--nproc-per-node=1",
@@ -209,7 +211,8 @@ class Agents:
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
             "--rdzv-id=elastic",
             "--local-addr=127.0.0.1",
-            "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+            "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,"
+            f"is_host={is_host}",
         )
         command = [sys.executable, "-m", "torch.distributed.run", *options]
         name = f"{len(self.agents)}"
@@ -229,7 +232,12 @@ class Agents:
 
     def wait_for(self, world_size: int, more_steps: int, trained: Callable[[], bool]) -> None:
         """Wait until a new start with so many workers has done some steps."""
-        wait_until(trained, f"no {world_size} workers with {more_steps} steps: {self.told()}")
+
+        def otherwise() -> str:
+            codes = [agent.poll() for agent in self.agents]
+            return f"no {world_size} workers with {more_steps} steps: {codes}\n{self.told()}"
+
+        wait_until(trained, otherwise)
 
     def kill(self, index: int) -> None:
         """Take a node away, as a failure of its power does: agent and worker."""
