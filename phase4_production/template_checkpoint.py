@@ -57,7 +57,7 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
             other checkpoints are as they were. If only an older one could not be removed, the new
             one is there all the same.
 
-    What a crash has left, besides checkpoints, is removed by the next save.
+    A crash may leave what begins with ``.step-``, and nothing else: the next save removes all that.
 
     Cost: memory for one more copy of the state; it is written once, and the checkpoints in
         ``folder`` are read once.

@@ -54,7 +54,7 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
             other checkpoints are as they were. If only an older one could not be removed, the new
             one is there all the same.
 
-    What a crash has left, besides checkpoints, is removed by the next save.
+    A crash may leave what begins with ``.step-``, and nothing else: the next save removes all that.
 
     Cost: memory for one more copy of the state; it is written once, and the checkpoints in
         ``folder`` are read once.
@@ -97,6 +97,7 @@ def _make_folder(folder: Path) -> None:
     """Make the folder of a run durably, without what a crash has left in it."""
     folder.mkdir(exist_ok=True)
     _sync_folder(folder.parent)
+    _sync_folder(folder)  # a kill may have come between a renaming and its sync
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
 

@@ -33,6 +33,8 @@ class Plan(NamedTuple):
         keep: how many stay.
         is_made: whether the folder is there at all.
         leftovers: names of folders that a crash has left.
+        renamed: steps of undamaged checkpoints that a save had just renamed, to be removed, when it
+            was killed: their old names may come back if the power fails, too.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Plan(NamedTuple):
     keep: int = 3
     is_made: bool = True
     leftovers: tuple[str, ...] = ()
+    renamed: tuple[int, ...] = ()
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -150,6 +153,8 @@ def crash(lesson: Any, plan: Plan) -> dict[str, Any]:
     """
     with folder_of(lesson, plan) as folder:
         with recorded(folder.parent, lesson) as recorder:
+            for step in plan.renamed:
+                (folder / name_of(step)).rename(folder / f".{name_of(step)}.removed")
             path = lesson.save_checkpoint(state_of(plan.step), folder, plan.step, keep=plan.keep)
         states = [(count, False, state) for count, state in crash_states(recorder)]
         end = len(recorder.events)

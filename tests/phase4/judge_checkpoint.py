@@ -22,6 +22,7 @@ PLANS = {
     "a step after a crash": Plan(
         4, there=(2, 3), leftovers=(".step-00000004.partial", ".step-00000001.removed")
     ),
+    "a step after a kill between a renaming and its sync": Plan(4, there=(1, 2, 3), renamed=(1,)),
 }
 RULES = (
     "A file's content is safe after os.fsync of the file (flush it before), a name that is new, "
@@ -54,6 +55,17 @@ def _files(state: Mapping[str, Any]) -> str:
 
 
 @task("4.1")
+def test_what_was_saved_is_loaded(grade: Grade) -> None:
+    found = grade.call(b.save_all, (1,), Plan(0))
+    check(
+        found["step"] == 1 and found["equal"],
+        "save_checkpoint was called for step 1 of a new run; load_checkpoint should find step 1 as "
+        f"it was saved, with all keys, dtypes, lists and tuples; it finds {_found(found)}. The "
+        f"folder holds {found['left'][0]}.",
+    )
+
+
+@task("4.1")
 @pytest.mark.parametrize("what", PLANS)
 def test_a_crash_leaves_the_old_or_the_new_one(grade: Grade, what: str) -> None:
     plan = PLANS[what]
@@ -61,6 +73,7 @@ def test_a_crash_leaves_the_old_or_the_new_one(grade: Grade, what: str) -> None:
     operations = found["operations"]
     for state in found["states"]:
         when = f"save of {what}: if the power fails {_told(operations, state['done'])},"
+        _check_names(state, when)
         _check_whole(plan, state, when)
         _check_old_or_new(plan, state, when)
         _check_kept(plan, state, when)
@@ -73,6 +86,17 @@ def test_a_crash_leaves_the_old_or_the_new_one(grade: Grade, what: str) -> None:
             f"only these may have reached the disk: {_files(state)}. {RULES} The save did this: "
             f"{done}.",
         )
+
+
+def _check_names(state: Mapping[str, Any], when: str) -> None:
+    names = {path.split("/")[1] for path in state["files"]}
+    others = sorted(name for name in names if not name.startswith(("step-", ".step-")))
+    check(
+        not others,
+        f"{when} {others} may be left beside the checkpoints. Let whatever is not finished have a "
+        "name that begins with .step-, by which the next save knows what to remove, and keep no "
+        "other files: the newest checkpoint is found by the names.",
+    )
 
 
 def _check_whole(plan: Plan, state: Mapping[str, Any], when: str) -> None:
@@ -99,7 +123,7 @@ def _check_old_or_new(plan: Plan, state: Mapping[str, Any], when: str) -> None:
 
 
 def _check_kept(plan: Plan, state: Mapping[str, Any], when: str) -> None:
-    before = [step for step in plan.there if step not in plan.damaged]
+    before = [step for step in plan.there if step not in (*plan.damaged, *plan.renamed)]
     intact, least = state["intact"], min(plan.keep, len(before))
     check(
         len(intact) >= least,
