@@ -225,7 +225,7 @@ def test_a_new_process_gets_time_whatever_its_predecessor_left(
     beat(tmp_path, 0, ago_s=10 * MAX_AGE_S)
     assert probe(tmp_path) == (0, "")
     code, text = probe(tmp_path, "--started")
-    assert (code, text.rpartition(" in ")[0]) == (1, "rank 0 has made no step")
+    assert (code, text.rpartition(" in ")[0]) == (1, "rank 0 has given no heartbeat")
 
 
 def test_a_rank_without_a_heartbeat_has_not_started(start: Start, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_rank_without_a_heartbeat_has_not_started(start: Start, tmp_path: Path
     beat(tmp_path, 0)
     assert probe(tmp_path) == (0, "")
     code, text = probe(tmp_path, "--started")
-    assert (code, text.rpartition(" in ")[0]) == (1, "rank 1 has made no step")
+    assert (code, text.rpartition(" in ")[0]) == (1, "rank 1 has given no heartbeat")
 
 
 def test_ranks_of_other_nodes_and_other_runs_are_not_its_business(

@@ -1,9 +1,9 @@
 """Tells whether the ranks of this container still train: the probe of Kubernetes and Docker.
 
     python liveness.py RUN_DIR MAX_AGE_S              fails if a rank here is silent for too long
-    python liveness.py RUN_DIR MAX_AGE_S --started    fails until each rank here has made a step
+    python liveness.py RUN_DIR MAX_AGE_S --started    fails until each rank here has given a heartbeat
 
-A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step. A port would prove nothing: a rank that
+A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step, and while it evaluates. A port would prove nothing: a rank that
 hangs in a collective keeps its ports open. All nodes share RUN_DIR, and torchrun numbers the ranks
 anew at each rendezvous, so which ranks are here is read from ``/proc``.
 
@@ -58,9 +58,9 @@ def complaints(ranks: Sequence[Rank], max_age_s: float) -> list[str]:
 
 
 def not_started(ranks: Sequence[Rank]) -> list[str]:
-    """Return which ranks have not made a step yet, as a line for each."""
+    """Return which ranks have given no heartbeat yet, as a line for each."""
     waiting = [rank for rank in ranks if rank.silent_s >= rank.running_s]
-    lines = [f"rank {r.number} has made no step in {r.running_s:.0f} s" for r in waiting]
+    lines = [f"rank {r.number} has given no heartbeat in {r.running_s:.0f} s" for r in waiting]
     return lines if ranks else ["no rank runs here yet"]
 
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Do the ranks of this container still train?")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("max_age_s", type=float, help="above the longest evaluation and save")
-    parser.add_argument("--started", action="store_true", help="whether each has made a step")
+    parser.add_argument("--started", action="store_true", help="whether each has given one yet")
     given = parser.parse_args(arguments)
     ranks = ranks_here(given.run_dir)
     wrong = not_started(ranks) if given.started else complaints(ranks, given.max_age_s)
