@@ -1,11 +1,11 @@
 """Tells whether the ranks of this container still train: the probe of Kubernetes and Docker.
 
-    python liveness.py RUN_DIR MAX_AGE_S              fails if a rank here is silent for too long
-    python liveness.py RUN_DIR MAX_AGE_S --started    fails until each rank here has given a heartbeat
+    python liveness.py RUN_DIR MAX_AGE_S             fails if a rank here is silent for too long
+    python liveness.py RUN_DIR MAX_AGE_S --started   fails until each rank here has a heartbeat
 
-A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step, and while it evaluates. A port would prove nothing: a rank that
-hangs in a collective keeps its ports open. All nodes share RUN_DIR, and torchrun numbers the ranks
-anew at each rendezvous, so which ranks are here is read from ``/proc``.
+A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step, and while it evaluates. A port would
+prove nothing: a rank that hangs in a collective keeps its ports open. All nodes share RUN_DIR, and
+torchrun numbers the ranks anew at each rendezvous, so which ranks are here is read from ``/proc``.
 
 A rank that has just been started gets MAX_AGE_S from its start, whatever its predecessor has left.
 While there is no rank here, torchrun waits for other nodes: its own timeouts end that.
