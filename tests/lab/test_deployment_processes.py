@@ -21,7 +21,7 @@ TIMEOUT_S = 60
 # Stands for the trainer, and says when it is ready: given a code, it leaves that and ends with it;
 # given "wait", it does so with 75 at the first SIGTERM, after what a save would take.
 TRAINER = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 
 what, folder = sys.argv[1], Path(sys.argv[3])
@@ -35,7 +35,8 @@ def save(*_):
     leave(75)
 
 signal.signal(signal.SIGTERM, save)
-(folder / "ready").touch()
+signal.signal(signal.SIGUSR1, save)
+(folder / f"ready{os.environ.get('RANK', 0)}").touch()
 if what == "wait":
     time.sleep(600)
 leave(int(what))
@@ -133,21 +134,32 @@ def test_a_killed_command_ends_with_128_and_its_signal(start: Start, tmp_path: P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_lets_the_trainer_save(start: Start, tmp_path: Path, number: int) -> None:
     process = start(entrypoint(tmp_path, "wait"))
-    wait_for((tmp_path / "ready").exists)
+    wait_for((tmp_path / "ready0").exists)
     process.send_signal(number)
     assert process.wait(TIMEOUT_S) == 75
 
 
-def test_signals_to_the_whole_group_interrupt_no_save(
-    start: Start, mark: str, tmp_path: Path, program: Path
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_every_process_interrupts_no_save(
+    start: Start, mark: str, tmp_path: Path, program: Path, number: int
 ) -> None:
-    """Slurm signals every process of a task's group, and a user presses Ctrl-C twice."""
+    """That is what Slurm does, before the end of a job's time and at it."""
     process = start(torchrun(tmp_path, "wait", program))
-    wait_for((tmp_path / "ready").exists)
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        os.killpg(process.pid, number)
+    for rank in range(2):
+        wait_for((tmp_path / f"ready{rank}").exists)
+    for each in marked(mark):
+        each.send_signal(number)
     assert process.wait(TIMEOUT_S) == 75
     assert marked(mark) == []
+
+
+def test_a_second_signal_changes_nothing(start: Start, tmp_path: Path) -> None:
+    """As from a user who presses Ctrl-C twice: a terminal signals the whole group."""
+    process = start(entrypoint(tmp_path, "wait"))
+    wait_for((tmp_path / "ready0").exists)
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        os.killpg(process.pid, number)
+    assert process.wait(TIMEOUT_S) == 75
 
 
 def test_stopped_while_it_waits_for_other_nodes_it_is_to_be_run_again(

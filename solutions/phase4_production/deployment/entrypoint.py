@@ -7,10 +7,10 @@ have to tell 75 (stopped, run it again) from 78 (restarting does not help). The 
 code into ``DIR/exit_code``, and this process ends with it if the file has changed meanwhile.
 
 It also stands between the signals and torchrun. As process 1 of a container, torchrun would ignore
-SIGTERM until it has started its workers, that is, as long as it waits for the other nodes; SIGUSR1
-would kill it; and a second signal, which Slurm or a terminal sends to the whole process group,
-would interrupt its wait for workers that are saving. So torchrun gets a session of its own and
-a single SIGTERM, which it forwards.
+SIGTERM until it has started its workers, that is, as long as it waits for the other nodes. SIGUSR1
+would kill it, and Slurm sends that to every process of a task. So torchrun ignores SIGUSR1, is in a
+session of its own, which signals from a terminal don't reach, and gets a single SIGTERM from here,
+which it forwards.
 """
 
 import os
@@ -53,7 +53,8 @@ def main(command: Sequence[str]) -> int:
 def _run(command: Sequence[str]) -> int:
     """Run the command, and forward the first signal; return its code, or minus a signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # none arrives before there is a handler
-    pid = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigmask=())
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # torchrun inherits that
+    pid = os.posix_spawnp(command[0], [*command], os.environ, setsid=True, setsigmask=())
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         for number in SIGNALS:
