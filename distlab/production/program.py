@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from distlab.data import DataError
@@ -31,11 +32,12 @@ def run_program(
     if {"-h", "--help"} & {*given}:
         print(usage)
         return 0
-    run_dir: list[Path] = []
+    # Known even where the configuration is wrong: that, above all, must not be tried again.
+    run_dir = [Path(value) for key, value in pairwise(given) if key == "--run_dir"][-1:]
     code = 1
     try:
         config, impl = _read(given)
-        run_dir.append(config.run_dir)
+        run_dir = [config.run_dir]
         train(config, find_lessons(impl, config))
         code = 0
     except (ConfigError, DataError, NotThereError) as error:
