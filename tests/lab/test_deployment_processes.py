@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deployment_files import DEPLOYMENT, MODULE, ROOT
 from processes import MARK, marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers run Linux")
 
-ROOT = Path(__file__).parents[2]
-DEPLOYMENT = ROOT / "solutions/phase4_production/deployment"
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 # Stands for the trainer, and says when it is ready: given a code, it leaves that and ends with it;
 # given "wait", it does so with 75 at the first SIGTERM, after what a save would take.
@@ -83,16 +82,27 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 # --- the entrypoint ------------------------------------------------------------------------------
 
 
+LAUNCHED = [
+    *(sys.executable, str(DEPLOYMENT / "entrypoint.py")),
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+]
+
+
 def entrypoint(folder: Path, what: object, program: str = TRAINER) -> list[str]:
     trainer = [sys.executable, "-c", program, str(what), "--run_dir", str(folder)]
     return [sys.executable, str(DEPLOYMENT / "entrypoint.py"), *trainer]
 
 
-def torchrun(folder: Path, what: object, program: Path, *options: str) -> list[str]:
-    """The entrypoint with torchrun between it and the trainer."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *options]
-    trainer = [str(program), str(what), "--run_dir", str(folder)]
-    return [sys.executable, str(DEPLOYMENT / "entrypoint.py"), *launcher, *trainer]
+def torchrun(folder: Path, program: Path, what: str, *options: str) -> list[str]:
+    """The entrypoint with torchrun and two ranks of the trainer's stand-in."""
+    return [*LAUNCHED, *options, str(program), what, "--run_dir", str(folder)]
+
+
+def real_trainer(run_dir: Path) -> list[str]:
+    """The entrypoint with torchrun and two ranks of the trainer."""
+    digits = ["--config", str(ROOT / "configs/digits_cpu.yaml"), "--num_workers", "1"]
+    own = ["--run_dir", str(run_dir), "--data_dir", str(run_dir.with_name("digits"))]
+    return [*LAUNCHED, "-m", MODULE, *digits, *own]
 
 
 @pytest.fixture
@@ -107,12 +117,25 @@ def test_the_code_of_the_trainer_comes_through(start: Start, tmp_path: Path, cod
     assert start(entrypoint(tmp_path, code)).wait(TIMEOUT_S) == code
 
 
-def test_torchrun_alone_ends_with_1_and_here_with_the_trainers_code(
-    start: Start, tmp_path: Path, program: Path
+def test_the_real_trainers_code_comes_through_torchrun(start: Start, tmp_path: Path) -> None:
+    """Which itself ends with 1. A wrong key must not be tried again."""
+    process = start([*real_trainer(tmp_path / "run"), "--epoch", "3"], PYTHONPATH=str(ROOT))
+    assert process.wait(TIMEOUT_S) == 78
+
+
+def test_the_real_trainer_saves_at_sigterm_with_workers_that_load(
+    start: Start, mark: str, tmp_path: Path
 ) -> None:
-    command = torchrun(tmp_path, 78, program)
-    alone, with_entrypoint = start(command[2:]), start(command)
-    assert [alone.wait(TIMEOUT_S), with_entrypoint.wait(TIMEOUT_S)] == [1, 78]
+    """torchrun signals the whole group of a rank. The probe sees the run start, and live."""
+    run_dir = tmp_path / "run"
+    process = start(real_trainer(run_dir), PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo")
+    wait_for(lambda: probe(run_dir, "--started") == (0, ""))
+    assert probe(run_dir) == (0, "")
+    wait_for(lambda: "step" in (run_dir / "metrics.rank0.jsonl").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 75
+    assert list(run_dir.glob("checkpoints/step-*"))
+    wait_for(lambda: marked(mark) == [])  # a worker sees within seconds that its rank has ended
 
 
 def test_what_an_earlier_run_has_left_is_not_believed(start: Start, tmp_path: Path) -> None:
@@ -139,16 +162,15 @@ def test_a_signal_lets_the_trainer_save(start: Start, tmp_path: Path, number: in
     assert process.wait(TIMEOUT_S) == 75
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_every_process_interrupts_no_save(
-    start: Start, mark: str, tmp_path: Path, program: Path, number: int
+def test_sigusr1_to_every_process_interrupts_no_save(
+    start: Start, mark: str, tmp_path: Path, program: Path
 ) -> None:
-    """That is what Slurm does, before the end of a job's time and at it."""
-    process = start(torchrun(tmp_path, "wait", program))
+    """That is what Slurm does before the end of a job's time; torchrun alone would die of it."""
+    process = start(torchrun(tmp_path, program, "wait"))
     for rank in range(2):
         wait_for((tmp_path / f"ready{rank}").exists)
     for each in marked(mark):
-        each.send_signal(number)
+        each.send_signal(signal.SIGUSR1)
     assert process.wait(TIMEOUT_S) == 75
     assert marked(mark) == []
 
@@ -166,7 +188,7 @@ def test_stopped_while_it_waits_for_other_nodes_it_is_to_be_run_again(
     start: Start, mark: str, tmp_path: Path, program: Path
 ) -> None:
     endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=test"]
-    process = start(torchrun(tmp_path, "wait", program, "--nnodes=2", *endpoint))
+    process = start(torchrun(tmp_path, program, "wait", "--nnodes=2", *endpoint))
     launcher = lambda: [p for p in marked(mark) if p.pid != process.pid]  # noqa: E731
     wait_for(lambda: any(p.num_threads() > 1 for p in launcher()))  # those of its store
     process.send_signal(signal.SIGTERM)
