@@ -258,6 +258,16 @@ def test_pods_meet_at_index_0(name: str) -> None:
     )
 
 
+def test_each_rank_of_kubernetes_has_a_gpu() -> None:
+    trainer = files.of_kind("trainjob.yaml", "TrainJob")["spec"]["trainer"]
+    found = [(trainer["numProcPerNode"], trainer["resourcesPerNode"])]
+    for name, pod in zip(files.jobs(), _pods_of_jobs(), strict=True):
+        found.append((COMMANDS[name].launcher.nproc_per_node, pod["containers"][0]["resources"]))
+    for ranks, resources in found:
+        assert resources["limits"] == resources["requests"]
+        assert resources["limits"]["nvidia.com/gpu"] == str(ranks) == str(RANKS_OF_A_NODE)
+
+
 @pytest.mark.parametrize("name", files.jobs())
 def test_all_that_selects_pods_selects_those_of_the_job(name: str) -> None:
     ours = {"batch.kubernetes.io/job-name": files.of_kind(name, "Job")["metadata"]["name"]}
