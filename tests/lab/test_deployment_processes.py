@@ -154,6 +154,12 @@ def test_a_killed_command_ends_with_128_and_its_signal(start: Start, tmp_path: P
     assert start(entrypoint(tmp_path, 0, kills)).wait(TIMEOUT_S) == 137
 
 
+def test_torchrun_is_told_to_let_nodes_join_later(start: Start, tmp_path: Path) -> None:
+    """What it does then is tested with scripts/elastic.py."""
+    reads = "import os; os._exit(41 + int(os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE']));"
+    assert start(entrypoint(tmp_path, 0, reads)).wait(TIMEOUT_S) == 42
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_lets_the_trainer_save(start: Start, tmp_path: Path, number: int) -> None:
     process = start(entrypoint(tmp_path, "wait"))
@@ -189,8 +195,7 @@ def test_stopped_while_it_waits_for_other_nodes_it_is_to_be_run_again(
 ) -> None:
     endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=test"]
     process = start(torchrun(tmp_path, program, "wait", "--nnodes=2", *endpoint))
-    launcher = lambda: [p for p in marked(mark) if p.pid != process.pid]  # noqa: E731
-    wait_for(lambda: any(p.num_threads() > 1 for p in launcher()))  # those of its store
+    wait_for(lambda: any(p.num_threads() > 1 for p in marked(mark)))  # torchrun, with its store
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_S) == 75
     assert marked(mark) == []

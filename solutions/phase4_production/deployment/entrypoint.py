@@ -21,6 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+# By default, torchrun tells the address of rank 0 only in the first round of a rendezvous, so that
+# a node that replaces another waits for it in vain.
+NEW_ADDRESS_IN_EACH_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOPPED = 75
 USAGE = 2
@@ -54,7 +57,8 @@ def _run(command: Sequence[str]) -> int:
     """Run the command, and forward the first signal; return its code, or minus a signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # none arrives before there is a handler
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # torchrun inherits that
-    pid = os.posix_spawnp(command[0], [*command], os.environ, setsid=True, setsigmask=())
+    environment = {**os.environ, **NEW_ADDRESS_IN_EACH_ROUND}
+    pid = os.posix_spawnp(command[0], [*command], environment, setsid=True, setsigmask=())
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         for number in SIGNALS:
