@@ -25,14 +25,23 @@ def load_image_folder(root: Path, *, image_size: int = 224, augment: bool = Fals
     Raises: DataError: if a folder is missing, has no classes or an empty one, or if the two
         have different classes.
     """
-    train_folder, test_folder = root / "train", _test_folder(root)
+    train_folder, test_folder = check_folders(root)
     classes = _classes(train_folder)
-    _check_same(classes, _classes(test_folder), test_folder)
     plain = _transform(image_size, augment=False)
     train = _open(train_folder, _transform(image_size, augment=True) if augment else plain)
     test = _open(test_folder, plain)
     image_shape = (3, image_size, image_size)
     return Splits("imagefolder", train, test, len(classes), image_shape, _MEAN, _STD)
+
+
+def check_folders(root: Path) -> tuple[Path, Path]:
+    """Return the folders of both halves, train/ and val/ or test/ under ``root``.
+
+    Raises: DataError: as ``load_image_folder``.
+    """
+    train_folder, test_folder = root / "train", _test_folder(root)
+    _check_same(_classes(train_folder), _classes(test_folder), test_folder)
+    return train_folder, test_folder
 
 
 def _test_folder(root: Path) -> Path:

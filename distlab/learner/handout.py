@@ -16,7 +16,7 @@ from distlab.learner.pages import Page
 
 LEFT_OUT = (
     *("solutions", "tests/wrong_answers", "tests/lab", "benchmarks", "scripts"),
-    *("CONTRIBUTING.md", "docs/grading.md", "mkdocs.yml"),
+    *("CONTRIBUTING.md", "docs/grading.md", "docs/results.md", "mkdocs.yml"),
     "distlab/learner/students_readme.md",  # README.md there
 )
 MADE = ("data", "out")  # by commands

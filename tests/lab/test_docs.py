@@ -25,7 +25,7 @@ COURSE = load(ROOT)
 README = ROOT / "README.md"
 FIRST_HOUR = ROOT / "docs/first_hour.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("phase*/guidelines.md")])
-MAX_README_LINES = 120
+MAX_README_LINES = 145  # of which 28 are the table of all methods
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

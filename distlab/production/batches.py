@@ -1,0 +1,73 @@
+"""Batches as a step wants them: on the device, without what cannot be read, mixed if asked for."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.production.config import Config
+from distlab.production.images import BAD, ImageData, Keys, loader_of, transforms
+from distlab.production.strategies import Strategy
+
+Targets = Tensor  # (b,) classes, or (b, classes) their shares
+
+
+class Batches:
+    """This rank's parts of the global batches, as far as a sampler says.
+
+    Attributes:
+        bad_images: how many could not be read, on this rank, in this start.
+    """
+
+    def __init__(self, data: ImageData, sampler: Any, config: Config, device: torch.device) -> None:
+        self.config, self.device, self.data = config, device, data
+        self.loader = loader_of(data.train, Keys(sampler), config, device)
+        self.sampler, self.bad_images = sampler, 0
+        self.mixer = _mixer(config, data.num_classes)
+
+    def of_epoch(self, strategy: Strategy) -> Iterator[tuple[Tensor, Targets]]:
+        """Yield what is left of the epoch; a rank that computes nothing gets nothing."""
+        if not strategy.computes:
+            yield from [(torch.zeros(0), torch.zeros(0))] * len(self.sampler)
+            return
+        for images, labels in self.loader:
+            self._note_bad(labels)
+            yield self._ready(images, labels)
+
+    def bad_images_of_all(self) -> int:
+        """Return how many could not be read on all ranks, which all call this."""
+        total = torch.tensor(self.bad_images, device=self.device)
+        dist.all_reduce(total)
+        return int(total)
+
+    def _note_bad(self, labels: Tensor) -> None:
+        self.bad_images += int((labels == BAD).sum())
+
+    def _ready(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Targets]:
+        is_good = labels != BAD
+        if not bool(is_good.any()):  # an image that does not count: each rank takes part
+            blank = torch.zeros(1, *images.shape[1:])
+            return on_device(blank, self.config, self.device), self._labels(torch.tensor([BAD]))
+        if not bool(is_good.all()):
+            images, labels = images[is_good], labels[is_good]
+        ready = on_device(images, self.config, self.device), self._labels(labels)
+        return self.mixer(*ready) if self.mixer else ready
+
+    def _labels(self, labels: Tensor) -> Tensor:
+        return labels.to(self.device, non_blocking=True)
+
+
+def on_device(images: Tensor, config: Config, device: torch.device) -> Tensor:
+    """Move images, laid out in memory as the model wants them."""
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    return images.to(device, non_blocking=True, memory_format=layout)
+
+
+def _mixer(config: Config, num_classes: int) -> Any:
+    """Return what mixes pairs of images: mixup, cutmix, or one of both at random; or None."""
+    v2 = transforms()
+    kinds = [(v2.MixUp, config.mixup), (v2.CutMix, config.cutmix)]
+    mixers = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha]
+    return v2.RandomChoice(mixers) if mixers else None

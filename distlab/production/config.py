@@ -1,0 +1,290 @@
+"""The configuration of a training: flat keys, from one YAML file and the command line."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from distlab.production.errors import ConfigError
+from distlab.words import did_you_mean
+
+Model = Literal["resnet18", "resnet50", "vit_s16", "vit_b16", "transformer"]
+Data = Literal["digits", "cifar10", "imagefolder", "synthetic"]
+Strategy = Literal["ddp", "fsdp", "course"]
+Pattern = Literal["native", "ring", "tree", "hierarchical", "parameter_server"]
+Compression = Literal["none", "top_k", "random_k", "threshold", "int8", "sign", "power_sgd"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class Config(BaseModel):
+    """All that decides how a training goes; what lasts is counted in epochs or steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    # what is trained, and on what
+    model: Model = "resnet18"
+    data: Data = "digits"
+    data_dir: Path | None = None
+    image_size: int = Field(32, ge=8, le=1024)
+    progressive_resize: dict[int, int] = {}  # from which epoch on, which side of training images
+    augment: Literal["none", "crop", "crop_flip"] = "crop_flip"
+    mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution; 0: off
+    cutmix: float = Field(0.0, ge=0)
+    num_workers: int = Field(2, ge=0)  # processes that load images, for each rank
+    max_bad_images: int = Field(0, ge=0)
+
+    # how long, and how
+    epochs: int = Field(10, ge=1)
+    batch_size: int = Field(128, ge=1)  # of all ranks together
+    accumulate: int = Field(1, ge=1)  # micro-batches of a rank's share
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    lr: float = Field(0.1, gt=0)  # for lr_batch_size images; scaled to batch_size
+    lr_batch_size: int = Field(256, ge=1)
+    warmup_epochs: float = Field(1.0, ge=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(5e-5, ge=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    clip_norm: float = Field(0.0, ge=0)  # 0: off
+    ema_decay: float = Field(0.0, ge=0, lt=1)  # 0: off
+    seed: int = Field(0, ge=0)
+
+    # how fast
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Precision = "fp32"
+    channels_last: bool = False
+    compile: bool = False
+
+    # on how many ranks, and how they share the work
+    num_gpus: int | Literal["auto"] = "auto"  # processes of a node; on a CPU, too
+    strategy: Strategy = "ddp"
+    communication_pattern: Pattern = "native"
+    zero_redundancy: Literal[0, 1, 2, 3] = 0
+    pipeline_parallelism: int = Field(1, ge=1)
+    tensor_parallelism: int = Field(1, ge=1)
+    sharding_strategy: Literal["auto", "manual"] = "manual"
+    compression: Compression = "none"
+    compression_ratio: float = Field(0.01, gt=0, le=1)  # of top_k and random_k; power_sgd: rank 4
+
+    # what is left behind
+    run_dir: Path = Path("out/run")
+    resume: Literal["auto", "never"] = "auto"
+    save_every: int = Field(500, ge=1)
+    keep: int = Field(3, ge=1)
+    async_save: bool = True
+    tensorboard: bool = True
+    metrics_port: int = Field(0, ge=0, le=65535)  # 0: no page
+    metrics_host: str = "127.0.0.1"
+    heartbeat_timeout_s: float = Field(300.0, gt=0)
+    profile: bool = False  # steps 20 to 25 as a Perfetto trace
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_true(cls, values: Any) -> Any:
+        """``zero_redundancy: true`` asks for the first stage, false for none."""
+        stage = values.get("zero_redundancy") if isinstance(values, Mapping) else None
+        return {**values, "zero_redundancy": int(stage)} if isinstance(stage, bool) else values
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Config":
+        """Refuse what does not go together, with what to change."""
+        for is_wrong, reason in _conflicts(self):
+            if is_wrong:
+                raise ValueError(reason)
+        return self
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold different parts of the model or of the optimizer's state."""
+        parts = self.pipeline_parallelism * self.tensor_parallelism
+        return bool(self.zero_redundancy) or parts > 1 or self.has_servers
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the first rank is a parameter server."""
+        return self.strategy == "course" and self.communication_pattern == "parameter_server"
+
+
+def _conflicts(c: Config) -> list[tuple[bool, str]]:
+    """What does not go together, and what to do about it."""
+    course_keys = [
+        f"{name}: {getattr(c, name)}"
+        for name in (
+            *("communication_pattern", "zero_redundancy", "pipeline_parallelism"),
+            *("tensor_parallelism",),
+        )
+        if getattr(c, name) != Config.model_fields[name].default
+    ]
+    splits = c.pipeline_parallelism * c.tensor_parallelism > 1
+    is_vit = c.model in ("vit_s16", "vit_b16", "transformer")
+    plain = not c.is_sharded and c.strategy != "fsdp"
+    return [
+        (
+            c.strategy != "course" and bool(course_keys),
+            f"strategy {c.strategy} is torch's own, and {', '.join(course_keys)} asks for the "
+            "course's: set strategy: course, or leave these out",
+        ),
+        (
+            c.data == "imagefolder" and c.data_dir is None,
+            "data: imagefolder needs data_dir, the folder that holds train/ and val/",
+        ),
+        (
+            c.compression != "none" and not plain,
+            f"compression: {c.compression} is for gradients that are averaged whole: use strategy "
+            "ddp, or course without zero_redundancy, pipeline or tensor parallelism",
+        ),
+        (
+            c.compression != "none" and c.communication_pattern != "native",
+            "a compressor sends what it sends by itself: leave communication_pattern out",
+        ),
+        (
+            c.precision == "fp16" and not plain,
+            "precision: fp16 scales the loss, which strategy ddp and course without sharding do: "
+            "use precision: bf16",
+        ),
+        (
+            c.tensor_parallelism > 1 and not is_vit,
+            f"tensor_parallelism splits attention and MLPs, and {c.model} has none: use "
+            "model: transformer, vit_s16 or vit_b16",
+        ),
+        (
+            splits and bool(c.zero_redundancy),
+            "zero_redundancy with pipeline or tensor parallelism is not offered: set one of them "
+            "to 0 or 1",
+        ),
+        (
+            splits and c.communication_pattern == "parameter_server",
+            "a parameter server with pipeline or tensor parallelism is not offered: leave one out",
+        ),
+        (
+            c.pipeline_parallelism > 1 and c.batch_size % c.pipeline_parallelism != 0,
+            f"batch_size {c.batch_size} cannot be cut into micro-batches for "
+            f"{c.pipeline_parallelism} stages: use a multiple",
+        ),
+        (
+            any(side % 8 or side < 8 for side in c.progressive_resize.values()),
+            f"progressive_resize {c.progressive_resize}: sides are multiples of 8",
+        ),
+        (
+            bool(c.progressive_resize) and is_vit,
+            f"progressive_resize changes the number of patches, which {c.model} has learnt: use a "
+            "ResNet",
+        ),
+    ]
+
+
+# Reading
+
+
+def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Config:
+    """Read a configuration.
+
+    Args:
+        path: of the YAML file.
+        overrides: keys of the command line, whose values are read as YAML.
+
+    Raises:
+        ConfigError: one line for each thing that is wrong: a key that does not exist, with the
+            nearest one; a value of another type, with what it should be; keys that do not fit.
+    """
+    values = {**_read(path), **{key: _value(key, text) for key, text in (overrides or {}).items()}}
+    return make_config(values, str(path))
+
+
+def make_config(values: Mapping[str, Any], where: str) -> Config:
+    """Check values; ``where`` begins the message of what is wrong with them.
+
+    Raises:
+        ConfigError: as for ``load_config``.
+    """
+    try:
+        return Config(**values)
+    except ValidationError as error:
+        lines = [f"{where}: {_told(problem)}" for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = yaml.load(path.read_text(encoding="utf-8"), _OnceOnly)
+    except OSError as error:
+        there = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
+        raise ConfigError(
+            f"{path}: {error.strerror}. {f'There are {there}' if there else ''}"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: this is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected lines of the form key: value, got {found!r:.80}")
+    return {str(key): value for key, value in found.items()}
+
+
+class _OnceOnly(yaml.SafeLoader):
+    """Refuses a key that comes twice: YAML's own loader keeps the last one and says nothing."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key} comes {keys.count(key)} times")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _value(key: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--{key} {text}: this is no value of YAML") from None
+
+
+def _told(problem: Any) -> str:
+    """Say what is wrong with one key, and what it should be."""
+    key = ".".join(str(part) for part in problem["loc"][:1])
+    if problem["type"] == "extra_forbidden":
+        advice = did_you_mean(key, Config.model_fields) or "docs/trainer.md lists all keys."
+        return f"there is no key {key!r}. {advice}"
+    if problem["type"] == "value_error" and not key:
+        return str(problem["ctx"]["error"])
+    return f"{key}: {problem['input']!r} is wrong: {_expected(key, problem)}"
+
+
+def _expected(key: str, problem: Any) -> str:
+    field = Config.model_fields[key]
+    choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str | int)]
+    if problem["type"] == "literal_error" and choices:
+        text = problem["input"]
+        advice = did_you_mean(text, map(str, choices)) if isinstance(text, str) else ""
+        return f"use one of {', '.join(map(str, choices))}. {advice}".rstrip()
+    return f"{problem['msg'][:1].lower()}{problem['msg'][1:]}. The default is {field.default}"
+
+
+def to_yaml(config: Config) -> str:
+    """Write all keys with their values, so that ``load_config`` reads the same configuration."""
+    return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def split_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """Read ``--epochs 5 --lr=0.1`` as keys with texts.
+
+    Raises:
+        ConfigError: something is no key, or has no value.
+    """
+    found: dict[str, str] = {}
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise ConfigError(f"{word}: expected --KEY VALUE, with a key of the configuration")
+        if not has_value:
+            if not waiting or waiting[0].startswith("--"):
+                raise ConfigError(f"--{name} has no value: write --{name} VALUE")
+            value = waiting.pop(0)
+        found[name.replace("-", "_")] = value
+    return found

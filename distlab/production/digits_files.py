@@ -1,0 +1,45 @@
+"""The bundled digits as a tree of JPEG files, so that the real input path is used offline."""
+
+import importlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from distlab import data
+
+SIDE = 32  # of the files: four times the 8 of the digits
+
+
+def digits_folder(folder: Path) -> Path:
+    """Make ``folder``/{train,val}/{0 … 9}/0000.jpg if it is not there; return it.
+
+    It gets its name when it is whole: a process that is killed leaves nothing under it.
+
+    Cost: 1,797 files, 3 s, the first time.
+    """
+    if not folder.exists():
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            _write(partial)
+            partial.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _write(folder: Path) -> None:
+    splits: Any = data.load("digits")
+    for half, images in (("train", splits.train), ("val", splits.test)):
+        for index, (pixels, label) in enumerate(zip(images.pixels, images.labels, strict=True)):
+            path = folder / half / str(int(label)) / f"{index:04d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _picture(pixels[0].numpy() * (255 // 16)).save(path, quality=95)
+
+
+def _picture(values: Any) -> Any:
+    image = importlib.import_module("PIL.Image")
+    return image.fromarray(values).resize((SIDE, SIDE), image.Resampling.BICUBIC)

@@ -1,0 +1,22 @@
+"""How a training ends: exit codes, which launchers and schedulers act upon, and their errors.
+
+0    done
+1    anything else: restarting may help
+74   the checkpoint cannot be written (EX_IOERR of sysexits.h)
+75   stopped when asked to, and saved (EX_TEMPFAIL): run it again
+78   the configuration or the data is wrong (EX_CONFIG): restarting does not help
+"""
+
+from phase4_production.given import EXIT_STOPPED
+
+EXIT_CANNOT_SAVE = 74
+EXIT_WRONG = 78
+__all__ = ["EXIT_CANNOT_SAVE", "EXIT_STOPPED", "EXIT_WRONG", "CannotSaveError", "ConfigError"]
+
+
+class ConfigError(ValueError):
+    """What was asked for, or the data, is wrong; the message says what to change."""
+
+
+class CannotSaveError(OSError):
+    """The last checkpoint of a run could not be written."""

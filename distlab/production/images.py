@@ -1,0 +1,275 @@
+"""Images from folders or memory: what a training reads, the same for the same seed, on any rank."""
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from distlab import data
+from distlab.data import DataError, rank_zero_first
+from distlab.data.download import data_root
+from distlab.data.folders import check_folders
+from distlab.production.config import Config
+from distlab.production.digits_files import digits_folder
+from distlab.torchvision_repair import import_torchvision
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+KEPT_OF_SIDE = 0.875  # by the centre crop of evaluation, where images are larger than SMALL
+SMALL = 64  # images up to this side are not cropped when a model is evaluated
+BAD = -100  # the label of an image that cannot be read: cross_entropy leaves it out
+Key = tuple[int, int]  # epoch, index: what decides how an image is augmented
+Sample = tuple[Tensor, int]  # float32 (3, S, S), normalised; label
+
+
+class Source(Protocol):
+    """Images as they are kept, each with its label."""
+
+    labels: np.ndarray
+
+    def read(self, index: int) -> Any:
+        """Return an image of PIL, or bytes (3, H, W)."""
+
+    def name(self, index: int) -> str:
+        """Return what a message calls an image."""
+
+
+class Files:
+    """Images in files, which are decoded when asked for.
+
+    The paths are one array of bytes: a list of strings would be copied page by page into each
+    loader process as it is read (pytorch#13246).
+    """
+
+    def __init__(self, samples: Sequence[tuple[str, int]]) -> None:
+        self.paths = np.array([path.encode() for path, _ in samples])
+        self.labels = np.array([label for _, label in samples])
+
+    def read(self, index: int) -> Any:
+        """Decode a file; PIL raises OSError where it is damaged."""
+        image = importlib.import_module("PIL.Image")
+        with image.open(self.name(index)) as opened:
+            return opened.convert("RGB")
+
+    def name(self, index: int) -> str:
+        """Return the path."""
+        path: bytes = self.paths[index]
+        return path.decode()
+
+
+class Pixels:
+    """Images in memory, as bytes."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
+        self.pixels, self.labels = pixels, labels.numpy()
+
+    def read(self, index: int) -> Tensor:
+        """Return the bytes, (3, H, W)."""
+        return self.pixels[index]
+
+    def name(self, index: int) -> str:
+        """Return the number."""
+        return f"image {index}"
+
+
+class Images(Dataset[Sample]):
+    """One half of the data: an item is asked for by epoch and index, as ``Key``.
+
+    An image that cannot be read comes out black, with the label BAD.
+    """
+
+    def __init__(self, source: Source, config: Config, *, is_training: bool) -> None:
+        self.source, self.config, self.is_training = source, config, is_training
+
+    def __len__(self) -> int:
+        return len(self.source.labels)
+
+    def __getitem__(self, key: Key) -> Sample:
+        epoch, index = key
+        side = side_of(self.config, epoch) if self.is_training else self.config.image_size
+        try:
+            image = self.source.read(index)
+        except OSError as error:
+            tell_bad(self.source.name(index), error)
+            return torch.zeros(3, side, side), BAD
+        transform = _transform(self.config, side, self.is_training)
+        return _seeded(transform, image, (self.config.seed, *key)), int(self.source.labels[index])
+
+
+def tell_bad(name: str, reason: object) -> None:
+    """Tell which image cannot be read, from whichever process has tried."""
+    print(f"warning: {name} cannot be read: {reason}", file=sys.stderr, flush=True)
+
+
+def side_of(config: Config, epoch: int) -> int:
+    """Return the side of the training images of an epoch, as ``progressive_resize`` has it."""
+    begun = [first for first in config.progressive_resize if first <= epoch]
+    return config.progressive_resize[max(begun)] if begun else config.image_size
+
+
+def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
+    """Augment by numbers that the seed alone decides, and leave torch's generator as it was.
+
+    So an image comes out the same in whichever process, on whichever rank, after a resume too.
+    """
+    (mixed,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(int(mixed) % 2**63)
+    augmented: Tensor = transform(image)
+    torch.set_rng_state(before)
+    return augmented
+
+
+_transforms: dict[tuple[Any, ...], Any] = {}  # of this process: building one takes longer than one
+
+
+def _transform(config: Config, side: int, is_training: bool) -> Any:
+    key = (config.data, config.augment, side, is_training)
+    if key not in _transforms:
+        v2 = transforms()
+        shape = _augment(v2, config, side) if is_training else _centre(v2, side)
+        numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+        _transforms[key] = v2.Compose([*shape, *numbers, v2.ToPureTensor()])
+    return _transforms[key]
+
+
+def transforms() -> Any:
+    """Import torchvision's transforms, version 2."""
+    import_torchvision()
+    return importlib.import_module("torchvision.transforms.v2")
+
+
+def _augment(v2: Any, config: Config, side: int) -> list[Any]:
+    if config.augment == "none":
+        return _centre(v2, side)
+    smallest = 0.08 if side > SMALL else 0.6  # share of the area: small images show one thing
+    crop = v2.RandomResizedCrop(side, scale=(smallest, 1.0), antialias=True)
+    return [crop, *([v2.RandomHorizontalFlip()] if config.augment == "crop_flip" else [])]
+
+
+def _centre(v2: Any, side: int) -> list[Any]:
+    kept = KEPT_OF_SIDE if side > SMALL else 1.0
+    return [v2.Resize(round(side / kept), antialias=True), v2.CenterCrop(side)]
+
+
+# Opening
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Both halves."""
+
+    train: Images
+    test: Images
+    num_classes: int
+
+
+def open_images(config: Config) -> ImageData:
+    """Open the data that a configuration names; all ranks call it.
+
+    Raises:
+        DataError: a folder is missing, has no classes, or an empty one, or the halves have
+            different classes; the message says what to do.
+    """
+    train, test, num_classes = _sources(config)
+    return ImageData(
+        Images(train, config, is_training=True),
+        Images(test, config, is_training=False),
+        num_classes,
+    )
+
+
+def _sources(config: Config) -> tuple[Source, Source, int]:
+    if config.data in ("digits", "imagefolder"):
+        if config.data == "digits":
+            with rank_zero_first():
+                folder = digits_folder(config.data_dir or data_root() / "digits-jpeg")
+        else:
+            folder = Path(config.data_dir or "")
+        halves = check_folders(folder)
+        files = [_files(half) for half in halves]
+        return files[0], files[1], len({*files[0].labels})
+    side = config.image_size
+    is_made_up = config.data == "synthetic"
+    options: dict[str, Any] = {"image_shape": (3, side, side)} if is_made_up else {}
+    splits: Any = data.load(config.data, root=config.data_dir, **options)
+    pixels = [Pixels(half.pixels, half.labels) for half in (splits.train, splits.test)]
+    return pixels[0], pixels[1], splits.num_classes
+
+
+def _files(folder: Path) -> Files:
+    try:
+        found = import_torchvision().datasets.ImageFolder(str(folder))
+    except FileNotFoundError as error:
+        raise DataError(f"{folder}: {error}") from None
+    return Files(found.samples)
+
+
+# Loading
+
+
+class Keys:
+    """Batches of a sampler, as keys: the epoch goes with each index to the loader's processes."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        epoch = self.sampler.epoch
+        for indices in self.sampler:
+            yield [(epoch, index) for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def loader_of(
+    images: Images, batches: Any, config: Config, device: torch.device
+) -> DataLoader[Any]:
+    """Load batches in processes of their own, ahead of time."""
+    return DataLoader(
+        images,
+        batch_sampler=batches,
+        num_workers=config.num_workers,
+        persistent_workers=config.num_workers > 0,
+        collate_fn=_Collate(config),
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else it would draw from the run's own
+        worker_init_fn=_one_thread,
+    )
+
+
+def _one_thread(_worker: int) -> None:
+    torch.set_num_threads(1)
+
+
+class _Collate:
+    """Stack images; a part of a short last batch may be empty."""
+
+    def __init__(self, config: Config) -> None:
+        self.side = config.image_size
+
+    def __call__(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+        if not samples:
+            return torch.zeros(0, 3, self.side, self.side), labels
+        return torch.stack([image for image, _ in samples]), labels
+
+
+def evaluation_keys(
+    num_images: int, global_batch: int, rank: int, num_ranks: int
+) -> list[list[Key]]:
+    """Return this rank's part of each batch of all images, each of which comes once.
+
+    The ranks' lists are equally long, for the model of a sharded strategy is called by all ranks
+    together; a part may be empty.
+    """
+    batches: Any = torch.arange(num_images).split(global_batch)  # type: ignore[no-untyped-call]
+    parts = [batch.tensor_split(num_ranks)[rank] for batch in batches]
+    return [[(0, index) for index in part.tolist()] for part in parts]

@@ -1,0 +1,60 @@
+"""Whose lessons a training uses: the solutions', or the learner's own."""
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+from distlab import trainers
+from distlab.grade.submission import Submission
+from distlab.production.config import Config
+from distlab.trainers import find_measurement
+
+Lessons = Callable[[str, str], ModuleType]  # name, phase
+
+# What each part of a training calls: tasks by number.
+ALWAYS = ("4.1", "4.2", "4.4", "4.5", "4.7", "4.14", "4.15", "4.16", "4.17")
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "native": ("3.12",),
+    "ring": ("3.4", "3.12"),
+    "tree": ("3.6", "3.12"),
+    "hierarchical": ("3.8", "3.12"),
+    "parameter_server": ("3.14",),
+}
+STAGES = {0: (), 1: ("3.18",), 2: ("3.19",), 3: ("3.20",)}
+COMPRESSORS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "top_k": ("4.9", "4.13"),
+    "random_k": ("4.10", "4.13"),
+    "threshold": ("4.10", "4.13"),
+    "int8": ("4.11", "4.13"),
+    "sign": ("4.11", "4.13"),
+    "power_sgd": ("4.12", "4.13"),
+}
+
+
+def find_lessons(impl: str, config: Config) -> Lessons:
+    """Return what imports a lesson, after a look at whether all are written.
+
+    Args:
+        impl: "solution" or "mine".
+
+    Raises:
+        NotThereError: a task is not written yet; it is named.
+        LearnerError: "mine" outside of the course's folder.
+    """
+    written = find_measurement(impl, tasks_of(config))
+    return partial(_lesson, written)
+
+
+def _lesson(written: Submission, name: str, phase: str) -> ModuleType:
+    return trainers.lesson(written, name, phase)
+
+
+def tasks_of(config: Config) -> tuple[str, ...]:
+    """Return the tasks whose functions a training calls."""
+    pipeline = ("2.1", "2.8", "2.9", "2.11", "2.12") if config.pipeline_parallelism > 1 else ()
+    shards = ("2.17",) if config.tensor_parallelism > 1 else ()
+    pattern = PATTERNS[config.communication_pattern] if config.strategy == "course" else ()
+    stage, compressor = STAGES[config.zero_redundancy], COMPRESSORS[config.compression]
+    profiler = ("4.18",) if config.profile else ()
+    return (*ALWAYS, *pipeline, *shards, *pattern, *stage, *compressor, *profiler)

@@ -1,0 +1,175 @@
+"""The models of the production trainer, torchvision's, and their layers one by one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from distlab.models.vit import build_vit
+from distlab.production.config import Config
+from distlab.production.images import SMALL
+from distlab.torchvision_repair import import_torchvision
+
+VITS: dict[str, dict[str, int]] = {  # Dosovitskiy et al. 2020, table 1; Touvron et al. 2021 for S
+    "vit_s16": {"num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536},
+    "vit_b16": {"num_heads": 12, "hidden_dim": 768, "mlp_dim": 3072},
+}
+
+
+SMALL_VIT_HEADS = 4  # of distlab.models.vit
+
+
+def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
+    """Build a model on a device: the same parameters for the same seed, on all ranks.
+
+    name           parameters   images
+    resnet18             11 M   up to 64 x 64 enter by one 3 x 3 convolution, others by 7 x 7
+    resnet50             25 M   the same
+    vit_s16              22 M   sides are multiples of 16
+    vit_b16              86 M   the same
+    transformer         0.1 M   a ViT of 4 layers and width 64, for small images
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        model: Any = _build(config, num_classes)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    built: nn.Module = model.to(device, memory_format=layout)
+    return built
+
+
+def _build(config: Config, num_classes: int) -> nn.Module:
+    side, models = config.image_size, import_torchvision().models
+    if config.model == "transformer":
+        return build_vit((3, side, side), num_classes)
+    if config.model in VITS:
+        sizes = {"image_size": side, "patch_size": 16, "num_layers": 12}
+        vit: nn.Module = models.VisionTransformer(
+            **sizes, **VITS[config.model], num_classes=num_classes
+        )
+        return vit
+    build = getattr(models, config.model)
+    return _with_stem_for(build(num_classes=num_classes), side)
+
+
+def _with_stem_for(resnet: Any, side: int) -> nn.Module:
+    """Let small images in as they are: the stem of 224 x 224 leaves 1/16 of their pixels."""
+    if side <= SMALL:
+        resnet.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+        nn.init.kaiming_normal_(resnet.conv1.weight, mode="fan_out", nonlinearity="relu")
+        resnet.maxpool = nn.Identity()
+    model: nn.Module = resnet
+    return model
+
+
+# Layers, for pipelines
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Cut a model into layers which, one after the other, compute what it computes."""
+    found: Any = model
+    if hasattr(found, "encoder"):
+        return [_Patches(found), *found.encoder.layers, _Head(found)]
+    stem = nn.Sequential(found.conv1, found.bn1, found.relu, found.maxpool)
+    blocks = [block for i in range(1, 5) for block in getattr(found, f"layer{i}")]
+    return [stem, *blocks, nn.Sequential(found.avgpool, nn.Flatten(1), found.fc)]
+
+
+class _Patches(nn.Module):
+    """What is before the blocks of a ViT: patches, the class's token, positions."""
+
+    def __init__(self, vit: Any) -> None:
+        super().__init__()
+        self.conv_proj, self.class_token = vit.conv_proj, vit.class_token
+        self.pos_embedding, self.dropout = vit.encoder.pos_embedding, vit.encoder.dropout
+
+    def forward(self, images: Tensor) -> Tensor:  # (B, 3, S, S) -> (B, 1 + patches, E)
+        patches = self.conv_proj(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1)
+        y: Tensor = self.dropout(tokens + self.pos_embedding)
+        return y
+
+
+class _Head(nn.Module):
+    """What is after them: a norm, and the classes, from the class's token."""
+
+    def __init__(self, vit: Any) -> None:
+        super().__init__()
+        self.norm, self.heads = vit.encoder.ln, vit.heads
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 1 + patches, E) -> (B, classes)
+        y: Tensor = self.heads(self.norm(x)[:, 0])
+        return y
+
+
+@torch.no_grad()
+def layer_flops(layers: list[nn.Module], side: int) -> list[float]:
+    """Count the FLOPs of each layer for an image, forward; the generators stay as they were."""
+    x, found = torch.zeros(1, 3, side, side), []
+    for layer in layers:
+        was_training = layer.training
+        counter = FlopCounterMode(display=False)
+        with counter:
+            x = layer.eval()(x)
+        layer.train(was_training)
+        found.append(float(max(counter.get_total_flops(), 1)))
+    return found
+
+
+# Heads apart, for tensor parallelism
+
+
+class SplitAttention(nn.Module):
+    """Self-attention with a layer each for queries, keys and values, in the place of torch's own.
+
+    The number of heads follows from the rows of ``query``, so that 1/N of them is 1/N of the heads.
+    """
+
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        width = attention.embed_dim
+        self.head_width = width // attention.num_heads
+        weights = attention.in_proj_weight.detach().chunk(3)
+        biases = attention.in_proj_bias.detach().chunk(3)
+        layers = [nn.Linear(width, width) for _ in weights]
+        for layer, weight, bias in zip(layers, weights, biases, strict=True):
+            layer.weight.data.copy_(weight)
+            layer.bias.data.copy_(bias)
+        self.query, self.key, self.value = layers
+        self.out = nn.Linear(width, width)
+        self.out.weight.data.copy_(attention.out_proj.weight.detach())
+        self.out.bias.data.copy_(attention.out_proj.bias.detach())
+
+    def forward(self, x: Tensor, *_same: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
+        """Mix the positions of (B, T, E); torchvision gives ``x`` as keys and values, too."""
+        q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)  # (B, H, T, D)
+        return self.out(mixed.transpose(1, 2).flatten(2)), None
+
+    def _split(self, x: Tensor) -> Tensor:  # (B, T, H · D) -> (B, H, T, D)
+        return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+
+
+class SplitMLP(nn.Module):
+    """torchvision's MLP, with names for what is split."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.up, self.down = mlp[0], mlp[3]
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, E) -> (B, T, E)
+        y: Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return y
+
+
+def split_heads(vit: nn.Module) -> None:
+    """Put layers that can be split in the places of a ViT's, with the same values."""
+    found: Any = vit
+    for block in found.encoder.layers:
+        block.self_attention = SplitAttention(block.self_attention)
+        block.mlp = SplitMLP(block.mlp)
+
+
+def num_heads(config: Config) -> int:
+    """Return how many heads the attention of a ViT has."""
+    return VITS[config.model]["num_heads"] if config.model in VITS else SMALL_VIT_HEADS

@@ -1,0 +1,71 @@
+"""How far a run is, and what has come since it was last told."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phase4_production.given import StepTimes
+
+
+class Progress:
+    """Steps, evaluated epochs and what came of them: a part of each checkpoint.
+
+    Attributes:
+        step: how many steps have been done.
+        evaluated: after how many epochs the model was evaluated last.
+        history: epoch and accuracy of each evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.evaluated = 0
+        self.history: list[tuple[int, float]] = []
+
+    @property
+    def accuracy(self) -> float:
+        """Of the last evaluation; 0: there was none."""
+        return self.history[-1][1] if self.history else 0.0
+
+    def note(self, epoch: int, accuracy: float) -> None:
+        """Take an evaluation in."""
+        self.evaluated = epoch
+        self.history.append((epoch, accuracy))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it."""
+        return {"step": self.step, "evaluated": self.evaluated, "history": [*self.history]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state."""
+        self.step, self.evaluated = state["step"], state["evaluated"]
+        self.history = [(epoch, accuracy) for epoch, accuracy in state["history"]]
+
+
+class Interval:
+    """The steps since the last line of the log."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss_sum = torch.zeros((), device=device)
+        self.num_own, self.times = 0, list[StepTimes]()
+
+    def add(self, loss_sum: Tensor, num_own: int) -> None:
+        """Take a step in, in which this rank had so many images; nothing waits for a GPU here."""
+        self.loss_sum += loss_sum
+        self.num_own += num_own
+
+    def mean_loss(self) -> float:
+        """Return the mean over the samples of all ranks, which all call this."""
+        sums = torch.stack([self.loss_sum, self.loss_sum.new_tensor(float(self.num_own))])
+        dist.all_reduce(sums)
+        return float(sums[0]) / max(float(sums[1]), 1.0)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the mean seconds of this rank's steps and of their parts."""
+        names = ("step_s", "data_s", "compute_s", "communication_s")
+        return {name: _mean([getattr(times, name) for times in self.times]) for name in names}
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / max(len(numbers), 1)

@@ -1,0 +1,143 @@
+"""Where the numbers of a training go: a progress bar, JSON lines, TensorBoard, Prometheus."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from distlab.production.config import Config
+from distlab.production.errors import ConfigError
+from distlab.production.lessons import Lessons
+from distlab.production.saving import say
+
+METRICS = (
+    *("loss", "lr", "epoch", "accuracy", "samples_total", "images_per_s", "mfu"),
+    *("step_s", "data_s", "compute_s", "communication_s", "peak_memory_bytes"),
+    *("bad_images_total", "checkpoint_s", "failed_saves_total", "straggler_ratio"),
+)
+LOG_EVERY = 10  # steps
+PEAK_FLOPS_PER_S = {  # dense, in 16 bits; NVIDIA's data sheets
+    "V100": 125e12,
+    "T4": 65e12,
+    "A10": 125e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "H100": 989e12,
+    "H200": 989e12,
+}
+
+
+class Reports:
+    """Takes the numbers of this rank, and shows those of rank 0 to people."""
+
+    def __init__(self, config: Config, lessons: Lessons, num_steps: int, first_step: int) -> None:
+        self.lesson = lessons("exporters", "phase4_production")
+        self.config, self.rank, self.num_steps = config, dist.get_rank(), num_steps
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        lines = config.run_dir / f"metrics.rank{self.rank}.jsonl"
+        self.writers: list[Any] = [self.lesson.JsonlWriter(lines, resume_after=first_step)]
+        if config.tensorboard and self.rank == 0:
+            folder = config.run_dir / "tensorboard"
+            self.writers.append(self.lesson.TensorBoardWriter(folder, resume_after=first_step))
+        if config.metrics_port:
+            self.writers.append(self._page())
+        self.bar = _Bar(num_steps, first_step) if self.rank == 0 and sys.stderr.isatty() else None
+
+    def _page(self) -> Any:
+        """Serve a page for Prometheus: rank r of this node at ``metrics_port`` + r."""
+        port = self.config.metrics_port + int(os.environ.get("LOCAL_RANK", "0"))
+        labels = {"run": self.config.run_dir.name, "rank": str(self.rank)}
+        try:
+            return self.lesson.PrometheusExporter(labels, port, self.config.metrics_host)
+        except OSError as error:
+            raise ConfigError(f"rank {self.rank}: metrics_port: {error}") from None
+
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take numbers; their names are among METRICS."""
+        for writer in self.writers:
+            writer.write(metrics, step)
+
+    def show(self, step: int, text: str) -> None:
+        """Show people how far the training is, on rank 0."""
+        if self.bar:
+            self.bar.show(step, text)
+        elif self.rank == 0:
+            say(f"step {step:,} of {self.num_steps:,}  {text}")
+
+    def say(self, text: str) -> None:
+        """Write a line that stays, on rank 0."""
+        if self.bar:
+            self.bar.print(text)
+        else:
+            say(text)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self.bar:
+            self.bar.close()
+        for writer in self.writers:
+            writer.close()
+
+
+class _Bar:
+    """A line that is drawn again and again, in a terminal."""
+
+    def __init__(self, num_steps: int, first_step: int) -> None:
+        self.progress = Progress(
+            TextColumn("{task.completed:>6}/{task.total} steps"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            refresh_per_second=4,
+        )
+        self.task = self.progress.add_task("", total=num_steps, completed=first_step)
+        self.progress.start()
+
+    def show(self, step: int, text: str) -> None:
+        self.progress.update(self.task, completed=step, description=text)
+
+    def print(self, text: str) -> None:
+        self.progress.console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return what MFU compares with: a GPU's data sheet, or the best product of matrices of three.
+
+    Cost: a few milliseconds where it is measured.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device).upper()
+        known = [key for key in PEAK_FLOPS_PER_S if key in name.replace("-", " ").split()]
+        if known:
+            return PEAK_FLOPS_PER_S[known[0]]
+    return max(_measured(device, dtype) for _ in range(3))
+
+
+def _measured(device: torch.device, dtype: torch.dtype) -> float:
+    side = 4096 if device.type == "cuda" else 512
+    a = torch.randn(side, side, device=device, dtype=dtype)
+    seconds = _seconds_of(lambda: a @ a, device)
+    return 2.0 * side**3 / seconds
+
+
+def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    from time import perf_counter
+
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begun_s = perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - begun_s

@@ -1,0 +1,44 @@
+"""How a model is spread over ranks: torch's own ways, and those of the course.
+
+configuration                                      strategy
+strategy: ddp                                      TorchDDP
+strategy: fsdp                                     TorchFSDP
+strategy: course                                   CourseDDP, communication_pattern native, ring,
+                                                   tree or hierarchical
+  communication_pattern: parameter_server          ParameterServer
+  zero_redundancy: 1, 2                            ShardedOptimizer
+  zero_redundancy: 3                               FullySharded
+  pipeline_parallelism, tensor_parallelism         Split
+"""
+
+from torch import nn
+
+from distlab.production.config import Config
+from distlab.production.lessons import Lessons
+from distlab.production.strategies.base import LossSum, Strategy
+from distlab.production.strategies.replicated import CourseDDP, TorchDDP
+from distlab.production.strategies.server import ParameterServer
+from distlab.production.strategies.sharded import FullySharded, ShardedOptimizer, TorchFSDP
+from distlab.production.strategies.split import Split
+
+__all__ = ["LossSum", "Strategy", "parallelise"]
+
+
+def parallelise(model: nn.Module, config: Config, loss_sum: LossSum, lessons: Lessons) -> Strategy:
+    """Spread a model, the same on every rank, as the configuration says; all ranks call it.
+
+    Raises:
+        ConfigError: the number of ranks or the model's layers cannot be split so.
+    """
+    return _kind(config)(model, config, loss_sum, lessons)
+
+
+def _kind(config: Config) -> type[Strategy]:
+    if config.strategy != "course":
+        return {"ddp": TorchDDP, "fsdp": TorchFSDP}[config.strategy]
+    if config.has_servers:
+        return ParameterServer
+    if config.pipeline_parallelism * config.tensor_parallelism > 1:
+        return Split
+    stages = {0: CourseDDP, 1: ShardedOptimizer, 2: ShardedOptimizer, 3: FullySharded}
+    return stages[config.zero_redundancy]

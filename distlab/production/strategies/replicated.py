@@ -1,0 +1,155 @@
+"""Data parallelism: each rank holds the whole model and sees a part of each batch."""
+
+import inspect
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.production.states import PerRank
+from distlab.production.strategies.base import Strategy
+from phase3_multi_node.given import in_background, node_groups, start_all_reduce
+from phase4_production.given import Group, HasState
+
+POWER_SGD_RANK = 4
+
+# Each rank keeps its own buffers, which become means when a model is evaluated. Newer versions of
+# torch call that by another name.
+_KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
+OWN_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
+}
+
+
+class TorchDDP(Strategy):
+    """torch's own DistributedDataParallel."""
+
+    reorders_buckets = True
+    ddp: Any
+
+    def distribute(self, model: nn.Module) -> None:
+        """Wrap the model; compressed gradients travel by a hook."""
+        self.module = model
+        self.ddp = self.called = DistributedDataParallel(model, **OWN_BUFFERS)
+        self.hook = compression_hook(self)
+        if self.hook:
+            self.ddp.register_comm_hook(None, self.hook)
+        self.make_optimizer()
+
+    @contextmanager
+    def accumulating(self, *, is_last: bool) -> Iterator[None]:
+        """Send the gradients of the last micro-batch alone, with those before added."""
+        if is_last:
+            yield
+            return
+        with self.ddp.no_sync():
+            yield
+
+    def parts(self) -> Mapping[str, HasState]:
+        """Add what compression has left behind, which is another on each rank."""
+        residuals = {"compression": PerRank(self.hook)} if self.hook else {}
+        return {**super().parts(), **residuals}
+
+
+class CourseDDP(TorchDDP):
+    """The DistributedDataParallel of task 3.12, with an all-reduce of Phase 3."""
+
+    def distribute(self, model: nn.Module) -> None:
+        """Wrap the model; the all-reduce is the one that ``communication_pattern`` names."""
+        self.module = model
+        self.hook = compression_hook(self)
+        hook: Any = self.hook
+        start = hook.all_reduce if hook else self._all_reduce()
+        lesson = self.lessons("ddp", "phase3_multi_node")
+        wrapped = lesson.DistributedDataParallel(model, all_reduce=start, group=self.replicas)
+        self.ddp = self.called = wrapped
+        self.make_optimizer()
+
+    def _all_reduce(self) -> Any:
+        pattern = self.config.communication_pattern
+        if pattern == "native":
+            return start_all_reduce
+        if pattern == "ring":
+            lesson = self.lessons("ring_allreduce", "phase3_multi_node")
+            return in_background(lesson.segmented_ring_all_reduce)
+        if pattern == "tree":
+            lesson = self.lessons("tree_allreduce", "phase3_multi_node")
+            return in_background(lesson.double_binary_tree_all_reduce)
+        return in_background(self._hierarchical())
+
+    def _hierarchical(self) -> Any:
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        inside, across = node_groups(hosts)
+        lesson = self.lessons("topology", "phase3_multi_node")
+
+        def all_reduce(x: Tensor, group: Group = None) -> None:
+            lesson.hierarchical_all_reduce(x, inside, across)
+
+        return all_reduce
+
+    def average_gradients(self) -> None:
+        """Wait for the last bucket."""
+        self.ddp.finish_gradient_synchronization()
+
+    def zero_grad(self) -> None:
+        """Set the gradients to 0 where they are, in the buckets."""
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+def compression_hook(strategy: Strategy) -> Any:
+    """Return the hook that compresses gradients, with error feedback; None: they travel whole."""
+    config = strategy.config
+    if config.compression == "none":
+        return None
+
+    def lesson(name: str) -> Any:
+        return strategy.lessons(name, "phase4_production")
+
+    hook = lesson("comm_hook").CompressionHook
+    return hook(strategy.module, _reduce(config.compression, config.compression_ratio, lesson))
+
+
+def _reduce(name: str, ratio: float, lesson: Any) -> Any:
+    """Return what averages flat gradients in compressed form."""
+    if name == "power_sgd":
+        return lesson("power_sgd").PowerSGD(POWER_SGD_RANK)
+    compression = lesson("gradient_compression")
+    if name in ("int8", "sign"):
+        codec = {"int8": compression.Int8, "sign": compression.Sign}[name]()
+        return lambda gradient, _pieces: compression.quantized(gradient, codec)
+    if name == "top_k":
+        return lambda gradient, _pieces: compression.top_k(gradient, ratio)
+    if name == "random_k":
+        return _RandomK(compression.random_k, ratio)
+    return lambda gradient, _pieces: compression.threshold(gradient, _least(gradient, ratio))
+
+
+class _RandomK:
+    """Entries at places that all ranks draw alike, also after a resume."""
+
+    def __init__(self, random_k: Any, ratio: float) -> None:
+        self.random_k, self.ratio = random_k, ratio
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, gradient: Tensor, _pieces: Any) -> Any:
+        return self.random_k(gradient, self.ratio, self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+def _least(gradient: Tensor, ratio: float) -> float:
+    """Return a magnitude that a share of the entries of a gradient reaches: its normal quantile."""
+    share = torch.tensor(1 - ratio, dtype=torch.float64).clamp(max=1 - 1e-9)
+    deviation = float(gradient.norm()) / max(gradient.numel(), 1) ** 0.5
+    quantile: Tensor = torch.special.ndtri((1 + share) / 2)
+    return float(deviation * quantile)

@@ -1,0 +1,79 @@
+"""A parameter server: rank 0 keeps the optimizer, the others compute gradients."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.production.errors import ConfigError
+from distlab.production.optimization import optimizer_of
+from distlab.production.states import PerRank
+from distlab.production.strategies.base import Strategy
+from phase4_production.given import HasState
+
+SERVER = 0
+
+
+class ParameterServer(Strategy):
+    """Task 3.14: workers push gradients and get parameters back, in every step."""
+
+    def distribute(self, model: nn.Module) -> None:
+        """Lay the parameters out in one flat tensor, which the server updates."""
+        num_ranks = dist.get_world_size()
+        if num_ranks < 2:
+            raise ConfigError(
+                "communication_pattern: parameter_server needs a server and a worker at least: "
+                "set num_gpus: 2 or more"
+            )
+        self.workers = [rank for rank in range(num_ranks) if rank != SERVER]
+        self.replicas = dist.new_group(self.workers)
+        self.module = self.called = model
+        self.flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+        dist.broadcast(self.flat, src=SERVER)
+        nn.utils.vector_to_parameters(self.flat, self.module.parameters())  # as views of it
+        kind, options = optimizer_of(self.config)
+        self.optimizer = kind([self.flat], **options)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank keeps the parameters."""
+        return dist.get_rank() == SERVER
+
+    @property
+    def num_replicas(self) -> int:
+        """How many workers share a batch."""
+        return len(self.workers)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the model; the optimizer knows the flat tensor alone."""
+        self.module.zero_grad(set_to_none=True)
+
+    def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
+        """Compute on the workers alone."""
+        if self.is_server:
+            return torch.zeros((), device=self.device)
+        return super().forward_backward(images, targets, num_samples)
+
+    def step(self) -> None:
+        """Serve one step, or push gradients and pull parameters."""
+        lesson = self.lessons("parameter_server", "phase3_multi_node")
+        if self.is_server:
+            lesson.serve_synchronously(self.flat, self.optimizer, self.workers, 1)
+            return
+        gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self._all]
+        pushed = nn.utils.parameters_to_vector(gradients)
+        lesson.push_pull({SERVER: pushed}, {SERVER: self.flat})
+
+    @property
+    def _all(self) -> list[nn.Parameter]:
+        return [*self.module.parameters()]
+
+    @property
+    def computes(self) -> bool:
+        """The server gets no images."""
+        return not self.is_server
+
+    def parts(self) -> Mapping[str, HasState]:
+        """The server's optimizer is the one that counts."""
+        return {**super().parts(), "optimizer": PerRank(self.optimizer)}

@@ -1,0 +1,155 @@
+"""Each rank sees a part of each batch and keeps a part of the state: ZeRO, and torch's FSDP."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from distlab.production.models import layers_of
+from distlab.production.optimization import optimizer_of
+from distlab.production.states import PerRank
+from distlab.production.strategies.base import DTYPES, Strategy
+from phase4_production.given import HasState
+
+
+class TorchFSDP(Strategy):
+    """torch's fully_shard: parameters, gradients and optimizer's state in shards."""
+
+    def distribute(self, model: nn.Module) -> None:
+        """Shard each block, and then the rest."""
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        kept = DTYPES[self.config.precision]
+        policy = MixedPrecisionPolicy(param_dtype=None if kept is torch.float32 else kept)
+        for layer in layers_of(model)[1:-1]:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        self.module = self.called = model
+        self.make_optimizer()
+
+    def of_parameters(self, part: HasState) -> HasState:
+        """Each rank has its shards."""
+        return PerRank(part)
+
+    def parts(self) -> Mapping[str, HasState]:
+        """Gather model and optimizer whole, so that any number of ranks can go on."""
+        whole: dict[str, HasState] = {
+            "model": _Whole(self.module),
+            "optimizer": _WholeOptimizer(self),
+        }
+        return {**super().parts(), **whole}
+
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+SPREAD = StateDictOptions(full_state_dict=True)
+
+
+class _Whole:
+    """A sharded model, as one state. Rank 0 alone gets it: it is the one that writes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.module, options=WHOLE)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_model_state_dict(self.module, dict(state), options=SPREAD)
+
+
+class _WholeOptimizer:
+    """The optimizer of a sharded model, as one state."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.module, self.optimizer = strategy.module, strategy.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_optimizer_state_dict(self.module, self.optimizer, dict(state), options=SPREAD)
+
+
+class ShardedOptimizer(Strategy):
+    """ZeRO stages 1 and 2: tasks 3.18 and 3.19."""
+
+    def distribute(self, model: nn.Module) -> None:
+        """Move the parameters into flat memory; each rank updates its part of it."""
+        self.module = self.called = model
+        lesson = self.lessons("zero", "phase3_multi_node")
+        names = {1: "ShardedOptimizer", 2: "ShardedGradientOptimizer"}
+        kind, options = optimizer_of(self.config)
+        cls = getattr(lesson, names[self.config.zero_redundancy])
+        self.sharded = cls(model.parameters(), kind, **options)
+        self.optimizer = self.sharded.optimizer
+
+    def zero_grad(self) -> None:
+        """Set the gradients to 0 where they are."""
+        self.sharded.zero_grad()
+
+    def step(self) -> None:
+        """Average the gradients, update this rank's shard, gather the others'."""
+        self.sharded.step()
+
+    def parts(self) -> Mapping[str, HasState]:
+        """The optimizer's state is another on each rank; masters are parts of the parameters."""
+        return {**super().parts(), "optimizer": PerRank(self.optimizer)}
+
+
+class FullySharded(Strategy):
+    """ZeRO stage 3: task 3.20."""
+
+    def distribute(self, model: nn.Module) -> None:
+        """Shard the parameters; units are whole while they compute."""
+        lesson = self.lessons("zero", "phase3_multi_node")
+        dtype = DTYPES[self.config.precision]
+        self.module = self.called = lesson.FullyShardedDataParallel(model, compute_dtype=dtype)
+        self.make_optimizer()
+
+    def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
+        """Compute in the dtype of the gathered parameters."""
+        return super().forward_backward(images.to(self.dtype), targets, num_samples)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters while they are whole."""
+        return DTYPES[self.config.precision]
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Return the logits of this rank's images."""
+        logits: Tensor = self.module(images.to(self.dtype))
+        return logits.float()
+
+    def of_parameters(self, part: HasState) -> HasState:
+        """Each rank has its shards."""
+        return PerRank(part)
+
+    def parts(self) -> Mapping[str, HasState]:
+        """Parameters as they are sharded: each rank's own."""
+        model = PerRank(_Shards(self.module))
+        return {**super().parts(), "model": model, "optimizer": PerRank(self.optimizer)}
+
+
+class _Shards:
+    """This rank's shards of the parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(state[name])

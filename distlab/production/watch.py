@@ -1,0 +1,102 @@
+"""A thread that ends this process when a rank has gone silent, so that a launcher starts anew."""
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from distlab.production.config import Config
+from distlab.production.lessons import Lessons
+
+POLL_S = 0.5
+WATCHERS = 2  # ranks 0 and 1: one of them may be the one that hangs
+EXIT_SILENT = 1  # restarting helps
+
+
+class Watch:
+    """Reports that this rank lives, and looks whether the others do.
+
+    A collective waits for a rank that was stopped or hangs, for ever or for half an hour; a
+    launcher sees that all processes exist. So ranks 0 and 1 watch all heartbeats, and end their
+    process when one has been missing for ``heartbeat_timeout_s``; torchrun then ends and restarts
+    all. Each rank watches its launcher, too: if that is killed, the next run must not meet ranks of
+    this one in the same folder. ``run_dir``/heartbeat.rank<r> is for whoever watches from outside.
+    """
+
+    def __init__(self, config: Config, lessons: Lessons) -> None:
+        """Meet in a store; all ranks call it."""
+        self.rank, self.timeout_s = dist.get_rank(), config.heartbeat_timeout_s
+        self.file = config.run_dir / f"heartbeat.rank{self.rank}"
+        lesson = lessons("fault_tolerance", "phase4_production")
+        store = _store()
+        self.heart = lesson.Heartbeat(store, self.rank)
+        self.parent, self.ended = os.getppid(), threading.Event()
+        self.beat(0)
+        monitor = None
+        if self.rank < WATCHERS and dist.get_world_size() > 1:
+            own = store.clone()  # one connection is not for two threads
+            size = dist.get_world_size()
+            monitor = lesson.HeartbeatMonitor(own, size, timeout_s=self.timeout_s)
+        threading.Thread(target=self._watch, args=(monitor,), daemon=True).start()
+
+    def beat(self, step: int, busy_s: float = 0.0) -> None:
+        """Report that this rank lives, also during an evaluation."""
+        self.heart.beat(step, busy_s)
+        touch(self.file)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self.ended.set()
+
+    def _watch(self, monitor: Any) -> None:
+        while not self.ended.wait(POLL_S):
+            if reason := self._orphaned() or (self._silent(monitor) if monitor else ""):
+                self._end(reason)
+                return
+
+    def _orphaned(self) -> str:
+        """Tell whether the launcher has died: the ranks it had started would go on for ever."""
+        is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+        return "its launcher has died" if is_launched and os.getppid() != self.parent else ""
+
+    def _silent(self, monitor: Any) -> str:
+        """Tell which ranks have been silent for too long; "": none."""
+        try:
+            silent = [health for health in monitor.poll() if health.status == "silent"]
+        except RuntimeError as error:  # the store's own rank is gone, or stopped
+            return f"rank 0 does not answer ({str(error).splitlines()[0]:.100})"
+        names = ", ".join(f"rank {h.rank} (step {h.step})" for h in silent)
+        return names and f"silent for more than {self.timeout_s:g} s: {names}"
+
+    def _end(self, reason: str) -> None:
+        if self.ended.is_set():
+            return
+        print(f"rank {self.rank}: {reason}. This process ends.", file=sys.stderr, flush=True)
+        os._exit(EXIT_SILENT)  # the main thread waits in a collective, and hears no exception
+
+
+def touch(path: Path) -> None:
+    """Set the time of a file to now; make it if it is missing."""
+    path.touch()
+    os.utime(path, (time.time(), time.time()))
+
+
+def _store() -> Any:
+    """Return a store that rank 0 holds."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    is_host = dist.get_rank() == 0
+    timeout = timedelta(seconds=30)
+    mine = (
+        TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        if is_host
+        else None
+    )
+    port = [mine.port if mine else 0]
+    dist.broadcast_object_list(port, src=0)
+    return mine or TCPStore(host, port[0], wait_for_workers=False, timeout=timeout)
