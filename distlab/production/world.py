@@ -45,9 +45,12 @@ def joined(config: Config) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def seed_generators(seed: int) -> None:
-    """Let each rank draw other numbers, for dropout and mixup, and the same in the next run."""
-    of_rank = seed + 1 + dist.get_rank()
+def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
+    """Let each replica draw other numbers, for dropout and mixup, and the same in the next run.
+
+    The ranks of a replica draw alike: the first stage mixes images, and the last one their labels.
+    """
+    of_rank = seed + 1 + max(dist.get_rank(replicas), 0)
     random.seed(of_rank)
     np.random.seed(of_rank)
     torch.manual_seed(of_rank)

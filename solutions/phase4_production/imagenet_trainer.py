@@ -46,7 +46,7 @@ class Training:
         self.measured = measure(model, config, lessons)
         self.strategy = parallelise(model, config, self.loss_sum, lessons)
         self.mean = ParameterMean.of(self.strategy.module, config.ema_decay)
-        seed_generators(config.seed)
+        seed_generators(config.seed, self.strategy.replicas)
         self.sampler = lessons("training_state", PHASE).ResumableSampler(
             len(data.train), config.batch_size, config.seed, self.strategy.replicas
         )
@@ -92,7 +92,7 @@ class Training:
         for images, targets in self.telemetry.timer.batches(batches):
             with self.telemetry.part("compute"):
                 loss = self.train_step(images, targets)
-            self.telemetry.end_step(loss, len(images))
+            self.telemetry.end_step(loss, len(images), counts=self.strategy.counts)
             self.after_step()
 
     def train_step(self, images: Tensor, targets: Tensor) -> Tensor:
