@@ -34,7 +34,7 @@ fi
 source .venv/bin/activate
 
 # The first node holds the rendezvous, and is a single point of failure: if it is lost, the job
-# ends, and Slurm queues it again. The id differs between runs, so that none meets what one has left.
+# ends, and Slurm queues it again. The id differs between runs, so that none meets an earlier one.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${nodes%%$'\n'*}
 export OMP_NUM_THREADS=8
