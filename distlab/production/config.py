@@ -3,10 +3,18 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from distlab.production.errors import ConfigError
 from distlab.words import did_you_mean
@@ -22,7 +30,9 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class Config(BaseModel):
     """All that decides how a training goes. Units: steps and epochs unless a name says otherwise."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     # what is trained, and on what
     model: Model = "resnet18"
@@ -59,7 +69,9 @@ class Config(BaseModel):
     compile: bool = False
 
     # on how many ranks, and how they share the work
-    num_gpus: int | Literal["auto"] = "auto"  # processes of a node; on a CPU, too
+    num_gpus: Annotated[int, Field(ge=1)] | Literal["auto"] = (
+        "auto"  # processes of a node; on a CPU, too
+    )
     strategy: Strategy = "ddp"
     communication_pattern: Pattern = "native"
     zero_redundancy: Literal[0, 1, 2, 3] = 0
@@ -87,6 +99,15 @@ class Config(BaseModel):
         """``zero_redundancy: true`` asks for the first stage, false for none."""
         stage = values.get("zero_redundancy") if isinstance(values, Mapping) else None
         return {**values, "zero_redundancy": int(stage)} if isinstance(stage, bool) else values
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _keeps_truth_apart(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse ``epochs: true``, which pydantic would read as 1."""
+        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
+        if isinstance(value, bool) and not is_switch:
+            raise ValueError("true and false are for switches")
+        return value
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -165,6 +186,16 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             f"{c.pipeline_parallelism} stages: use a multiple",
         ),
         (
+            c.clip_norm > 0 and c.is_sharded,
+            "clip_norm needs the norm of all gradients, and here each rank has a part of them: "
+            "leave it out, or use strategy ddp, fsdp, or course without sharding",
+        ),
+        (
+            c.model in ("vit_s16", "vit_b16") and bool(c.image_size % 16),
+            f"image_size {c.image_size}: {c.model} cuts images into patches of 16 x 16: use a "
+            "multiple of 16",
+        ),
+        (
             any(side % 8 or side < 8 for side in c.progressive_resize.values()),
             f"progressive_resize {c.progressive_resize}: sides are multiples of 8",
         ),
@@ -203,7 +234,8 @@ def make_config(values: Mapping[str, Any], where: str) -> Config:
     try:
         return Config(**values)
     except ValidationError as error:
-        lines = [f"{where}: {_told(problem)}" for problem in error.errors()]
+        first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
+        lines = [f"{where}: {_told(problem)}" for problem in reversed(first.values())]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -260,7 +292,8 @@ def _expected(key: str, problem: Any) -> str:
         text = problem["input"]
         advice = did_you_mean(text, map(str, choices)) if isinstance(text, str) else ""
         return f"use one of {', '.join(map(str, choices))}. {advice}".rstrip()
-    return f"{problem['msg'][:1].lower()}{problem['msg'][1:]}. The default is {field.default}"
+    reason = problem["msg"].removeprefix("Value error, ").partition(" for <class")[0]
+    return f"{reason[:1].lower()}{reason[1:]}. The default is {field.default}"
 
 
 def to_yaml(config: Config) -> str:
