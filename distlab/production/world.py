@@ -12,6 +12,7 @@ from typing import IO
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
@@ -37,7 +38,7 @@ def joined(config: Config) -> Iterator[torch.device]:
         dist.init_process_group(backend)
     else:
         _check_number(config, 1)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield device
     finally:
@@ -45,7 +46,7 @@ def joined(config: Config) -> Iterator[torch.device]:
 
 
 def seed_generators(seed: int) -> None:
-    """Let each rank draw other numbers, for dropout and mixup, and the same ones in the next run."""
+    """Let each rank draw other numbers, for dropout and mixup, and the same in the next run."""
     of_rank = seed + 1 + dist.get_rank()
     random.seed(of_rank)
     np.random.seed(of_rank)

@@ -14,7 +14,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.data import DataError
@@ -43,9 +42,7 @@ class Training:
         """Make all that is trained, and go on from the newest checkpoint."""
         self.config = config
         data = open_images(config)
-        model = build_model(config, data.num_classes).to(device)
-        if config.channels_last:
-            model = model.to(memory_format=torch.channels_last)
+        model = build_model(config, data.num_classes, device)
         self.measured = measure(model, config, lessons)
         self.strategy = parallelise(model, config, self.loss_sum, lessons)
         self.mean = ParameterMean.of(self.strategy.module, config.ema_decay)
