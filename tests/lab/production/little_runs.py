@@ -1,5 +1,6 @@
-"""Runs of the trainer on a handful of images: in a world of ranks, and by a plain loop beside it."""
+"""Runs of the trainer on a handful of images, in a world of ranks, and by a plain loop."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +94,28 @@ def _outcome(run_dir: Path, case: Case) -> Outcome:
         "accuracy": training.progress.history,
         "parts": sorted(training.parts()),
     }
+
+
+def digest(state: Any) -> str:
+    """Return a sum over all that a state holds; equal states have equal ones."""
+    found = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, Tensor):
+            found.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            found.update(part.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        elif isinstance(part, dict):
+            for key in sorted(part, key=str):
+                found.update(f"{key}:".encode())
+                add(part[key])
+        elif isinstance(part, list | tuple):
+            for each in part:
+                add(each)
+        else:
+            found.update(repr(part).encode())
+
+    add(state)
+    return found.hexdigest()
 
 
 # --- by a plain loop -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""All strategies train the same model: the losses and predictions of a plain loop on one process."""
+"""All strategies train the same model: the losses and predictions of a plain loop."""
 
 from typing import Any
 
