@@ -139,13 +139,19 @@ def test_zero_redundancy_is_a_stage_or_true(values: dict[str, Any], stage: int) 
         ),
         (
             {**COURSE, "pipeline_parallelism": 2, "communication_pattern": "parameter_server"},
-            "leave one out",
+            "leave it out",
         ),
-        ({**COURSE, "pipeline_parallelism": 3, "batch_size": 64}, "use a multiple"),
+        ({**COURSE, "pipeline_parallelism": 2, "accumulate": 2}, "leave accumulate"),
+        ({**COURSE, "zero_redundancy": 2, "communication_pattern": "ring"}, "averaged whole"),
+        ({"strategy": "fsdp", "channels_last": True}, "channels_last"),
+        ({"compression": "sign", "precision": "fp16"}, "use precision: bf16"),
+        ({"image_size": 8}, "use 16 or more"),
+        ({"image_size": 64, "progressive_resize": {0: 8}}, "use 16 or more"),
+        ({"warmup_epochs": 5, "epochs": 4}, "warmup_epochs 5 is more than epochs 4"),
         ({**COURSE, "zero_redundancy": 2, "clip_norm": 1.0}, "clip_norm"),
         ({**COURSE, "pipeline_parallelism": 2, "clip_norm": 1.0}, "clip_norm"),
         ({"model": "vit_s16", "image_size": 40}, "multiple of 16"),
-        ({"progressive_resize": {0: 12}}, "multiples of 8"),
+        ({"progressive_resize": {0: 20}}, "multiples of 8"),
         ({"model": "transformer", "progressive_resize": {0: 16}}, "use a ResNet"),
     ],
 )
@@ -226,9 +232,9 @@ def test_each_key_has_a_default_that_is_valid() -> None:
 def test_the_command_line_changes_any_key(tmp_path: Path) -> None:
     path = written(tmp_path, "epochs: 3\nlr: 0.1\n")
     words = ["--epochs", "5", "--lr=1e-3", "--channels-last", "true", "--seed", "7"]
-    config = load_config(path, split_arguments([*words, "--progressive_resize", "{0: 8}"]))
+    config = load_config(path, split_arguments([*words, "--progressive_resize", "{0: 16}"]))
     assert (config.epochs, config.lr, config.channels_last) == (5, 1e-3, True)
-    assert (config.progressive_resize, config.seed) == ({0: 8}, 7)
+    assert (config.progressive_resize, config.seed) == ({0: 16}, 7)
     assert load_config(path).epochs == 3
 
 

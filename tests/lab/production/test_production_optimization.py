@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 from distlab.production.config import Config
 from distlab.production.optimization import (
-    ParameterMean,
+    ModelMean,
+    TensorMean,
+    lr_at,
     optimizer_of,
     peak_lr,
     set_lr,
@@ -36,8 +39,26 @@ def test_the_rate_grows_linearly_and_falls_along_a_cosine() -> None:
 def test_a_warm_up_may_take_a_part_of_an_epoch_or_none() -> None:
     assert shares(4, epochs=1, warmup_epochs=0.5)[:3] == pytest.approx([0.5, 1.0, 1.0])
     assert shares(4, epochs=1, warmup_epochs=0)[0] == 1.0
-    long = shares(2, epochs=2, warmup_epochs=3)
-    assert long == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6])
+    assert shares(2, epochs=2, warmup_epochs=2) == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1.0])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_step_may_lie_between_two(schedule: str) -> None:
+    config = quick(epochs=2, schedule=schedule)
+    between = [share_of_lr(config, 4, 0.5 * step) for step in range(16)]
+    for before, here, after in zip(between[:6], between[1:7], between[2:8], strict=True):
+        assert before <= here <= after <= 1.0
+    assert min(between) > 0
+
+
+def test_the_rate_follows_from_the_place_of_the_sampler() -> None:
+    config = quick(epochs=2, lr=0.4, lr_batch_size=64)
+    place = Mock(num_samples=10 * 64 - 1, global_batch=64, epoch=0, position=3 * 64)
+    assert lr_at(config, place) == pytest.approx(0.4 * 4 / 10)
+    place.epoch, place.position = 1, 0
+    assert lr_at(config, place) == pytest.approx(0.4)
+    place.position = 5 * 64
+    assert lr_at(config, place) == pytest.approx(0.2)
 
 
 def test_a_constant_rate_stays_after_the_warm_up() -> None:
@@ -89,12 +110,12 @@ def values(number: int) -> list[torch.Tensor]:
     return list(torch.randn(shape, generator=generator, dtype=torch.float64))
 
 
-def of_values(decay: float, rows: list[torch.Tensor]) -> tuple[ParameterMean, torch.Tensor]:
+def of_values(decay: float, rows: list[torch.Tensor]) -> tuple[TensorMean, torch.Tensor]:
     parameter = nn.Parameter(rows[0].clone())
-    mean = ParameterMean([parameter], decay)
+    mean = TensorMean([parameter])
     for row in rows[1:]:
         parameter.data.copy_(row)
-        mean.update()
+        mean.update(decay)
     return mean, parameter
 
 
@@ -117,15 +138,28 @@ def test_the_first_steps_forget_the_random_start() -> None:
 
 
 def test_the_model_has_the_means_meanwhile_and_itself_back() -> None:
-    mean, parameter = of_values(0.5, values(5))
-    trained, averaged = parameter.detach().clone(), mean.means[0].clone()
+    module = nn.BatchNorm1d(2)
+    mean = ModelMean(module, 0.5)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module(torch.randn(8, 2) + 3)
+    module.weight.data += 1
+    mean.update()
+    trained = {name: value.clone() for name, value in module.state_dict().items()}
     with mean.in_place():
-        assert torch.equal(parameter, averaged)
-    assert torch.equal(parameter, trained)
+        share = 1 - 2 / 11  # after one step
+        for name in ("weight", "running_mean", "running_var"):
+            expected = torch.lerp(before[name], trained[name], share)
+            assert torch.allclose(module.state_dict()[name], expected)
+        assert int(module.num_batches_tracked or 0) == 1
+    assert_same(module, trained)
     with pytest.raises(RuntimeError, match="in an evaluation"), mean.in_place():
         raise RuntimeError("in an evaluation")
-    assert torch.equal(parameter, trained)
-    assert torch.equal(mean.means[0], averaged)
+    assert_same(module, trained)
+
+
+def assert_same(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, values[name])
 
 
 def test_a_mean_goes_on_from_its_state() -> None:
@@ -133,18 +167,19 @@ def test_a_mean_goes_on_from_its_state() -> None:
     straight, _ = of_values(0.7, rows)
     first, _ = of_values(0.7, rows[:4])
     parameter = nn.Parameter(rows[3].clone())
-    resumed = ParameterMean([parameter], 0.7)
+    resumed = TensorMean([parameter])
     resumed.load_state_dict(first.state_dict())
     for row in rows[4:]:
         parameter.data.copy_(row)
-        resumed.update()
+        resumed.update(0.7)
     assert torch.equal(resumed.means[0], straight.means[0])
     assert first.num_updates == 3
 
 
 def test_without_a_decay_there_is_no_mean() -> None:
     module = nn.Linear(2, 2)
-    assert ParameterMean.of(module, 0.0) is None
-    mean = ParameterMean.of(module, 0.9)
-    assert mean is not None
-    assert [m.shape for m in mean.means] == [p.shape for p in module.parameters()]
+    mean = ModelMean(module, 0.0)
+    module.weight.data.fill_(7)
+    mean.update()
+    with mean.in_place():
+        assert float(module.weight.min()) == 7
