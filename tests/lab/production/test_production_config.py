@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distlab.production.config import Config, load_config, make_config, split_arguments, to_yaml
@@ -306,6 +306,7 @@ def _configuration(values: dict[str, Any]) -> Config:
         raise
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_what_is_written_is_read_again(tmp_path_factory: Any, data: st.DataObject) -> None:
     keys = data.draw(st.sets(st.sampled_from(sorted(Config.model_fields)), max_size=8))

@@ -226,7 +226,7 @@ def test_ranks_and_launchers_may_be_killed(
     run.hold(-1)
     run.ended(*asked)
     assert run.exit_code() == 75
-    assert "asked to stop: saves after step 6" in run.told()
+    assert "asked to stop: saves step 6" in run.told()
     assert run.state()["step"] == "6"
 
     run.start()
@@ -267,5 +267,5 @@ def test_a_port_of_one_rank_in_use_ends_all_with_78(runs: Callable[..., Runs]) -
         run = runs(metrics_port=port)
         run.start()
         assert run.ended() != 0
-    assert f"rank 1: metrics_port: no metrics at 127.0.0.1:{port + 1}" in run.told()
+    assert f"rank 1: error: metrics_port: no metrics at 127.0.0.1:{port + 1}" in run.told()
     assert run.exit_code() == 78
