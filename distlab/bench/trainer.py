@@ -99,9 +99,7 @@ def matches(ranks: int, model: str) -> list[Match]:
         Match(FREED, ("fully_shard", partial(sharded, is_freed=True))),
     ]
     if ranks > 1:
-        found.append(
-            Match({"pipeline": _course(pipeline_parallelism=ranks)}, ("1F1B", pipeline))
-        )
+        found.append(Match({"pipeline": _course(pipeline_parallelism=ranks)}, ("1F1B", pipeline)))
         if not model.startswith("resnet"):
             split = {"tensor": _course(tensor_parallelism=ranks)}
             found.append(Match(split, ("ColwiseParallel", tensor_parallel)))

@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,6 @@ class Watch:
 def touch(path: Path) -> None:
     """Set the time of a file to now; make it if it is missing."""
     path.touch()
-    os.utime(path, (time.time(), time.time()))
 
 
 def _store() -> Any:
