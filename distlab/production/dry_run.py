@@ -22,7 +22,7 @@ from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import EXIT_WRONG, ConfigError
 from distlab.production.images import side_of
 from distlab.production.simulated_step import Step, simulated_step
-from distlab.sim import Cluster, SimulationError
+from distlab.sim import GPU, Cluster, SimulationError
 from distlab.trainers import NotThereError
 from distlab.words import bytes_text, counted, seconds_text
 
@@ -83,7 +83,10 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
 
     Cost: about 0.3 s of computing for each GPU of the cluster and each size of images, and 3 s.
     """
-    counts, slower = COUNTS[config.data], _slower(cluster)
+    gpu = cluster.gpu
+    if gpu is None:
+        raise ConfigError(f"{cluster.name} has no GPUs to train on: choose one that has: dgx-a100")
+    counts, slower = COUNTS[config.data], replace(cluster, gpu=_slower(gpu))
     epochs = Counter(side_of(config, epoch) for epoch in range(config.epochs))
     try:
         steps = {side: simulated_step(config, slower, side, counts.classes) for side in epochs}
@@ -96,28 +99,23 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
     return Prediction(
         step,
         config.batch_size / step.step_s,
-        _mfu(config, step, cluster),
+        _mfu(config, step, gpu, cluster.num_gpus),
         training_s,
         config.epochs * num_batches * step.evaluation_s,
     )
 
 
-def _slower(cluster: Cluster) -> Cluster:
-    """Return the cluster with GPUs that reach what such GPUs have reached."""
-    gpu = cluster.gpu
-    if gpu is None:
-        raise ConfigError(f"{cluster.name} has no GPUs to train on: choose one that has: dgx-a100")
+def _slower(gpu: GPU) -> GPU:
+    """Return a GPU that reaches what such GPUs have reached."""
     flops = {dtype: EFFICIENCY * rate for dtype, rate in gpu.achievable_flops.items()}
     rate = EFFICIENCY * gpu.memory_bytes_per_s
-    return replace(cluster, gpu=replace(gpu, achievable_flops=flops, memory_bytes_per_s=rate))
+    return replace(gpu, achievable_flops=flops, memory_bytes_per_s=rate)
 
 
-def _mfu(config: Config, step: Step, cluster: Cluster) -> float:
-    if cluster.gpu is None:
-        return 0.0
-    peak = cluster.gpu.peak_flops["float32" if config.precision == "fp32" else "float16"]
+def _mfu(config: Config, step: Step, gpu: GPU, num_gpus: int) -> float:
+    peak = gpu.peak_flops["float32" if config.precision == "fp32" else "float16"]
     flops = 3 * step.forward_flops * config.batch_size  # backward takes twice as many
-    return flops / (step.step_s * peak * cluster.num_gpus)
+    return flops / (step.step_s * peak * num_gpus)
 
 
 # As a program
@@ -155,31 +153,34 @@ def _cluster(options: dict[str, str]) -> Cluster:
 
 def print_prediction(name: str, config: Config, cluster: Cluster, found: Prediction) -> None:
     """Print a prediction as one short table, and what is assumed."""
-    step, gpus = found.step, cluster.num_gpus
     ways = f"{config.model}, {config.precision}, batches of {config.batch_size:,} images"
-    title = f"{name} on {counted(gpus, 'GPU')} of {cluster.name}: {ways}\n"
-    held = sorted(step.peak_by_category.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{what.replace('_', ' ')} {bytes_text(size)}" for what, size in held if size)
     table = Table.grid(padding=(0, 2))
-    for row in (
-        ("step", seconds_text(step.step_s), f"strategy {step.strategy}"),
-        ("  computing", seconds_text(step.step_s - step.exposed_s), ""),
-        ("  waiting for the network", seconds_text(step.exposed_s), f"{_share(step):.1%}"),
-        ("images/s", f"{found.images_per_s:,.0f}", f"{found.images_per_s / gpus:,.0f} a GPU"),
-        ("MFU", f"{found.mfu:.1%}", ""),
-        ("memory of a GPU", bytes_text(step.peak_bytes), parts),
-        ("an epoch", _duration(found.training_s / config.epochs), "of training, on average"),
-        ("the recipe", f"{found.hours:.2f} h", f"{config.epochs} epochs and their evaluations"),
-    ):
+    for row in _rows(config, cluster.num_gpus, found):
         table.add_row(*row)
     console = Console(highlight=False)
-    console.print(title, soft_wrap=True)
+    where = f"{counted(cluster.num_gpus, 'GPU')} of {cluster.name}"
+    console.print(f"{name} on {where}: {ways}\n", soft_wrap=True)
     console.print(table)
     print(f"\n{ASSUMED.format(EFFICIENCY)}")
 
 
-def _share(step: Step) -> float:
-    return step.exposed_s / step.step_s
+def _rows(config: Config, gpus: int, found: Prediction) -> list[tuple[str, str, str]]:
+    """Return what is predicted, its value, and a remark."""
+    step = found.step
+    held = sorted(step.peak_by_category.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{what.replace('_', ' ')} {bytes_text(size)}" for what, size in held if size)
+    waiting = f"{step.exposed_s / step.step_s:.1%} of it"
+    epoch_s = found.training_s / config.epochs
+    return [
+        ("step", seconds_text(step.step_s), f"strategy {step.strategy}"),
+        ("  computing", seconds_text(step.step_s - step.exposed_s), ""),
+        ("  waiting for the network", seconds_text(step.exposed_s), waiting),
+        ("images/s", f"{found.images_per_s:,.0f}", f"{found.images_per_s / gpus:,.0f} a GPU"),
+        ("MFU", f"{found.mfu:.1%}", ""),
+        ("memory of a GPU", bytes_text(step.peak_bytes), parts),
+        ("an epoch", _duration(epoch_s), "of training, on average"),
+        ("the recipe", f"{found.hours:.2f} h", f"{config.epochs} epochs and their evaluations"),
+    ]
 
 
 def _duration(seconds: float) -> str:

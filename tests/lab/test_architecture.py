@@ -45,6 +45,7 @@ MAY_IMPORT = {
             "launch",
             "learner",
             "planning",
+            "production",
             "sim",
             "training",
         )

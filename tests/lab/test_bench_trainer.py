@@ -12,7 +12,7 @@ from distlab.cli import main
 
 ALL = matches(2, "transformer")
 DATA_PARALLEL = Match({name: ALL[0].ours[name] for name in ("ddp", "ring")}, ALL[0].theirs)
-OPTIONS = "--repeats 2 --steps 2 --batch-size 8".split()
+OPTIONS = ["--repeats", "2", "--steps", "2", "--batch-size", "8"]
 
 
 def bench(*options: str) -> int | str | None:
@@ -43,20 +43,20 @@ def test_a_line_for_each_way_is_printed_and_saved(
     assert all(speed > 0 for speed in server["ours"]["images_per_s"])
 
 
-@pytest.mark.parametrize("match", ALL[1:-1], ids=lambda match: match.theirs[0])
+@pytest.mark.parametrize("match", ALL[3:-1], ids=lambda match: match.theirs[0])
 def test_ours_learns_what_its_rival_learns(
     match: Match, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is checked before anything is timed, in the first steps."""
     monkeypatch.setattr(trainer, "matches", lambda ranks, model: [match])
     assert bench(*OPTIONS, "--repeats", "1") == 0
-    for name in match.ours:
-        assert f"\n{name} " in capsys.readouterr().out or len(match.ours) > 1
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in match.ours)
 
 
 def test_what_learns_something_else_is_refused() -> None:
     _check({"ring": 2.0, "DistributedDataParallel": 2.001})
-    with pytest.raises(ValueError, match="the mean loss of ring is 2.1, and another's is 2$"):
+    with pytest.raises(ValueError, match=r"the mean loss of ring is 2\.1, and another's is 2$"):
         _check({"ring": 2.1, "DistributedDataParallel": 2.0})
 
 
