@@ -8,7 +8,7 @@ import re
 
 from xdist.scheduler import LoadScopeScheduling
 
-TASK_OF_THE_BANK = re.compile(r".*/test_bank\.py::\w+\[[\d.]+ ")
+TASK_OF_THE_BANK = re.compile(r".*wrong_answers/test_bank\.py::\w+\[[\d.]+ ")
 
 
 class ByFile(LoadScopeScheduling):
