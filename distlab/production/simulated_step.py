@@ -16,7 +16,7 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons, find_lessons
 from distlab.production.models import build_model
-from distlab.production.optimization import ParameterMean
+from distlab.production.optimization import ModelMean
 from distlab.production.strategies import parallelise
 from distlab.production.strategies.base import DTYPES
 from distlab.sim import Cluster, Event, Options, simulate
@@ -130,7 +130,7 @@ def _train_on_rank(config: Config, lessons: Lessons, side: int, num_classes: int
     model = _model(config, num_classes)
     strategy: Any = parallelise(model, config, _loss_sum, lessons)
     strategy.autocast = lambda: _Autocast(DTYPES[config.precision])  # torch has none on meta
-    average = ParameterMean.of(strategy.module, config.ema_decay)
+    average = ModelMean(strategy.module, config.ema_decay)
     num_own = -(-config.batch_size // dist.get_world_size())
     images, test_images = (_images(num_own, size) for size in (side, config.image_size))
     targets = torch.zeros(num_own, dtype=torch.int64, device=META)
@@ -141,8 +141,7 @@ def _train_on_rank(config: Config, lessons: Lessons, side: int, num_classes: int
         strategy.forward_backward(images, targets, config.batch_size)
         strategy.average_gradients()
         strategy.step()
-        if average:
-            average.update()
+        average.update()
     end_s = time.perf_counter()
     strategy.module.eval()
     with torch.no_grad(), strategy.autocast():
@@ -166,8 +165,7 @@ def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 def _forward_flops(config: Config, lessons: Lessons, side: int, num_classes: int) -> float:
     model, image = _model(config, num_classes).eval(), _images(1, side)
     count = lessons("monitoring", "phase4_production").count_flops
-    with torch.no_grad():
-        return float(count(lambda: model(image)))
+    return float(count(lambda: model(image)))
 
 
 PRODUCTS = {
