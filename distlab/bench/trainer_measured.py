@@ -99,8 +99,8 @@ def _mfu_of_an_image(setting: Setting) -> float | None:
     """Return which part of the peak of all ranks one image per second is."""
     if setting.device.type != "cuda":
         return None
-    flops, peak = measure(setting.model(), setting.config, setting.lessons)
-    return flops / (peak * dist.get_world_size())
+    costs = measure(setting.model(), setting.config, setting.lessons)
+    return costs.flops_per_image / (costs.peak_flops_per_s * dist.get_world_size())
 
 
 def _mean(losses: Losses) -> float:
