@@ -165,8 +165,7 @@ def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 def _forward_flops(config: Config, lessons: Lessons, side: int, num_classes: int) -> float:
     model, image = _model(config, num_classes).eval(), _images(1, side)
     count = lessons("monitoring", "phase4_production").count_flops
-    with torch.no_grad():
-        return float(count(lambda: model(image)))
+    return float(count(lambda: model(image)))
 
 
 PRODUCTS = {
