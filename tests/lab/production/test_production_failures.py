@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo listens on
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PROGRAM = HERE / "paced_trainer.py"
-TIMEOUT_S = 180
+TIMEOUT_S = 300
 RANKS = 2
 RANDOM = {"mixup": 0.4, "ema_decay": 0.9, "augment": "crop_flip"}
 
