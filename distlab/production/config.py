@@ -20,7 +20,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Config(BaseModel):
-    """All that decides how a training goes. Units: steps and epochs unless a name says otherwise."""
+    """All that decides how a training goes; what lasts is counted in epochs or steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -232,7 +232,8 @@ class _OnceOnly(yaml.SafeLoader):
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"the key {key} comes {keys.count(key)} times")
-        return super().construct_mapping(node, deep)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _value(key: str, text: str) -> Any:

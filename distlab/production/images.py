@@ -193,14 +193,14 @@ def _sources(config: Config) -> tuple[Source, Source, int]:
         else:
             folder = Path(config.data_dir or "")
         halves = check_folders(folder)
-        train, test = (_files(half) for half in halves)
-        return train, test, len({*train.labels})
+        files = [_files(half) for half in halves]
+        return files[0], files[1], len({*files[0].labels})
     side = config.image_size
     is_made_up = config.data == "synthetic"
     options: dict[str, Any] = {"image_shape": (3, side, side)} if is_made_up else {}
     splits: Any = data.load(config.data, root=config.data_dir, **options)
-    train, test = (Pixels(half.pixels, half.labels) for half in (splits.train, splits.test))
-    return train, test, splits.num_classes
+    pixels = [Pixels(half.pixels, half.labels) for half in (splits.train, splits.test)]
+    return pixels[0], pixels[1], splits.num_classes
 
 
 def _files(folder: Path) -> Files:
@@ -270,6 +270,6 @@ def evaluation_keys(
     The ranks' lists are equally long, for the model of a sharded strategy is called by all ranks
     together; a part may be empty.
     """
-    order = torch.arange(num_images)
-    parts = [batch.tensor_split(num_ranks)[rank] for batch in order.split(global_batch)]
+    batches: Any = torch.arange(num_images).split(global_batch)  # type: ignore[no-untyped-call]
+    parts = [batch.tensor_split(num_ranks)[rank] for batch in batches]
     return [[(0, index) for index in part.tolist()] for part in parts]

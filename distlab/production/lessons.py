@@ -5,6 +5,7 @@ from functools import partial
 from types import ModuleType
 
 from distlab import trainers
+from distlab.grade.submission import Submission
 from distlab.production.config import Config
 from distlab.trainers import find_measurement
 
@@ -45,7 +46,7 @@ def find_lessons(impl: str, config: Config) -> Lessons:
     return partial(_lesson, written)
 
 
-def _lesson(written: trainers.Submission, name: str, phase: str) -> ModuleType:
+def _lesson(written: Submission, name: str, phase: str) -> ModuleType:
     return trainers.lesson(written, name, phase)
 
 

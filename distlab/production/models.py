@@ -20,8 +20,8 @@ VITS: dict[str, dict[str, int]] = {  # Dosovitskiy et al. 2020, table 1; Touvron
 SMALL_VIT_HEADS = 4  # of distlab.models.vit
 
 
-def build_model(config: Config, num_classes: int) -> nn.Module:
-    """Build a model: the same parameters for the same seed, and the generator stays as it was.
+def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
+    """Build a model on a device: the same parameters for the same seed, on all ranks.
 
     name           parameters   images
     resnet18             11 M   up to 64 x 64 enter by one 3 x 3 convolution, others by 7 x 7
@@ -30,23 +30,26 @@ def build_model(config: Config, num_classes: int) -> nn.Module:
     vit_b16              86 M   the same
     transformer         0.1 M   a ViT of 4 layers and width 64, for small images
     """
-    side = config.image_size
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        if config.model == "transformer":
-            return build_vit((3, side, side), num_classes)
-        models = import_torchvision().models
-        if config.model in VITS:
-            model: nn.Module = models.VisionTransformer(
-                image_size=side,
-                patch_size=16,
-                num_layers=12,
-                num_classes=num_classes,
-                **VITS[config.model],
-            )
-            return model
-        build = getattr(models, config.model)
-        return _with_stem_for(build(num_classes=num_classes), side)
+        model: Any = _build(config, num_classes)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    built: nn.Module = model.to(device, memory_format=layout)
+    return built
+
+
+def _build(config: Config, num_classes: int) -> nn.Module:
+    side, models = config.image_size, import_torchvision().models
+    if config.model == "transformer":
+        return build_vit((3, side, side), num_classes)
+    if config.model in VITS:
+        sizes = {"image_size": side, "patch_size": 16, "num_layers": 12}
+        vit: nn.Module = models.VisionTransformer(
+            **sizes, **VITS[config.model], num_classes=num_classes
+        )
+        return vit
+    build = getattr(models, config.model)
+    return _with_stem_for(build(num_classes=num_classes), side)
 
 
 def _with_stem_for(resnet: Any, side: int) -> nn.Module:

@@ -46,13 +46,13 @@ class Progress:
 class Interval:
     """The steps since the last line of the log."""
 
-    def __init__(self) -> None:
-        self.loss_sum = torch.zeros(())
+    def __init__(self, device: torch.device) -> None:
+        self.loss_sum = torch.zeros((), device=device)
         self.num_own, self.times = 0, list[StepTimes]()
 
     def add(self, loss_sum: Tensor, num_own: int) -> None:
         """Take a step in, in which this rank had so many images; nothing waits for a GPU here."""
-        self.loss_sum = self.loss_sum.to(loss_sum.device) + loss_sum
+        self.loss_sum += loss_sum
         self.num_own += num_own
 
     def mean_loss(self) -> float:

@@ -111,7 +111,7 @@ class _Bar:
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return what MFU compares with: a GPU's data sheet, else the best of three products of matrices.
+    """Return what MFU compares with: a GPU's data sheet, or the best product of matrices of three.
 
     Cost: a few milliseconds where it is measured.
     """

@@ -18,10 +18,11 @@ STRAGGLERS_OVER = 50  # steps
 
 
 class Costs(NamedTuple):
-    """What MFU is made of."""
+    """What MFU is made of, on this rank's device."""
 
+    device: torch.device
     flops_per_image: float  # that the model needs: forward, and twice as many backward
-    peak_flops_per_s: float  # that this rank's device could do
+    peak_flops_per_s: float  # that the device could do
 
 
 def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
@@ -32,7 +33,7 @@ def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
     with torch.no_grad():
         forward = lessons("monitoring", "phase4_production").count_flops(lambda: model(image))
     model.train()
-    return Costs(3.0 * forward, peak_flops_per_s(device, DTYPES[config.precision]))
+    return Costs(device, 3.0 * forward, peak_flops_per_s(device, DTYPES[config.precision]))
 
 
 class Telemetry:
@@ -52,7 +53,7 @@ class Telemetry:
         self.watch = Watch(config, lessons)
         self.timer = self.monitoring.StepTimer()
         self.stragglers = self.monitoring.StragglerDetector(window=STRAGGLERS_OVER)
-        self.interval = Interval()
+        self.interval = Interval(costs.device)
         self.costs = costs
         self.steps_per_epoch = num_steps // config.epochs
 
@@ -72,11 +73,18 @@ class Telemetry:
         """Show that this rank lives, where a step takes long."""
         self.watch.beat(self.progress.step)
 
-    def end_step(self, loss_sum: Tensor, num_own: int) -> None:
-        """Take a step in, in which this rank had so many images that count."""
+    def end_step(self, loss_sum: Tensor, num_images: int, *, counts: bool) -> None:
+        """Take a step in.
+
+        Args:
+            loss_sum: of this rank's images.
+            num_images: of this rank.
+            counts: whether they count: not where another rank of the replica has the same.
+        """
         times = self.timer.end_step()
         self.interval.times.append(times)
-        self.interval.add(loss_sum, num_own)
+        if counts:
+            self.interval.add(loss_sum, num_images)
         self.watch.beat(self.progress.step, times.data_s + times.compute_s)
         for slow in self.stragglers.add(times):
             text = f"rank {slow.rank} is slow: {slow.ratio:.1f} times as long, by its {slow.part}"
@@ -90,7 +98,7 @@ class Telemetry:
 
     def tell(self, lr: float, bad_images: int, checkpoints: Checkpoints) -> None:
         """Write the means over the steps since the last time; all ranks call it."""
-        step, interval, device = self.progress.step, self.interval, self.interval.loss_sum.device
+        step, interval, device = self.progress.step, self.interval, self.costs.device
         seconds = interval.seconds()
         found = {
             "loss": interval.mean_loss(),
@@ -106,7 +114,7 @@ class Telemetry:
         }
         self.reports.write(found, step)
         self.reports.show(step, _line(found))
-        self.interval = Interval()
+        self.interval = Interval(self.costs.device)
 
     def _speed(self, step_s: float) -> dict[str, float]:
         """Return the speed of all ranks together."""

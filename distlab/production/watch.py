@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from distlab.production.config import Config
 from distlab.production.lessons import Lessons
@@ -92,10 +93,10 @@ def _store() -> Any:
     is_host = dist.get_rank() == 0
     timeout = timedelta(seconds=30)
     mine = (
-        dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         if is_host
         else None
     )
     port = [mine.port if mine else 0]
     dist.broadcast_object_list(port, src=0)
-    return mine or dist.TCPStore(host, port[0], wait_for_workers=False, timeout=timeout)
+    return mine or TCPStore(host, port[0], wait_for_workers=False, timeout=timeout)

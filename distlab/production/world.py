@@ -12,6 +12,7 @@ from typing import IO
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
@@ -37,16 +38,19 @@ def joined(config: Config) -> Iterator[torch.device]:
         dist.init_process_group(backend)
     else:
         _check_number(config, 1)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield device
     finally:
         dist.destroy_process_group()
 
 
-def seed_generators(seed: int) -> None:
-    """Let each rank draw other numbers, for dropout and mixup, and the same ones in the next run."""
-    of_rank = seed + 1 + dist.get_rank()
+def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
+    """Let each replica draw other numbers, for dropout and mixup, and the same in the next run.
+
+    The ranks of a replica draw alike: the first stage mixes images, and the last one their labels.
+    """
+    of_rank = seed + 1 + max(dist.get_rank(replicas), 0)
     random.seed(of_rank)
     np.random.seed(of_rank)
     torch.manual_seed(of_rank)

@@ -14,7 +14,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.data import DataError
@@ -43,13 +42,11 @@ class Training:
         """Make all that is trained, and go on from the newest checkpoint."""
         self.config = config
         data = open_images(config)
-        model = build_model(config, data.num_classes).to(device)
-        if config.channels_last:
-            model = model.to(memory_format=torch.channels_last)
+        model = build_model(config, data.num_classes, device)
         self.measured = measure(model, config, lessons)
         self.strategy = parallelise(model, config, self.loss_sum, lessons)
         self.mean = ParameterMean.of(self.strategy.module, config.ema_decay)
-        seed_generators(config.seed)
+        seed_generators(config.seed, self.strategy.replicas)
         self.sampler = lessons("training_state", PHASE).ResumableSampler(
             len(data.train), config.batch_size, config.seed, self.strategy.replicas
         )
@@ -95,7 +92,7 @@ class Training:
         for images, targets in self.telemetry.timer.batches(batches):
             with self.telemetry.part("compute"):
                 loss = self.train_step(images, targets)
-            self.telemetry.end_step(loss, len(images))
+            self.telemetry.end_step(loss, len(images), counts=self.strategy.counts)
             self.after_step()
 
     def train_step(self, images: Tensor, targets: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "bench": {"grade", "launch", "plot", "shared_memory", "sim", "trainers"},
     "planning": {"sim", "trainers"},
     "chaos": {"grade", "trainers"},
+    "production": {"data", "grade", "models", "trainers"},
     "cli": {
         *(
             "bench",
@@ -50,6 +51,9 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
 }
+# The production trainer is no lesson: it puts the lessons together, with libraries.
+TRAINER = ROOT / "solutions/phase4_production/imagenet_trainer.py"
+LESSONS = [path for path in ROOT.glob("solutions/**/*.py") if path != TRAINER]
 TOOLS = {
     *("garbage", "interrupts", "reading", "torchvision_repair", "tracebacks", "words", "writing")
 }
@@ -213,7 +217,7 @@ def test_not_even_types_import_each_other_inside_sim() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*ROOT.glob("solutions/**/*.py"), *ROOT.glob("phase*/[!t]*.py")],
+    [*LESSONS, *ROOT.glob("phase*/[!t]*.py")],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_lessons_need_torch_numpy_and_the_standard_library_only(path: Path) -> None:

@@ -34,6 +34,7 @@ class Strategy:
     """
 
     module: nn.Module
+    called: Any  # the module as training calls it: wrapped, compiled
     optimizer: torch.optim.Optimizer
     replicas: Group = None
     reorders_buckets = False  # after the first step, by the order in which gradients came
@@ -91,7 +92,8 @@ class Strategy:
             with self.accumulating(is_last=place == len(micro_batches)):
                 with self.autocast():
                     loss = self.loss_sum(self.called(x), y)
-                self.scaler.scale(loss * scale).backward()
+                scaled: Any = self.scaler.scale(loss * scale)
+                scaled.backward()
             total += loss.detach()
         return total
 

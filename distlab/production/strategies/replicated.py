@@ -4,7 +4,6 @@ import inspect
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ class TorchDDP(Strategy):
     """torch's own DistributedDataParallel."""
 
     reorders_buckets = True
+    ddp: Any
 
     def distribute(self, model: nn.Module) -> None:
         """Wrap the model; compressed gradients travel by a hook."""
@@ -63,7 +63,8 @@ class CourseDDP(TorchDDP):
         """Wrap the model; the all-reduce is the one that ``communication_pattern`` names."""
         self.module = model
         self.hook = compression_hook(self)
-        start = self.hook.all_reduce if self.hook else self._all_reduce()
+        hook: Any = self.hook
+        start = hook.all_reduce if hook else self._all_reduce()
         lesson = self.lessons("ddp", "phase3_multi_node")
         wrapped = lesson.DistributedDataParallel(model, all_reduce=start, group=self.replicas)
         self.ddp = self.called = wrapped
@@ -106,7 +107,10 @@ def compression_hook(strategy: Strategy) -> Any:
     config = strategy.config
     if config.compression == "none":
         return None
-    lesson = partial(strategy.lessons, phase="phase4_production")
+
+    def lesson(name: str) -> Any:
+        return strategy.lessons(name, "phase4_production")
+
     hook = lesson("comm_hook").CompressionHook
     return hook(strategy.module, _reduce(config.compression, config.compression_ratio, lesson))
 
@@ -147,4 +151,5 @@ def _least(gradient: Tensor, ratio: float) -> float:
     """Return a magnitude that a share of the entries of a gradient reaches: its normal quantile."""
     share = torch.tensor(1 - ratio, dtype=torch.float64).clamp(max=1 - 1e-9)
     deviation = float(gradient.norm()) / max(gradient.numel(), 1) ** 0.5
-    return deviation * float(torch.special.ndtri((1 + share) / 2))
+    quantile: Tensor = torch.special.ndtri((1 + share) / 2)
+    return float(deviation * quantile)

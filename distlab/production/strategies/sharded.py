@@ -43,7 +43,10 @@ class TorchFSDP(Strategy):
 
     def parts(self) -> Mapping[str, HasState]:
         """Gather model and optimizer whole, so that any number of ranks can go on."""
-        whole = {"model": _Whole(self.module), "optimizer": _WholeOptimizer(self)}
+        whole: dict[str, HasState] = {
+            "model": _Whole(self.module),
+            "optimizer": _WholeOptimizer(self),
+        }
         return {**super().parts(), **whole}
 
 
@@ -99,7 +102,7 @@ class ShardedOptimizer(Strategy):
         self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:
-        """The optimizer's state is another on each rank; so are masters, but they are parameters."""
+        """The optimizer's state is another on each rank; masters are parts of the parameters."""
         return {**super().parts(), "optimizer": PerRank(self.optimizer)}
 
 
