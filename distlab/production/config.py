@@ -151,9 +151,15 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             "model: transformer, vit_s16 or vit_b16",
         ),
         (
-            splits and bool(c.zero_redundancy),
-            "zero_redundancy with pipeline or tensor parallelism is not offered: set one of them "
-            "to 0 or 1",
+            splits and c.zero_redundancy > 1,
+            f"zero_redundancy: {c.zero_redundancy} with pipeline or tensor parallelism is not "
+            "offered: the stages' gradients must stay whole; set zero_redundancy: 1",
+        ),
+        (
+            not _sends_so(c.zero_redundancy, c.communication_pattern),
+            f"zero_redundancy: {c.zero_redundancy} sends gradients by reduce-scatters, and "
+            f"communication_pattern: {c.communication_pattern} cannot do that: use native, or "
+            "ring with zero_redundancy: 1",
         ),
         (
             splits and c.communication_pattern == "parameter_server",
@@ -174,6 +180,10 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             "ResNet",
         ),
     ]
+
+
+def _sends_so(stage: int, pattern: Pattern) -> bool:
+    return stage == 0 or pattern == "native" or (stage, pattern) == (1, "ring")
 
 
 # Reading
