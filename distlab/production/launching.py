@@ -15,8 +15,8 @@ of this node, which save and stop.
     --rendezvous HOST:PORT  an address of node 0 that all nodes reach, and a port that is free there
     --max-restarts K        how often to start anew after a crash (default: 3)
 
-Exit codes: 0 done · 75 stopped and saved, run it again · 78 the configuration or the data is wrong ·
-74 cannot save · 1 anything else.
+Exit codes: 0 done · 75 stopped and saved, run it again · 78 the configuration or the data is wrong
+74 cannot save · 1 anything else
 """
 
 import os
@@ -43,7 +43,7 @@ CRASHED = 1  # of all exit codes the one after which a new start may help
 class Nodes(NamedTuple):
     """The machines of a training, and which of them this is."""
 
-    count: int
+    number: int
     rank: int
     rendezvous: str
     max_restarts: int
@@ -62,7 +62,7 @@ def launch(arguments: Sequence[str]) -> int:
     try:
         given = split_arguments(arguments)
         nodes = _nodes(given)
-        config = _config(given)
+        config = config_of(given)
     except ConfigError as error:
         for line in str(error).splitlines():
             say(f"error: {line}")
@@ -78,7 +78,7 @@ def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
     processes = processes_of(config)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // processes)))
     command = [*_torchrun_options(nodes, processes), "-m", TRAINER, *arguments]
-    restarts = nodes.max_restarts if nodes.count == 1 else 0
+    restarts = nodes.max_restarts if nodes.number == 1 else 0
     for left in range(restarts, -1, -1):
         code = _run_once(command, config.run_dir / "exit_code")
         if code != CRASHED or left == 0:
@@ -91,7 +91,7 @@ def _run_once(command: list[str], left: Path) -> int:
     """Run torchrun in this process, so that signals reach it; return the trainer's exit code."""
     left.unlink(missing_ok=True)
     try:
-        torchrun.run(torchrun.parse_args(command))
+        torchrun.run(torchrun.parse_args(command))  # type: ignore[no-untyped-call]
         code = 0
     except ChildFailedError:
         code = CRASHED
@@ -102,11 +102,11 @@ def _run_once(command: list[str], left: Path) -> int:
 
 def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
     common = [f"--nproc-per-node={processes}", f"--signals-to-handle={SIGNALS}"]
-    if nodes.count == 1:
+    if nodes.number == 1:
         return ["--standalone", *common]
     return [
         *common,
-        f"--nnodes={nodes.count}",
+        f"--nnodes={nodes.number}",
         f"--max-restarts={nodes.max_restarts}",
         "--rdzv-backend=c10d",
         "--rdzv-id=training",
@@ -133,7 +133,12 @@ def num_cores() -> int:
 # The command line
 
 
-def _config(given: Mapping[str, str]) -> Config:
+def config_of(given: Mapping[str, str]) -> Config:
+    """Read the configuration that a command line asks for.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
     keys = {key: value for key, value in given.items() if key not in ("config", "impl")}
     return load_config(Path(given.get("config", str(DEFAULT))), keys)
 

@@ -1,4 +1,4 @@
-"""sharding_strategy auto chooses a stage by memory, and stage 1 shares the optimizer of a pipeline."""
+"""sharding_strategy auto chooses a stage by memory; stage 1 also shares optimizers of pipelines."""
 
 from typing import Any
 
@@ -155,5 +155,5 @@ def test_replicas_of_a_split_model_share_the_optimizer(split: str) -> None:
     ],
 )
 def test_what_a_stage_cannot_do_is_refused(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="zero_redundancy: [12] "):
+    with pytest.raises(ConfigError, match=r"zero_redundancy: [12] "):
         make_config({**COURSE, **keys}, "test")
