@@ -36,7 +36,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from distlab.production.config import split_arguments
 from distlab.production.errors import EXIT_CANNOT_SAVE, EXIT_WRONG, ConfigError
 from distlab.production.gantt import Blow, draw_gantt
-from distlab.production.launching import TRAINER, config_of, num_cores
+from distlab.production.launching import TRAINER, config_of, environment
 from distlab.production.observer import Observer
 from solutions.phase4_production.checkpoint import load_checkpoint
 
@@ -184,15 +184,14 @@ class Chaos:
         """Start torchrun, which restarts workers by itself; what they print goes into the log."""
         self.starts += 1
         keys = {**self.given, "run_dir": str(self.out / name)}
-        threads = max(1, num_cores() // self.num_ranks)
-        environment = {"OMP_NUM_THREADS": str(threads), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+        given = {**environment(self.num_ranks), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
         options = ("--standalone", f"--nproc-per-node={self.num_ranks}", "--max-restarts=1000")
         with open(self._log(name), "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *options]
                 + ["--monitor-interval=0.1", "-m", TRAINER]
                 + [f"--{key}={value}" for key, value in keys.items()],
-                env={**os.environ, **environment},
+                env={**os.environ, **given},
                 stdout=log,
                 stderr=log,
             )

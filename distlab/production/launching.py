@@ -76,7 +76,8 @@ def _option(key: str, value: str) -> tuple[str, ...]:
 
 def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
     processes = processes_of(config)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // processes)))
+    for name, value in environment(processes).items():
+        os.environ.setdefault(name, value)
     command = [*_torchrun_options(nodes, processes), "-m", TRAINER, *arguments]
     restarts = nodes.max_restarts if nodes.number == 1 else 0
     for left in range(restarts, -1, -1):
@@ -113,6 +114,16 @@ def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
         f"--rdzv-endpoint={nodes.rendezvous}",
         f"--rdzv-conf=is_host={nodes.rank == 0}",  # else guessed from the host's name
     ]
+
+
+def environment(processes: int) -> dict[str, str]:
+    """Return what torchrun and its workers find in their environment.
+
+    The cores are shared by the ranks of a node. Without the second one, workers that are restarted
+    find the addresses of those before them in torchrun's store, and fail once or twice.
+    """
+    threads = max(1, num_cores() // processes)
+    return {"OMP_NUM_THREADS": str(threads), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def processes_of(config: Config) -> int:
