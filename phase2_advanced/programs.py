@@ -7,6 +7,7 @@ import argparse
 import copy
 import dis
 import inspect
+import os
 import re
 import sys
 import time
@@ -37,6 +38,44 @@ from phase2_advanced.given import Batch, group_device
 
 NUM_ROWS = 512  # of the data
 MAX_COLUMNS = 80  # of a drawing
+PORTS = range(15_000, 30_000)  # below those that the system gives to clients
+
+# What torchrun calls who a process is, and what the mpirun of MPICH and of Open MPI call it.
+MPIRUN = {
+    "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK"),
+    "WORLD_SIZE": ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    "LOCAL_RANK": ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+}
+
+
+def join() -> None:
+    """Join the ranks that torchrun, mpirun or ``distlab sim`` has started.
+
+    Those of mpirun on several machines need to be told where rank 0 is, by MASTER_ADDR and
+    MASTER_PORT. On one machine, they meet at a port that the process which has started them all
+    stands for.
+
+    Raises:
+        ValueError: nothing of the kind has started this process, or the address is not known.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(_from_mpirun())
+    dist.init_process_group()
+
+
+def _from_mpirun() -> dict[str, str]:
+    """Return torchrun's variables; none that mpirun does not know."""
+    known = {
+        name: os.environ[theirs]
+        for name, both in MPIRUN.items()
+        for theirs in both
+        if theirs in os.environ
+    }
+    if "RANK" in known and known["WORLD_SIZE"] == known.get("LOCAL_WORLD_SIZE"):
+        port = PORTS[os.getppid() % len(PORTS)]
+        known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {name: text for name, text in known.items() if name not in os.environ}
 
 
 def load_digits(rows: int = NUM_ROWS) -> Batch:

@@ -170,7 +170,7 @@ class StageRunner:
 def main() -> None:
     """Train on digits with a stage on each rank, and compare the weights with one process's."""
     options = _options()
-    dist.init_process_group()
+    programs.join()
     programs.require_written(partition_layers, send_tensors, recv_tensors)
     programs.require_written(StageRunner.forward, StageRunner.backward)
     stage, layers = _cut(programs.digit_layers(WIDTHS))

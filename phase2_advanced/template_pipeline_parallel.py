@@ -191,7 +191,7 @@ def main() -> None:
     """Train on digits in a pipeline, and compare the weights with one process's."""
     options = _options()
     widths = [64, *[options.width] * NUM_HIDDEN]
-    dist.init_process_group()
+    programs.join()
     programs.require_written(partition_layers, send_tensors, recv_tensors, run_schedule)
     try:
         schedule = _schedule(options.schedule, dist.get_world_size(), options.micro_batches)

@@ -528,7 +528,7 @@ def _parameters_on_positions(block: Block) -> list[nn.Parameter]:
 def main() -> None:
     """Train an MLP on digits with its hidden features split, and compare with one process's."""
     options = _options()
-    dist.init_process_group()
+    programs.join()
     programs.require_written(copy_to_tensor_region, reduce_from_tensor_region, parallelize_mlp)
     for layer in (ColumnParallelLinear, RowParallelLinear):
         programs.require_written(layer.__init__, layer.forward)

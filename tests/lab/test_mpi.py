@@ -1,7 +1,5 @@
 """The world mpi: what mpirun starts gives what gloo gives, counts, and never hangs."""
 
-import importlib.util
-import os
 import pickle
 import re
 import signal
@@ -15,13 +13,12 @@ from typing import Any
 
 import mpi_failures
 import mpi_ranks
-import processes
 import programs
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import trainings
+from mpirun import mpirun, needs_mpi
 from same import assert_same
 
 from distlab import launch, training
@@ -30,34 +27,6 @@ from distlab.doctor import find_mpirun
 WORLD_SIZES = (2, 3, 4)
 LOSS_TOLERANCES = {2: 0.0, 3: 1e-5, 4: 1e-5}  # two numbers have one order; float32, 22 steps
 HERE = Path(__file__).parent
-
-needs_mpi = pytest.mark.skipif(
-    not (find_mpirun() and importlib.util.find_spec("mpi4py")),
-    reason="no mpi4py and mpirun here: pip has no mpich for this platform",
-)
-
-
-def mpirun(world_size: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run Python under mpirun; afterwards no process of it is left."""
-    mark = f"{os.getpid()}-{world_size}-{hash(command)}"
-    done = subprocess.run(
-        [find_mpirun() or "", "-np", str(world_size), sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "OMP_NUM_THREADS": "1",
-            processes.MARK: mark,
-        },
-    )
-    assert not left_behind(mark)
-    return done
-
-
-def left_behind(mark: str) -> list[psutil.Process]:
-    return psutil.wait_procs(processes.marked(mark), timeout=10)[1]
 
 
 @pytest.fixture(scope="module")

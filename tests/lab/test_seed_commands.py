@@ -1,0 +1,156 @@
+"""The commands of the course's forerunners do here what they said there.
+
+python tests/test_phase1.py                         pytest tests/test_phase2.py
+mpirun -np 2 python …                               torchrun --nproc_per_node=2 …
+"""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from fresh_pytest import FreshPytest
+from mpirun import mpirun, needs_mpi
+
+from phase2_advanced import programs
+
+ROOT = Path(__file__).parents[2]
+LESSONS = ("model_parallel", "pipeline_parallel", "tensor_parallel")
+SAME_WEIGHTS = ", and the weights of one process\n"
+TIMEOUT_S = 240
+
+
+def python(*arguments: object, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    """Run what a user types after ``python``, in a folder of the course."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def without_seconds(done: "subprocess.CompletedProcess[str]") -> str:
+    """What pytest has printed, but for how long it took."""
+    return re.sub(r" in \d+\.\d+s =*$| +\d+\.\d$|^=* *", "", done.stdout, flags=re.MULTILINE)
+
+
+# --- grading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("suite", "options", "code"),
+    [
+        ("test_phase1.py", ("-k", "1.4"), pytest.ExitCode.TESTS_FAILED),  # a TODO
+        ("test_phase2.py", ("-k", "2.10", "--impl", "solution"), pytest.ExitCode.OK),
+        ("test_phase3.py", ("-k", "3.11"), pytest.ExitCode.TESTS_FAILED),
+        ("test_phase4.py", ("-k", "4.8"), pytest.ExitCode.TESTS_FAILED),
+    ],
+)
+def test_a_suite_is_a_script_that_grades_as_pytest_does(
+    suite: str, options: tuple[str, ...], code: int, fresh_pytest: FreshPytest
+) -> None:
+    script = python(f"tests/{suite}", *options)
+    by_pytest = fresh_pytest(f"tests/{suite}", *options)
+    assert (script.returncode, by_pytest.returncode) == (code, code), script.stdout + script.stderr
+    assert f"\n{options[1]} " in script.stdout
+    assert without_seconds(script) == without_seconds(by_pytest)
+
+
+def test_a_suite_can_be_run_where_it_lies() -> None:
+    done = python("test_phase1.py", "-k", "1.9", folder=ROOT / "tests")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "Task 1.9: broadcast_parameters, see guidelines.md" in done.stdout
+
+
+# --- lessons that are programs -------------------------------------------------------------------
+
+
+def test_these_are_all_lessons_that_are_programs() -> None:
+    files = ROOT.glob("solutions/phase[123]*/*.py")
+    assert sorted(path.stem for path in files if "__main__" in path.read_text()) == [*LESSONS]
+
+
+def torchrun(*arguments: object) -> str:
+    """Start two processes; return what they print."""
+    done = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torchrun_is_the_module_that_the_tests_start() -> None:
+    (command,) = entry_points(group="console_scripts", name="torchrun")
+    assert command.value == "torch.distributed.run:main"
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_torchrun_runs_a_lesson(lesson: str) -> None:
+    printed = torchrun(f"solutions/phase2_advanced/{lesson}.py", "--steps", 2)
+    assert printed.count(SAME_WEIGHTS) == 1
+
+
+@needs_mpi
+def test_mpirun_runs_a_lesson() -> None:
+    done = mpirun(2, str(ROOT / "solutions/phase2_advanced/model_parallel.py"), "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(SAME_WEIGHTS) == 1
+
+
+@pytest.mark.usefixtures("forked")
+def test_torchrun_runs_phase_4_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    first, again = (torchrun("scripts/phase4.py", tmp_path / "run", steps) for steps in (20, 40))
+    assert "begins with step 1\n" in first
+    assert "goes on after step 20\n" in again
+    assert re.search(r"^after step 40: ([0-9a-f]{8} ?)+$", again, re.MULTILINE)
+
+
+# --- what mpirun tells a lesson ------------------------------------------------------------------
+
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("variables", [MPICH, OPEN_MPI], ids=["MPICH", "Open MPI"])
+def test_a_rank_of_mpirun_gets_the_variables_of_torchrun(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", variables)
+    found = programs._from_mpirun()
+    assert found.items() >= {**OF_TORCHRUN, "MASTER_ADDR": "127.0.0.1"}.items()
+    assert int(found["MASTER_PORT"]) in programs.PORTS
+    assert found == programs._from_mpirun(), "all ranks have one parent, and so one port"
+
+
+def test_ranks_on_several_machines_need_the_address_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {**MPICH, "PMI_SIZE": "4"})
+    assert programs._from_mpirun() == {**OF_TORCHRUN, "WORLD_SIZE": "4"}
+    with pytest.raises(ValueError, match="MASTER_ADDR expected"):
+        programs.join()
+
+
+def test_an_address_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {**MPICH, "MASTER_PORT": "29511"})
+    found = programs._from_mpirun()
+    assert (found["MASTER_ADDR"], "MASTER_PORT" in found) == ("127.0.0.1", False)
+
+
+def test_a_process_that_nothing_has_started_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(ValueError, match="RANK expected"):
+        programs.join()
