@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -57,7 +57,8 @@ def main() -> int:
         chaos = Chaos(given, options.ranks, options.out)
         with _bar() as bar:
             chaos.train("undisturbed", bar)
-            blows = Blows(options.seed, options.ranks, 60 * options.minutes, options.kinds)
+            kinds = _endless(options.kinds, Random(options.seed))
+            blows = Blows(kinds, options.seed, options.ranks, 60 * options.minutes)
             chaos.train("disturbed", bar, blows)
         return chaos.compare(blows)
     except (ConfigError, TrainingFailedError) as error:
@@ -90,12 +91,19 @@ def _bar() -> Progress:
 # What is done to the training
 
 
-class Blows:
-    """Disturbs ranks at random moments: each kind once, and then any."""
+def _endless(kinds: Sequence[str], random: Random) -> Iterator[str]:
+    """Yield each kind once, so that none is missing, and then any."""
+    yield from kinds
+    while True:
+        yield random.choice(kinds)
 
-    def __init__(self, seed: int, num_ranks: int, duration_s: float, kinds: Sequence[str]) -> None:
+
+class Blows:
+    """Disturbs ranks at random moments, with one kind of blow after the other."""
+
+    def __init__(self, kinds: Iterable[str], seed: int, num_ranks: int, duration_s: float) -> None:
         self.random, self.num_ranks, self.duration_s = Random(seed), num_ranks, duration_s
-        self.kinds, self.given = kinds, list[Blow]()
+        self.kinds, self.given = iter(kinds), list[Blow]()
         self.next_s: float | None = None  # None: not all ranks run
         self.pausing: list[tuple[float, psutil.Process]] = []
 
@@ -114,8 +122,9 @@ class Blows:
             self.next_s = None
 
     def _strike(self, observer: Observer, agent: int) -> None:
-        index, rank = len(self.given), self.random.randrange(self.num_ranks)
-        kind = self.kinds[index] if index < len(self.kinds) else self.random.choice(self.kinds)
+        rank, kind = self.random.randrange(self.num_ranks), next(self.kinds, None)
+        if kind is None:
+            return
         self.given.append(Blow(kind, rank, observer.now_s, observer.step))
         victim = psutil.Process(agent) if kind == "agent" else observer.processes[rank]
         _send(victim, signal.SIGSTOP if kind in ("stop", "pause") else signal.SIGKILL)
@@ -246,7 +255,7 @@ def _equal(a: Any, b: Any) -> bool:
     """Whether two values have the same bits, NaN and signs of 0 included."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         is_like = a.dtype == b.dtype and a.shape == b.shape
-        return is_like and a.numpy().tobytes() == b.numpy().tobytes()
+        return is_like and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.tobytes() == b.tobytes()
     return type(a) is type(b) and bool(a == b)

@@ -123,6 +123,10 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
     plain = not c.is_sharded and c.strategy != "fsdp"
     return [
         (
+            c.num_gpus != "auto" and c.num_gpus < 1,
+            f"num_gpus: {c.num_gpus} starts nothing: use auto, or 1 or more",
+        ),
+        (
             c.strategy != "course" and bool(course_keys),
             f"strategy {c.strategy} is torch's own, and {', '.join(course_keys)} asks for the "
             "course's: set strategy: course, or leave these out",
