@@ -15,7 +15,7 @@ from distlab import data
 from distlab.production.launching import launch
 
 RUNS = Path("out/local")
-DIGITS_SIDE = 8  # they have so many pixels
+DIGITS_SIDE = 16  # twice that of the digits, the least that ResNets take
 
 
 def main() -> int:

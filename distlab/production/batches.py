@@ -18,22 +18,23 @@ class Batches:
     """This rank's parts of the global batches, as far as a sampler says.
 
     Attributes:
-        bad_images: how many could not be read, on this rank, in this start.
+        bad_images: how many of this epoch could not be read, on this rank.
     """
 
     def __init__(self, data: ImageData, sampler: Any, config: Config, device: torch.device) -> None:
         self.config, self.device, self.data = config, device, data
-        self.loader = loader_of(data.train, Keys(sampler), config, device)
+        self.loader = loader_of(data.train, Keys(sampler), config, device, stays=True)
         self.sampler, self.bad_images = sampler, 0
         self.mixer = _mixer(config, data.num_classes)
 
     def of_epoch(self, strategy: Strategy) -> Iterator[tuple[Tensor, Targets]]:
         """Yield what is left of the epoch; a rank that computes nothing gets nothing."""
+        self.bad_images = 0
         if not strategy.computes:
             yield from [(torch.zeros(0), torch.zeros(0))] * len(self.sampler)
             return
         for images, labels in self.loader:
-            self._note_bad(labels)
+            self.bad_images += int((labels == BAD).sum()) if strategy.counts else 0
             yield self._ready(images, labels)
 
     def bad_images_of_all(self) -> int:
@@ -41,9 +42,6 @@ class Batches:
         total = torch.tensor(self.bad_images, device=self.device)
         dist.all_reduce(total)
         return int(total)
-
-    def _note_bad(self, labels: Tensor) -> None:
-        self.bad_images += int((labels == BAD).sum())
 
     def _ready(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Targets]:
         is_good = labels != BAD

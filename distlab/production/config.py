@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from distlab.production.errors import ConfigError
 from distlab.words import did_you_mean
@@ -34,7 +41,7 @@ class Config(BaseModel):
     mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution; 0: off
     cutmix: float = Field(0.0, ge=0)
     num_workers: int = Field(2, ge=0)  # processes that load images, for each rank
-    max_bad_images: int = Field(0, ge=0)
+    max_bad_images: int = Field(0, ge=0)  # of an epoch
 
     # how long, and how
     epochs: int = Field(10, ge=1)
@@ -79,7 +86,7 @@ class Config(BaseModel):
     metrics_port: int = Field(0, ge=0, le=65535)  # 0: no page
     metrics_host: str = "127.0.0.1"
     heartbeat_timeout_s: float = Field(300.0, gt=0)
-    profile: bool = False  # steps 20 to 25 as a Perfetto trace
+    profile: bool = False  # a few steps before the first, as a trace for Perfetto
 
     @model_validator(mode="before")
     @classmethod
@@ -87,6 +94,11 @@ class Config(BaseModel):
         """``zero_redundancy: true`` asks for the first stage, false for none."""
         stage = values.get("zero_redundancy") if isinstance(values, Mapping) else None
         return {**values, "zero_redundancy": int(stage)} if isinstance(stage, bool) else values
+
+    @field_validator("data_dir", "run_dir")
+    @classmethod
+    def _at_home(cls, path: Path | None) -> Path | None:
+        return path.expanduser() if path else path
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -121,10 +133,51 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
     splits = c.pipeline_parallelism * c.tensor_parallelism > 1
     is_vit = c.model in ("vit_s16", "vit_b16", "transformer")
     plain = not c.is_sharded and c.strategy != "fsdp"
+    pattern = c.communication_pattern
+    sides = [c.image_size, *c.progressive_resize.values()]
     return [
         (
             c.num_gpus != "auto" and c.num_gpus < 1,
             f"num_gpus: {c.num_gpus} starts nothing: use auto, or 1 or more",
+        ),
+        (
+            (pattern not in ("native", "ring") and (bool(c.zero_redundancy) or splits))
+            or (pattern == "ring" and c.zero_redundancy > 1),
+            f"communication_pattern: {pattern} is for gradients that are averaged whole by all "
+            "ranks: leave it out here; ring also goes with zero_redundancy: 1 and with pipeline "
+            "and tensor parallelism",
+        ),
+        (
+            bool(c.clip_norm) and c.is_sharded,
+            "clip_norm needs the norm of all gradients, of which each rank has a part here: use "
+            "strategy ddp, fsdp, or course without sharding",
+        ),
+        (
+            c.channels_last and (c.strategy == "fsdp" or c.has_servers),
+            "channels_last lays parameters out in a way that fsdp and parameter servers cannot cut",
+        ),
+        (
+            c.compression != "none" and c.precision == "fp16",
+            "compression keeps what it left behind in units of fp16's loss scale, which changes: "
+            "use precision: bf16",
+        ),
+        (
+            c.pipeline_parallelism > 1 and (c.accumulate > 1 or c.compile),
+            "a pipeline cuts batches by itself and is not compiled: leave accumulate and compile "
+            "out",
+        ),
+        (
+            not is_vit and min(sides) < 16,
+            f"{c.model} leaves less than one pixel of images of side {min(sides)}: use 16 or more",
+        ),
+        (
+            c.model in ("vit_s16", "vit_b16") and c.image_size % 16 != 0,
+            f"{c.model} cuts images into patches of 16 x 16, and image_size is {c.image_size}: use "
+            "a multiple of 16",
+        ),
+        (
+            c.warmup_epochs > c.epochs,
+            f"warmup_epochs {c.warmup_epochs:g} is more than epochs {c.epochs}",
         ),
         (
             c.strategy != "course" and bool(course_keys),
@@ -160,19 +213,8 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             "offered: the stages' gradients must stay whole; set zero_redundancy: 1",
         ),
         (
-            not _sends_so(c.zero_redundancy, c.communication_pattern),
-            f"zero_redundancy: {c.zero_redundancy} sends gradients by reduce-scatters, and "
-            f"communication_pattern: {c.communication_pattern} cannot do that: use native, or "
-            "ring with zero_redundancy: 1",
-        ),
-        (
             splits and c.communication_pattern == "parameter_server",
             "a parameter server with pipeline or tensor parallelism is not offered: leave one out",
-        ),
-        (
-            c.pipeline_parallelism > 1 and c.batch_size % c.pipeline_parallelism != 0,
-            f"batch_size {c.batch_size} cannot be cut into micro-batches for "
-            f"{c.pipeline_parallelism} stages: use a multiple",
         ),
         (
             any(side % 8 or side < 8 for side in c.progressive_resize.values()),
@@ -184,10 +226,6 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             "ResNet",
         ),
     ]
-
-
-def _sends_so(stage: int, pattern: Pattern) -> bool:
-    return stage == 0 or pattern == "native" or (stage, pattern) == (1, "ring")
 
 
 # Reading

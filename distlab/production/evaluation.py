@@ -1,7 +1,7 @@
 """Exact evaluation: one model on all ranks, and each test image counts once."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,8 @@ from torch import Tensor
 from distlab.production.batches import on_device
 from distlab.production.config import Config
 from distlab.production.images import Images, evaluation_keys, loader_of
-from distlab.production.optimization import ParameterMean
-from distlab.production.states import Buffers
+from distlab.production.optimization import ModelMean
+from distlab.production.states import average_buffers
 from distlab.production.strategies import Strategy
 
 
@@ -20,7 +20,7 @@ def evaluate(
     strategy: Strategy,
     images: Images,
     config: Config,
-    mean: ParameterMean | None,
+    mean: ModelMean,
     alive: Callable[[], object],
 ) -> float:
     """Return the share of all images that the model gets right; the same on all ranks.
@@ -28,8 +28,8 @@ def evaluate(
     Nothing of the training changes.
 
     Args:
-        mean: of the parameters, which is evaluated in their place; None: there is none.
-        alive: called for each batch.
+        mean: over the steps, which is evaluated in place of the newest parameters.
+        alive: called for each batch, on all ranks; it may raise, to stop.
 
     Raises:
         RuntimeError: other than all images were counted: the padding of a sampler would do that.
@@ -39,7 +39,7 @@ def evaluate(
         len(images), config.batch_size, max(dist.get_rank(group), 0), strategy.num_replicas
     )
     counts = torch.zeros(2, dtype=torch.int64, device=strategy.device)
-    with _as_one_model(strategy, mean):
+    with as_one_model(strategy, mean):
         for batch, labels in loader_of(images, keys, config, strategy.device):
             if strategy.computes:
                 counts += _count(strategy, batch, labels, config)
@@ -64,14 +64,16 @@ def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) ->
 
 
 @contextmanager
-def _as_one_model(strategy: Strategy, mean: ParameterMean | None) -> Iterator[None]:
-    """Let all replicas hold the same model meanwhile: means of buffers, and of parameters."""
+def as_one_model(strategy: Strategy, mean: ModelMean) -> Iterator[None]:
+    """Let all replicas hold the same model meanwhile: the means over steps, and over replicas."""
     module = strategy.module
-    trained = {name: value.clone() for name, value in module.named_buffers()}
-    Buffers(module, strategy.replicas).average()
-    module.eval()
-    with mean.in_place() if mean else nullcontext():
-        yield
-    for name, value in module.named_buffers():
-        value.copy_(trained[name])
-    module.train()
+    with mean.in_place():
+        own = {name: value.clone() for name, value in module.named_buffers()}
+        average_buffers(module, strategy.replicas)
+        module.eval()
+        try:
+            yield
+        finally:
+            module.train()
+            for name, value in module.named_buffers():
+                value.copy_(own[name])

@@ -53,7 +53,7 @@ def _legend(figure: Figure, kinds: set[str]) -> None:
     """Name the colours, and the marks that are there."""
     says = {
         "kill": "killed (SIGKILL)",
-        "stop": "stopped for good (SIGSTOP)",
+        "stop": "stopped (SIGSTOP) until others gave up",
         "pause": "stopped for a moment",
         "agent": "torchrun killed",
     }

@@ -95,7 +95,7 @@ class Images(Dataset[Sample]):
         side = side_of(self.config, epoch) if self.is_training else self.config.image_size
         try:
             image = self.source.read(index)
-        except OSError as error:
+        except Exception as error:  # PIL raises errors of many kinds
             tell_bad(self.source.name(index), error)
             return torch.zeros(3, side, side), BAD
         transform = _transform(self.config, side, self.is_training)
@@ -230,14 +230,14 @@ class Keys:
 
 
 def loader_of(
-    images: Images, batches: Any, config: Config, device: torch.device
+    images: Images, batches: Any, config: Config, device: torch.device, *, stays: bool = False
 ) -> DataLoader[Any]:
-    """Load batches in processes of their own, ahead of time."""
+    """Load batches in processes of their own, ahead of time; with ``stays``, for several epochs."""
     return DataLoader(
         images,
         batch_sampler=batches,
         num_workers=config.num_workers,
-        persistent_workers=config.num_workers > 0,
+        persistent_workers=stays and config.num_workers > 0,
         collate_fn=_Collate(config),
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else it would draw from the run's own

@@ -105,7 +105,8 @@ class _Head(nn.Module):
 @torch.no_grad()
 def layer_flops(layers: list[nn.Module], side: int) -> list[float]:
     """Count the FLOPs of each layer for an image, forward; the generators stay as they were."""
-    x, found = torch.zeros(1, 3, side, side), []
+    device = next(layers[0].parameters()).device
+    x, found = torch.zeros(1, 3, side, side, device=device), []
     for layer in layers:
         was_training = layer.training
         counter = FlopCounterMode(display=False)
@@ -131,12 +132,13 @@ class SplitAttention(nn.Module):
         self.head_width = width // attention.num_heads
         weights = attention.in_proj_weight.detach().chunk(3)
         biases = attention.in_proj_bias.detach().chunk(3)
-        layers = [nn.Linear(width, width) for _ in weights]
+        device = attention.in_proj_weight.device
+        layers = [nn.Linear(width, width, device=device) for _ in weights]
         for layer, weight, bias in zip(layers, weights, biases, strict=True):
             layer.weight.data.copy_(weight)
             layer.bias.data.copy_(bias)
         self.query, self.key, self.value = layers
-        self.out = nn.Linear(width, width)
+        self.out = nn.Linear(width, width, device=device)
         self.out.weight.data.copy_(attention.out_proj.weight.detach())
         self.out.bias.data.copy_(attention.out_proj.bias.detach())
 

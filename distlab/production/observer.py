@@ -52,6 +52,11 @@ class Observer:
         """Whether all ranks trained or evaluated when it looked last."""
         return all(spans and spans[-1].state in STATES[1:3] for spans in self.spans)
 
+    @property
+    def any_is_down(self) -> bool:
+        """Whether a rank had no process when it looked last."""
+        return any(spans and spans[-1].state == "down" for spans in self.spans)
+
     def look(self, agent: int) -> None:
         """Note the states of the ranks that a process of torchrun has started, and has now."""
         self._find(agent)

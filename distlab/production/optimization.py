@@ -28,19 +28,28 @@ def peak_lr(config: Config) -> float:
     return config.lr * config.batch_size / config.lr_batch_size
 
 
-def share_of_lr(config: Config, steps_per_epoch: int, step: int) -> float:
+def share_of_lr(config: Config, steps_per_epoch: int, step: float) -> float:
     """Return which part of ``peak_lr`` the rate is in a step, counted from 0.
+
+    A step may lie between two, in a run that has gone on with another batch size.
 
     It grows linearly to 1 in ``warmup_epochs``; with ``cosine``, it then falls to 0:
         4 steps of warm-up, 8 in all    0.25  0.5  0.75  1  1  0.85  0.5  0.15
     """
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < warmup:
-        return (step + 1) / warmup
+        return min((step + 1) / warmup, 1.0)
     if config.schedule == "constant":
         return 1.0
     rest = max(config.epochs * steps_per_epoch - warmup, 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / rest))
+    return 0.5 * (1 + math.cos(math.pi * min((step - warmup) / rest, 1.0)))
+
+
+def lr_at(config: Config, sampler: Any) -> float:
+    """Return the rate of the next step of a sampler."""
+    steps_per_epoch = -(-sampler.num_samples // sampler.global_batch)
+    step = sampler.epoch * steps_per_epoch + sampler.position / sampler.global_batch
+    return peak_lr(config) * share_of_lr(config, steps_per_epoch, step)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -49,23 +58,25 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-class ParameterMean:
-    """An exponential moving average of the parameters that a rank holds; it is evaluated instead.
+class ModelMean:
+    """An exponential moving average of what a rank holds of a model; it is evaluated instead.
 
-    After k steps each is (1 - d) · Σ d^(k-i) · parameter_i, over its weights: the first steps do
-    not pull towards the random start, since the decay in step k is min(d, (1 + k) / (10 + k)).
+    The decay in step k is min(decay, (1 + k) / (10 + k)), so that the first steps do not pull
+    towards the random start. Running means of BatchNorm are averaged, too: those of the newest
+    parameters do not fit to older ones.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
-        self.parameters, self.decay, self.num_updates = list(parameters), decay, 0
-        self.means = [parameter.detach().clone() for parameter in self.parameters]
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        """Begin with the model as it is; with a decay of 0 there is no mean."""
+        self.decay = decay
+        floating = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        self.parameters = TensorMean([*module.parameters()] if decay else [])
+        self.buffers = TensorMean(floating if decay else [])
 
-    @torch.no_grad()
     def update(self) -> None:
-        """Take a step's parameters in."""
-        self.num_updates += 1
-        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        torch._foreach_lerp_(self.means, self.parameters, 1 - decay)
+        """Take a step in."""
+        self.parameters.update(self.decay)
+        self.buffers.update(self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -76,22 +87,37 @@ class ParameterMean:
         finally:
             self._swap()
 
-    @torch.no_grad()
     def _swap(self) -> None:
-        for parameter, mean in zip(self.parameters, self.means, strict=True):
-            kept = parameter.detach().clone()
-            parameter.copy_(mean)
-            mean.copy_(kept)
+        self.parameters.swap()
+        self.buffers.swap()
 
-    @classmethod
-    def of(cls, module: nn.Module, decay: float) -> "ParameterMean | None":
-        """Return the mean of what this rank holds of a model; with a decay of 0, none."""
-        return cls([*module.parameters()], decay) if decay else None
+
+class TensorMean:
+    """The exponential moving averages of some tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.num_updates = tensors, 0
+        self.means = [tensor.detach().clone() for tensor in tensors]
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """Move the means towards the tensors."""
+        self.num_updates += 1
+        if self.means:
+            share = 1 - min(decay, (1 + self.num_updates) / (10 + self.num_updates))
+            torch._foreach_lerp_(self.means, list(self.tensors), share)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the values of means and tensors."""
+        for tensor, mean in zip(self.tensors, self.means, strict=True):
+            kept = tensor.detach().clone()
+            tensor.copy_(mean)
+            mean.copy_(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the means and the number of updates."""
-        means = [_local(mean) for mean in self.means]
-        return {"means": means, "num_updates": self.num_updates}
+        return {"means": [_local(m) for m in self.means], "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state."""

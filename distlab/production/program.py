@@ -1,5 +1,6 @@
 """The trainer as a program: what the command line says, and how it ends."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from distlab.production.errors import (
     ConfigError,
 )
 from distlab.production.lessons import Lessons, find_lessons
-from distlab.production.saving import write_whole
+from distlab.production.saving import leave_code
 from distlab.trainers import NotThereError
 
 DEFAULT = Path("configs/digits_cpu.yaml")
@@ -31,11 +32,12 @@ def run_program(
     if {"-h", "--help"} & {*given}:
         print(usage)
         return 0
-    run_dir: list[Path] = []
-    code = 1
     try:
         config, impl = _read(given)
-        run_dir.append(config.run_dir)
+    except ConfigError as error:
+        return _refused(error, EXIT_WRONG)
+    code = 1
+    try:
         train(config, find_lessons(impl, config))
         code = 0
     except (ConfigError, DataError, NotThereError) as error:
@@ -43,17 +45,16 @@ def run_program(
     except CannotSaveError as error:
         code = _refused(error, EXIT_CANNOT_SAVE)
     except SystemExit as stopped:
-        code = int(stopped.code or 0)
+        code = stopped.code if isinstance(stopped.code, int) else 1
     finally:
-        for folder in run_dir:
-            if folder.is_dir():
-                write_whole(folder / "exit_code", f"{code}\n")
+        leave_code(config.run_dir, code)
     return code
 
 
 def _refused(error: Exception, code: int) -> int:
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print(f"{who}error: {line}", file=sys.stderr, flush=True)
     return code
 
 

@@ -48,12 +48,19 @@ class Interval:
 
     def __init__(self, device: torch.device) -> None:
         self.loss_sum = torch.zeros((), device=device)
-        self.num_own, self.times = 0, list[StepTimes]()
+        self.num_own, self.all_s = 0, 0.0
+        self.times: list[StepTimes] = []
 
     def add(self, loss_sum: Tensor, num_own: int) -> None:
         """Take a step in, in which this rank had so many images; nothing waits for a GPU here."""
         self.loss_sum += loss_sum
         self.num_own += num_own
+
+    def add_times(self, times: StepTimes, *, is_exact: bool) -> None:
+        """Take the times of a step in; only those of exact ones tell about its parts."""
+        self.all_s += times.step_s
+        if is_exact:
+            self.times.append(times)
 
     def mean_loss(self) -> float:
         """Return the mean over the samples of all ranks, which all call this."""
@@ -62,7 +69,7 @@ class Interval:
         return float(sums[0]) / max(float(sums[1]), 1.0)
 
     def seconds(self) -> dict[str, float]:
-        """Return the mean seconds of this rank's steps and of their parts."""
+        """Return the mean seconds of this rank's exact steps and of their parts; without, zeros."""
         names = ("step_s", "data_s", "compute_s", "communication_s")
         return {name: _mean([getattr(times, name) for times in self.times]) for name in names}
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ METRICS = (
     *("bad_images_total", "checkpoint_s", "failed_saves_total", "straggler_ratio"),
 )
 LOG_EVERY = 10  # steps
+PORT_S = 10.0  # for which a port may still be taken
 PEAK_FLOPS_PER_S = {  # dense, in 16 bits; NVIDIA's data sheets
     "V100": 125e12,
     "T4": 65e12,
@@ -38,6 +40,7 @@ class Reports:
     def __init__(self, config: Config, lessons: Lessons, num_steps: int, first_step: int) -> None:
         self.lesson = lessons("exporters", "phase4_production")
         self.config, self.rank, self.num_steps = config, dist.get_rank(), num_steps
+        self.has_failed = False
         config.run_dir.mkdir(parents=True, exist_ok=True)
         lines = config.run_dir / f"metrics.rank{self.rank}.jsonl"
         self.writers: list[Any] = [self.lesson.JsonlWriter(lines, resume_after=first_step)]
@@ -52,15 +55,29 @@ class Reports:
         """Serve a page for Prometheus: rank r of this node at ``metrics_port`` + r."""
         port = self.config.metrics_port + int(os.environ.get("LOCAL_RANK", "0"))
         labels = {"run": self.config.run_dir.name, "rank": str(self.rank)}
-        try:
-            return self.lesson.PrometheusExporter(labels, port, self.config.metrics_host)
-        except OSError as error:
-            raise ConfigError(f"rank {self.rank}: metrics_port: {error}") from None
+        end_s = time.monotonic() + PORT_S
+        while True:
+            try:
+                return self.lesson.PrometheusExporter(labels, port, self.config.metrics_host)
+            except OSError as error:  # perhaps of a run that has just been killed
+                if time.monotonic() > end_s:
+                    raise ConfigError(f"metrics_port: {error}") from None
+                time.sleep(0.2)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Take numbers; their names are among METRICS."""
         for writer in self.writers:
-            writer.write(metrics, step)
+            try:
+                writer.write(metrics, step)
+            except OSError as error:
+                self._note_failed(error)
+
+    def _note_failed(self, error: OSError) -> None:
+        """Tell once that numbers cannot be written: a full disk must not end a training."""
+        if not self.has_failed:
+            self.has_failed = True
+            text = f"warning: rank {self.rank}: metrics of some steps are lost: {error}"
+            print(text, file=sys.stderr, flush=True)
 
     def show(self, step: int, text: str) -> None:
         """Show people how far the training is, on rank 0."""
@@ -118,7 +135,7 @@ def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).upper()
         known = [key for key in PEAK_FLOPS_PER_S if key in name.replace("-", " ").split()]
-        if known:
+        if known and dtype is not torch.float32:
             return PEAK_FLOPS_PER_S[known[0]]
     return max(_measured(device, dtype) for _ in range(3))
 
@@ -131,13 +148,11 @@ def _measured(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    from time import perf_counter
-
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    begun_s = perf_counter()
+    begun_s = time.perf_counter()
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return perf_counter() - begun_s
+    return time.perf_counter() - begun_s

@@ -1,12 +1,14 @@
 """Checkpoints of a training: all ranks give their state, rank 0 writes it while they go on."""
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from distlab.production.config import Config
@@ -14,27 +16,28 @@ from distlab.production.errors import CannotSaveError, ConfigError
 from distlab.production.lessons import Lessons
 from phase4_production.given import HasState
 
+PHASE = "phase4_production"
+
 
 class Checkpoints:
     """Saves and loads the whole state of a run: ``run_dir``/checkpoints/step-….
 
     Attributes:
-        failed_saves: how many could not be written; training went on.
-        saved_step: the last step that was given to be saved, or loaded.
-        last_s: seconds for which the last save has held up the training.
+        failed_saves: how many could not be written, as rank 0 knows; training went on.
+        last_s: seconds for which the last save has held up the training, on rank 0.
     """
 
     def __init__(self, parts: Mapping[str, HasState], config: Config, lessons: Lessons) -> None:
-        phase = "phase4_production"
         self.folder, self.is_writer = config.run_dir / "checkpoints", dist.get_rank() == 0
-        self.config, self.lesson = config, lessons("checkpoint", phase)
-        self.state = lessons("training_state", phase).TrainingState(parts)
+        self.config, self.lesson = config, lessons("checkpoint", PHASE)
+        self.state = lessons("training_state", PHASE).TrainingState(parts)
         self.saver = self.lesson.AsyncCheckpointer(self._write)
-        self.failed_saves, self.saved_step, self.last_s = 0, -1, 0.0
+        self.failed_saves, self.last_s = 0, 0.0
+        self.given_step = self.durable_step = -1  # as rank 0 knows
 
     def _write(self, state: dict[str, Any], step: int) -> None:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.lesson.save_checkpoint(state, self.folder, step, keep=self.config.keep)
+        self.durable_step = step
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -45,46 +48,59 @@ class Checkpoints:
 
     # loading
 
-    def resume(self) -> int:
+    def resume(self) -> None:
         """Go on from the newest undamaged checkpoint, if there is one; all ranks call it.
 
         Rank 0 decides, because on a network's file system others may see an older list of files.
 
-        Returns:
-            Its step; 0: there is none.
-
         Raises:
             ConfigError: there are checkpoints, and ``resume`` is ``never``; or they are of other
-                shards, another model or other data.
+                shards, another model or other data; or another rank sees some that rank 0 does not.
         """
-        loaded = [self._found() if self.is_writer else None]
-        dist.broadcast_object_list(loaded, src=0)
-        if isinstance(loaded[0], str):
-            raise ConfigError(loaded[0])
-        if loaded[0] is None:
-            return 0
-        step, state = loaded[0]
+        found = [self._found() if self.is_writer else None]
+        dist.broadcast_object_list(found, src=0)
+        self._check_folders()
+        if isinstance(found[0], str):
+            raise ConfigError(found[0])
+        if found[0] is None:
+            return
+        step, state = found[0]
         try:
             self.state.load_state_dict(state)
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, KeyError, RuntimeError) as error:
             raise ConfigError(
-                f"{self.folder} holds checkpoints of another run ({error}): choose another run_dir"
+                f"the checkpoints in {self.folder} are of another run ({error}): choose another "
+                "run_dir, or set the keys back"
             ) from error
-        self.saved_step = step
-        return int(step)
+        self.given_step = self.durable_step = step
+        say(f"goes on after step {step:,}")
 
     def _found(self) -> tuple[int, Any] | str | None:
         """Return step and state, why nothing can be loaded, or None."""
-        if self.config.resume == "never":
-            there = any(self.folder.glob("step-*"))
-            return f"{self.folder} has checkpoints, and resume is never" if there else None
         try:
+            if self.config.resume == "never":
+                there = any(self.folder.glob("step-*"))
+                return f"{self.folder} has checkpoints, and resume is never" if there else None
             loaded = self.lesson.load_checkpoint(self.folder)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             return f"{error}. Move the folder away to begin anew"
         for path, reason in (loaded.skipped if loaded else {}).items():
             say(f"skipped {path.name}: {reason}")
         return None if loaded is None else (loaded.step, loaded.state)
+
+    def _check_folders(self) -> None:
+        """Refuse a folder on a disk that only one node has: a restart may number ranks anew."""
+        newest = max((path.name for path in self.folder.glob("step-*")), default="")
+        seen: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, newest)
+        if max(seen) > seen[0]:
+            rank = seen.index(max(seen))
+            raise ConfigError(
+                f"rank {rank} sees {seen[rank]} in {self.folder}, and rank 0 sees "
+                f"{seen[0] or 'no checkpoint'}: put run_dir where all nodes see the same files"
+            )
 
     # saving
 
@@ -94,15 +110,13 @@ class Checkpoints:
         A write that fails is reported on rank 0 with the next save, and counted; the checkpoints
         before it stay, and training goes on.
         """
-        if step == self.saved_step:
-            return
         state = self.state.state_dict()
-        if self.is_writer:
+        if self.is_writer and step != self.given_step:
             self._start(state, step)
-        self.saved_step = step
 
     def _start(self, state: dict[str, Any], step: int) -> None:
         self._settle()
+        self.given_step = step
         self.saver.save(state, step)
         self.last_s = self.saver.snapshot_s
         if not self.config.async_save:
@@ -120,16 +134,24 @@ class Checkpoints:
         return ""
 
     def finish(self, step: int) -> None:
-        """Save after the last step, and wait until that is written; all ranks call it.
+        """Let the state after a step be durable when this returns; all ranks call it.
 
         Raises:
             CannotSaveError: on all ranks, with the reason.
         """
-        self.save(step)
-        reason = [self._settle() if self.is_writer else ""]
+        state = self.state.state_dict()
+        reason = [self._finished(state, step) if self.is_writer else ""]
         dist.broadcast_object_list(reason, src=0)
         if reason[0]:
             raise CannotSaveError(reason[0])
+
+    def _finished(self, state: dict[str, Any], step: int) -> str:
+        """Write what is not written yet, also after an attempt that has failed; "": it is there."""
+        self._settle()
+        if self.durable_step == step:
+            return ""
+        self.saver.save(state, step)
+        return self._settle()
 
 
 def say(text: str) -> None:
@@ -140,6 +162,18 @@ def say(text: str) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a small file: whoever reads it finds the old text or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def leave_code(run_dir: Path, code: int) -> None:
+    """Leave the exit code of a rank in ``run_dir``/exit_code, unless there is a better reason.
+
+    torchrun exits with 1 whatever its workers say. Of several ranks, those that know what is wrong
+    count: when one ends, the others lose their connections, and end with 1.
+    """
+    path = run_dir / "exit_code"
+    with suppress(OSError):  # a full disk, or no such folder
+        if code != 1 or not path.exists():
+            write_whole(path, f"{code}\n")

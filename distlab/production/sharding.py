@@ -20,20 +20,22 @@ def choose_stage(config: Config, model: nn.Module) -> Config:
 
     With ``sharding_strategy: auto`` it is the lowest one, from ``zero_redundancy`` on, with which
     the states of a rank take half of its memory at most; if none does, the highest. Rank 0 prints
-    it with its numbers. Pipelines, shards, servers and compressors stay as they are configured.
+    it with its numbers. All else stays as it is configured: with a pipeline, for example, or with
+    clip_norm, there is nothing to choose, and the ring ends with stage 1.
 
     The memory is what the device or machine has, not what is free: a run that goes on must come to
     the same stage.
 
     Cost: an all-reduce of a number.
     """
-    if config.sharding_strategy != "auto" or not _is_free(config):
-        return config
     num_parameters, ranks = sum(p.numel() for p in model.parameters()), dist.get_world_size()
+    lowest, highest = config.zero_redundancy, _highest(config) if ranks > 1 else 0
+    if config.sharding_strategy != "auto" or highest <= lowest:
+        return config
     limit = SHARE * _least_memory(next(model.parameters()).device)
     needs = {
         stage: state_bytes(num_parameters, stage, ranks, config)
-        for stage in range(config.zero_redundancy, 4 if ranks > 1 else config.zero_redundancy + 1)
+        for stage in range(lowest, highest + 1)
     }
     stage = next((stage for stage, need in needs.items() if need <= limit), max(needs))
     say(
@@ -63,11 +65,13 @@ def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> 
     )
 
 
-def _is_free(config: Config) -> bool:
-    """Whether each stage of ZeRO can train what is configured."""
+def _highest(config: Config) -> int:
+    """Return the highest stage of ZeRO that can train what else is configured."""
     splits = config.pipeline_parallelism * config.tensor_parallelism > 1
-    is_plain = config.compression == "none" and config.precision != "fp16"
-    return config.strategy == "course" and is_plain and not splits and not config.has_servers
+    is_whole = config.compression != "none" or config.precision == "fp16" or config.clip_norm > 0
+    if config.strategy != "course" or is_whole or splits:
+        return 0
+    return {"native": 3, "ring": 1}.get(config.communication_pattern, 0)
 
 
 def _least_memory(device: torch.device) -> float:

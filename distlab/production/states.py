@@ -22,8 +22,9 @@ class PerRank:
     Cost: one all-gather of all states; each rank holds all of them meanwhile.
     """
 
-    def __init__(self, part: HasState) -> None:
-        self.part = part
+    def __init__(self, part: HasState, *, is_optional: bool = False) -> None:
+        """Args: is_optional: on another number of ranks, the part begins anew."""
+        self.part, self.is_optional = part, is_optional
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by rank."""
@@ -35,44 +36,50 @@ class PerRank:
         """Take over this rank's.
 
         Raises:
-            ValueError: it is of another number of ranks.
+            ValueError: it is of another number of ranks, and not optional.
         """
-        if len(state) != dist.get_world_size():
+        if len(state) == dist.get_world_size():
+            self.part.load_state_dict(state[str(dist.get_rank())])
+        elif not self.is_optional:
             raise ValueError(
-                f"the checkpoint has the shards of {len(state)} ranks, and here are "
-                f"{dist.get_world_size()}: start {len(state)}, or begin anew in another run_dir"
+                f"it has the shards of {len(state)} ranks, and here are {dist.get_world_size()}: "
+                f"start {len(state)} ranks"
             )
-        self.part.load_state_dict(state[str(dist.get_rank())])
 
 
-class Buffers:
-    """Buffers, such as the running means of BatchNorm, which each replica computes for itself."""
+class OwnBuffers:
+    """The buffers of this rank, such as the running means of BatchNorm."""
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
-        self.module, self.group = module, group
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the buffers of all ranks."""
-        mine = {name: on_cpu(value) for name, value in self.module.named_buffers()}
-        states: list[Any] = [mine]
-        if mine:
-            states = [None] * dist.get_world_size()
-            dist.all_gather_object(states, mine)
-        return {"by_rank": states}
+        """Return them by name."""
+        return dict(self.module.named_buffers())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's; on another number of ranks, rank 0's."""
-        states = state["by_rank"]
-        rank = dist.get_rank() if len(states) == dist.get_world_size() else 0
-        own = states[rank] if states else {}
+        """Take over values."""
         for name, value in self.module.named_buffers():
-            value.copy_(own[name])
+            value.copy_(state[name])
 
-    @torch.no_grad()
-    def average(self) -> None:
-        """Make the buffers of all replicas equal: their means, so that all evaluate one model."""
-        for value in self.module.buffers():
-            if value.is_floating_point():
-                dist.all_reduce(value, group=self.group)
-                value /= dist.get_world_size(self.group)
+
+class Buffers(PerRank):
+    """The buffers of all ranks, each of which computes its own; others than saved take rank 0's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(OwnBuffers(module))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over this rank's; on another number of ranks, rank 0's."""
+        rank = dist.get_rank() if len(state) == dist.get_world_size() else 0
+        self.part.load_state_dict(state[str(rank)])
+
+
+@torch.no_grad()
+def average_buffers(module: nn.Module, group: Group) -> None:
+    """Make the buffers of all replicas equal: their means, so that all evaluate one model."""
+    for value in module.buffers():
+        if value.is_floating_point():
+            dist.all_reduce(value, group=group)
+            value /= dist.get_world_size(group)

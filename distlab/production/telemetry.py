@@ -1,12 +1,14 @@
 """What a training tells about itself: whether it lives, how fast it is, and how well it goes."""
 
+import math
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from distlab.production.config import Config
+from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons
 from distlab.production.progress import Interval, Progress
 from distlab.production.reports import LOG_EVERY, Reports, peak_flops_per_s
@@ -29,9 +31,8 @@ def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
     """Count the FLOPs of a model, and find the peak of the device that it is on."""
     device, side = next(model.parameters()).device, config.image_size
     image = torch.zeros(1, 3, side, side, device=device)
-    model.eval()
-    with torch.no_grad():
-        forward = lessons("monitoring", "phase4_production").count_flops(lambda: model(image))
+    model.eval()  # with gradients: without, torch's attention takes a path that is not counted
+    forward = lessons("monitoring", "phase4_production").count_flops(lambda: model(image))
     model.train()
     return Costs(device, 3.0 * forward, peak_flops_per_s(device, DTYPES[config.precision]))
 
@@ -44,18 +45,19 @@ class Telemetry:
         config: Config,
         lessons: Lessons,
         progress: Progress,
-        num_steps: int,
-        costs: "Costs",
+        sampler: Any,
+        costs: Costs,
     ) -> None:
+        num_steps = progress.step + len(sampler)  # left of this epoch, and of those that follow
+        num_steps += (config.epochs - sampler.epoch - 1) * steps_of_epoch(sampler)
         self.monitoring = lessons("monitoring", "phase4_production")
-        self.config, self.progress = config, progress
+        self.config, self.progress, self.sampler, self.costs = config, progress, sampler, costs
         self.reports = Reports(config, lessons, num_steps, progress.step)
         self.watch = Watch(config, lessons)
-        self.timer = self.monitoring.StepTimer()
-        self.stragglers = self.monitoring.StragglerDetector(window=STRAGGLERS_OVER)
+        self.timer = self.monitoring.StepTimer(synchronize=self._synchronize)
+        window = STRAGGLERS_OVER // (LOG_EVERY if self.is_gpu else 1)
+        self.stragglers = self.monitoring.StragglerDetector(window=window)
         self.interval = Interval(costs.device)
-        self.costs = costs
-        self.steps_per_epoch = num_steps // config.epochs
 
     def __enter__(self) -> "Telemetry":
         return self
@@ -69,9 +71,38 @@ class Telemetry:
         counted: AbstractContextManager[None] = self.timer.part(name)
         return counted
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether kernels run on after the call that starts them has returned."""
+        return self.costs.device.type == "cuda"
+
+    @property
+    def epoch(self) -> float:
+        """How many epochs have been trained."""
+        sampler = self.sampler
+        return float(sampler.epoch + sampler.position / sampler.num_samples)
+
+    def _is_exact(self) -> bool:
+        """Whether the parts of this step are measured: on a GPU of one in ten, for it must wait."""
+        return not self.is_gpu or (self.progress.step + 1) % LOG_EVERY == 0
+
+    def _synchronize(self) -> None:
+        if self.is_gpu and self._is_exact():
+            torch.cuda.synchronize(self.costs.device)
+
     def alive(self) -> None:
-        """Show that this rank lives, where a step takes long."""
+        """Show that this rank lives, where something else than a step takes long."""
         self.watch.beat(self.progress.step)
+
+    def tell_accuracy(self, accuracy: float, num_images: int) -> None:
+        """Tell the result of an evaluation, whose time counts for no step."""
+        self.timer.end_step()
+        epoch = self.sampler.epoch
+        self.reports.write({"accuracy": accuracy, "epoch": float(epoch)}, self.progress.step)
+        self.reports.say(
+            f"epoch {epoch} of {self.config.epochs}: {accuracy:.2%} of {num_images:,} test images "
+            "right"
+        )
 
     def end_step(self, loss_sum: Tensor, num_images: int, *, counts: bool) -> None:
         """Take a step in.
@@ -82,11 +113,12 @@ class Telemetry:
             counts: whether they count: not where another rank of the replica has the same.
         """
         times = self.timer.end_step()
-        self.interval.times.append(times)
+        is_exact = not self.is_gpu or self.progress.step % LOG_EVERY == 0
+        self.interval.add_times(times, is_exact=is_exact)
         if counts:
             self.interval.add(loss_sum, num_images)
         self.watch.beat(self.progress.step, times.data_s + times.compute_s)
-        for slow in self.stragglers.add(times):
+        for slow in self.stragglers.add(times) if is_exact else []:
             text = f"rank {slow.rank} is slow: {slow.ratio:.1f} times as long, by its {slow.part}"
             self.reports.say(text)
             self.reports.write({"straggler_ratio": slow.ratio}, self.progress.step)
@@ -94,7 +126,7 @@ class Telemetry:
     def is_due(self) -> bool:
         """Whether it is time to tell; the same on all ranks."""
         step = self.progress.step
-        return step % LOG_EVERY == 0 or step % self.steps_per_epoch == 0
+        return step % LOG_EVERY == 0 or self.sampler.position == 0
 
     def tell(self, lr: float, bad_images: int, checkpoints: Checkpoints) -> None:
         """Write the means over the steps since the last time; all ranks call it."""
@@ -103,9 +135,9 @@ class Telemetry:
         found = {
             "loss": interval.mean_loss(),
             "lr": lr,
-            "epoch": step / self.steps_per_epoch,
-            "samples_total": step * self.config.batch_size,
-            **self._speed(seconds["step_s"]),
+            "epoch": self.epoch,
+            "samples_total": round(self.epoch * self.sampler.num_samples),
+            **self._speed(),
             **seconds,
             "peak_memory_bytes": self.monitoring.peak_memory_bytes(device),
             "bad_images_total": bad_images,
@@ -114,15 +146,25 @@ class Telemetry:
         }
         self.reports.write(found, step)
         self.reports.show(step, _line(found))
+        if not math.isfinite(found["loss"]):
+            lr = self.config.lr
+            raise ConfigError(
+                f"step {step}: the loss is {found['loss']}: try a smaller lr than {lr:g}"
+            )
         self.interval = Interval(self.costs.device)
 
-    def _speed(self, step_s: float) -> dict[str, float]:
+    def _speed(self) -> dict[str, float]:
         """Return the speed of all ranks together."""
-        interval, num_steps = self.interval, max(len(self.interval.times), 1)
-        images_per_s = self.monitoring.throughput(interval.num_own, step_s * num_steps)
-        flops = self.costs.flops_per_image * interval.num_own / num_steps
-        mfu = self.monitoring.mfu(flops, step_s, self.costs.peak_flops_per_s)
+        interval = self.interval
+        images_per_s = self.monitoring.throughput(interval.num_own, interval.all_s)
+        flops = self.costs.flops_per_image * interval.num_own
+        mfu = self.monitoring.mfu(flops, interval.all_s, self.costs.peak_flops_per_s)
         return {"images_per_s": images_per_s, "mfu": mfu}
+
+
+def steps_of_epoch(sampler: Any) -> int:
+    """Return how many global batches a whole epoch has."""
+    return -(-int(sampler.num_samples) // int(sampler.global_batch))
 
 
 def _line(found: dict[str, float]) -> str:

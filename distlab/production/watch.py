@@ -4,6 +4,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from distlab.production.config import Config
 from distlab.production.lessons import Lessons
+from distlab.production.saving import leave_code
 
 POLL_S = 0.5
 WATCHERS = 2  # ranks 0 and 1: one of them may be the one that hangs
@@ -32,9 +35,11 @@ class Watch:
     def __init__(self, config: Config, lessons: Lessons) -> None:
         """Meet in a store; all ranks call it."""
         self.rank, self.timeout_s = dist.get_rank(), config.heartbeat_timeout_s
+        self.run_dir = config.run_dir
         self.file = config.run_dir / f"heartbeat.rank{self.rank}"
         lesson = lessons("fault_tolerance", "phase4_production")
-        store = _store()
+        store = _store(self.timeout_s)
+        self.lock, self.is_busy, self.step = threading.Lock(), False, 0
         self.heart = lesson.Heartbeat(store, self.rank)
         self.parent, self.ended = os.getppid(), threading.Event()
         self.beat(0)
@@ -46,9 +51,22 @@ class Watch:
         threading.Thread(target=self._watch, args=(monitor,), daemon=True).start()
 
     def beat(self, step: int, busy_s: float = 0.0) -> None:
-        """Report that this rank lives, also during an evaluation."""
-        self.heart.beat(step, busy_s)
-        touch(self.file)
+        """Report that this rank lives."""
+        with self.lock:
+            self.step = step
+            self.heart.beat(step, busy_s)
+        with suppress(OSError):  # a full disk
+            touch(self.file)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Report by itself meanwhile: for what takes long and must not be ended, as a last save."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+            self.beat(self.step)
 
     def close(self) -> None:
         """Watch no longer."""
@@ -56,6 +74,8 @@ class Watch:
 
     def _watch(self, monitor: Any) -> None:
         while not self.ended.wait(POLL_S):
+            if self.is_busy:
+                self.beat(self.step)
             if reason := self._orphaned() or (self._silent(monitor) if monitor else ""):
                 self._end(reason)
                 return
@@ -78,6 +98,7 @@ class Watch:
         if self.ended.is_set():
             return
         print(f"rank {self.rank}: {reason}. This process ends.", file=sys.stderr, flush=True)
+        leave_code(self.run_dir, EXIT_SILENT)
         os._exit(EXIT_SILENT)  # the main thread waits in a collective, and hears no exception
 
 
@@ -87,11 +108,11 @@ def touch(path: Path) -> None:
     os.utime(path, (time.time(), time.time()))
 
 
-def _store() -> Any:
-    """Return a store that rank 0 holds."""
+def _store(timeout_s: float) -> Any:
+    """Return a store that rank 0 holds, and that does not answer for so long at most."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     is_host = dist.get_rank() == 0
-    timeout = timedelta(seconds=30)
+    timeout = timedelta(seconds=max(timeout_s, 5.0))
     mine = (
         TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         if is_host

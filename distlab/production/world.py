@@ -45,6 +45,11 @@ def joined(config: Config) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
+def control_group() -> dist.ProcessGroup | None:
+    """Return a group for small messages of all ranks, for which no GPU has to stop."""
+    return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+
+
 def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
     """Let each replica draw other numbers, for dropout and mixup, and the same in the next run.
 
@@ -58,21 +63,35 @@ def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
 
 @contextmanager
 def alone_in(run_dir: Path) -> Iterator[None]:
-    """Be the only training in a folder; rank 0 holds a lock, which ends with its process.
+    """Be the only training in a folder, which is made; rank 0 holds a lock until its process ends.
+
+    What an earlier start has left as its exit code goes.
 
     Raises:
-        ConfigError: on all ranks: another training is still there after LOCK_S.
+        ConfigError: on all ranks: the folder can't be made, or another training is in it.
     """
-    holder = [""]
     with ExitStack() as stack:
-        if dist.get_rank() == 0:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(run_dir / "lock", "w"))
-            holder = ["" if _locked(file) else f"another training writes into {run_dir}"]
-        dist.broadcast_object_list(holder, src=0)
-        if holder[0]:
-            raise ConfigError(f"{holder[0]}: wait for its end, or choose another run_dir")
+        reason = [_enter(run_dir, stack) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(reason, src=0)
+        if reason[0]:
+            raise ConfigError(reason[0])
         yield
+
+
+def _enter(run_dir: Path, stack: ExitStack) -> str:
+    """Make and lock the folder; return why that can't be done, "" if it is."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context((run_dir / "lock").open("w"))
+        if not _locked(file):
+            return (
+                f"another training writes into {run_dir}: wait for its end, or choose another "
+                "run_dir"
+            )
+        (run_dir / "exit_code").unlink(missing_ok=True)
+    except OSError as error:
+        return f"run_dir: {error}"
+    return ""
 
 
 def _locked(file: IO[str]) -> bool:
@@ -82,7 +101,7 @@ def _locked(file: IO[str]) -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except OSError:
+        except BlockingIOError:
             if time.monotonic() > end_s:
                 return False
             time.sleep(0.1)

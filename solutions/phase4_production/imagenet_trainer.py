@@ -23,14 +23,16 @@ from distlab.production.evaluation import evaluate
 from distlab.production.images import BAD, open_images
 from distlab.production.lessons import Lessons
 from distlab.production.models import build_model
-from distlab.production.optimization import ParameterMean, peak_lr, set_lr, share_of_lr
+from distlab.production.optimization import ModelMean, lr_at, set_lr
+from distlab.production.profile import profile
 from distlab.production.program import run_program
 from distlab.production.progress import Progress
 from distlab.production.results import conclude, write_config
 from distlab.production.saving import Checkpoints
+from distlab.production.states import PerRank
 from distlab.production.strategies import parallelise
 from distlab.production.telemetry import Telemetry, measure
-from distlab.production.world import alone_in, joined, seed_generators
+from distlab.production.world import alone_in, control_group, joined, seed_generators
 
 PHASE = "phase4_production"
 
@@ -40,32 +42,41 @@ class Training:
 
     def __init__(self, config: Config, lessons: Lessons, device: torch.device) -> None:
         """Make all that is trained, and go on from the newest checkpoint."""
-        self.config = config
+        self.config, self.progress = config, Progress()
+
         data = open_images(config)
+        self.test_images = data.test
+
         model = build_model(config, data.num_classes, device)
-        self.measured = measure(model, config, lessons)
-        self.strategy = parallelise(model, config, self.loss_sum, lessons)
-        self.mean = ParameterMean.of(self.strategy.module, config.ema_decay)
+        costs = measure(model, config, lessons)
+        self.strategy = parallelise(model, config, self.loss_sum, lessons)  # with the optimizer
+        self.mean = ModelMean(self.strategy.module, config.ema_decay)
         seed_generators(config.seed, self.strategy.replicas)
-        self.sampler = lessons("training_state", PHASE).ResumableSampler(
+
+        make_sampler = lessons("training_state", PHASE).ResumableSampler
+        self.sampler = make_sampler(
             len(data.train), config.batch_size, config.seed, self.strategy.replicas
         )
-        self.steps_per_epoch, self.num_samples = len(self.sampler), len(data.train)
         self.batches = Batches(data, self.sampler, config, device)
-        self.test_images, self.progress = data.test, Progress()
 
         self.checkpoints = Checkpoints(self.parts(), config, lessons)
         self.strategy.warm_up(config.image_size, self.checkpoints.unchanged)
-        self.progress.step = self.checkpoints.resume()
-        num_steps = config.epochs * self.steps_per_epoch
-        self.telemetry = Telemetry(config, lessons, self.progress, num_steps, self.measured)
-        self.stop = lessons("fault_tolerance", PHASE).StopRequest()
+        self.checkpoints.resume()
+        self.stop = lessons("fault_tolerance", PHASE).StopRequest(group=control_group())
+        self.telemetry = Telemetry(config, lessons, self.progress, self.sampler, costs)
+        if config.profile:
+            batch = next(iter(self.batches.of_epoch(self.strategy)))
+            folder, unchanged = config.run_dir / "trace", self.checkpoints.unchanged
+            profile(lambda: self.train_step(*batch), folder, unchanged, lessons)
 
     def parts(self) -> dict[str, Any]:
         """Return all that decides how the run goes on: what a checkpoint holds."""
-        mean = {"mean": self.strategy.of_parameters(self.mean)} if self.mean else {}
+        means = {
+            "mean": self.strategy.of_parameters(self.mean.parameters),
+            "mean_of_buffers": PerRank(self.mean.buffers, is_optional=True),
+        }
         own = {"sampler": self.sampler, "progress": self.progress}
-        return {**self.strategy.parts(), **mean, **own}
+        return {**self.strategy.parts(), **means, **own}
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of some images; those with the label BAD do not count."""
@@ -77,17 +88,19 @@ class Training:
     def run(self) -> None:
         """Train and evaluate, epoch by epoch, to the end."""
         with self.telemetry, self.stop:
-            while True:
-                if self.progress.evaluated < self.sampler.epoch:
-                    self.evaluate()
-                if self.sampler.epoch == self.config.epochs:
-                    break
-                self.train_epoch()
-            self.checkpoints.finish(self.progress.step)
+            try:
+                while self.progress.evaluated < self.config.epochs:
+                    if self.progress.evaluated < self.sampler.epoch:
+                        self.evaluate()
+                    else:
+                        self.train_epoch()
+            except StopAsked:
+                self.telemetry.reports.say(f"asked to stop: saves step {self.progress.step}")
+                self.stop.leave(self.finish)
+            self.finish()
 
     def train_epoch(self) -> None:
         """Train on what is left of the epoch."""
-        self.strategy.module.train()
         batches = self.batches.of_epoch(self.strategy)
         for images, targets in self.telemetry.timer.batches(batches):
             with self.telemetry.part("compute"):
@@ -97,66 +110,74 @@ class Training:
 
     def train_step(self, images: Tensor, targets: Tensor) -> Tensor:
         """Do one step on a global batch, of which these are this rank's part."""
-        strategy, config, step = self.strategy, self.config, self.progress.step
-        num_samples = min(config.batch_size, self.num_samples - self.sampler.position)
-        set_lr(
-            strategy.optimizer, peak_lr(config) * share_of_lr(config, self.steps_per_epoch, step)
-        )
+        strategy, sampler = self.strategy, self.sampler
+        num_samples = min(sampler.global_batch, sampler.num_samples - sampler.position)
+        set_lr(strategy.optimizer, lr_at(self.config, sampler))
         strategy.zero_grad()
         loss = strategy.forward_backward(images, targets, num_samples)
         with self.telemetry.part("communication"):
             strategy.average_gradients()
         strategy.step()
-        if self.mean:
-            self.mean.update()
-        self.sampler.advance()
+        self.mean.update()
+        sampler.advance()
         self.progress.step += 1
         return loss
 
     def after_step(self) -> None:
         """Tell how it goes; save where it is time to; stop if any rank was asked to."""
-        step = self.progress.step
         if self.telemetry.is_due():
             lr = self.strategy.optimizer.param_groups[0]["lr"]
             self.telemetry.tell(lr, self.batches.bad_images, self.checkpoints)
             self.check_images()
+        self.go_on()
+        if self.sampler.position:  # else after the evaluation, so that its result is saved, too
+            self.save()
+
+    def go_on(self) -> None:
+        """Show that this rank lives; stop, on all ranks, if any was asked to."""
+        self.telemetry.alive()
         if self.stop.agreed():
-            self.telemetry.reports.say(f"asked to stop: saves after step {step}")
-            self.stop.leave(lambda: self.checkpoints.finish(step))
-        if step % self.config.save_every == 0:
-            self.checkpoints.save(step)
+            raise StopAsked
+
+    def save(self) -> None:
+        """Save after every ``save_every`` steps."""
+        if self.progress.step % self.config.save_every == 0:
+            self.checkpoints.save(self.progress.step)
+
+    def finish(self) -> None:
+        """Save, and wait until that is durable."""
+        with self.telemetry.watch.busy():
+            self.checkpoints.finish(self.progress.step)
 
     def check_images(self) -> None:
         """Save and stop, on all ranks, where more images are unreadable than may be."""
         bad, allowed = self.batches.bad_images_of_all(), self.config.max_bad_images
         if bad > allowed:
-            self.checkpoints.finish(self.progress.step)
+            self.finish()
             raise DataError(
-                f"{bad} images cannot be read, named above, and max_bad_images is {allowed}: "
-                f"replace them, or allow so many. Step {self.progress.step} is saved."
+                f"{bad} images of this epoch cannot be read, named above, and max_bad_images is "
+                f"{allowed}: replace them, or allow so many. Step {self.progress.step} is saved."
             )
 
     def evaluate(self) -> None:
-        """Evaluate after an epoch."""
-        alive = self.telemetry.alive
-        accuracy = evaluate(self.strategy, self.test_images, self.config, self.mean, alive)
-        epoch = self.sampler.epoch
-        self.progress.note(epoch, accuracy)
-        found = {"accuracy": accuracy, "epoch": float(epoch)}
-        self.telemetry.reports.write(found, self.progress.step)
-        self.telemetry.reports.say(
-            f"epoch {epoch} of {self.config.epochs}: {accuracy:.2%} of "
-            f"{len(self.test_images):,} test images right"
-        )
+        """Evaluate after an epoch, exactly."""
+        accuracy = evaluate(self.strategy, self.test_images, self.config, self.mean, self.go_on)
+        self.progress.note(self.sampler.epoch, accuracy)
+        self.telemetry.tell_accuracy(accuracy, len(self.test_images))
+        self.save()
+
+
+class StopAsked(Exception):
+    """A rank was asked to stop: all do, after the same step or batch."""
 
 
 def train(config: Config, lessons: Lessons) -> None:
     """Train as a configuration says, from the newest checkpoint on."""
     with joined(config) as device, alone_in(config.run_dir):
-        write_config(config)
         training = Training(config, lessons, device)
+        write_config(config)
         training.run()
-        conclude(config, training.progress)
+        conclude(config, training.progress, training.strategy, training.mean)
 
 
 if __name__ == "__main__":

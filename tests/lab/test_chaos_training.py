@@ -16,6 +16,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from rich.progress import Progress
 
+from distlab.production.comparing import counted, differences
 from distlab.production.gantt import COLOURS, MARKS, Blow, draw_gantt
 from distlab.production.observer import STATES, Observer, Span
 from scripts import chaos
@@ -117,7 +118,15 @@ def test_it_draws_all_states_and_marks(tmp_path: Path) -> None:
     ],
 )
 def test_equal_means_the_same_bits(a: object, b: object, is_equal: bool) -> None:
-    assert chaos._equal(a, b) is is_equal
+    assert differences({"x": a, "y": [1]}, {"x": b, "y": [1]}) == ([] if is_equal else ["['x']"])
+
+
+def test_what_one_of_them_lacks_is_a_difference() -> None:
+    assert differences({"x": [1, 2]}, {"x": [1]}) == ["['x'][1]"]
+    assert differences({}, {"x": None}) == ["['x']"]
+    assert counted({"x": torch.ones(1000, 2), "y": [1, "a"]}) == (
+        "1 tensors with 2,000 numbers, 2 other values"
+    )
 
 
 def test_each_kind_comes_before_any_comes_again() -> None:

@@ -21,8 +21,6 @@ from distlab.production.config import load_config, make_config
 from distlab.production.launching import launch, processes_of
 from scripts import launch_local
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 SCRIPT = ROOT / "scripts/launch_training.sh"

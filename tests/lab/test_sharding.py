@@ -57,11 +57,14 @@ def test_what_is_given_stays() -> None:
         (1.0, {"pipeline_parallelism": 2}),
         (1.0, {"tensor_parallelism": 2, "zero_redundancy": 1}),
         (1.0, {"compression": "int8"}),
+        (1.0, {"clip_norm": 1}),
+        (1.0, {"communication_pattern": "ring"}),
+        (1.0, {"communication_pattern": "tree"}),
         (1.0, {"communication_pattern": "parameter_server"}),
         (1.0, {"strategy": "ddp"}),
     ]
     for found in on_ranks(stages, 2, *cases):
-        assert found == [1, 3, 2, 0, 1, 0, 0, 0]
+        assert found == [1, 3, 2, 0, 1, 0, 0, 1, 0, 0, 0]
 
 
 def test_one_rank_has_nobody_to_share_with() -> None:
@@ -155,5 +158,8 @@ def test_replicas_of_a_split_model_share_the_optimizer(split: str) -> None:
     ],
 )
 def test_what_a_stage_cannot_do_is_refused(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"zero_redundancy: [12] "):
+    with pytest.raises(
+        ConfigError,
+        match=r"zero_redundancy: [12] |communication_pattern: (ring|tree|parameter_server) ",
+    ):
         make_config({**COURSE, **keys}, "test")

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.production.config import Config
+from distlab.production.images import BAD
 from distlab.production.lessons import Lessons
 from distlab.production.optimization import optimizer_of
 from distlab.production.states import Buffers
 from phase4_production.given import Group, HasState
 
-UNCOUNTED = -100  # a label of no class: cross_entropy leaves it out
 LossSum = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), targets: the sum of the losses
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -87,7 +87,7 @@ class Strategy:
         """
         total = torch.zeros((), device=self.device)
         scale = self.num_replicas / num_samples  # for the gradients become means over replicas
-        micro_batches = list(zip(*self._cut(images, targets), strict=True))
+        micro_batches = list(self._cut(images, targets))
         for place, (x, y) in enumerate(micro_batches, start=1):
             with self.accumulating(is_last=place == len(micro_batches)):
                 with self.autocast():
@@ -97,10 +97,18 @@ class Strategy:
             total += loss.detach()
         return total
 
-    def _cut(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Cut each into micro-batches of about one size, none of them empty."""
-        count = min(self.config.accumulate, len(tensors[0]))
-        return (tensor.tensor_split(count) for tensor in tensors)
+    def _cut(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cut into ``accumulate`` micro-batches: as many on all ranks, for each is a collective.
+
+        Where there are too few images, others are added that do not count.
+        """
+        count = self.config.accumulate
+        if (missing := count - len(images)) > 0:
+            images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
+            nothing = BAD if targets.dim() == 1 else 0
+            shape = (missing, *targets.shape[1:])
+            targets = torch.cat([targets, targets.new_full(shape, nothing)])
+        return zip(images.tensor_split(count), targets.tensor_split(count), strict=True)
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
@@ -146,7 +154,7 @@ class Strategy:
         """
         if self.reorders_buckets:
             blank = torch.zeros(2, 3, side, side, device=self.device)
-            nothing = torch.full((2,), UNCOUNTED, device=self.device)
+            nothing = torch.full((2,), BAD, device=self.device)
             with unchanged():
                 self.forward_backward(blank, nothing, 1)
                 self.average_gradients()
@@ -162,7 +170,7 @@ class Strategy:
         """Return what a checkpoint must hold, by name."""
         return {
             "model": Parameters(self.module),
-            "buffers": Buffers(self.module, self.replicas),
+            "buffers": Buffers(self.module),
             "optimizer": self.optimizer,
             "scaler": self.scaler,
         }

@@ -52,7 +52,7 @@ class TorchDDP(Strategy):
 
     def parts(self) -> Mapping[str, HasState]:
         """Add what compression has left behind, which is another on each rank."""
-        residuals = {"compression": PerRank(self.hook)} if self.hook else {}
+        residuals = {"compression": PerRank(self.hook, is_optional=True)} if self.hook else {}
         return {**super().parts(), **residuals}
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from distlab.production.config import Config
 from distlab.production.models import layers_of
 from distlab.production.optimization import optimizer_of
 from distlab.production.states import PerRank
@@ -29,13 +30,21 @@ class TorchFSDP(Strategy):
     def distribute(self, model: nn.Module) -> None:
         """Shard each block, and then the rest."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        kept = DTYPES[self.config.precision]
-        policy = MixedPrecisionPolicy(param_dtype=None if kept is torch.float32 else kept)
+        dtype = dtype_of_whole(self.config)
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
+        )
         for layer in layers_of(model)[1:-1]:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        self.root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
         self.module = self.called = model
         self.make_optimizer()
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Return the logits; what was whole for them is cut again, for the means may go now."""
+        logits = super().predict(images)
+        self.root.reshard()
+        return logits
 
     def of_parameters(self, part: HasState) -> HasState:
         """Each rank has its shards."""
@@ -48,6 +57,14 @@ class TorchFSDP(Strategy):
             "optimizer": _WholeOptimizer(self),
         }
         return {**super().parts(), **whole}
+
+
+def dtype_of_whole(config: Config) -> torch.dtype:
+    """Return in which dtype parameters travel and compute.
+
+    BatchNorm computes in 32 bits: parameters of a ResNet stay so, and autocast does the rest.
+    """
+    return torch.float32 if config.model.startswith("resnet") else DTYPES[config.precision]
 
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -134,7 +151,7 @@ class FullySharded(Strategy):
     def distribute(self, model: nn.Module) -> None:
         """Shard the parameters; units are whole while they compute."""
         lesson = self.lessons("zero", "phase3_multi_node")
-        dtype = DTYPES[self.config.precision]
+        dtype = dtype_of_whole(self.config)
         self.module = self.called = lesson.FullyShardedDataParallel(model, compute_dtype=dtype)
         self.make_optimizer()
 
@@ -145,7 +162,7 @@ class FullySharded(Strategy):
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters while they are whole."""
-        return DTYPES[self.config.precision]
+        return dtype_of_whole(self.config)
 
     def predict(self, images: Tensor) -> Tensor:
         """Return the logits of this rank's images."""

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distlab.production.errors import ConfigError
 from distlab.production.models import layer_flops, layers_of, num_heads, split_heads
-from distlab.production.states import PerRank
+from distlab.production.states import OwnBuffers, PerRank
+from distlab.production.strategies.base import Parameters
 from distlab.production.strategies.replicated import CourseDDP
 from distlab.production.strategies.sharded import gradients_into, sharded_optimizer
 from phase2_advanced.given import Batch
@@ -170,4 +171,8 @@ class Split(CourseDDP):
 
     def parts(self) -> Mapping[str, HasState]:
         """All of it is another on each rank."""
-        return {name: PerRank(part) for name, part in super().parts().items() if name != "scaler"}
+        return {
+            "model": PerRank(Parameters(self.module)),
+            "buffers": PerRank(OwnBuffers(self.module)),
+            "optimizer": PerRank(self.optimizer),
+        }
