@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -29,7 +30,9 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class Config(BaseModel):
     """All that decides how a training goes; what lasts is counted in epochs or steps."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     # what is trained, and on what
     model: Model = "resnet18"
@@ -66,7 +69,9 @@ class Config(BaseModel):
     compile: bool = False
 
     # on how many ranks, and how they share the work
-    num_gpus: int | Literal["auto"] = "auto"  # processes of a node; on a CPU, too
+    num_gpus: Annotated[int, Field(ge=1)] | Literal["auto"] = (
+        "auto"  # processes of a node; on a CPU, too
+    )
     strategy: Strategy = "ddp"
     communication_pattern: Pattern = "native"
     zero_redundancy: Literal[0, 1, 2, 3] = 0
@@ -94,6 +99,15 @@ class Config(BaseModel):
         """``zero_redundancy: true`` asks for the first stage, false for none."""
         stage = values.get("zero_redundancy") if isinstance(values, Mapping) else None
         return {**values, "zero_redundancy": int(stage)} if isinstance(stage, bool) else values
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _keeps_truth_apart(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse ``epochs: true``, which pydantic would read as 1."""
+        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
+        if isinstance(value, bool) and not is_switch:
+            raise ValueError("true and false are for switches")
+        return value
 
     @field_validator("data_dir", "run_dir")
     @classmethod
@@ -255,7 +269,8 @@ def make_config(values: Mapping[str, Any], where: str) -> Config:
     try:
         return Config(**values)
     except ValidationError as error:
-        lines = [f"{where}: {_told(problem)}" for problem in error.errors()]
+        first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
+        lines = [f"{where}: {_told(problem)}" for problem in reversed(first.values())]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -313,7 +328,8 @@ def _expected(key: str, problem: Any) -> str:
         text = problem["input"]
         advice = did_you_mean(text, map(str, choices)) if isinstance(text, str) else ""
         return f"use one of {', '.join(map(str, choices))}. {advice}".rstrip()
-    return f"{problem['msg'][:1].lower()}{problem['msg'][1:]}. The default is {field.default}"
+    reason = problem["msg"].removeprefix("Value error, ").partition(" for <class")[0]
+    return f"{reason[:1].lower()}{reason[1:]}. The default is {field.default}"
 
 
 def to_yaml(config: Config) -> str:

@@ -1,0 +1,51 @@
+"""The trainer as a program, on a handful of images, which waits where a test wants to meet it.
+
+    PACE/hold          the step after which ranks wait until the file is gone or names another one
+    PACE/rank<r>       the pid of a rank that waits there, and the step
+
+Meanwhile a rank reports that it lives, as it does between steps.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+from little_runs import little_data
+
+from distlab.production.program import run_program
+from solutions.phase4_production import imagenet_trainer
+from solutions.phase4_production.imagenet_trainer import Training, train
+
+PACE = "PACE"  # the variable of the environment that names the folder
+
+
+def after_step(training: Training) -> None:
+    """Do what comes after a step, and wait if a test wants it."""
+    _after_step(training)
+    step, folder = training.progress.step, Path(os.environ[PACE])
+    while _held(folder) == step:
+        told = folder / f"rank{dist.get_rank()}"
+        told.with_suffix(".new").write_text(f"{os.getpid()} {step}")
+        told.with_suffix(".new").replace(told)
+        training.telemetry.alive()
+        time.sleep(0.05)
+
+
+def _held(folder: Path) -> int:
+    try:
+        return int((folder / "hold").read_text())
+    except (FileNotFoundError, ValueError):
+        return -1
+
+
+_after_step = Training.after_step
+
+if __name__ == "__main__":
+    with (
+        mock.patch.object(Training, "after_step", after_step),
+        mock.patch.object(imagenet_trainer, "open_images", little_data),
+    ):
+        sys.exit(run_program(train, ""))

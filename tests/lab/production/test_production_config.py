@@ -1,0 +1,323 @@
+"""The trainer's configuration: what is wrong is told in one line, with the file's name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from distlab.production.config import Config, load_config, make_config, split_arguments, to_yaml
+from distlab.production.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+COURSE = {"strategy": "course"}
+
+
+def refusal(values: Mapping[str, Any]) -> str:
+    """Return what is wrong with values, after the name of the file: one line."""
+    with pytest.raises(ConfigError) as caught:
+        make_config(values, "my.yaml")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("my.yaml: ")
+    return line.removeprefix("my.yaml: ")
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "my.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- keys and values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("epoch", "epochs"),
+        ("Batch_Size", "batch_size"),
+        ("colour", ""),
+        ("pipeline_paralelism", "pipeline_parallelism"),
+        ("zero_redundency", "zero_redundancy"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_one(wrong: str, nearest: str) -> None:
+    told = refusal({wrong: 3})
+    assert f"there is no key {wrong!r}" in told
+    assert (f"Did you mean {nearest!r}?" if nearest else "docs/trainer.md") in told
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("epochs", "many", "a valid integer"),
+        ("epochs", 2.5, "a valid integer"),
+        ("epochs", None, "a valid integer"),
+        ("epochs", True, "true and false are for switches"),
+        ("epochs", 0, "greater than or equal to 1. The default is 10"),
+        ("lr", "fast", "a valid number"),
+        ("lr", -0.1, "greater than 0"),
+        ("lr", False, "true and false are for switches"),
+        ("lr", float("nan"), "is wrong"),
+        ("lr", float("inf"), "a finite number"),
+        ("ema_decay", 1, "less than 1"),
+        ("metrics_port", 65536, "less than or equal to 65535"),
+        ("channels_last", "perhaps", "a valid boolean"),
+        ("num_gpus", "all", "The default is auto"),
+        ("num_gpus", 0, "greater than or equal to 1"),
+        ("num_gpus", True, "true and false are for switches"),
+        ("run_dir", 5, "not a valid path. The default is out/run"),
+        ("progressive_resize", 3, "a valid dictionary"),
+        ("progressive_resize", {"first": 8}, "a valid integer"),
+        ("progressive_resize", {0: "small"}, "a valid integer"),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_size(key: str, value: object, expected: str) -> None:
+    told = refusal({key: value})
+    assert told.startswith(f"{key}: ")
+    assert expected in told
+    assert "<class" not in told
+
+
+CHOICES = {
+    key: get_args(field.annotation)
+    for key, field in Config.model_fields.items()
+    if key != "num_gpus" and all(isinstance(c, str | int) for c in get_args(field.annotation))
+    if get_args(field.annotation)
+}
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_wrong_choice_names_all_choices(key: str) -> None:
+    told = refusal({key: f"{CHOICES[key][0]}x"})
+    assert f"use one of {', '.join(map(str, CHOICES[key]))}." in told
+    if isinstance(CHOICES[key][0], str):
+        assert f"Did you mean {CHOICES[key][0]!r}?" in told
+
+
+def test_there_are_choices() -> None:
+    assert {"model", "data", "strategy", "communication_pattern", "compression"} <= {*CHOICES}
+
+
+def test_all_that_is_wrong_is_told_at_once_in_the_order_of_the_file() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config({"num_gpus": "x", "epochs": 0, "modle": "resnet18"}, "my.yaml")
+    lines = str(caught.value).splitlines()
+    assert [line.split()[1] for line in sorted(lines)] == ["epochs:", "num_gpus:", "there"]
+
+
+@pytest.mark.parametrize(
+    ("values", "stage"), [({"zero_redundancy": v}, int(v)) for v in (True, False, 0, 1, 2, 3)]
+)
+def test_zero_redundancy_is_a_stage_or_true(values: dict[str, Any], stage: int) -> None:
+    config = make_config({**COURSE, **values}, "")
+    assert (config.zero_redundancy, config.is_sharded) == (stage, stage > 0)
+
+
+# --- what does not go together -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"communication_pattern": "ring"}, "set strategy: course"),
+        ({"strategy": "fsdp", "zero_redundancy": 2}, "zero_redundancy: 2 asks for the course's"),
+        ({"strategy": "ddp", "tensor_parallelism": 2}, "tensor_parallelism: 2"),
+        ({"data": "imagefolder"}, "needs data_dir"),
+        ({"strategy": "fsdp", "compression": "sign"}, "averaged whole"),
+        ({**COURSE, "zero_redundancy": 1, "compression": "int8"}, "averaged whole"),
+        ({**COURSE, "communication_pattern": "tree", "compression": "top_k"}, "leave"),
+        ({"strategy": "fsdp", "precision": "fp16"}, "use precision: bf16"),
+        ({**COURSE, "zero_redundancy": 3, "precision": "fp16"}, "use precision: bf16"),
+        ({**COURSE, "tensor_parallelism": 2}, "resnet18 has none"),
+        (
+            {**COURSE, "model": "transformer", "tensor_parallelism": 2, "zero_redundancy": 1},
+            "set one of them to 0 or 1",
+        ),
+        (
+            {**COURSE, "pipeline_parallelism": 2, "communication_pattern": "parameter_server"},
+            "leave it out",
+        ),
+        ({**COURSE, "pipeline_parallelism": 2, "accumulate": 2}, "leave accumulate"),
+        ({**COURSE, "zero_redundancy": 2, "communication_pattern": "ring"}, "averaged whole"),
+        ({"strategy": "fsdp", "channels_last": True}, "channels_last"),
+        ({"compression": "sign", "precision": "fp16"}, "use precision: bf16"),
+        ({"image_size": 8}, "use 16 or more"),
+        ({"image_size": 64, "progressive_resize": {0: 8}}, "use 16 or more"),
+        ({"warmup_epochs": 5, "epochs": 4}, "warmup_epochs 5 is more than epochs 4"),
+        ({**COURSE, "zero_redundancy": 2, "clip_norm": 1.0}, "clip_norm"),
+        ({**COURSE, "pipeline_parallelism": 2, "clip_norm": 1.0}, "clip_norm"),
+        ({"model": "vit_s16", "image_size": 40}, "multiple of 16"),
+        ({"progressive_resize": {0: 20}}, "multiples of 8"),
+        ({"model": "transformer", "progressive_resize": {0: 16}}, "use a ResNet"),
+    ],
+)
+def test_keys_that_do_not_go_together(values: dict[str, Any], told: str) -> None:
+    assert told in refusal(values)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("epochs: 3\nlr: 0.1\nepochs: 4\n", "the key epochs comes 2 times"),
+        ("epochs: [3\n", "this is no YAML"),
+        ("epochs 3\n", "expected lines of the form key: value, got 'epochs 3'"),
+        ("- epochs\n", "expected lines of the form key: value"),
+        ("", "expected lines of the form key: value, got None"),
+        ("epochs: !!python/object/apply:os.getcwd []\n", "this is no YAML"),
+        ("progressive_resize: {0: 16, 0: 32}\n", "the key 0 comes 2 times"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, told: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(ConfigError, match=r"my\.yaml: this is no YAML"):
+        load_config(path)
+
+
+def test_a_missing_file_names_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "small.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(Path("smal.yaml"))
+    assert str(caught.value) == (
+        "smal.yaml: No such file or directory. There are configs/small.yaml"
+    )
+    with pytest.raises(ConfigError, match=r"configs: Is a directory"):
+        load_config(Path("configs"))
+
+
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_configuration_of_the_course_loads(path: Path) -> None:
+    overrides = {"data_dir": "images"} if "imagenet" in path.name else {}
+    config = load_config(path, overrides)
+    for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        assert key in Config.model_fields
+        if isinstance(value, str) and key not in overrides:
+            assert str(getattr(config, key)) == value
+
+
+def test_the_course_has_configurations() -> None:
+    assert ROOT / "configs" / "digits_cpu.yaml" in SHIPPED
+
+
+def test_each_key_has_a_default_that_is_valid() -> None:
+    assert make_config(Config().model_dump(), "") == Config()
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_the_command_line_changes_any_key(tmp_path: Path) -> None:
+    path = written(tmp_path, "epochs: 3\nlr: 0.1\n")
+    words = ["--epochs", "5", "--lr=1e-3", "--channels-last", "true", "--seed", "7"]
+    config = load_config(path, split_arguments([*words, "--progressive_resize", "{0: 16}"]))
+    assert (config.epochs, config.lr, config.channels_last) == (5, 1e-3, True)
+    assert (config.progressive_resize, config.seed) == ({0: 16}, 7)
+    assert load_config(path).epochs == 3
+
+
+def test_the_last_of_equal_arguments_counts() -> None:
+    assert split_arguments(["--lr", "1", "--lr=2"]) == {"lr": "2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("epochs 5", "epochs: expected --KEY VALUE"),
+        ("-epochs 5", "-epochs: expected --KEY VALUE"),
+        ("-- 5", "--: expected --KEY VALUE"),
+        ("--=5", "--=5: expected --KEY VALUE"),
+        ("--epochs", "--epochs has no value: write --epochs VALUE"),
+        ("--epochs --lr 1", "--epochs has no value"),
+        ("--epochs 5 7", "7: expected --KEY VALUE"),
+    ],
+)
+def test_a_command_line_without_keys_or_values(words: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_arguments(words.split())
+    assert str(caught.value).startswith(told)
+
+
+def test_a_value_below_zero_is_a_value() -> None:
+    assert split_arguments(["--seed", "-1"]) == {"seed": "-1"}
+
+
+def test_a_wrong_value_of_the_command_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "epochs: 3\n")
+    with pytest.raises(ConfigError, match=r"there is no key 'epoch'\. Did you mean 'epochs'\?"):
+        load_config(path, {"epoch": "5"})
+    with pytest.raises(ConfigError, match=r"^--lr \[1: this is no value of YAML"):
+        load_config(path, {"lr": "[1"})
+
+
+# --- round trip ----------------------------------------------------------------------------------
+
+
+def _values(key: str) -> st.SearchStrategy[Any]:
+    """Draw values of a key, most of them valid."""
+    special: dict[str, st.SearchStrategy[Any]] = {
+        "progressive_resize": st.dictionaries(
+            st.integers(0, 99), st.integers(1, 28).map(lambda n: 8 * n)
+        ),
+        "data_dir": st.none() | st.sampled_from(["images", "/data/my images", "ä: b"]).map(Path),
+        "run_dir": st.sampled_from(["out/run", "/tmp/#1", "2026"]).map(Path),
+        "metrics_host": st.sampled_from(["127.0.0.1", "0.0.0.0", "::1", "on"]),
+        "num_gpus": st.just("auto") | st.integers(1, 1024),
+    }
+    if key in special:
+        return special[key]
+    if key in CHOICES:
+        return st.sampled_from(CHOICES[key])
+    kinds = {
+        bool: st.booleans(),
+        int: st.integers(0, 4096),
+        float: st.floats(0, 1e6, exclude_min=True),
+    }
+    return kinds[Config.model_fields[key].annotation]  # type: ignore[index]
+
+
+def _configuration(values: dict[str, Any]) -> Config:
+    try:
+        return make_config(values, "")
+    except ConfigError:
+        assume(False)
+        raise
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_what_is_written_is_read_again(tmp_path_factory: Any, data: st.DataObject) -> None:
+    keys = data.draw(st.sets(st.sampled_from(sorted(Config.model_fields)), max_size=8))
+    config = _configuration({key: data.draw(_values(key), key) for key in sorted(keys)})
+    path = written(tmp_path_factory.mktemp("trip"), to_yaml(config))
+    assert load_config(path) == config
+    assert list(yaml.safe_load(path.read_text(encoding="utf-8"))) == list(Config.model_fields)
+
+
+def test_a_written_configuration_is_of_plain_values() -> None:
+    plain = yaml.safe_load(to_yaml(Config(progressive_resize={3: 16})))
+    assert plain["run_dir"] == "out/run"
+    assert plain["zero_redundancy"] == 0
+    assert "!!" not in to_yaml(Config())

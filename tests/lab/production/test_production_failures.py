@@ -1,0 +1,271 @@
+"""The trainer under torchrun, whose processes are killed, stopped and asked to end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from little_runs import digest, little
+from paced_trainer import PACE
+from processes import MARK, marked
+from prometheus_client.parser import text_string_to_metric_families
+
+from distlab.production.config import load_config
+from distlab.production.reports import METRICS
+from solutions.phase4_production.checkpoint import load_checkpoint
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo listens on lo")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+PROGRAM = HERE / "paced_trainer.py"
+TIMEOUT_S = 180
+RANKS = 2
+RANDOM = {"mixup": 0.4, "ema_decay": 0.9, "augment": "crop_flip"}
+
+
+class Runs:
+    """Starts of one training by torchrun, one after the other, in a folder of their own."""
+
+    def __init__(self, folder: Path, mark: str, **changes: Any) -> None:
+        self.run_dir, self.pace, self.mark = folder / "run", folder / "pace", mark
+        self.pace.mkdir(parents=True)
+        self.log = folder / "log"
+        self.config = folder / "little.yaml"
+        config = little(self.run_dir, save_every=2, **{**RANDOM, **changes})
+        self.config.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+
+    def start(self, *, hold: int = -1, restarts: int = 0) -> None:
+        """Let torchrun start two ranks, which wait after a step."""
+        self.hold(hold)
+        options = ["--nproc-per-node", str(RANKS), "--max-restarts", str(restarts), "--standalone"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1"]
+        told = {PACE: str(self.pace), MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        paths = [str(ROOT), str(HERE), str(HERE.parent)]
+        told |= {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
+        with self.log.open("ab") as log:
+            self.agent = subprocess.Popen(
+                [*torchrun, *options, str(PROGRAM), "--config", str(self.config)],
+                cwd=ROOT,
+                env={**os.environ, **told},
+                stdout=log,
+                stderr=log,
+            )
+
+    def hold(self, step: int) -> None:
+        """Let ranks wait after another step than before."""
+        for told in self.pace.glob("rank*"):
+            told.unlink()
+        (self.pace / "new").write_text(f"{step}")
+        (self.pace / "new").replace(self.pace / "hold")
+
+    def waiting(self, step: int) -> list[int]:
+        """Wait until all ranks wait after a step; return their processes."""
+        files = [self.pace / f"rank{rank}" for rank in range(RANKS)]
+        self.wait_for(lambda: all(f.exists() for f in files), f"no ranks wait after step {step}")
+        told = [[int(word) for word in file.read_text().split()] for file in files]
+        assert [at for _, at in told] == [step] * RANKS
+        return [pid for pid, _ in told]
+
+    def wait_for(self, is_so: Callable[[], bool], otherwise: str) -> None:
+        end_s = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            if time.monotonic() > end_s:
+                pytest.fail(f"{otherwise}; {self.agent.poll()}\n{self.told()}")
+            time.sleep(0.05)
+
+    def wait_for_word(self, word: str) -> None:
+        self.wait_for(lambda: word in self.told(), f"nobody says {word!r}")
+
+    def ended(self, *pids: int) -> int:
+        """Wait until torchrun has ended, and these processes; return torchrun's code."""
+        self.wait_for(lambda: self.agent.poll() is not None, "torchrun goes on")
+        self.wait_for(lambda: not any(map(is_alive, pids)), "ranks go on")
+        return int(self.agent.returncode)
+
+    def told(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def exit_code(self) -> int:
+        return int((self.run_dir / "exit_code").read_text())
+
+    def state(self) -> dict[str, str]:
+        """Return a sum for each part of the newest checkpoint, and its step."""
+        loaded = load_checkpoint(self.run_dir / "checkpoints")
+        assert loaded is not None
+        parts = {name: digest(part) for name, part in loaded.state["parts"].items()}
+        return {**parts, "step": str(loaded.step), "all": digest(loaded.state)}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture(scope="module")
+def mark() -> Iterator[str]:
+    """What is in the environment of all processes of this file; they are ended after it."""
+    name = uuid.uuid4().hex
+    yield name
+    for process in marked(name):
+        process.kill()
+
+
+@pytest.fixture
+def runs(mark: str, tmp_path: Path) -> Callable[..., Runs]:
+    return lambda **changes: Runs(tmp_path, mark, **changes)
+
+
+def free_ports() -> int:
+    """Return the first of two ports that are free, one after the other."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+# --- the undisturbed run -------------------------------------------------------------------------
+
+Pages = dict[int, dict[str, tuple[float, dict[str, str]]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    mark: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Runs, dict[str, str], Pages]:
+    """A run that nobody disturbs, its last state, and its pages for Prometheus on the way."""
+    port = free_ports()
+    runs = Runs(tmp_path_factory.mktemp("calm"), mark, metrics_port=port, tensorboard=True)
+    runs.start(hold=4)
+    runs.waiting(4)
+    pages = {rank: page_at(port + rank) for rank in range(RANKS)}
+    runs.hold(-1)
+    assert runs.ended() == 0, runs.told()
+    return runs, runs.state(), pages
+
+
+def page_at(port: int) -> dict[str, tuple[float, dict[str, str]]]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {s.name: (s.value, s.labels) for family in families for s in family.samples}
+
+
+def test_each_rank_has_a_page_for_prometheus(undisturbed: tuple[Runs, Any, Pages]) -> None:
+    _, _, pages = undisturbed
+    always = {*METRICS} - {"straggler_ratio"}
+    for rank, page in pages.items():
+        assert {"step", *always} - {"accuracy"} <= {*page}
+        assert {*page} <= {"step", *METRICS}
+        assert all(labels == {"run": "run", "rank": f"{rank}"} for _, labels in page.values())
+        assert page["step"][0] == 3
+        assert page["samples_total"][0] == 21
+        assert page["epoch"][0] == 1
+
+
+def test_a_run_leaves_its_numbers_a_picture_and_a_result(
+    undisturbed: tuple[Runs, Any, Pages],
+) -> None:
+    runs, _, _ = undisturbed
+    for rank in range(RANKS):
+        text = (runs.run_dir / f"metrics.rank{rank}.jsonl").read_text(encoding="utf-8")
+        records = [json.loads(line) for line in text.splitlines()]
+        names = {name for record in records for name in record}
+        assert {*METRICS} - {"straggler_ratio"} <= names <= {"step", *METRICS}
+        assert [r["step"] for r in records if "loss" in r] == [3, 6]
+        assert (runs.run_dir / f"heartbeat.rank{rank}").exists()
+    result = json.loads((runs.run_dir / "result.json").read_text())
+    assert (result["steps"], result["epochs"]) == (6, 2)
+    assert result["accuracy"] == records[-1]["accuracy"]
+    assert (runs.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert runs.exit_code() == 0
+    assert load_config(runs.run_dir / "config.yaml") == load_config(runs.config)
+    assert any((runs.run_dir / "tensorboard").iterdir())
+
+
+# --- kills ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forked")
+def test_ranks_and_launchers_may_be_killed(
+    runs: Callable[..., Runs], undisturbed: tuple[Runs, dict[str, str], Any]
+) -> None:
+    run = runs()
+    run.start(hold=3, restarts=1)
+    before = run.waiting(3)
+    os.kill(before[1], signal.SIGKILL)  # torchrun starts all ranks anew
+    run.hold(5)
+    after = run.waiting(5)
+    assert not {*before} & {*after}
+
+    run.agent.kill()  # the ranks notice it by themselves
+    run.ended(*after)
+    assert "its launcher has died. This process ends." in run.told()
+
+    run.start(hold=5)
+    asked = run.waiting(5)
+    run.agent.terminate()
+    run.wait_for_word("Sending process")
+    run.hold(-1)
+    run.ended(*asked)
+    assert run.exit_code() == 75
+    assert "asked to stop: saves step 6" in run.told()
+    assert run.state()["step"] == "6"
+
+    run.start()
+    assert run.ended() == 0, run.told()
+    assert run.exit_code() == 0
+    assert run.state() == undisturbed[1]
+    text = (run.run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    assert [record["step"] for record in records] == [3, 3, 6, 6]
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_stopped_rank_is_noticed(
+    runs: Callable[..., Runs], undisturbed: tuple[Runs, dict[str, str], Any]
+) -> None:
+    run = runs(heartbeat_timeout_s=3)
+    run.start(hold=2, restarts=5)
+    for stopped, step in ((1, 2), (0, 4)):
+        pids = run.waiting(step)
+        os.kill(pids[stopped], signal.SIGSTOP)
+        word = f"silent for more than 3 s: rank 1 (step {step})" if stopped else "does not answer"
+        run.wait_for_word(word)
+        run.hold(4 if step == 2 else -1)
+        os.kill(pids[stopped], signal.SIGCONT)  # torchrun would wait 30 s before it kills
+    assert run.ended() == 0, run.told()
+    assert run.state() == undisturbed[1]
+
+
+# --- ports ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_port_of_one_rank_in_use_ends_all_with_78(runs: Callable[..., Runs]) -> None:
+    port = free_ports()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 1))
+        taken.listen()
+        run = runs(metrics_port=port)
+        run.start()
+        assert run.ended() != 0
+    assert f"rank 1: error: metrics_port: no metrics at 127.0.0.1:{port + 1}" in run.told()
+    assert run.exit_code() == 78

@@ -1,0 +1,366 @@
+"""What a training reads: the same images on any rank, and a word about those it cannot read."""
+
+import io
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from picture_folders import SIDE, of_folder, picture, quick, write_pictures
+from ranks import on_ranks
+from torch import Tensor
+
+from distlab.data import DataError
+from distlab.production import digits_files
+from distlab.production.config import Config, make_config
+from distlab.production.digits_files import digits_folder
+from distlab.production.images import (
+    BAD,
+    Files,
+    Keys,
+    Pixels,
+    evaluation_keys,
+    loader_of,
+    open_images,
+    side_of,
+)
+
+CPU = torch.device("cpu")
+CLASSES = {"ant": 3, "bee": 4}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pictures(tmp_path_factory.mktemp("pictures"), CLASSES)
+
+
+@pytest.fixture
+def broken(pictures: Path, tmp_path: Path) -> Path:
+    """Pictures of which the last ant is cut off."""
+    folder = tmp_path / "broken"
+    shutil.copytree(pictures, folder)
+    (folder / "train" / "ant" / "2.jpg").write_bytes(b"\xff\xd8\xff no picture")
+    return folder
+
+
+def taken(config: Config, keys: list[tuple[int, int]]) -> list[Tensor]:
+    images = open_images(config).train
+    return [images[key][0] for key in keys]
+
+
+# --- augmentation --------------------------------------------------------------------------------
+
+
+def test_epoch_index_and_seed_decide_how_an_image_is_augmented(pictures: Path) -> None:
+    config = of_folder(pictures)
+    first, again, later = taken(config, [(0, 0), (0, 0), (1, 0)])
+    (other_seed,) = taken(of_folder(pictures, seed=1), [(0, 0)])
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+    assert not torch.equal(first, other_seed)
+
+
+def test_the_generators_stay_as_they_were(pictures: Path) -> None:
+    images = open_images(of_folder(pictures)).train
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    images[0, 0]
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_test_images_are_never_augmented(pictures: Path) -> None:
+    data = open_images(of_folder(pictures))
+    assert torch.equal(data.test[0, 1][0], data.test[9, 1][0])
+
+
+def test_without_augmentation_an_image_is_the_normalised_file(pictures: Path) -> None:
+    config = make_config({**of_folder(pictures).model_dump(), "augment": "none"}, "")
+    config = config.model_copy(update={"image_size": SIDE})
+    (found,) = taken(config, [(3, 0)])
+    pixels = np.asarray(picture_in(pictures / "train" / "ant" / "0.jpg"), dtype=np.float32) / 255
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    expected = torch.from_numpy(((pixels - mean) / std).astype(np.float32)).permute(2, 0, 1)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def picture_in(path: Path) -> Any:
+    with digits_files.importlib.import_module("PIL.Image").open(path) as opened:
+        return opened.convert("RGB")
+
+
+def test_large_images_are_cut_out_of_the_middle_small_ones_whole(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "data", {"a": 1, "b": 1})
+    framed = picture(0, 0).resize((96, 96))
+    framed.paste((255, 0, 0), (0, 0, 96, 4))  # a red line along the upper edge
+    for half in ("train", "val"):
+        framed.save(tmp_path / "data" / half / "a" / "0.jpg", quality=95)
+    reds = []
+    for side in (64, 96):
+        image = open_images(of_folder(tmp_path / "data", image_size=side)).test[0, 0][0]
+        reds.append(float(image[0, 0].mean() - image[2, 0].mean()))
+    assert reds[0] > 2
+    assert reds[1] < 1
+
+
+def test_progressive_resize_is_for_training_alone(pictures: Path) -> None:
+    config = of_folder(pictures, model="resnet18", image_size=24).model_copy(
+        update={"progressive_resize": {0: 8, 2: 16}}
+    )
+    assert [side_of(config, epoch) for epoch in range(4)] == [8, 8, 16, 16]
+    late = config.model_copy(update={"progressive_resize": {2: 16}})
+    assert [side_of(late, epoch) for epoch in range(4)] == [24, 24, 16, 16]
+    data = open_images(config)
+    assert data.train[0, 0][0].shape == (3, 8, 8)
+    assert data.train[5, 0][0].shape == (3, 16, 16)
+    assert data.test[5, 0][0].shape == (3, 24, 24)
+
+
+# --- images that cannot be read ------------------------------------------------------------------
+
+
+def test_a_damaged_file_comes_out_black_without_a_class(
+    broken: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    image, label = open_images(of_folder(broken)).train[0, 2]
+    assert (label, float(image.abs().max()), image.shape) == (BAD, 0, (3, 8, 8))
+    told = capfd.readouterr().err
+    assert told.startswith(f"warning: {broken}/train/ant/2.jpg cannot be read: ")
+
+
+def test_a_file_that_has_gone_is_a_bad_image(
+    broken: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    images = open_images(of_folder(broken)).train
+    (broken / "train" / "bee" / "1.jpg").unlink()
+    assert images[0, 4][1] == BAD
+    assert "No such file" in capfd.readouterr().err
+
+
+def _jpeg() -> bytes:
+    file = io.BytesIO()
+    picture(90, 3).save(file, "JPEG")
+    return file.getvalue()
+
+
+JPEG = _jpeg()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    length=st.integers(0, len(JPEG)),
+    changes=st.lists(st.tuples(st.integers(0, len(JPEG) - 1), st.integers(0, 255)), max_size=4),
+)
+def test_whatever_bytes_a_file_has_training_goes_on(
+    pictures: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    length: int,
+    changes: list[tuple[int, int]],
+) -> None:
+    damaged = bytearray(JPEG)
+    for place, byte in changes:
+        damaged[place] = byte
+    path = tmp_path_factory.mktemp("damaged") / "0.jpg"
+    path.write_bytes(damaged[:length])
+    images = open_images(of_folder(pictures)).train
+    images.source = Files([(str(path), 1)])
+    image, label = images[0, 0]
+    assert image.shape == (3, 8, 8)
+    assert label in (1, BAD)
+
+
+def test_names_may_be_in_any_language() -> None:
+    files = Files([("bilder/käfer.jpg", 0), ("画像/1.jpg", 1)])
+    assert [files.name(i) for i in range(2)] == ["bilder/käfer.jpg", "画像/1.jpg"]
+    assert files.paths.dtype.kind == "S"  # not objects, which loader processes would copy
+
+
+def test_an_image_in_memory_has_a_number() -> None:
+    source = Pixels(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([4, 5]))
+    assert (source.name(1), source.labels.tolist()) == ("image 1", [4, 5])
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+def test_classes_are_counted_and_the_halves_found(pictures: Path, tmp_path: Path) -> None:
+    data = open_images(of_folder(pictures))
+    assert (len(data.train), len(data.test), data.num_classes) == (7, 4, 2)
+    renamed = tmp_path / "renamed"
+    shutil.copytree(pictures, renamed)
+    (renamed / "val").rename(renamed / "test")
+    assert len(open_images(of_folder(renamed)).test) == 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda folder: shutil.rmtree(folder), "/train does not exist"),
+        (lambda folder: shutil.rmtree(folder / "train"), "/train does not exist"),
+        (lambda folder: shutil.rmtree(folder / "val"), "/val does not exist"),
+        (lambda folder: shutil.rmtree(folder / "val" / "bee"), "lacks bee"),
+        (lambda folder: shutil.rmtree(folder / "train" / "ant"), "has in addition ant"),
+        (lambda folder: (folder / "train" / "cat").mkdir(), "lacks cat"),
+        (lambda folder: _without_files(folder / "train" / "ant"), "ant"),
+        (lambda folder: _without_files(folder / "val" / "bee"), "bee"),
+        (lambda folder: _without_classes(folder), "has no class folders"),
+    ],
+    ids=[
+        "all",
+        "train",
+        "val",
+        "val/bee",
+        "train/ant",
+        "cat",
+        "empty-ant",
+        "empty-bee",
+        "no-classes",
+    ],
+)
+def test_a_folder_that_is_not_as_it_should_be(
+    pictures: Path, tmp_path: Path, spoil: Any, told: str
+) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(pictures, folder)
+    spoil(folder)
+    with pytest.raises(DataError) as caught:
+        open_images(of_folder(folder))
+    assert told in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def _without_files(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def _without_classes(folder: Path) -> None:
+    for half in ("train", "val"):
+        shutil.rmtree(folder / half)
+        (folder / half).mkdir()
+
+
+# --- the digits as files -------------------------------------------------------------------------
+
+
+def few_digits(*_name: str) -> Any:
+    """Twelve digits in place of 1,797."""
+    half = mock.Mock(
+        pixels=torch.arange(12 * 64).remainder(17).to(torch.uint8).reshape(12, 1, 8, 8),
+        labels=torch.arange(12) % 10,
+    )
+    return mock.Mock(train=half, test=half)
+
+
+def _made_by_a_rank(folder: Path) -> list[str]:
+    with mock.patch("distlab.data.load", few_digits):
+        dist.barrier()
+        made = digits_folder(folder)
+    return sorted(str(path.relative_to(folder)) for path in made.rglob("*.jpg"))
+
+
+def test_two_processes_make_the_digits_at_once(tmp_path: Path) -> None:
+    one, other = on_ranks(_made_by_a_rank, 2, tmp_path / "digits")
+    assert one == other
+    assert len(one) == 24
+    assert one[0] == "train/0/0000.jpg"
+    assert [path.name for path in tmp_path.iterdir()] == ["digits"]
+
+
+def test_digits_that_are_there_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "digits").mkdir()
+    with mock.patch("distlab.data.load", side_effect=AssertionError):
+        assert digits_folder(tmp_path / "digits") == tmp_path / "digits"
+    assert list((tmp_path / "digits").iterdir()) == []
+
+
+def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    full = OSError(28, "No space left on device")
+    with (
+        mock.patch("distlab.data.load", few_digits),
+        mock.patch.object(digits_files, "_picture", side_effect=[picture(0, 0), full]),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        digits_folder(tmp_path / "digits")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_digit_is_the_same_picture_enlarged(tmp_path: Path) -> None:
+    with mock.patch("distlab.data.load", few_digits):
+        digits_folder(tmp_path / "digits")
+    found = picture_in(tmp_path / "digits" / "val" / "3" / "0003.jpg").convert("L").resize((8, 8))
+    expected = few_digits().test.pixels[3, 0].numpy().astype(int) * 15
+    assert np.abs(np.asarray(found).astype(int) - expected).mean() < 30
+
+
+# --- batches for evaluation ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@settings(max_examples=25, deadline=None)
+@given(num_images=st.integers(1, 70), batch=st.integers(1, 40))
+def test_each_test_image_comes_once(num_ranks: int, num_images: int, batch: int) -> None:
+    parts = [evaluation_keys(num_images, batch, rank, num_ranks) for rank in range(num_ranks)]
+    assert {len(part) for part in parts} == {-(-num_images // batch)}
+    indices = Counter(index for part in parts for keys in part for _, index in keys)
+    assert indices == Counter(range(num_images))
+    for together in zip(*parts, strict=True):
+        sizes = [len(keys) for keys in together]
+        assert sum(sizes) <= batch
+        assert max(sizes) - min(sizes) <= 1
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+class Order:
+    """A sampler of three batches, one of them empty."""
+
+    epoch = 4
+
+    def __iter__(self) -> Any:
+        return iter([[0, 5], [], [6]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_image_of_an_epoch_is_the_same_in_any_process(pictures: Path, num_workers: int) -> None:
+    config = of_folder(pictures, num_workers=num_workers)
+    images = open_images(config).train
+    before = torch.get_rng_state()
+    batches = list(loader_of(images, Keys(Order()), config, CPU))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [tuple(x.shape) for x, _ in batches] == [(2, 3, 8, 8), (0, 3, 8, 8), (1, 3, 8, 8)]
+    assert [labels.tolist() for _, labels in batches] == [[0, 1], [], [1]]
+    expected = taken(config, [(4, 0), (4, 5), (4, 6)])
+    assert torch.equal(torch.cat([x for x, _ in batches]), torch.stack(expected))
+
+
+def test_a_loader_sees_where_an_epoch_begins_anew(pictures: Path) -> None:
+    order = Order()
+    config = of_folder(pictures, num_workers=1)
+    loader = loader_of(open_images(config).train, Keys(order), config, CPU)
+    first = torch.cat([x for x, _ in loader])
+    order.epoch = 5
+    second = torch.cat([x for x, _ in loader])
+    del loader
+    expected = taken(config, [(5, 0), (5, 5), (5, 6)])
+    assert torch.equal(second, torch.stack(expected))
+    assert not torch.equal(first, second)
+
+
+def test_synthetic_images_have_the_side_that_was_asked_for() -> None:
+    data = open_images(quick(image_size=24))
+    assert data.train[0, 0][0].shape == data.test[0, 0][0].shape == (3, 24, 24)
+    assert data.num_classes == 10
+    assert json.dumps(data.train[0, 0][1])  # an int, not a number of NumPy's

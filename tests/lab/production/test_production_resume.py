@@ -1,0 +1,339 @@
+"""A run that is stopped and goes on ends as the undisturbed one, bit for bit."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from little_runs import Case, Outcome, digest, little, logits_of, plain, started
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from distlab.production.errors import ConfigError
+from distlab.production.states import Buffers, PerRank, average_buffers
+from solutions.phase4_production.imagenet_trainer import Training
+
+COURSE = {"strategy": "course"}
+RANDOM: Case = {"mixup": 0.4, "label_smoothing": 0.1, "ema_decay": 0.9, "augment": "crop_flip"}
+STOPS = (2, 3, 4)  # within an epoch, at its end, within the next one
+REPLICATED: dict[str, Case] = {
+    "ddp": {},
+    "fsdp": {"strategy": "fsdp"},
+    "course": COURSE,
+    "ring": {**COURSE, "communication_pattern": "ring"},
+    "zero 1": {**COURSE, "zero_redundancy": 1, "optimizer": "adamw"},
+    "zero 2": {**COURSE, "zero_redundancy": 2},
+    "zero 3": {**COURSE, "zero_redundancy": 3},
+    "server": {**COURSE, "communication_pattern": "parameter_server"},
+    "adamw": {"optimizer": "adamw", "num_workers": 1},
+    "fsdp adamw": {"strategy": "fsdp", "optimizer": "adamw"},
+    "written at once": {"async_save": False},
+    **{
+        f"{name} {how.get('strategy', 'ddp')}": {**how, "compression": name}
+        for name in ("top_k", "random_k", "threshold", "int8", "sign", "power_sgd")
+        for how in ([{}, COURSE] if name in ("random_k", "power_sgd") else [{}])
+    },
+}
+SPLIT: dict[str, Case] = {
+    "pipeline": {**COURSE, "pipeline_parallelism": 2},
+    "tensor": {**COURSE, "tensor_parallelism": 2},
+    "mean of both": {"cutmix": 1.0},
+}
+MOVED = {name: REPLICATED[name] for name in ("ddp", "fsdp", "course", "adamw", "top_k ddp")}
+STUCK = {name: REPLICATED[name] for name in ("zero 1", "zero 3", "server")}
+CASES = {2: SPLIT, 3: REPLICATED}
+
+
+# --- inside a rank -------------------------------------------------------------------------------
+
+
+def stop_after(training: Training, step: int) -> None:
+    """Train until a step, after which the run is asked to stop."""
+    one_step = training.train_step
+
+    def asked(*batch: Any) -> Tensor:
+        if training.progress.step + 1 == step:
+            training.stop.received = dist.get_rank() == dist.get_world_size() - 1
+        return one_step(*batch)
+
+    training.train_step = asked  # type: ignore[method-assign]
+    with pytest.raises(SystemExit) as left:
+        training.run()
+    assert (left.value.code, training.progress.step) == (75, step)
+
+
+def digests(training: Training) -> dict[str, str]:
+    """Return a sum for each part of the state; all ranks call it."""
+    state = training.checkpoints.state.state_dict()
+    return {name: digest(part) for name, part in {**state["parts"], **state}.items()}
+
+
+def straight_and_stopped(folder: Path, cases: dict[str, Case]) -> dict[str, Outcome]:
+    return {name: _both(folder / name.replace(" ", "-"), case) for name, case in cases.items()}
+
+
+def _both(folder: Path, case: Case) -> Outcome:
+    straight = started(little(folder / "straight", **RANDOM, **case))
+    straight.run()
+    right = digests(straight)
+    for stop in STOPS:
+        stop_after(started(little(folder / "stopped", **RANDOM, **case)), stop)
+    last = started(little(folder / "stopped", **RANDOM, **case))
+    begun = last.progress.step
+    last.run()
+    return {"begun": begun, "right": right, "found": digests(last)}
+
+
+def stopped_for_others(folder: Path, cases: dict[str, Case]) -> None:
+    for name, case in cases.items():
+        stop_after(started(little(folder / name.replace(" ", "-"), **case)), 4)
+
+
+def gone_on(folder: Path, names: dict[str, Case]) -> dict[str, Any]:
+    """Go on with each, on another number of ranks: what the models say, or why they cannot."""
+    found: dict[str, Any] = {}
+    for name, case in names.items():
+        try:
+            training = started(little(folder / name.replace(" ", "-"), **case))
+            training.run()
+            found[name] = logits_of(training)
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def world(folder: Path, size: int) -> Outcome:
+    """Do all that is to be done in one world."""
+    found: Outcome = {"buffers": buffers_of_a_rank()} if size == 3 else {}
+    if size == 3:
+        found["moved"] = gone_on(folder / "moved", {**MOVED, **STUCK})
+    else:
+        stopped_for_others(folder / "moved", {**MOVED, **STUCK})
+    return {**found, "both": straight_and_stopped(folder / str(size), CASES[size])}
+
+
+# --- worlds --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Outcome]]:
+    folder = tmp_path_factory.mktemp("worlds")
+    return {size: on_ranks(world, size, folder, size) for size in (2, 3)}
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])
+def test_a_stopped_run_ends_as_the_undisturbed_one(
+    worlds: dict[int, list[Outcome]], size: int, name: str
+) -> None:
+    for rank in range(size):
+        found = worlds[size][rank]["both"][name]
+        assert found["begun"] == STOPS[-1]
+        assert found["found"] == found["right"]
+
+
+@pytest.mark.parametrize("name", [n for n, case in REPLICATED.items() if "compression" in case])
+def test_what_compression_has_left_behind_is_saved(
+    worlds: dict[int, list[Outcome]], name: str
+) -> None:
+    assert "compression" in worlds[3][0]["both"][name]["right"]
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_another_number_of_ranks_goes_on(
+    worlds: dict[int, list[Outcome]], tmp_path: Path, name: str
+) -> None:
+    found = [row for outcome in worlds[3] for row in outcome["moved"][name]]
+    if {"optimizer", "compression"} & {*MOVED[name]}:
+        assert len(found) == 3 * 7
+        return
+    right = plain(tmp_path)["logits"] * 3
+    flat = [x for row in found for x in row]
+    assert flat == pytest.approx([x for row in right for x in row], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_shards_need_as_many_ranks_as_before(worlds: dict[int, list[Outcome]], name: str) -> None:
+    for outcome in worlds[3]:
+        told = outcome["moved"][name]
+        assert "the shards of 2 ranks, and here are 3: start 2 ranks" in told
+        assert "run_dir" in told
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+def buffers_of_a_rank() -> Any:
+    """Let three ranks have buffers of their own; return what averaging and loading make of them."""
+    rank = float(dist.get_rank())
+    module = nn.BatchNorm1d(2)
+    mean: Any = module.running_mean
+    mean.fill_(rank)
+    buffers = Buffers(module)
+    state = deepcopy(buffers.state_dict())
+    average_buffers(module, None)
+    averaged = mean.tolist()
+    buffers.load_state_dict(state)
+    own = mean.tolist()
+    buffers.load_state_dict({"0": state["1"], "1": state["2"]})  # of a world of two
+    return averaged, own, mean.tolist(), int(module.num_batches_tracked or 0)
+
+
+def test_buffers_are_each_ranks_own_and_averaged_for_an_evaluation(
+    worlds: dict[int, list[Outcome]],
+) -> None:
+    for rank, outcome in enumerate(worlds[3]):
+        assert outcome["buffers"] == ([1.0, 1.0], [float(rank)] * 2, [1.0, 1.0], 0)
+
+
+# --- one rank, in this process -------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def fail_after(training: Training, step: int) -> None:
+    """Train until a step, before which the process fails."""
+    one_step = training.train_step
+
+    def failing(*batch: Any) -> Tensor:
+        if training.progress.step == step:
+            raise RuntimeError("the power has failed")
+        return one_step(*batch)
+
+    training.train_step = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the power has failed"):
+        training.run()
+    training.checkpoints.saver.wait()
+
+
+def noted(run_dir: Path) -> Counter[tuple[int, str]]:
+    """Count how often each number of each step is in the file of rank 0."""
+    lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return Counter(
+        (r["step"], name) for r in records for name in r if name not in ("step", "epoch")
+    )
+
+
+@pytest.mark.parametrize(("save_every", "failed_after"), [(1, 3), (3, 4), (3, 3), (2, 5), (100, 4)])
+def test_a_failed_run_goes_on_from_its_last_checkpoint(
+    alone: None, tmp_path: Path, save_every: int, failed_after: int
+) -> None:
+    straight = started(little(tmp_path / "straight", **RANDOM, save_every=save_every))
+    straight.run()
+    config = little(tmp_path / "failed", **RANDOM, save_every=save_every)
+    fail_after(started(config), failed_after)
+    again = started(config)
+    assert again.progress.step <= failed_after
+    again.run()
+    assert digests(again) == digests(straight)
+    assert noted(config.run_dir) == noted(tmp_path / "straight")
+    assert {*noted(config.run_dir).values()} == {1}
+
+
+def test_a_run_that_is_done_has_nothing_to_do(alone: None, tmp_path: Path) -> None:
+    config = little(tmp_path / "run", save_every=3)
+    started(config).run()
+    before = noted(config.run_dir)
+    again = started(config)
+    again.run()
+    assert (again.progress.step, len(again.progress.history)) == (6, 2)
+    assert noted(config.run_dir) == before
+
+
+def test_more_epochs_go_on_where_fewer_have_ended(alone: None, tmp_path: Path) -> None:
+    started(little(tmp_path / "run", schedule="constant", epochs=1)).run()
+    longer = started(little(tmp_path / "run", schedule="constant"))
+    assert longer.progress.step == 3
+    longer.run()
+    straight = started(little(tmp_path / "straight", schedule="constant"))
+    straight.run()
+    assert digests(longer) == digests(straight)
+
+
+def test_of_a_torn_checkpoint_the_one_before_is_used(
+    alone: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = little(tmp_path / "run", save_every=1)
+    fail_after(started(config), 5)
+    newest = config.run_dir / "checkpoints" / "step-00000005" / "state.pt"
+    newest.write_bytes(newest.read_bytes()[:-7])
+    again = started(config)
+    assert again.progress.step == 4
+    assert "skipped step-00000005: state.pt" in capfd.readouterr().err
+    again.run()
+    straight = started(little(tmp_path / "straight"))
+    straight.run()
+    assert digests(again) == digests(straight)
+
+
+def test_damaged_checkpoints_alone_are_no_new_beginning(alone: None, tmp_path: Path) -> None:
+    config = little(tmp_path / "run", save_every=2)
+    fail_after(started(config), 4)
+    for state in (config.run_dir / "checkpoints").glob("*/state.pt"):
+        state.write_bytes(b"")
+    with pytest.raises(ConfigError, match="Move the folder away to begin anew"):
+        started(config)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"model": "resnet18", "image_size": 16}, "are of another run"),
+        ({"image_size": 16}, "are of another run"),
+        ({"ema_decay": 0.9}, "are of another run"),
+        ({"compression": "sign"}, "only in the state or only here: ['compression']"),
+        ({"resume": "never"}, "has checkpoints, and resume is never"),
+        ({"optimizer": "adamw"}, "are of another run"),
+    ],
+)
+def test_checkpoints_of_another_run_are_refused(
+    alone: None, tmp_path: Path, other: Case, told: str
+) -> None:
+    stop_after(started(little(tmp_path / "run")), 2)
+    with pytest.raises(ConfigError) as caught:
+        started(little(tmp_path / "run", **other))
+    assert told in str(caught.value)
+    assert str(tmp_path / "run" / "checkpoints") in str(caught.value)
+
+
+def test_only_so_many_checkpoints_are_kept(alone: None, tmp_path: Path) -> None:
+    config = little(tmp_path / "run", save_every=1, keep=2)
+    started(config).run()
+    kept = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000005", "step-00000006"]
+
+
+class Counts:
+    """A part of a state."""
+
+    def __init__(self) -> None:
+        self.state: Any = {"count": torch.zeros(2)}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = dict(state)
+
+
+def test_a_part_for_each_rank_knows_how_many_there_are(alone: None) -> None:
+    part = PerRank(Counts())
+    optional = PerRank(Counts(), is_optional=True)
+    optional.load_state_dict({"0": {}, "1": {}})
+    assert list(optional.part.state_dict()) == ["count"]
+    state = part.state_dict()
+    assert list(state) == ["0"]
+    part.load_state_dict({"0": {"count": torch.ones(2)}})
+    with pytest.raises(ValueError, match="the shards of 2 ranks, and here are 1: start 2 ranks"):
+        part.load_state_dict({"0": {}, "1": {}})
+    assert torch.equal(part.part.state_dict()["count"], torch.ones(2))

@@ -1,0 +1,92 @@
+"""All strategies train the same model: the losses and predictions of a plain loop."""
+
+from typing import Any
+
+import pytest
+from little_runs import Case, Outcome, on_each_rank, plain
+from ranks import on_ranks
+
+COURSE = {"strategy": "course"}
+ALONE: dict[str, Case] = {
+    "ddp": {},
+    "fsdp": {"strategy": "fsdp"},
+    "accumulate": {"accumulate": 3},
+    "zero 3": {**COURSE, "zero_redundancy": 3},
+}
+REPLICATED: dict[str, Case] = {
+    "ddp": {},
+    "fsdp": {"strategy": "fsdp"},
+    "course": COURSE,
+    "ring": {**COURSE, "communication_pattern": "ring"},
+    "tree": {**COURSE, "communication_pattern": "tree"},
+    "hierarchical": {**COURSE, "communication_pattern": "hierarchical"},
+    "zero 1": {**COURSE, "zero_redundancy": 1},
+    "zero 2": {**COURSE, "zero_redundancy": 2},
+    "zero 3": {**COURSE, "zero_redundancy": 3},
+    "server": {**COURSE, "communication_pattern": "parameter_server"},
+}
+SPLIT: dict[str, Case] = {
+    "pipeline": {**COURSE, "pipeline_parallelism": 2},
+    "tensor": {**COURSE, "tensor_parallelism": 2},
+    "ring pipeline": {**COURSE, "pipeline_parallelism": 2, "communication_pattern": "ring"},
+}
+WITH_MORE: dict[str, Case] = {
+    "ddp accumulates": {"accumulate": 3},
+    "course accumulates": {**COURSE, "accumulate": 2},
+    "fsdp accumulates": {"strategy": "fsdp", "accumulate": 2},
+    "zero 1 accumulates": {**COURSE, "zero_redundancy": 1, "accumulate": 2},
+    "zero 2 accumulates": {**COURSE, "zero_redundancy": 2, "accumulate": 2},
+    "zero 3 accumulates": {**COURSE, "zero_redundancy": 3, "accumulate": 2},
+    "server accumulates": {**REPLICATED["server"], "accumulate": 2},
+    "workers load": {"num_workers": 1},
+}
+CLIPPED: dict[str, Case] = {
+    "ddp clips": {"clip_norm": 0.5},
+    "fsdp clips": {"strategy": "fsdp", "clip_norm": 0.5},
+    "course clips": {**COURSE, "clip_norm": 0.5},
+}
+CASES = {
+    1: ALONE,
+    2: {**REPLICATED, **SPLIT, **WITH_MORE, **CLIPPED},
+    3: REPLICATED,
+    4: {**SPLIT, "both": {**COURSE, "pipeline_parallelism": 2, "tensor_parallelism": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What came of all cases, by number of ranks and name, from all ranks; each world runs once."""
+    known: dict[int, dict[str, list[Outcome]]] = {}
+
+    def found(size: int, name: str) -> list[Outcome]:
+        if size not in known:
+            folder = tmp_path_factory.mktemp(f"world{size}")
+            cases = [{**case, "ema_decay": 0.5} for case in CASES[size].values()]
+            by_rank = on_ranks(on_each_rank, size, folder, cases)
+            by_case = zip(*by_rank, strict=True)
+            known[size] = dict(zip(CASES[size], map(list, by_case), strict=True))
+        return known[size][name]
+
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Outcome]:
+    folder = tmp_path_factory.mktemp("plain")
+    return {norm: plain(folder, ema_decay=0.5, clip_norm=norm) for norm in (0.0, 0.5)}
+
+
+def rows(values: Any) -> Any:
+    return pytest.approx([number for row in values for number in row], rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])
+def test_a_strategy_trains_as_a_plain_loop(
+    outcomes: Any, expected: dict[float, Outcome], size: int, name: str
+) -> None:
+    right = expected[CASES[size][name].get("clip_norm", 0.0)]
+    for found in outcomes(size, name):
+        assert found["losses"] == pytest.approx(right["losses"], rel=1e-4)
+        assert [x for row in found["logits"] for x in row] == rows(right["logits"])
+        assert [epoch for epoch, _ in found["accuracy"]] == [1, 2]
+        assert found["accuracy"][-1][1] == pytest.approx(right["accuracy"])
