@@ -31,7 +31,8 @@ ASSUMED = """\
 Assumed: GPUs reach {:.0%} of the roofline of their data sheets, which is fitted to one figure,
 NVIDIA's 2,470 images/s of ResNet-50 on an A100 of 80 GB in 16 bits (DeepLearningExamples, ConvNets,
 resnet50v1.5). Loading images, checkpoints, torch.compile, mixup, and starts and memory of libraries
-are left out. This is a prediction: it was not run."""
+are left out; sharding_strategy auto stays at the stage that is written. This is a prediction: it
+was not run."""
 
 
 class Counts(NamedTuple):
