@@ -82,7 +82,7 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
             cannot be predicted.
         NotThereError: there are no solutions here.
 
-    Cost: about 0.3 s of computing for each GPU of the cluster and each size of images, and 3 s.
+    Cost: about 0.5 s of computing for each GPU of the cluster and each size of images, and 3 s.
     """
     gpu = cluster.gpu
     if gpu is None:
