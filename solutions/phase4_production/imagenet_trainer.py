@@ -167,7 +167,6 @@ class Training:
         """Evaluate after an epoch, exactly."""
         accuracy = evaluate(self.strategy, self.test_images, self.config, self.mean, self.go_on)
         self.progress.note(self.sampler.epoch, accuracy)
-        self.checkpoints.outdate()
         self.telemetry.tell_accuracy(accuracy, len(self.test_images))
         self.save()
 
