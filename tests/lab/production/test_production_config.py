@@ -134,8 +134,8 @@ def test_zero_redundancy_is_a_stage_or_true(values: dict[str, Any], stage: int) 
         ({**COURSE, "zero_redundancy": 3, "precision": "fp16"}, "use precision: bf16"),
         ({**COURSE, "tensor_parallelism": 2}, "resnet18 has none"),
         (
-            {**COURSE, "model": "transformer", "tensor_parallelism": 2, "zero_redundancy": 1},
-            "set one of them to 0 or 1",
+            {**COURSE, "model": "transformer", "tensor_parallelism": 2, "zero_redundancy": 2},
+            "set zero_redundancy: 1",
         ),
         (
             {**COURSE, "pipeline_parallelism": 2, "communication_pattern": "parameter_server"},
