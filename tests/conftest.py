@@ -1,6 +1,7 @@
 """A grading suite without the grader must not look graded, and ctrl-C reaches what tests start."""
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let the tests of a file stay in one process of several, unless they say otherwise."""
-    for item in items if config.pluginmanager.has_plugin("xdist") else ():
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let several processes share the tests as ``by_file`` says, whatever ``--dist`` asks for."""
+    from by_file import ByFile  # only where there is xdist
+
+    return ByFile(config, log)

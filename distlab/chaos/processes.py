@@ -6,7 +6,8 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["distlab.chaos.victim"])
+# Each training's first optimizer would import torch._dynamo, for a second.
+CONTEXT.set_forkserver_preload(["distlab.chaos.victim", "torch._dynamo"])
 
 Result = TypeVar("Result")
 Advance = Callable[[], None]

@@ -147,3 +147,34 @@ def compression(
     from distlab.bench import compression as measurement
 
     measurement.print_table(ranks, repeats, impl, save)
+
+
+@app.command("trainer")
+def trainer(
+    context: typer.Context,
+    ranks: int = typer.Option(2, "--ranks", min=1),
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Number of rounds; the median counts.")
+    ] = 11,
+    impl: Whose = "solution",
+    save: Folder = None,
+    model: Annotated[
+        str, typer.Option("--model", help="transformer, resnet18, resnet50, vit_s16 or vit_b16.")
+    ] = "transformer",
+    image_size: int = typer.Option(16, "--image-size", min=8),
+    batch_size: int = typer.Option(64, "--batch-size", min=1, help="Of all ranks together."),
+    steps: int = typer.Option(16, "--steps", min=1, help="Of each in a round."),
+    precision: str = typer.Option("fp32", "--precision", help="fp32 or bf16."),
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option("--device", help="cuda: a GPU for each rank.")
+    ] = "cpu",
+) -> None:
+    """Compare the production trainer with plain loops that use torch's own strategies."""
+    from distlab.bench import trainer as measurement
+    from distlab.production.errors import ConfigError
+
+    sizes = measurement.Sizes(model, image_size, batch_size, precision, device, steps)
+    try:
+        measurement.print_table(ranks, repeats, impl, sizes, save)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), ctx=context) from None

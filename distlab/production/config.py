@@ -151,10 +151,15 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
     sides = [c.image_size, *c.progressive_resize.values()]
     return [
         (
-            pattern != "native" and (bool(c.zero_redundancy) or (splits and pattern != "ring")),
+            c.num_gpus != "auto" and c.num_gpus < 1,
+            f"num_gpus: {c.num_gpus} starts nothing: use auto, or 1 or more",
+        ),
+        (
+            (pattern not in ("native", "ring") and (bool(c.zero_redundancy) or splits))
+            or (pattern == "ring" and c.zero_redundancy > 1),
             f"communication_pattern: {pattern} is for gradients that are averaged whole by all "
-            "ranks: leave it out with zero_redundancy and, but for ring, with pipeline and tensor "
-            "parallelism",
+            "ranks: leave it out here; ring also goes with zero_redundancy: 1 and with pipeline "
+            "and tensor parallelism",
         ),
         (
             bool(c.clip_norm) and c.is_sharded,
@@ -217,9 +222,9 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             "model: transformer, vit_s16 or vit_b16",
         ),
         (
-            splits and bool(c.zero_redundancy),
-            "zero_redundancy with pipeline or tensor parallelism is not offered: set one of them "
-            "to 0 or 1",
+            splits and c.zero_redundancy > 1,
+            f"zero_redundancy: {c.zero_redundancy} with pipeline or tensor parallelism is not "
+            "offered: the stages' gradients must stay whole; set zero_redundancy: 1",
         ),
         (
             splits and c.communication_pattern == "parameter_server",

@@ -1,6 +1,7 @@
 """Images from folders or memory: what a training reads, the same for the same seed, on any rank."""
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -241,12 +242,13 @@ def loader_of(
         collate_fn=_Collate(config),
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # else it would draw from the run's own
-        worker_init_fn=_one_thread,
+        worker_init_fn=_prepare_worker,
     )
 
 
-def _one_thread(_worker: int) -> None:
+def _prepare_worker(_worker: int) -> None:
     torch.set_num_threads(1)
+    os.setsid()  # torchrun's SIGTERM to a rank's group must not end who loads until it has saved
 
 
 class _Collate:

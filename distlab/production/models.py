@@ -106,7 +106,7 @@ class _Head(nn.Module):
 def layer_flops(layers: list[nn.Module], side: int) -> list[float]:
     """Count the FLOPs of each layer for an image, forward; the generators stay as they were."""
     device = next(layers[0].parameters()).device
-    x, found = torch.zeros(1, 3, side, side, device=device), []
+    x, found = torch.zeros(1, 3, side, side, device=device), list[float]()
     for layer in layers:
         was_training = layer.training
         counter = FlopCounterMode(display=False)

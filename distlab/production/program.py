@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from distlab.data import DataError
@@ -35,6 +36,8 @@ def run_program(
     try:
         config, impl = _read(given)
     except ConfigError as error:
+        for run_dir in _named_run_dirs(given):  # a wrong key, above all, must not be tried again
+            leave_code(run_dir, EXIT_WRONG)
         return _refused(error, EXIT_WRONG)
     code = 1
     try:
@@ -49,6 +52,11 @@ def run_program(
     finally:
         leave_code(config.run_dir, code)
     return code
+
+
+def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:
+    """Return the run directory of the command line, where the configuration can't tell it."""
+    return [Path(value) for key, value in pairwise(arguments) if key == "--run_dir"]
 
 
 def _refused(error: Exception, code: int) -> int:

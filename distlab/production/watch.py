@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -105,7 +104,6 @@ class Watch:
 def touch(path: Path) -> None:
     """Set the time of a file to now; make it if it is missing."""
     path.touch()
-    os.utime(path, (time.time(), time.time()))
 
 
 def _store(timeout_s: float) -> Any:

@@ -31,10 +31,10 @@ MAY_IMPORT = {
     "demo": {"plot", "trainers", "training"},
     "doctor": {"data", "launch", "training"},
     "shared_memory": set(),
-    "bench": {"grade", "launch", "plot", "shared_memory", "sim", "trainers"},
+    "bench": {"grade", "launch", "plot", "production", "shared_memory", "sim", "trainers"},
     "planning": {"sim", "trainers"},
     "chaos": {"grade", "trainers"},
-    "production": {"data", "grade", "models", "trainers"},
+    "production": {"data", "grade", "models", "sim", "trainers"},
     "cli": {
         *(
             "bench",
@@ -45,6 +45,7 @@ MAY_IMPORT = {
             "launch",
             "learner",
             "planning",
+            "production",
             "sim",
             "training",
         )

@@ -54,9 +54,9 @@ def bodies(path: Path) -> dict[str, str]:
 def answers() -> dict[Block, str]:
     """All blocks of the solutions, and whose they are; not those that the templates give."""
     found = {}
-    for solution in sorted((ROOT / "solutions").rglob("[!_]*.py")):
-        template = ROOT / solution.parent.name / f"template_{solution.name}"
-        given = bodies(template)
+    for template in sorted(ROOT.glob("phase*/template_*.py")):
+        lesson = template.name.removeprefix("template_")
+        solution, given = ROOT / "solutions" / template.parent.name / lesson, bodies(template)
         for name, body in bodies(solution).items():
             own = re.sub(r"solutions\.(phase\w+)\.", r"\1.template_", body)
             if given.get(name) != own:

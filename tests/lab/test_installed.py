@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 NO_PYTEST = "import sys; sys.modules['pytest'] = None; "  # as if it were not installed
 

@@ -365,6 +365,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("when", ["between calls", "inside a call"])
 def test_a_killed_rank_is_named_by_all_others(when: str, tmp_path: Path) -> None:
     before = shared_files()

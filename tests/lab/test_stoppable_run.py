@@ -6,10 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -44,24 +48,22 @@ def wait_for_a_checkpoint(run: subprocess.Popen[str], folder: Path) -> None:
 
 
 def workers_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(run.pid).children(recursive=True)
-        if "scripts/phase4.py" in child.cmdline()
-    ]
+    """Torchrun gives each worker a session of its own."""
+    children = psutil.Process(run.pid).children()
+    workers = [child for child in children if os.getsid(child.pid) == child.pid]
+    assert len(workers) == 2
+    return workers
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    run = start(tmp_path_factory.mktemp("undisturbed") / "run")
-    return last_bits(run.communicate(timeout=TIMEOUT_S)[0])
+@cache
+def undisturbed() -> str:
+    with TemporaryDirectory() as folder:
+        return last_bits(start(Path(folder) / "run").communicate(timeout=TIMEOUT_S)[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_interrupted_run_ends_with_the_same_bits(
-    number: int, undisturbed: str, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_ends_with_the_same_bits(number: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = start(folder)
     wait_for_a_checkpoint(run, folder)
@@ -73,4 +75,4 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 
     again = start(folder).communicate(timeout=TIMEOUT_S)[0]
     assert re.search(r"goes on after step \d+", again), again
-    assert last_bits(again) == undisturbed
+    assert last_bits(again) == undisturbed()

@@ -5,10 +5,10 @@ Here a wrong answer meets the one test that must reject it; ``table.py`` lets it
 
 import re
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from distlab.grade.outcomes import Outcome
 from wrong_answers.bank import (
@@ -31,16 +31,7 @@ WRONG = [answer for answer in ANSWERS if not answer.is_right]
 RIGHT = [answer for answer in ANSWERS if answer.is_right]
 
 
-def of_tasks(answers: list[Answer]) -> list[ParameterSet]:
-    """Parameters of a test; several processes share the bank task by task."""
-    group = pytest.mark.xdist_group
-    return [
-        pytest.param(answer, id=answer.id, marks=group(f"bank_{answer.task.id}"))
-        for answer in answers
-    ]
-
-
-@pytest.mark.parametrize("answer", of_tasks(WRONG))
+@pytest.mark.parametrize("answer", WRONG, ids=attrgetter("id"))
 def test_wrong_answers_are_rejected_as_they_say(answer: Answer, tmp_path: Path) -> None:
     tests = [test for test in find_tests(answer.task) if test.name == answer.rejected_by]
     assert tests, f"{answer.task.id} has no test {answer.rejected_by!r}"
@@ -56,7 +47,7 @@ def test_wrong_answers_are_rejected_as_they_say(answer: Answer, tmp_path: Path) 
     pytest.fail("\n".join(found))
 
 
-@pytest.mark.parametrize("answer", of_tasks(RIGHT))
+@pytest.mark.parametrize("answer", RIGHT, ids=attrgetter("id"))
 def test_unusual_but_right_answers_pass(answer: Answer, tmp_path: Path) -> None:
     submission = hand_in(answer.task, answer.lesson(), tmp_path)
     for test, verdict in verdicts(submission, answer.task, find_tests(answer.task)):

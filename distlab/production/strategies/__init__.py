@@ -15,6 +15,7 @@ from torch import nn
 
 from distlab.production.config import Config
 from distlab.production.lessons import Lessons
+from distlab.production.sharding import choose_stage
 from distlab.production.strategies.base import LossSum, Strategy
 from distlab.production.strategies.replicated import CourseDDP, TorchDDP
 from distlab.production.strategies.server import ParameterServer
@@ -30,6 +31,7 @@ def parallelise(model: nn.Module, config: Config, loss_sum: LossSum, lessons: Le
     Raises:
         ConfigError: the number of ranks or the model's layers cannot be split so.
     """
+    config = choose_stage(config, model)
     return _kind(config)(model, config, loss_sum, lessons)
 
 

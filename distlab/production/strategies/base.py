@@ -158,7 +158,7 @@ class Strategy:
             with unchanged():
                 self.forward_backward(blank, nothing, 1)
                 self.average_gradients()
-                self.zero_grad()
+                self.module.zero_grad(set_to_none=True)  # frees the buckets of the old order
         if self.config.compile:
             self.called = torch.compile(self.called)
 

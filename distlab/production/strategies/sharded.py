@@ -103,11 +103,7 @@ class ShardedOptimizer(Strategy):
     def distribute(self, model: nn.Module) -> None:
         """Move the parameters into flat memory; each rank updates its part of it."""
         self.module = self.called = model
-        lesson = self.lessons("zero", "phase3_multi_node")
-        names = {1: "ShardedOptimizer", 2: "ShardedGradientOptimizer"}
-        kind, options = optimizer_of(self.config)
-        cls = getattr(lesson, names[self.config.zero_redundancy])
-        self.sharded = cls(model.parameters(), kind, **options)
+        self.sharded = sharded_optimizer(self)
         self.optimizer = self.sharded.optimizer
 
     def zero_grad(self) -> None:
@@ -121,6 +117,32 @@ class ShardedOptimizer(Strategy):
     def parts(self) -> Mapping[str, HasState]:
         """The optimizer's state is another on each rank; masters are parts of the parameters."""
         return {**super().parts(), "optimizer": PerRank(self.optimizer)}
+
+
+def sharded_optimizer(strategy: Strategy) -> Any:
+    """Return the optimizer of task 3.18 or 3.19, of what this rank holds of the model.
+
+    With ``communication_pattern: ring``, that of 3.18 reduces gradients by the ring of 3.1.
+    """
+    config, lesson = strategy.config, strategy.lessons("zero", "phase3_multi_node")
+    cls = {1: lesson.ShardedOptimizer, 2: lesson.ShardedGradientOptimizer}[config.zero_redundancy]
+    kind, options = optimizer_of(config)
+    sharded = cls(strategy.module.parameters(), kind, group=strategy.replicas, **options)
+    if (config.zero_redundancy, config.communication_pattern) == (1, "ring"):
+        ring = strategy.lessons("ring_allreduce", "phase3_multi_node").ring_reduce_scatter
+        sharded.reduce_gradients = lambda: [
+            ring(gradient, strategy.replicas).div_(strategy.num_replicas)
+            for gradient in sharded.gradients
+        ]
+    return sharded
+
+
+def gradients_into(sharded: Any) -> None:
+    """Copy gradients that lie elsewhere into the flat memory of a sharded optimizer."""
+    for part, flat, gradient in zip(sharded.parts, sharded.flats, sharded.gradients, strict=True):
+        for parameter, view in zip(part, flat.views(gradient), strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
 
 
 class FullySharded(Strategy):

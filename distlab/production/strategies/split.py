@@ -1,6 +1,7 @@
 """A model that no rank holds whole: pipelines of stages, and layers that are split."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from distlab.production.models import layer_flops, layers_of, num_heads, split_h
 from distlab.production.states import OwnBuffers, PerRank
 from distlab.production.strategies.base import Parameters
 from distlab.production.strategies.replicated import CourseDDP
+from distlab.production.strategies.sharded import gradients_into, sharded_optimizer
 from phase2_advanced.given import Batch
 from phase4_production.given import HasState
 
@@ -26,7 +28,11 @@ class Split(CourseDDP):
     8 ranks, pipeline_parallelism 2, tensor_parallelism 2
     replica 0    stage 0: ranks 0, 1    stage 1: ranks 2, 3
     replica 1    stage 0: ranks 4, 5    stage 1: ranks 6, 7
+
+    With zero_redundancy: 1, ranks 0 and 4 share the state of their optimizer, and so on.
     """
+
+    sharded: Any = None  # the optimizer, if it is shared
 
     def distribute(self, model: nn.Module) -> None:
         """Keep this rank's shards of the layers of its stage."""
@@ -36,10 +42,20 @@ class Split(CourseDDP):
         if sizes[2] > 1:
             self._split_layers(model, sizes[2])
         stage = self._stage(model) if sizes[1] > 1 else model
-        super().distribute(stage)
+        self._share(stage)
         if sizes[1] > 1:
             runner = self.lessons("model_parallel", "phase2_advanced").StageRunner
             self.runner = runner(stage, self.stages)
+
+    def _share(self, stage: nn.Module) -> None:
+        """Let the replicas of a stage average gradients, or share the optimizer's state, too."""
+        if not self.config.zero_redundancy:
+            super().distribute(stage)
+            return
+        self.module = self.called = stage
+        self.hook = None
+        self.sharded = sharded_optimizer(self)
+        self.optimizer = self.sharded.optimizer
 
     def _sizes(self) -> tuple[int, int, int]:
         stages, shards = self.config.pipeline_parallelism, self.config.tensor_parallelism
@@ -93,7 +109,7 @@ class Split(CourseDDP):
         size = -(-len(images) // (MICRO_BATCHES_PER_STAGE * stages))
         micro_batches = split((images, targets), size)
         schedule = pipeline.one_f_one_b_schedule(stages, len(micro_batches))
-        with self.autocast(), self.ddp.no_sync():
+        with self.autocast(), self.accumulating(is_last=False):
             mean = pipeline.run_schedule(
                 schedule, [self.module], micro_batches, self._loss, self.stages
             )
@@ -102,6 +118,27 @@ class Split(CourseDDP):
             if parameter.grad is not None:
                 parameter.grad *= weight
         return torch.tensor(mean * len(images), device=self.device)
+
+    @contextmanager
+    def accumulating(self, *, is_last: bool) -> Iterator[None]:
+        """Keep gradients on this rank: a sharded optimizer does so until the step."""
+        with nullcontext() if self.sharded else super().accumulating(is_last=is_last):
+            yield
+
+    def zero_grad(self) -> None:
+        """Set the gradients to 0 where they are."""
+        self.sharded.zero_grad() if self.sharded else super().zero_grad()
+
+    def average_gradients(self) -> None:
+        """Wait for the last bucket; a sharded optimizer averages in the step, from its memory."""
+        if not self.sharded:
+            super().average_gradients()
+        elif self.is_pipeline:  # whose backward passes make gradients anew
+            gradients_into(self.sharded)
+
+    def step(self) -> None:
+        """Change the parameters of this stage."""
+        self.sharded.step() if self.sharded else super().step()
 
     def _loss(self, stage: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         inputs, targets = batch[:2]

@@ -25,6 +25,7 @@ from distlab import launch
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 20.0
+SHORT_S = 4.0  # for programs that only the limit ends
 ONE_PROCESS = "ranks share a process"
 OUTSIDE = "waits for something outside of the simulated world, and stops the running rank"
 STRICTER = "is refused here, so that it cannot go wrong elsewhere; gloo takes it"
@@ -88,10 +89,10 @@ def on_gloo() -> dict[str, Any]:
     return found
 
 
-def simulated(program: Any) -> Any:
+def simulated(program: Any, timeout_s: float = TIMEOUT_S) -> Any:
     """What a program returns on simulated ranks, or the message of its error."""
     try:
-        return plain(launch.run(program, program.n, backend="sim", timeout_s=TIMEOUT_S))
+        return plain(launch.run(program, program.n, backend="sim", timeout_s=timeout_s))
     except launch.LaunchError as error:
         return f"{error}"
 
@@ -131,6 +132,7 @@ UNNOTICED = {  # broken programs that end well, and why
 }
 
 
+ENDED_BY_THE_LIMIT = {"busy_loop_pure", "ddp_hook_future_never_set"}  # real time has to pass
 BROKEN = {name: fn for name, fn in vars(broken_programs).items() if hasattr(fn, "raises")}
 REPORTED = sorted(name for name in BROKEN if not BROKEN[name].raises)
 
@@ -138,7 +140,7 @@ REPORTED = sorted(name for name in BROKEN if not BROKEN[name].raises)
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_broken_program_is_reported_with_its_line(name: str) -> None:
     program = BROKEN[name]
-    found = simulated(program)
+    found = simulated(program, SHORT_S if name in ENDED_BY_THE_LIMIT else TIMEOUT_S)
     assert isinstance(found, str) is (name not in UNNOTICED), found
     if isinstance(found, str):
         named = set(map(int, LINE.findall(found)))
@@ -149,4 +151,4 @@ def test_the_lists_name_programs_that_are_there() -> None:
     assert inspect.getdoc(broken_programs)
     assert inspect.getdoc(correct_programs)
     assert DIFFERS.keys() <= CORRECT.keys() == on_gloo().keys()
-    assert {*UNNAMED, *UNNOTICED} <= BROKEN.keys()
+    assert {*UNNAMED, *UNNOTICED, *ENDED_BY_THE_LIMIT} <= BROKEN.keys()

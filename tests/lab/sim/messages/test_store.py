@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from distlab.sim import Deadlock, simulate
+from distlab.sim.messages import store as messages_store
 
 
 def store() -> dist.Store:
@@ -47,6 +48,13 @@ def test_a_counter_that_stays_as_it_is() -> None:
     assert "Which rank should change it" in text
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test asks as often as it takes: seconds."""
+    monkeypatch.setattr(messages_store, "MAX_ANSWERS", 2000)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_value_that_stays_as_it_is() -> None:
     assert "'phase', which stays 'warm-up': rank 0 was the last to set it" in report(
         waits_for_a_value
@@ -110,6 +118,7 @@ def waits_for_a_lock() -> None:
         pass
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_lock_that_is_never_released() -> None:
     text = report(waits_for_a_lock)
     assert "ranks 1 and 2 wait for the key 'lock', which stays 1: rank 0 was the last to" in text

@@ -1,0 +1,191 @@
+"""Predicts how a recipe trains on a cluster that is not there: a step of it is simulated.
+
+    python -m distlab.production.dry_run --config configs/imagenet_resnet50.yaml \\
+        --cluster dgx-a100 --nodes 4
+
+--cluster names a preset of the simulator, and all GPUs of the --nodes train. --KEY VALUE changes
+any key of the configuration. The data are not needed; imagefolder stands for ImageNet.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from distlab.production.config import Config, load_config, split_arguments
+from distlab.production.errors import EXIT_WRONG, ConfigError
+from distlab.production.images import side_of
+from distlab.production.simulated_step import Step, simulated_step
+from distlab.sim import GPU, Cluster, SimulationError
+from distlab.trainers import NotThereError
+from distlab.words import bytes_text, counted, seconds_text
+
+EFFICIENCY = 0.61  # of the roofline; fitted, see ASSUMED
+ASSUMED = """\
+Assumed: GPUs reach {:.0%} of the roofline of their data sheets, which is fitted to one figure,
+NVIDIA's 2,470 images/s of ResNet-50 on an A100 of 80 GB in 16 bits (DeepLearningExamples, ConvNets,
+resnet50v1.5). Loading images, checkpoints, torch.compile, mixup, and starts and memory of libraries
+are left out. This is a prediction: it was not run."""
+
+
+class Counts(NamedTuple):
+    """How many images and classes data have."""
+
+    train: int
+    test: int
+    classes: int
+
+
+COUNTS = {
+    "imagefolder": Counts(1_281_167, 50_000, 1000),  # ImageNet
+    "cifar10": Counts(50_000, 10_000, 10),
+    "digits": Counts(1_437, 360, 10),
+    "synthetic": Counts(2_048, 512, 10),
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is to be expected of a recipe.
+
+    Attributes:
+        step: of most epochs.
+        images_per_s: of all GPUs, in such a step.
+        mfu: model FLOPs utilisation of it.
+        training_s, evaluation_s: of all epochs together.
+    """
+
+    step: Step
+    images_per_s: float
+    mfu: float
+    training_s: float
+    evaluation_s: float
+
+    @property
+    def hours(self) -> float:
+        """Of the whole recipe."""
+        return (self.training_s + self.evaluation_s) / 3600
+
+
+def predict(config: Config, cluster: Cluster) -> Prediction:
+    """Simulate two steps and an evaluation for each size of images that the recipe trains on.
+
+    Raises:
+        ConfigError: the cluster has no GPUs, the recipe does not fit into their memory, or has what
+            cannot be predicted.
+        NotThereError: there are no solutions here.
+
+    Cost: about 0.3 s of computing for each GPU of the cluster and each size of images, and 3 s.
+    """
+    gpu = cluster.gpu
+    if gpu is None:
+        raise ConfigError(f"{cluster.name} has no GPUs to train on: choose one that has: dgx-a100")
+    counts, slower = COUNTS[config.data], replace(cluster, gpu=_slower(gpu))
+    epochs = Counter(side_of(config, epoch) for epoch in range(config.epochs))
+    try:
+        steps = {side: simulated_step(config, slower, side, counts.classes) for side in epochs}
+    except SimulationError as error:
+        raise ConfigError(f"it cannot train so: {error}") from None
+    step = steps[max(epochs, key=epochs.__getitem__)]
+    num_steps = math.ceil(counts.train / config.batch_size)
+    training_s = sum(epochs[side] * num_steps * steps[side].step_s for side in epochs)
+    num_batches = math.ceil(counts.test / config.batch_size)
+    return Prediction(
+        step,
+        config.batch_size / step.step_s,
+        _mfu(config, step, gpu, cluster.num_gpus),
+        training_s,
+        config.epochs * num_batches * step.evaluation_s,
+    )
+
+
+def _slower(gpu: GPU) -> GPU:
+    """Return a GPU that reaches what such GPUs have reached."""
+    flops = {dtype: EFFICIENCY * rate for dtype, rate in gpu.achievable_flops.items()}
+    rate = EFFICIENCY * gpu.memory_bytes_per_s
+    return replace(gpu, achievable_flops=flops, memory_bytes_per_s=rate)
+
+
+def _mfu(config: Config, step: Step, gpu: GPU, num_gpus: int) -> float:
+    peak = gpu.peak_flops["float32" if config.precision == "fp32" else "float16"]
+    flops = 3 * step.forward_flops * config.batch_size  # backward takes twice as many
+    return flops / (step.step_s * peak * num_gpus)
+
+
+# As a program
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the prediction of the recipe that the command line names; return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & {*given}:
+        print(__doc__)
+        return 0
+    try:
+        options = split_arguments(given)
+        if "config" not in options:
+            raise ConfigError("--config FILE is missing, such as configs/imagenet_resnet50.yaml")
+        path, cluster = Path(options.pop("config")), _cluster(options)
+        config = load_config(path, options)
+        print_prediction(path.name, config, cluster, predict(config, cluster))
+    except (ConfigError, NotThereError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG
+    return 0
+
+
+def _cluster(options: dict[str, str]) -> Cluster:
+    """Take the cluster out of what the command line says."""
+    name, nodes = options.pop("cluster", "dgx-a100"), options.pop("nodes", "1")
+    if not nodes.isdecimal() or not int(nodes):
+        raise ConfigError(f"--nodes {nodes}: expected how many there are, 1 or more")
+    try:
+        return Cluster.preset(name, int(nodes))
+    except ValueError as error:
+        raise ConfigError(f"--cluster: {error}") from None
+
+
+def print_prediction(name: str, config: Config, cluster: Cluster, found: Prediction) -> None:
+    """Print a prediction as one short table, and what is assumed."""
+    ways = f"{config.model}, {config.precision}, batches of {config.batch_size:,} images"
+    table = Table.grid(padding=(0, 2))
+    for row in _rows(config, cluster.num_gpus, found):
+        table.add_row(*row)
+    console = Console(highlight=False)
+    where = f"{counted(cluster.num_gpus, 'GPU')} of {cluster.name}"
+    console.print(f"{name} on {where}: {ways}\n", soft_wrap=True)
+    console.print(table)
+    print(f"\n{ASSUMED.format(EFFICIENCY)}")
+
+
+def _rows(config: Config, gpus: int, found: Prediction) -> list[tuple[str, str, str]]:
+    """Return what is predicted, its value, and a remark."""
+    step = found.step
+    held = sorted(step.peak_by_category.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{what.replace('_', ' ')} {bytes_text(size)}" for what, size in held if size)
+    waiting = f"{step.exposed_s / step.step_s:.1%} of it"
+    epoch_s = found.training_s / config.epochs
+    return [
+        ("step", seconds_text(step.step_s), f"strategy {step.strategy}"),
+        ("  computing", seconds_text(step.step_s - step.exposed_s), ""),
+        ("  waiting for the network", seconds_text(step.exposed_s), waiting),
+        ("images/s", f"{found.images_per_s:,.0f}", f"{found.images_per_s / gpus:,.0f} a GPU"),
+        ("MFU", f"{found.mfu:.1%}", ""),
+        ("memory of a GPU", bytes_text(step.peak_bytes), parts),
+        ("an epoch", _duration(epoch_s), "of training, on average"),
+        ("the recipe", f"{found.hours:.2f} h", f"{config.epochs} epochs and their evaluations"),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else seconds_text(seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Starts the ranks of this node with torchrun, and ends with the exit code of the training.
+
+    scripts/launch_training.sh --config configs/config.yaml
+    scripts/launch_training.sh --config configs/config.yaml --epochs 5 --num_gpus 4
+    scripts/launch_training.sh --config … --nodes 2 --node-rank 0 --rendezvous node0:29400
+
+The same command goes on where the last one has stopped. SIGTERM, SIGINT and SIGUSR1 reach all ranks
+of this node, which save and stop.
+
+    --config FILE           the configuration; configs/digits_cpu.yaml by default
+    --KEY VALUE             any key of it, which docs/trainer.md lists
+    --impl mine             train with the lessons that you have written
+    --nodes N               how many machines; start the command on each of them (default: 1)
+    --node-rank R           which of them this is: 0 to N-1; 0 holds the rendezvous
+    --rendezvous HOST:PORT  an address of node 0 that all nodes reach, and a port that is free there
+    --max-restarts K        how often to start anew after a crash (default: 3)
+
+Exit codes: 0 done · 75 stopped and saved, run it again · 78 the configuration or the data is wrong
+74 cannot save · 1 anything else
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import cuda
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from distlab.production.config import Config, load_config, split_arguments
+from distlab.production.errors import EXIT_STOPPED, EXIT_WRONG, ConfigError
+from distlab.production.program import DEFAULT
+from distlab.production.saving import say
+
+TRAINER = "solutions.phase4_production.imagenet_trainer"
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun would die of the last one
+CRASHED = 1  # of all exit codes the one after which a new start may help
+
+
+class Nodes(NamedTuple):
+    """The machines of a training, and which of them this is."""
+
+    number: int
+    rank: int
+    rendezvous: str
+    max_restarts: int
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Train on all ranks of this node, and return the exit code of the training.
+
+    torchrun says 1 whatever its workers say, so the code is read from ``run_dir``/exit_code. On one
+    node, a training that has crashed is started anew; on several, torchrun does that, as all of
+    them must meet again. What is wrong with the configuration is said before anything starts.
+    """
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return 0
+    try:
+        given = split_arguments(arguments)
+        nodes = _nodes(given)
+        config = config_of(given)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            say(f"error: {line}")
+        return EXIT_WRONG
+    return _train(config, nodes, [word for pair in given.items() for word in _option(*pair)])
+
+
+def _option(key: str, value: str) -> tuple[str, ...]:
+    return (f"--{key}={value}",)  # one word, so that a value may begin with dashes
+
+
+def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
+    processes = processes_of(config)
+    for name, value in environment(processes).items():
+        os.environ.setdefault(name, value)
+    command = [*_torchrun_options(nodes, processes), "-m", TRAINER, *arguments]
+    restarts = nodes.max_restarts if nodes.number == 1 else 0
+    for left in range(restarts, -1, -1):
+        code = _run_once(command, config.run_dir / "exit_code")
+        if code != CRASHED or left == 0:
+            break
+        say(f"the training has crashed and is started anew; then {left - 1} times more")
+    return code
+
+
+def _run_once(command: list[str], left: Path) -> int:
+    """Run torchrun in this process, so that signals reach it; return the trainer's exit code."""
+    left.unlink(missing_ok=True)
+    try:
+        torchrun.run(torchrun.parse_args(command))  # type: ignore[no-untyped-call]
+        code = 0
+    except ChildFailedError:
+        code = CRASHED
+    except SignalException:
+        code = EXIT_STOPPED  # if no rank has left another one: they had not begun to train
+    return int(left.read_text(encoding="utf-8")) if left.exists() else code
+
+
+def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
+    common = [f"--nproc-per-node={processes}", f"--signals-to-handle={SIGNALS}"]
+    if nodes.number == 1:
+        return ["--standalone", *common]
+    return [
+        *common,
+        f"--nnodes={nodes.number}",
+        f"--max-restarts={nodes.max_restarts}",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=training",
+        f"--rdzv-endpoint={nodes.rendezvous}",
+        f"--rdzv-conf=is_host={nodes.rank == 0}",  # else guessed from the host's name
+    ]
+
+
+def environment(processes: int) -> dict[str, str]:
+    """Return what torchrun and its workers find in their environment.
+
+    The cores are shared by the ranks of a node. Without the second one, workers that are restarted
+    find the addresses of those before them in torchrun's store, and fail once or twice.
+    """
+    threads = max(1, num_cores() // processes)
+    return {"OMP_NUM_THREADS": str(threads), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def processes_of(config: Config) -> int:
+    """Return how many ranks a node starts: num_gpus; auto: one for each GPU, 2 on a CPU's cores."""
+    if config.num_gpus != "auto":
+        return config.num_gpus
+    if config.device != "cpu" and cuda.is_available():
+        return cuda.device_count()
+    return min(2, num_cores())
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    is_linux = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+
+
+# The command line
+
+
+def config_of(given: Mapping[str, str]) -> Config:
+    """Read the configuration that a command line asks for.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    keys = {key: value for key, value in given.items() if key not in ("config", "impl")}
+    return load_config(Path(given.get("config", str(DEFAULT))), keys)
+
+
+def _nodes(given: dict[str, str]) -> Nodes:
+    """Take out what the trainer does not know."""
+    count = _whole(given, "nodes", "1")
+    names = {"node_rank", "rendezvous"}
+    if count > 1 and not names <= {*given}:
+        raise ConfigError(
+            f"--nodes {count}: start the command on each node with its --node-rank, 0 to "
+            f"{count - 1}, and with --rendezvous HOST:PORT, where HOST is node 0"
+        )
+    rank = _whole(given, "node_rank", "0")
+    rendezvous, restarts = given.pop("rendezvous", ""), _whole(given, "max_restarts", "3")
+    if count < 1 or rank >= count:
+        raise ConfigError(f"--node-rank {rank} of --nodes {count}: use 0 to {count - 1}")
+    return Nodes(count, rank, rendezvous, restarts)
+
+
+def _whole(given: dict[str, str], key: str, default: str) -> int:
+    text = given.pop(key, default)
+    if not text.isdecimal():
+        raise ConfigError(f"--{key.replace('_', '-')} {text}: expected a whole number")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(launch(sys.argv[1:]))

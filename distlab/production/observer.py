@@ -1,0 +1,112 @@
+"""Looks at a training from outside: in which state is each rank, and since when."""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+STATES = ("starting", "training", "evaluating", "stopped", "down")
+STEP, EPOCH = re.compile(r"^step ([\d,]+) of ([\d,]+) "), re.compile(r"^epoch \d+ of ")
+
+
+@dataclass
+class Span:
+    """A time in which a rank was in one state; seconds since the observer began."""
+
+    state: str
+    begin_s: float
+    end_s: float
+
+
+class Observer:
+    """Notes the states of the ranks whenever it looks.
+
+    A rank is down if it has no process; stopped if that was sent SIGSTOP; starting until its first
+    heartbeat; evaluating after the last step of an epoch, until the accuracy is printed.
+
+    Attributes:
+        spans: of each rank, without gaps.
+        step, num_steps: of the last line that was printed.
+        processes: of each rank, the last one that was seen.
+    """
+
+    def __init__(self, run_dir: Path, log: Path, num_ranks: int, num_epochs: int) -> None:
+        """Begin; the log is what the training prints."""
+        self.run_dir, self.num_epochs = run_dir, num_epochs
+        self.log, self.offset = log, 0
+        self.begun_s, self.is_evaluating = time.monotonic(), False
+        self.step = self.num_steps = 0
+        self.spans: list[list[Span]] = [[] for _ in range(num_ranks)]
+        self.processes: dict[int, psutil.Process] = {}
+        self.known: set[int] = set()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the observer began."""
+        return time.monotonic() - self.begun_s
+
+    @property
+    def all_run(self) -> bool:
+        """Whether all ranks trained or evaluated when it looked last."""
+        return all(spans and spans[-1].state in STATES[1:3] for spans in self.spans)
+
+    @property
+    def any_is_down(self) -> bool:
+        """Whether a rank had no process when it looked last."""
+        return any(spans and spans[-1].state == "down" for spans in self.spans)
+
+    def look(self, agent: int) -> None:
+        """Note the states of the ranks that a process of torchrun has started, and has now."""
+        self._find(agent)
+        self._read()
+        for rank, spans in enumerate(self.spans):
+            state, now_s = self._state(rank), self.now_s
+            if spans:
+                spans[-1].end_s = now_s
+            if not spans or spans[-1].state != state:
+                spans.append(Span(state, now_s, now_s))
+
+    def _find(self, agent: int) -> None:
+        """Learn which process is which rank: by its environment, once."""
+        try:
+            children = psutil.Process(agent).children()
+        except psutil.NoSuchProcess:
+            return
+        for child in (child for child in children if child.pid not in self.known):
+            try:
+                rank = child.environ().get("RANK", "")
+            except psutil.Error:
+                continue
+            if rank:  # else it has not begun to be torchrun's worker
+                self.processes[int(rank)] = child
+                self.known.add(child.pid)
+
+    def _read(self) -> None:
+        """Read what has been printed since it looked last."""
+        with open(self.log, encoding="utf-8") as log:
+            log.seek(self.offset)
+            lines = log.readlines()
+            self.offset = log.tell()
+        for line in lines:
+            if found := STEP.match(line):
+                self.step, self.num_steps = (int(text.replace(",", "")) for text in found.groups())
+                self.is_evaluating = self.step % (self.num_steps // self.num_epochs) == 0
+            elif EPOCH.match(line):
+                self.is_evaluating = False
+
+    def _state(self, rank: int) -> str:
+        process = self.processes.get(rank)
+        try:
+            status = process.status() if process else psutil.STATUS_DEAD
+        except psutil.NoSuchProcess:
+            status = psutil.STATUS_DEAD
+        if not process or status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+            return "down"
+        if status == psutil.STATUS_STOPPED:
+            return "stopped"
+        heartbeat = self.run_dir / f"heartbeat.rank{rank}"
+        if not heartbeat.exists() or heartbeat.stat().st_mtime < process.create_time():
+            return "starting"
+        return "evaluating" if self.is_evaluating else "training"

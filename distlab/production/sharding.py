@@ -1,0 +1,96 @@
+"""``sharding_strategy: auto``: the lowest stage of ZeRO with which the states fit into memory."""
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distlab.production.config import Config
+from distlab.production.saving import say
+
+SHARE = 0.5  # of a rank's memory for its states; activations and buffers need the rest
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container: a number, or "max"
+
+
+def choose_stage(config: Config, model: nn.Module) -> Config:
+    """Return the configuration with the stage of ZeRO that is used; all ranks call it.
+
+    With ``sharding_strategy: auto`` it is the lowest one, from ``zero_redundancy`` on, with which
+    the states of a rank take half of its memory at most; if none does, the highest. Rank 0 prints
+    it with its numbers. All else stays as it is configured: with a pipeline, for example, or with
+    clip_norm, there is nothing to choose, and the ring ends with stage 1.
+
+    The memory is what the device or machine has, not what is free: a run that goes on must come to
+    the same stage.
+
+    Cost: an all-reduce of a number.
+    """
+    num_parameters, ranks = sum(p.numel() for p in model.parameters()), dist.get_world_size()
+    lowest, highest = config.zero_redundancy, _highest(config) if ranks > 1 else 0
+    if config.sharding_strategy != "auto" or highest <= lowest:
+        return config
+    limit = SHARE * _least_memory(next(model.parameters()).device)
+    needs = {
+        stage: state_bytes(num_parameters, stage, ranks, config)
+        for stage in range(lowest, highest + 1)
+    }
+    stage = next((stage for stage, need in needs.items() if need <= limit), max(needs))
+    say(
+        f"sharding_strategy auto: zero_redundancy {stage}, with which the states of "
+        f"{num_parameters:,} parameters take {_mb(needs[stage])} on each of {ranks} ranks; "
+        f"{_mb(limit)} is half of a rank's memory"
+    )
+    return config.model_copy(update={"zero_redundancy": stage})
+
+
+def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> float:
+    """Return the bytes of a rank's parameters, gradients, optimizer state and mean.
+
+    All are float32, and are their own masters. Ψ parameters on N ranks, SGD with momentum:
+        stage 0    4Ψ + 4Ψ + 4Ψ          stage 2    4Ψ + (4Ψ + 4Ψ) / N
+        stage 1    4Ψ + 4Ψ + 4Ψ / N      stage 3    (4Ψ + 4Ψ + 4Ψ) / N
+    AdamW keeps 8Ψ in the place of the last 4Ψ, SGD without momentum 0; ``ema_decay`` adds 4Ψ, as
+    the parameters are sharded. Stage 3 holds a unit whole while it computes, which is not counted.
+
+    Source: Rajbhandari et al. 2020, sections 3.1 and 5, with 4 bytes instead of 2.
+    """
+    optimizer = 8 if config.optimizer == "adamw" else 4 if config.momentum else 0
+    parameters = 8 if config.ema_decay else 4
+    return num_parameters * sum(
+        number / (ranks if stage >= sharded_from else 1)
+        for number, sharded_from in ((optimizer, 1), (4, 2), (parameters, 3))
+    )
+
+
+def _highest(config: Config) -> int:
+    """Return the highest stage of ZeRO that can train what else is configured."""
+    splits = config.pipeline_parallelism * config.tensor_parallelism > 1
+    is_whole = config.compression != "none" or config.precision == "fp16" or config.clip_norm > 0
+    if config.strategy != "course" or is_whole or splits:
+        return 0
+    return {"native": 3, "ring": 1}.get(config.communication_pattern, 0)
+
+
+def _least_memory(device: torch.device) -> float:
+    """Return the bytes of memory of the rank that has least."""
+    if device.type == "cuda":
+        mine = float(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        mine = _machine_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    least = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return float(least)
+
+
+def _machine_memory() -> float:
+    """Return the bytes that all processes of this machine, or of its container, may use."""
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else ""
+    total = float(psutil.virtual_memory().total)
+    return min(total, float(limit)) if limit.isdecimal() else total
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

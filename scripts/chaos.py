@@ -1,0 +1,248 @@
+"""Disturb a training for minutes, and prove that its result is that of the undisturbed one.
+
+    python -m scripts.chaos --minutes 3 --ranks 3
+    python -m scripts.chaos --config configs/config.yaml --ranks 4 --epochs 12
+
+The configuration is trained twice. The second time, ranks are killed (SIGKILL) or stopped
+(SIGSTOP: to the others it looks like a rank that is cut off), for a moment or until the others have
+given up, and torchrun itself is killed, at moments that --seed decides. What torchrun does not
+restart is started by the same command again. In the end both last checkpoints must be equal bit for
+bit: parameters, optimizer, generators, everything. out/chaos/gantt.png shows what happened.
+
+Exit codes: 0 equal · 1 not equal, or a training has failed · 78 wrong configuration.
+"""
+
+import argparse
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
+
+from distlab.production.comparing import counted, differences
+from distlab.production.config import split_arguments
+from distlab.production.errors import EXIT_CANNOT_SAVE, EXIT_WRONG, ConfigError
+from distlab.production.gantt import Blow, draw_gantt
+from distlab.production.launching import TRAINER, config_of, environment
+from distlab.production.observer import Observer
+from solutions.phase4_production.checkpoint import load_checkpoint
+
+KINDS = ("kill", "pause", "stop", "agent")
+GAP_S = (2.0, 8.0)  # from when all ranks run to the next blow
+STOPPED_S = {"pause": 2.0, "stop": math.inf}  # or until another rank has ended because of it
+KEYS = {"heartbeat_timeout_s": "10", "save_every": "20"}  # unless others are given
+HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # a new start does not help
+MAX_STARTS = 200
+LOOK_S = 0.1
+
+
+def main() -> int:
+    """Train twice, compare, draw."""
+    options, keys = _parser().parse_known_args()
+    given = {"config": options.config, **KEYS, **split_arguments(keys)}
+    try:
+        chaos = Chaos(given, options.ranks, options.out)
+        with _bar() as bar:
+            chaos.train("undisturbed", bar)
+            kinds = _endless(options.kinds, Random(options.seed))
+            blows = Blows(kinds, options.seed, options.ranks, 60 * options.minutes)
+            chaos.train("disturbed", bar, blows)
+        return chaos.compare(blows)
+    except (ConfigError, TrainingFailedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG if isinstance(error, ConfigError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Any --KEY VALUE of the configuration can be given, too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", default="configs/digits_cpu.yaml")
+    parser.add_argument("--minutes", type=float, default=3.0, help="for which blows come")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of blows")
+    parser.add_argument("--out", type=Path, default=Path("out/chaos"), help="is emptied first")
+    return parser
+
+
+def _bar() -> Progress:
+    columns = ("{task.description:<24}", BarColumn(), "step {task.completed} of {task.total}")
+    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+
+
+# What is done to the training
+
+
+def _endless(kinds: Sequence[str], random: Random) -> Iterator[str]:
+    """Yield each kind once, so that none is missing, and then any."""
+    yield from kinds
+    while True:
+        yield random.choice(kinds)
+
+
+class Blows:
+    """Disturbs ranks at random moments, with one kind of blow after the other."""
+
+    def __init__(self, kinds: Iterable[str], seed: int, num_ranks: int, duration_s: float) -> None:
+        self.random, self.num_ranks, self.duration_s = Random(seed), num_ranks, duration_s
+        self.kinds, self.given = iter(kinds), list[Blow]()
+        self.next_s: float | None = None  # None: not all ranks run
+        self.stopped: list[tuple[float, psutil.Process]] = []  # until when, at most
+
+    def look(self, observer: Observer, agent: int) -> None:
+        """Let those go on that have been stopped for long enough, and strike if it is time to."""
+        now_s = observer.now_s
+        for until_s, process in self.stopped[:]:
+            if now_s >= until_s or observer.any_is_down:
+                self.stopped.remove((until_s, process))
+                _send(process, signal.SIGCONT)
+        if not observer.all_run or now_s > self.duration_s:
+            self.next_s = None
+        elif self.next_s is None:
+            self.next_s = now_s + self.random.uniform(*GAP_S)
+        elif now_s >= self.next_s:
+            self._strike(observer, agent)
+            self.next_s = None
+
+    def _strike(self, observer: Observer, agent: int) -> None:
+        rank, kind = self.random.randrange(self.num_ranks), next(self.kinds, None)
+        if kind is None:
+            return
+        self.given.append(Blow(kind, rank, observer.now_s, observer.step))
+        victim = psutil.Process(agent) if kind == "agent" else observer.processes[rank]
+        _send(victim, signal.SIGSTOP if kind in STOPPED_S else signal.SIGKILL)
+        if kind in STOPPED_S:
+            self.stopped.append((observer.now_s + STOPPED_S[kind], victim))
+
+
+def _send(process: psutil.Process, number: int) -> None:
+    with suppress(psutil.NoSuchProcess):  # torchrun was faster
+        process.send_signal(number)
+
+
+# The training
+
+
+class TrainingFailedError(Exception):
+    """A training has not come to its end; says where its log is."""
+
+
+class Chaos:
+    """Trains one configuration as often as asked to, each time in a folder of its own.
+
+    Attributes:
+        starts: how many processes of torchrun the last training has needed.
+    """
+
+    def __init__(self, given: dict[str, str], num_ranks: int, out: Path) -> None:
+        """Empty the folder.
+
+        Raises:
+            ConfigError: the configuration is wrong.
+        """
+        self.given, self.num_ranks, self.out = {**given, "num_gpus": str(num_ranks)}, num_ranks, out
+        self.config, self.starts = config_of(self.given), 0
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+
+    def train(self, name: str, bar: Progress, blows: Blows | None = None) -> None:
+        """Train to the end; draw it if it was disturbed.
+
+        Raises:
+            TrainingFailedError: it does not come to its end, however often it is started.
+        """
+        (self.out / name).mkdir()
+        task, self.starts = bar.add_task(name, total=None), 0
+        agent = self._start(name)
+        observer = Observer(self.out / name, self._log(name), self.num_ranks, self.config.epochs)
+        try:
+            while (code := agent.poll()) != 0:
+                if code is not None:
+                    agent = self._start(name)
+                self._check(name)
+                observer.look(agent.pid)
+                if blows:
+                    blows.look(observer, agent.pid)
+                told = f"{name}, {len(blows.given)} blows" if blows else name
+                total = observer.num_steps or None
+                bar.update(task, description=told, completed=observer.step, total=total)
+                time.sleep(LOOK_S)
+        finally:
+            _end(agent, observer)
+        if blows:
+            draw_gantt(observer.spans, blows.given, self.out / "gantt.png")
+
+    def _start(self, name: str) -> "subprocess.Popen[bytes]":
+        """Start torchrun, which restarts workers by itself; what they print goes into the log."""
+        self.starts += 1
+        keys = {**self.given, "run_dir": str(self.out / name)}
+        options = ("--standalone", f"--nproc-per-node={self.num_ranks}", "--max-restarts=1000")
+        with open(self._log(name), "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *options]
+                + ["--monitor-interval=0.1", "-m", TRAINER]
+                + [f"--{key}={value}" for key, value in keys.items()],
+                env={**os.environ, **environment(self.num_ranks)},
+                stdout=log,
+                stderr=log,
+            )
+
+    def _log(self, name: str) -> Path:
+        return self.out / f"{name}.log"
+
+    def _check(self, name: str) -> None:
+        """Give up where starting anew does not help."""
+        left = self.out / name / "exit_code"
+        code = left.read_text(encoding="utf-8").strip() if left.exists() else ""
+        if code in HOPELESS or self.starts > MAX_STARTS:
+            raise TrainingFailedError(f"the training says {code or 1}: see {self._log(name)}")
+
+    def compare(self, blows: Blows) -> int:
+        """Compare the last checkpoints, and tell; return 0 if they are equal bit for bit."""
+        counts = Counter(blow.kind for blow in blows.given)
+        told = ", ".join(f"{number} x {kind}" for kind, number in sorted(counts.items()))
+        print(f"{len(blows.given)} blows ({told}); torchrun was started {self.starts} times")
+        print(f"what happened: {self.out}/gantt.png")
+        expected, found = (_last_state(self.out / name) for name in ("undisturbed", "disturbed"))
+        if wrong := differences(expected, found):
+            print(f"NOT EQUAL: {len(wrong)} values, such as {wrong[0]}")
+            return 1
+        print(f"equal bit for bit after step {found['step']:,}: {counted(expected)}")
+        return 0
+
+
+def _end(agent: "subprocess.Popen[bytes]", observer: Observer) -> None:
+    """Leave no process behind, whatever has happened."""
+    agent.kill()
+    agent.wait()
+    for process in observer.processes.values():
+        _send(process, signal.SIGKILL)
+    psutil.wait_procs([*observer.processes.values()], timeout=10)
+
+
+def _last_state(run_dir: Path) -> dict[str, Any]:
+    loaded = load_checkpoint(run_dir / "checkpoints")
+    if loaded is None:
+        raise TrainingFailedError(f"{run_dir} has no checkpoint")
+    return {"step": loaded.step, **loaded.state}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

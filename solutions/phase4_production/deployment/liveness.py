@@ -1,0 +1,108 @@
+"""Tells whether the ranks of this container still train: the probe of Kubernetes and Docker.
+
+    python liveness.py RUN_DIR MAX_AGE_S             fails if a rank here is silent for too long
+    python liveness.py RUN_DIR MAX_AGE_S --started   fails until each rank here has a heartbeat
+
+A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step, and while it evaluates. A port would
+prove nothing: a rank that hangs in a collective keeps its ports open. All nodes share RUN_DIR, and
+torchrun numbers the ranks anew at each rendezvous, so which ranks are here is read from ``/proc``.
+
+A rank that has just been started gets MAX_AGE_S from its start, whatever its predecessor has left.
+While there is no rank here, torchrun waits for other nodes: its own timeouts end that.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+PROC = Path("/proc")
+
+
+class Rank(NamedTuple):
+    """A rank that runs here."""
+
+    number: int
+    running_s: float  # since its process was started
+    silent_s: float  # since its last heartbeat, which may be one of an earlier process
+
+
+def ranks_here(run_dir: Path) -> list[Rank]:
+    """Return the ranks of a run that run on this machine, or in this container.
+
+    Args:
+        run_dir: as the trainer was given it after ``--run_dir``.
+    """
+    started_s: dict[int, float] = {}
+    for number, seconds in _processes(str(run_dir)):  # the workers of a DataLoader are younger
+        started_s[number] = min(seconds, started_s.get(number, math.inf))
+    return [
+        Rank(number, _uptime_s() - seconds, _silent_s(run_dir / f"heartbeat.rank{number}"))
+        for number, seconds in sorted(started_s.items())
+    ]
+
+
+def complaints(ranks: Sequence[Rank], max_age_s: float) -> list[str]:
+    """Return what is wrong with ranks that should be training, as a line for each."""
+    return [
+        f"rank {rank.number} has been silent for {min(rank.silent_s, rank.running_s):.0f} s, "
+        f"{max_age_s:.0f} s are allowed"
+        for rank in ranks
+        if min(rank.silent_s, rank.running_s) > max_age_s
+    ]
+
+
+def not_started(ranks: Sequence[Rank]) -> list[str]:
+    """Return which ranks have given no heartbeat yet, as a line for each."""
+    waiting = [rank for rank in ranks if rank.silent_s >= rank.running_s]
+    lines = [f"rank {r.number} has given no heartbeat in {r.running_s:.0f} s" for r in waiting]
+    return lines if ranks else ["no rank runs here yet"]
+
+
+def _processes(run_dir: str) -> Iterator[tuple[int, float]]:
+    """Yield the rank of each process of the run here, and when it was started, after the boot."""
+    for folder in PROC.glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
+            variables = (folder / "environ").read_text(errors="replace").split("\0")
+            started = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+        except OSError:  # it has ended, or is another user's
+            continue
+        ranks = [text.removeprefix("RANK=") for text in variables if text.startswith("RANK=")]
+        if ranks and ("--run_dir", run_dir) in pairwise(arguments):
+            yield int(ranks[0]), int(started) / os.sysconf("SC_CLK_TCK")
+
+
+def _uptime_s() -> float:
+    """Return the seconds since the machine was booted."""
+    return float((PROC / "uptime").read_text().split()[0])
+
+
+def _silent_s(heartbeat: Path) -> float:
+    """Return the age of a heartbeat, infinite if there has been none."""
+    try:
+        return time.time() - heartbeat.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what is wrong, and return the exit code of the probe: 0 if nothing is, otherwise 1."""
+    parser = argparse.ArgumentParser(description="Do the ranks of this container still train?")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("max_age_s", type=float, help="above the longest evaluation and save")
+    parser.add_argument("--started", action="store_true", help="whether each has given one yet")
+    given = parser.parse_args(arguments)
+    ranks = ranks_here(given.run_dir)
+    wrong = not_started(ranks) if given.started else complaints(ranks, given.max_age_s)
+    print("\n".join(wrong), file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

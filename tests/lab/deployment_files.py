@@ -1,0 +1,116 @@
+"""The files of the deployment, and the commands in them, read for the tests."""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from torch.distributed.run import get_args_parser
+
+from distlab.production.config import split_arguments
+
+ROOT = Path(__file__).parents[2]
+DEPLOYMENT = ROOT / "solutions/phase4_production/deployment"
+IN_IMAGE = "/app/solutions/phase4_production/deployment"
+MODULE = "solutions.phase4_production.imagenet_trainer"
+
+Document = dict[str, Any]
+
+
+class Command(NamedTuple):
+    """How a file starts the trainer."""
+
+    launcher: argparse.Namespace  # torchrun's options, as torchrun reads them
+    trainer: dict[str, str]  # keys and values of the trainer's command line
+
+
+def documents(name: str) -> list[Document]:
+    """Return the documents of a YAML file."""
+    return list(yaml.safe_load_all((DEPLOYMENT / name).read_text(encoding="utf-8")))
+
+
+def of_kind(name: str, kind: str) -> Document:
+    """Return the only document of a kind in a file."""
+    [found] = [document for document in documents(name) if document["kind"] == kind]
+    return found
+
+
+def services() -> dict[str, Document]:
+    """Return the services of docker-compose.yaml."""
+    [compose] = documents("docker-compose.yaml")
+    found: dict[str, Document] = compose["services"]
+    return found
+
+
+def trainers() -> dict[str, Document]:
+    """Return the services that train."""
+    return {
+        name: each for name, each in services().items() if "torchrun" in each.get("command", [])
+    }
+
+
+def jobs() -> dict[str, Document]:
+    """Return the Jobs of Kubernetes, by file."""
+    names = ("kubernetes.yaml", "kubernetes-elastic.yaml")
+    return {name: of_kind(name, "Job")["spec"] for name in names}
+
+
+def pods() -> dict[str, Document]:
+    """Return what is said about Pods, by file."""
+    found = {name: job["template"]["spec"] for name, job in jobs().items()}
+    [patch] = of_kind("trainjob.yaml", "TrainJob")["spec"]["runtimePatches"]
+    [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    return {**found, "trainjob.yaml": job["template"]["spec"]["template"]["spec"]}
+
+
+def words() -> dict[str, list[str]]:
+    """Return what follows the entrypoint, by file or service."""
+    found = {f"compose {name}": service["command"] for name, service in trainers().items()}
+    for name, job in jobs().items():
+        found[name] = job["template"]["spec"]["containers"][0]["args"]
+    found["trainjob.yaml"] = of_kind("trainjob.yaml", "TrainJob")["spec"]["trainer"]["args"]
+    [sky] = documents("skypilot.yaml")
+    for name, script in (("slurm.sh", read("slurm.sh")), ("skypilot.yaml", sky["run"])):
+        found[name] = _after_entrypoint(script)
+    found["Dockerfile"] = json.loads(instructions()[-1][1])
+    return found
+
+
+def commands() -> dict[str, Command]:
+    """Return how each file starts the trainer."""
+    return {name: _command(each) for name, each in words().items()}
+
+
+def read(name: str) -> str:
+    """Return the text of a file of the deployment."""
+    return (DEPLOYMENT / name).read_text(encoding="utf-8")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the instructions of the Dockerfile, such as USER, and what follows each."""
+    lines = [line for line in read("Dockerfile").splitlines() if not line.startswith("#")]
+    whole = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in whole if line)]
+
+
+def _after_entrypoint(script: str) -> list[str]:
+    """Return the words of a shell script's command behind the entrypoint; variables stay names."""
+    [line] = [line for line in _joined(script) if "entrypoint.py" in line]
+    line = line.partition(" || ")[0]
+    return shlex.split(line[line.index("torchrun") :])
+
+
+def _joined(script: str) -> Iterator[str]:
+    yield from script.replace("\\\n", " ").splitlines()
+
+
+def _command(command: list[str]) -> Command:
+    assert command[0] == "torchrun", command
+    launcher = get_args_parser().parse_args(command[1:])
+    assert launcher.module, command
+    assert launcher.training_script == MODULE, command
+    return Command(launcher, split_arguments(launcher.training_script_args))

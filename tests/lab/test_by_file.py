@@ -1,0 +1,62 @@
+"""Processes of pytest share the tests so that what the tests of a file share is made once."""
+
+from collections.abc import Callable
+
+import pytest
+
+FIRST = ["lab/test_1.py::test_a", "lab/test_1.py::test_b[x::y]", "lab/test_1.py::test_c[1.1 z]"]
+SECOND, NOTEBOOK = ["lab/test_2.py::test_a"], ["explore.ipynb::explore.ipynb"]
+BANK = [
+    "wrong_answers/test_bank.py::test_wrong[1.1 a]",
+    "wrong_answers/test_bank.py::test_wrong[1.1 b]",
+    "wrong_answers/test_bank.py::test_wrong[1.11 a]",
+    "wrong_answers/test_bank.py::test_right[1.1 c]",
+    "wrong_answers/test_bank.py::test_of_the_bank_itself",
+]
+
+
+class Process:
+    """What a scheduler sees of a process that runs tests, here each as soon as it is given."""
+
+    shutting_down = False
+
+    def __init__(self) -> None:
+        self.given: list[list[int]] = []
+
+    def send_runtest_some(self, numbers: list[int]) -> None:
+        self.given.append(numbers)
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+@pytest.fixture
+def units(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> Callable[[list[str]], list[list[str]]]:
+    """What a process is given at a time, of tests with certain ids."""
+    monkeypatch.setattr(pytestconfig.option, "tx", ["popen"])
+    monkeypatch.setattr(pytestconfig.option, "loadscopereorder", False)
+
+    def given(ids: list[str]) -> list[list[str]]:
+        scheduler = pytestconfig.hook.pytest_xdist_make_scheduler(config=pytestconfig, log=None)
+        process = Process()
+        scheduler.add_node(process)
+        scheduler.add_node_collection(process, ids)
+        scheduler.schedule()
+        for unit in process.given:  # more of them come meanwhile
+            for number in unit:
+                scheduler.mark_test_complete(process, number)
+        assert process.shutting_down
+        return [[ids[number] for number in unit] for unit in process.given]
+
+    return given
+
+
+def test_the_tests_of_a_file_stay_together(units: Callable[..., list[list[str]]]) -> None:
+    mixed = [FIRST[0], *SECOND, *FIRST[1:], *NOTEBOOK]
+    assert units(mixed) == [FIRST, SECOND, NOTEBOOK]
+
+
+def test_the_bank_is_shared_task_by_task(units: Callable[..., list[list[str]]]) -> None:
+    assert units(BANK) == [[*BANK[:2], BANK[3]], BANK[2:3], BANK[4:]]

@@ -1,0 +1,219 @@
+"""Prometheus and Grafana: the dashboard shows what the trainer exports, and Prometheus reads it."""
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from deployment_files import DEPLOYMENT, services
+from test_deployment import METRICS_PORT, RANKS_OF_A_NODE
+
+from distlab.production.reports import METRICS
+from solutions.phase4_production.exporters import PrometheusExporter
+
+GRAFANA = DEPLOYMENT / "grafana"
+DASHBOARD = json.loads((GRAFANA / "dashboards/dashboard.json").read_text(encoding="utf-8"))
+CONFIG = yaml.safe_load((DEPLOYMENT / "prometheus.yml").read_text(encoding="utf-8"))
+STEP = "step"  # which each page has beside what the trainer writes
+TIMEOUT_S = 60
+
+PANELS = {panel["title"]: panel for panel in DASHBOARD["panels"]}
+QUERIES = {
+    f"{title} {target['refId']}": target["expr"]
+    for title, panel in PANELS.items()
+    for target in panel["targets"]
+}
+
+# --- the dashboard -------------------------------------------------------------------------------
+
+
+def metrics(query: str) -> set[str]:
+    """Return the names of the metrics in a query."""
+    found: set[str] = set()
+
+    def note(node: promql_parser.Expr) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.add(node.name or "")
+
+    promql_parser.walk(promql_parser.parse(query), note)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        ('sum by (loss) (rate(step_s{run="accuracy"}[5m])) / 2', {"step_s"}),
+        ("a / on (run) group_left () quantile by (run) (0.5, (b + c))", {"a", "b", "c"}),
+    ],
+)
+def test_names_are_read_from_a_query(query: str, names: set[str]) -> None:
+    assert metrics(query) == names
+
+
+@pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
+def test_panels_show_what_the_trainer_exports(query: str) -> None:
+    assert metrics(query) <= {*METRICS, STEP}
+
+
+@pytest.mark.parametrize(
+    ("title", "names"),
+    [
+        ("Images per second", {"images_per_s"}),
+        ("Loss", {"loss"}),
+        ("Accuracy", {"accuracy"}),
+        ("MFU", {"mfu"}),
+        ("Step by part", {"data_s", "compute_s", "communication_s"}),
+        ("Stragglers: own time of each rank", {"data_s", "compute_s"}),
+        ("Checkpoint", {"checkpoint_s"}),
+        ("Failed checkpoints", {"failed_saves_total"}),
+        ("Peak memory by rank", {"peak_memory_bytes"}),
+    ],
+)
+def test_what_one_wants_to_see_is_there(title: str, names: set[str]) -> None:
+    shown = {name for target in PANELS[title]["targets"] for name in metrics(target["expr"])}
+    assert shown == names
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) == len(PANELS)
+    cells = [cell for panel in panels for cell in cells_of(panel["gridPos"])]
+    assert len(cells) == len({*cells})
+    assert {x for x, _ in cells} == {*range(24)}
+
+
+def cells_of(position: dict[str, int]) -> Iterator[tuple[int, int]]:
+    x, y, w, h = (position[key] for key in "xywh")
+    yield from ((column, row) for column in range(x, x + w) for row in range(y, y + h))
+
+
+def test_grafana_finds_the_dashboard_and_prometheus() -> None:
+    [source] = provisioned("datasources/prometheus.yaml")["datasources"]
+    used = {target["datasource"]["uid"] for p in PANELS.values() for target in p["targets"]}
+    assert {source["uid"]} == used | {panel["datasource"]["uid"] for panel in PANELS.values()}
+    assert source["url"] == "http://prometheus:9090"
+    assert source["jsonData"]["timeInterval"] == CONFIG["global"]["scrape_interval"]
+    [provider] = provisioned("dashboards/dashboards.yaml")["providers"]
+    mounted = services()["grafana"]["volumes"]
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in mounted
+
+
+def provisioned(name: str) -> Any:
+    return yaml.safe_load((GRAFANA / "provisioning" / name).read_text(encoding="utf-8"))
+
+
+# --- Prometheus ----------------------------------------------------------------------------------
+
+
+def test_prometheus_asks_every_rank_of_every_container() -> None:
+    [job] = [job for job in CONFIG["scrape_configs"] if job["job_name"] == "trainer"]
+    asked = {(name, each["port"]) for each in job["dns_sd_configs"] for name in each["names"]}
+    aliases = {
+        alias: service["profiles"]
+        for service in services().values()
+        for alias in service.get("networks", {}).get("default", {}).get("aliases", [])
+    }
+    gpu = {("trainer-gpu", METRICS_PORT + rank) for rank in range(RANKS_OF_A_NODE)}
+    assert asked == {("trainer-cpu", METRICS_PORT)} | gpu
+    assert aliases == {"trainer-cpu": ["cpu"], "trainer-gpu": ["gpu"], "dcgm": ["gpu"]}
+
+
+def test_promtool_accepts_the_configuration() -> None:
+    if not shutil.which("promtool"):
+        pytest.skip("Prometheus is not installed: on Debian and Ubuntu, apt install prometheus")
+    command = ["promtool", "check", "config", str(DEPLOYMENT / "prometheus.yml")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def samples_of(rank: int) -> dict[str, float]:
+    """A number for each metric, which tells the ranks apart where they differ."""
+    return {**dict.fromkeys(METRICS, 1.0), "data_s": 0.5 * (1 + rank), "loss": float("nan")}
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[list[int]]:
+    """The ports of two ranks' real pages."""
+    exporters = [PrometheusExporter({"run": "test", "rank": str(rank)}) for rank in range(2)]
+    for rank, exporter in enumerate(exporters):
+        exporter.write(samples_of(rank), step=7)
+    yield [exporter.port for exporter in exporters]
+    for exporter in exporters:
+        exporter.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory, pages: list[int]) -> Iterator[str]:
+    """The address of a Prometheus that reads the pages as prometheus.yml says, but more often."""
+    if not shutil.which("prometheus"):
+        pytest.skip("Prometheus is not installed: on Debian and Ubuntu, apt install prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    targets = [{"targets": [f"127.0.0.1:{port}" for port in pages]}]
+    jobs = [{"job_name": "trainer", "scrape_interval": "1s", "static_configs": targets}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump({**CONFIG, "scrape_configs": jobs}))
+    address = f"127.0.0.1:{free_port()}"
+    options = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder}"]
+    command = ["prometheus", *options, f"--web.listen-address={address}", "--log.level=error"]
+    process = subprocess.Popen(command)
+    try:
+        wait_for_samples(address, process)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_for_samples(address: str, process: "subprocess.Popen[bytes]") -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end_s:
+        assert process.poll() is None, "Prometheus has ended"
+        try:
+            if len(ask(address, "step")) == 2:
+                return
+        except (urllib.error.URLError, ConnectionError):
+            pass  # it does not listen yet
+        time.sleep(0.1)
+    pytest.fail("Prometheus has read no page")
+
+
+def ask(address: str, query: str) -> list[dict[str, Any]]:
+    """Return the series that answer a query."""
+    text = urllib.parse.urlencode({"query": query})
+    with urllib.request.urlopen(f"http://{address}/api/v1/query?{text}", timeout=10) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        return found
+
+
+def test_prometheus_reads_every_metric_of_every_rank(prometheus: str) -> None:
+    for name in (*METRICS, STEP):
+        found = ask(prometheus, name)
+        ranks = {(series["metric"]["run"], series["metric"]["rank"]) for series in found}
+        assert ranks == {("test", "0"), ("test", "1")}, name
+
+
+@pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
+def test_each_panel_shows_something(prometheus: str, query: str) -> None:
+    assert ask(prometheus, query.replace("$run", ".*")) != []
+
+
+def test_the_slow_rank_stands_out(prometheus: str) -> None:
+    """Its own time is 1 + 1 s, and that of the other 1 + 0.5 s: the median is 1.75 s."""
+    [query] = [q for name, q in QUERIES.items() if name.startswith("Stragglers")]
+    found = ask(prometheus, query.replace("$run", ".*"))
+    ratios = {each["metric"]["rank"]: float(each["value"][1]) for each in found}
+    assert ratios == pytest.approx({"0": 1.5 / 1.75, "1": 2 / 1.75})

@@ -1,0 +1,304 @@
+"""What a container runs beside the trainer: its entrypoint and its probe, as processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from deployment_files import DEPLOYMENT, MODULE, ROOT
+from processes import MARK, marked
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers run Linux")
+
+TIMEOUT_S = 120
+
+# Stands for the trainer, and says when it is ready: given a code, it leaves that and ends with it;
+# given "wait", it does so with 75 at the first SIGTERM, after what a save would take.
+TRAINER = """
+import os, signal, sys, time
+from pathlib import Path
+
+what, folder = sys.argv[1], Path(sys.argv[3])
+
+def leave(code):
+    (folder / "exit_code").write_text(str(code))
+    sys.exit(code)
+
+def save(*_):
+    time.sleep(0.5)
+    leave(75)
+
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR1, save)
+(folder / f"ready{os.environ.get('RANK', 0)}").touch()
+if what == "wait":
+    time.sleep(600)
+leave(int(what))
+"""
+SILENT = "import sys, pathlib; sys.exit(int(sys.argv[1]))"  # and leaves nothing
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """What is in the environment of all processes of a test; they are ended after it."""
+    name = uuid.uuid4().hex
+    yield name
+    for process in marked(name):
+        process.kill()
+
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(mark: str, tmp_path: Path) -> Iterator[Start]:
+    """Start a process in a group of its own."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def of(command: list[str], **variables: str) -> "subprocess.Popen[bytes]":
+        environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", **variables}
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+        started.append(process)
+        return process
+
+    yield of
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.01)
+
+
+# --- the entrypoint ------------------------------------------------------------------------------
+
+
+LAUNCHED = [
+    *(sys.executable, str(DEPLOYMENT / "entrypoint.py")),
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+]
+
+
+def entrypoint(folder: Path, what: object, program: str = TRAINER) -> list[str]:
+    trainer = [sys.executable, "-c", program, str(what), "--run_dir", str(folder)]
+    return [sys.executable, str(DEPLOYMENT / "entrypoint.py"), *trainer]
+
+
+def torchrun(folder: Path, program: Path, what: str, *options: str) -> list[str]:
+    """The entrypoint with torchrun and two ranks of the trainer's stand-in."""
+    return [*LAUNCHED, *options, str(program), what, "--run_dir", str(folder)]
+
+
+def real_trainer(run_dir: Path) -> list[str]:
+    """The entrypoint with torchrun and two ranks of the trainer."""
+    digits = ["--config", str(ROOT / "configs/digits_cpu.yaml"), "--num_workers", "1"]
+    own = ["--run_dir", str(run_dir), "--data_dir", str(run_dir.with_name("digits"))]
+    return [*LAUNCHED, "-m", MODULE, *digits, *own]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "trainer.py"
+    path.write_text(TRAINER, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("code", [0, 1, 74, 75, 78])
+def test_the_code_of_the_trainer_comes_through(start: Start, tmp_path: Path, code: int) -> None:
+    assert start(entrypoint(tmp_path, code)).wait(TIMEOUT_S) == code
+
+
+def test_the_real_trainers_code_comes_through_torchrun(start: Start, tmp_path: Path) -> None:
+    """Which itself ends with 1. A wrong key must not be tried again."""
+    process = start([*real_trainer(tmp_path / "run"), "--epoch", "3"], PYTHONPATH=str(ROOT))
+    assert process.wait(TIMEOUT_S) == 78
+
+
+def test_the_real_trainer_saves_at_sigterm_with_workers_that_load(
+    start: Start, mark: str, tmp_path: Path
+) -> None:
+    """torchrun signals the whole group of a rank. The probe sees the run start, and live."""
+    run_dir = tmp_path / "run"
+    process = start(real_trainer(run_dir), PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo")
+    wait_for(lambda: probe(run_dir, "--started") == (0, ""))
+    assert probe(run_dir) == (0, "")
+    wait_for(lambda: "step" in (run_dir / "metrics.rank0.jsonl").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 75
+    assert list(run_dir.glob("checkpoints/step-*"))
+    wait_for(lambda: marked(mark) == [])  # a worker sees within seconds that its rank has ended
+
+
+def test_what_an_earlier_run_has_left_is_not_believed(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "exit_code").write_text("75")
+    assert start(entrypoint(tmp_path, 3, SILENT)).wait(TIMEOUT_S) == 3
+
+
+@pytest.mark.parametrize("left", ["", "0", "seventy-eight", "\xff"])
+def test_a_damaged_note_is_not_believed(start: Start, tmp_path: Path, left: str) -> None:
+    writes = f"import pathlib; pathlib.Path('exit_code').write_bytes({left.encode('latin1')!r});"
+    assert start(entrypoint(tmp_path, 3, writes + SILENT)).wait(TIMEOUT_S) == 3
+
+
+def test_a_killed_command_ends_with_128_and_its_signal(start: Start, tmp_path: Path) -> None:
+    kills = "import os; os.kill(os.getpid(), 9)"
+    assert start(entrypoint(tmp_path, 0, kills)).wait(TIMEOUT_S) == 137
+
+
+def test_torchrun_is_told_to_let_nodes_join_later(start: Start, tmp_path: Path) -> None:
+    """What it does then is tested with scripts/elastic.py."""
+    reads = "import os; os._exit(41 + int(os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE']));"
+    assert start(entrypoint(tmp_path, 0, reads)).wait(TIMEOUT_S) == 42
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_lets_the_trainer_save(start: Start, tmp_path: Path, number: int) -> None:
+    process = start(entrypoint(tmp_path, "wait"))
+    wait_for((tmp_path / "ready0").exists)
+    process.send_signal(number)
+    assert process.wait(TIMEOUT_S) == 75
+
+
+def test_sigusr1_to_every_process_interrupts_no_save(
+    start: Start, mark: str, tmp_path: Path, program: Path
+) -> None:
+    """That is what Slurm does before the end of a job's time; torchrun alone would die of it."""
+    process = start(torchrun(tmp_path, program, "wait"))
+    for rank in range(2):
+        wait_for((tmp_path / f"ready{rank}").exists)
+    for each in marked(mark):
+        each.send_signal(signal.SIGUSR1)
+    assert process.wait(TIMEOUT_S) == 75
+    assert marked(mark) == []
+
+
+def test_a_second_signal_changes_nothing(start: Start, tmp_path: Path) -> None:
+    """As from a user who presses Ctrl-C twice: a terminal signals the whole group."""
+    process = start(entrypoint(tmp_path, "wait"))
+    wait_for((tmp_path / "ready0").exists)
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        os.killpg(process.pid, number)
+    assert process.wait(TIMEOUT_S) == 75
+
+
+def test_stopped_while_it_waits_for_other_nodes_it_is_to_be_run_again(
+    start: Start, mark: str, tmp_path: Path, program: Path
+) -> None:
+    endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=test"]
+    process = start(torchrun(tmp_path, program, "wait", "--nnodes=2", *endpoint))
+    wait_for(lambda: any(p.num_threads() > 1 for p in marked(mark)))  # torchrun, with its store
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_S) == 75
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize("command", [[], ["torchrun"], ["torchrun", "--run_dir"]])
+def test_without_a_run_directory_nothing_is_run(command: list[str]) -> None:
+    whole = [sys.executable, str(DEPLOYMENT / "entrypoint.py"), *command]
+    ended = subprocess.run(whole, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.stderr == "usage: entrypoint.py COMMAND … --run_dir DIR\n"
+    assert ended.returncode == 2
+
+
+# --- the probe -----------------------------------------------------------------------------------
+
+MAX_AGE_S = 300
+RANK = [sys.executable, "-c", "import time; time.sleep(600)", "--run_dir"]
+
+
+def probe(folder: Path, *options: str, max_age_s: float = MAX_AGE_S) -> tuple[int, str]:
+    command = [sys.executable, str(DEPLOYMENT / "liveness.py"), str(folder), str(max_age_s)]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.stdout == ""
+    return ended.returncode, ended.stderr.strip()
+
+
+def start_rank(start: Start, folder: Path, rank: int) -> None:
+    """Start what looks like a rank, and return when it does, and is older than the clock's tick."""
+    process = start([*RANK, str(folder)], RANK=str(rank))
+    cmdline = Path(f"/proc/{process.pid}/cmdline")
+    wait_for(lambda: b"--run_dir" in cmdline.read_bytes())
+    time.sleep(0.1)
+
+
+def beat(folder: Path, rank: int, ago_s: float = 0.0) -> None:
+    path = folder / f"heartbeat.rank{rank}"
+    path.touch()
+    seconds = time.time() - ago_s
+    os.utime(path, (seconds, seconds))
+
+
+def test_fresh_heartbeats_are_alive_and_started(start: Start, tmp_path: Path) -> None:
+    for rank in (2, 3):
+        start_rank(start, tmp_path, rank)
+        beat(tmp_path, rank)
+    assert probe(tmp_path) == (0, "")
+    assert probe(tmp_path, "--started") == (0, "")
+
+
+def test_each_silent_rank_is_named(start: Start, tmp_path: Path) -> None:
+    """Their processes have run for longer than the 0 s that are allowed here."""
+    for rank, ago_s in ((0, 50), (1, -3600), (2, 70)):  # rank 1 will not be silent for an hour
+        start_rank(start, tmp_path, rank)
+        beat(tmp_path, rank, ago_s)
+    code, text = probe(tmp_path, max_age_s=0)
+    assert code == 1
+    lines = text.splitlines()
+    assert [line.split(" has been silent for ")[0] for line in lines] == ["rank 0", "rank 2"]
+    assert all(line.endswith(", 0 s are allowed") for line in lines)
+
+
+def test_a_new_process_gets_time_whatever_its_predecessor_left(
+    start: Start, tmp_path: Path
+) -> None:
+    start_rank(start, tmp_path, 0)
+    beat(tmp_path, 0, ago_s=10 * MAX_AGE_S)
+    assert probe(tmp_path) == (0, "")
+    code, text = probe(tmp_path, "--started")
+    assert (code, text.rpartition(" in ")[0]) == (1, "rank 0 has given no heartbeat")
+
+
+def test_a_rank_without_a_heartbeat_has_not_started(start: Start, tmp_path: Path) -> None:
+    start_rank(start, tmp_path, 0)
+    start_rank(start, tmp_path, 1)
+    beat(tmp_path, 0)
+    assert probe(tmp_path) == (0, "")
+    code, text = probe(tmp_path, "--started")
+    assert (code, text.rpartition(" in ")[0]) == (1, "rank 1 has given no heartbeat")
+
+
+def test_ranks_of_other_nodes_and_other_runs_are_not_its_business(
+    start: Start, tmp_path: Path
+) -> None:
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for folder in (ours, others):
+        folder.mkdir()
+    start_rank(start, ours, 1)
+    beat(ours, 1)
+    beat(ours, 0, ago_s=10 * MAX_AGE_S)  # on another node: in the directory, but not here
+    start_rank(start, others, 5)
+    assert probe(ours) == (0, "")
+    assert probe(ours, "--started") == (0, "")
+
+
+def test_while_torchrun_waits_there_is_nothing_to_complain_about(tmp_path: Path) -> None:
+    assert probe(tmp_path) == (0, "")
+    assert probe(tmp_path, "--started") == (1, "no rank runs here yet")
+
+
+def test_the_youngest_process_of_a_rank_hides_nothing(start: Start, tmp_path: Path) -> None:
+    """A worker of its DataLoader has the same command line and environment."""
+    start_rank(start, tmp_path, 0)
+    time.sleep(0.3)
+    beat(tmp_path, 0, ago_s=60)
+    start_rank(start, tmp_path, 0)
+    assert probe(tmp_path, max_age_s=0.2)[0] == 1

