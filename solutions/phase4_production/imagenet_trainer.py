@@ -76,7 +76,7 @@ class Training:
             "mean_of_buffers": PerRank(self.mean.buffers, is_optional=True),
         }
         own = {"sampler": self.sampler, "progress": self.progress}
-        return {**self.strategy.parts(), **means, **own}
+        return {**self.strategy.parts(), **(means if self.config.ema_decay else {}), **own}
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of some images; those with the label BAD do not count."""
