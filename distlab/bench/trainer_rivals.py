@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from distlab.bench.trainer_contestants import Contestant, Losses, Setting, batches_of
 from distlab.production.models import layer_flops, layers_of, split_heads
 from distlab.production.optimization import optimizer_of
-from distlab.production.strategies.base import DTYPES
 from distlab.production.strategies.replicated import OWN_BUFFERS
+from distlab.production.strategies.sharded import dtype_of_whole
 from distlab.production.strategies.split import MICRO_BATCHES_PER_STAGE
 from phase4_production.given import Group
 
@@ -85,8 +85,10 @@ def zero_redundancy(setting: Setting) -> Contestant:
 def sharded(setting: Setting, *, is_freed: bool) -> Contestant:
     """fully_shard; ``is_freed``: parameters are gathered again in the backward pass."""
     model, mesh = setting.model(), _mesh(setting)
-    kept = DTYPES[setting.config.precision]
-    policy = MixedPrecisionPolicy(param_dtype=None if kept is torch.float32 else kept)
+    dtype = dtype_of_whole(setting.config)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
+    )
     for module in (*layers_of(model)[1:-1], model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=is_freed)
     return _plain(setting, model, setting.optimizer(model.parameters()))

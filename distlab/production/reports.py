@@ -43,12 +43,11 @@ class Reports:
         self.has_failed = False
         config.run_dir.mkdir(parents=True, exist_ok=True)
         lines = config.run_dir / f"metrics.rank{self.rank}.jsonl"
-        self.writers: list[Any] = [self.lesson.JsonlWriter(lines, resume_after=first_step)]
+        self.writers: list[Any] = [self._page()] if config.metrics_port else []
+        self.writers.append(self.lesson.JsonlWriter(lines, resume_after=first_step))
         if config.tensorboard and self.rank == 0:
             folder = config.run_dir / "tensorboard"
             self.writers.append(self.lesson.TensorBoardWriter(folder, resume_after=first_step))
-        if config.metrics_port:
-            self.writers.append(self._page())
         self.bar = _Bar(num_steps, first_step) if self.rank == 0 and sys.stderr.isatty() else None
 
     def _page(self) -> Any:

@@ -133,10 +133,6 @@ class Checkpoints:
             return str(error)
         return ""
 
-    def outdate(self) -> None:
-        """Let the state be written anew, though there is a checkpoint of this step."""
-        self.given_step = self.durable_step = -1
-
     def finish(self, step: int) -> None:
         """Let the state after a step be durable when this returns; all ranks call it.
 

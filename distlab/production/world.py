@@ -12,7 +12,8 @@ from typing import IO
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
@@ -35,7 +36,7 @@ def joined(config: Config) -> Iterator[torch.device]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         _check_number(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        dist.init_process_group(backend)
+        _join(backend)
     else:
         _check_number(config, 1)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -43,6 +44,21 @@ def joined(config: Config) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def _join(backend: str) -> None:
+    """Join those that torchrun has started, in its store.
+
+    All starts of an agent share that store, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for
+    torchrun: a restarted rank would find the addresses of processes that have ended, and wait for
+    them. On one node, each start has keys of its own; agents of several count restarts each for
+    itself, and need the variable.
+    """
+    store, rank, size = next(rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"start {start}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def control_group() -> dist.ProcessGroup | None:

@@ -129,13 +129,17 @@ class Training:
             lr = self.strategy.optimizer.param_groups[0]["lr"]
             self.telemetry.tell(lr, self.batches.bad_images, self.checkpoints)
             self.check_images()
-        self.go_on()
+        self.stop_if_asked()
         if self.sampler.position:  # else after the evaluation, so that its result is saved, too
             self.save()
 
     def go_on(self) -> None:
         """Show that this rank lives; stop, on all ranks, if any was asked to."""
         self.telemetry.alive()
+        self.stop_if_asked()
+
+    def stop_if_asked(self) -> None:
+        """Stop, on all ranks, if any was asked to."""
         if self.stop.agreed():
             raise StopAsked
 
@@ -163,7 +167,6 @@ class Training:
         """Evaluate after an epoch, exactly."""
         accuracy = evaluate(self.strategy, self.test_images, self.config, self.mean, self.go_on)
         self.progress.note(self.sampler.epoch, accuracy)
-        self.checkpoints.outdate()
         self.telemetry.tell_accuracy(accuracy, len(self.test_images))
         self.save()
 

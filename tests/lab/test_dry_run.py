@@ -96,9 +96,9 @@ def test_epochs_with_small_images_count_as_such(monkeypatch: pytest.MonkeyPatch)
         return Step("ddp", side / 1000, 0.0, 0.001, 1, {}, 1.0)
 
     monkeypatch.setattr(dry_run, "simulated_step", simulated)
-    keys = {"progressive_resize": {0: 8, 2: 32}, "epochs": 5}
+    keys = {"progressive_resize": {0: 16, 2: 32}, "epochs": 5}
     found = predicted(keys, SLOW)
-    assert found.training_s == pytest.approx(32 * (2 * 0.008 + 3 * 0.032))
+    assert found.training_s == pytest.approx(32 * (2 * 0.016 + 3 * 0.032))
     assert found.step.step_s == 0.032
 
 
@@ -109,7 +109,7 @@ def test_a_table_is_printed_with_what_is_assumed(capsys: pytest.CaptureFixture[s
     assert "8 GPUs of dgx-h100: transformer, fp32, batches of 64 images" in printed
     for row in ("step", "waiting for the network", "images/s", "memory of a GPU", "the recipe"):
         assert f"\n{row} " in printed.replace("\n  ", "\n")
-    assert "was not run" in printed
+    assert "This is a prediction" in printed
 
 
 @pytest.mark.parametrize(

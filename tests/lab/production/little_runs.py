@@ -1,5 +1,6 @@
 """Runs of the trainer on a handful of images, in a world of ranks, and by a plain loop."""
 
+import gc
 import hashlib
 import json
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from picture_folders import quick
 from torch import Tensor, nn
 
+from distlab import launch
 from distlab.production.config import Config
 from distlab.production.images import MEAN, STD, ImageData, Images, Pixels
 from distlab.production.lessons import find_lessons
@@ -87,6 +89,7 @@ def _outcome(run_dir: Path, case: Case) -> Outcome:
     with training.mean.in_place():
         logits = logits_of(training)
     dist.barrier()
+    gc.collect()  # groups that are collected in a loader's process would end it
     return {
         "losses": losses_in(run_dir),
         "logits": logits,
@@ -115,6 +118,11 @@ def digest(state: Any) -> str:
 
     add(state)
     return found.hexdigest()
+
+
+def in_world(call: Any, size: int, *args: object) -> list[Any]:
+    """Call a function in a world of ranks, each of which imports torchvision first."""
+    return launch.run(call, size, *args, backend="gloo", timeout_s=900)
 
 
 # --- by a plain loop -----------------------------------------------------------------------------

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from little_runs import Case, Outcome, digest, little, logits_of, plain, started
-from ranks import on_ranks
+from little_runs import Case, Outcome, digest, in_world, little, logits_of, plain, started
 from torch import Tensor, nn
 
 from distlab.production.errors import ConfigError
@@ -123,7 +122,7 @@ def world(folder: Path, size: int) -> Outcome:
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Outcome]]:
     folder = tmp_path_factory.mktemp("worlds")
-    return {size: on_ranks(world, size, folder, size) for size in (2, 3)}
+    return {size: in_world(world, size, folder, size) for size in (2, 3)}
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])

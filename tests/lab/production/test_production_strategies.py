@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from little_runs import Case, Outcome, on_each_rank, plain
-from ranks import on_ranks
+from little_runs import Case, Outcome, in_world, on_each_rank, plain
 
 COURSE = {"strategy": "course"}
 ALONE: dict[str, Case] = {
@@ -62,7 +61,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if size not in known:
             folder = tmp_path_factory.mktemp(f"world{size}")
             cases = [{**case, "ema_decay": 0.5} for case in CASES[size].values()]
-            by_rank = on_ranks(on_each_rank, size, folder, cases)
+            by_rank = in_world(on_each_rank, size, folder, cases)
             by_case = zip(*by_rank, strict=True)
             known[size] = dict(zip(CASES[size], map(list, by_case), strict=True))
         return known[size][name]

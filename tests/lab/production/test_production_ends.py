@@ -1,0 +1,289 @@
+"""How the trainer ends where something is wrong: its exit codes, and one clear line."""
+
+import fcntl
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from little_runs import little
+from picture_folders import of_folder, write_pictures
+
+from distlab.production import reports, world
+from distlab.production.config import Config
+from distlab.production.program import run_program
+from solutions.phase4_production import imagenet_trainer
+from solutions.phase4_production.checkpoint import load_checkpoint
+from solutions.phase4_production.imagenet_trainer import train
+
+ROOT = Path(__file__).parents[3]
+Ended = tuple[int, str]  # the exit code, and what was told
+Start = Callable[..., Ended]
+
+
+@pytest.fixture
+def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Start:
+    """Start the trainer in this process, alone, as its command line does."""
+
+    def started(config: Config, *words: str) -> Ended:
+        path = tmp_path / "my.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+        capfd.readouterr()
+        code = run_program(train, "how to use it", ["--config", str(path), *words])
+        return code, capfd.readouterr().err
+
+    return started
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Twenty-four pictures, one of which is damaged."""
+    folder = write_pictures(tmp_path / "data", {"ant": 12, "bee": 12})
+    (folder / "train" / "bee" / "7.jpg").write_bytes(b"\xff\xd8 no picture")
+    return folder
+
+
+def of_pictures(folder: Path, run_dir: Path, **changes: Any) -> Config:
+    known = {"run_dir": run_dir, "batch_size": 8, "epochs": 2}
+    return of_folder(folder, **{**known, **changes})
+
+
+def noted(run_dir: Path, name: str) -> list[float]:
+    lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record[name] for record in map(json.loads, lines) if name in record]
+
+
+def exit_code(run_dir: Path) -> int:
+    return int((run_dir / "exit_code").read_text())
+
+
+# --- before anything starts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--epoch 3", "there is no key 'epoch'. Did you mean 'epochs'?"),
+        ("--epochs three", "epochs: 'three' is wrong: input should be a valid integer"),
+        ("--epochs", "--epochs has no value"),
+        ("--impl theirs", "--impl theirs: use solution or mine"),
+        ("--compression sign --strategy fsdp", "averaged whole"),
+    ],
+)
+def test_a_wrong_command_line_starts_nothing(
+    start: Start, tmp_path: Path, words: str, told: str
+) -> None:
+    code, text = start(little(tmp_path / "run"), *words.split())
+    assert code == 78
+    assert text.startswith("error: ")
+    assert told in text
+    assert len(text.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_program(train, "", ["--config", str(tmp_path / "none.yaml")]) == 78
+    assert "No such file or directory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_says_how_to_use_it(capfd: pytest.CaptureFixture[str], word: str) -> None:
+    assert run_program(train, imagenet_trainer.__doc__ or "", ["--lr", "1", word]) == 0
+    told = capfd.readouterr().out
+    assert "--config" in told
+    assert "75 stopped and saved, run it again" in told
+
+
+def test_lessons_that_are_not_written_are_named(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code, told = start(little(tmp_path / "run", compression="sign"), "--impl", "mine")
+    assert code == 78
+    assert "this needs what you have not written yet" in told
+    assert "4.11" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_gpus": 3}, "num_gpus is 3, and this node has started 1"),
+        ({"strategy": "course", "communication_pattern": "parameter_server"}, "a worker at least"),
+        ({"strategy": "course", "pipeline_parallelism": 2}, "needs a multiple of 2 ranks"),
+        ({"strategy": "course", "tensor_parallelism": 3}, "needs a multiple of 3 ranks"),
+    ],
+)
+def test_too_few_ranks(start: Start, tmp_path: Path, changes: Any, told: str) -> None:
+    code, text = start(little(tmp_path / "run", **changes))
+    assert (code, exit_code(tmp_path / "run") if "num_gpus" not in changes else 78) == (78, 78)
+    assert told in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there(start: Start, tmp_path: Path) -> None:
+    code, told = start(little(tmp_path / "run", device="cuda"))
+    assert code == 78
+    assert "needs a GPU of its own, and there are 0" in told
+
+
+def test_a_folder_in_whose_place_a_file_is(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    code, told = start(little(tmp_path / "run"))
+    assert code == 78
+    assert "run_dir" in told
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_another_training_in_the_same_folder(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "LOCK_S", 0.0)
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, told = start(little(tmp_path / "run"))
+    assert code == 78
+    assert f"another training writes into {tmp_path}/run: wait for its end" in told
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_port_in_use(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "PORT_S", 0.0)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, told = start(little(tmp_path / "run", metrics_port=port))
+    assert (code, exit_code(tmp_path / "run")) == (78, 78)
+    assert f"metrics_port: no metrics at 127.0.0.1:{port}" in told
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def test_a_missing_class(start: Start, tmp_path: Path, pictures: Path) -> None:
+    shutil.rmtree(pictures / "val" / "bee")
+    code, told = start(of_pictures(pictures, tmp_path / "run"))
+    assert (code, exit_code(tmp_path / "run")) == (78, 78)
+    assert "lacks bee" in told
+
+
+def test_a_damaged_picture_ends_a_training_that_allows_none(
+    start: Start, tmp_path: Path, pictures: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    code, told = start(of_pictures(pictures, run_dir))
+    assert (code, exit_code(run_dir)) == (78, 78)
+    assert f"warning: {pictures}/train/bee/7.jpg cannot be read" in told
+    assert "max_bad_images is 0: replace them, or allow so many. Step 3 is saved." in told
+    loaded = load_checkpoint(run_dir / "checkpoints")
+    assert loaded is not None
+    assert loaded.step == 3
+    shutil.copy(pictures / "train" / "bee" / "6.jpg", pictures / "train" / "bee" / "7.jpg")
+    assert start(of_pictures(pictures, run_dir))[0] == 0
+    assert exit_code(run_dir) == 0
+
+
+def test_a_damaged_picture_is_left_out_and_counted_where_it_may_be(
+    start: Start, tmp_path: Path, pictures: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    code, told = start(of_pictures(pictures, run_dir, max_bad_images=1, mixup=0.2))
+    assert code == 0, told
+    assert noted(run_dir, "bad_images_total") == [1, 1]  # it is met again in each epoch
+    assert noted(run_dir, "samples_total") == [24, 48]
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
+def test_a_batch_of_damaged_pictures_changes_nothing(
+    start: Start, tmp_path: Path, pictures: Path
+) -> None:
+    for path in (pictures / "train").glob("*/*.jpg"):
+        path.write_bytes(b"")
+    code, told = start(of_pictures(pictures, tmp_path / "run", max_bad_images=24, epochs=1))
+    assert code == 0, told
+    assert noted(tmp_path / "run", "bad_images_total") == [24]
+    assert noted(tmp_path / "run", "loss") == [0.0]
+
+
+def test_a_loss_without_a_number_is_told(start: Start, tmp_path: Path) -> None:
+    with mock.patch("torch.nn.functional.cross_entropy", _no_number):
+        code, told = start(little(tmp_path / "run", data="synthetic", batch_size=512, epochs=1))
+    assert code == 78
+    assert "the loss is nan: try a smaller lr than 0.02" in told
+
+
+def _no_number(logits: torch.Tensor, *_targets: Any, **_options: Any) -> torch.Tensor:
+    return logits.sum() * float("nan")
+
+
+# --- disks ---------------------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_is_told_and_counted_and_training_goes_on(
+    start: Start, tmp_path: Path, pictures: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    real, steps = imagenet_trainer.Checkpoints._write, list[int]()
+
+    def full_at_first(self: Any, state: Any, step: int) -> None:
+        steps.append(step)
+        if len(steps) <= 2:
+            raise OSError(28, "No space left on device")
+        real(self, state, step)
+
+    config = of_pictures(pictures, run_dir, max_bad_images=1, save_every=1, async_save=False)
+    with mock.patch.object(imagenet_trainer.Checkpoints, "_write", full_at_first):
+        code, told = start(config)
+    assert code == 0, told
+    assert told.count("is not saved: [Errno 28] No space left on device. Training goes on") == 2
+    assert noted(run_dir, "failed_saves_total") == [2, 2]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_last_save_that_fails_is_tried_again(
+    start: Start, tmp_path: Path, pictures: Path
+) -> None:
+    failing = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    config = of_pictures(pictures, tmp_path / "run", max_bad_images=1, epochs=1, save_every=3)
+    with mock.patch.object(imagenet_trainer.Checkpoints, "_write", failing):
+        code, told = start(config)
+    assert (code, exit_code(tmp_path / "run")) == (74, 74)
+    assert "error: step 3 is not saved: [Errno 28] No space left on device" in told
+    assert failing.call_count == 2
+    assert start(config)[0] == 0
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    if not shutil.which("unshare"):
+        pytest.skip("no unshare here: only Linux has namespaces")
+    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"this user may not mount a disk: {tried.stderr.strip()}")
+    disk, path = tmp_path / "disk", tmp_path / "my.yaml"
+    disk.mkdir()
+    config = little(disk / "run", data="synthetic", batch_size=256, epochs=1, save_every=3)
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+    trainer = [sys.executable, "-m", "solutions.phase4_production.imagenet_trainer"]
+    script = (
+        f'mount -t tmpfs -o size=2m none {disk} && "$@"; echo "ended with $?"; '
+        f"cat {disk}/run/exit_code; ls {disk}/run/checkpoints"
+    )
+    found = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", *trainer, "--config", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert found.stdout.split() == ["ended", "with", "74", "74", "step-00000003"], found.stderr
+    assert "step 6 is not saved: [Errno 28] No space left on device" in found.stderr
+    assert "error: step 8 is not saved" in found.stderr
