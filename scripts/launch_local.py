@@ -15,6 +15,7 @@ from distlab import data
 from distlab.production.launching import launch
 
 RUNS = Path("out/local")
+RECIPE = {"model": "resnet18", "optimizer": "sgd", "weight_decay": 5e-4, "label_smoothing": 0}
 DIGITS_SIDE = 16  # twice that of the digits, the least that ResNets take
 
 
@@ -22,7 +23,7 @@ def main() -> int:
     """Train as the command line says, and return the trainer's exit code."""
     options = _parser().parse_args()
     keys = {
-        **{"model": "resnet18", "optimizer": "sgd", "weight_decay": 5e-4, "label_smoothing": 0},
+        **RECIPE,
         "epochs": options.epochs,
         "batch_size": options.batch_size,
         "lr": options.lr,
