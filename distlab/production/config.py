@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -69,9 +69,7 @@ class Config(BaseModel):
     compile: bool = False
 
     # on how many ranks, and how they share the work
-    num_gpus: Annotated[int, Field(ge=1)] | Literal["auto"] = (
-        "auto"  # processes of a node; on a CPU, too
-    )
+    num_gpus: int | Literal["auto"] = "auto"  # processes of a node; on a CPU, too
     strategy: Strategy = "ddp"
     communication_pattern: Pattern = "native"
     zero_redundancy: Literal[0, 1, 2, 3] = 0

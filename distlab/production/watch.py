@@ -1,8 +1,10 @@
 """A thread that ends this process when a rank has gone silent, so that a launcher starts anew."""
 
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -42,12 +44,14 @@ class Watch:
         self.heart = lesson.Heartbeat(store, self.rank)
         self.parent, self.ended = os.getppid(), threading.Event()
         self.beat(0)
-        monitor = None
+        self.silent, self.polled_s = "", math.inf  # no monitor, no answer that is late
         if self.rank < WATCHERS and dist.get_world_size() > 1:
             own = store.clone()  # one connection is not for two threads
             size = dist.get_world_size()
             monitor = lesson.HeartbeatMonitor(own, size, timeout_s=self.timeout_s)
-        threading.Thread(target=self._watch, args=(monitor,), daemon=True).start()
+            self.polled_s = time.monotonic()
+            threading.Thread(target=self._poll, args=(monitor,), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self, step: int, busy_s: float = 0.0) -> None:
         """Report that this rank lives."""
@@ -71,27 +75,38 @@ class Watch:
         """Watch no longer."""
         self.ended.set()
 
-    def _watch(self, monitor: Any) -> None:
+    def _poll(self, monitor: Any) -> None:
+        """Look at the heartbeats: for ever, if the rank that holds the store is stopped."""
+        while not self.ended.wait(POLL_S) and not self.silent:
+            self.silent = self._told_by(monitor)
+            self.polled_s = time.monotonic()
+
+    def _told_by(self, monitor: Any) -> str:
+        """Tell which ranks have been silent for too long; "": none."""
+        try:
+            silent = [health for health in monitor.poll() if health.status == "silent"]
+        except RuntimeError as error:  # the store's own rank is gone
+            return f"rank 0 does not answer ({str(error).splitlines()[0]:.100})"
+        names = ", ".join(f"rank {h.rank} (step {h.step})" for h in silent)
+        return names and f"silent for more than {self.timeout_s:g} s: {names}"
+
+    def _watch(self) -> None:
         while not self.ended.wait(POLL_S):
             if self.is_busy:
                 self.beat(self.step)
-            if reason := self._orphaned() or (self._silent(monitor) if monitor else ""):
+            if reason := self._orphaned() or self.silent or self._unanswered():
                 self._end(reason)
                 return
+
+    def _unanswered(self) -> str:
+        """Tell whether rank 0, which holds the heartbeats, does not answer; "": it does."""
+        is_late = time.monotonic() > self.polled_s + self.timeout_s
+        return f"rank 0 does not answer for more than {self.timeout_s:g} s" if is_late else ""
 
     def _orphaned(self) -> str:
         """Tell whether the launcher has died: the ranks it had started would go on for ever."""
         is_launched = "TORCHELASTIC_RUN_ID" in os.environ
         return "its launcher has died" if is_launched and os.getppid() != self.parent else ""
-
-    def _silent(self, monitor: Any) -> str:
-        """Tell which ranks have been silent for too long; "": none."""
-        try:
-            silent = [health for health in monitor.poll() if health.status == "silent"]
-        except RuntimeError as error:  # the store's own rank is gone, or stopped
-            return f"rank 0 does not answer ({str(error).splitlines()[0]:.100})"
-        names = ", ".join(f"rank {h.rank} (step {h.step})" for h in silent)
-        return names and f"silent for more than {self.timeout_s:g} s: {names}"
 
     def _end(self, reason: str) -> None:
         if self.ended.is_set():

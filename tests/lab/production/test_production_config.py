@@ -67,7 +67,7 @@ def test_an_unknown_key_names_the_nearest_one(wrong: str, nearest: str) -> None:
         ("metrics_port", 65536, "less than or equal to 65535"),
         ("channels_last", "perhaps", "a valid boolean"),
         ("num_gpus", "all", "The default is auto"),
-        ("num_gpus", 0, "greater than or equal to 1"),
+        ("num_gpus", 0, "use auto, or 1 or more"),
         ("num_gpus", True, "true and false are for switches"),
         ("run_dir", 5, "not a valid path. The default is out/run"),
         ("progressive_resize", 3, "a valid dictionary"),

@@ -20,6 +20,7 @@ REPLICATED: dict[str, Case] = {
     "tree": {**COURSE, "communication_pattern": "tree"},
     "hierarchical": {**COURSE, "communication_pattern": "hierarchical"},
     "zero 1": {**COURSE, "zero_redundancy": 1},
+    "ring zero 1": {**COURSE, "communication_pattern": "ring", "zero_redundancy": 1},
     "zero 2": {**COURSE, "zero_redundancy": 2},
     "zero 3": {**COURSE, "zero_redundancy": 3},
     "server": {**COURSE, "communication_pattern": "parameter_server"},
@@ -48,7 +49,12 @@ CASES = {
     1: ALONE,
     2: {**REPLICATED, **SPLIT, **WITH_MORE, **CLIPPED},
     3: REPLICATED,
-    4: {**SPLIT, "both": {**COURSE, "pipeline_parallelism": 2, "tensor_parallelism": 2}},
+    4: {
+        **SPLIT,
+        "both": {**COURSE, "pipeline_parallelism": 2, "tensor_parallelism": 2},
+        "pipeline zero 1": {**SPLIT["pipeline"], "zero_redundancy": 1},
+        "tensor zero 1": {**SPLIT["tensor"], "zero_redundancy": 1},
+    },
 }
 
 
