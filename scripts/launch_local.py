@@ -15,6 +15,7 @@ from distlab import data
 from distlab.production.launching import launch
 
 RUNS = Path("out/local")
+RECIPE = {"model": "resnet18", "optimizer": "sgd", "weight_decay": 5e-4, "label_smoothing": 0}
 DIGITS_SIDE = 16  # twice that of the digits, the least that ResNets take
 
 
@@ -22,6 +23,7 @@ def main() -> int:
     """Train as the command line says, and return the trainer's exit code."""
     options = _parser().parse_args()
     keys = {
+        **RECIPE,
         "epochs": options.epochs,
         "batch_size": options.batch_size,
         "lr": options.lr,
@@ -69,7 +71,7 @@ def _data() -> dict[str, object]:
         cause = str(error).splitlines()[1].strip()
         print(f"CIFAR-10 cannot be had ({cause}): trains on the bundled digits", file=sys.stderr)
         return {"data": "digits", "image_size": DIGITS_SIDE, "augment": "crop"}
-    return {"data": "cifar10", "image_size": 32, "augment": "crop_flip", "weight_decay": 5e-4}
+    return {"data": "cifar10", "image_size": 32, "augment": "crop_flip"}
 
 
 if __name__ == "__main__":

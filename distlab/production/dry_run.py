@@ -31,7 +31,8 @@ ASSUMED = """\
 Assumed: GPUs reach {:.0%} of the roofline of their data sheets, which is fitted to one figure,
 NVIDIA's 2,470 images/s of ResNet-50 on an A100 of 80 GB in 16 bits (DeepLearningExamples, ConvNets,
 resnet50v1.5). Loading images, checkpoints, torch.compile, mixup, and starts and memory of libraries
-are left out. This is a prediction: it was not run."""
+are left out; sharding_strategy auto stays at the stage that is written. This is a prediction: it
+was not run."""
 
 
 class Counts(NamedTuple):
@@ -81,7 +82,7 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
             cannot be predicted.
         NotThereError: there are no solutions here.
 
-    Cost: about 0.3 s of computing for each GPU of the cluster and each size of images, and 3 s.
+    Cost: about 0.5 s of computing for each GPU of the cluster and each size of images, and 3 s.
     """
     gpu = cluster.gpu
     if gpu is None:

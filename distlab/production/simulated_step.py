@@ -101,7 +101,12 @@ def _stand_in(config: Config) -> tuple[str, Config]:
     _refuse(config)
     stage, pattern = config.zero_redundancy, config.communication_pattern
     precision = "bf16" if config.precision == "fp16" else config.precision
-    changed: dict[str, Any] = {"precision": precision, "compile": False}
+    changed: dict[str, Any] = {
+        "precision": precision,
+        "compile": False,
+        "sharding_strategy": "manual",
+        "channels_last": False,  # costs the same here
+    }
     if config.strategy == "ddp":
         name, changed["strategy"] = "ddp, with the course's buckets", "course"
     elif stage == 3:
@@ -110,7 +115,7 @@ def _stand_in(config: Config) -> tuple[str, Config]:
     elif config.strategy == "fsdp":
         name = "fsdp"
     else:
-        name = f"course, {f'ZeRO {stage}' if stage else pattern}"
+        name = f"course, {f'ZeRO {stage}, ' if stage else ''}{pattern}"
     return name, config.model_copy(update=changed)
 
 

@@ -31,6 +31,7 @@ TINY = {
     "image_size": "16",
     "batch_size": "64",
     "optimizer": "adamw",
+    "lr": "0.004",
     "num_workers": "0",
     "device": "cpu",
     "tensorboard": "false",

@@ -27,7 +27,7 @@ SCRIPT = ROOT / "scripts/launch_training.sh"
 TIMEOUT_S = 240
 TINY = (
     *("--model=transformer", "--data=synthetic", "--image_size=16", "--batch_size=64"),
-    *("--optimizer=adamw", "--num_workers=0", "--device=cpu", "--tensorboard=false"),
+    *("--optimizer=adamw", "--lr=0.004", "--num_workers=0", "--device=cpu", "--tensorboard=false"),
 )
 STEPS_PER_EPOCH = 32
 
@@ -46,11 +46,16 @@ def mark() -> Iterator[str]:
 def start(mark: str, folder: Path, command: tuple[str, ...]) -> "subprocess.Popen[str]":
     """Start a command in a folder of its own; what it prints goes into a file there."""
     folder.mkdir(exist_ok=True)
-    found = {"PYTHON": sys.executable, "DISTLAB_DATA": str(folder / "data"), MARK: mark}
+    found = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), MARK: mark}
+    no_data = {"DISTLAB_DATA": str(folder / "data")}
     offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     with open(folder / "log", "a") as log:
         return subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **found, **offline}, stdout=log, stderr=log
+            command,
+            cwd=folder,
+            env={**os.environ, **found, **no_data, **offline},
+            stdout=log,
+            stderr=log,
         )
 
 
