@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -47,7 +48,10 @@ class Watch:
             own = store.clone()  # one connection is not for two threads
             size = dist.get_world_size()
             monitor = lesson.HeartbeatMonitor(own, size, timeout_s=self.timeout_s)
-        threading.Thread(target=self._watch, args=(monitor,), daemon=True).start()
+        self.answered_s = time.monotonic()
+        if monitor:
+            threading.Thread(target=self._poll, args=(monitor,), daemon=True).start()
+        threading.Thread(target=self._watch, args=(monitor is not None,), daemon=True).start()
 
     def beat(self, step: int, busy_s: float = 0.0) -> None:
         """Report that this rank lives."""
@@ -71,13 +75,26 @@ class Watch:
         """Watch no longer."""
         self.ended.set()
 
-    def _watch(self, monitor: Any) -> None:
+    def _watch(self, polls: bool) -> None:
         while not self.ended.wait(POLL_S):
             if self.is_busy:
                 self.beat(self.step)
-            if reason := self._orphaned() or (self._silent(monitor) if monitor else ""):
+            if reason := self._orphaned() or (self._unanswered() if polls else ""):
                 self._end(reason)
                 return
+
+    def _poll(self, monitor: Any) -> None:
+        """Look at the heartbeats, in a thread that rank 0 may keep waiting: it holds the store."""
+        while not self.ended.wait(POLL_S):
+            if reason := self._silent(monitor):
+                self._end(reason)
+                return
+            self.answered_s = time.monotonic()
+
+    def _unanswered(self) -> str:
+        """Tell whether rank 0 was stopped between a question and its answer."""
+        waited_s = time.monotonic() - self.answered_s
+        return "rank 0 does not answer" if waited_s > self.timeout_s + 2 * POLL_S else ""
 
     def _orphaned(self) -> str:
         """Tell whether the launcher has died: the ranks it had started would go on for ever."""
