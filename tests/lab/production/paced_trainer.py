@@ -15,6 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 from little_runs import little_data
 
+from distlab.production import reports
 from distlab.production.program import run_program
 from solutions.phase4_production import imagenet_trainer
 from solutions.phase4_production.imagenet_trainer import Training, train
@@ -46,6 +47,7 @@ _after_step = Training.after_step
 if __name__ == "__main__":
     with (
         mock.patch.object(Training, "after_step", after_step),
+        mock.patch.object(reports, "PORT_S", 0.5),
         mock.patch.object(imagenet_trainer, "open_images", little_data),
     ):
         sys.exit(run_program(train, ""))

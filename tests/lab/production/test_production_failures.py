@@ -73,7 +73,12 @@ class Runs:
     def waiting(self, step: int) -> list[int]:
         """Wait until all ranks wait after a step; return their processes."""
         files = [self.pace / f"rank{rank}" for rank in range(RANKS)]
-        self.wait_for(lambda: all(f.exists() for f in files), f"no ranks wait after step {step}")
+
+        def wait_or_have_ended() -> bool:
+            return all(file.exists() for file in files) or self.agent.poll() is not None
+
+        self.wait_for(wait_or_have_ended, f"no ranks wait after step {step}")
+        assert self.agent.poll() is None, self.told()
         told = [[int(word) for word in file.read_text().split()] for file in files]
         assert [at for _, at in told] == [step] * RANKS
         return [pid for pid, _ in told]
@@ -93,6 +98,14 @@ class Runs:
         self.wait_for(lambda: self.agent.poll() is not None, "torchrun goes on")
         self.wait_for(lambda: not any(map(is_alive, pids)), "ranks go on")
         return int(self.agent.returncode)
+
+    def end(self) -> None:
+        """End torchrun and its ranks, if a test has failed before they ended."""
+        if self.agent.poll() is None:
+            agent = psutil.Process(self.agent.pid)
+            for process in [*agent.children(recursive=True), agent]:
+                process.kill()
+            self.agent.wait()
 
     def told(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -125,8 +138,17 @@ def mark() -> Iterator[str]:
 
 
 @pytest.fixture
-def runs(mark: str, tmp_path: Path) -> Callable[..., Runs]:
-    return lambda **changes: Runs(tmp_path, mark, **changes)
+def runs(mark: str, tmp_path: Path) -> Iterator[Callable[..., Runs]]:
+    """Make a training; what is left of it is ended after the test."""
+    made: list[Runs] = []
+
+    def make(**changes: Any) -> Runs:
+        made.append(Runs(tmp_path, mark, **changes))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.end()
 
 
 def free_ports() -> int:
