@@ -139,7 +139,8 @@ def in_a_group_with_a_limit() -> list[tuple[str, float]]:
 def test_a_groups_limit_ends_a_collective_and_closes_the_group(world: str) -> None:
     (first, then), [late] = launch.run(in_a_group_with_a_limit, 2, backend=world, timeout_s=30)
     assert "Timed out waiting 1000ms for" in first[0]
-    assert "Application timeout caused pair closure" in then[0]
+    later = ("Application timeout caused pair closure", "Timed out waiting 1000ms for")
+    assert any(words in then[0] for words in later)  # gloo closes the pair in a thread of its own
     assert "Connection closed by peer" in late[0]
 
 
