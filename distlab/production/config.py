@@ -132,21 +132,23 @@ class Config(BaseModel):
         return self.strategy == "course" and self.communication_pattern == "parameter_server"
 
 
-def _conflicts(c: Config) -> list[tuple[bool, str]]:
+Conflicts = list[tuple[bool, str]]  # whether it is there, and what to do about it
+
+
+def _conflicts(c: Config) -> Conflicts:
     """What does not go together, and what to do about it."""
+    return [*_of_spreading(c), *_of_gradients(c), *_of_images(c)]
+
+
+def _of_spreading(c: Config) -> Conflicts:
+    """Of the keys that say how ranks share the work."""
+    keys = "communication_pattern", "zero_redundancy", "pipeline_parallelism", "tensor_parallelism"
     course_keys = [
         f"{name}: {getattr(c, name)}"
-        for name in (
-            *("communication_pattern", "zero_redundancy", "pipeline_parallelism"),
-            *("tensor_parallelism",),
-        )
+        for name in keys
         if getattr(c, name) != Config.model_fields[name].default
     ]
-    splits = c.pipeline_parallelism * c.tensor_parallelism > 1
-    is_vit = c.model in ("vit_s16", "vit_b16", "transformer")
-    plain = not c.is_sharded and c.strategy != "fsdp"
-    pattern = c.communication_pattern
-    sides = [c.image_size, *c.progressive_resize.values()]
+    splits, pattern = _splits(c), c.communication_pattern
     return [
         (
             c.num_gpus != "auto" and c.num_gpus < 1,
@@ -159,6 +161,33 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             "ranks: leave it out here; ring also goes with zero_redundancy: 1 and with pipeline "
             "and tensor parallelism",
         ),
+        (
+            c.pipeline_parallelism > 1 and (c.accumulate > 1 or c.compile),
+            "a pipeline cuts batches by itself and is not compiled: leave accumulate and compile "
+            "out",
+        ),
+        (
+            c.strategy != "course" and bool(course_keys),
+            f"strategy {c.strategy} is torch's own, and {', '.join(course_keys)} asks for the "
+            "course's: set strategy: course, or leave these out",
+        ),
+        (
+            c.tensor_parallelism > 1 and not _is_vit(c),
+            f"tensor_parallelism splits attention and MLPs, and {c.model} has none: use "
+            "model: transformer, vit_s16 or vit_b16",
+        ),
+        (
+            splits and c.zero_redundancy > 1,
+            f"zero_redundancy: {c.zero_redundancy} with pipeline or tensor parallelism is not "
+            "offered: the stages' gradients must stay whole; set zero_redundancy: 1",
+        ),
+    ]
+
+
+def _of_gradients(c: Config) -> Conflicts:
+    """Of the keys that need all gradients, or the model, whole on each rank."""
+    plain = not c.is_sharded and c.strategy != "fsdp"
+    return [
         (
             bool(c.clip_norm) and c.is_sharded,
             "clip_norm needs the norm of all gradients, of which each rank has a part here: use "
@@ -174,33 +203,6 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             "use precision: bf16",
         ),
         (
-            c.pipeline_parallelism > 1 and (c.accumulate > 1 or c.compile),
-            "a pipeline cuts batches by itself and is not compiled: leave accumulate and compile "
-            "out",
-        ),
-        (
-            not is_vit and min(sides) < 16,
-            f"{c.model} leaves less than one pixel of images of side {min(sides)}: use 16 or more",
-        ),
-        (
-            c.model in ("vit_s16", "vit_b16") and c.image_size % 16 != 0,
-            f"{c.model} cuts images into patches of 16 x 16, and image_size is {c.image_size}: use "
-            "a multiple of 16",
-        ),
-        (
-            c.warmup_epochs > c.epochs,
-            f"warmup_epochs {c.warmup_epochs:g} is more than epochs {c.epochs}",
-        ),
-        (
-            c.strategy != "course" and bool(course_keys),
-            f"strategy {c.strategy} is torch's own, and {', '.join(course_keys)} asks for the "
-            "course's: set strategy: course, or leave these out",
-        ),
-        (
-            c.data == "imagefolder" and c.data_dir is None,
-            "data: imagefolder needs data_dir, the folder that holds train/ and val/",
-        ),
-        (
             c.compression != "none" and not plain,
             f"compression: {c.compression} is for gradients that are averaged whole: use strategy "
             "ddp, or course without zero_redundancy, pipeline or tensor parallelism",
@@ -214,30 +216,49 @@ def _conflicts(c: Config) -> list[tuple[bool, str]]:
             "precision: fp16 scales the loss, which strategy ddp and course without sharding do: "
             "use precision: bf16",
         ),
+    ]
+
+
+def _of_images(c: Config) -> Conflicts:
+    """Of the keys of data, model and recipe."""
+    sides = [c.image_size, *c.progressive_resize.values()]
+    return [
         (
-            c.tensor_parallelism > 1 and not is_vit,
-            f"tensor_parallelism splits attention and MLPs, and {c.model} has none: use "
-            "model: transformer, vit_s16 or vit_b16",
+            not _is_vit(c) and min(sides) < 16,
+            f"{c.model} leaves less than one pixel of images of side {min(sides)}: use 16 or more",
         ),
         (
-            splits and c.zero_redundancy > 1,
-            f"zero_redundancy: {c.zero_redundancy} with pipeline or tensor parallelism is not "
-            "offered: the stages' gradients must stay whole; set zero_redundancy: 1",
+            c.model in ("vit_s16", "vit_b16") and c.image_size % 16 != 0,
+            f"{c.model} cuts images into patches of 16 x 16, and image_size is {c.image_size}: use "
+            "a multiple of 16",
         ),
         (
-            splits and c.communication_pattern == "parameter_server",
-            "a parameter server with pipeline or tensor parallelism is not offered: leave one out",
+            c.warmup_epochs > c.epochs,
+            f"warmup_epochs {c.warmup_epochs:g} is more than epochs {c.epochs}",
+        ),
+        (
+            c.data == "imagefolder" and c.data_dir is None,
+            "data: imagefolder needs data_dir, the folder that holds train/ and val/",
         ),
         (
             any(side % 8 or side < 8 for side in c.progressive_resize.values()),
             f"progressive_resize {c.progressive_resize}: sides are multiples of 8",
         ),
         (
-            bool(c.progressive_resize) and is_vit,
+            bool(c.progressive_resize) and _is_vit(c),
             f"progressive_resize changes the number of patches, which {c.model} has learnt: use a "
             "ResNet",
         ),
     ]
+
+
+def _splits(c: Config) -> bool:
+    """Whether no rank holds the whole model while it computes."""
+    return c.pipeline_parallelism * c.tensor_parallelism > 1
+
+
+def _is_vit(c: Config) -> bool:
+    return c.model in ("vit_s16", "vit_b16", "transformer")
 
 
 # Reading

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -59,7 +58,7 @@ class Watch:
             self.step = step
             self.heart.beat(step, busy_s)
         with suppress(OSError):  # a full disk
-            touch(self.file)
+            self.file.touch()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -114,11 +113,6 @@ class Watch:
         print(f"rank {self.rank}: {reason}. This process ends.", file=sys.stderr, flush=True)
         leave_code(self.run_dir, EXIT_SILENT)
         os._exit(EXIT_SILENT)  # the main thread waits in a collective, and hears no exception
-
-
-def touch(path: Path) -> None:
-    """Set the time of a file to now; make it if it is missing."""
-    path.touch()
 
 
 def _store(timeout_s: float) -> Any:

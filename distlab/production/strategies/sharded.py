@@ -20,7 +20,7 @@ from distlab.production.config import Config
 from distlab.production.models import layers_of
 from distlab.production.optimization import optimizer_of
 from distlab.production.states import PerRank
-from distlab.production.strategies.base import DTYPES, Strategy
+from distlab.production.strategies.base import DTYPES, Parameters, Strategy
 from phase4_production.given import HasState
 
 
@@ -175,20 +175,5 @@ class FullySharded(Strategy):
 
     def parts(self) -> Mapping[str, HasState]:
         """Parameters as they are sharded: each rank's own."""
-        model = PerRank(_Shards(self.module))
+        model = PerRank(Parameters(self.module))  # which are this rank's shards
         return {**super().parts(), "model": model, "optimizer": PerRank(self.optimizer)}
-
-
-class _Shards:
-    """This rank's shards of the parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: p.detach() for name, p in self.module.named_parameters()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, parameter in self.module.named_parameters():
-            parameter.copy_(state[name])
