@@ -131,16 +131,24 @@ def in_a_group_with_a_limit() -> list[tuple[str, float]]:
         return [outcome(lambda: dist.all_reduce(x, group=group))]
     return [
         outcome(lambda: dist.all_reduce(x, group=group)),
-        outcome(lambda: dist.barrier(group=group)),
+        after_the_limit(group),
     ]
+
+
+def after_the_limit(group: dist.ProcessGroup | None) -> tuple[str, float]:
+    """What a later call meets; on a busy machine, gloo has not closed the pair at the first one."""
+    for _ in range(3):
+        found = outcome(lambda: dist.barrier(group=group))
+        if "Timed out" not in found[0]:
+            break
+    return found
 
 
 @pytest.mark.parametrize("world", ["sim", "gloo"])
 def test_a_groups_limit_ends_a_collective_and_closes_the_group(world: str) -> None:
     (first, then), [late] = launch.run(in_a_group_with_a_limit, 2, backend=world, timeout_s=30)
     assert "Timed out waiting 1000ms for" in first[0]
-    later = ("Application timeout caused pair closure", "Timed out waiting 1000ms for")
-    assert any(words in then[0] for words in later)  # gloo closes the pair in a thread of its own
+    assert "Application timeout caused pair closure" in then[0]
     assert "Connection closed by peer" in late[0]
 
 
