@@ -174,13 +174,15 @@ class Broken(NamedTuple):
     """Disks that fail whenever something is synced, until the others are told."""
 
     reasons: Mapping[int, tuple[int, str]]  # rank -> number and text of its OSError
-    is_late: bool = False  # only the run's folder can't be synced, after the rename
+    is_late: bool = False  # only the run's folder can't be synced, once step 2 has its name
 
     def fail(self, folder: Path, sync: Sync, descriptors: tuple[int, ...]) -> None:
         """Sync, or raise in its place."""
         rank = dist.get_rank()
         here = [os.fstat(descriptor).st_ino for descriptor in descriptors]
-        if rank in self.reasons and (not self.is_late or folder.stat().st_ino in here):
+        is_named = (folder / "step-00000002").exists()
+        fails_now = not self.is_late or (is_named and folder.stat().st_ino in here)
+        if rank in self.reasons and fails_now:
             raise OSError(*self.reasons[rank])
         sync(*descriptors)
 
