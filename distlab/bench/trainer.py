@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from distlab.bench.trainer_rivals import (
     zero_redundancy,
 )
 from distlab.production.config import Config, make_config
+from distlab.production.errors import ConfigError
 from distlab.production.lessons import find_lessons
 from distlab.words import counted
 
@@ -71,6 +73,10 @@ class Match(NamedTuple):
     ours: Mapping[str, Mapping[str, Any]]  # keys of the configuration
     theirs: Rival | None
 
+    def of(self, names: Container[str]) -> Match:
+        """Return those of ours which have these names, and the same rival."""
+        return Match({name: self.ours[name] for name in self.ours if name in names}, self.theirs)
+
 
 def _course(**keys: Any) -> dict[str, Any]:
     return {"strategy": "course", **keys}
@@ -108,8 +114,27 @@ def matches(ranks: int, model: str) -> list[Match]:
     return found
 
 
+def chosen(names: Sequence[str], ranks: int, model: str) -> list[Match]:
+    """Return the matches of these ways of the trainer; without names, all.
+
+    Raises:
+        ConfigError: there is no such way here; it names those that there are.
+    """
+    found = matches(ranks, model)
+    known = [name for match in found for name in match.ours]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"no way {name!r} here: use {', '.join(known)}")
+    return [chosen for match in found if (chosen := match.of(names or known)).ours]
+
+
 def print_table(
-    ranks: int, repeats: int, impl: str, sizes: Sizes, folder: Path | None = None
+    ranks: int,
+    repeats: int,
+    impl: str,
+    sizes: Sizes,
+    folder: Path | None = None,
+    only: Sequence[str] = (),
 ) -> None:
     """Let the trainer and torch's loops train in turns; print, and if wanted save, images/s.
 
@@ -118,6 +143,7 @@ def print_table(
         repeats: rounds.
         impl: "solution" or "mine": whose lessons the trainer uses.
         folder: where to save all figures.
+        only: the ways of the trainer to measure, as the table calls them; all by default.
 
     Raises:
         NotThereError: there are no solutions here, or one of the functions is a TODO.
@@ -127,7 +153,10 @@ def print_table(
     """
     trainers.check_solutions()  # the trainer itself is one of them
     compared: dict[str, Compared] = {}
-    for match in matches(ranks, sizes.model):
+    wanted = chosen(only, ranks, sizes.model)
+    for place, match in enumerate(wanted, start=1):
+        rival = f", beside {match.theirs[0]}" if match.theirs else ""
+        print(f"{place} of {len(wanted)}: {', '.join(match.ours)}{rival}", file=sys.stderr)
         compared |= _measure(match, ranks, repeats, impl, sizes)
     title = (
         f"{sizes.model}, {sizes.image_size} x {sizes.image_size}, batches of {sizes.batch_size}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -133,6 +134,9 @@ def _times(contestants: Sequence[Contestant], steps: int, repeats: int) -> Tenso
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds[row, repeat] = perf_counter() - start
+        if dist.get_rank() == 0:
+            took = f"{float(seconds[:, repeat].sum()):.0f} s"
+            print(f"round {repeat + 1} of {repeats}: {took}", file=sys.stderr)
     shared = seconds.to(group_device())
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return shared.cpu()

@@ -168,6 +168,10 @@ def trainer(
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option("--device", help="cuda: a GPU for each rank.")
     ] = "cpu",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help="A way of the trainer, as the table calls it; repeat it."),
+    ] = None,
 ) -> None:
     """Compare the production trainer with plain loops that use torch's own strategies."""
     from distlab.bench import trainer as measurement
@@ -175,6 +179,6 @@ def trainer(
 
     sizes = measurement.Sizes(model, image_size, batch_size, precision, device, steps)
     try:
-        measurement.print_table(ranks, repeats, impl, sizes, save)
+        measurement.print_table(ranks, repeats, impl, sizes, save, only or ())
     except ConfigError as error:
         raise typer.BadParameter(str(error), ctx=context) from None

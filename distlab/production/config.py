@@ -57,6 +57,7 @@ class Config(BaseModel):
     schedule: Literal["cosine", "constant"] = "cosine"
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(5e-5, ge=0)
+    decay_norms: bool = True  # also of biases, and of the weights of norms
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_norm: float = Field(0.0, ge=0)  # 0: off
     ema_decay: float = Field(0.0, ge=0, lt=1)  # 0: off
@@ -192,6 +193,11 @@ def _of_gradients(c: Config) -> Conflicts:
             bool(c.clip_norm) and c.is_sharded,
             "clip_norm needs the norm of all gradients, of which each rank has a part here: use "
             "strategy ddp, fsdp, or course without sharding",
+        ),
+        (
+            not c.decay_norms and (bool(c.zero_redundancy) or c.has_servers),
+            "decay_norms: false needs parameters in their shapes, which ZeRO and a parameter "
+            "server lay out flat: leave it out, or use strategy ddp or fsdp",
         ),
         (
             c.channels_last and (c.strategy == "fsdp" or c.has_servers),

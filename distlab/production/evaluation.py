@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,13 @@ from distlab.production.states import average_buffers
 from distlab.production.strategies import Strategy
 
 
+class Accuracy(NamedTuple):
+    """Which part of the test images a model gets right."""
+
+    top1: float
+    top5: float  # the class is among the five likeliest
+
+
 @torch.no_grad()
 def evaluate(
     strategy: Strategy,
@@ -22,7 +30,7 @@ def evaluate(
     config: Config,
     mean: ModelMean,
     alive: Callable[[], object],
-) -> float:
+) -> Accuracy:
     """Return the share of all images that the model gets right; the same on all ranks.
 
     Nothing of the training changes.
@@ -38,7 +46,7 @@ def evaluate(
     keys = evaluation_keys(
         len(images), config.batch_size, max(dist.get_rank(group), 0), strategy.num_replicas
     )
-    counts = torch.zeros(2, dtype=torch.int64, device=strategy.device)
+    counts = torch.zeros(3, dtype=torch.int64, device=strategy.device)
     with as_one_model(strategy, mean):
         for batch, labels in loader_of(images, keys, config, strategy.device):
             if strategy.computes:
@@ -47,20 +55,21 @@ def evaluate(
     if not strategy.counts:
         counts.zero_()
     dist.all_reduce(counts)
-    num_right, num_seen = counts.tolist()
+    num_top1, num_top5, num_seen = counts.tolist()
     if num_seen != len(images):
         raise RuntimeError(f"{num_seen} of {len(images)} test images were evaluated")
-    return float(num_right / num_seen)
+    return Accuracy(num_top1 / num_seen, num_top5 / num_seen)
 
 
 def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Count which of this rank's images are right, and how many there are; perhaps none."""
+    """Count this rank's images that are right, right among five, and all; perhaps none."""
     shown = batch if len(batch) else batch.new_zeros(1, *batch.shape[1:])
     with strategy.autocast():
         logits = strategy.predict(on_device(shown, config, strategy.device))
-    found = logits.argmax(1)[: len(labels)].cpu()
-    right = [int((found == labels).sum()), len(labels)]
-    return torch.tensor(right, device=strategy.device)
+    likeliest = logits.topk(min(5, logits.shape[1])).indices[: len(labels)].cpu()
+    is_right = likeliest == labels[:, None]
+    counts = [int(is_right[:, 0].sum()), int(is_right.sum()), len(labels)]
+    return torch.tensor(counts, device=strategy.device)
 
 
 @contextmanager

@@ -20,6 +20,17 @@ def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str,
     return torch.optim.AdamW, common
 
 
+def groups_of(module: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: vectors and scalars, as of norms, perhaps without decay."""
+    parameters = [*module.parameters()]
+    if config.decay_norms:
+        return [{"params": parameters}]
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
 def peak_lr(config: Config) -> float:
     """Return the learning rate after the warm-up: 0.1 for 256 images is 0.4 for 1,024.
 

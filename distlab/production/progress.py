@@ -16,22 +16,27 @@ class Progress:
     Attributes:
         step: how many steps have been done.
         evaluated: after how many epochs the model was evaluated last.
-        history: epoch and accuracy of each evaluation.
+        history: epoch, accuracy, and accuracy among the five likeliest, of each evaluation.
     """
 
     def __init__(self) -> None:
         self.step = self.evaluated = 0
-        self.history: list[tuple[int, float]] = []
+        self.history: list[tuple[int, float, float]] = []
 
     @property
     def accuracy(self) -> float:
         """Of the last evaluation; 0: there was none."""
         return self.history[-1][1] if self.history else 0.0
 
-    def note(self, epoch: int, accuracy: float) -> None:
+    @property
+    def top5_accuracy(self) -> float:
+        """Of the last evaluation: the right class is among the five likeliest."""
+        return self.history[-1][2] if self.history else 0.0
+
+    def note(self, epoch: int, top1: float, top5: float) -> None:
         """Take an evaluation in."""
         self.evaluated = epoch
-        self.history.append((epoch, accuracy))
+        self.history.append((epoch, top1, top5))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it."""
@@ -40,7 +45,7 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state."""
         self.step, self.evaluated = state["step"], state["evaluated"]
-        self.history = [(epoch, accuracy) for epoch, accuracy in state["history"]]
+        self.history = [(epoch, top1, top5) for epoch, top1, top5 in state["history"]]
 
 
 class Interval:

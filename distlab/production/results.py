@@ -33,7 +33,12 @@ def conclude(config: Config, progress: Progress, strategy: Strategy, mean: Model
             torch.save(strategy.module.state_dict(), partial)
             partial.replace(config.run_dir / "model.pt")
     if dist.get_rank() == 0:
-        found = {"accuracy": progress.accuracy, "steps": progress.step, "epochs": config.epochs}
+        found = {
+            "accuracy": progress.accuracy,
+            "top5_accuracy": progress.top5_accuracy,
+            "steps": progress.step,
+            "epochs": config.epochs,
+        }
         write_whole(config.run_dir / "result.json", f"{json.dumps(found)}\n")
         draw_curve(config.run_dir)
         say(f"{progress.accuracy:.2%} of the test images are right: {config.run_dir}/curve.png")

@@ -69,6 +69,7 @@ def _highest(config: Config) -> int:
     """Return the highest stage of ZeRO that can train what else is configured."""
     splits = config.pipeline_parallelism * config.tensor_parallelism > 1
     is_whole = config.compression != "none" or config.precision == "fp16" or config.clip_norm > 0
+    is_whole = is_whole or not config.decay_norms
     if config.strategy != "course" or is_whole or splits:
         return 0
     return {"native": 3, "ring": 1}.get(config.communication_pattern, 0)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
+from distlab.production.evaluation import Accuracy
 from distlab.production.lessons import Lessons
 from distlab.production.progress import Interval, Progress
 from distlab.production.reports import LOG_EVERY, Reports, peak_flops_per_s
@@ -94,14 +95,15 @@ class Telemetry:
         """Show that this rank lives, where something else than a step takes long."""
         self.watch.beat(self.progress.step)
 
-    def tell_accuracy(self, accuracy: float, num_images: int) -> None:
+    def tell_accuracy(self, accuracy: Accuracy, num_images: int) -> None:
         """Tell the result of an evaluation, whose time counts for no step."""
         self.timer.end_step()
         epoch = self.sampler.epoch
-        self.reports.write({"accuracy": accuracy, "epoch": float(epoch)}, self.progress.step)
+        found = {"accuracy": accuracy.top1, "top5_accuracy": accuracy.top5, "epoch": float(epoch)}
+        self.reports.write(found, self.progress.step)
         self.reports.say(
-            f"epoch {epoch} of {self.config.epochs}: {accuracy:.2%} of {num_images:,} test images "
-            "right"
+            f"epoch {epoch} of {self.config.epochs}: {accuracy.top1:.2%} of {num_images:,} test "
+            f"images right, {accuracy.top5:.2%} among the five likeliest"
         )
 
     def end_step(self, loss_sum: Tensor, num_images: int, *, counts: bool) -> None:

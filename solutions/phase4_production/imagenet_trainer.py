@@ -166,7 +166,7 @@ class Training:
     def evaluate(self) -> None:
         """Evaluate after an epoch, exactly."""
         accuracy = evaluate(self.strategy, self.test_images, self.config, self.mean, self.go_on)
-        self.progress.note(self.sampler.epoch, accuracy)
+        self.progress.note(self.sampler.epoch, *accuracy)
         self.telemetry.tell_accuracy(accuracy, len(self.test_images))
         self.save()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distlab.bench import trainer
-from distlab.bench.trainer import Match, Sizes, matches
+from distlab.bench.trainer import Match, Sizes, chosen, matches
 from distlab.bench.trainer_measured import Compared, Speed, _check
 from distlab.cli import main
 
@@ -80,3 +80,24 @@ def test_a_wrong_size_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "use one of resnet18, resnet50" in printed.err
+
+
+def test_a_way_is_chosen_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*OPTIONS, "--repeats", "1", "--only", "ddp") == 0
+    printed = capsys.readouterr()
+    assert "\nddp " in printed.out
+    assert "\nring " not in printed.out
+    assert printed.err.startswith("1 of 1: ddp, beside DistributedDataParallel\n")
+    assert [list(match.ours) for match in chosen(["ZeRO 3", "ring"], 2, "resnet18")] == [
+        ["ring"],
+        ["ZeRO 3"],
+    ]
+
+
+def test_a_wrong_name_gets_one_line_with_the_right_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert bench("--only", "zero", "--only", "ddp") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "no way 'zero' here: use ddp, native, ring" in " ".join(printed.err.split())

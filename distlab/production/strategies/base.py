@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distlab.production.config import Config
 from distlab.production.images import BAD
 from distlab.production.lessons import Lessons
-from distlab.production.optimization import optimizer_of
+from distlab.production.optimization import groups_of, optimizer_of
 from distlab.production.states import Buffers
 from phase4_production.given import Group, HasState
 
@@ -55,7 +55,7 @@ class Strategy:
     def make_optimizer(self) -> None:
         """Make torch's optimizer of this rank's parameters."""
         kind, options = optimizer_of(self.config)
-        self.optimizer = kind(self.module.parameters(), **options)
+        self.optimizer = kind(groups_of(self.module, self.config), **options)
 
     @property
     def num_replicas(self) -> int:

@@ -150,6 +150,8 @@ def test_zero_redundancy_is_a_stage_or_true(values: dict[str, Any], stage: int) 
         ({"warmup_epochs": 5, "epochs": 4}, "warmup_epochs 5 is more than epochs 4"),
         ({**COURSE, "zero_redundancy": 2, "clip_norm": 1.0}, "clip_norm"),
         ({**COURSE, "pipeline_parallelism": 2, "clip_norm": 1.0}, "clip_norm"),
+        ({**COURSE, "zero_redundancy": 1, "decay_norms": False}, "decay_norms"),
+        ({**COURSE, "communication_pattern": "parameter_server", "decay_norms": False}, "decay_"),
         ({"model": "vit_s16", "image_size": 40}, "multiple of 16"),
         ({"progressive_resize": {0: 20}}, "multiples of 8"),
         ({"model": "transformer", "progressive_resize": {0: 16}}, "use a ResNet"),

@@ -45,9 +45,15 @@ CLIPPED: dict[str, Case] = {
     "fsdp clips": {"strategy": "fsdp", "clip_norm": 0.5},
     "course clips": {**COURSE, "clip_norm": 0.5},
 }
+NO_DECAY = {"weight_decay": 0.5, "decay_norms": False}
+UNDECAYED: dict[str, Case] = {
+    "ddp does not decay norms": NO_DECAY,
+    "fsdp does not decay norms": {"strategy": "fsdp", **NO_DECAY},
+    "pipeline does not decay norms": {**COURSE, "pipeline_parallelism": 2, **NO_DECAY},
+}
 CASES = {
     1: ALONE,
-    2: {**REPLICATED, **SPLIT, **WITH_MORE, **CLIPPED},
+    2: {**REPLICATED, **SPLIT, **WITH_MORE, **CLIPPED, **UNDECAYED},
     3: REPLICATED,
     4: {
         **SPLIT,
@@ -76,9 +82,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Outcome]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What a plain loop does, by the key that matters to it."""
     folder = tmp_path_factory.mktemp("plain")
-    return {norm: plain(folder, ema_decay=0.5, clip_norm=norm) for norm in (0.0, 0.5)}
+    recipes: dict[str, Case] = {"": {}, "clip_norm": {"clip_norm": 0.5}, "decay_norms": NO_DECAY}
+    return {key: plain(folder, ema_decay=0.5, **recipe) for key, recipe in recipes.items()}
 
 
 def rows(values: Any) -> Any:
@@ -87,11 +95,16 @@ def rows(values: Any) -> Any:
 
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in CASES for name in CASES[size]])
 def test_a_strategy_trains_as_a_plain_loop(
-    outcomes: Any, expected: dict[float, Outcome], size: int, name: str
+    outcomes: Any, expected: dict[str, Outcome], size: int, name: str
 ) -> None:
-    right = expected[CASES[size][name].get("clip_norm", 0.0)]
+    right = expected[next((key for key in expected if key in CASES[size][name]), "")]
     for found in outcomes(size, name):
         assert found["losses"] == pytest.approx(right["losses"], rel=1e-4)
         assert [x for row in found["logits"] for x in row] == rows(right["logits"])
-        assert [epoch for epoch, _ in found["accuracy"]] == [1, 2]
-        assert found["accuracy"][-1][1] == pytest.approx(right["accuracy"])
+        assert [epoch for epoch, *_ in found["accuracy"]] == [1, 2]
+        assert found["accuracy"][-1][1:] == pytest.approx((right["top1"], right["top5"]))
+
+
+def test_without_decay_of_norms_the_losses_are_others(expected: dict[str, Outcome]) -> None:
+    """Otherwise the tests above could not tell."""
+    assert expected["decay_norms"]["losses"] != pytest.approx(expected[""]["losses"], rel=1e-3)
