@@ -97,7 +97,7 @@ class _Few:
 
     def __init__(self, batches: Any, setting: Setting) -> None:
         self.batches, self.setting, self.num_steps = batches, setting, 0
-        self.bad_images, self.bad_images_of_all = 0, batches.bad_images_of_all
+        self.bad_images = 0
 
     def of_epoch(self, strategy: Any) -> Iterator[Batch]:
         """Yield what is wanted of what is left of the epoch."""

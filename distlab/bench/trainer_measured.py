@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ def measure_on_rank(
     Raises:
         ValueError: in the first steps, the mean losses differ.
     """
-    device = torch.device(launch.context().device)
+    device, terminal = torch.device(launch.context().device), sys.stderr
     with ExitStack() as stack:
         contestants: dict[str | None, Contestant] = {}
         for name, config in configs.items():
@@ -86,7 +87,7 @@ def measure_on_rank(
             contestants[rival[0]] = rival[1](setting)
         first = {name: _mean(run(steps)) for name, run in contestants.items()}  # warms up, too
         _check(first)
-        seconds = _times([*contestants.values()], steps, repeats)
+        seconds = _times([*contestants.values()], steps, repeats, terminal)
         num_images = steps * setting.config.batch_size
         rates = (num_images / seconds).tolist()
         mfu_of_1 = _mfu_of_an_image(setting)
@@ -122,7 +123,7 @@ def _check(means: Mapping[str | None, float]) -> None:
             )
 
 
-def _times(contestants: Sequence[Contestant], steps: int, repeats: int) -> Tensor:
+def _times(contestants: Sequence[Contestant], steps: int, repeats: int, terminal: TextIO) -> Tensor:
     """Return seconds (contestants, repeats) of the slowest rank; every second time backwards."""
     seconds = torch.zeros(len(contestants), repeats, dtype=torch.float64)
     in_turn = [*enumerate(contestants)]
@@ -136,7 +137,7 @@ def _times(contestants: Sequence[Contestant], steps: int, repeats: int) -> Tenso
             seconds[row, repeat] = perf_counter() - start
         if dist.get_rank() == 0:
             took = f"{float(seconds[:, repeat].sum()):.0f} s"
-            print(f"round {repeat + 1} of {repeats}: {took}", file=sys.stderr)
+            print(f"round {repeat + 1} of {repeats}: {took}", file=terminal, flush=True)
     shared = seconds.to(group_device())
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return shared.cpu()

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distlab.production.config import Config
@@ -36,12 +35,6 @@ class Batches:
         for images, labels in self.loader:
             self.bad_images += int((labels == BAD).sum()) if strategy.counts else 0
             yield self._ready(images, labels)
-
-    def bad_images_of_all(self) -> int:
-        """Return how many could not be read on all ranks, which all call this."""
-        total = torch.tensor(self.bad_images, device=self.device)
-        dist.all_reduce(total)
-        return int(total)
 
     def _ready(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Targets]:
         is_good = labels != BAD

@@ -1,7 +1,7 @@
 """How far a run is, and what has come since it was last told."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,12 +48,20 @@ class Progress:
         self.history = [(epoch, top1, top5) for epoch, top1, top5 in state["history"]]
 
 
+class OfAllRanks(NamedTuple):
+    """What all ranks know after they have told each other."""
+
+    loss: float  # mean over the samples
+    step_s: float  # mean over the ranks, of a step of the interval
+    bad_images: int
+
+
 class Interval:
     """The steps since the last line of the log."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss_sum = torch.zeros((), device=device)
-        self.num_own, self.all_s = 0, 0.0
+        self.num_own, self.num_steps, self.all_s = 0, 0, 0.0
         self.times: list[StepTimes] = []
 
     def add(self, loss_sum: Tensor, num_own: int) -> None:
@@ -63,15 +71,20 @@ class Interval:
 
     def add_times(self, times: StepTimes, *, is_exact: bool) -> None:
         """Take the times of a step in; only those of exact ones tell about its parts."""
+        self.num_steps += 1
         self.all_s += times.step_s
         if is_exact:
             self.times.append(times)
 
-    def mean_loss(self) -> float:
-        """Return the mean over the samples of all ranks, which all call this."""
-        sums = torch.stack([self.loss_sum, self.loss_sum.new_tensor(float(self.num_own))])
+    def of_all_ranks(self, bad_images: int) -> OfAllRanks:
+        """Sum over all ranks, which all call this, in one all-reduce."""
+        own = [self.num_own, self.all_s / max(self.num_steps, 1), bad_images]
+        sums = torch.cat([self.loss_sum.view(1), self.loss_sum.new_tensor(own)])
         dist.all_reduce(sums)
-        return float(sums[0]) / max(float(sums[1]), 1.0)
+        loss_sum, num_samples, seconds, bad = sums.tolist()
+        return OfAllRanks(
+            loss_sum / max(num_samples, 1.0), seconds / dist.get_world_size(), round(bad)
+        )
 
     def seconds(self) -> dict[str, float]:
         """Return the mean seconds of this rank's exact steps and of their parts; without, zeros."""

@@ -18,6 +18,7 @@ from distlab.production.strategies.base import DTYPES
 from distlab.production.watch import Watch
 
 STRAGGLERS_OVER = 50  # steps
+AGREE_EVERY_S = 1.0
 
 
 class Costs(NamedTuple):
@@ -59,6 +60,7 @@ class Telemetry:
         window = STRAGGLERS_OVER // (LOG_EVERY if self.is_gpu else 1)
         self.stragglers = self.monitoring.StragglerDetector(window=window)
         self.interval = Interval(costs.device)
+        self.steps_per_agreement = 1
 
     def __enter__(self) -> "Telemetry":
         return self
@@ -130,12 +132,25 @@ class Telemetry:
         step = self.progress.step
         return step % LOG_EVERY == 0 or self.sampler.position == 0
 
-    def tell(self, lr: float, bad_images: int, checkpoints: Checkpoints) -> None:
-        """Write the means over the steps since the last time; all ranks call it."""
+    def is_time_to_agree(self) -> bool:
+        """Whether to ask all ranks if any shall stop; the same on all ranks.
+
+        After each step, but of short ones after as many as take a second, up to ten: a collective
+        for which all ranks wait takes a millisecond on a CPU.
+        """
+        return self.progress.step % self.steps_per_agreement == 0
+
+    def tell(self, lr: float, bad_images: int, checkpoints: Checkpoints) -> int:
+        """Write the means over the steps since the last time; all ranks call it.
+
+        Returns:
+            How many images of this epoch cannot be read, on all ranks.
+        """
         step, interval, device = self.progress.step, self.interval, self.costs.device
-        seconds = interval.seconds()
+        seconds, of_all = interval.seconds(), interval.of_all_ranks(bad_images)
+        self.steps_per_agreement = steps_in(AGREE_EVERY_S, of_all.step_s)
         found = {
-            "loss": interval.mean_loss(),
+            "loss": of_all.loss,
             "lr": lr,
             "epoch": self.epoch,
             "samples_total": round(self.epoch * self.sampler.num_samples),
@@ -154,6 +169,7 @@ class Telemetry:
                 f"step {step}: the loss is {found['loss']}: try a smaller lr than {lr:g}"
             )
         self.interval = Interval(self.costs.device)
+        return of_all.bad_images
 
     def _speed(self) -> dict[str, float]:
         """Return the speed of all ranks together."""
@@ -162,6 +178,11 @@ class Telemetry:
         flops = self.costs.flops_per_image * interval.num_own
         mfu = self.monitoring.mfu(flops, interval.all_s, self.costs.peak_flops_per_s)
         return {"images_per_s": images_per_s, "mfu": mfu}
+
+
+def steps_in(seconds: float, step_s: float) -> int:
+    """Return how many steps take so long, from 1 to LOG_EVERY: 3 of 0.3 s, in a second."""
+    return LOG_EVERY if LOG_EVERY * step_s < seconds else max(int(seconds / step_s), 1)
 
 
 def steps_of_epoch(sampler: Any) -> int:

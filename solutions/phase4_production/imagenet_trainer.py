@@ -127,9 +127,10 @@ class Training:
         """Tell how it goes; save where it is time to; stop if any rank was asked to."""
         if self.telemetry.is_due():
             lr = self.strategy.optimizer.param_groups[0]["lr"]
-            self.telemetry.tell(lr, self.batches.bad_images, self.checkpoints)
-            self.check_images()
-        self.stop_if_asked()
+            bad = self.telemetry.tell(lr, self.batches.bad_images, self.checkpoints)
+            self.check_images(bad)
+        if self.telemetry.is_time_to_agree():
+            self.stop_if_asked()
         if self.sampler.position:  # else after the evaluation, so that its result is saved, too
             self.save()
 
@@ -153,9 +154,9 @@ class Training:
         with self.telemetry.watch.busy():
             self.checkpoints.finish(self.progress.step)
 
-    def check_images(self) -> None:
+    def check_images(self, bad: int) -> None:
         """Save and stop, on all ranks, where more images are unreadable than may be."""
-        bad, allowed = self.batches.bad_images_of_all(), self.config.max_bad_images
+        allowed = self.config.max_bad_images
         if bad > allowed:
             self.finish()
             raise DataError(

@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 from little_runs import little_data
 
-from distlab.production import reports
+from distlab.production import reports, telemetry
 from distlab.production.program import run_program
 from solutions.phase4_production import imagenet_trainer
 from solutions.phase4_production.imagenet_trainer import Training, train
@@ -48,6 +48,7 @@ if __name__ == "__main__":
     with (
         mock.patch.object(Training, "after_step", after_step),
         mock.patch.object(reports, "PORT_S", 0.5),
+        mock.patch.object(telemetry, "AGREE_EVERY_S", 0.0),  # steps take milliseconds
         mock.patch.object(imagenet_trainer, "open_images", little_data),
     ):
         sys.exit(run_program(train, ""))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from little_runs import Case, Outcome, digest, in_world, little, logits_of, plain, started
 from torch import Tensor, nn
 
+from distlab.production import telemetry
 from distlab.production.errors import ConfigError
 from distlab.production.states import Buffers, PerRank, average_buffers
 from solutions.phase4_production.imagenet_trainer import Training
@@ -61,7 +63,8 @@ def stop_after(training: Training, step: int) -> None:
         return one_step(*batch)
 
     training.train_step = asked  # type: ignore[method-assign]
-    with pytest.raises(SystemExit) as left:
+    each_step = mock.patch.object(telemetry, "AGREE_EVERY_S", 0.0)  # they take milliseconds
+    with each_step, pytest.raises(SystemExit) as left:
         training.run()
     assert (left.value.code, training.progress.step) == (75, step)
 
