@@ -26,6 +26,14 @@ class Batches:
         self.sampler, self.bad_images = sampler, 0
         self.mixer = _mixer(config, data.num_classes)
 
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the processes that load. When they are garbage, torch waits 5 s for each."""
+        if self.loader._iterator is not None:
+            self.loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+
     def of_epoch(self, strategy: Strategy) -> Iterator[tuple[Tensor, Targets]]:
         """Yield what is left of the epoch; a rank that computes nothing gets nothing."""
         self.bad_images = 0

@@ -87,7 +87,7 @@ class Training:
 
     def run(self) -> None:
         """Train and evaluate, epoch by epoch, to the end."""
-        with self.telemetry, self.stop:
+        with self.telemetry, self.stop, self.batches:
             try:
                 while self.progress.evaluated < self.config.epochs:
                     if self.progress.evaluated < self.sampler.epoch:

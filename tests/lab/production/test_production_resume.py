@@ -1,6 +1,7 @@
 """A run that is stopped and goes on ends as the undisturbed one, bit for bit."""
 
 import json
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
@@ -215,6 +216,17 @@ def fail_after(training: Training, step: int) -> None:
     with pytest.raises(RuntimeError, match="the power has failed"):
         training.run()
     training.checkpoints.saver.wait()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step", [2, None])
+def test_processes_that_load_end_with_the_training(tmp_path: Path, step: int | None) -> None:
+    training = started(little(tmp_path, num_workers=2))
+    if step is None:
+        training.run()
+    else:
+        fail_after(training, step)
+    assert multiprocessing.active_children() == []
 
 
 def noted(run_dir: Path) -> Counter[tuple[int, str]]:
