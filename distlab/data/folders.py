@@ -34,13 +34,18 @@ def load_image_folder(root: Path, *, image_size: int = 224, augment: bool = Fals
     return Splits("imagefolder", train, test, len(classes), image_shape, _MEAN, _STD)
 
 
-def check_folders(root: Path) -> tuple[Path, Path]:
+OPTION = "--data-root (or DISTLAB_DATA)"
+
+
+def check_folders(root: Path, option: str = OPTION) -> tuple[Path, Path]:
     """Return the folders of both halves, train/ and val/ or test/ under ``root``.
+
+    Args: option: by which ``root`` was given.
 
     Raises: DataError: as ``load_image_folder``.
     """
     train_folder, test_folder = root / "train", _test_folder(root)
-    _check_same(_classes(train_folder), _classes(test_folder), test_folder)
+    _check_same(_classes(train_folder, option), _classes(test_folder, option), test_folder)
     return train_folder, test_folder
 
 
@@ -49,12 +54,11 @@ def _test_folder(root: Path) -> Path:
     return next((folder for folder in candidates if folder.is_dir()), candidates[0])
 
 
-def _classes(folder: Path) -> list[str]:
+def _classes(folder: Path, option: str = OPTION) -> list[str]:
     if not folder.is_dir():
         raise DataError(
             f"{folder} does not exist. An image folder holds train/<class>/*.jpg and "
-            f"val/<class>/*.jpg (or test/); give the folder above these by --data-root (or "
-            "DISTLAB_DATA)."
+            f"val/<class>/*.jpg (or test/); give the folder above these by {option}."
         )
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     if not names:
@@ -66,14 +70,18 @@ def _check_same(train: list[str], test: list[str], test_folder: Path) -> None:
     extra, missing = sorted(set(test) - set(train)), sorted(set(train) - set(test))
     if extra or missing:
         raise DataError(
-            f"train and {test_folder.name} must have the same classes. {test_folder} "
-            f"lacks {_some(missing)} and has in addition {_some(extra)}."
+            "both halves must have the same classes. "
+            + "; ".join(
+                f"{test_folder.with_name(half)} lacks {_some(names)}"
+                for half, names in (("train", extra), (test_folder.name, missing))
+                if names
+            )
         )
 
 
 def _some(names: list[str]) -> str:
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + rest or "none"
+    return ", ".join(names[:5]) + rest
 
 
 def _open(folder: Path, transform: Any) -> Any:

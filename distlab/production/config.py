@@ -1,7 +1,7 @@
 """The configuration of a training: flat keys, from one YAML file and the command line."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -281,12 +281,12 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Confi
         ConfigError: one line for each thing that is wrong: a key that does not exist, with the
             nearest one; a value of another type, with what it should be; keys that do not fit.
     """
-    values = {**_read(path), **{key: _value(key, text) for key, text in (overrides or {}).items()}}
-    return make_config(values, str(path))
+    given = {key: _value(key, text) for key, text in (overrides or {}).items()}
+    return make_config({**_read(path), **given}, str(path), given)
 
 
-def make_config(values: Mapping[str, Any], where: str) -> Config:
-    """Check values; ``where`` begins the message of what is wrong with them.
+def make_config(values: Mapping[str, Any], where: str, options: Container[str] = ()) -> Config:
+    """Check values; ``where`` begins the message of what is wrong with one that is no option.
 
     Raises:
         ConfigError: as for ``load_config``.
@@ -295,7 +295,10 @@ def make_config(values: Mapping[str, Any], where: str) -> Config:
         return Config(**values)
     except ValidationError as error:
         first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
-        lines = [f"{where}: {_told(problem)}" for problem in reversed(first.values())]
+        lines = [
+            f"{'the command line' if _key(problem) in options else where}: {_told(problem)}"
+            for problem in reversed(first.values())
+        ]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -335,9 +338,20 @@ def _value(key: str, text: str) -> Any:
         raise ConfigError(f"--{key} {text}: this is no value of YAML") from None
 
 
+def _key(problem: Any) -> str:
+    return ".".join(str(part) for part in problem["loc"][:1])
+
+
+EXPECTED = {  # by the beginning of pydantic's names of problems
+    "int": "expected a whole number",
+    "float": "expected a number",
+    "bool": "expected true or false",
+}
+
+
 def _told(problem: Any) -> str:
     """Say what is wrong with one key, and what it should be."""
-    key = ".".join(str(part) for part in problem["loc"][:1])
+    key = _key(problem)
     if problem["type"] == "extra_forbidden":
         advice = did_you_mean(key, Config.model_fields) or "docs/trainer.md lists all keys."
         return f"there is no key {key!r}. {advice}"
@@ -354,6 +368,7 @@ def _expected(key: str, problem: Any) -> str:
         advice = did_you_mean(text, map(str, choices)) if isinstance(text, str) else ""
         return f"use one of {', '.join(map(str, choices))}. {advice}".rstrip()
     reason = problem["msg"].removeprefix("Value error, ").partition(" for <class")[0]
+    reason = EXPECTED.get(problem["type"].partition("_")[0], reason)
     return f"{reason[:1].lower()}{reason[1:]}. The default is {field.default}"
 
 

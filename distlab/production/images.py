@@ -193,7 +193,7 @@ def _sources(config: Config) -> tuple[Source, Source, int]:
                 folder = digits_folder(config.data_dir or data_root() / "digits-jpeg")
         else:
             folder = Path(config.data_dir or "")
-        halves = check_folders(folder)
+        halves = check_folders(folder, "data_dir")
         files = [_files(half) for half in halves]
         return files[0], files[1], len({*files[0].labels})
     side = config.image_size

@@ -4,8 +4,8 @@
     scripts/launch_training.sh --config configs/config.yaml --epochs 5 --num_gpus 4
     scripts/launch_training.sh --config … --nodes 2 --node-rank 0 --rendezvous node0:29400
 
-The same command goes on where the last one has stopped. SIGTERM, SIGINT and SIGUSR1 reach all ranks
-of this node, which save and stop.
+The same command goes on where the last one has stopped. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 reach
+all ranks of this node, which save and stop.
 
     --config FILE           the configuration; configs/digits_cpu.yaml by default
     --KEY VALUE             any key of it, which docs/trainer.md lists
@@ -32,12 +32,21 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import EXIT_STOPPED, EXIT_WRONG, ConfigError
-from distlab.production.program import DEFAULT
+from distlab.production.lessons import find_lessons
+from distlab.production.program import DEFAULT, impl_of
 from distlab.production.saving import say
+from distlab.production.world import stop_signals
+from distlab.trainers import NotThereError
 
 TRAINER = "solutions.phase4_production.imagenet_trainer"
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun would die of the last one
 CRASHED = 1  # of all exit codes the one after which a new start may help
+
+
+class Ended(NamedTuple):
+    """How a training has ended."""
+
+    code: int
+    by_signal: bool = False
 
 
 class Nodes(NamedTuple):
@@ -63,7 +72,8 @@ def launch(arguments: Sequence[str]) -> int:
         given = split_arguments(arguments)
         nodes = _nodes(given)
         config = config_of(given)
-    except ConfigError as error:
+        find_lessons(impl_of(given), config)
+    except (ConfigError, NotThereError) as error:
         for line in str(error).splitlines():
             say(f"error: {line}")
         return EXIT_WRONG
@@ -81,28 +91,30 @@ def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
     command = [*_torchrun_options(nodes, processes), "-m", TRAINER, *arguments]
     restarts = nodes.max_restarts if nodes.number == 1 else 0
     for left in range(restarts, -1, -1):
-        code = _run_once(command, config.run_dir / "exit_code")
-        if code != CRASHED or left == 0:
+        ended = _run_once(command, config.run_dir / "exit_code")
+        if ended.code != CRASHED or ended.by_signal or left == 0:
             break
-        say(f"the training has crashed and is started anew; then {left - 1} times more")
-    return code
+        say(f"the training has crashed and is started anew; attempts left after this: {left - 1}")
+    return ended.code
 
 
-def _run_once(command: list[str], left: Path) -> int:
-    """Run torchrun in this process, so that signals reach it; return the trainer's exit code."""
+def _run_once(command: list[str], left: Path) -> Ended:
+    """Run torchrun in this process, so that signals reach it; return how the trainer has ended."""
     left.unlink(missing_ok=True)
+    by_signal = False
     try:
         torchrun.run(torchrun.parse_args(command))  # type: ignore[no-untyped-call]
         code = 0
     except ChildFailedError:
         code = CRASHED
     except SignalException:
-        code = EXIT_STOPPED  # if no rank has left another one: they had not begun to train
-    return int(left.read_text(encoding="utf-8")) if left.exists() else code
+        by_signal, code = True, EXIT_STOPPED  # unless a rank tells: it had not begun to train
+    return Ended(int(left.read_text(encoding="utf-8")) if left.exists() else code, by_signal)
 
 
 def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
-    common = [f"--nproc-per-node={processes}", f"--signals-to-handle={SIGNALS}"]
+    signals = ",".join(number.name for number in stop_signals())  # torchrun would die of SIGUSR1
+    common = [f"--nproc-per-node={processes}", f"--signals-to-handle={signals}"]
     if nodes.number == 1:
         return ["--standalone", *common]
     return [

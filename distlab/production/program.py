@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from distlab.data import DataError
 from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import (
     EXIT_CANNOT_SAVE,
+    EXIT_STOPPED,
     EXIT_WRONG,
     CannotSaveError,
     ConfigError,
@@ -47,6 +48,8 @@ def run_program(
         code = _refused(error, EXIT_WRONG)
     except CannotSaveError as error:
         code = _refused(error, EXIT_CANNOT_SAVE)
+    except KeyboardInterrupt:
+        code = _refused(InterruptedError("interrupted before the first step"), EXIT_STOPPED)
     except SystemExit as stopped:
         code = stopped.code if isinstance(stopped.code, int) else 1
     finally:
@@ -56,7 +59,8 @@ def run_program(
 
 def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:
     """Return the run directory of the command line, where the configuration can't tell it."""
-    return [Path(value) for key, value in pairwise(arguments) if key == "--run_dir"]
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    return [Path(value) for key, value in pairwise(words) if key == "--run_dir"]
 
 
 def _refused(error: Exception, code: int) -> int:
@@ -68,7 +72,18 @@ def _refused(error: Exception, code: int) -> int:
 
 def _read(arguments: Sequence[str]) -> tuple[Config, str]:
     given = split_arguments(arguments)
-    path, impl = Path(given.pop("config", str(DEFAULT))), given.pop("impl", IMPLS[0])
+    impl = impl_of(given)
+    given.pop("impl", None)
+    return load_config(Path(given.pop("config", str(DEFAULT))), given), impl
+
+
+def impl_of(given: Mapping[str, str]) -> str:
+    """Return whose lessons a command line asks for.
+
+    Raises:
+        ConfigError: it is neither solution nor mine.
+    """
+    impl = given.get("impl", IMPLS[0])
     if impl not in IMPLS:
         raise ConfigError(f"--impl {impl}: use {' or '.join(IMPLS)}")
-    return load_config(path, given), impl
+    return impl

@@ -44,24 +44,44 @@ class Reports:
         self.has_failed = False
         config.run_dir.mkdir(parents=True, exist_ok=True)
         lines = config.run_dir / f"metrics.rank{self.rank}.jsonl"
-        self.writers: list[Any] = [self._page()] if config.metrics_port else []
+        self.writers: list[Any] = self._pages() if config.metrics_port else []
         self.writers.append(self.lesson.JsonlWriter(lines, resume_after=first_step))
         if config.tensorboard and self.rank == 0:
             folder = config.run_dir / "tensorboard"
             self.writers.append(self.lesson.TensorBoardWriter(folder, resume_after=first_step))
         self.bar = _Bar(num_steps, first_step) if self.rank == 0 and sys.stderr.isatty() else None
 
-    def _page(self) -> Any:
-        """Serve a page for Prometheus: rank r of this node at ``metrics_port`` + r."""
+    def _pages(self) -> list[Any]:
+        """Serve a page for Prometheus; all ranks call it.
+
+        Raises:
+            ConfigError: on all ranks: one cannot have its port.
+        """
         port = self.config.metrics_port + int(os.environ.get("LOCAL_RANK", "0"))
+        reasons: list[Any] = [""] * dist.get_world_size()
+        try:
+            pages, reason = [self._page(port)], ""
+        except OSError as error:
+            text = error.strerror or error
+            pages, reason = [], f"rank {self.rank} cannot have port {port} for its page: {text}"
+        dist.all_gather_object(reasons, reason)
+        if told := [each for each in reasons if each]:
+            raise ConfigError(
+                f"metrics_port {self.config.metrics_port}: {told[0]}. Choose another metrics_port, "
+                "or 0 for no pages"
+            )
+        return pages
+
+    def _page(self, port: int) -> Any:
+        """Serve this rank's page."""
         labels = {"run": self.config.run_dir.name, "rank": str(self.rank)}
         end_s = time.monotonic() + PORT_S
         while True:
             try:
                 return self.lesson.PrometheusExporter(labels, port, self.config.metrics_host)
-            except OSError as error:  # perhaps of a run that has just been killed
+            except OSError:  # perhaps a run that has just been killed still has the port
                 if time.monotonic() > end_s:
-                    raise ConfigError(f"metrics_port: {error}") from None
+                    raise
                 time.sleep(0.2)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:

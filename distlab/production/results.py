@@ -7,17 +7,31 @@ import torch.distributed as dist
 
 from distlab.production.config import Config, to_yaml
 from distlab.production.curve import draw_curve
+from distlab.production.errors import ConfigError
 from distlab.production.evaluation import as_one_model
 from distlab.production.optimization import ModelMean
 from distlab.production.progress import Progress
 from distlab.production.saving import say, write_whole
 from distlab.production.strategies import Strategy
+from distlab.words import counted
 
 
-def write_config(config: Config) -> None:
-    """Write all keys, with the values that this run has, to ``run_dir``/config.yaml."""
+def begin(config: Config, progress: Progress) -> None:
+    """Tell what is trained, and write all keys with their values to ``run_dir``/config.yaml.
+
+    Raises:
+        ConfigError: the run has more epochs than ``epochs`` says.
+    """
+    if progress.evaluated > config.epochs:
+        raise ConfigError(
+            f"{config.run_dir} has been trained for {progress.evaluated} epochs, and epochs is "
+            f"{config.epochs}: choose another run_dir"
+        )
+    ranks = counted(dist.get_world_size(), "rank")
+    say(f"{config.model} on {config.data}, strategy {config.strategy}, {ranks}: {config.run_dir}")
+    if progress.evaluated == config.epochs:
+        say(f"{config.run_dir} is complete: raise epochs to go on, or choose another run_dir")
     if dist.get_rank() == 0:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(config.run_dir / "config.yaml", to_yaml(config))
 
 

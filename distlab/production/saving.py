@@ -174,6 +174,8 @@ def leave_code(run_dir: Path, code: int) -> None:
     count: when one ends, the others lose their connections, and end with 1.
     """
     path = run_dir / "exit_code"
-    with suppress(OSError):  # a full disk, or no such folder
+    with suppress(OSError):  # a full disk
+        if "RANK" in os.environ:  # nobody else can tell the launcher
+            run_dir.mkdir(parents=True, exist_ok=True)
         if code != 1 or not path.exists():
             write_whole(path, f"{code}\n")

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,12 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 
 LOCK_S = 10.0
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return what asks a training to stop, without what its starter ignores: nohup does, SIGHUP."""
+    asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager

@@ -27,12 +27,18 @@ from distlab.production.optimization import ModelMean, lr_at, set_lr
 from distlab.production.profile import profile
 from distlab.production.program import run_program
 from distlab.production.progress import Progress
-from distlab.production.results import conclude, write_config
+from distlab.production.results import begin, conclude
 from distlab.production.saving import Checkpoints
 from distlab.production.states import PerRank
 from distlab.production.strategies import parallelise
 from distlab.production.telemetry import Telemetry, measure
-from distlab.production.world import alone_in, control_group, joined, seed_generators
+from distlab.production.world import (
+    alone_in,
+    control_group,
+    joined,
+    seed_generators,
+    stop_signals,
+)
 
 PHASE = "phase4_production"
 
@@ -62,7 +68,8 @@ class Training:
         self.checkpoints = Checkpoints(self.parts(), config, lessons)
         self.strategy.warm_up(config.image_size, self.checkpoints.unchanged)
         self.checkpoints.resume()
-        self.stop = lessons("fault_tolerance", PHASE).StopRequest(group=control_group())
+        make_stop = lessons("fault_tolerance", PHASE).StopRequest
+        self.stop = make_stop(stop_signals(), control_group())
         self.telemetry = Telemetry(config, lessons, self.progress, self.sampler, costs)
         if config.profile:
             batch = next(iter(self.batches.of_epoch(self.strategy)))
@@ -95,7 +102,9 @@ class Training:
                     else:
                         self.train_epoch()
             except StopAsked:
-                self.telemetry.reports.say(f"asked to stop: saves step {self.progress.step}")
+                self.telemetry.reports.say(
+                    f"asked to stop: saves step {self.progress.step}; start the same command again"
+                )
                 self.stop.leave(self.finish)
             self.finish()
 
@@ -180,7 +189,7 @@ def train(config: Config, lessons: Lessons) -> None:
     """Train as a configuration says, from the newest checkpoint on."""
     with joined(config) as device, alone_in(config.run_dir):
         training = Training(config, lessons, device)
-        write_config(config)
+        begin(config, training.progress)
         training.run()
         conclude(config, training.progress, training.strategy, training.mean)
 

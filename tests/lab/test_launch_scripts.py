@@ -57,6 +57,7 @@ def start(mark: str, folder: Path, command: tuple[str, ...]) -> "subprocess.Pope
             env={**os.environ, **found, **no_data, **offline},
             stdout=log,
             stderr=log,
+            start_new_session=True,  # a process group of its own, as in a terminal
         )
 
 
@@ -90,7 +91,7 @@ def test_killed_and_stopped_it_goes_on_with_the_same_command(mark: str, tmp_path
     first = launched(mark, tmp_path, *keys)
     wait_for("step 10 of", tmp_path)
     ranks(mark)[0].kill()
-    wait_for("is started anew; then 2 times more", tmp_path)
+    wait_for("is started anew; attempts left after this: 2", tmp_path)
     wait_for("step 30 of", tmp_path)
     first.send_signal(signal.SIGTERM)
     assert first.wait(TIMEOUT_S) == 75, log_of(tmp_path)
@@ -101,6 +102,14 @@ def test_killed_and_stopped_it_goes_on_with_the_same_command(mark: str, tmp_path
     second.send_signal(signal.SIGUSR1)
     assert second.wait(TIMEOUT_S) == 75, log_of(tmp_path)
     assert re.findall(r"goes on after step (\d+)", log_of(tmp_path))[-1] == saved
+
+    third = launched(mark, tmp_path, *keys)
+    wait_for("step 90 of", tmp_path)
+    os.killpg(third.pid, signal.SIGINT)  # Ctrl-C: the launcher and all ranks get it
+    assert third.wait(TIMEOUT_S) == 75, log_of(tmp_path)
+    assert log_of(tmp_path).count("asked to stop: saves step") == 3
+    assert "KeyboardInterrupt" not in log_of(tmp_path)
+    assert log_of(tmp_path).count("started anew") == 1
 
 
 def test_two_nodes_meet(mark: str, tmp_path: Path) -> None:
@@ -136,6 +145,8 @@ def test_config_yaml_trains_as_it_is(mark: str, tmp_path: Path) -> None:
             "--node-rank 2 of --nodes 2: use 0 to 1",
         ),
         (("--num_gpus", "0"), "num_gpus"),
+        (("--impl", "theirs"), "--impl theirs: use solution or mine"),
+        (("--impl", "mine"), "this needs what you have not written yet"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(
@@ -162,6 +173,7 @@ def test_help_names_all_options(mark: str, tmp_path: Path) -> None:
         ([78], (), 78, 1),
         ([74], (), 74, 1),
         ([1], ("--nodes=2", "--node-rank=0", "--rendezvous=a:1"), 1, 1),  # torchrun does it
+        ([-1], (), 1, 1),  # here: a crash after a signal
     ],
 )
 def test_only_a_crash_is_started_anew(
@@ -172,7 +184,9 @@ def test_only_a_crash_is_started_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = iter(codes)
-    monkeypatch.setattr(launching, "_run_once", lambda *_: next(left))
+    monkeypatch.setattr(
+        launching, "_run_once", lambda *_: launching.Ended(abs(code := next(left)), code < 0)
+    )
     monkeypatch.setattr(launching.os, "environ", {})
     assert launch([f"--config={CONFIGS[0]}", *options]) == last
     assert starts == len(codes) - len([*left])

@@ -24,7 +24,7 @@ set -euo pipefail
 
 config=${CONFIG:-configs/imagenet_resnet50.yaml}
 run_dir=${RUN_DIR:-out/imagenet}
-data_dir=${IMAGENET:-data/imagenet}
+data_dir=${IMAGENET:-null} # null: where the bundled digits lie; a recipe for ImageNet refuses it
 
 if [[ -e $run_dir/stop ]]; then
   echo "$run_dir/stop is there: not started"

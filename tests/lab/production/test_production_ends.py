@@ -3,6 +3,7 @@
 import fcntl
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def exit_code(run_dir: Path) -> int:
     ("words", "told"),
     [
         ("--epoch 3", "there is no key 'epoch'. Did you mean 'epochs'?"),
-        ("--epochs three", "epochs: 'three' is wrong: input should be a valid integer"),
+        ("--epochs three", "epochs: 'three' is wrong: expected a whole number"),
         ("--epochs", "--epochs has no value"),
         ("--impl theirs", "--impl theirs: use solution or mine"),
         ("--compression sign --strategy fsdp", "averaged whole"),
@@ -100,6 +101,48 @@ def test_help_says_how_to_use_it(capfd: pytest.CaptureFixture[str], word: str) -
     told = capfd.readouterr().out
     assert "--config" in told
     assert "75 stopped and saved, run it again" in told
+
+
+def test_a_finished_run_says_so_and_keeps_its_result(start: Start, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert start(little(run))[0] == 0
+    before = (run / "result.json").read_text()
+    code, told = start(little(run))
+    assert (code, (run / "result.json").read_text()) == (0, before)
+    assert f"{run} is complete: raise epochs to go on, or choose another run_dir" in told
+    code, told = start(little(run, epochs=1))
+    assert (code, (run / "result.json").read_text()) == (78, before)
+    assert f"{run} has been trained for 2 epochs, and epochs is 1" in told
+    assert "epochs: 2" in (run / "config.yaml").read_text()
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imagenet_trainer, "open_images", mock.Mock(side_effect=KeyboardInterrupt))
+    code, told = start(little(tmp_path / "run"))
+    assert code == 75
+    assert told.splitlines()[-1] == "error: interrupted before the first step"
+
+
+def test_what_its_starter_ignores_stops_no_training() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert signal.SIGHUP not in world.stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert {signal.SIGHUP, signal.SIGINT, signal.SIGTERM} < {*world.stop_signals()}
+
+
+@pytest.mark.parametrize("words", [("--run_dir", "RUN"), ("--run_dir=RUN",)])
+def test_a_rank_leaves_its_code_for_the_launcher(
+    words: tuple[str, ...], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    run = tmp_path / "new" / "run"
+    named = [word.replace("RUN", str(run)) for word in words]
+    assert start(little(tmp_path / "run"), *named, "--epoch", "3")[0] == 78
+    assert exit_code(run) == 78
 
 
 def test_lessons_that_are_not_written_are_named(
@@ -163,7 +206,8 @@ def test_a_port_in_use(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyP
         port = taken.getsockname()[1]
         code, told = start(little(tmp_path / "run", metrics_port=port))
     assert (code, exit_code(tmp_path / "run")) == (78, 78)
-    assert f"metrics_port: no metrics at 127.0.0.1:{port}" in told
+    assert f"metrics_port {port}: rank 0 cannot have port {port} for its page" in told
+    assert "Choose another metrics_port, or 0 for no pages" in told
 
 
 # --- data ----------------------------------------------------------------------------------------

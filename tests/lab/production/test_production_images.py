@@ -205,10 +205,10 @@ def test_classes_are_counted_and_the_halves_found(pictures: Path, tmp_path: Path
     [
         (lambda folder: shutil.rmtree(folder), "/train does not exist"),
         (lambda folder: shutil.rmtree(folder / "train"), "/train does not exist"),
-        (lambda folder: shutil.rmtree(folder / "val"), "/val does not exist"),
-        (lambda folder: shutil.rmtree(folder / "val" / "bee"), "lacks bee"),
-        (lambda folder: shutil.rmtree(folder / "train" / "ant"), "has in addition ant"),
-        (lambda folder: (folder / "train" / "cat").mkdir(), "lacks cat"),
+        (lambda folder: shutil.rmtree(folder / "val"), "/val does not exist. An image folder"),
+        (lambda folder: shutil.rmtree(folder / "val" / "bee"), "val lacks bee"),
+        (lambda folder: shutil.rmtree(folder / "train" / "ant"), "train lacks ant"),
+        (lambda folder: (folder / "train" / "cat").mkdir(), "val lacks cat"),
         (lambda folder: _without_files(folder / "train" / "ant"), "ant"),
         (lambda folder: _without_files(folder / "val" / "bee"), "bee"),
         (lambda folder: _without_classes(folder), "has no class folders"),
@@ -276,10 +276,18 @@ def test_two_processes_make_the_digits_at_once(tmp_path: Path) -> None:
 
 
 def test_digits_that_are_there_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "digits").mkdir()
+    with mock.patch("distlab.data.load", few_digits):
+        made = digits_folder(tmp_path / "digits")
+    (made / "train" / "0" / "0000.jpg").unlink()
     with mock.patch("distlab.data.load", side_effect=AssertionError):
-        assert digits_folder(tmp_path / "digits") == tmp_path / "digits"
-    assert list((tmp_path / "digits").iterdir()) == []
+        assert digits_folder(made) == made
+    assert not (made / "train" / "0" / "0000.jpg").exists()
+
+
+def test_a_folder_with_other_images_is_not_taken_for_the_digits(pictures: Path) -> None:
+    with pytest.raises(DataError, match="holds something else than the bundled digits"):
+        open_images(quick(data="digits", data_dir=pictures))
+    assert sorted(path.name for path in (pictures / "train").iterdir()) == sorted(CLASSES)
 
 
 def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
