@@ -95,6 +95,7 @@ class Training:
     def run(self) -> None:
         """Train and evaluate, epoch by epoch, to the end."""
         with self.telemetry, self.stop, self.batches:
+            begin(self.config, self.progress)
             try:
                 while self.progress.evaluated < self.config.epochs:
                     if self.progress.evaluated < self.sampler.epoch:
@@ -189,7 +190,6 @@ def train(config: Config, lessons: Lessons) -> None:
     """Train as a configuration says, from the newest checkpoint on."""
     with joined(config) as device, alone_in(config.run_dir):
         training = Training(config, lessons, device)
-        begin(config, training.progress)
         training.run()
         conclude(config, training.progress, training.strategy, training.mean)
 
