@@ -58,7 +58,13 @@ def start(mark: str, folder: Path, command: tuple[str, ...]) -> "subprocess.Pope
             stdout=log,
             stderr=log,
             start_new_session=True,  # a process group of its own, as in a terminal
+            preexec_fn=heed_ctrl_c,
         )
+
+
+def heed_ctrl_c() -> None:
+    """A shell that starts the tests in the background lets them ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def launched(mark: str, folder: Path, *options: str) -> "subprocess.Popen[str]":

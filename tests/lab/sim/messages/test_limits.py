@@ -27,6 +27,11 @@ def outcome(call: Callable[[], object]) -> tuple[str, float]:
     return words, round(time.monotonic() - start_s, 1)
 
 
+def took(seconds: float, expected_s: float, world: str) -> bool:
+    """Whether it took so long: in virtual time; how long gloo takes, a busy machine decides."""
+    return world == "gloo" or seconds == pytest.approx(expected_s, abs=0.05)
+
+
 def me() -> int:
     return dist.get_rank()
 
@@ -65,10 +70,11 @@ def test_a_late_message_closes_its_connection(
 ) -> None:
     (first, then), [peer] = launch.run(program, 2, backend=world, timeout_s=30)
     assert f"Timed out waiting 1000ms for {name} operation to complete" in first[0]
-    assert first[1] == pytest.approx(1.0, abs=0.3)
+    assert first[1] >= 1.0
+    assert took(first[1], 1.0, world)
     assert "Application timeout caused pair closure" in then[0]
     assert "Connection closed by peer" in peer[0]
-    assert max(then[1], peer[1]) < 0.5
+    assert took(max(then[1], peer[1]), 0.0, world)
 
 
 def test_the_error_of_a_late_message_says_which() -> None:
@@ -120,7 +126,8 @@ def waits_twice() -> list[tuple[str, float]]:
 def test_a_rank_that_waits_no_longer_does_not_end_a_collective(world: str) -> None:
     (first, then), others = launch.run(waits_twice, 2, backend=world, timeout_s=30)
     assert "Operation timed out!" in first[0]
-    assert then == ("", pytest.approx(LATE_S - 1.0, abs=0.3))
+    assert then[0] == ""
+    assert took(then[1], LATE_S - 1.0, world)
     assert [words for words, _ in others] == ["", ""]
 
 
@@ -193,7 +200,7 @@ def _comes(names_all: bool) -> tuple[str, float]:
 def test_a_monitored_barrier_waits_for_rank_0(world: str) -> None:
     results = launch.run(_rank_0_comes_late, 3, backend=world, timeout_s=30)
     assert [words for words, _ in results] == ["", "", ""]
-    assert results[1][1] == pytest.approx(LATE_S, abs=0.3)
+    assert took(results[1][1], LATE_S, world)
 
 
 def _rank_0_comes_late() -> tuple[str, float]:
