@@ -1,5 +1,6 @@
 """The configuration of a training: flat keys, from one YAML file and the command line."""
 
+import re
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -389,7 +390,10 @@ def split_arguments(arguments: Sequence[str]) -> dict[str, str]:
         word = waiting.pop(0)
         name, has_value, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
-            raise ConfigError(f"{word}: expected --KEY VALUE, with a key of the configuration")
+            advice = f": write --{word}" if re.match(r"\w+=", word) else ""
+            raise ConfigError(
+                f"{word}: expected --KEY VALUE, with a key of the configuration{advice}"
+            )
         if not has_value:
             if not waiting or waiting[0].startswith("--"):
                 raise ConfigError(f"--{name} has no value: write --{name} VALUE")

@@ -251,6 +251,7 @@ def test_the_last_of_equal_arguments_counts() -> None:
         ("-epochs 5", "-epochs: expected --KEY VALUE"),
         ("-- 5", "--: expected --KEY VALUE"),
         ("--=5", "--=5: expected --KEY VALUE"),
+        ("epochs=5", "a key of the configuration: write --epochs=5"),
         ("--epochs", "--epochs has no value: write --epochs VALUE"),
         ("--epochs --lr 1", "--epochs has no value"),
         ("--epochs 5 7", "7: expected --KEY VALUE"),
