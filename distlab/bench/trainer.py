@@ -125,7 +125,8 @@ def chosen(names: Sequence[str], ranks: int, model: str) -> list[Match]:
     for name in names:
         if name not in known:
             raise ConfigError(f"no way {name!r} here: use {', '.join(known)}")
-    return [chosen for match in found if (chosen := match.of(names or known)).ours]
+    wanted = [match.of(names or known) for match in found]
+    return [match for match in wanted if match.ours]
 
 
 def print_table(

@@ -77,7 +77,8 @@ def measure_on_rank(
     Raises:
         ValueError: in the first steps, the mean losses differ.
     """
-    device, terminal = torch.device(launch.context().device), sys.stderr
+    device = torch.device(launch.context().device)
+    terminal = sys.stderr  # while they are open, trainers have another
     with ExitStack() as stack:
         contestants: dict[str | None, Contestant] = {}
         for name, config in configs.items():

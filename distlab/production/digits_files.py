@@ -19,14 +19,14 @@ def digits_folder(folder: Path) -> Path:
     It gets its name when it is whole: a process that is killed leaves nothing under it.
 
     Raises:
-        DataError: there is something else in the folder.
+        DataError: the folder is there, and was not made by this function.
 
     Cost: 1,797 files, 3 s, the first time.
     """
     if folder.exists() and not (folder / MARK).exists():
         raise DataError(
-            f"{folder} holds something else than the bundled digits, which are written there where "
-            "no folder is: choose another data_dir, or data: imagefolder to train on what it holds"
+            f"{folder} is there, and the bundled digits were not written to it: choose a data_dir "
+            "that is not there yet, or data: imagefolder to train on what this one holds"
         )
     if not folder.exists():
         partial = folder.with_name(f".{folder.name}.{os.getpid()}")

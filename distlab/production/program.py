@@ -21,6 +21,7 @@ from distlab.trainers import NotThereError
 
 DEFAULT = Path("configs/digits_cpu.yaml")
 IMPLS = ("solution", "mine")
+INTERRUPTED = "interrupted before the first step or after the last: start the same command again"
 
 
 def run_program(
@@ -49,7 +50,7 @@ def run_program(
     except CannotSaveError as error:
         code = _refused(error, EXIT_CANNOT_SAVE)
     except KeyboardInterrupt:
-        code = _refused(InterruptedError("interrupted before the first step"), EXIT_STOPPED)
+        code = _refused(InterruptedError(INTERRUPTED), EXIT_STOPPED)
     except SystemExit as stopped:
         code = stopped.code if isinstance(stopped.code, int) else 1
     finally:

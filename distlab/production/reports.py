@@ -62,7 +62,7 @@ class Reports:
         try:
             pages, reason = [self._page(port)], ""
         except OSError as error:
-            text = error.strerror or error
+            text = error.__cause__ or error  # the exporter's own advice is for other programs
             pages, reason = [], f"rank {self.rank} cannot have port {port} for its page: {text}"
         dist.all_gather_object(reasons, reason)
         if told := [each for each in reasons if each]:

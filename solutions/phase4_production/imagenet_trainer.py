@@ -93,21 +93,25 @@ class Training:
         )
 
     def run(self) -> None:
-        """Train and evaluate, epoch by epoch, to the end."""
+        """Train to the end, or until asked to stop, and save."""
         with self.telemetry, self.stop, self.batches:
             begin(self.config, self.progress)
             try:
-                while self.progress.evaluated < self.config.epochs:
-                    if self.progress.evaluated < self.sampler.epoch:
-                        self.evaluate()
-                    else:
-                        self.train_epoch()
+                self.train_epochs()
             except StopAsked:
                 self.telemetry.reports.say(
                     f"asked to stop: saves step {self.progress.step}; start the same command again"
                 )
                 self.stop.leave(self.finish)
             self.finish()
+
+    def train_epochs(self) -> None:
+        """Train and evaluate, epoch by epoch, what is left of the run."""
+        while self.progress.evaluated < self.config.epochs:
+            if self.progress.evaluated < self.sampler.epoch:
+                self.evaluate()
+            else:
+                self.train_epoch()
 
     def train_epoch(self) -> None:
         """Train on what is left of the epoch."""

@@ -285,7 +285,7 @@ def test_digits_that_are_there_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_other_images_is_not_taken_for_the_digits(pictures: Path) -> None:
-    with pytest.raises(DataError, match="holds something else than the bundled digits"):
+    with pytest.raises(DataError, match="the bundled digits were not written to it"):
         open_images(quick(data="digits", data_dir=pictures))
     assert sorted(path.name for path in (pictures / "train").iterdir()) == sorted(CLASSES)
 
