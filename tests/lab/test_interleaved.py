@@ -20,6 +20,10 @@ class Pair:
         self.numbers[0] += 1
         self.numbers[1] += 1
 
+    def add_1_in_a_line(self) -> None:
+        """Without a lock, and without a line that ends in between."""
+        any(self.numbers.__setitem__(i, old + 1) for i, old in enumerate(self.numbers))
+
     def add_1_locked(self) -> None:
         """With one."""
         with self.lock:
@@ -38,6 +42,15 @@ def test_threads_meet_between_two_lines() -> None:
         pair.add_1()
     assert [2, 1] in found
     assert meetings.told(found.index([2, 1])).endswith("'self.numbers[1] += 1'")
+    assert pair.numbers == [2, 2]
+
+
+def test_threads_meet_within_a_line() -> None:
+    pair, found = Pair(), list[list[int]]()
+    meetings = Meetings(__file__, lambda: found.append([*pair.numbers]))
+    with meetings.in_this_thread():
+        pair.add_1_in_a_line()
+    assert [2, 1] in found
     assert pair.numbers == [2, 2]
 
 

@@ -1,9 +1,10 @@
 """Two threads that meet at each line of a lesson, so that nothing depends on who is faster.
 
-While a thread walks through a method of the lesson, something else is done at each of its lines, by
-a second thread, and is waited for. What can go wrong between two lines so goes wrong at once, be
-the machine fast or slow. The second thread may have to wait for a lock that the first one holds:
-then the first one goes on, and nothing more is begun until that is done.
+While a thread walks through a method of the lesson, something else is done at each of its lines,
+and wherever a generator goes on within one, by a second thread, and is waited for. What can go
+wrong there so goes wrong at once, be the machine fast or slow. The second thread may have to wait
+for a lock that the first one holds: then the first one goes on, and nothing more is begun until
+that is done.
 """
 
 import linecache
@@ -67,7 +68,8 @@ class Meetings:
         return f"line {number}, {linecache.getline(self.file, number).strip()!r}"
 
     def _trace(self, frame: FrameType, kind: str, argument: object) -> Any:
-        return self._at if frame.f_code.co_filename == self.file else None
+        """Begin a function, or go on with a generator, for which no new line need begin."""
+        return self._at(frame, "line", None) if frame.f_code.co_filename == self.file else None
 
     def _at(self, frame: FrameType, kind: str, argument: object) -> Any:
         if kind == "line" and self.is_on and not self.thread.is_alive() and len(self.lines) < MOST:
