@@ -1,11 +1,13 @@
 """Bodies for task 4.1: saves that are recorded, crash, or are damaged, and what is loaded then."""
 
+import functools
 import operator
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import torch
 
 from judging.calls import returned, typed
 from phase4.crash_states import State, build, crash_states, described, states_at_the_end
-from phase4.file_history import recorded
+from phase4.file_history import Recorder, recorded
 from phase4.file_reads import reads_in
 from phase4_production.given import Loaded
 
@@ -143,42 +145,53 @@ def same(a: Any, b: Any) -> bool:
 # Crashes
 
 
+def save(lesson: Any, plan: Plan) -> dict[str, Any]:
+    """Save.
+
+    Returns:
+        The operations, in words; what is left at the end; whether the path is right.
+    """
+    return _told(*_saved(lesson, plan))
+
+
 def crash(lesson: Any, plan: Plan) -> dict[str, Any]:
     """Save, and load from whatever a crash may leave, during the save and after it.
 
     Returns:
-        For each crash state: how many operations were done, what is loaded, and which ``step-…``
-        folders can and can't be loaded by themselves; the operations, in words; what is left at
-        the end.
+        As ``save``; and for each crash state: how many operations were done, what is loaded, and
+        which ``step-…`` folders can and can't be loaded by themselves.
     """
+    recorder, *others = _saved(lesson, plan)
+    states = [(count, False, state) for count, state in crash_states(recorder)]
+    end = len(recorder.events)
+    states += [(end, True, state) for state in states_at_the_end(recorder)]
+    damage_of = functools.cache(partial(_alone, lesson))
+    found = [_after_a_crash(lesson, damage_of, *each) for each in states]
+    return {"states": found, **_told(recorder, *others)}
+
+
+def _saved(lesson: Any, plan: Plan) -> tuple[Recorder, list[str], bool]:
     with folder_of(lesson, plan) as folder:
         with recorded(folder.parent, lesson) as recorder:
             for step in plan.renamed:
                 (folder / name_of(step)).rename(folder / f".{name_of(step)}.removed")
             path = lesson.save_checkpoint(state_of(plan.step), folder, plan.step, keep=plan.keep)
-        states = [(count, False, state) for count, state in crash_states(recorder)]
-        end = len(recorder.events)
-        states += [(end, True, state) for state in states_at_the_end(recorder)]
-        found = [_after_a_crash(lesson, plan, *each) for each in states]
-        return {
-            "states": found,
-            "operations": described(recorder),
-            "left": listing(folder),
-            "path": str(returned("save_checkpoint", path)) == str(folder / name_of(plan.step)),
-        }
+        is_right = str(returned("save_checkpoint", path)) == str(folder / name_of(plan.step))
+        return recorder, listing(folder), is_right
+
+
+def _told(recorder: Recorder, left: list[str], is_right: bool) -> dict[str, Any]:
+    return {"operations": described(recorder), "left": left, "path": is_right}
 
 
 def _after_a_crash(
-    lesson: Any, plan: Plan, count: int, is_end: bool, state: State
+    lesson: Any, damage_of: Callable[[str, State], str], count: int, is_end: bool, state: State
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as outer:
         folder = Path(outer) / "all" / "run"
         build(state, folder.parent)
-        damages = {
-            name: _alone(lesson, folder / name)
-            for name in listing(folder)
-            if name.startswith("step-")
-        }
+        names = [name for name in listing(folder) if name.startswith("step-")]
+        damages = {name: damage_of(name, _inside(f"{folder.name}/{name}", state)) for name in names}
         broken = [f"{name}: {damage}" for name, damage in damages.items() if damage]
         intact = [name for name, damage in damages.items() if not damage]
         found = found_in(lesson, folder)
@@ -191,10 +204,16 @@ def _after_a_crash(
         return {**told, "files": content, **found}
 
 
-def _alone(lesson: Any, checkpoint: Path) -> str:
+def _inside(path: str, state: State) -> State:
+    """What a folder holds, named from there."""
+    below = f"{path}/"
+    return tuple((name.removeprefix(below), c) for name, c in state if name.startswith(below))
+
+
+def _alone(lesson: Any, name: str, content: State) -> str:
     """Say what is wrong with a checkpoint that has no others beside it; nothing: ""."""
     with tempfile.TemporaryDirectory() as outer:
-        shutil.copytree(checkpoint, Path(outer) / "run" / checkpoint.name)
+        build(content, Path(outer) / "run" / name)
         found = found_in(lesson, Path(outer) / "run")
         return found["error"] or ("" if found["equal"] else "not what was saved")
 

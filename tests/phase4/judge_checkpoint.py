@@ -1,6 +1,6 @@
 """Judges task 4.1: what crashes leave, damage, what stays, and disks that fail."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,8 +30,10 @@ RULES = (
 )
 
 
-def _crash(grade: Grade, plan: Plan) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = grade.call(b.crash, plan)
+def _saved(
+    grade: Grade, plan: Plan, body: Callable[..., Mapping[str, Any]] = b.save
+) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = grade.call(body, plan)
     check(
         found["path"],
         f"save_checkpoint should return the path of the new checkpoint, …/{name_of(plan.step)}.",
@@ -69,7 +71,7 @@ def test_what_was_saved_is_loaded(grade: Grade) -> None:
 @pytest.mark.parametrize("what", PLANS)
 def test_a_crash_leaves_the_old_or_the_new_one(grade: Grade, what: str) -> None:
     plan = PLANS[what]
-    found = _crash(grade, plan)
+    found = _saved(grade, plan, b.crash)
     operations = found["operations"]
     for state in found["states"]:
         when = f"save of {what}: if the power fails {_told(operations, state['done'])},"
@@ -141,7 +143,7 @@ def _found(state: Mapping[str, Any]) -> str:
 
 @task("4.1")
 def test_the_manifest_is_written_last(grade: Grade) -> None:
-    operations = _crash(grade, Plan(4, there=(1, 2, 3)))["operations"]
+    operations = _saved(grade, Plan(4, there=(1, 2, 3)))["operations"]
     places = [i for i, text in enumerate(operations) if text.startswith("writes ")]
     written = [operations[i] for i in places]
     check(
@@ -153,7 +155,7 @@ def test_the_manifest_is_written_last(grade: Grade) -> None:
 
 @task("4.1")
 def test_leftovers_of_a_crash_are_removed(grade: Grade) -> None:
-    left = _crash(grade, PLANS["a step after a crash"])["left"]
+    left = _saved(grade, PLANS["a step after a crash"])["left"]
     check(
         left == [name_of(step) for step in (2, 3, 4)],
         f"a crash had left .step-00000004.partial and .step-00000001.removed; the next save should "
