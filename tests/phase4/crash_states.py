@@ -9,6 +9,7 @@ from distlab.words import joined
 from phase4.file_history import ROOT, Event, Named, Recorder, Synced, Tree, Written
 
 State = tuple[tuple[str, bytes | None], ...]  # path -> content; None: a folder
+Paths = tuple[tuple[str, int], ...]  # path -> node
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Disk:
     contents: dict[int, bytes]
     latest: dict[int, bytes]
     pending: list[dict[tuple[int, str], int | None]] = field(default_factory=list)
+    trees: list[Paths] = field(default_factory=list)  # that a crash may leave now; empty: not known
 
     @classmethod
     def of(cls, tree: Tree) -> "Disk":
@@ -31,6 +33,7 @@ class Disk:
             self.latest[event.node] = event.content
         elif isinstance(event, Named):
             self.pending.append(event.entries)
+            self.trees = []
             self.latest = {**dict.fromkeys(event.files, b""), **self.latest}
         elif event.node is None:
             self._settle(self.pending)
@@ -43,7 +46,10 @@ class Disk:
     def _settle(self, steps: list[dict[tuple[int, str], int | None]]) -> None:
         for step in steps:
             _rename(self.names, step)
-        self.pending = [step for step in self.pending if step not in steps]
+        self.trees = []
+        left = [step for step in self.pending if step not in steps]
+        named = {ROOT, *self.names.values(), *(node for step in left for node in step.values())}
+        self.pending = [step for step in left if any(folder in named for folder, _ in step)]
 
     def states(self) -> Iterator[State]:
         """What may be found after a crash now.
@@ -51,12 +57,17 @@ class Disk:
         Of the names in one folder that are not safe, the first few have reached the disk; of the
         contents that are not safe, all, nothing, half, or zeros in place of all.
         """
+        self.trees = self.trees or list(self._trees())
+        for paths, contents in product(self.trees, self._contents()):
+            yield tuple((path, contents.get(node)) for path, node in paths)
+
+    def _trees(self) -> Mapping[Paths, None]:
+        """Each once: many of what may have reached the disk differ where no name leads any more."""
         folders = sorted({folder for step in self.pending for folder, _ in step})
         counts = [sum(_is_in(folder, step) for step in self.pending) for folder in folders]
-        for reached in product(*(range(count + 1) for count in counts)):
-            names = self._names(dict(zip(folders, reached, strict=True)))
-            for contents in self._contents():
-                yield _state(names, contents)
+        every = product(*(range(count + 1) for count in counts))
+        names = (self._names(dict(zip(folders, reached, strict=True))) for reached in every)
+        return dict.fromkeys(map(_paths, names))
 
     def _names(self, reached: Mapping[int, int]) -> dict[tuple[int, str], int]:
         names, left = dict(self.names), dict(reached)
@@ -151,18 +162,17 @@ def _rename(names: dict[tuple[int, str], int], step: Mapping[tuple[int, str], in
             names[key] = node
 
 
-def _state(names: Mapping[tuple[int, str], int], contents: Mapping[int, bytes]) -> State:
+def _paths(names: Mapping[tuple[int, str], int]) -> Paths:
+    """Return what is in the folder, by path: the node."""
     children: dict[int, list[tuple[str, int]]] = {}
     for (folder, name), node in sorted(names.items()):
         children.setdefault(folder, []).append((name, node))
-    found: list[tuple[str, bytes | None]] = []
+    found: list[tuple[str, int]] = []
 
     def collect(folder: int, prefix: str) -> None:
         for name, node in children.get(folder, ()):
-            content = contents.get(node)
-            found.append((prefix + name, content))
-            if content is None:
-                collect(node, f"{prefix}{name}/")
+            found.append((prefix + name, node))
+            collect(node, f"{prefix}{name}/")
 
     collect(ROOT, "")
     return tuple(found)
