@@ -52,7 +52,7 @@ test: export PYTHONDONTWRITEBYTECODE =# otherwise each of hundreds of processes 
 test: $(READY)
 ifneq ($(wildcard solutions),)
 	@$(MAKE) --no-print-directory --jobs $(TESTS_AT_ONCE) $(WHOLE_OUTPUTS) $(SUITES:%=solve-%)
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --no-loadscope-reorder \
+	$(BIN)/python -m pytest -rs -n $(TESTS_AT_ONCE) --no-loadscope-reorder \
 	  tests/wrong_answers tests/lab -p nbmake --nbmake \
 	  phase1_data_parallel/explore.ipynb phase2_advanced/explore.ipynb \
 	  phase3_multi_node/explore.ipynb phase4_production/explore.ipynb
