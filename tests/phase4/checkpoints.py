@@ -1,13 +1,12 @@
 """Bodies for task 4.1: saves that are recorded, crash, or are damaged, and what is loaded then."""
 
-import functools
 import operator
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -151,7 +150,7 @@ def save(lesson: Any, plan: Plan) -> dict[str, Any]:
     Returns:
         The operations, in words; what is left at the end; whether the path is right.
     """
-    return _told(*_saved(lesson, plan))
+    return _saved(lesson, plan).told()
 
 
 def crash(lesson: Any, plan: Plan) -> dict[str, Any]:
@@ -161,27 +160,34 @@ def crash(lesson: Any, plan: Plan) -> dict[str, Any]:
         As ``save``; and for each crash state: how many operations were done, what is loaded, and
         which ``step-…`` folders can and can't be loaded by themselves.
     """
-    recorder, *others = _saved(lesson, plan)
+    saved = _saved(lesson, plan)
+    recorder = saved.recorder
     states = [(count, False, state) for count, state in crash_states(recorder)]
     end = len(recorder.events)
     states += [(end, True, state) for state in states_at_the_end(recorder)]
-    damage_of = functools.cache(partial(_alone, lesson))
+    damage_of = cache(partial(_alone, lesson))
     found = [_after_a_crash(lesson, damage_of, *each) for each in states]
-    return {"states": found, **_told(recorder, *others)}
+    return {"states": found, **saved.told()}
 
 
-def _saved(lesson: Any, plan: Plan) -> tuple[Recorder, list[str], bool]:
+class _Saved(NamedTuple):
+    recorder: Recorder
+    left: list[str]  # in the folder
+    has_right_path: bool
+
+    def told(self) -> dict[str, Any]:
+        operations = described(self.recorder)
+        return {"operations": operations, "left": self.left, "path": self.has_right_path}
+
+
+def _saved(lesson: Any, plan: Plan) -> _Saved:
     with folder_of(lesson, plan) as folder:
         with recorded(folder.parent, lesson) as recorder:
             for step in plan.renamed:
                 (folder / name_of(step)).rename(folder / f".{name_of(step)}.removed")
             path = lesson.save_checkpoint(state_of(plan.step), folder, plan.step, keep=plan.keep)
         is_right = str(returned("save_checkpoint", path)) == str(folder / name_of(plan.step))
-        return recorder, listing(folder), is_right
-
-
-def _told(recorder: Recorder, left: list[str], is_right: bool) -> dict[str, Any]:
-    return {"operations": described(recorder), "left": left, "path": is_right}
+        return _Saved(recorder, listing(folder), is_right)
 
 
 def _after_a_crash(

@@ -68,16 +68,23 @@ class Meetings:
         return f"line {number}, {linecache.getline(self.file, number).strip()!r}"
 
     def _trace(self, frame: FrameType, kind: str, argument: object) -> Any:
-        """Begin a function, or go on with a generator, for which no new line need begin."""
-        return self._at(frame, "line", None) if frame.f_code.co_filename == self.file else None
+        """Meet where a function begins or a generator goes on, which need not begin a line."""
+        if frame.f_code.co_filename != self.file:
+            return None
+        self._meet(frame)
+        return self._at
 
     def _at(self, frame: FrameType, kind: str, argument: object) -> Any:
-        if kind == "line" and self.is_on and not self.thread.is_alive() and len(self.lines) < MOST:
+        if kind == "line":
+            self._meet(frame)
+        return self._at
+
+    def _meet(self, frame: FrameType) -> None:
+        if self.is_on and not self.thread.is_alive() and len(self.lines) < MOST:
             self.lines.append(frame.f_lineno)
             self.thread = threading.Thread(target=self._run, daemon=True)
             self.thread.start()
             self._wait()
-        return self._at
 
     def _run(self) -> None:
         sys.settrace(None)

@@ -200,6 +200,18 @@ def test_a_write_during_a_request(grade: Grade) -> None:
 
 
 @task("4.17")
+def test_many_requests_and_writes(grade: Grade) -> None:
+    found = grade.call(b.hammer, [f"m{i}" for i in range(200)], 100)
+    wrong = [status for status in found["statuses"] if status != 200]
+    check(not wrong, f"100 requests while write is called: some are answered with {wrong[:3]}.")
+    check(
+        not found["mixed"],
+        "a thread calls write all the time, with one value for all of 200 metrics and the step; a "
+        f"page has the values {short(found['mixed'])}. A page is made of one write, whole.",
+    )
+
+
+@task("4.17")
 def test_clients_that_vanish(grade: Grade) -> None:
     found = grade.call(b.vanish)
     check(

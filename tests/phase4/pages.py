@@ -12,6 +12,7 @@ import itertools
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -128,8 +129,53 @@ def write_at_each_line(lesson: Any, names: Sequence[str]) -> dict[str, Any]:
         return {"during": during, "last": fetch(), "value": next(values) - 1}
 
 
+@_in_real_world
+def hammer(lesson: Any, names: Sequence[str], num_requests: int) -> dict[str, Any]:
+    """Fetch pages while a thread writes all the time, each time one value for all metrics.
+
+    Threads may switch inside of a library here, too, where no lines are of the lesson. They need
+    not, so that what it finds in one run may not be found in another.
+
+    Returns:
+        The statuses; and of the first page with more than one value, these values.
+    """
+    is_over = threading.Event()
+    with _busy_threads(), closing(lesson.PrometheusExporter({})) as exporter:
+        exporter.write(*_all_are(0, names))
+
+        def write() -> None:
+            for value in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(1)):
+                exporter.write(*_all_are(value, names))
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        try:
+            answers = [_fetch(_port(exporter)) for _ in range(num_requests)]
+        finally:
+            is_over.set()
+            writer.join(PATIENCE_S)
+    mixed = (values for _, _, text in answers if len(values := _values(text)) != 1)
+    return {"statuses": [status for status, _, _ in answers], "mixed": next(mixed, [])}
+
+
 def _all_are(value: int, names: Collection[str]) -> Write:
     return dict.fromkeys(names, float(value)), value
+
+
+def _values(text: str) -> list[float]:
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return sorted({float(line.rpartition(" ")[2]) for line in lines})
+
+
+@contextmanager
+def _busy_threads() -> Iterator[None]:
+    """Let threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @_in_real_world
