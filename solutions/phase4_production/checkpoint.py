@@ -50,11 +50,12 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     Raises:
         FileExistsError: ``folder`` has an undamaged checkpoint of ``step``, which stays. A damaged
             one is replaced.
-        OSError: the disk is full, read-only or broken. Nothing of ``step`` is left then, and the
-            other checkpoints are as they were. If only an older one could not be removed, the new
-            one is there all the same.
+        OSError: the disk is full, read-only or broken: it says what the system said. Nothing of
+            ``step`` is left then, and the other checkpoints are as they were. If only an older one
+            could not be removed, the new one is there all the same.
 
     A crash may leave what begins with ``.step-``, and nothing else: the next save removes all that.
+    Every file and folder that is opened is closed again, also when the save fails.
 
     Cost: memory for one more copy of the state; it is written once, and the checkpoints in
         ``folder`` are read once.
@@ -201,7 +202,7 @@ def load_checkpoint(folder: Path) -> Loaded | None:
 
     Returns:
         Its step, its state with all tensors on the CPU, its path, and the newer ones that were
-        skipped since they are damaged: each with a reason that names a file, which is missing,
+        skipped since they are damaged: each with a reason that names the file that is missing,
         longer, shorter, changed in any byte, not listed, or of another step. None: there is no
         checkpoint.
 

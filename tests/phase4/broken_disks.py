@@ -12,6 +12,7 @@ import torch
 
 from phase4.checkpoints import MANIFEST, Plan, folder_of, listing, name_of, told
 from phase4.file_history import Sync, syncs_replaced
+from phase4.open_files import open_in
 
 
 def save_where_it_fails(lesson: Any, how: str, limit_bytes: int) -> dict[str, Any]:
@@ -45,17 +46,25 @@ def save_where_a_sync_fails(lesson: Any) -> list[dict[str, Any]]:
 
 
 def _failed_save(lesson: Any, folder: Path, target: Path, keep: int) -> dict[str, Any]:
-    """Save step 3; say what is raised, and whether ``folder`` is as before."""
-    before, error = content_of(folder), ""
+    """Save step 3; say what is raised, if ``folder`` is as before, what is open."""
+    before, error, reason = content_of(folder), "", ""
     try:
         lesson.save_checkpoint({"model": torch.zeros(100_000)}, target, 3, keep=keep)
     except NotImplementedError:
         raise
-    except OSError:
-        error = "OSError"
+    except OSError as raised:
+        error, reason = "OSError", "; ".join(_told_by(raised))
     except Exception as raised:
         error = told(raised)
-    return {"error": error, "same": content_of(folder) == before, "left": listing(folder)}
+    found = {"same": content_of(folder) == before, "left": listing(folder)}
+    return {"error": error, "reason": reason, **found, "open": open_in(folder.parent)}
+
+
+def _told_by(error: BaseException | None) -> Iterator[str]:
+    """Yield what an error says, and what those say from which it was raised."""
+    while error is not None:
+        yield str(error)
+        error = error.__cause__
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

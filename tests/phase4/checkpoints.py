@@ -17,6 +17,7 @@ from judging.calls import returned, typed
 from phase4.crash_states import State, build, crash_states, described, states_at_the_end
 from phase4.file_history import Recorder, recorded
 from phase4.file_reads import reads_in
+from phase4.open_files import open_in
 from phase4_production.given import Loaded
 
 MANIFEST = "manifest.json"
@@ -263,14 +264,16 @@ def damaged(lesson: Any, damages: Sequence[Damage]) -> list[dict[str, Any]]:
 
 
 def names_a_file(reason: str, files: Sequence[str], damaged_file: str) -> bool:
-    """Whether a reason names a file: one of ``files``, or as a damaged manifest calls it.
+    """Whether a reason names the damaged file, or any of ``files`` where it may be another.
 
-    If a bit of the manifest has flipped, it may list a ``ctate.pt``, which is missing.
+    A damaged manifest no longer fits a file that is as it was. If a bit of it has flipped, it may
+    list a ``ctate.pt``, which is missing.
     """
     differences = 1 if damaged_file == MANIFEST else 0
+    to_blame = files if damaged_file in ("", MANIFEST) else [Path(damaged_file).name]
     return any(
         sum(map(operator.ne, reason[start : start + len(name)], name)) <= differences
-        for name in files
+        for name in to_blame
         for start in range(len(reason) - len(name) + 1)
     )
 
@@ -355,6 +358,13 @@ def found_in_after(lesson: Any, folder: Path) -> dict[str, Any]:
     """Load after something was raised, whose text has its own place."""
     found = found_in(lesson, folder)
     return {"load_error": found.pop("error"), **found}
+
+
+def left_open(lesson: Any) -> list[str]:
+    """Save twice and load; what of the run is still open."""
+    with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
+        lesson.load_checkpoint(folder)
+        return open_in(folder.parent)
 
 
 class _Runs:

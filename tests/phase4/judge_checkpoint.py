@@ -1,5 +1,7 @@
 """Judges task 4.1: what crashes leave, damage, what stays, and disks that fail."""
 
+import errno
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -163,6 +165,20 @@ def test_leftovers_of_a_crash_are_removed(grade: Grade) -> None:
     )
 
 
+@task("4.1")
+def test_nothing_stays_open(grade: Grade) -> None:
+    _check_closed(grade.call(b.left_open), "two saves and a load")
+
+
+def _check_closed(names: Sequence[str], after: str) -> None:
+    check(
+        not names,
+        f"after {after}, these are still open: {short(names)}. A run saves thousands of times, and "
+        "a process may have about a thousand open files: os.close what os.open has opened, in a "
+        "finally, for a sync may fail.",
+    )
+
+
 # Damage
 
 
@@ -183,8 +199,8 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_loaded(grade: Grade) -> 
         reason = found["skipped"][name_of(3)]
         check(
             b.names_a_file(reason, found["files"], found["file"]),
-            f"{where}: the reason should name a file, of {short(found['files'])}; it says "
-            f"{reason!r:.200}.",
+            f"{where}: the reason should name the file that is damaged, of "
+            f"{short(found['files'])}; it says {reason!r:.200}.",
         )
 
 
@@ -282,15 +298,15 @@ def test_an_undamaged_checkpoint_is_not_overwritten(grade: Grade) -> None:
 @task("4.1")
 @pytest.mark.parametrize("limit_bytes", [0, 2000, 100_000])
 def test_a_full_disk_loses_nothing(grade: Grade, limit_bytes: int) -> None:
-    _check_failure(
-        grade.call(broken_disks.save_where_it_fails, "full", limit_bytes), "the disk is full"
-    )
+    found = grade.call(broken_disks.save_where_it_fails, "full", limit_bytes)
+    _check_failure(found, "the disk is full", os.strerror(errno.EFBIG))
 
 
 @task("4.1")
 def test_a_sync_that_fails_loses_nothing(grade: Grade) -> None:
     for place, found in enumerate(grade.call(broken_disks.save_where_a_sync_fails), start=1):
-        _check_failure(found, f"sync {place} of the save says that the disk is broken")
+        what = f"sync {place} of the save says that the disk is broken"
+        _check_failure(found, what, os.strerror(errno.EIO))
 
 
 @task("4.1")
@@ -299,7 +315,7 @@ def test_a_place_where_nothing_can_be_written(grade: Grade) -> None:
     _check_failure(found, "the folder can't be made")
 
 
-def _check_failure(found: Mapping[str, Any], what: str) -> None:
+def _check_failure(found: Mapping[str, Any], what: str, reason: str = "") -> None:
     check(
         found["error"] == "OSError",
         f"{what}: save_checkpoint should raise an OSError; it raises "
@@ -307,10 +323,17 @@ def _check_failure(found: Mapping[str, Any], what: str) -> None:
         "not say why the write failed.",
     )
     check(
+        reason in found["reason"],
+        f"{what}: the OSError should say what the system said, {reason!r}; it says "
+        f"{found['reason']!r:.200}. Let it through, or raise yours from it; what fails in cleaning "
+        "up must not take its place.",
+    )
+    check(
         found["same"],
         f"{what}: the checkpoints of steps 1 and 2 should be as before, and nothing else be left; "
         f"the folder holds {found['left']}. Remove old ones only after the new one is durable.",
     )
+    _check_closed(found["open"], f"a save that has failed ({what})")
 
 
 @task("4.1")

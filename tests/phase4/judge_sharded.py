@@ -255,25 +255,52 @@ def test_damage_is_found_by_all_ranks(grade: Grade) -> None:
             )
 
 
-LACKS = {  # what w is wanted as, which of its elements, and what a refusal names: one of these
-    "w[2:12] of which w[5:9] was never saved": ((20, "float32"), 2, 12, ["[5:9]"]),
-    "w[9:20] in float64, saved in float32": ((20, "float64"), 9, 20, ["float32", "float64"]),
-    "w[9:20] of 24 elements, saved of 20": ((24, "float32"), 9, 20, ["20", "24"]),
+@task("4.3")
+def test_without_undamaged_shards_nothing_is_loaded(grade: Grade) -> None:
+    plan = _plan(grade, 3)
+    with _root() as root:
+        run = grade.run(b.load_where_all_are_damaged, 3, root, plan, if_stuck=STUCK)
+    for rank, found in enumerate(run.results):
+        text = found["refusal"]["text"]
+        check(
+            found["refusal"]["type"] == "RuntimeError"
+            and all(f"step-0000000{step}" in text for step in (1, 2)),
+            f"steps 1 and 2 are there, both damaged; rank {rank} should raise a RuntimeError that "
+            f"names both; it raises {found['refusal']['type'] or 'none'} {short(text)}. Who gets "
+            "None begins anew, and overwrites what might have been saved.",
+        )
+        check(
+            found["file"] in text or "manifest" in text,
+            f"{found['file']} of both steps is damaged, and the RuntimeError should say so; on "
+            f"rank {rank} it says {short(text)}.",
+        )
+        check(found["unchanged"], "load_sharded should change nothing in the folder; it has.")
+
+
+LACKS = {  # which tensor is wanted, as what, which elements; a refusal names one of the last
+    "w[2:12] of which w[5:9] was never saved": ("w", (20, "float32"), 2, 12, ["[5:9]"]),
+    "w[9:20] of which w[16:20] was never saved": ("w", (20, "float32"), 9, 20, ["[16:20]"]),
+    "c[1:3] of which nothing was saved": ("c", (4, "float32"), 1, 3, ["[1:3]"]),
+    "w[9:16] in float64, saved in float32": (
+        *("w", (20, "float64"), 9, 16),
+        ["float32", "float64"],
+    ),
+    "w[9:16] of 24 elements, saved of 20": ("w", (24, "float32"), 9, 16, ["20", "24"]),
 }
 
 
 @task("4.3")
 @pytest.mark.parametrize("what", LACKS)
 def test_what_a_checkpoint_lacks_is_named(grade: Grade, what: str) -> None:
-    kind, start, stop, names = LACKS[what]
+    tensor, kind, start, stop, names = LACKS[what]
     tensors = {"w": (20, "float32"), "b": (4, "float32")}
-    plan = Plan(tensors, [[("w", 0, 5)], [("w", 9, 20), ("b", 0, 4)]])
-    wanted = Plan({**tensors, "w": kind}, [[("b", 0, 4)], [("w", start, stop)]])
+    plan = Plan(tensors, [[("w", 0, 5)], [("w", 9, 16), ("b", 0, 4)], [("w", 5, 5)]])
+    wanted = Plan({**tensors, tensor: kind}, [[("b", 0, 4)], [(tensor, start, stop)], []])
     with _root() as root:
-        run = grade.run(b.load_what_is_missing, 2, root, plan, wanted, if_stuck=STUCK)
+        run = grade.run(b.load_what_is_missing, 3, root, plan, wanted, if_stuck=STUCK)
     refusals = [found["refusal"] for found in run.results]
     named = [name for name in names if name in refusals[0]["text"]]
-    check_refused(refusals, what, "w", (named or names)[0])
+    check_refused(refusals, what, tensor, (named or names)[0])
     for rank, found in enumerate(run.results):
         check(found["unchanged"], f"{what} is refused, but rank {rank} has changed wanted.")
 

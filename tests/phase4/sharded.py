@@ -5,7 +5,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
 from functools import partial
@@ -261,13 +261,45 @@ def _damage(file: Path, damage: str) -> None:
     file.write_bytes(content)
 
 
+def load_where_all_are_damaged(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:
+    """Damage the largest file of both checkpoints, and load."""
+    folder, rank = own_folder(root), dist.get_rank()
+    for step in (1, 2):
+        lesson.save_sharded(plan.shards(rank, step), folder, step)
+    dist.barrier()
+    file = _largest(folder / "step-00000002").name
+    dist.barrier()
+    if rank == 0:
+        for step in (1, 2):
+            _damage(folder / f"step-0000000{step}" / file, "changed")
+    dist.barrier()
+    before = sorted(folder.rglob("*"))
+    refusal = _refusal_of(lambda: lesson.load_sharded(plan.empty(plan.by_rank[rank]), folder))
+    return {"refusal": refusal, "file": file, "unchanged": before == sorted(folder.rglob("*"))}
+
+
+def _refusal_of(load: Callable[[], object]) -> dict[str, str]:
+    """Return what ``load`` raises; errors of disks and of damage are refusals here, too."""
+    try:
+        return refusal_of(load)
+    except NotImplementedError:
+        raise
+    except (RuntimeError, OSError) as error:
+        kind = RuntimeError if isinstance(error, RuntimeError) else OSError
+        return {"type": kind.__name__, "text": str(error)}
+
+
+def _largest(checkpoint: Path) -> Path:
+    return max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+
+
 def load_what_is_missing(lesson: Any, root: str, plan: Plan, wanted: Plan) -> dict[str, Any]:
     """Load what the checkpoint lacks."""
     folder, rank = own_folder(root), dist.get_rank()
     lesson.save_sharded(plan.shards(rank, 1), folder, 1)
     mine = wanted.empty(wanted.by_rank[rank])
     before = {name: shard.values.tolist() for name, shard in mine.items()}
-    refusal = refusal_of(lambda: lesson.load_sharded(mine, folder))
+    refusal = _refusal_of(lambda: lesson.load_sharded(mine, folder))
     after = {name: shard.values.tolist() for name, shard in mine.items()}
     return {"refusal": refusal, "unchanged": before == after}
 
@@ -289,8 +321,7 @@ def save_what_is_there(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:
         refused = "FileExistsError"
     dist.barrier()
     if rank == 0:
-        largest = max((folder / "step-00000001").iterdir(), key=lambda path: path.stat().st_size)
-        _damage(largest, "changed")
+        _damage(_largest(folder / "step-00000001"), "changed")
     dist.barrier()
     for step in (1, 2, 3):
         lesson.save_sharded(plan.shards(rank, step), folder, step, keep=2)
@@ -344,8 +375,7 @@ def save_and_keep_two(
     dist.barrier()
     if rank == 0:
         for other in damaged:
-            files = (folder / f"step-{other:08d}").iterdir()
-            _damage(max(files, key=lambda path: path.stat().st_size), "changed")
+            _damage(_largest(folder / f"step-{other:08d}"), "changed")
     dist.barrier()
     lesson.save_sharded(plan.shards(rank, step), folder, step, keep=2)
     dist.barrier()
