@@ -4,15 +4,26 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from phase4.checkpoints import MANIFEST, Plan, folder_of, listing, name_of, told
-from phase4.file_history import Sync, syncs_replaced
+from phase4.checkpoints import (
+    MANIFEST,
+    Plan,
+    folder_of,
+    found_in,
+    listing,
+    name_of,
+    state_of,
+    told,
+)
+from phase4.file_history import Sync, listening, syncs_replaced
 from phase4.open_files import open_in
+
+REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # as Python audits them
 
 
 def save_where_it_fails(lesson: Any, how: str, limit_bytes: int) -> dict[str, Any]:
@@ -43,6 +54,19 @@ def save_where_a_sync_fails(lesson: Any) -> list[dict[str, Any]]:
         if left[0] >= 0:
             return found
         found.append(saved)
+
+
+def save_where_an_old_one_stays(lesson: Any) -> dict[str, Any]:
+    """Save step 3 where step 1 is to go, and can neither be renamed nor removed; then load."""
+
+    def failing(name: str, arguments: tuple[Any, ...]) -> None:
+        if name in REMOVALS and any(name_of(1) in str(argument) for argument in arguments):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
+        with suppress(OSError), listening(failing):
+            lesson.save_checkpoint(state_of(3), folder, 3, keep=2)
+        return {"left": listing(folder), **found_in(lesson, folder)}
 
 
 def _failed_save(lesson: Any, folder: Path, target: Path, keep: int) -> dict[str, Any]:

@@ -315,6 +315,17 @@ def test_a_place_where_nothing_can_be_written(grade: Grade) -> None:
     _check_failure(found, "the folder can't be made")
 
 
+@task("4.1")
+def test_what_was_saved_stays_if_an_old_one_does(grade: Grade) -> None:
+    found = grade.call(broken_disks.save_where_an_old_one_stays)
+    check(
+        found["step"] == 3 and found["equal"],
+        "step 3 was saved with keep=2, and step 1, which had to go, could not be removed: step 3 "
+        f"is saved all the same. load_checkpoint finds {_found(found)}; the folder holds "
+        f"{found['left']}. Clean up a save that fails, not one after which something fails.",
+    )
+
+
 def _check_failure(found: Mapping[str, Any], what: str, reason: str = "") -> None:
     check(
         found["error"] == "OSError",
