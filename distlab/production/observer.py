@@ -41,6 +41,7 @@ class Observer:
         self.spans: list[list[Span]] = [[] for _ in range(num_ranks)]
         self.processes: dict[int, psutil.Process] = {}
         self.known: set[int] = set()
+        self.beats_before = [0] * num_ranks  # when the last heartbeat before the process was
 
     @property
     def now_s(self) -> float:
@@ -81,6 +82,7 @@ class Observer:
                 continue
             if rank:  # else it has not begun to be torchrun's worker
                 self.processes[int(rank)] = child
+                self.beats_before[int(rank)] = self._last_beat_ns(int(rank))
                 self.known.add(child.pid)
 
     def _read(self) -> None:
@@ -106,7 +108,14 @@ class Observer:
             return "down"
         if status == psutil.STATUS_STOPPED:
             return "stopped"
-        heartbeat = self.run_dir / f"heartbeat.rank{rank}"
-        if not heartbeat.exists() or heartbeat.stat().st_mtime < process.create_time():
+        if self._last_beat_ns(rank) == self.beats_before[rank]:
             return "starting"
         return "evaluating" if self.is_evaluating else "training"
+
+    def _last_beat_ns(self, rank: int) -> int:
+        """Return when a rank's heartbeat was last touched; 0: never.
+
+        It is compared with itself alone: when a process began, the system tells to a second or so.
+        """
+        heartbeat = self.run_dir / f"heartbeat.rank{rank}"
+        return heartbeat.stat().st_mtime_ns if heartbeat.exists() else 0

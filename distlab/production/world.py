@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +21,7 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 
 LOCK_S = 10.0
+JOIN_S = 60.0  # at least, for Python has much to import
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -43,7 +45,7 @@ def joined(config: Config) -> Iterator[torch.device]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         _check_number(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        _join(backend)
+        _join(backend, timedelta(seconds=max(config.heartbeat_timeout_s, JOIN_S)))
     else:
         _check_number(config, 1)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -53,15 +55,15 @@ def joined(config: Config) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _join(backend: str) -> None:
-    """Join those that torchrun has started, in its store.
+def _join(backend: str, timeout: timedelta) -> None:
+    """Join those that torchrun has started, in its store; fail if one doesn't come in time.
 
     All starts of an agent share that store, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for
     torchrun: a restarted rank would find the addresses of processes that have ended, and wait for
     them. On one node, each start has keys of its own; agents of several count restarts each for
     itself, and need the variable.
     """
-    store, rank, size = next(rendezvous("env://"))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"start {start}", store)

@@ -61,14 +61,13 @@ def states(observer: Observer) -> list[str]:
 
 def test_the_states_of_a_rank(sleeper: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
     log, heartbeat = tmp_path / "log", tmp_path / "heartbeat.rank0"
-    heartbeat.touch()
-    os.utime(heartbeat, (0, 0))  # of an earlier start
+    heartbeat.touch()  # by the rank of an earlier start, a moment ago
     log.touch()
     observer = Observer(tmp_path, log, 1, 2)
     observer.look(os.getpid())
     observer.look(os.getpid())
     assert states(observer) == ["starting"]
-    os.utime(heartbeat)
+    os.utime(heartbeat, ns=(1, 1))  # whatever the clock says
     observer.look(os.getpid())
     assert observer.all_run
     for line in ("step 32 of 64  epoch 1.00\n", "epoch 1 of 2: 70% right\n"):

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from little_runs import little
 from picture_folders import of_folder, write_pictures
@@ -135,6 +136,24 @@ def test_what_its_starter_ignores_stops_no_training(handler: signal.Handlers) ->
         signal.signal(signal.SIGHUP, before)
     assert (signal.SIGHUP in found) == (handler is signal.SIG_DFL)  # nohup ignores it
     assert {signal.SIGTERM, signal.SIGUSR1} < {*found}
+
+
+def test_a_rank_that_does_not_come_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "JOIN_S", 0.5)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **address}.items():
+        monkeypatch.setenv(name, value)
+    config = little(tmp_path / "run").model_copy(update={"heartbeat_timeout_s": 1.0})
+    with pytest.raises(dist.DistError, match="1/2 clients joined"), world.joined(config):
+        pass
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("words", [("--run_dir", "RUN"), ("--run_dir=RUN",)])
