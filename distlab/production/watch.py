@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
@@ -112,7 +113,15 @@ class Watch:
             return
         print(f"rank {self.rank}: {reason}. This process ends.", file=sys.stderr, flush=True)
         leave_code(self.run_dir, EXIT_SILENT)
+        _end_workers()
         os._exit(EXIT_SILENT)  # the main thread waits in a collective, and hears no exception
+
+
+def _end_workers() -> None:
+    """Kill who loads for this process: one that hangs in its start would outlive it for ever."""
+    for worker in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
 
 
 def _store(timeout_s: float) -> Any:

@@ -120,11 +120,14 @@ def _enter(run_dir: Path, stack: ExitStack) -> str:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Lock a file; ranks of a launcher that was killed need a moment to notice."""
+    """Lock a file; ranks of a launcher that was killed need a moment to notice.
+
+    The lock is this process's alone: flock's would stay with a loader's worker that outlives it.
+    """
     end_s = time.monotonic() + LOCK_S
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > end_s:

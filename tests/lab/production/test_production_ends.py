@@ -1,13 +1,14 @@
 """How the trainer ends where something is wrong: its exit codes, and one clear line."""
 
-import fcntl
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -207,13 +208,56 @@ def test_a_folder_in_whose_place_a_file_is(start: Start, tmp_path: Path) -> None
     assert (tmp_path / "run").read_text() == "mine"
 
 
+HOLDS = """
+import os, sys, time
+from distlab.production import world
+file = open(sys.argv[1], "w")
+assert world._locked(file)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+LEAVES_A_WORKER = HOLDS.replace("print", "if os.fork(): sys.exit()\nprint")
+
+
+@contextmanager
+def locked_by(program: str, lock: Path) -> Iterator[None]:
+    """Start a process that locks a file; what has printed its number ends with the block."""
+    command = [sys.executable, "-c", program, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        try:
+            yield
+        finally:
+            os.kill(number, signal.SIGKILL)
+
+
+def test_a_worker_that_outlives_its_rank_holds_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "LOCK_S", 1.0)
+    lock = tmp_path / "lock"
+    with locked_by(LEAVES_A_WORKER, lock), lock.open("w") as file:
+        assert world._locked(file)
+    with locked_by(HOLDS, lock), lock.open("w") as file:
+        assert not world._locked(file)
+
+
+def test_a_rank_that_ends_itself_leaves_no_worker() -> None:
+    program = (
+        "import subprocess; from distlab.production import watch\n"
+        "worker = subprocess.Popen(['sleep', '600']); watch._end_workers(); print(worker.wait())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["-9"], done.stderr
+
+
 def test_another_training_in_the_same_folder(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "LOCK_S", 0.0)
     (tmp_path / "run").mkdir()
-    with (tmp_path / "run" / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with locked_by(HOLDS, tmp_path / "run" / "lock"):
         code, told = start(little(tmp_path / "run"))
     assert code == 78
     assert f"another training writes into {tmp_path}/run: wait for its end" in told
