@@ -113,8 +113,10 @@ class Watch:
             return
         print(f"rank {self.rank}: {reason}. This process ends.", file=sys.stderr, flush=True)
         leave_code(self.run_dir, EXIT_SILENT)
-        _end_workers()
-        os._exit(EXIT_SILENT)  # the main thread waits in a collective, and hears no exception
+        try:
+            _end_workers()
+        finally:
+            os._exit(EXIT_SILENT)  # the main thread waits in a collective, and hears no exception
 
 
 def _end_workers() -> None:

@@ -37,6 +37,8 @@ def joined(config: Config) -> Iterator[torch.device]:
     Raises:
         ConfigError: there are fewer GPUs than processes on this node, or as many processes as
             ``num_gpus`` does not say.
+        DistError: torch's; a rank has not come within ``heartbeat_timeout_s``, or within 60 s if
+            that is less.
     """
     device = _device(config)
     if dist.is_initialized():  # by whoever calls the trainer as a function
