@@ -30,6 +30,7 @@ Write = tuple[Mapping[str, float], int]  # metrics and step
 Answer = tuple[int, str, str]  # status, content type, text
 PATIENCE_S = 20.0  # for an answer
 LOOK_S = 0.01
+TURN_S = 1e-4  # from write to write: a lock would else be taken again before who waits for it wakes
 TRIES = 5  # of what needs a port that another process may take first
 LOOPBACK = "127.0.0.1"
 FOREIGN = "192.0.2.1"  # is for documentation: no machine has it
@@ -146,6 +147,7 @@ def hammer(lesson: Any, names: Sequence[str], num_requests: int) -> dict[str, An
         def write() -> None:
             for value in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(1)):
                 exporter.write(*_all_are(value, names))
+                time.sleep(TURN_S)
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
