@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from distlab.production.batches import on_device
 from distlab.production.config import Config
-from distlab.production.images import Keys, loader_of, open_images
+from distlab.production.images import open_images
 from distlab.production.lessons import Lessons
+from distlab.production.loading import Keys, loader_of
 from distlab.production.models import build_model
 from distlab.production.optimization import optimizer_of
 from distlab.production.strategies.base import DTYPES

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from distlab.production.config import Config
-from distlab.production.images import BAD, ImageData, Keys, loader_of, transforms
+from distlab.production.images import BAD, ImageData, transforms
+from distlab.production.loading import Keys, loader_of
 from distlab.production.strategies import Strategy
 
 Targets = Tensor  # (b,) classes, or (b, classes) their shares

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from distlab.production.batches import on_device
 from distlab.production.config import Config
-from distlab.production.images import Images, evaluation_keys, loader_of
+from distlab.production.images import Images
+from distlab.production.loading import evaluation_keys, loader_of
 from distlab.production.optimization import ModelMean
 from distlab.production.states import average_buffers
 from distlab.production.strategies import Strategy

@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from distlab import data
 from distlab.data import DataError, rank_zero_first
@@ -32,7 +32,7 @@ Sample = tuple[Tensor, int]  # float32 (3, S, S), normalised; label
 class Source(Protocol):
     """Images as they are kept, each with its label."""
 
-    labels: np.ndarray
+    labels: Tensor
 
     def read(self, index: int) -> Any:
         """Return an image of PIL, or bytes (3, H, W)."""
@@ -44,13 +44,14 @@ class Source(Protocol):
 class Files:
     """Images in files, which are decoded when asked for.
 
-    The paths are one array of bytes: a list of strings would be copied page by page into each
-    loader process as it is read (pytorch#13246).
+    The paths are one tensor of bytes, in rows of the same length, which the processes that load
+    share; of a list of strings, each would have a copy (pytorch#13246).
     """
 
     def __init__(self, samples: Sequence[tuple[str, int]]) -> None:
-        self.paths = np.array([path.encode() for path, _ in samples])
-        self.labels = np.array([label for _, label in samples])
+        paths = np.array([os.fsencode(path) for path, _ in samples])
+        self.paths = torch.from_numpy(paths.view(np.uint8).reshape(len(paths), -1))
+        self.labels = torch.tensor([label for _, label in samples])
 
     def read(self, index: int) -> Any:
         """Decode a file; PIL raises OSError where it is damaged."""
@@ -60,15 +61,14 @@ class Files:
 
     def name(self, index: int) -> str:
         """Return the path."""
-        path: bytes = self.paths[index]
-        return path.decode()
+        return os.fsdecode(self.paths[index].numpy().tobytes().rstrip(b"\0"))
 
 
 class Pixels:
     """Images in memory, as bytes."""
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
-        self.pixels, self.labels = pixels, labels.numpy()
+        self.pixels, self.labels = pixels, labels
 
     def read(self, index: int) -> Tensor:
         """Return the bytes, (3, H, W)."""
@@ -195,7 +195,7 @@ def _sources(config: Config) -> tuple[Source, Source, int]:
             folder = Path(config.data_dir or "")
         halves = check_folders(folder, "data_dir")
         files = [_files(half) for half in halves]
-        return files[0], files[1], len({*files[0].labels})
+        return files[0], files[1], len({*files[0].labels.tolist()})
     side = config.image_size
     is_made_up = config.data == "synthetic"
     options: dict[str, Any] = {"image_shape": (3, side, side)} if is_made_up else {}
@@ -210,68 +210,3 @@ def _files(folder: Path) -> Files:
     except FileNotFoundError as error:
         raise DataError(f"{folder}: {error}") from None
     return Files(found.samples)
-
-
-# Loading
-
-
-class Keys:
-    """Batches of a sampler, as keys: the epoch goes with each index to the loader's processes."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        epoch = self.sampler.epoch
-        for indices in self.sampler:
-            yield [(epoch, index) for index in indices]
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
-def loader_of(
-    images: Images, batches: Any, config: Config, device: torch.device, *, stays: bool = False
-) -> DataLoader[Any]:
-    """Load batches in processes of their own, ahead of time; with ``stays``, for several epochs."""
-    return DataLoader(
-        images,
-        batch_sampler=batches,
-        num_workers=config.num_workers,
-        persistent_workers=stays and config.num_workers > 0,
-        collate_fn=_Collate(config),
-        pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # else it would draw from the run's own
-        worker_init_fn=_prepare_worker,
-    )
-
-
-def _prepare_worker(_worker: int) -> None:
-    torch.set_num_threads(1)
-    os.setsid()  # torchrun's SIGTERM to a rank's group must not end who loads until it has saved
-
-
-class _Collate:
-    """Stack images; a part of a short last batch may be empty."""
-
-    def __init__(self, config: Config) -> None:
-        self.side = config.image_size
-
-    def __call__(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
-        if not samples:
-            return torch.zeros(0, 3, self.side, self.side), labels
-        return torch.stack([image for image, _ in samples]), labels
-
-
-def evaluation_keys(
-    num_images: int, global_batch: int, rank: int, num_ranks: int
-) -> list[list[Key]]:
-    """Return this rank's part of each batch of all images, each of which comes once.
-
-    The ranks' lists are equally long, for the model of a sharded strategy is called by all ranks
-    together; a part may be empty.
-    """
-    batches: Any = torch.arange(num_images).split(global_batch)  # type: ignore[no-untyped-call]
-    parts = [batch.tensor_split(num_ranks)[rank] for batch in batches]
-    return [[(0, index) for index in part.tolist()] for part in parts]

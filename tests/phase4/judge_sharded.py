@@ -281,10 +281,7 @@ LACKS = {  # which tensor is wanted, as what, which elements; a refusal names on
     "w[2:12] of which w[5:9] was never saved": ("w", (20, "float32"), 2, 12, ["[5:9]"]),
     "w[9:20] of which w[16:20] was never saved": ("w", (20, "float32"), 9, 20, ["[16:20]"]),
     "c[1:3] of which nothing was saved": ("c", (4, "float32"), 1, 3, ["[1:3]"]),
-    "w[9:16] in float64, saved in float32": (
-        *("w", (20, "float64"), 9, 16),
-        ["float32", "float64"],
-    ),
+    "w[9:16], saved in another dtype": ("w", (20, "float64"), 9, 16, ["float32", "float64"]),
     "w[9:16] of 24 elements, saved of 20": ("w", (24, "float32"), 9, 16, ["20", "24"]),
 }
 

@@ -1,6 +1,5 @@
 """Runs of the trainer on a handful of images, in a world of ranks, and by a plain loop."""
 
-import gc
 import hashlib
 import json
 from collections.abc import Sequence
@@ -89,7 +88,6 @@ def _outcome(run_dir: Path, case: Case) -> Outcome:
     with training.mean.in_place():
         logits = logits_of(training)
     dist.barrier()
-    gc.collect()  # groups that are collected in a loader's process would end it
     return {
         "losses": losses_in(run_dir),
         "logits": logits,
@@ -135,7 +133,7 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
     model = build_model(config, NUM_CLASSES, CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=config.momentum)
     means = [p.detach().clone() for p in model.parameters()]
-    x, y = (_normalised(data.train), torch.from_numpy(data.train.source.labels))
+    x, y = (_normalised(data.train), data.train.source.labels)
     losses, step = [], 0
     for epoch in range(config.epochs):
         order = torch.randperm(NUM_TRAIN, generator=torch.Generator().manual_seed(epoch))
@@ -160,7 +158,7 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
         losses.append(total / NUM_TRAIN)
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(means), model.parameters())
     logits = model.eval()(_normalised(data.test)).detach()
-    labels = torch.from_numpy(data.test.source.labels)
+    labels = data.test.source.labels
     right = {
         "top1": float((logits.argmax(1) == labels).float().mean()),
         "top5": 1.0,  # of four classes

@@ -1,14 +1,18 @@
 """Small trees of JPEG files, as the trainer reads them, and configurations that train quickly."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from distlab.production.config import Config, make_config
+from distlab.production.images import open_images
 
 SIDE = 16
+CLASSES = {"ant": 3, "bee": 4}
 QUICK = {
     "model": "transformer",
     "data": "synthetic",
@@ -46,3 +50,9 @@ def picture(brightness: int, seed: int) -> Image.Image:
     """Return a picture of some noise."""
     noise = np.random.default_rng(seed).integers(0, 60, (SIDE, SIDE, 3))
     return Image.fromarray((noise + brightness).astype(np.uint8))
+
+
+def taken(config: Config, keys: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return training images of some epochs and indices, from this process."""
+    images = open_images(config).train
+    return [images[key][0] for key in keys]

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,27 +13,22 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from picture_folders import SIDE, of_folder, picture, quick, write_pictures
+from picture_folders import CLASSES, SIDE, of_folder, picture, quick, taken, write_pictures
 from ranks import on_ranks
-from torch import Tensor
 
 from distlab.data import DataError
 from distlab.production import digits_files
-from distlab.production.config import Config, make_config
+from distlab.production.config import make_config
 from distlab.production.digits_files import digits_folder
 from distlab.production.images import (
     BAD,
     Files,
-    Keys,
     Pixels,
-    evaluation_keys,
-    loader_of,
     open_images,
     side_of,
 )
 
 CPU = torch.device("cpu")
-CLASSES = {"ant": 3, "bee": 4}
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +43,6 @@ def broken(pictures: Path, tmp_path: Path) -> Path:
     shutil.copytree(pictures, folder)
     (folder / "train" / "ant" / "2.jpg").write_bytes(b"\xff\xd8\xff no picture")
     return folder
-
-
-def taken(config: Config, keys: list[tuple[int, int]]) -> list[Tensor]:
-    images = open_images(config).train
-    return [images[key][0] for key in keys]
 
 
 # --- augmentation --------------------------------------------------------------------------------
@@ -180,7 +169,7 @@ def test_whatever_bytes_a_file_has_training_goes_on(
 def test_names_may_be_in_any_language() -> None:
     files = Files([("bilder/käfer.jpg", 0), ("画像/1.jpg", 1)])
     assert [files.name(i) for i in range(2)] == ["bilder/käfer.jpg", "画像/1.jpg"]
-    assert files.paths.dtype.kind == "S"  # not objects, which loader processes would copy
+    assert files.paths.dtype == torch.uint8  # not objects, which loader processes would copy
 
 
 def test_an_image_in_memory_has_a_number() -> None:
@@ -309,62 +298,7 @@ def test_a_digit_is_the_same_picture_enlarged(tmp_path: Path) -> None:
     assert np.abs(np.asarray(found).astype(int) - expected).mean() < 30
 
 
-# --- batches for evaluation ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-@settings(max_examples=25, deadline=None)
-@given(num_images=st.integers(1, 70), batch=st.integers(1, 40))
-def test_each_test_image_comes_once(num_ranks: int, num_images: int, batch: int) -> None:
-    parts = [evaluation_keys(num_images, batch, rank, num_ranks) for rank in range(num_ranks)]
-    assert {len(part) for part in parts} == {-(-num_images // batch)}
-    indices = Counter(index for part in parts for keys in part for _, index in keys)
-    assert indices == Counter(range(num_images))
-    for together in zip(*parts, strict=True):
-        sizes = [len(keys) for keys in together]
-        assert sum(sizes) <= batch
-        assert max(sizes) - min(sizes) <= 1
-
-
-# --- loading -------------------------------------------------------------------------------------
-
-
-class Order:
-    """A sampler of three batches, one of them empty."""
-
-    epoch = 4
-
-    def __iter__(self) -> Any:
-        return iter([[0, 5], [], [6]])
-
-    def __len__(self) -> int:
-        return 3
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_image_of_an_epoch_is_the_same_in_any_process(pictures: Path, num_workers: int) -> None:
-    config = of_folder(pictures, num_workers=num_workers)
-    images = open_images(config).train
-    before = torch.get_rng_state()
-    batches = list(loader_of(images, Keys(Order()), config, CPU))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert [tuple(x.shape) for x, _ in batches] == [(2, 3, 8, 8), (0, 3, 8, 8), (1, 3, 8, 8)]
-    assert [labels.tolist() for _, labels in batches] == [[0, 1], [], [1]]
-    expected = taken(config, [(4, 0), (4, 5), (4, 6)])
-    assert torch.equal(torch.cat([x for x, _ in batches]), torch.stack(expected))
-
-
-def test_a_loader_sees_where_an_epoch_begins_anew(pictures: Path) -> None:
-    order = Order()
-    config = of_folder(pictures, num_workers=1)
-    loader = loader_of(open_images(config).train, Keys(order), config, CPU)
-    first = torch.cat([x for x, _ in loader])
-    order.epoch = 5
-    second = torch.cat([x for x, _ in loader])
-    del loader
-    expected = taken(config, [(5, 0), (5, 5), (5, 6)])
-    assert torch.equal(second, torch.stack(expected))
-    assert not torch.equal(first, second)
+# --- images in memory ----------------------------------------------------------------------------
 
 
 def test_synthetic_images_have_the_side_that_was_asked_for() -> None:

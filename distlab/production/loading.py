@@ -1,0 +1,121 @@
+"""Loads images ahead of time, in processes that a process without threads has forked.
+
+A rank has threads: of its watch, of a save, of TensorBoard. What ``fork`` makes of it has none of
+them, and a lock that one has held stays locked there: in CPython 3.11 a child may wait for its
+threads' lock in ``os.fork`` itself, for good. So a rank starts a server, multiprocessing's, before
+which it imports all that loading needs, and which forks whenever a loader starts.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cache
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from distlab.production.config import Config
+from distlab.production.images import Images, Key, Sample
+
+IMPORTED = "distlab.production.loading_imports"
+
+
+class Keys:
+    """Batches of a sampler, as keys: the epoch goes with each index to the loader's processes."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        epoch = self.sampler.epoch
+        for indices in self.sampler:
+            yield [(epoch, index) for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def evaluation_keys(
+    num_images: int, global_batch: int, rank: int, num_ranks: int
+) -> list[list[Key]]:
+    """Return this rank's part of each batch of all images, each of which comes once.
+
+    The ranks' lists are equally long, for the model of a sharded strategy is called by all ranks
+    together; a part may be empty.
+    """
+    batches: Any = torch.arange(num_images).split(global_batch)  # type: ignore[no-untyped-call]
+    parts = [batch.tensor_split(num_ranks)[rank] for batch in batches]
+    return [[(0, index) for index in part.tolist()] for part in parts]
+
+
+def loader_of(
+    images: Images, batches: Any, config: Config, device: torch.device, *, stays: bool = False
+) -> DataLoader[Any]:
+    """Load batches in processes of their own, ahead of time; with ``stays``, for several epochs."""
+    has_workers = config.num_workers > 0
+    if has_workers:
+        start_server()
+    return DataLoader(
+        images,
+        batch_sampler=batches,
+        num_workers=config.num_workers,
+        persistent_workers=stays and has_workers,
+        multiprocessing_context="forkserver" if has_workers else None,
+        collate_fn=_Collate(config),
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),  # else it would draw from the run's own
+        worker_init_fn=_prepare_worker,
+    )
+
+
+@cache
+def start_server() -> None:
+    """Start what the processes that load are forked from, once.
+
+    Torchrun's SIGTERM goes to a rank's whole group, and must not end who loads until the rank has
+    saved: the server holds it back, and so do its children until they have left the group.
+    """
+    main = getattr(sys.modules["__main__"], "__spec__", None)  # each worker imports it
+    forkserver.set_forkserver_preload([IMPORTED, *([main.name] if main else [])])
+    resource_tracker.ensure_running()  # here: it would let SIGTERM through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _prepare_worker(_worker: int) -> None:
+    torch.set_num_threads(1)
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that was held back
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with_rank, daemon=True).start()
+
+
+def _end_with_rank() -> None:
+    """End when the rank does: torch looks at the parent only, which is the server."""
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        rank.join()
+        os._exit(1)
+
+
+class _Collate:
+    """Stack images; a part of a short last batch may be empty."""
+
+    def __init__(self, config: Config) -> None:
+        self.side = config.image_size
+
+    def __call__(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+        if not samples:
+            return torch.zeros(0, 3, self.side, self.side), labels
+        return torch.stack([image for image, _ in samples]), labels

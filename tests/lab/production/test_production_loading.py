@@ -1,0 +1,205 @@
+"""Processes that load: which images they give, who they are forked from, and when they end."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from picture_folders import CLASSES, of_folder, taken, write_pictures
+from torch.utils.data import DataLoader
+
+from distlab.production.images import open_images
+from distlab.production.loading import Keys, evaluation_keys, loader_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pictures(tmp_path_factory.mktemp("pictures"), CLASSES)
+
+
+# --- batches for evaluation ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@settings(max_examples=25, deadline=None)
+@given(num_images=st.integers(1, 70), batch=st.integers(1, 40))
+def test_each_test_image_comes_once(num_ranks: int, num_images: int, batch: int) -> None:
+    parts = [evaluation_keys(num_images, batch, rank, num_ranks) for rank in range(num_ranks)]
+    assert {len(part) for part in parts} == {-(-num_images // batch)}
+    indices = Counter(index for part in parts for keys in part for _, index in keys)
+    assert indices == Counter(range(num_images))
+    for together in zip(*parts, strict=True):
+        sizes = [len(keys) for keys in together]
+        assert sum(sizes) <= batch
+        assert max(sizes) - min(sizes) <= 1
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+class Order:
+    """A sampler of three batches, one of them empty."""
+
+    epoch = 4
+
+    def __iter__(self) -> Any:
+        return iter([[0, 5], [], [6]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_image_of_an_epoch_is_the_same_in_any_process(pictures: Path, num_workers: int) -> None:
+    config = of_folder(pictures, num_workers=num_workers)
+    images = open_images(config).train
+    before = torch.get_rng_state()
+    batches = list(loader_of(images, Keys(Order()), config, CPU))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [tuple(x.shape) for x, _ in batches] == [(2, 3, 8, 8), (0, 3, 8, 8), (1, 3, 8, 8)]
+    assert [labels.tolist() for _, labels in batches] == [[0, 1], [], [1]]
+    expected = taken(config, [(4, 0), (4, 5), (4, 6)])
+    assert torch.equal(torch.cat([x for x, _ in batches]), torch.stack(expected))
+
+
+def test_a_loader_sees_where_an_epoch_begins_anew(pictures: Path) -> None:
+    order = Order()
+    config = of_folder(pictures, num_workers=1)
+    loader = loader_of(open_images(config).train, Keys(order), config, CPU)
+    first = torch.cat([x for x, _ in loader])
+    order.epoch = 5
+    second = torch.cat([x for x, _ in loader])
+    del loader
+    expected = taken(config, [(5, 0), (5, 5), (5, 6)])
+    assert torch.equal(second, torch.stack(expected))
+    assert not torch.equal(first, second)
+
+
+# --- the processes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loader(pictures: Path) -> Iterator[DataLoader[Any]]:
+    """A loader with two processes that stay."""
+    config = of_folder(pictures, num_workers=2)
+    made = loader_of(open_images(config).train, Keys(Order()), config, CPU, stays=True)
+    yield made
+    if made._iterator is not None:
+        made._iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def workers_of(loader: DataLoader[Any]) -> list[psutil.Process]:
+    iterator: Any = iter(loader)
+    return [psutil.Process(worker.pid) for worker in iterator._workers]
+
+
+def test_who_loads_is_not_forked_from_a_process_with_threads(loader: DataLoader[Any]) -> None:
+    servers = {worker.ppid() for worker in workers_of(loader)}
+    assert len(servers) == 1
+    assert os.getpid() not in servers
+
+
+def test_who_loads_shares_paths_and_labels(loader: DataLoader[Any]) -> None:
+    source = loader.dataset.source  # type: ignore[attr-defined]
+    workers_of(loader)
+    assert source.paths.is_shared()
+    assert source.labels.is_shared()
+
+
+def test_who_loads_can_be_told_to_end_and_the_server_cannot(loader: DataLoader[Any]) -> None:
+    worker, _ = workers_of(loader)
+    server = worker.parent()
+    assert server is not None
+    len(list(loader))  # a process that has given a batch has begun
+    server.terminate()
+    assert len(list(loader)) == len(Order())
+    worker.terminate()
+    worker.wait(timeout=20)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
+        list(loader)
+
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from picture_folders import of_folder
+from test_production_loading import Order, loader_of, open_images, Keys, workers_of
+
+if __name__ == "__main__":
+    config = of_folder(Path(sys.argv[1]), num_workers=2)
+    images = open_images(config).train
+    loader = loader_of(images, Keys(Order()), config, torch.device("cpu"), stays=True)
+"""
+
+
+@contextmanager
+def started(program: str, pictures: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a program as torchrun starts a rank: in a group of its own."""
+    file = folder / "rank.py"
+    file.write_text(PROGRAM + program, encoding="utf-8")
+    with subprocess.Popen(
+        [sys.executable, str(file), str(pictures)],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as rank:
+        try:
+            yield rank
+        finally:
+            rank.kill()
+
+
+TERMINATED = """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.killpg(0, signal.SIGTERM)  # the server has just been started
+    batches = iter(loader)
+    os.killpg(0, signal.SIGTERM)  # and those who load
+    print(len(list(batches)), flush=True)
+"""
+
+
+def test_a_signal_to_the_group_does_not_end_who_loads(pictures: Path, tmp_path: Path) -> None:
+    with started(TERMINATED, pictures, tmp_path) as rank:
+        printed, _ = rank.communicate(timeout=120)
+    assert (rank.returncode, printed) == (0, f"{len(Order())}\n")
+
+
+KILLED = """
+    workers = workers_of(loader)
+    print(*[worker.pid for worker in [*workers, workers[0].parent()]], flush=True)
+    time.sleep(999)
+"""
+
+
+def test_who_loads_ends_with_its_rank(pictures: Path, tmp_path: Path) -> None:
+    with started(KILLED, pictures, tmp_path) as rank:
+        assert rank.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+    assert len(processes) == 3
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    for process in alive:
+        process.kill()
+    assert alive == []
+
+
+def test_who_loads_prints_nothing(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    file = tmp_path / "package" / "rank.py"
+    file.write_text(f"{PROGRAM}    print(len(list(loader)))", encoding="utf-8")
+    module = [sys.executable, "-m", "package.rank", str(pictures)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(module, capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{len(Order())}\n", "")
