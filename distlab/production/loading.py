@@ -1,9 +1,9 @@
-"""Loads images ahead of time, in processes that a process without threads has forked.
+"""Loads images ahead of time, in processes that a process without threads of Python has forked.
 
-A rank has threads: of its watch, of a save, of TensorBoard. What ``fork`` makes of it has none of
-them, and a lock that one has held stays locked there: in CPython 3.11 a child may wait for its
-threads' lock in ``os.fork`` itself, for good. So a rank starts a server, multiprocessing's, before
-which it imports all that loading needs, and which forks whenever a loader starts.
+A rank has threads: of its watch, of a save, of TensorBoard. What ``fork`` makes of a rank has none
+of them, and a lock that one of them held stays locked there. In CPython 3.11 a child may wait for
+such a lock of the interpreter in ``os.fork`` itself, for good. So a rank starts the fork server of
+multiprocessing, which imports once all that loading needs, and forks a process when a rank asks.
 """
 
 import multiprocessing
@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from distlab.production.config import Config
 from distlab.production.images import Images, Key, Sample
+from distlab.production.world import STOPS
 
 IMPORTED = "distlab.production.loading_imports"
 
@@ -57,10 +57,14 @@ def evaluation_keys(
 def loader_of(
     images: Images, batches: Any, config: Config, device: torch.device, *, stays: bool = False
 ) -> DataLoader[Any]:
-    """Load batches in processes of their own, ahead of time; with ``stays``, for several epochs."""
+    """Load batches in processes of their own, ahead of time; with ``stays``, for several epochs.
+
+    They share what is a tensor of the images, in /dev/shm. That one has ended is noticed within the
+    5 s after which torch looks.
+    """
     has_workers = config.num_workers > 0
     if has_workers:
-        start_server()
+        _start_server()
     return DataLoader(
         images,
         batch_sampler=batches,
@@ -74,30 +78,27 @@ def loader_of(
     )
 
 
-@cache
-def start_server() -> None:
-    """Start what the processes that load are forked from, once.
+def _start_server() -> None:
+    """Start what the processes that load are forked from, if it isn't there.
 
-    Torchrun's SIGTERM goes to a rank's whole group, and must not end who loads until the rank has
-    saved: the server holds it back, and so do its children until they have left the group.
+    What asks a rank to stop goes to its whole group, from torchrun or a terminal, and must not end
+    who loads before the rank has saved. The server holds it back until it has left the group.
     """
-    main = getattr(sys.modules["__main__"], "__spec__", None)  # each worker imports it
-    forkserver.set_forkserver_preload([IMPORTED, *([main.name] if main else [])])
-    resource_tracker.ensure_running()  # here: it would let SIGTERM through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    main_name = [main.name] if main and not main.name.endswith("__main__") else []
+    forkserver.set_forkserver_preload([IMPORTED, *main_name])  # each child imports main
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
+        resource_tracker.ensure_running()  # first, because it unblocks SIGTERM and SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare_worker(_worker: int) -> None:
-    torch.set_num_threads(1)
-    os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that was held back
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with_rank, daemon=True).start()
+    torch.set_num_threads(1)
 
 
 def _end_with_rank() -> None:

@@ -120,10 +120,14 @@ class Watch:
 
 
 def _end_workers() -> None:
-    """Kill who loads for this process: one that hangs in its start would outlive it for ever."""
+    """Kill who loads for this process: one that hangs in its start would outlive it for ever.
+
+    Multiprocessing's tracker stays: it ends by itself, when it has removed their semaphores.
+    """
     for worker in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            worker.kill()
+            if not any("resource_tracker" in word for word in worker.cmdline()):
+                worker.kill()
 
 
 def _store(timeout_s: float) -> Any:

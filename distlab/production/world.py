@@ -22,12 +22,12 @@ from distlab.production.errors import ConfigError
 
 LOCK_S = 10.0
 JOIN_S = 60.0  # at least, for Python has much to import
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
 
 
 def stop_signals() -> list[signal.Signals]:
     """Return what asks a training to stop, without what its starter ignores: nohup does, SIGHUP."""
-    asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-    return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
+    return [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ Write = tuple[Mapping[str, float], int]  # metrics and step
 Answer = tuple[int, str, str]  # status, content type, text
 PATIENCE_S = 20.0  # for an answer
 LOOK_S = 0.01
-TURN_S = 1e-4  # from write to write: a lock would else be taken again before who waits for it wakes
+TURN_S = 1e-4  # between writes: else a lock is taken again before a request that waits for it wakes
 TRIES = 5  # of what needs a port that another process may take first
 LOOPBACK = "127.0.0.1"
 FOREIGN = "192.0.2.1"  # is for documentation: no machine has it
@@ -132,7 +132,7 @@ def write_at_each_line(lesson: Any, names: Sequence[str]) -> dict[str, Any]:
 
 @_in_real_world
 def hammer(lesson: Any, names: Sequence[str], num_requests: int) -> dict[str, Any]:
-    """Fetch pages while a thread writes all the time, each time one value for all metrics.
+    """Fetch pages while a thread writes, time and again, one value for all metrics.
 
     Threads may switch inside of a library here, too, where no lines are of the lesson. They need
     not, so that what it finds in one run may not be found in another.

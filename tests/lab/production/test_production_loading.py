@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from distlab.production.images import open_images
 from distlab.production.loading import Keys, evaluation_keys, loader_of
 
 CPU = torch.device("cpu")
+END_S = 50.0
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def workers_of(loader: DataLoader[Any]) -> list[psutil.Process]:
     return [psutil.Process(worker.pid) for worker in iterator._workers]
 
 
-def test_who_loads_is_not_forked_from_a_process_with_threads(loader: DataLoader[Any]) -> None:
+def test_who_loads_is_not_forked_from_its_rank(loader: DataLoader[Any]) -> None:
     servers = {worker.ppid() for worker in workers_of(loader)}
     assert len(servers) == 1
     assert os.getpid() not in servers
@@ -117,27 +119,24 @@ def test_who_loads_shares_paths_and_labels(loader: DataLoader[Any]) -> None:
     assert source.labels.is_shared()
 
 
-def test_who_loads_can_be_told_to_end_and_the_server_cannot(loader: DataLoader[Any]) -> None:
+def test_who_loads_can_be_told_to_end(loader: DataLoader[Any]) -> None:
     worker, _ = workers_of(loader)
-    server = worker.parent()
-    assert server is not None
-    len(list(loader))  # a process that has given a batch has begun
-    server.terminate()
-    assert len(list(loader)) == len(Order())
     worker.terminate()
-    worker.wait(timeout=20)
+    worker.wait(timeout=END_S)
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly"):
         list(loader)
 
 
-PROGRAM = """
+IMPORTS = """
 import os, signal, sys, time
+from multiprocessing import forkserver
 from pathlib import Path
 import torch
 from picture_folders import of_folder
+from distlab.production.world import STOPS
 from test_production_loading import Order, loader_of, open_images, Keys, workers_of
-
-if __name__ == "__main__":
+"""
+LOADER = """
     config = of_folder(Path(sys.argv[1]), num_workers=2)
     images = open_images(config).train
     loader = loader_of(images, Keys(Order()), config, torch.device("cpu"), stays=True)
@@ -145,16 +144,24 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def started(program: str, pictures: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
+def started(
+    program: str, pictures: Path, folder: Path, *arguments: str
+) -> Iterator[subprocess.Popen[str]]:
     """Start a program as torchrun starts a rank: in a group of its own."""
-    file = folder / "rank.py"
-    file.write_text(PROGRAM + program, encoding="utf-8")
+    (folder / "package").mkdir()
+    (folder / "package" / "rank.py").write_text(
+        f"{IMPORTS}if __name__ == '__main__':{LOADER}{program}", encoding="utf-8"
+    )
+    (folder / "package" / "__main__.py").write_text(
+        f"{IMPORTS}if True:{LOADER}{program}", encoding="utf-8"
+    )
     with subprocess.Popen(
-        [sys.executable, str(file), str(pictures)],
+        [sys.executable, "-m", *arguments, str(pictures)],
         start_new_session=True,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
     ) as rank:
         try:
             yield rank
@@ -162,44 +169,77 @@ def started(program: str, pictures: Path, folder: Path) -> Iterator[subprocess.P
             rank.kill()
 
 
-TERMINATED = """
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    os.killpg(0, signal.SIGTERM)  # the server has just been started
-    batches = iter(loader)
-    os.killpg(0, signal.SIGTERM)  # and those who load
-    print(len(list(batches)), flush=True)
+COUNTED = """
+    print(len(list(loader)), flush=True)
 """
 
 
-def test_a_signal_to_the_group_does_not_end_who_loads(pictures: Path, tmp_path: Path) -> None:
-    with started(TERMINATED, pictures, tmp_path) as rank:
-        printed, _ = rank.communicate(timeout=120)
-    assert (rank.returncode, printed) == (0, f"{len(Order())}\n")
+@pytest.mark.parametrize("module", ["package.rank", "package"])
+def test_who_loads_prints_nothing(module: str, pictures: Path, tmp_path: Path) -> None:
+    with started(COUNTED, pictures, tmp_path, module) as rank:
+        printed = rank.communicate(timeout=END_S)
+    assert (rank.returncode, *printed) == (0, f"{len(Order())}\n", "")
 
 
-KILLED = """
+ASKED = """
+    for stop in STOPS:
+        signal.signal(stop, lambda *_: None)
+        os.killpg(0, stop)  # the server has just been started
+    server = forkserver._forkserver._forkserver_pid
+    batches = iter(loader)
+    for stop in STOPS:
+        os.killpg(0, stop)  # and those who load
+    print(len(list(batches)), len(list(loader)))
+    print(forkserver._forkserver._forkserver_pid == server, flush=True)
+"""
+
+
+def test_signals_to_the_group_do_not_end_who_loads(pictures: Path, tmp_path: Path) -> None:
+    with started(ASKED, pictures, tmp_path, "package.rank") as rank:
+        printed = rank.communicate(timeout=END_S)
+    assert (rank.returncode, *printed) == (0, "3 3\nTrue\n", "")
+
+
+FAILED = """
+    batches = iter(loader)
+    raise RuntimeError("a rank has failed")
+"""
+
+
+def test_a_rank_that_fails_as_they_start_ends(pictures: Path, tmp_path: Path) -> None:
+    with started(FAILED, pictures, tmp_path, "package.rank") as rank:
+        _, printed = rank.communicate(timeout=END_S)
+    assert rank.returncode == 1
+    assert "RuntimeError: a rank has failed" in printed
+
+
+SLEEPING = """
     workers = workers_of(loader)
     print(*[worker.pid for worker in [*workers, workers[0].parent()]], flush=True)
     time.sleep(999)
 """
 
 
-def test_who_loads_ends_with_its_rank(pictures: Path, tmp_path: Path) -> None:
-    with started(KILLED, pictures, tmp_path) as rank:
+def test_who_loads_ends_with_a_rank_that_is_killed(pictures: Path, tmp_path: Path) -> None:
+    with started(SLEEPING, pictures, tmp_path, "package.rank") as rank:
         assert rank.stdout is not None
-        processes = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
-    assert len(processes) == 3
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    for process in alive:
-        process.kill()
-    assert alive == []
+        pids = [int(pid) for pid in rank.stdout.readline().split()]
+        assert len(pids) == 3
+    assert ended(pids, within_s=END_S), pids
 
 
-def test_who_loads_prints_nothing(pictures: Path, tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    file = tmp_path / "package" / "rank.py"
-    file.write_text(f"{PROGRAM}    print(len(list(loader)))", encoding="utf-8")
-    module = [sys.executable, "-m", "package.rank", str(pictures)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run(module, capture_output=True, text=True, env=environment, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{len(Order())}\n", "")
+def ended(pids: list[int], within_s: float) -> bool:
+    """Tell whether processes end in time; one that nobody has waited for yet has ended, too."""
+    end_s = time.monotonic() + within_s
+    while time.monotonic() < end_s:
+        if not any(map(is_alive, pids)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
