@@ -1,5 +1,6 @@
 """Finding processes that a test has started, however many parents ended in between."""
 
+import gc
 from multiprocessing import forkserver, resource_tracker
 
 import forked_python
@@ -30,6 +31,8 @@ def end_fork_server() -> None:
     """End the processes that multiprocessing keeps once it has started others by its fork server.
 
     It has no public way, and otherwise ends them when Python exits: other tests would see them.
+    Semaphores that are garbage go first, for the tracker that ends removes what is left of them.
     """
+    gc.collect()
     for server in (forkserver._forkserver, resource_tracker._resource_tracker):
         server._stop()  # type: ignore[attr-defined]

@@ -99,6 +99,7 @@ def loader(pictures: Path) -> Iterator[DataLoader[Any]]:
     yield made
     if made._iterator is not None:
         made._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        made._iterator = None  # pytest keeps the loader longer than the server lives
 
 
 def workers_of(loader: DataLoader[Any]) -> list[psutil.Process]:
