@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 SCRIPT = ROOT / "scripts/launch_training.sh"
 TIMEOUT_S = 240
+END_S = 20.0
 TINY = (
     *("--model=transformer", "--data=synthetic", "--image_size=16", "--batch_size=64"),
     *("--optimizer=adamw", "--lr=0.004", "--num_workers=0", "--device=cpu", "--tensorboard=false"),
@@ -35,10 +36,12 @@ STEPS_PER_EPOCH = 32
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """What is in the environment of all processes of a test; they are ended after it."""
+    """What is in the environment of all processes of a test: they end, or are ended after it."""
     name = uuid.uuid4().hex
     yield name
-    left = marked(name)
+    end_s = time.monotonic() + END_S  # who loads for a rank ends when it sees that the rank has
+    while (left := marked(name)) and time.monotonic() < end_s:
+        time.sleep(0.05)
     for process in left:
         process.kill()
     assert not left
