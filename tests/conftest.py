@@ -1,5 +1,9 @@
-"""A grading suite without the grader must not look graded, and ctrl-C reaches what tests start."""
+"""A grading suite without the grader must not look graded, and ctrl-C reaches what tests start.
 
+Several processes that share the tests share the cores too, and compute with one thread each.
+"""
+
+import os
 import signal
 from typing import Any
 
@@ -16,6 +20,10 @@ GRADER = "distlab.grade.plugin"
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to run where pytest was told to leave the course's settings out.
 
+    Whom pytest-xdist starts inherits the number of threads, as do the programs that tests start.
+    OpenMP's threads wait for one another by spinning: with more of them than cores, a training in
+    a test took six times as long, and kept the cores from the other tests.
+
     Raises:
         UsageError: the grader is not loaded.
     """
@@ -24,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
             f"{GRADER} is not loaded: pytest must read the course's pyproject.toml; leave out -c, "
             "-o addopts and -p no:"
         )
+    if getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,8 +1,11 @@
 """Processes of pytest share the tests so that what the tests of a file share is made once."""
 
+import os
 from collections.abc import Callable
 
+import fresh_pytest
 import pytest
+import torch
 
 FIRST = ["lab/test_1.py::test_a", "lab/test_1.py::test_b[x::y]", "lab/test_1.py::test_c[1.1 z]"]
 SECOND, NOTEBOOK = ["lab/test_2.py::test_a"], ["explore.ipynb::explore.ipynb"]
@@ -60,3 +63,14 @@ def test_the_tests_of_a_file_stay_together(units: Callable[..., list[list[str]]]
 
 def test_the_bank_is_shared_task_by_task(units: Callable[..., list[list[str]]]) -> None:
     assert units(BANK) == [[*BANK[:2], BANK[3]], BANK[2:3], BANK[4:]]
+
+
+def test_each_process_computes_with_one_thread(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+        return
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    ended = fresh_pytest.run(f"{__file__}::{request.node.name}", "-n", "2")
+    assert "1 passed" in ended.stdout, ended.stdout

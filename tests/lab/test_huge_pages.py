@@ -1,7 +1,9 @@
 """The fork server's memory in huge pages: which it is, and that nothing in it changes."""
 
 import ctypes
+import mmap
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -31,7 +33,9 @@ def test_memory_that_a_fork_copies_is_the_heap_and_what_is_no_files() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has it")
-def test_the_kernel_is_asked_to_move_what_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_asked_to_move_what_is_large_and_private(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[tuple[int, int, int]] = []
 
     class Libc:
@@ -39,11 +43,20 @@ def test_the_kernel_is_asked_to_move_what_is_large(monkeypatch: pytest.MonkeyPat
         def madvise(start: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> None:
             asked.append((start.value or 0, size.value, advice))
 
-    large = (ctypes.c_char * (16 * 2**20))()
-    address = ctypes.addressof(large)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc)
-    huge_pages.collapse()
-    assert any(start <= address < start + size for start, size, _ in asked)
+    def is_asked_for(memory: mmap.mmap) -> bool:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return any(start <= address < start + size for start, size, _ in asked)
+
+    # Not malloc's: what that gives may lie in two areas, the first of them small.
+    with (
+        mmap.mmap(-1, 16 * 2**20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as private,
+        mmap.mmap(-1, 16 * 2**20, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as shared,
+    ):
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc)
+        huge_pages.collapse()
+        maps = Path("/proc/self/maps").read_text()
+        assert is_asked_for(private), f"{asked}\n{maps}"
+        assert not is_asked_for(shared)
     assert {advice for _, _, advice in asked} == {25}  # MADV_COLLAPSE of linux/mman.h
 
 
