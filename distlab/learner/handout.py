@@ -20,7 +20,7 @@ LEFT_OUT = (
     "distlab/learner/students_readme.md",  # README.md there
 )
 MADE = ("data", "out")  # by commands
-NOT_OURS = ("__pycache__", "build", "dist", "ledger")
+NOT_OURS = ("__pycache__", "build", "dist")
 HIDDEN = (".gitignore", ".devcontainer")  # but handed out
 NAMES_ALL = "AGENTS.md"  # what assistants must not read
 STUDENTS_README = Path(__file__).with_name("students_readme.md")  # its links start at the root

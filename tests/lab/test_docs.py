@@ -274,7 +274,7 @@ ACTIONS = {
 @pytest.fixture
 def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Go to a copy of what the first hour needs."""
-    ignored = shutil.ignore_patterns("__pycache__", "ledger")
+    ignored = shutil.ignore_patterns("__pycache__")
     phases = tuple(phase.folder for phase in load(ROOT).phases)
     tests = ("tests/judging", *(f"tests/phase{number}" for number in range(1, len(phases) + 1)))
     for folder in (*phases, *tests, "solutions", "examples/first_hour"):

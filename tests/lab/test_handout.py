@@ -61,7 +61,6 @@ def test_a_handout_holds_no_answer(students: Path) -> None:
     assert (students / "course.toml").is_file()
     for name in ("solutions", "scripts", ".git", "tests/lab", "tests/wrong_answers"):
         assert not (students / name).exists(), name
-    assert not list(students.rglob("ledger")), "it names what passes for right and wrong"
 
 
 def test_a_handout_has_a_readme_of_its_own(students: Path) -> None:
