@@ -9,12 +9,13 @@ TESTS_AT_ONCE ?= 3# of two cores one would often wait: for a limit of time, a di
 # Suites that run side by side print one after the other, where this make can do that (4.0 and later).
 WHOLE_OUTPUTS := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: setup demo lint format test docs clean help $(SUITES:%=solve-%)
+.PHONY: setup demo lint format templates test docs clean help $(SUITES:%=solve-%)
 
 help:
 	@echo "make demo    train a model on real images with 1 and with 4 workers (under a minute)"
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files"
+	@echo "make templates   carry signatures, docstrings and given code from the solutions over"
 	@echo "make setup   only set up $(VENV)       make clean    remove $(VENV), out/ and caches"
 	@echo "make docs    build the site of the course in out/site"
 
@@ -38,6 +39,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/python -m distlab demo
+
+templates: $(READY)
+	@$(BIN)/python -m scripts.templates
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,5 @@
 """course.toml, and that templates and solutions are what it lists."""
 
-import ast
 import contextlib
 import importlib
 import inspect
@@ -10,9 +9,8 @@ import random
 import re
 import subprocess
 import sys
-import tokenize
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from own_phases import shipped
 
 from distlab.course import Course, CourseError, Phase, Task, anchor, label_width, load
-from distlab.words import joined
+from scripts.templates import TO_FILL_IN, outdated_templates, text_of_template
 
 ROOT = Path(__file__).parents[2]
 COURSE = shipped(load(ROOT))
@@ -251,181 +249,97 @@ def test_anchors_are_those_of_github(heading: str, link: str) -> None:
 
 # --- templates and solutions ---------------------------------------------------------------------
 
-Names = dict[str, ast.stmt]
+Stub = Callable[..., object]
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+def stubs_of(template: Path) -> dict[str, tuple[Task, Stub]]:
+    """Import a template, and return the functions that a learner writes, with their tasks."""
+    module = importlib.import_module(".".join(template.with_suffix("").parts))
+    tasks = [task for task in TASKS if task.template == template]
+    return {name: (task, attrgetter(name)(module)) for task in tasks for name in task.functions}
 
 
-def names_in(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
-    """What a file defines by name; of classes the methods too, and what else stands in them."""
-    for place, statement in enumerate(body):
-        if isinstance(statement, ast.FunctionDef):
-            yield prefix + statement.name, statement
-        elif isinstance(statement, ast.ClassDef):
-            head = ast.ClassDef(statement.name, statement.bases, statement.keywords, [], [])
-            head.decorator_list = statement.decorator_list
-            yield prefix + statement.name, head
-            yield from names_in(statement.body, f"{prefix}{statement.name}.")
-        elif isinstance(statement, ast.Assign | ast.AnnAssign):
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-            yield prefix + ast.unparse(target), statement
-        elif prefix:
-            yield f"{prefix}{place}", statement  # the docstring of a class
+def test_templates_have_the_contracts_of_the_solutions() -> None:
+    assert [*map(str, outdated_templates(COURSE))] == [], "make templates writes them"
 
 
-@cache
-def names_of(path: Path) -> Names:
-    return dict(names_in(tree_of(path).body))
+SOLUTION = '''"""Sums."""
+
+from solutions.phase1.parts import part
+
+LIMIT = 2
+_SECRET = 3
 
 
-def function_of(task: Task, path: Path) -> ast.FunctionDef:
-    function = names_of(path).get(task.function)
-    assert isinstance(function, ast.FunctionDef), f"{path} has no function {task.function}"
-    return function
+def add(a: int) -> int:
+    """Add all parts."""
+    return _helper(a)
 
 
-def contract(function: ast.FunctionDef) -> tuple[str, str | None, list[str]]:
-    """Signature, docstring and decorators."""
-    returns = ast.unparse(function.returns) if function.returns else "nothing"
-    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
-    return f"({ast.unparse(function.args)}) -> {returns}", ast.get_docstring(function), decorators
+def _helper(a: int) -> int:
+    return a + LIMIT
 
 
-def stubs(template: Path) -> dict[str, ast.FunctionDef]:
-    """The functions of a template that a learner writes."""
-    return {
-        name: statement
-        for name, statement in names_of(template).items()
-        if isinstance(statement, ast.FunctionDef) and isinstance(statement.body[-1], ast.Raise)
-    }
+class Given:
+    """A given class."""
+
+    size = part
+'''
+TEMPLATE = '''"""Sums.
+
+Task 1.1.
+"""
+
+from phase1.template_parts import part
+
+LIMIT = 2
 
 
-def task_of_stub(template: Path, name: str) -> Task:
-    """The task of a function; some have two: average_gradients_flat belongs to 1.10 as well."""
-    raised = ast.unparse(stubs(template)[name].body[-1])
-    found = re.search(r"Task (\d+\.\d+): ", raised)
-    assert found, f"{template}, {name}: {raised} names no task"
-    return COURSE.task(found[1])
+def add(a: int) -> int:
+    """Add all parts."""
+    # TODO 1.1: add.
+    raise NotImplementedError("Task 1.1: add, see guidelines.md#11-add")
 
 
-def solution_of(template: Path) -> Path:
-    return next(task.solution for task in TASKS if task.template == template)
+class Given:
+    """A given class."""
+
+    size = part
+'''
+ADD = Task("1.1", "add", "Add", 5, 10, 2, lesson="sums", folder="phase1")
 
 
-@each_task
-def test_template_and_solution_have_one_signature_and_one_docstring(task: Task) -> None:
-    of_template = contract(function_of(task, task.template))
-    assert of_template == contract(function_of(task, task.solution))
-    assert of_template[1], f"{task.function} has no docstring"
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("Add all parts.", "Add all of the parts."),
+        ("add(a: int)", "add(a: int, b: int = 0)"),
+        ("LIMIT = 2", "LIMIT = 4"),
+        ("    size = part\n", "    size = 3 * part\n"),
+        ('"""Sums.', '"""Totals.'),
+    ],
+)
+def test_a_change_of_a_solution_reaches_its_template(before: str, after: str) -> None:
+    assert text_of_template(TEMPLATE, SOLUTION, [ADD]) == TEMPLATE
+    changed = text_of_template(TEMPLATE, SOLUTION.replace(before, after), [ADD])
+    assert changed == TEMPLATE.replace(before, after)
 
 
-@each_template
-def test_what_a_learner_writes_has_the_contract_of_the_solution(template: Path) -> None:
-    for name, stub in stubs(template).items():
-        solved = names_of(solution_of(template))[name]
-        assert isinstance(solved, ast.FunctionDef)
-        assert contract(stub) == contract(solved), name
-
-
-@each_template
-def test_what_is_given_is_the_solution_word_for_word(template: Path) -> None:
-    solved = names_of(solution_of(template))
-    for name, given in names_of(template).items():
-        assert name in solved, f"{template} has {name}, the solution has not"
-        if name not in stubs(template):
-            assert ast.dump(given) == of_templates(ast.dump(solved[name])), f"{template}: {name}"
-
-
-def of_templates(dumped: str) -> str:
-    """Let a solution import the templates, as a template does."""
-    return re.sub(r"'solutions\.(phase\w+)\.(\w+)'", r"'\1.template_\2'", dumped)
+def test_a_new_lesson_gets_a_template_with_a_todo_to_fill_in() -> None:
+    text = text_of_template("", SOLUTION, [ADD])
+    assert "# TODO 1.1: " + TO_FILL_IN in text
+    assert "from phase1.template_parts import part" in text
+    assert "_helper" not in text
+    assert text_of_template(text, SOLUTION, [ADD]) == text
 
 
 @each_template
-def test_every_public_name_of_the_solution_is_in_the_template(template: Path) -> None:
-    public = {
-        name
-        for name in names_of(solution_of(template))
-        if not any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
-    }
-    assert public <= names_of(template).keys()
-
-
-@each_template
-def test_stub_is_a_todo_and_the_error_of_its_own_task(template: Path) -> None:
-    listed = {name: task for task in TASKS if task.template == template for name in task.functions}
-    assert listed.keys() == stubs(template).keys()
-    for name, stub in stubs(template).items():
-        task = task_of_stub(template, name)
-        assert task == listed[name]
-        assert len(stub.body) == 2, f"{name}: docstring and raise, nothing else"
-        message = f"Task {task.id}: {name}, see {task.guide}"
-        assert ast.unparse(stub.body[-1]) == f"raise NotImplementedError({message!r})"
-
-
-def todos_of(template: Path) -> list[str]:
+def test_a_template_shows_no_solution_and_each_stub_says_what_to_write(template: Path) -> None:
     text = (ROOT / template).read_text(encoding="utf-8")
-    comments = [
-        token.string
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type == tokenize.COMMENT
-    ]
-    return re.findall(r"# TODO (\d+\.\d+): (.*?lines)", " ".join(comments))
-
-
-@each_template
-def test_each_stub_has_one_todo_that_names_tools_a_worked_number_and_lines(template: Path) -> None:
-    todos = todos_of(template)
-    assert [id for id, _ in todos] == [task_of_stub(template, name).id for name in stubs(template)]
-    for id, text in todos:
-        for needed in ("Tools: ", "Example: ", "About "):
-            assert needed in text, f"TODO {id} does not say {needed.strip()}"
-    text = (ROOT / template).read_text(encoding="utf-8")
-    assert text.count("# TODO") == text.count("NotImplementedError") == len(todos)
-
-
-def imports_of(path: Path) -> set[str]:
-    modules = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add(node.module or "")
-    return modules
-
-
-@each_template
-def test_template_imports_what_the_solution_does_but_other_templates_for_solutions(
-    template: Path,
-) -> None:
-    allowed = {
-        re.sub(r"^solutions\.(\w+)\.", r"\1.template_", name)
-        for name in imports_of(solution_of(template))
-    }
-    assert imports_of(template) <= allowed
-    assert not any(name.startswith(("solutions", "distlab")) for name in imports_of(template))
-
-
-def _told(ids: Sequence[str]) -> str:
-    """Name tasks; those of another lesson may lie between them."""
-    numbers = [int(task_id.split(".")[1]) for task_id in ids]
-    if len(ids) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"Tasks {ids[0]} to {ids[-1]}."
-    return f"{'Tasks' if len(ids) > 1 else 'Task'} {joined(ids)}."
-
-
-@each_template
-def test_template_begins_as_the_solution_does_and_names_its_tasks(template: Path) -> None:
-    of_template, of_solution = (
-        ast.get_docstring(tree_of(path)) or "" for path in (template, solution_of(template))
-    )
-    assert of_template.splitlines()[0] == of_solution.splitlines()[0]
-    ids = [task.id for task in TASKS if task.template == template]
-    assert _told(ids) in of_template
-    assert f"distlab check {ids[0]}``" in of_template
+    assert TO_FILL_IN not in text
+    assert not re.search(r"^\s*(from|import) (solutions|distlab)", text, re.MULTILINE)
+    for task, _ in stubs_of(template).values():
+        assert f"# TODO {task.id}: " in text
 
 
 def call_without_arguments(function: Callable[..., object]) -> None:
@@ -444,16 +358,12 @@ def test_template_imports_without_effect_and_its_stubs_raise(template: Path) -> 
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        module = importlib.import_module(".".join(template.with_suffix("").parts))
+        stubs = stubs_of(template)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert (output.getvalue(), states, dist.is_initialized()) == ("", after, False)
-    for name in stubs(template):
-        function = module
-        for part in name.split("."):
-            function = getattr(function, part)
-        task = task_of_stub(template, name)
+    for name, (task, stub) in stubs.items():
         with pytest.raises(NotImplementedError, match=re.escape(f"Task {task.id}: {name}, see")):
-            call_without_arguments(function)
+            call_without_arguments(stub)
 
 
 # --- files ---------------------------------------------------------------------------------------

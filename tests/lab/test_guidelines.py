@@ -70,7 +70,7 @@ def test_section_begins_with_what_the_course_says_of_the_task(task: Task) -> Non
 
 
 @each_task
-def test_section_is_complete_and_of_readable_length(task: Task) -> None:
+def test_section_is_complete(task: Task) -> None:
     text = section(task)
     places = [
         text.find(part)
@@ -88,7 +88,6 @@ def test_section_is_complete_and_of_readable_length(task: Task) -> None:
     assert "```" in before_cost or "![" in before_cost, "no figure"
     assert -1 not in places
     assert places == sorted(places)
-    assert 40 <= len(text.splitlines()) <= 90
 
 
 @each_task
@@ -101,12 +100,6 @@ def test_task_has_three_hints_and_the_last_tells_the_number_of_lines(task: Task)
     assert "`" in names
 
 
-@each_task
-def test_section_has_a_formula_worked_out(task: Task) -> None:
-    cost = section(task).split("**Cost.**")[1].split("**Pitfalls.**")[0]
-    assert re.search(r"\d[\d.,]* (µs|ms|s|MB|kB|images)\b", cost)
-
-
 @each_phase
 def test_figures_are_small_and_each_is_shown_and_there(phase: Phase) -> None:
     shown = re.findall(r"!\[[^\]]+\]\((figures/[^)]+)\)", text_of(phase.folder))
@@ -115,14 +108,6 @@ def test_figures_are_small_and_each_is_shown_and_there(phase: Phase) -> None:
     assert sorted(shown) == sorted(figures) == sorted(drawn)
     for path in figures.values():
         assert path.stat().st_size < MAX_FIGURE_BYTES, path
-
-
-@each_phase
-def test_figures_are_titled_as_they_are_drawn_today(phase: Phase) -> None:
-    for figure in FIGURES:
-        if figure.phase == phase.number:
-            shown = ROOT / phase.folder / f"figures/{figure.name}.svg"
-            assert f"<!-- {figure.title} -->" in shown.read_text()
 
 
 @each_phase
