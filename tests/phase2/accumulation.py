@@ -10,19 +10,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from judging.calls import cause_told, refusal_of, returned
+from judging.models import Deep, Worn, deep_batch, state_of, two_groups
 from phase2.accumulation_models import (
-    Deep,
     Dropping,
     Share,
     TwoHeaded,
     batch_of,
     batch_of_two,
-    deep_batch,
     sgd,
     two_losses,
 )
-from phase2.step_arguments import OTHERS_HAVE_TARGETS, NotedAllReduce, two_groups
-from phase2.worn import Worn, state_of
+from phase2.step_arguments import OTHERS_HAVE_TARGETS, NotedAllReduce
 
 # 2.1
 

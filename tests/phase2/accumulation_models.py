@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from phase2.step_arguments import two_groups
-from phase2.worn import CLASSES, DOUBLE, FEATURES, FLAG
+from judging.models import CLASSES, DOUBLE, FEATURES, FLAG, IGNORED, two_groups
 
 LENGTH = 3
-IGNORED = -100
 LR, MOMENTUM, WEIGHT_DECAY = 0.5, 0.9, 0.01
 
 
@@ -101,23 +99,3 @@ def two_losses(
     squares = (predicted - values).square().sum()
     total = cross_entropy(logits, labels, reduction="sum") + 0.3 * squares
     return total * factor, int(counts.sum())
-
-
-class Deep(nn.Module):
-    """Layers as wide as asked for: activations outweigh parameters, or the other way round."""
-
-    LAYERS = 6
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [nn.Linear(FEATURES, width), nn.Tanh()]
-        for _ in range(self.LAYERS - 1):
-            layers += [nn.Linear(width, width), nn.Tanh()]
-        self.layers = nn.Sequential(*layers, nn.Linear(width, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)  # type: ignore[no-any-return]
-
-
-def deep_batch(rows: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(rows, FEATURES), torch.ones(rows, dtype=torch.int64)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from judging.models import IGNORED, SGD, Worn, state_of
 from phase2.accumulation_models import (
-    IGNORED,
     LR,
     MOMENTUM,
     WEIGHT_DECAY,
@@ -23,8 +23,6 @@ from phase2.accumulation_models import (
     batch_of_two,
     two_losses,
 )
-from phase2.sgd_by_hand import SGD
-from phase2.worn import Worn, state_of
 
 Shares = tuple[Share, ...]  # by rank
 

@@ -17,10 +17,10 @@ from judging.checks import (
     short,
     short_beside,
 )
+from judging.models import Deep, Worn, deep_batch, state_of
 from phase2 import accumulation as b
 from phase2 import accumulation_reference as reference
-from phase2.accumulation_models import LENGTH, LR, WEIGHT_DECAY, Deep, Share, deep_batch
-from phase2.worn import Worn, state_of
+from phase2.accumulation_models import LENGTH, LR, WEIGHT_DECAY, Share
 
 STEPS = 3
 ONCE = "Divide the sum of all gradients once, by the number of targets that count."

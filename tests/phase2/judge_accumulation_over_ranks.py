@@ -17,9 +17,10 @@ from judging.checks import (
     short,
 )
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.models import Deep, Worn, deep_batch
 from phase2 import accumulation as b
 from phase2 import accumulation_reference as reference
-from phase2.accumulation_models import Deep, Share, deep_batch
+from phase2.accumulation_models import Share
 from phase2.judge_accumulation import (
     COUNTS,
     ROWS,
@@ -31,7 +32,6 @@ from phase2.judge_accumulation import (
     memory_of_one,
     weighted,
 )
-from phase2.worn import Worn
 
 STEPS = 2
 FUNCTION = "accumulate_step_over_ranks"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phase2.worn import CLASSES, DOUBLE, FEATURES, FLAG
+from judging.models import CLASSES, DOUBLE, FEATURES, FLAG
 
 LENGTH = 4
 LR, MOMENTUM = 0.5, 0.9

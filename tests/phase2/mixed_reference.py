@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from judging.models import SGD, Worn, state_of
 from phase2.mixed_models import LR, MOMENTUM, batch_of
-from phase2.sgd_by_hand import SGD
-from phase2.worn import Worn, state_of
 
 
 def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:

@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from distlab.grade import WrongResult
 from judging.calls import cause_told, refusal_of, returned
+from judging.models import CLASSES, FEATURES, Worn, state_of, two_groups
 from phase2.mixed_models import LR, MOMENTUM, Noted, TorchScaler, batch_of, weighted
-from phase2.step_arguments import OTHERS_HAVE_TARGETS, NotedAllReduce, two_groups
-from phase2.worn import CLASSES, FEATURES, Worn, state_of
+from phase2.step_arguments import OTHERS_HAVE_TARGETS, NotedAllReduce
 from phase2_advanced.given import cross_entropy_sum
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

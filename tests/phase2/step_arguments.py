@@ -3,18 +3,12 @@
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 OTHERS_HAVE_TARGETS = {
     "": "This rank's batch is empty, but other ranks have targets: decide after the all-reduce, "
     "when all ranks know the same."
 }
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups of an optimizer, the second of which may be empty."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [{"params": trainable[::2]}, {"params": trainable[1::2]}]
 
 
 class NotedAllReduce:
