@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from distlab.words import seconds_text
+from distlab.util.text import seconds_text
 from solutions.phase4_production.checkpoint import AsyncCheckpointer, save_checkpoint
 
 

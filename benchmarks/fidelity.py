@@ -20,7 +20,7 @@ from statistics import median
 
 from distlab.sim.collectives import nccl, protocols
 from distlab.sim.hardware.cluster import Cluster
-from distlab.words import bytes_text
+from distlab.util.text import bytes_text
 
 FIGURES = Path(__file__).parent / "nccl_figures"
 PAGE = Path(__file__).parents[1] / "docs/fidelity.md"

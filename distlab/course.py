@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distlab.words import did_you_mean
+from distlab.util.text import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib

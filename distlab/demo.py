@@ -16,7 +16,7 @@ from rich.table import Table
 
 from distlab import plot, trainers, training
 from distlab.training import ConfigError
-from distlab.words import counted
+from distlab.util.text import counted
 
 if TYPE_CHECKING:
     from phase1_data_parallel.given import EpochResult

@@ -24,7 +24,7 @@ from distlab.data.download import data_root
 from distlab.launch.external_launchers import MPI_FIX
 from distlab.torchvision_repair import import_torchvision
 from distlab.training import check_is_alone
-from distlab.words import bytes_text
+from distlab.util.text import bytes_text
 
 OK, ABSENT, BROKEN = "ok", "no", "broken"
 TESTED_TORCH = ("2.13",)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from distlab import trainers
 from distlab.sim import Cluster
-from distlab.words import unknown_name
+from distlab.util.text import unknown_name
 
 TASKS = ("3.21", "3.22", "3.23")
 FOLDER, LESSON = "phase3_multi_node", "auto_sharding"

@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from distlab.words import counted
+from distlab.util.text import counted
 
 if TYPE_CHECKING:
     from phase1_data_parallel.given import EpochResult

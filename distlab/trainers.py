@@ -12,7 +12,7 @@ from distlab.grade import submission
 from distlab.grade.lending import SOLUTIONS
 from distlab.grade.submission import COURSE, Submission
 from distlab.learner import folder, source
-from distlab.words import joined
+from distlab.util.text import joined
 
 PHASE = "phase1_data_parallel"
 PHASE_2 = "phase2_advanced"

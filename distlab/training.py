@@ -25,7 +25,7 @@ from distlab.parallel import Parallelism, Part
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.counts import Counts
 from distlab.trainers import SOLVED
-from distlab.words import bytes_text, counted, rank_names, seconds_text
+from distlab.util.text import bytes_text, counted, rank_names, seconds_text
 
 if TYPE_CHECKING:
     from phase1_data_parallel.given import EpochResult

@@ -23,7 +23,7 @@ from distlab import launch, trainers
 from distlab.bench import rivals, rivals_record
 from distlab.bench.rivals import Column, Contestant, Measured
 from distlab.grade.submission import Submission
-from distlab.words import bytes_text, counted
+from distlab.util.text import bytes_text, counted
 
 TASKS = ("4.9", "4.11", "4.12", "4.13")
 OUR_POWER_SGD, OUR_TOP_K = "ours, PowerSGD", "ours, top-k 1 %"

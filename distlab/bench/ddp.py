@@ -15,7 +15,7 @@ from distlab import launch, trainers
 from distlab.bench import rivals, rivals_record
 from distlab.bench.rivals import Contestant, Measured
 from distlab.grade.submission import Submission
-from distlab.words import counted
+from distlab.util.text import counted
 
 TASKS = ("3.12",)
 OURS, FLAT, PER_PARAMETER, TORCHS = "ours", "one flat all-reduce", "one per parameter", "torch's"

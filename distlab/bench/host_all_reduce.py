@@ -21,7 +21,7 @@ from distlab import launch, trainers
 from distlab.bench import rivals, saving
 from distlab.grade.submission import Submission
 from distlab.shared_memory import SharedMemory
-from distlab.words import bytes_text, counted, seconds_text
+from distlab.util.text import bytes_text, counted, seconds_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

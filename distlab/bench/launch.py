@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import spawn
 
 from distlab import launch
 from distlab.launch import fork_server
-from distlab.words import counted
+from distlab.util.text import counted
 
 SPAWN_REPEATS = 3  # of seconds each
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from distlab.bench.collectives import Collectives
 from distlab.sim.device.device import Device
-from distlab.words import bytes_text, seconds_text
+from distlab.util.text import bytes_text, seconds_text
 
 WHOSE = {
     "solution": "Ours: the solutions; --impl mine takes what you have written.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distlab import writing
+from distlab.util import files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{name}.json"]
     whole = {"benchmark": name, "machine": machine(), **results}
-    writing.whole_file(written[0], f"{json.dumps(whole, indent=2)}\n".encode())
+    files.write_whole(written[0], f"{json.dumps(whole, indent=2)}\n".encode())
     if figure is not None:
         written.append(folder / f"{name}.png")
         figure.savefig(written[1], dpi=120)

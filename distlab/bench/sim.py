@@ -13,7 +13,7 @@ from rich.table import Table
 
 from distlab.sim import Options, Simulated, simulate
 from distlab.sim.isolation.core import hand_over_s, one_core
-from distlab.words import bytes_text, seconds_text
+from distlab.util.text import bytes_text, seconds_text
 
 RING_RANKS = 256
 MANY_RANKS = 1024

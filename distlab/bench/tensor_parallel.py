@@ -14,7 +14,7 @@ from distlab import launch, trainers
 from distlab.bench import rivals
 from distlab.bench.rivals import Contestant, Measured
 from distlab.grade.submission import Submission
-from distlab.words import counted
+from distlab.util.text import counted
 
 TASKS = ("2.17",)
 OURS, TORCHS, PREPARED = "ours", "torch's", "torch's, prepared"

@@ -27,7 +27,7 @@ from distlab.bench.trainer_rivals import (
 from distlab.production.config import Config, make_config
 from distlab.production.errors import ConfigError
 from distlab.production.lessons import find_lessons
-from distlab.words import counted
+from distlab.util.text import counted
 
 HOUR_S = 3600.0
 COMMON = {

@@ -19,7 +19,7 @@ from distlab.bench.rivals import Column, Counts, Measured
 from distlab.bench.zero_contestants import CONTESTANTS, RIVALS, SIZES, Sizes, Trained, model_of
 from distlab.grade.submission import Submission
 from distlab.sim.device.device import Device
-from distlab.words import bytes_text, counted
+from distlab.util.text import bytes_text, counted
 
 TASKS = ("3.18", "3.19", "3.20")
 LARGEST_DIFFERENCE = 1e-3  # of two updates, as a part of one: float32, summed in another order

@@ -11,7 +11,7 @@ from distlab.chaos import processes, victim
 from distlab.chaos.attempt import Attempt
 from distlab.chaos.processes import CampaignError
 from distlab.chaos.victim import Told, Training
-from distlab.words import counted
+from distlab.util.text import counted
 
 
 class Kills(NamedTuple):

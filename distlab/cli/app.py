@@ -24,7 +24,7 @@ from distlab.cli import (
 )
 from distlab.cli.streams import INTERRUPTED, complain
 from distlab.cli.whole_help import Group
-from distlab.words import did_you_mean, sentence
+from distlab.util.text import did_you_mean, sentence
 
 # typer brings its own click or uses the installed one; either way this is its UsageError.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -8,7 +8,7 @@ import typer
 
 from distlab.cli.learn import choose, say, waiting
 from distlab.learner import folder, grading
-from distlab.words import counted
+from distlab.util.text import counted
 
 if TYPE_CHECKING:
     from distlab.learner.racing import Standings

@@ -20,7 +20,7 @@ from distlab.learner import (
     status,
     templates,
 )
-from distlab.words import joined, verb
+from distlab.util.text import joined, verb
 
 Backend = Literal["auto", "sim", "gloo", "nccl"]
 SomeTask = Annotated[

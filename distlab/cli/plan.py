@@ -68,7 +68,7 @@ def _print(
 ) -> None:
     from rich.console import Console
 
-    from distlab.words import counted
+    from distlab.util.text import counted
 
     gpus = cluster.num_gpus
     console = Console(highlight=False)
@@ -114,7 +114,7 @@ def _table(shape: "Shape", cluster: "Cluster", batch: int, plans: list[Any]) -> 
 def _figures(shape: "Shape", cluster: "Cluster", batch: int, one: Any) -> list[str]:
     """Time, memory, share of the peak, and what takes most of the rest of the time."""
     from distlab.planning import model_flops
-    from distlab.words import bytes_text, seconds_text
+    from distlab.util.text import bytes_text, seconds_text
 
     peak = cluster.gpu.peak_flops["float16"] if cluster.gpu else 1.0
     share = model_flops(shape, batch) / (one.time.total * cluster.num_gpus * peak)

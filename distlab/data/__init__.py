@@ -16,7 +16,7 @@ from distlab.data.sequences import TokenSplits, tokens
 from distlab.data.splits import DataError, ImageShape, ImageTensors, SizedDataset, Splits
 from distlab.data.standard import load_cifar10, load_mnist
 from distlab.data.synthetic import make_synthetic
-from distlab.words import unknown_name
+from distlab.util.text import unknown_name
 
 __all__ = [
     "DATASETS",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.tracebacks import CALL
+from distlab.util.tracebacks import CALL
 
 _SAYS_IT_ALL = NotImplementedError  # which task is to be written
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from distlab import writing
+from distlab.util import files
 
 HEAD_CHARACTERS = 400
 # How the reports begin, so that an earlier one is recognised.
@@ -110,7 +110,7 @@ def write(path: Path, text: str) -> None:
     """
     data = text.encode("utf-8", errors="replace")
     if not is_stream(path):
-        writing.whole_file(path, data)
+        files.write_whole(path, data)
         return
     with os.fdopen(_opened(path), "wb") as file, contextlib.suppress(BrokenPipeError):
         file.write(data)  # a reader that has stopped does not want the rest

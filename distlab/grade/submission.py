@@ -25,10 +25,11 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import distlab
-from distlab import course, reading
+from distlab import course
 from distlab.grade import lending
 from distlab.grade.lending import SOLUTIONS, Functions, Loan
 from distlab.grade.outcomes import LessonError
+from distlab.util import files
 
 PREFIX = "template_"
 GIVEN = ("given", "programs")  # modules without tasks
@@ -73,8 +74,8 @@ class Submission:
 
         "" for one that cannot be read or is too large to be imported; of very many, the first.
         """
-        files = sorted(itertools.islice(_python_files(self.root / phase), MAX_FILES))
-        return {f.relative_to(self.root).as_posix(): _sha256(f) for f in files}
+        paths = sorted(itertools.islice(_python_files(self.root / phase), MAX_FILES))
+        return {f.relative_to(self.root).as_posix(): _sha256(f) for f in paths}
 
     def load(self, phase: str, lesson: str) -> ModuleType:
         """Import a lesson, inside a rank.
@@ -135,7 +136,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 def _sha256(file: Path) -> str:
     """Return "" for a file that cannot be read: importing it gives the reason."""
     try:
-        return hashlib.sha256(reading.regular_file(file, reading.MAX_SOURCE_BYTES)).hexdigest()
+        return hashlib.sha256(files.read_regular(file, files.MAX_SOURCE_BYTES)).hexdigest()
     except OSError:
         return ""
 
@@ -167,7 +168,7 @@ class _Source(SourceFileLoader):
 
     def get_data(self, path: str) -> bytes:
         """Read a file of a size that a person may have written."""
-        return reading.regular_file(Path(path), reading.MAX_SOURCE_BYTES)
+        return files.read_regular(Path(path), files.MAX_SOURCE_BYTES)
 
 
 class _Lessons(importlib.abc.MetaPathFinder):

@@ -6,7 +6,7 @@ from pathlib import Path
 from distlab.course import Task, label_width
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
-from distlab.words import joined, sentence
+from distlab.util.text import joined, sentence
 
 WIDTH = 100
 DETAILS, OUTPUT = 25, 10  # lines that are shown without -v

@@ -15,8 +15,8 @@ import torch.distributed.nn.functional  # if first loaded later, it keeps the pr
 from distlab.launch import choices, srun, world
 from distlab.launch.errors import SetupError
 from distlab.launch.launchers import Launched, speaks_for_its_machine
-from distlab.tracebacks import is_message_enough
-from distlab.words import counted
+from distlab.util.text import counted
+from distlab.util.tracebacks import is_message_enough
 
 T = TypeVar("T")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

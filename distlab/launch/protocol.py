@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from distlab import reading
 from distlab.launch import safe_pickle
+from distlab.util import files
 
 if TYPE_CHECKING:
     from distlab.sim import Cluster, Options
@@ -180,7 +180,7 @@ class WorldFolder:
             NotPlainError: that is no report.
         """
         path = self._report(rank)
-        values = safe_pickle.loads(reading.regular_file(path, max_bytes, follows_links=False))
+        values = safe_pickle.loads(files.read_regular(path, max_bytes, follows_links=False))
         try:
             report = Report(**values)  # type: ignore[arg-type]
             report = replace(report, outcome=Outcome(report.outcome))
@@ -210,7 +210,7 @@ class WorldFolder:
 
     def _read_if_small(self, path: Path) -> bytes:
         with contextlib.suppress(OSError):
-            return reading.regular_file(path, MAX_DUMP_BYTES, follows_links=False)
+            return files.read_regular(path, MAX_DUMP_BYTES, follows_links=False)
         return b""
 
     def _report(self, rank: int) -> Path:

@@ -17,8 +17,8 @@ import torch
 
 from distlab.launch import stacks
 from distlab.launch.protocol import Outcome, Report
-from distlab.tracebacks import headline, keep_frames
-from distlab.words import bytes_text
+from distlab.util.text import bytes_text
+from distlab.util.tracebacks import headline, keep_frames
 
 # Imports that take about a second and that many functions need.
 SLOW_IMPORTS = (

@@ -102,7 +102,9 @@ def check_size(num_bytes: int) -> None:
     Raises:
         NotPlainError: names the size and the limit.
     """
-    from distlab.words import bytes_text  # not above: _TRIAL runs this file where it is not found
+    from distlab.util.text import (
+        bytes_text,  # not above: _TRIAL runs this file where it is not found
+    )
 
     if num_bytes > MAX_RESULT_BYTES:
         raise NotPlainError(f"{bytes_text(num_bytes)}; the limit is {bytes_text(MAX_RESULT_BYTES)}")

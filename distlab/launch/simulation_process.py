@@ -25,7 +25,7 @@ from distlab.launch.errors import (
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import WORD_BYTES, SimulationSpec, Spec, WorldFolder
 from distlab.launch.rank import RankProcess
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 T = TypeVar("T")
 

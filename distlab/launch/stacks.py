@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import distlab
-from distlab.words import rank_names, verb
+from distlab.util.text import rank_names, verb
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")

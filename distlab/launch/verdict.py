@@ -21,7 +21,7 @@ from distlab.launch.errors import (
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import CANNOT_REPORT, Outcome
 from distlab.launch.rank import RankProcess
-from distlab.words import rank_names, signal_name, verb
+from distlab.util.text import rank_names, signal_name, verb
 
 OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
 FATE_CHARACTERS = 120

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distlab import course
 from distlab.course import Course, Phase, Task
-from distlab.words import did_you_mean
+from distlab.util.text import did_you_mean
 
 PRIVATE = ".distlab"  # of the learner's commands; git ignores it
 

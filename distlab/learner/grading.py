@@ -21,7 +21,7 @@ from distlab.grade import report_paths
 from distlab.grade.lending import LEND, NO_LENDER, SOLUTIONS
 from distlab.learner import child_processes, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
-from distlab.words import signal_name
+from distlab.util.text import signal_name
 
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"

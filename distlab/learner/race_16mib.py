@@ -18,7 +18,7 @@ from distlab.grade.submission import Submission
 from distlab.learner import racing
 from distlab.learner.racing import RIVALS, YOURS, ChallengeError, Standings, Wrong, between
 from distlab.sim import Cluster, Options
-from distlab.words import counted
+from distlab.util.text import counted
 
 NUM_BYTES = 16 * 2**20
 BASELINE = "recursive_doubling"

@@ -23,7 +23,7 @@ from distlab.grade.submission import Submission
 from distlab.learner import racing
 from distlab.learner.racing import RIVALS, YOURS, ChallengeError, Standings, Wrong, between
 from distlab.sim import Cluster, Event, Options
-from distlab.words import bytes_text, counted
+from distlab.util.text import bytes_text, counted
 
 SIZES_BYTES = (2**10, 2**15, 2**20, 2**24)
 BEST = "best of these"

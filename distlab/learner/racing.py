@@ -18,7 +18,7 @@ from distlab.grade.running import on_rank
 from distlab.grade.submission import Submission
 from distlab.launch import LaunchError
 from distlab.sim import Cluster, Options, Simulated
-from distlab.words import counted
+from distlab.util.text import counted
 
 RIVALS = ("recursive_doubling", "tree", "halving_doubling", "ring", "hierarchical")
 YOURS = "yours"

@@ -14,7 +14,6 @@ from itertools import takewhile
 from pathlib import Path
 from time import strftime
 
-from distlab import reading, writing
 from distlab.course import Task
 from distlab.learner import templates
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
@@ -28,6 +27,7 @@ from distlab.learner.source import (
     span,
     split,
 )
+from distlab.util import files
 
 STARTS = re.compile(r"[\w@#]")  # a statement or a comment, but no closing bracket
 DEFINES = re.compile(r"(async\s+def|def|class)\b|@")
@@ -67,7 +67,7 @@ def reset(folder: CourseFolder, task: Task) -> Reset:
     try:
         old = _next_copy(old, path.name)
         old.write_bytes(before)
-        writing.whole_file(path, after)
+        files.write_whole(path, after)
     except OSError as error:
         reason = f"{error.filename or old}: {error.strerror or error}"
         raise WriteError(f"nothing was changed: {reason}") from None
@@ -99,7 +99,7 @@ def _put_back(
 
 def _bytes(path: Path) -> bytes:
     try:
-        return reading.regular_file(path, reading.MAX_SOURCE_BYTES)
+        return files.read_regular(path, files.MAX_SOURCE_BYTES)
     except OSError:
         return b""
 

@@ -14,9 +14,9 @@ from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from distlab import reading
 from distlab.course import Task
 from distlab.learner.folder import CourseFolder
+from distlab.util import files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 UNREADABLE = (SyntaxError, UnicodeError, LookupError)  # what decoding a file raises
@@ -26,7 +26,7 @@ UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # what Pyth
 def read(path: Path) -> str:
     """Return the text of a Python file, "" if Python could not read it."""
     try:
-        text, _ = decoded(reading.regular_file(path, reading.MAX_SOURCE_BYTES))
+        text, _ = decoded(files.read_regular(path, files.MAX_SOURCE_BYTES))
     except (OSError, *UNREADABLE):
         return ""
     return io.StringIO(text, newline=None).read()  # \n ends every line

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab import reading, writing
 from distlab.course import HINTS, OUTCOMES, PASSED, Task
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
+from distlab.util import files
 
 FILE = "progress.json"
 MAX_BYTES = 2**20
@@ -85,7 +85,7 @@ class Progress:
         text = json.dumps({"tasks": records, "hints": self.hints}, indent=2) + "\n"
         try:
             self.path.parent.mkdir(exist_ok=True)
-            writing.whole_file(self.path, text.encode())
+            files.write_whole(self.path, text.encode())
         except OSError as error:
             reason = error.strerror or error
             self.problem = f"your progress cannot be kept in {self.path.parent}: {reason}"
@@ -96,7 +96,7 @@ def load(folder: CourseFolder) -> Progress:
     progress = Progress(folder.private / FILE)
     tables: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        tables = json.loads(reading.regular_file(progress.path, MAX_BYTES))
+        tables = json.loads(files.read_regular(progress.path, MAX_BYTES))
     tasks = {task.id for task in folder.course.tasks}
     for id, record in _entries(tables, "tasks", tasks):
         if isinstance(record, dict) and record.get("outcome") in (PASSED, *OUTCOMES):

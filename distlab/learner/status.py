@@ -9,7 +9,7 @@ from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
 from distlab.learner.state import Progress
 from distlab.learner.trace_programs import MAX_RANKS, MIN_RANKS, PROGRAMS
-from distlab.words import joined, verb
+from distlab.util.text import joined, verb
 
 BAR_WIDTH = 24
 ALL_PASSED = "All tasks have passed.  Run: distlab grade"

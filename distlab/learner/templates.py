@@ -5,10 +5,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from distlab import writing
 from distlab.course import Task
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.learner.source import read, to_write
+from distlab.util import files
 
 MAX_VERSIONS = 100  # of a file in git, newest first
 
@@ -20,7 +20,7 @@ def keep(folder: CourseFolder) -> None:
         with contextlib.suppress(OSError):  # without it, all but ``reset`` works
             if template.is_file() and not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                writing.whole_file(copy, template.read_bytes())
+                files.write_whole(copy, template.read_bytes())
 
 
 def _copy(folder: CourseFolder, task: Task) -> Path:

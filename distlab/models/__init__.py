@@ -9,7 +9,7 @@ from distlab.models.cnn import build_cnn
 from distlab.models.gpt import GPT, build_gpt
 from distlab.models.resnet import build_resnet18
 from distlab.models.vit import build_vit
-from distlab.words import unknown_name
+from distlab.util.text import unknown_name
 
 __all__ = ["GPT", "MODELS", "build"]
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch._C._distributed_c10d import Store
 
 from distlab import interrupts
-from distlab.tracebacks import is_message_enough
+from distlab.util.tracebacks import is_message_enough
 
 FAILED, INTERRUPTED = 1, 130
 FORWARD_S = 0.3  # for mpirun to pass on what a rank has printed: with the job it drops the rest

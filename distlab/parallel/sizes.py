@@ -3,7 +3,7 @@
 import re
 from dataclasses import asdict, dataclass
 
-from distlab.words import counted
+from distlab.util.text import counted
 
 EXAMPLE = "dp=2,pp=2,tp=2"
 _SIZE = re.compile(r"\s*(dp|pp|tp)=([1-9][0-9]{0,8})\s*")

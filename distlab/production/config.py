@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from distlab.production.errors import ConfigError
-from distlab.words import did_you_mean
+from distlab.util.text import did_you_mean
 
 Model = Literal["resnet18", "resnet50", "vit_s16", "vit_b16", "transformer"]
 Data = Literal["digits", "cifar10", "imagefolder", "synthetic"]

@@ -24,7 +24,7 @@ from distlab.production.images import side_of
 from distlab.production.simulated_step import Step, simulated_step
 from distlab.sim import GPU, Cluster, SimulationError
 from distlab.trainers import NotThereError
-from distlab.words import bytes_text, counted, seconds_text
+from distlab.util.text import bytes_text, counted, seconds_text
 
 EFFICIENCY = 0.61  # of the roofline; fitted, see ASSUMED
 ASSUMED = """\

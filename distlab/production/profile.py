@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distlab.production.lessons import Lessons
 from distlab.production.saving import say
-from distlab.words import seconds_text
+from distlab.util.text import seconds_text
 
 
 def profile(

@@ -13,7 +13,7 @@ from distlab.production.optimization import ModelMean
 from distlab.production.progress import Progress
 from distlab.production.saving import say, write_whole
 from distlab.production.strategies import Strategy
-from distlab.words import counted
+from distlab.util.text import counted
 
 
 def begin(config: Config, progress: Progress) -> None:

@@ -18,7 +18,7 @@ from distlab.shared_memory.meeting import (
 )
 from distlab.shared_memory.region import Group, check_host, map_region, world_ranks
 from distlab.shared_memory.staging import SLOTS, Stage, block_bytes_for
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 CACHE_BYTES = 2**18  # what is added up at once: with N tensors, some of a core's own cache
 SMALL_BYTES = 2**16  # up to here, everybody sums everything: one meeting less

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.shared_memory.region import Group, map_region, world_ranks
-from distlab.words import counted, rank_names
+from distlab.util.text import counted, rank_names
 
 WORD_BYTES = 8
 ARRIVED, BEGUN, FINISHED, CALLS = 0, 1, 2, 8  # words of a rank's part; ARRIVED is polled by others

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.words import counted, rank_names
+from distlab.util.text import counted, rank_names
 
 Group = dist.ProcessGroup | None  # None: all ranks
 TOKEN_BYTES = 16

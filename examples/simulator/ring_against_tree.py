@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from distlab.sim import Cluster, Options, simulate
-from distlab.words import bytes_text, seconds_text
+from distlab.util.text import bytes_text, seconds_text
 
 PRESET = "gb200-nvl72"  # 72 GPUs on one switch: α and β are the same between any two
 CLUSTER = Cluster.preset(PRESET)

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from distlab.grade import WrongResult
-from distlab.tracebacks import CALL, CAUSE
+from distlab.util.tracebacks import CALL, CAUSE
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from distlab.grade import Run, check
 from distlab.sim import Cluster, Faults, Options
-from distlab.words import counted, joined
+from distlab.util.text import counted, joined
 from judging.groups import MEMBERS
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distlab.tracebacks import CALL
+from distlab.util.tracebacks import CALL
 
 MEMBERS = (1, 2, 4)
 OUTER_WORLD_SIZE = 5

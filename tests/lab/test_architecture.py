@@ -55,9 +55,7 @@ MAY_IMPORT = {
 # The production trainer is no lesson: it puts the lessons together, with libraries.
 TRAINER = ROOT / "solutions/phase4_production/imagenet_trainer.py"
 LESSONS = [path for path in ROOT.glob("solutions/**/*.py") if path != TRAINER]
-TOOLS = {
-    *("garbage", "interrupts", "reading", "torchvision_repair", "tracebacks", "words", "writing")
-}
+TOOLS = {"garbage", "interrupts", "torchvision_repair", "util"}
 
 # Folders and files of the simulator, floor by floor from the lowest: each imports from lower floors
 # and from itself.
@@ -245,7 +243,7 @@ def test_public_names(package: str) -> None:
         ("distlab.sim.engine.trace", "def later():\n    import distlab.course"),
         ("distlab.process_group.base", "from distlab.sim.engine.trace import Trace"),
         ("distlab.launch.api", "from distlab.grade.outcomes import Outcome"),
-        ("distlab.words", "from distlab.sim import Cluster"),
+        ("distlab.util.text", "from distlab.sim import Cluster"),
         ("distlab.new_folder.file", "from distlab.sim import Cluster"),
     ],
 )

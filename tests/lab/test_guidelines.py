@@ -15,7 +15,7 @@ from distlab.sim import Cluster, Options, Simulated
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.results.summary import totals
 from distlab.sim.script import run_script
-from distlab.words import seconds_text
+from distlab.util.text import seconds_text
 
 pytestmark = pytest.mark.usefixtures("forked")
 

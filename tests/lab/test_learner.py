@@ -431,7 +431,7 @@ def test_a_course_that_cannot_be_written_is_still_graded(
     def fail(path: Path, *_: object) -> None:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr("distlab.writing.whole_file", fail)
+    monkeypatch.setattr("distlab.util.files.write_whole", fail)
     monkeypatch.setattr(grading, "captured_in", lambda _: saying(1, ("1.4", "failed", 0)))
     assert distlab("check", "1.4") == 1
     printed = capsys.readouterr()

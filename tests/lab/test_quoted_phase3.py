@@ -9,7 +9,7 @@ from distlab.course import load
 from distlab.sim import Cluster, Options, Simulated
 from distlab.sim.results.summary import totals
 from distlab.sim.script import run_script
-from distlab.words import seconds_text
+from distlab.util.text import seconds_text
 
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)

@@ -6,7 +6,7 @@ import pytest
 
 from distlab.sim import Cluster, Options
 from distlab.sim.script import run_script
-from distlab.words import seconds_text
+from distlab.util.text import seconds_text
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -19,7 +19,7 @@ from test_docs import COURSE, ROOT, unknown_commands, without_code
 from distlab.course import anchor
 from distlab.sim import Cluster, Options
 from distlab.sim.script import run_script
-from distlab.words import seconds_text
+from distlab.util.text import seconds_text
 
 pytestmark = pytest.mark.usefixtures("forked")
 

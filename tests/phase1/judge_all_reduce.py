@@ -5,7 +5,7 @@ from math import ceil, floor, log2
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging import tensors as t
 from judging.checks import (
     MEASURED,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import verb
+from distlab.util.text import verb
 from judging.checks import BYTE_S, LATENCY_S, UNIFORM, of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import gradients as b

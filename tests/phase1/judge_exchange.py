@@ -7,7 +7,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Options
-from distlab.words import counted
+from distlab.util.text import counted
 from judging import tensors as t
 from judging.checks import (
     BYTE_S,

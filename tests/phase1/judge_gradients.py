@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import MEASURED, check_peak, is_close, of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import gradients as b

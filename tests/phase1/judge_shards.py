@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import check_silent, short
 from phase1 import shards as s
 

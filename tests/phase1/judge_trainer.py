@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import verb
+from distlab.util.text import verb
 from judging.checks import check_refused, is_close, same_loss, short
 from judging.groups import STUCK_IN_GROUP
 from phase1 import reference

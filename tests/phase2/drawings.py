@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from distlab.words import counted
+from distlab.util.text import counted
 from phase2_advanced.given import Action, Schedule, grid, timeline
 
 CELL = re.compile(r"([FB])(\d+)(?:\.(\d+))?")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import counted, joined, sentence
+from distlab.util.text import counted, joined, sentence
 from judging.checks import (
     MEASURED,
     check_peak,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import check_refused, of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import sharded_blocks as b

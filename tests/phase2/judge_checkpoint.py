@@ -9,7 +9,7 @@ import torch
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import GPU, Cluster
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import MEASURED, distance, is_close, short
 from phase2 import checkpoint_cases
 from phase2 import checkpointing as b

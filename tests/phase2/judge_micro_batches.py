@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted, joined
+from distlab.util.text import counted, joined
 from judging.checks import check_refused, check_silent, short
 from phase2 import accumulation as b
 

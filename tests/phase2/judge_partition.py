@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import check_refused, short, short_beside
 from phase2 import stages as b
 

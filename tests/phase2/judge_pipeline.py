@@ -8,7 +8,7 @@ import pytest
 
 from distlab.grade import Grade, Run, Wrong, check, task
 from distlab.sim import Options
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import check_waited, distance, edges_with, of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import drawings as d

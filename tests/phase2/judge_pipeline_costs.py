@@ -5,7 +5,7 @@ import re
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import MEASURED, check_refused, check_silent, short
 from phase2 import drawings as d
 from phase2 import pipelines as b

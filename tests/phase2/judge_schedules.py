@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import clauses, counted, joined
+from distlab.util.text import clauses, counted, joined
 from phase2 import drawings as d
 from phase2 import schedules as b
 from phase2_advanced.given import Action, Schedule

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import MEASURED, check_refused, is_close
 from phase2 import checkpointing as b
 from phase2.judge_checkpoint import COUNTING, SLACK, alone, check_gradients, flops_of

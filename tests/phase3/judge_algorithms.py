@@ -6,7 +6,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.sim import Cluster
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import check_silent
 from phase3 import orders as b
 

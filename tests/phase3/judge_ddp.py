@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import joined
+from distlab.util.text import joined
 from judging.checks import check_waited, is_close, of_members, short, short_beside, uneven
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase3 import ddp as b

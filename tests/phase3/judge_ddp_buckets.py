@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import counted, joined
+from distlab.util.text import counted, joined
 from judging.checks import of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase3 import ddp as b

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import joined
+from distlab.util.text import joined
 from judging.checks import MEASURED, short
 from phase3 import fully_sharded as b
 from phase3.judge_fully_sharded import STUCK

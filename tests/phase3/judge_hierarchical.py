@@ -8,7 +8,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster, Options
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import MEASURED, check_peak, short, uneven
 from phase3 import levels as b
 from phase3_multi_node.given import ranks_by_host

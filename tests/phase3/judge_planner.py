@@ -6,7 +6,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import GPU, Cluster, Options
-from distlab.words import bytes_text, seconds_text
+from distlab.util.text import bytes_text, seconds_text
 from phase3 import estimates as b
 from phase3 import planner_cases as c
 from phase3 import planner_reference as reference

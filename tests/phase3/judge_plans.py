@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from distlab.grade import Grade, check, task
-from distlab.words import bytes_text, counted, seconds_text
+from distlab.util.text import bytes_text, counted, seconds_text
 from phase3 import estimates as b
 from phase3 import planner_cases as c
 from phase3 import planner_reference as reference

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import (
     MEASURED,
     UNIFORM,

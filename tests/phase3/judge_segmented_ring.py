@@ -8,7 +8,7 @@ import pytest
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import GPU, Cluster
 from distlab.sim.engine.trace import Event
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import (
     MEASURED,
     check_no_collective,

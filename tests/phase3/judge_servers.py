@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import (
     BYTE_S,
     LATENCY_S,

@@ -10,7 +10,7 @@ import pytest
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster, Options
 from distlab.sim.engine.trace import departure_s
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import Edge, of_members, short
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase3 import discovery as d

@@ -9,7 +9,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster, Options
-from distlab.words import counted, joined
+from distlab.util.text import counted, joined
 from judging import tensors as t
 from judging.checks import (
     BYTE_S,

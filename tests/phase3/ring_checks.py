@@ -5,7 +5,7 @@ from typing import Any
 
 from distlab.grade import Run, check
 from distlab.sim import Options
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import edges_of, rounds_of, short_beside
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE
 from judging.tensors import FRACTIONS, numbers_of

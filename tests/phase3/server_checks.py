@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from distlab.grade import Grade, Run, check
 from distlab.sim import Faults, Options
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import (
     BYTE_S,
     LATENCY_S,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from distlab.words import joined
+from distlab.util.text import joined
 from phase4.file_history import ROOT, Event, Named, Recorder, Synced, Tree, Written
 
 State = tuple[tuple[str, bytes | None], ...]  # path -> content; None: a folder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import short
 from phase4 import broken_disks
 from phase4 import checkpoints as b

@@ -10,7 +10,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.launch import LaunchError
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import is_close, of_members, short, short_beside, uneven
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import elastic as b

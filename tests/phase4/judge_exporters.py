@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted, joined
+from distlab.util.text import counted, joined
 from judging.checks import short
 from phase4 import exports as b
 from phase4.exports import Write

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import is_close, of_members, short, short_beside
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import reduced as b

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import joined
+from distlab.util.text import joined
 from judging.checks import MEASURED, check_refused, of_members, short, uneven
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import resumed as b

@@ -8,7 +8,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Options
-from distlab.words import joined
+from distlab.util.text import joined
 from judging.checks import check_refused, of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import sharded as b

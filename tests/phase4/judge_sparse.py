@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.checks import short, short_beside
 from phase4 import reduced as b
 from phase4.reduced import Case, How

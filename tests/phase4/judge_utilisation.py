@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.words import joined, verb
+from distlab.util.text import joined, verb
 from judging.checks import MEASURED, of_members
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase4 import utilisation as b

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.grade import WrongResult
-from distlab.words import counted
+from distlab.util.text import counted
 from judging.calls import case_told, pair, returned
 from judging.tensors import given_group
 from phase4_production.given import Reduced

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from distlab.sim.device import hooks
 from distlab.sim.device.flops import Operation, tensors_in
 from distlab.sim.device.ledger import Account, Category
-from distlab.words import bytes_text
+from distlab.util.text import bytes_text
 
 _REMEDIES = {
     "parameters": "shard the parameters, or store them in 16 bits",

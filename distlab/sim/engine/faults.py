@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from distlab.words import unknown_name
+from distlab.util.text import unknown_name
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from math import inf
 
 from distlab.sim.hardware.presets import CLUSTERS, GPUS, PRESETS, Number, assumed
 from distlab.sim.hardware.topology import TOPOLOGIES, Place, Shape, Topology
-from distlab.words import unknown_name
+from distlab.util.text import unknown_name
 
 __all__ = ["GPU", "PRESETS", "Cluster", "Link", "Route"]
 

@@ -44,7 +44,7 @@ from distlab.sim.messages.handles import Handles
 from distlab.sim.messages.lanes import Lanes
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.sites import Places
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 
 @dataclass(frozen=True)

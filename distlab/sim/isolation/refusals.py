@@ -22,7 +22,7 @@ from distlab.sim.isolation.residents import Residents
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.report import WHO, error_line, place, told_once
 from distlab.sim.reporting.sites import Places
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
 _LISTS = {  # by call, what it names the list of one object for each rank

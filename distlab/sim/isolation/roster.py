@@ -11,7 +11,7 @@ from typing import NamedTuple
 from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.reporting.report import Row, mismatch, place
 from distlab.sim.reporting.sites import Site
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 
 class Entry(NamedTuple):

@@ -7,7 +7,7 @@ from distlab.process_group.call import Call
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row, mismatch, shorten
 from distlab.sim.reporting.torch_calls import advice_for
-from distlab.words import joined, rank_names
+from distlab.util.text import joined, rank_names
 
 NUM_TENSORS = "number of tensors"
 MAX_SIDES = 4  # that the headline names

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from distlab.sim.messages.pending import Pending
 from distlab.sim.reporting.report import Row
-from distlab.words import joined, rank_names
+from distlab.util.text import joined, rank_names
 
 MAX_NOTES = 2
 

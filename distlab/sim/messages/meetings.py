@@ -32,7 +32,7 @@ from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row
 from distlab.sim.reporting.sites import CallSite
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
 DISPUTE_S = 0.1  # of virtual time, for which the others are awaited if calls differ

@@ -9,7 +9,7 @@ from distlab.process_group.call import Form, describe
 from distlab.sim.engine.clock import Clock
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.reporting.sites import CallSite, Site
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 PREPOSITIONS = {"send": "to", "recv": "from"}
 

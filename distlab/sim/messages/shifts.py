@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
-from distlab.words import clauses, rank_names
+from distlab.util.text import clauses, rank_names
 
 MAX_KEPT = 8  # calls of a group with different pairs of lines
 

@@ -15,7 +15,7 @@ from distlab.sim.messages.limits import limit_s, store_error
 from distlab.sim.messages.pending import Pending
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import CallSite, Places, Site
-from distlab.words import joined, verb
+from distlab.util.text import joined, verb
 
 MAX_KEYS = 4  # that a report names
 FREE_ANSWERS = 1000  # equal ones in a row, for which no time passes

@@ -10,7 +10,7 @@ from distlab.sim.postmortem.handlers import DELIBERATE, handler_around, skipper_
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.reporting.report import WHO, behind, error_line, told_once
 from distlab.sim.reporting.sites import PROGRAM, Exit, Places, Site
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 KINDS = ("peer ended", "missing rank", "order mismatch")  # of deadlocks: a call may be left out
 

@@ -13,7 +13,7 @@ from distlab.sim.postmortem.group_hints import wrong_group
 from distlab.sim.postmortem.standstill import MAX_CLAUSES, Standstill, find_cycle
 from distlab.sim.reporting.errors import DeadlockKind
 from distlab.sim.reporting.torch_calls import advice_for
-from distlab.words import lowered, rank_names, verb
+from distlab.util.text import lowered, rank_names, verb
 
 
 class Cause(NamedTuple):

@@ -21,7 +21,7 @@ from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.errors import BlockedCall, Deadlock
 from distlab.sim.reporting.report import table
 from distlab.sim.reporting.sites import Exit, Site
-from distlab.words import lowered
+from distlab.util.text import lowered
 
 MAX_ROWS = 12
 MAX_CAUSES = 3

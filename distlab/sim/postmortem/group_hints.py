@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.pending import Pending
 from distlab.sim.postmortem.standstill import Standstill
-from distlab.words import rank_names, verb
+from distlab.util.text import rank_names, verb
 
 
 def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]) -> str:

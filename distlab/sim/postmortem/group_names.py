@@ -7,7 +7,7 @@ from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.meetings import Attendance, Founding
 from distlab.sim.messages.pending import Pending
 from distlab.sim.reporting.report import place
-from distlab.words import clauses, rank_names, verb
+from distlab.util.text import clauses, rank_names, verb
 
 MAX_GROUPS = 4  # in a sentence
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}

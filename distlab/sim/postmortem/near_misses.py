@@ -7,7 +7,7 @@ from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.report import place
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 Pair = tuple[Message, Message]  # a send and a recv
 

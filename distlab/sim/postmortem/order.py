@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
-from distlab.words import clauses
+from distlab.util.text import clauses
 
 MAX_CLAUSES = 2
 _OF_PAIRS = (

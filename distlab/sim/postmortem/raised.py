@@ -7,7 +7,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from distlab import tracebacks
 from distlab.sim.device.memory import OutOfMemory
 from distlab.sim.engine.scheduler import Rank, Strand
 from distlab.sim.messages.pending import Pending
@@ -18,6 +17,7 @@ from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.errors import EXIT, RankError
 from distlab.sim.reporting.report import Row, place, table
 from distlab.sim.reporting.sites import PROGRAM, SIMULATOR, Places, Site
+from distlab.util import tracebacks
 
 TRACEBACK = "Traceback (most recent call last):\n"
 

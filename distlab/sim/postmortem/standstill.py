@@ -15,7 +15,7 @@ from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.postmortem import order
 from distlab.sim.postmortem.group_names import GroupNames
-from distlab.words import clauses, rank_names, verb
+from distlab.util.text import clauses, rank_names, verb
 
 MAX_CLAUSES = 3  # in a sentence; of more, the first two and the end are given
 

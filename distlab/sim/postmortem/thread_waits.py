@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.thread_wait import ThreadWait, beside, thread_name
-from distlab.words import clauses, rank_names, verb
+from distlab.util.text import clauses, rank_names, verb
 
 HELD, HELD_BY_EACH = "which it holds itself", "which each of them holds itself"
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
 from distlab.sim.postmortem.standstill import Standstill
-from distlab.words import counted, rank_names, verb
+from distlab.util.text import counted, rank_names, verb
 
 _TOGETHER = "give the send and the recv of each rank to batch_isend_irecv"
 _ONE_BY_ONE = (

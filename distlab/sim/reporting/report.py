@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distlab.sim.reporting.errors import Mismatch, MismatchKind
-from distlab.words import rank_names
+from distlab.util.text import rank_names
 
 WHO = "{who}"  # in a note, for the ranks that it is about
 

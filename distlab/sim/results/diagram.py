@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from distlab.sim.engine.trace import Event, departure_s, lanes
 from distlab.sim.results.simulated import Simulated
 from distlab.sim.results.summary import assumed, label, settings, totals
-from distlab.words import SECONDS, counted, unit_of
+from distlab.util.text import SECONDS, counted, unit_of
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
 ENDED = "#f6f6f6"

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from distlab.sim.results.simulated import Simulated
-from distlab.words import bytes_text, counted, seconds_text
+from distlab.util.text import bytes_text, counted, seconds_text
 
 LISTED = 16  # ranks that get a line each; with more, only the spread and the slowest ones
 SLOWEST = 3

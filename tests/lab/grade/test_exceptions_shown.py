@@ -18,7 +18,7 @@ from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import RankFailed
-from distlab.tracebacks import headline
+from distlab.util.tracebacks import headline
 from judging.calls import case_told, cause_told
 from judging.groups import inside_group
 from phase2_advanced.given import Action

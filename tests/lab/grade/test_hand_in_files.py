@@ -16,7 +16,7 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import MAX_FILES, Submission
 from distlab.launch import LaunchError
 from distlab.learner import source
-from distlab.reading import MAX_SOURCE_BYTES
+from distlab.util.files import MAX_SOURCE_BYTES
 
 ROOT = Path(__file__).parents[3]
 PHASE = "phase1_data_parallel"

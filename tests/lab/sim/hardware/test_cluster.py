@@ -312,7 +312,7 @@ def test_numbers_that_the_caller_gives_count_as_assumed() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("words", "sim.network.crowd", "sim.network.flows"),
+        *("util.text", "sim.network.crowd", "sim.network.flows"),
         *("sim.hardware.cluster", "sim.hardware.presets", "sim.hardware.topology"),
     ],
 )
@@ -320,7 +320,7 @@ def test_the_network_needs_only_the_standard_library_and_its_crowds_numpy(name: 
     module = importlib.import_module(f"distlab.{name}")
     imports = re.findall(r"^(?:from|import) ([\w.]+)", inspect.getsource(module), re.MULTILINE)
     foreign = [name for name in imports if name.split(".")[0] not in sys.stdlib_module_names]
-    allowed = ("distlab.sim.", "distlab.words", *(["numpy"] if name.endswith("crowd") else []))
+    allowed = ("distlab.sim.", "distlab.util.text", *(["numpy"] if name.endswith("crowd") else []))
     assert all(name.startswith(allowed) for name in foreign)
 
 

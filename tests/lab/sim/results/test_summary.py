@@ -8,7 +8,7 @@ from pictured import compute, overlapped, ring, run
 
 from distlab.sim import Cluster, Faults, Simulated
 from distlab.sim.results.summary import label, summary, totals
-from distlab.words import seconds_text
+from distlab.util.text import seconds_text
 
 
 def uneven() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 
 SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
-MAX_RUNS = 6  # of ranks that are named; of more, the first three and the last
+MAX_RUNS = 6  # runs of ranks that are all named; of more, only the first three and the last
 
 Units = Sequence[tuple[str, float]]
 
@@ -23,7 +23,7 @@ def verb(subjects: Sized, plural: str, singular: str = "") -> str:
 
 
 def joined(items: Sequence[str], last: str = " and ") -> str:
-    """Write ``a``, ``a and b`` or ``a, b and c``; of nothing, ""."""
+    """Write ``a``, ``a and b`` or ``a, b and c``; "" if there are no items."""
     return last.join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
 
 
@@ -33,13 +33,13 @@ def clauses(items: Sequence[str]) -> str:
 
 
 def sentence(text: str) -> str:
-    """End a text with a full stop where it has no end."""
+    """Add a full stop to a text that lacks a final punctuation mark."""
     text = text.rstrip()
     return text if text.endswith((".", "?", "!", ":", "…")) else f"{text}."
 
 
 def lowered(text: str) -> str:
-    """Begin a sentence with a small letter, after a colon; a name keeps its capitals."""
+    """Begin a sentence with a small letter, for use after a colon; a name keeps its capitals."""
     first = text.split(" ", 1)[0]
     is_name = first[1:] != first[1:].lower()
     return text if is_name else f"{text[:1].lower()}{text[1:]}"
@@ -97,13 +97,13 @@ def _with_unit(value: float, units: Units) -> str:
 
 
 def _digits(value: float) -> str:
-    """Write three digits."""
+    """Write a number with three significant digits."""
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Write ``Did you mean 'digits'?``, or nothing if no known name is like the wrong one."""
+    """Write ``Did you mean 'digits'?``, or "" if no known name is similar."""
     by_lower = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(wrong.lower(), by_lower, n=1)
     return f"Did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
@@ -120,7 +120,7 @@ def unknown_name(kind: str, wrong: str, valid: Collection[str]) -> ValueError:
 
 
 def signal_name(number: int) -> str:
-    """Write ``SIGKILL``, or ``signal 40`` of one that has no name, as the real-time signals."""
+    """Write ``SIGKILL``, or ``signal 40`` if it has no name (real-time signals)."""
     try:
         return signal.Signals(number).name
     except ValueError:

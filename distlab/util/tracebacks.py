@@ -1,19 +1,19 @@
-"""What is shown of an exception: its headline, and the frames that are the program's."""
+"""The parts of an exception that are shown: its headline, and the frames of the program."""
 
 import traceback
 from collections.abc import Callable, Collection
 from typing import Any
 
 Choose = Callable[[Collection[str]], Collection[str]]
-# Attributes of an exception, as text: the call that it came from, and its likely cause.
+# Optional attributes of an exception, as text: the call that raised it, and its likely cause.
 CALL, CAUSE = "__distlab_call__", "__distlab_cause__"
 
 
 def headline(error: BaseException) -> str:
     """Write ``ZeroDivisionError: division by zero, in shard_indices(2, 0, 4). No rank is left``.
 
-    The call and the cause are there if someone has noted them on the exception, as its attributes
-    ``CALL`` and ``CAUSE``. They follow the first line of its text.
+    The call and the cause come from the exception's attributes ``CALL`` and ``CAUSE``, if set, and
+    follow the first line of its text.
     """
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     call, cause = _noted(error, CALL), _noted(error, CAUSE)
@@ -30,25 +30,25 @@ def _noted(error: BaseException, name: str) -> str:
 
 
 def is_message_enough(error: BaseException) -> bool:
-    """Tell whether it is one of distlab's own, whose message says what to do: no traceback helps.
+    """Return True for distlab's own errors, whose message says what to do without a traceback.
 
-    One of ``distlab.mpi`` comes out of a line of the program, which its traceback shows.
+    An error of ``distlab.mpi`` is raised in a line of the program, which its traceback shows.
     """
     module = type(error).__module__
     return module.startswith("distlab.") and not module.startswith("distlab.mpi")
 
 
 def keep_frames(shown: traceback.TracebackException, choose: Choose) -> None:
-    """Drop frames, also in what an error was raised from.
+    """Drop frames of an error and of the errors it was raised from.
 
     Args:
-        shown: the error.
-        choose: given the files of a stack, says which of them to keep.
+        shown: Error to shorten.
+        choose: Function that picks the files to keep among those of a stack.
     """
     kept = set(choose({frame.filename for frame in shown.stack}))
     frames = [frame for frame in shown.stack if frame.filename in kept]
     shown.stack = traceback.StackSummary.from_list(frames)
-    group: Any = getattr(shown, "exceptions", None)  # Python 3.11: of an exception group
+    group: Any = getattr(shown, "exceptions", None)  # exception groups, Python 3.11
     for inner in (shown.__cause__, shown.__context__, *(group or ())):
         if inner is not None:
             keep_frames(inner, choose)

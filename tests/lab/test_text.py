@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from distlab.words import (
+from distlab.util.text import (
     bytes_text,
     clauses,
     counted,

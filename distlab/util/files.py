@@ -1,0 +1,48 @@
+"""Reading files that may have been replaced by something else, and replacing files whole."""
+
+import contextlib
+import os
+import shutil
+import stat
+from pathlib import Path
+
+MAX_SOURCE_BYTES = 2**20  # limit for one Python file; the largest solution has 16 KiB
+
+
+class FileTooLargeError(OSError):
+    """A file is larger than the limit for its kind."""
+
+
+def read_regular(path: Path, max_bytes: int, *, follows_links: bool = True) -> bytes:
+    """Return the content of a regular file of at most ``max_bytes``.
+
+    Raises:
+        OSError: The path is a pipe, a device or a folder, the file is too large, or it cannot be
+            read. The message is for people.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path.name} is not a regular file")
+        data = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
+    num_bytes = max(len(data), status.st_size)  # the file may be growing
+    if num_bytes > max_bytes:
+        raise FileTooLargeError(f"{path.name} has {num_bytes:,} bytes, limit {max_bytes:,}")
+    return data
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Create a file or replace its content; a reader never sees half of it.
+
+    The permissions of a replaced file are kept, and a link keeps pointing to the same file.
+    """
+    path = path.resolve()
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_bytes(data)
+        with contextlib.suppress(OSError):  # no file to replace
+            shutil.copymode(path, new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
