@@ -9,6 +9,7 @@ from itertools import product
 from typing import get_args
 
 # Each enters its programs in the catalogue.
+import broken_by_strangers  # noqa: F401
 import broken_calls  # noqa: F401
 import broken_collectives  # noqa: F401
 import broken_ends  # noqa: F401
@@ -24,6 +25,10 @@ from catalogue import BROKEN, CORRECT, PASSES, Broken, Correct
 from distlab.sim import Deadlock, Faults, Mismatch, Options, RankError, SimulationError, simulate
 from distlab.sim.reporting.errors import DeadlockKind
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:.* on a group that it is not in"),
+]
 ORDERS = range(1, 21)
 FEW_ORDERS = range(4)  # where sends are buffered; 0: as the program stands
 JITTER_S = 1e-5
