@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from distlab import plot, trainers, training
+from distlab import chosen, plot, training
 from distlab.training import ConfigError
 from distlab.util.text import counted
 
 if TYPE_CHECKING:
-    from phase1_data_parallel.given import EpochResult
+    from distlab.lessons import EpochResult
 
 WORKERS = (1, 4)
 EPOCHS = 10
@@ -42,7 +42,7 @@ def run_demo(folder: Path) -> None:
             others; before the training starts.
     """
     training.check_is_alone()
-    trainers.check_solutions()
+    chosen.check_solutions()
     _check_writable(folder)
     console = Console()
     start = time.perf_counter()

@@ -3,11 +3,12 @@
 import re
 import time
 from collections.abc import Callable
-from importlib import import_module
+from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
 
+from distlab import lessons
 from distlab.launch import LaunchError
 from distlab.sim import GPU, Cluster
 
@@ -33,17 +34,16 @@ def try_yours(lesson: str, names: str, experiment: Callable[..., T]) -> T:
     Raises:
         SystemExit: the learner's fail, and this copy of the course has no solutions.
     """
-    phase, _, file = lesson.rpartition(".")
     label = names.replace(" ", ", ")
     try:
-        found = experiment(*_load(f"{phase}.template_{file}", names))
+        found = experiment(*_members(lessons.template_at(lesson), names))
     except Exception as error:  # a file of the learner's may raise anything when it is imported
         reason = _why(error, names)
     else:
         print(f"{label}: you see your own.")
         return found
     try:
-        solved = _load(f"solutions.{lesson}", names)
+        solved = _members(lessons.solution_at(lesson), names)
     except ModuleNotFoundError:
         raise SystemExit(
             f"{label}: {reason}, and this copy of the course has no solutions."
@@ -52,9 +52,8 @@ def try_yours(lesson: str, names: str, experiment: Callable[..., T]) -> T:
     return experiment(*solved)
 
 
-def _load(module: str, names: str) -> list[Any]:
-    loaded = import_module(module)
-    return [getattr(loaded, name) for name in names.split()]
+def _members(module: ModuleType, names: str) -> list[Any]:
+    return [getattr(module, name) for name in names.split()]
 
 
 def _why(error: Exception, names: str) -> str:

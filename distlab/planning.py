@@ -1,15 +1,13 @@
 """What `distlab plan` plans: known models, and simulated clusters as the planner sees them."""
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from distlab import trainers
+from distlab import chosen, lessons
 from distlab.sim import Cluster
 from distlab.util.text import unknown_name
 
 TASKS = ("3.21", "3.22", "3.23")
-FOLDER, LESSON = "phase3_multi_node", "auto_sharding"
 MATMUL_EFFICIENCY, MATMUL_PADDING = 0.81, 190.0  # fitted: benchmarks/plan_fidelity.py
 RING = "Simple"  # NCCL's protocol for long messages
 
@@ -106,8 +104,8 @@ def load(impl: str) -> Planner:
     Raises:
         NotThereError: this copy has no solutions, or a task of the lesson is a TODO.
     """
-    lesson = trainers.find_measurement(impl, TASKS).load(FOLDER, LESSON)
-    return Planner(lesson, importlib.import_module(f"{FOLDER}.given"))
+    lesson = chosen.lesson(chosen.find(impl, TASKS), "auto_sharding")
+    return Planner(lesson, lessons.given_3)
 
 
 def model_flops(shape: Shape, batch_size: int) -> float:

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from distlab.util.text import counted
 
 if TYPE_CHECKING:
-    from phase1_data_parallel.given import EpochResult
+    from distlab.lessons import EpochResult
 
 STYLES = ("-", "--", ":", "-.")  # curves that coincide must both be seen
 POINT_SIZES = (8, 5, 3)  # and so must points

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab import data, launch, models, parallel, trainers
+from distlab import chosen, data, launch, models, parallel
+from distlab.chosen import SOLVED
 from distlab.grade.outcomes import Outcome, verdict_on
 from distlab.grade.submission import Submission
 from distlab.launch.launchers import launched, launcher_of_several
 from distlab.parallel import Parallelism, Part
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.counts import Counts
-from distlab.trainers import SOLVED
 from distlab.util.text import bytes_text, counted, rank_names, seconds_text
 
 if TYPE_CHECKING:
-    from phase1_data_parallel.given import EpochResult
+    from distlab.lessons import EpochResult
 
 DEFAULT_WORKERS = 4
 DEFAULT_BATCH_SIZE = 64
@@ -132,7 +132,7 @@ def make_config(
         backend=backend,
         batch_size=_batch_size(batch_size, sizes),
         lr=_learning_rate(lr, RECIPES[model].lr),
-        lessons=trainers.find(impl, all_reduce, sizes.functions),
+        lessons=chosen.find_trainer(impl, all_reduce, sizes.functions),
         all_reduce=all_reduce,
         **others,
     )
@@ -247,7 +247,7 @@ def _answers(config: TrainConfig) -> list[list[EpochResult] | ConfigError | Dive
         verdict = verdict_on(error)
         if verdict.missing or verdict.outcome is Outcome.IMPORT_ERROR:
             text = f"{verdict.message}\n{verdict.details}".rstrip()
-            raise trainers.NotThereError(text) from None
+            raise chosen.NotThereError(text) from None
         raise
 
 
@@ -309,13 +309,13 @@ def _part(config: TrainConfig, model: nn.Module) -> Part:
     gpt = cast("models.GPT", model)
     with _refusals(config.parallelism):
         parallel.check(gpt, config.parallelism)
-    lesson = partial(trainers.lesson, config.lessons, phase=trainers.PHASE_2)
+    lesson = partial(chosen.lesson, config.lessons)
     return parallel.split(gpt, config.parallelism, lesson)
 
 
 def _trainer(config: TrainConfig, part: Part, device: torch.device) -> Any:
     optimizer = RECIPES[config.model].build(part.model, config.lr)
-    parts = trainers.load(config.lessons)
+    parts = chosen.load(config.lessons)
     all_reduce, average = parts.all_reduces[config.all_reduce], parts.averages[config.gradients]
     how = {"all_reduce": all_reduce, "average": average}
     trainer = parts.trainer(

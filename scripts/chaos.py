@@ -31,11 +31,12 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
+from distlab import lessons
 from distlab.production.comparing import counted, differences
 from distlab.production.config import split_arguments
 from distlab.production.errors import EXIT_CANNOT_SAVE, EXIT_WRONG, ConfigError
 from distlab.production.gantt import Blow, draw_gantt
-from distlab.production.launching import TRAINER, config_of, environment
+from distlab.production.launching import config_of, environment
 from distlab.production.observer import Observer
 from solutions.phase4_production.checkpoint import load_checkpoint
 
@@ -197,7 +198,7 @@ class Chaos:
         with open(self._log(name), "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *options]
-                + ["--monitor-interval=0.1", "-m", TRAINER]
+                + ["--monitor-interval=0.1", "-m", lessons.trainer()]
                 + [f"--{key}={value}" for key, value in keys.items()],
                 env={**os.environ, **environment(self.num_ranks)},
                 stdout=log,

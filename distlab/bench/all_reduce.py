@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import saving
 from distlab.grade.submission import Submission
 
 if TYPE_CHECKING:
-    from phase1_data_parallel.given import AllReduceTimes
+    from distlab.lessons import AllReduceTimes
 
 TASKS = ("1.6", "1.7", "1.8")
 EXCHANGE = "exchange: no all-reduce, but one message sent while another one arrives"
@@ -39,7 +39,7 @@ def print_table(
         LearnerError: ``impl`` is "mine" outside of the course's folder.
         LaunchError: a rank failed.
     """
-    lessons = trainers.find_measurement(impl, TASKS)
+    lessons = chosen.find(impl, TASKS)
     sizes = [size for size in SIZES_BYTES if size <= max(max_bytes, SIZES_BYTES[1])]
     times, *_ = launch.run(_measure_on_rank, ranks, lessons, sizes, repeats, backend="gloo")
     console = Console()
@@ -54,7 +54,7 @@ def print_table(
 def _measure_on_rank(
     lessons: Submission, sizes_bytes: Sequence[int], repeats: int
 ) -> AllReduceTimes:
-    collectives: Any = trainers.lesson(lessons, "collectives")
+    collectives: Any = chosen.lesson(lessons, "collectives")
     times: AllReduceTimes = collectives.measure_all_reduce(
         collectives.ALL_REDUCES, sizes_bytes, repeats=repeats
     )

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import rivals, rivals_record
 from distlab.bench.rivals import Column, Contestant, Measured
 from distlab.grade.submission import Submission
@@ -87,18 +87,18 @@ def _torchs_power_sgd(lessons: Any, module: nn.Module, ddp: Any, sizes: Sizes) -
 
 
 def _our_power_sgd(lessons: Any, sizes: Sizes) -> Reduce:
-    reduce: Reduce = trainers.lesson(lessons, "power_sgd", PHASE).PowerSGD(sizes.rank)
+    reduce: Reduce = chosen.lesson(lessons, "power_sgd").PowerSGD(sizes.rank)
     return reduce
 
 
 def _our_top_k(lessons: Any, sizes: Sizes) -> Reduce:
-    lesson: Any = trainers.lesson(lessons, "gradient_compression", PHASE)
+    lesson: Any = chosen.lesson(lessons, "gradient_compression")
     return lambda gradient, _: lesson.top_k(gradient, sizes.fraction)
 
 
 def _our_codec(name: str) -> Callable[[Any, Sizes], Reduce]:
     def make(lessons: Any, sizes: Sizes) -> Reduce:
-        lesson: Any = trainers.lesson(lessons, "gradient_compression", PHASE)
+        lesson: Any = chosen.lesson(lessons, "gradient_compression")
         return lambda gradient, _: lesson.quantized(gradient, getattr(lesson, name)())
 
     return make
@@ -114,7 +114,7 @@ OUR_REDUCES: dict[str, Callable[[Any, Sizes], Reduce]] = {
 
 def _ours(make_reduce: Callable[[Any, Sizes], Reduce]) -> Register:
     def register(lessons: Any, module: nn.Module, ddp: Any, sizes: Sizes) -> None:
-        lesson: Any = trainers.lesson(lessons, "comm_hook", PHASE)
+        lesson: Any = chosen.lesson(lessons, "comm_hook")
         reduce = make_reduce(lessons, sizes)
         ddp.register_comm_hook(None, lesson.CompressionHook(module, reduce))
 
@@ -143,7 +143,7 @@ def print_table(ranks: int, repeats: int, impl: str, folder: Path | None = None)
         LearnerError: ``impl`` is "mine" outside of the course's folder.
         LaunchError: a rank failed.
     """
-    lessons = trainers.find_measurement(impl, TASKS)
+    lessons = chosen.find(impl, TASKS)
     measured, *_ = launch.run(measure_on_rank, ranks, lessons, SIZES, repeats, backend="gloo")
     where = f"{SIZES.layers} layers on {counted(ranks, 'gloo rank')}, r = {SIZES.rank}"
     title = f"{where}: median of {repeats} steps, loss after {SIZES.steps}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import rivals, rivals_record
 from distlab.bench.rivals import Contestant, Measured
 from distlab.grade.submission import Submission
@@ -53,7 +53,7 @@ def print_table(ranks: int, repeats: int, impl: str, folder: Path | None = None)
         LearnerError: ``impl`` is "mine" outside of the course's folder.
         LaunchError: a rank failed, or ours computes something else than torch's.
     """
-    lessons = trainers.find_measurement(impl, TASKS)
+    lessons = chosen.find(impl, TASKS)
     measured, *_ = launch.run(measure_on_rank, ranks, lessons, SIZES, repeats, backend="gloo")
     where = f"{counted(4 * SIZES.layers, 'parameter')} on {counted(ranks, 'gloo rank')}"
     title = f"{where}: median of {repeats} steps"
@@ -66,7 +66,7 @@ def print_table(ranks: int, repeats: int, impl: str, folder: Path | None = None)
 
 def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Measured]:
     """Measure the three stages and torch's, all with one model and batch of this rank."""
-    lesson: Any = trainers.lesson(lessons, "ddp", trainers.PHASE_3)
+    lesson: Any = chosen.lesson(lessons, "ddp")
     torch.manual_seed(dist.get_rank())
     model, x = _model(sizes), torch.randn(sizes.rows, sizes.width)
     limit = int(sizes.bucket_mib * 2**20)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import rivals, saving
 from distlab.grade.submission import Submission
 from distlab.shared_memory import SharedMemory
@@ -73,7 +73,7 @@ def print_table(
         LearnerError: ``impl`` is "mine" outside of the course's folder.
         LaunchError: a rank failed, or a sum is wrong.
     """
-    lessons = trainers.find_measurement(impl, TASKS)
+    lessons = chosen.find(impl, TASKS)
     sizes = [size for size in SIZES_BYTES if size <= max_bytes] or [SIZES_BYTES[0]]
     arguments = lessons, sizes, repeats
     times, *_ = launch.run(measure_on_rank, ranks, *arguments, backend="gloo", timeout_s=TIMEOUT_S)
@@ -105,8 +105,8 @@ def measure_on_rank(lessons: Submission, sizes_bytes: Sequence[int], repeats: in
 
 def _contestants(lessons: Submission, numel: int) -> dict[str, tuple[AllReduce, Tensor]]:
     """Return by name an all-reduce and the memory that it sums."""
-    rings: Any = trainers.lesson(lessons, "ring_allreduce", trainers.PHASE_3)
-    trees: Any = trainers.lesson(lessons, "tree_allreduce", trainers.PHASE_3)
+    rings: Any = chosen.lesson(lessons, "ring_allreduce")
+    trees: Any = chosen.lesson(lessons, "tree_allreduce")
     x = torch.empty(numel)
     contestants: dict[str, tuple[AllReduce, Tensor]] = {
         GLOO: (dist.all_reduce, x),

@@ -12,7 +12,8 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from distlab import launch, trainers
+from distlab import chosen, launch
+from distlab import lessons as course
 from distlab.bench import rivals
 from distlab.bench.rivals import Contestant, Measured
 from distlab.grade.submission import Submission
@@ -42,7 +43,7 @@ def print_table(layers: int, repeats: int, impl: str) -> None:
         LearnerError: ``impl`` is "mine" outside of the course's folder.
         LaunchError: the rank failed, or ours computes something else than torch's.
     """
-    lessons = trainers.find_measurement(impl, TASKS)
+    lessons = chosen.find(impl, TASKS)
     (measured,) = launch.run(measure_on_rank, 1, lessons, SIZES, layers, repeats, backend="gloo")
     title = f"{layers} layers, {isqrt(layers)} segments: median of {repeats} steps"
     Console().print(rivals.table(title, measured, RIVALS, (rivals.STEP, rivals.PEAK)))
@@ -53,7 +54,7 @@ def measure_on_rank(
     lessons: Submission, sizes: Sizes, num_layers: int, repeats: int
 ) -> dict[str, Measured]:
     """Measure steps without checkpoints, with ours and with torch's."""
-    lesson: Any = trainers.lesson(lessons, "activation_checkpointing", trainers.PHASE_2)
+    lesson: Any = chosen.lesson(lessons, "activation_checkpointing")
     layers, x = _layers(sizes, num_layers), torch.randn(*sizes[:3])
     segments = isqrt(num_layers)
     torchs: Any = checkpoint.checkpoint_sequential
@@ -67,10 +68,10 @@ def measure_on_rank(
 
 
 def _layers(sizes: Sizes, num_layers: int) -> nn.Sequential:
-    from phase2_advanced.given import Block
-
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(num_layers)))
+    return nn.Sequential(
+        *(course.given_2.Block(sizes.width, sizes.heads) for _ in range(num_layers))
+    )
 
 
 def _contestant(model: nn.Sequential, forward: Callable[[nn.Sequential], Tensor]) -> Contestant:

@@ -12,13 +12,14 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from distlab import launch, trainers
+from distlab import chosen, launch
+from distlab import lessons as course
 from distlab.bench import rivals
 from distlab.bench.rivals import Contestant, Measured
 from distlab.grade.submission import Submission
 
 if TYPE_CHECKING:
-    from phase2_advanced.given import Batch
+    from distlab.production.types import Batch
 
 TASKS = ("2.10", "2.11", "2.12")
 RIVALS = {"torch's ScheduleGPipe": "GPipe", "torch's Schedule1F1B": "1F1B"}
@@ -47,7 +48,7 @@ def print_table(ranks: int, repeats: int, impl: str) -> None:
         LearnerError: ``impl`` is "mine" outside of the course's folder.
         LaunchError: a rank failed, or ours computes something else than torch's.
     """
-    lessons = trainers.find_measurement(impl, TASKS)
+    lessons = chosen.find(impl, TASKS)
     measured, *_ = launch.run(measure_on_rank, ranks, lessons, SIZES, repeats, backend="gloo")
     num_micro_batches = MICRO_BATCHES_PER_STAGE * ranks
     title = f"{ranks} stages, {num_micro_batches} micro-batches: median of {repeats} steps"
@@ -59,7 +60,7 @@ def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str
     """Measure GPipe and 1F1B, ours and torch's, with this rank as a stage."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-    lesson: Any = trainers.lesson(lessons, "pipeline_parallel", trainers.PHASE_2)
+    lesson: Any = chosen.lesson(lessons, "pipeline_parallel")
     num_stages = dist.get_world_size()
     num_micro_batches = MICRO_BATCHES_PER_STAGE * num_stages
     stage, batch = _stage(sizes), _batch(sizes, num_micro_batches)
@@ -78,10 +79,10 @@ def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str
 
 def _stage(sizes: Sizes) -> nn.Sequential:
     """Return this rank's part of the model; the last one ends with the logits."""
-    from phase2_advanced.given import Block
-
     torch.manual_seed(dist.get_rank())
-    stage = nn.Sequential(*(Block(sizes.width, sizes.heads) for _ in range(sizes.blocks)))
+    stage = nn.Sequential(
+        *(course.given_2.Block(sizes.width, sizes.heads) for _ in range(sizes.blocks))
+    )
     if dist.get_rank() == dist.get_world_size() - 1:
         stage.append(nn.Linear(sizes.width, sizes.classes))
     return stage
@@ -95,13 +96,13 @@ def _batch(sizes: Sizes, num_micro_batches: int) -> Batch:
 
 
 def _ours(run: Any, schedule: Any, stage: nn.Module, batch: Batch) -> Contestant:
-    from phase2_advanced.given import cross_entropy_sum
-
     num_micro_batches = len(schedule[0]) // 2
 
     def step() -> float:
         parts = (x.chunk(num_micro_batches) for x in batch)
-        loss: float = run(schedule, [stage], list(zip(*parts, strict=True)), cross_entropy_sum)
+        loss: float = run(
+            schedule, [stage], list(zip(*parts, strict=True)), course.given_2.cross_entropy_sum
+        )
         return loss
 
     return Contestant(stage, step)

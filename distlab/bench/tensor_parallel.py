@@ -10,7 +10,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from distlab import launch, trainers
+from distlab import chosen, launch
+from distlab import lessons as course
 from distlab.bench import rivals
 from distlab.bench.rivals import Contestant, Measured
 from distlab.grade.submission import Submission
@@ -45,7 +46,7 @@ def print_table(ranks: int, repeats: int, impl: str) -> None:
         LearnerError: ``impl`` is "mine" outside of the course's folder.
         LaunchError: a rank failed, or ours computes something else than torch's.
     """
-    lessons = trainers.find_measurement(impl, TASKS)
+    lessons = chosen.find(impl, TASKS)
     measured, *_ = launch.run(measure_on_rank, ranks, lessons, SIZES, repeats, backend="gloo")
     where = f"{counted(SIZES.blocks, 'block')} on {counted(ranks, 'gloo rank')}"
     columns = rivals.STEP, rivals.COLLECTIVES, rivals.BYTES
@@ -55,13 +56,11 @@ def print_table(ranks: int, repeats: int, impl: str) -> None:
 
 def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Measured]:
     """Measure a model that is split over the ranks by ours, and twice by torch's."""
-    from phase2_advanced.given import Block
-
-    lesson: Any = trainers.lesson(lessons, "tensor_parallel", trainers.PHASE_2)
+    lesson: Any = chosen.lesson(lessons, "tensor_parallel")
     torch.manual_seed(0)
     heads = sizes.heads_per_rank * dist.get_world_size()
     width = sizes.head_width * heads
-    full = nn.Sequential(*(Block(width, heads) for _ in range(sizes.blocks)))
+    full = nn.Sequential(*(course.given_2.Block(width, heads) for _ in range(sizes.blocks)))
     x = torch.randn(sizes.rows, sizes.positions, width)
     split = {
         OURS: _split_by_ours(lesson, copy.deepcopy(full)),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import saving
 from distlab.bench.rivals import WHOSE
 from distlab.bench.trainer_measured import Compared, Rival, Speed, measure_on_rank
@@ -114,7 +114,7 @@ def matches(ranks: int, model: str) -> list[Match]:
     return found
 
 
-def chosen(names: Sequence[str], ranks: int, model: str) -> list[Match]:
+def matches_of(names: Sequence[str], ranks: int, model: str) -> list[Match]:
     """Return the matches of these ways of the trainer; without names, all.
 
     Raises:
@@ -152,9 +152,9 @@ def print_table(
         ConfigError: the trainer cannot train so.
         LaunchError: a rank failed, or ours learns something else than its rival.
     """
-    trainers.check_solutions()  # the trainer itself is one of them
+    chosen.check_solutions()  # the trainer itself is one of them
     compared: dict[str, Compared] = {}
-    wanted = chosen(only, ranks, sizes.model)
+    wanted = matches_of(only, ranks, sizes.model)
     for place, match in enumerate(wanted, start=1):
         rival = f", beside {match.theirs[0]}" if match.theirs else ""
         print(f"{place} of {len(wanted)}: {', '.join(match.ours)}{rival}", file=sys.stderr)

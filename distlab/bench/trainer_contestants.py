@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab import lessons
 from distlab.production.batches import on_device
 from distlab.production.config import Config
 from distlab.production.images import open_images
@@ -21,9 +21,8 @@ from distlab.production.loading import Keys, loader_of
 from distlab.production.models import build_model
 from distlab.production.optimization import optimizer_of
 from distlab.production.strategies.base import DTYPES
-from phase4_production.given import Group
+from distlab.production.types import Group
 
-TRAINER = "solutions.phase4_production.imagenet_trainer"
 CLASSES = 10  # of synthetic data
 Batch = tuple[Tensor, Tensor]  # images (b, 3, S, S) and classes (b,), on the device
 
@@ -71,7 +70,7 @@ Contestant = Callable[[int], Losses]  # trains for so many steps
 def trainer(setting: Setting) -> Iterator[Contestant]:
     """Open a training with all that watches it; what it tells people is made, and not shown."""
     with redirect_stderr(io.StringIO()), ExitStack() as stack:
-        training = importlib.import_module(TRAINER).Training(*setting)
+        training: Any = lessons.imagenet_trainer.Training(*setting)
         few = training.batches = _Few(training.batches, setting)
         for part in (training.telemetry, training.stop):
             stack.enter_context(part)
@@ -112,13 +111,13 @@ class _Few:
 
 
 def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
-    config, lessons, device = setting
+    config, lesson, device = setting
     if device.type == "cuda":
         fixed = fixed_batch(setting, group)
         while True:
             yield fixed
     data = open_images(config)
-    sampler = lessons("training_state", "phase4_production").ResumableSampler(
+    sampler = lesson("training_state").ResumableSampler(
         len(data.train), config.batch_size, config.seed, group
     )
     loader = loader_of(data.train, Keys(sampler), config, device)

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab import launch
+from distlab import launch, lessons
 from distlab.bench import saving
 from distlab.bench.trainer_contestants import Contestant, Losses, Setting, trainer
 from distlab.production.config import Config
 from distlab.production.lessons import Lessons
 from distlab.production.telemetry import measure
-from phase4_production.given import group_device
 
 LARGEST_DIFFERENCE = 0.02  # of the mean losses of the first steps, as a part of one
 Rival = tuple[str, Callable[[Setting], Contestant]]  # its name, and what makes it
@@ -67,7 +66,7 @@ class Compared:
 
 def measure_on_rank(
     configs: Mapping[str, Config],
-    lessons: Mapping[str, Lessons],
+    found: Mapping[str, Lessons],
     rival: Rival | None,
     steps: int,
     repeats: int,
@@ -82,7 +81,7 @@ def measure_on_rank(
     with ExitStack() as stack:
         contestants: dict[str | None, Contestant] = {}
         for name, config in configs.items():
-            setting = Setting(config, lessons[name], device)
+            setting = Setting(config, found[name], device)
             contestants[name] = stack.enter_context(trainer(setting))
         if rival:
             contestants[rival[0]] = rival[1](setting)
@@ -109,7 +108,7 @@ def _mfu_of_an_image(setting: Setting) -> float | None:
 def _mean(losses: Losses) -> float:
     """Return the mean over the images of all ranks."""
     sums = torch.tensor([float(losses.total), losses.num_images], dtype=torch.float64)
-    sums = sums.to(group_device())
+    sums = sums.to(lessons.given_4.group_device())
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
@@ -139,6 +138,6 @@ def _times(contestants: Sequence[Contestant], steps: int, repeats: int, terminal
         if dist.get_rank() == 0:
             took = f"{float(seconds[:, repeat].sum()):.0f} s"
             print(f"round {repeat + 1} of {repeats}: {took}", file=terminal, flush=True)
-    shared = seconds.to(group_device())
+    shared = seconds.to(lessons.given_4.group_device())
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return shared.cpu()

@@ -28,7 +28,7 @@ from distlab.production.optimization import optimizer_of
 from distlab.production.strategies.replicated import OWN_BUFFERS
 from distlab.production.strategies.sharded import dtype_of_whole
 from distlab.production.strategies.split import MICRO_BATCHES_PER_STAGE
-from phase4_production.given import Group
+from distlab.production.types import Group
 
 with warnings.catch_warnings():  # beside it lies what torch has deprecated itself
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -132,7 +132,7 @@ def _alone() -> Group:
 def _stage(setting: Setting, rank: int, num_stages: int) -> nn.Sequential:
     """Cut where the trainer cuts."""
     layers = layers_of(setting.model())
-    partition = setting.lessons("model_parallel", "phase2_advanced").partition_layers
+    partition = setting.lessons("model_parallel").partition_layers
     mine = partition(layer_flops(layers, setting.config.image_size), num_stages)[rank]
     return nn.Sequential(*layers[mine.start : mine.stop], _Contiguous())
 

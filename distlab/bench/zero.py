@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import rivals, rivals_record
 from distlab.bench.collectives import Collectives
 from distlab.bench.rivals import Column, Counts, Measured
@@ -61,7 +61,7 @@ def print_table(ranks: int, repeats: int, impl: str, folder: Path | None = None)
         LearnerError: ``impl`` is "mine" outside of the course's folder.
         LaunchError: a rank failed, or ours trains something else than torch's.
     """
-    lessons = trainers.find_measurement(impl, TASKS)
+    lessons = chosen.find(impl, TASKS)
     steps, *_ = launch.run(measure_on_rank, ranks, lessons, SIZES, repeats, backend="gloo")
     measured = {name: _with_process(one, name, ranks, lessons) for name, one in steps.items()}
     where = f"{counted(SIZES.layers, 'layer')} on {counted(ranks, 'gloo rank')}"
@@ -111,7 +111,7 @@ def resident_on_rank(lessons: Submission, sizes: Sizes, name: str) -> int:
 def _lesson_and_batch(lessons: Submission, sizes: Sizes) -> tuple[Any, Tensor]:
     torch.manual_seed(dist.get_rank())
     x = torch.randn(sizes.rows, sizes.width)
-    return trainers.lesson(lessons, "zero", trainers.PHASE_3), x
+    return chosen.lesson(lessons, "zero"), x
 
 
 def _resident(key: str) -> int:

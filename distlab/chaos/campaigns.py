@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from distlab import trainers
+from distlab import chosen
 from distlab.chaos import corruptions, kills, processes
 from distlab.chaos.corruptions import Corruptions
 from distlab.chaos.kills import Kills
@@ -29,10 +29,10 @@ def run(num_kills: int, num_corruptions: int, impl: str, seed: int) -> list[str]
         A line for each of the first failures, and where to find what was left; empty: none.
 
     Raises:
-        NotThereError, LearnerError: as ``trainers.find_measurement``.
+        NotThereError, LearnerError: as ``chosen.find``.
         CampaignError: the training fails undisturbed, or hangs.
     """
-    lessons = trainers.find_measurement(impl, [TASK])
+    lessons = chosen.find(impl, [TASK])
     scratch = Path(mkdtemp(prefix="distlab-chaos-"))
     damaged, killed = _with_bars(lessons, num_kills, num_corruptions, seed, scratch)
     if num_corruptions:

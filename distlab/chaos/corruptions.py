@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distlab import trainers
-from distlab.chaos.victim import PHASE_4, digest
+from distlab import chosen
+from distlab.chaos.victim import digest
 from distlab.grade.submission import Submission
 
 NEWEST, BEFORE, OLDEST = 3, 2, 1
@@ -43,7 +43,7 @@ def run(
         scratch: a folder that is not there yet.
         advance: called after each one.
     """
-    lesson: Any = trainers.lesson(lessons, "checkpoint", PHASE_4)
+    lesson: Any = chosen.lesson(lessons, "checkpoint")
     random, whole, damaged = Random(seed), scratch / "whole", scratch / "damaged"
     scratch.mkdir()
     for step in (OLDEST, BEFORE, NEWEST):

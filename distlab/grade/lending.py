@@ -24,9 +24,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from distlab import lessons
 from distlab.course import Course, Task
+from distlab.lessons import SOLUTIONS
 
-SOLUTIONS = "solutions"
 LEND = "--lend"  # an option of pytest's and of the learner's commands
 NO_LENDER = (
     f"{LEND} takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
@@ -98,7 +99,7 @@ def borrowed(loan: Loan) -> dict[str, Functions]:
     try:
         for task in loan.tasks:
             lesson = f"{task.folder}.{task.lesson}"
-            module = importlib.import_module(f"{SOLUTIONS}.{lesson}")
+            module = lessons.solution_at(lesson)
             functions = {name: getattr(module, name) for name in _top_level(task)}
             found.setdefault(lesson, {}).update(functions)
     finally:

@@ -19,11 +19,12 @@ from distlab.grade import diagnosis
 from distlab.grade.called import Lesson
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, limits_of, raised_to, scaled_by, work
 from distlab.grade.outcomes import OUTSIDE
-from distlab.grade.submission import COURSE, GIVEN, Submission
+from distlab.grade.submission import GIVEN, Submission
 from distlab.launch import LaunchError, Limits, RankExited, RankHung
 from distlab.launch.fork_server import load_ahead
 from distlab.launch.meter import metered
 from distlab.launch.stacks import is_of_program
+from distlab.lessons import COURSE
 from distlab.sim import Cluster, Options, Trace
 
 CERTAIN = ("deadlock", "suspended")  # hangs that more time would not end

@@ -24,16 +24,15 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-import distlab
 from distlab import course
 from distlab.grade import lending
-from distlab.grade.lending import SOLUTIONS, Functions, Loan
+from distlab.grade.lending import Functions, Loan
 from distlab.grade.outcomes import LessonError
+from distlab.lessons import COURSE, SOLUTIONS
 from distlab.util import files
 
 PREFIX = "template_"
 GIVEN = ("given", "programs")  # modules without tasks
-COURSE = Path(distlab.__file__).parents[1]
 MAX_FILES = 1000  # whose digests a report names, and folders that are searched for them
 
 

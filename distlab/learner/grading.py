@@ -18,9 +18,10 @@ from typing import Any
 
 from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task
 from distlab.grade import report_paths
-from distlab.grade.lending import LEND, NO_LENDER, SOLUTIONS
+from distlab.grade.lending import LEND, NO_LENDER
 from distlab.learner import child_processes, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
+from distlab.lessons import SOLUTIONS
 from distlab.util.text import signal_name
 
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor, label_width
-from distlab.grade.lending import LEND, SOLUTIONS, lendable
+from distlab.grade.lending import LEND, lendable
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
 from distlab.learner.state import Progress
 from distlab.learner.trace_programs import MAX_RANKS, MIN_RANKS, PROGRAMS
+from distlab.lessons import SOLUTIONS
 from distlab.util.text import joined, verb
 
 BAR_WIDTH = 24

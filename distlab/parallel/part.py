@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from distlab import lessons
 from distlab.models.gpt import GPT, Attention, FeedForward
 from distlab.parallel.pipeline import Lesson, Pipeline, cut_into_stages, num_parameters
 from distlab.parallel.sizes import Parallelism
@@ -38,9 +39,7 @@ class Part:
             optimizer: the trainer's.
             how: ``all_reduce`` and ``average``, the trainer's too.
         """
-        from phase1_data_parallel.given import RankLog  # a wheel of distlab has no phases
-
-        trainer.log = RankLog()
+        trainer.log = lessons.given_1.RankLog()
         if isinstance(self.model, Pipeline):
             group = self.groups["dp"]
             trainer.step = partial(self.model.train_step, optimizer, group=group, **how)

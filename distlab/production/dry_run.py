@@ -18,12 +18,12 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from distlab.chosen import NotThereError
 from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import EXIT_WRONG, ConfigError
 from distlab.production.images import side_of
 from distlab.production.simulated_step import Step, simulated_step
 from distlab.sim import GPU, Cluster, SimulationError
-from distlab.trainers import NotThereError
 from distlab.util.text import bytes_text, counted, seconds_text
 
 EFFICIENCY = 0.61  # of the roofline; fitted, see ASSUMED

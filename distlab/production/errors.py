@@ -7,11 +7,9 @@
 78   the configuration or the data is wrong (EX_CONFIG): restarting does not help
 """
 
-from phase4_production.given import EXIT_STOPPED
-
 EXIT_CANNOT_SAVE = 74
+EXIT_STOPPED = 75
 EXIT_WRONG = 78
-__all__ = ["EXIT_CANNOT_SAVE", "EXIT_STOPPED", "EXIT_WRONG", "CannotSaveError", "ConfigError"]
 
 
 class ConfigError(ValueError):

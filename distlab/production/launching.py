@@ -30,15 +30,15 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from distlab import lessons
+from distlab.chosen import NotThereError
 from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import EXIT_STOPPED, EXIT_WRONG, ConfigError
 from distlab.production.lessons import find_lessons
 from distlab.production.program import DEFAULT, impl_of
 from distlab.production.saving import say
 from distlab.production.world import stop_signals
-from distlab.trainers import NotThereError
 
-TRAINER = "solutions.phase4_production.imagenet_trainer"
 CRASHED = 1  # of all exit codes the one after which a new start may help
 
 
@@ -88,7 +88,7 @@ def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
     processes = processes_of(config)
     for name, value in environment(processes).items():
         os.environ.setdefault(name, value)
-    command = [*_torchrun_options(nodes, processes), "-m", TRAINER, *arguments]
+    command = [*_torchrun_options(nodes, processes), "-m", lessons.trainer(), *arguments]
     restarts = nodes.max_restarts if nodes.number == 1 else 0
     for left in range(restarts, -1, -1):
         ended = _run_once(command, config.run_dir / "exit_code")

@@ -4,12 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
-from distlab import trainers
-from distlab.grade.submission import Submission
+from distlab import chosen
 from distlab.production.config import Config
-from distlab.trainers import find_measurement
 
-Lessons = Callable[[str, str], ModuleType]  # name, phase
+Lessons = Callable[[str], ModuleType]  # imports a lesson by its name
 
 # What each part of a training calls: tasks by number.
 ALWAYS = ("4.1", "4.2", "4.4", "4.5", "4.7", "4.14", "4.15", "4.16", "4.17")
@@ -42,12 +40,7 @@ def find_lessons(impl: str, config: Config) -> Lessons:
         NotThereError: a task is not written yet; it is named.
         LearnerError: "mine" outside of the course's folder.
     """
-    written = find_measurement(impl, tasks_of(config))
-    return partial(_lesson, written)
-
-
-def _lesson(written: Submission, name: str, phase: str) -> ModuleType:
-    return trainers.lesson(written, name, phase)
+    return partial(chosen.lesson, chosen.find(impl, tasks_of(config)))
 
 
 def tasks_of(config: Config) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ def profile(
         folder: of the traces, one for each rank.
         unchanged: keeps the state of the training.
     """
-    lesson = lessons("profiling", "phase4_production")
+    lesson = lessons("profiling")
     with unchanged():
         trace = lesson.profile_steps(lambda _number: step(), folder)
     found = lesson.exposed_communication(trace)

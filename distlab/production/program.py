@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from distlab.chosen import NotThereError
 from distlab.data import DataError
 from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import (
@@ -17,7 +18,6 @@ from distlab.production.errors import (
 )
 from distlab.production.lessons import Lessons, find_lessons
 from distlab.production.saving import leave_code
-from distlab.trainers import NotThereError
 
 DEFAULT = Path("configs/digits_cpu.yaml")
 IMPLS = ("solution", "mine")

@@ -1,13 +1,16 @@
 """How far a run is, and what has come since it was last told."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phase4_production.given import StepTimes
+if TYPE_CHECKING:
+    from distlab.lessons import StepTimes
 
 
 class Progress:

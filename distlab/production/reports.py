@@ -39,7 +39,7 @@ class Reports:
     """Takes the numbers of this rank, and shows those of rank 0 to people."""
 
     def __init__(self, config: Config, lessons: Lessons, num_steps: int, first_step: int) -> None:
-        self.lesson = lessons("exporters", "phase4_production")
+        self.lesson = lessons("exporters")
         self.config, self.rank, self.num_steps = config, dist.get_rank(), num_steps
         self.has_failed = False
         config.run_dir.mkdir(parents=True, exist_ok=True)

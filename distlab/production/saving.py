@@ -14,9 +14,7 @@ import torch.distributed as dist
 from distlab.production.config import Config
 from distlab.production.errors import CannotSaveError, ConfigError
 from distlab.production.lessons import Lessons
-from phase4_production.given import HasState
-
-PHASE = "phase4_production"
+from distlab.production.types import HasState
 
 
 class Checkpoints:
@@ -29,8 +27,8 @@ class Checkpoints:
 
     def __init__(self, parts: Mapping[str, HasState], config: Config, lessons: Lessons) -> None:
         self.folder, self.is_writer = config.run_dir / "checkpoints", dist.get_rank() == 0
-        self.config, self.lesson = config, lessons("checkpoint", PHASE)
-        self.state = lessons("training_state", PHASE).TrainingState(parts)
+        self.config, self.lesson = config, lessons("checkpoint")
+        self.state = lessons("training_state").TrainingState(parts)
         self.saver = self.lesson.AsyncCheckpointer(self._write)
         self.failed_saves, self.last_s = 0, 0.0
         self.given_step = self.durable_step = -1  # as rank 0 knows

@@ -169,7 +169,7 @@ def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _forward_flops(config: Config, lessons: Lessons, side: int, num_classes: int) -> float:
     model, image = _model(config, num_classes).eval(), _images(1, side)
-    count = lessons("monitoring", "phase4_production").count_flops
+    count = lessons("monitoring").count_flops
     return float(count(lambda: model(image)))
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from phase4_production.given import Group, HasState
+from distlab.production.types import Group, HasState
 
 
 def on_cpu(state: Any) -> Any:

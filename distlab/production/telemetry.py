@@ -34,7 +34,7 @@ def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
     device, side = next(model.parameters()).device, config.image_size
     image = torch.zeros(1, 3, side, side, device=device)
     model.eval()  # with gradients: without, torch's attention takes a path that is not counted
-    forward = lessons("monitoring", "phase4_production").count_flops(lambda: model(image))
+    forward = lessons("monitoring").count_flops(lambda: model(image))
     model.train()
     return Costs(device, 3.0 * forward, peak_flops_per_s(device, DTYPES[config.precision]))
 
@@ -52,7 +52,7 @@ class Telemetry:
     ) -> None:
         num_steps = progress.step + len(sampler)  # left of this epoch, and of those that follow
         num_steps += (config.epochs - sampler.epoch - 1) * steps_of_epoch(sampler)
-        self.monitoring = lessons("monitoring", "phase4_production")
+        self.monitoring = lessons("monitoring")
         self.config, self.progress, self.sampler, self.costs = config, progress, sampler, costs
         self.reports = Reports(config, lessons, num_steps, progress.step)
         self.watch = Watch(config, lessons)

@@ -38,7 +38,7 @@ class Watch:
         self.rank, self.timeout_s = dist.get_rank(), config.heartbeat_timeout_s
         self.run_dir = config.run_dir
         self.file = config.run_dir / f"heartbeat.rank{self.rank}"
-        lesson = lessons("fault_tolerance", "phase4_production")
+        lesson = lessons("fault_tolerance")
         store = _store(self.timeout_s)
         self.lock, self.is_busy, self.step = threading.Lock(), False, 0
         self.heart = lesson.Heartbeat(store, self.rank)

@@ -40,8 +40,6 @@ from distlab.production.world import (
     stop_signals,
 )
 
-PHASE = "phase4_production"
-
 
 class Training:
     """One run, as one rank sees it."""
@@ -59,7 +57,7 @@ class Training:
         self.mean = ModelMean(self.strategy.module, config.ema_decay)
         seed_generators(config.seed, self.strategy.replicas)
 
-        make_sampler = lessons("training_state", PHASE).ResumableSampler
+        make_sampler = lessons("training_state").ResumableSampler
         self.sampler = make_sampler(
             len(data.train), config.batch_size, config.seed, self.strategy.replicas
         )
@@ -68,7 +66,7 @@ class Training:
         self.checkpoints = Checkpoints(self.parts(), config, lessons)
         self.strategy.warm_up(config.image_size, self.checkpoints.unchanged)
         self.checkpoints.resume()
-        make_stop = lessons("fault_tolerance", PHASE).StopRequest
+        make_stop = lessons("fault_tolerance").StopRequest
         self.stop = make_stop(stop_signals(), control_group())
         self.telemetry = Telemetry(config, lessons, self.progress, self.sampler, costs)
         if config.profile:

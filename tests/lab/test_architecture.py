@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -18,23 +20,28 @@ MAY_IMPORT = {
     "sim": {"process_group"},  # nothing of the course: no grade, learner, cli, course
     "mpi": {"process_group"},
     "launch": {"mpi", "sim"},
-    "explore": {"launch", "sim"},
+    "explore": {"launch", "lessons", "sim"},
     "data": set(),
     "models": {"data"},
-    "plot": set(),
+    "plot": {"lessons"},
     "course": set(),
-    "grade": {"course", "launch", "sim"},
-    "learner": {"course", "grade", "launch", "sim"},
-    "trainers": {"course", "grade", "learner"},
-    "parallel": {"models"},
-    "training": {"data", "grade", "launch", "models", "parallel", "process_group", "trainers"},
-    "demo": {"plot", "trainers", "training"},
+    "lessons": {"course"},
+    "grade": {"course", "launch", "lessons", "sim"},
+    "learner": {"course", "grade", "launch", "lessons", "sim"},
+    "chosen": {"course", "grade", "learner", "lessons"},
+    "parallel": {"lessons", "models"},
+    "training": {
+        *("chosen", "data", "grade", "launch", "lessons", "models", "parallel", "process_group")
+    },
+    "demo": {"chosen", "lessons", "plot", "training"},
     "doctor": {"data", "launch", "training"},
     "shared_memory": set(),
-    "bench": {"grade", "launch", "plot", "production", "shared_memory", "sim", "trainers"},
-    "planning": {"sim", "trainers"},
-    "chaos": {"grade", "trainers"},
-    "production": {"data", "grade", "models", "sim", "trainers"},
+    "production": {"chosen", "data", "grade", "lessons", "models", "sim"},
+    "bench": {
+        *("chosen", "grade", "launch", "lessons", "plot", "production", "shared_memory", "sim")
+    },
+    "planning": {"chosen", "lessons", "sim"},
+    "chaos": {"chosen", "grade"},
     "cli": {
         *(
             "bench",
@@ -52,10 +59,21 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
 }
-# The production trainer is no lesson: it puts the lessons together, with libraries.
-TRAINER = ROOT / "solutions/phase4_production/imagenet_trainer.py"
-LESSONS = [path for path in ROOT.glob("solutions/**/*.py") if path != TRAINER]
 TOOLS = {"garbage", "interrupts", "torchvision_repair", "util"}
+# The one module that imports phases and solutions, and the modules that import what is not written
+# in them: packages with lazy names, hand-ins, and what a fork server preloads.
+FINDER = "distlab.lessons"
+IMPORTS_BY_NAME = {
+    FINDER: "the course's own lessons",
+    "distlab.grade": "its own names",
+    "distlab.launch": "its own names",
+    "distlab.grade.submission": "the files of a hand-in",
+    "distlab.launch.fork_server_main": "modules that ranks have imported",
+}
+NOT_IMPORTED = {"distlab.__main__"}  # runs the command
+LESSON = re.compile(r"(solutions|phase\d_\w+)(\.\w+)*")
+TRAINER = ROOT / "solutions/phase4_production/imagenet_trainer.py"  # a page that runs distlab's
+LESSONS = [path for path in ROOT.glob("solutions/**/*.py") if path != TRAINER]
 
 # Folders and files of the simulator, floor by floor from the lowest: each imports from lower floors
 # and from itself.
@@ -121,8 +139,29 @@ def for_types_only(tree: ast.AST) -> set[ast.stmt]:
     }
 
 
-def arrows_of(importer: str, text: str) -> Iterator[Arrow]:
-    tree = ast.parse(text)
+def finds_lessons(tree: ast.AST) -> Iterator[str]:
+    """Yield the imports of phases and solutions, and the strings that name their modules."""
+    for _, name in imported_names(tree):
+        if LESSON.fullmatch(name):
+            yield name
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and node not in docstrings and "." in node.value and LESSON.match(node.value):
+            yield node.value
+
+
+def imports_by_name(tree: ast.AST) -> bool:
+    """Return True if a file imports a module whose name is not written there."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(
+        ast.unparse(call.func).split(".")[-1] in ("import_module", "__import__", "run_module")
+        and not isinstance(call.args[0], ast.Constant)
+        for call in calls
+    )
+
+
+def arrows_of(importer: str, tree: ast.AST) -> Iterator[Arrow]:
     types_only = for_types_only(tree)
     for node, name in imported_names(tree):
         home = name if name in modules() else name.rpartition(".")[0]
@@ -131,9 +170,14 @@ def arrows_of(importer: str, text: str) -> Iterator[Arrow]:
 
 
 @cache
-def arrows() -> frozenset[Arrow]:
+def trees() -> dict[str, ast.Module]:
     files = (ROOT / "distlab").rglob("*.py")
-    return frozenset(arrow for f in files for arrow in arrows_of(module_name(f), f.read_text()))
+    return {module_name(file): ast.parse(file.read_text()) for file in files}
+
+
+@cache
+def arrows() -> frozenset[Arrow]:
+    return frozenset(arrow for name, tree in trees().items() for arrow in arrows_of(name, tree))
 
 
 def folder(module: str) -> str:
@@ -175,7 +219,15 @@ def refused(arrow: Arrow) -> bool:
 
 
 def in_cycles(edges: set[tuple[str, str]]) -> set[str]:
-    return {module for module, _ in edges if module in reached_from(module, edges)}
+    """Return the modules that import themselves by way of others: those that no order can place."""
+    waiting = {
+        module: {end for start, end in edges if start == module}
+        for edge in edges
+        for module in edge
+    }
+    while ready := {module for module, ends in waiting.items() if not ends & waiting.keys()}:
+        waiting = {module: ends for module, ends in waiting.items() if module not in ready}
+    return waiting.keys() & {module for module in waiting if module in reached_from(module, edges)}
 
 
 def foreign(text: str) -> set[str]:
@@ -194,6 +246,28 @@ def test_folders_import_only_what_lies_below() -> None:
 
 def test_every_folder_has_a_place() -> None:
     assert {folder(module) for module in modules()} == {"", *MAY_IMPORT, *TOOLS}
+
+
+def test_one_module_finds_lessons() -> None:
+    names = {name: [*finds_lessons(tree)] for name, tree in trees().items()}
+    assert {name: lessons for name, lessons in names.items() if lessons}.keys() == {FINDER}
+    assert {name for name, tree in trees().items() if imports_by_name(tree)} == {*IMPORTS_BY_NAME}
+
+
+def test_all_of_distlab_is_imported_without_the_course() -> None:
+    """A wheel of distlab has no phases and no solutions."""
+    program = (
+        "import importlib, re, sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if re.fullmatch({LESSON.pattern!r}, name):\n"
+        "            raise ModuleNotFoundError(f'no module {name}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+    )
+    names = sorted(modules() - NOT_IMPORTED)
+    done = subprocess.run([sys.executable, "-c", program, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_table_of_folders_has_no_cycle() -> None:
@@ -248,7 +322,7 @@ def test_public_names(package: str) -> None:
     ],
 )
 def test_an_import_from_above_is_refused(importer: str, text: str) -> None:
-    (arrow,) = arrows_of(importer, text)
+    (arrow,) = arrows_of(importer, ast.parse(text))
     assert refused(arrow)
 
 
@@ -257,7 +331,10 @@ def test_an_import_for_types_is_told_from_others() -> None:
         "if TYPE_CHECKING:\n    from distlab.sim.engine import trace\n"
         "from distlab.sim.isolation.host import prepared"
     )
-    found = {(arrow.imported, arrow.is_for_types) for arrow in arrows_of("distlab.sim.new", text)}
+    found = {
+        (arrow.imported, arrow.is_for_types)
+        for arrow in arrows_of("distlab.sim.new", ast.parse(text))
+    }
     assert found == {("distlab.sim.engine.trace", True), ("distlab.sim.isolation.host", False)}
 
 
@@ -273,12 +350,26 @@ def test_an_import_for_types_is_told_from_others() -> None:
     ],
 )
 def test_an_import_that_climbs_is_found(importer: str, text: str, expected: bool) -> None:
-    (arrow,) = arrows_of(importer, text)
+    (arrow,) = arrows_of(importer, ast.parse(text))
     assert climbs(arrow) is expected
 
 
 def test_a_cycle_is_found() -> None:
     assert in_cycles({("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")}) == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from phase4_production.given import Group",
+        "def later():\n    import solutions.phase1_data_parallel.trainer",
+        "TRAINER = 'solutions.phase4_production.imagenet_trainer'",
+        "run_module(f'{phase}.given')",
+    ],
+)
+def test_another_way_to_a_lesson_is_found(text: str) -> None:
+    tree = ast.parse(text)
+    assert [*finds_lessons(tree)] or imports_by_name(tree)
 
 
 def test_a_foreign_import_of_a_lesson_is_found() -> None:

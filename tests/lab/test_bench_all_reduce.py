@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from rich.console import Console
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import host_all_reduce, saving
 from distlab.bench.host_all_reduce import COPIED, GLOO, REGISTERED
 from distlab.cli import main
@@ -95,7 +95,7 @@ def test_what_sums_wrongly_is_not_timed() -> None:
 
 def test_all_ranks_agree_on_every_run() -> None:
     first, *others = on_ranks(
-        host_all_reduce.measure_on_rank, 3, trainers.SOLVED, SMALL, 2, backend="gloo"
+        host_all_reduce.measure_on_rank, 3, chosen.SOLVED, SMALL, 2, backend="gloo"
     )
     assert all(other == first for other in others)
     assert {len(runs) for by_size in first.seconds.values() for runs in by_size.values()} == {2}

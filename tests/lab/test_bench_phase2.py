@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import memory, pipeline, rivals, tensor_parallel
 from distlab.bench.collectives import Collectives
 from distlab.bench.rivals import Contestant, Measured
@@ -77,7 +77,7 @@ def test_a_table_gives_ours_as_a_multiple_of_every_rival(
 
 def measured(module: ModuleType, ranks: int, *more: int) -> dict[str, Measured]:
     """Measure one step of each contestant."""
-    arguments = trainers.SOLVED, SMALL[module], *more, 1
+    arguments = chosen.SOLVED, SMALL[module], *more, 1
     found, *others = launch.run(module.measure_on_rank, ranks, *arguments, backend="gloo")
     assert all(other == found for other in others), "ranks do not agree on what was measured"
     return found

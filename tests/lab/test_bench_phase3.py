@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import ddp
 from distlab.cli import main
 
@@ -37,7 +37,7 @@ def test_a_row_for_each_stage_and_for_torchs_is_printed_and_saved(
 
 
 def test_every_way_sums_the_same_bytes_in_another_number_of_collectives() -> None:
-    arguments = trainers.SOLVED, SMALL, 1
+    arguments = chosen.SOLVED, SMALL, 1
     found, *others = launch.run(ddp.measure_on_rank, 2, *arguments, backend="gloo")
     assert all(other == found for other in others), "ranks do not agree on what was measured"
     num_bytes = {name: one.collective_bytes for name, one in found.items()}
@@ -52,5 +52,5 @@ def test_every_way_sums_the_same_bytes_in_another_number_of_collectives() -> Non
 
 
 def test_gradients_as_views_take_less_than_a_flat_copy() -> None:
-    found, *_ = launch.run(ddp.measure_on_rank, 2, trainers.SOLVED, SMALL, 1, backend="gloo")
+    found, *_ = launch.run(ddp.measure_on_rank, 2, chosen.SOLVED, SMALL, 1, backend="gloo")
     assert found[ddp.OURS].peak_bytes < found[ddp.FLAT].peak_bytes

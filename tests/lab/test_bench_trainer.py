@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distlab.bench import trainer
-from distlab.bench.trainer import Match, Sizes, chosen, matches
+from distlab.bench.trainer import Match, Sizes, matches, matches_of
 from distlab.bench.trainer_measured import Compared, Speed, _check
 from distlab.cli import main
 
@@ -88,7 +88,7 @@ def test_a_way_is_chosen_by_its_name(capsys: pytest.CaptureFixture[str]) -> None
     assert "\nddp " in printed.out
     assert "\nring " not in printed.out
     assert printed.err.startswith("1 of 1: ddp, beside DistributedDataParallel\n")
-    assert [list(match.ours) for match in chosen(["ZeRO 3", "ring"], 2, "resnet18")] == [
+    assert [list(match.ours) for match in matches_of(["ZeRO 3", "ring"], 2, "resnet18")] == [
         ["ring"],
         ["ZeRO 3"],
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distlab import launch, trainers
+from distlab import chosen, launch
 from distlab.bench import zero, zero_contestants
 from distlab.bench.rivals import Measured
 from distlab.bench.zero_contestants import (
@@ -32,7 +32,7 @@ NUM_BYTES = 4 * SMALL.layers * (SMALL.width**2 + 3 * SMALL.width)
 @cache
 def measured() -> dict[str, Measured]:
     """Measure once, and check that the ranks agree."""
-    arguments = trainers.SOLVED, SMALL, 2
+    arguments = chosen.SOLVED, SMALL, 2
     found, *others = launch.run(zero.measure_on_rank, 2, *arguments, backend="gloo")
     assert all(other == found for other in others), "ranks do not agree on what was measured"
     return found
@@ -74,7 +74,7 @@ def test_stages_call_the_collectives_that_their_tasks_promise() -> None:
 
 
 def test_ranks_without_rivals_measure_too() -> None:
-    (found,) = launch.run(zero.measure_on_rank, 1, trainers.SOLVED, SMALL, 1, backend="gloo")
+    (found,) = launch.run(zero.measure_on_rank, 1, chosen.SOLVED, SMALL, 1, backend="gloo")
     assert [*found] == [*CONTESTANTS]
 
 
@@ -91,7 +91,7 @@ def slower(lesson: Any, sizes: Sizes, x: Tensor) -> Trained:
 def measure_something_else() -> None:
     """Measure with a stage 1 that trains something else."""
     CONTESTANTS[STATE] = slower
-    zero.measure_on_rank(trainers.SOLVED, SMALL, 1)
+    zero.measure_on_rank(chosen.SOLVED, SMALL, 1)
 
 
 def test_ours_must_train_what_its_rival_trains() -> None:
@@ -106,7 +106,7 @@ def test_a_process_rises_by_what_it_holds() -> None:
     large = Sizes(rows=1, width=512, layers=8)
     num_bytes = 4 * large.layers * large.width**2
     (risen,) = launch.run(
-        zero.resident_on_rank, 1, trainers.SOLVED, large, STATE, backend="gloo", timeout_s=60
+        zero.resident_on_rank, 1, chosen.SOLVED, large, STATE, backend="gloo", timeout_s=60
     )
     assert risen > 4 * num_bytes  # parameters, gradients and Adam's state
 

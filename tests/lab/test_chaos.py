@@ -9,7 +9,7 @@ import pytest
 from processes import end_fork_server
 from typer.testing import CliRunner
 
-from distlab import trainers
+from distlab import chosen
 from distlab.chaos import corruptions, kills, processes
 from distlab.chaos.corruptions import KINDS, Corruptions
 from distlab.chaos.kills import Kills
@@ -98,7 +98,7 @@ def damaged(tmp_path: Path, lessons: Submission, count: int) -> Corruptions:
 
 @pytest.mark.slow
 def test_the_solution_survives_kills(tmp_path: Path) -> None:
-    found = killed(tmp_path, trainers.SOLVED, 6)
+    found = killed(tmp_path, chosen.SOLVED, 6)
     assert not found.failures
     assert found.kills == 6
     assert found.inside_saves >= 2
@@ -123,7 +123,7 @@ def test_kills_find_a_wrong_writer(save: str, load: str, expected: str, tmp_path
 
 
 def test_the_solution_notices_all_corruptions(tmp_path: Path) -> None:
-    found = damaged(tmp_path, trainers.SOLVED, 70)
+    found = damaged(tmp_path, chosen.SOLVED, 70)
     assert not found.failures
     assert set(found.by_kind) == set(KINDS)
     assert sum(found.by_kind.values()) == 70
@@ -138,8 +138,8 @@ def test_a_loader_that_checks_nothing_is_noticed(tmp_path: Path) -> None:
 def test_the_same_seed_does_the_same_damage(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
-    first = damaged(tmp_path / "1", trainers.SOLVED, 20)
-    assert damaged(tmp_path / "2", trainers.SOLVED, 20) == first
+    first = damaged(tmp_path / "1", chosen.SOLVED, 20)
+    assert damaged(tmp_path / "2", chosen.SOLVED, 20) == first
 
 
 def test_the_command_reports_and_leaves_nothing(
@@ -160,7 +160,7 @@ def test_the_command_names_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(
         "distlab.chaos.campaigns.mkdtemp", lambda prefix: mkdtemp(prefix=prefix, dir=tmp_path)
     )
-    monkeypatch.setattr(trainers, "find_measurement", lambda impl, tasks: lessons)
+    monkeypatch.setattr(chosen, "find", lambda impl, tasks: lessons)
     result = CliRunner().invoke(app, ["chaos", "--kills", "0", "--corruptions", "30"])
     assert result.exit_code == 1
     assert "files swapped between steps" in result.output

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from distlab import data, demo, doctor, models, plot, trainers, training
+from distlab import chosen, data, demo, doctor, models, plot, training
 from distlab.bench import all_reduce
 from distlab.cli import main, train
 from distlab.data import DataError
@@ -128,7 +128,7 @@ def test_the_commands_offer_what_the_libraries_have() -> None:
     assert set(get_args(train.AllReduce)) == set(ALL_REDUCES)
     assert set(get_args(train.Gradients)) == set(AVERAGE_GRADIENTS)
     assert set(get_args(train.Backend)) == set(choices.BACKENDS)
-    assert get_args(train.Impl) == trainers.CHOICES
+    assert get_args(train.Impl) == chosen.CHOICES
     assert set(get_args(train.Device)) == set(choices.DEVICES)
 
 

@@ -10,7 +10,7 @@ import pytest
 from commands import distlab
 from ranks import on_ranks, refusal
 
-from distlab import parallel, trainers, training
+from distlab import chosen, parallel, training
 from distlab.grade.submission import Submission
 from distlab.models import GPT
 from distlab.parallel import Parallelism
@@ -166,12 +166,12 @@ def test_parts_that_are_not_written_yet_are_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    with pytest.raises(trainers.NotThereError) as refused:
+    with pytest.raises(chosen.NotThereError) as refused:
         config_of(parallelism="tp=2", impl="mine")
     assert "the 12 tasks 1.1, 1.2, 1.5, " in str(refused.value)
     assert ", 1.13, 2.14, 2.15, 2.16 and 2.17. Go on with: distlab check 1.1" in str(refused.value)
     assert "2.12" not in str(refused.value)
-    with pytest.raises(trainers.NotThereError) as refused:
+    with pytest.raises(chosen.NotThereError) as refused:
         config_of(parallelism="pp=2", impl="mine")
     assert ", 1.13, 2.1, 2.8, 2.9, 2.11 and 2.12. " in str(refused.value)
 

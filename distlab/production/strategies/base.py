@@ -13,7 +13,7 @@ from distlab.production.images import BAD
 from distlab.production.lessons import Lessons
 from distlab.production.optimization import groups_of, optimizer_of
 from distlab.production.states import Buffers
-from phase4_production.given import Group, HasState
+from distlab.production.types import Group, HasState
 
 LossSum = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), targets: the sum of the losses
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distlab import lessons
+from distlab.production.lessons import Lessons
 from distlab.production.states import PerRank
 from distlab.production.strategies.base import Strategy
-from phase3_multi_node.given import in_background, node_groups, start_all_reduce
-from phase4_production.given import Group, HasState
+from distlab.production.types import Group, HasState
 
 POWER_SGD_RANK = 4
 
@@ -65,28 +66,28 @@ class CourseDDP(TorchDDP):
         self.hook = compression_hook(self)
         hook: Any = self.hook
         start = hook.all_reduce if hook else self._all_reduce()
-        lesson = self.lessons("ddp", "phase3_multi_node")
+        lesson = self.lessons("ddp")
         wrapped = lesson.DistributedDataParallel(model, all_reduce=start, group=self.replicas)
         self.ddp = self.called = wrapped
         self.make_optimizer()
 
     def _all_reduce(self) -> Any:
-        pattern = self.config.communication_pattern
+        pattern, given = self.config.communication_pattern, lessons.given_3
         if pattern == "native":
-            return start_all_reduce
+            return given.start_all_reduce
         if pattern == "ring":
-            lesson = self.lessons("ring_allreduce", "phase3_multi_node")
-            return in_background(lesson.segmented_ring_all_reduce)
+            lesson = self.lessons("ring_allreduce")
+            return given.in_background(lesson.segmented_ring_all_reduce)
         if pattern == "tree":
-            lesson = self.lessons("tree_allreduce", "phase3_multi_node")
-            return in_background(lesson.double_binary_tree_all_reduce)
-        return in_background(self._hierarchical())
+            lesson = self.lessons("tree_allreduce")
+            return given.in_background(lesson.double_binary_tree_all_reduce)
+        return given.in_background(self._hierarchical())
 
     def _hierarchical(self) -> Any:
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
-        inside, across = node_groups(hosts)
-        lesson = self.lessons("topology", "phase3_multi_node")
+        inside, across = lessons.given_3.node_groups(hosts)
+        lesson = self.lessons("topology")
 
         def all_reduce(x: Tensor, group: Group = None) -> None:
             lesson.hierarchical_all_reduce(x, inside, across)
@@ -108,14 +109,12 @@ def compression_hook(strategy: Strategy) -> Any:
     if config.compression == "none":
         return None
 
-    def lesson(name: str) -> Any:
-        return strategy.lessons(name, "phase4_production")
-
-    hook = lesson("comm_hook").CompressionHook
-    return hook(strategy.module, _reduce(config.compression, config.compression_ratio, lesson))
+    hook = strategy.lessons("comm_hook").CompressionHook
+    reduce = _reduce(config.compression, config.compression_ratio, strategy.lessons)
+    return hook(strategy.module, reduce)
 
 
-def _reduce(name: str, ratio: float, lesson: Any) -> Any:
+def _reduce(name: str, ratio: float, lesson: Lessons) -> Any:
     """Return what averages flat gradients in compressed form."""
     if name == "power_sgd":
         return lesson("power_sgd").PowerSGD(POWER_SGD_RANK)

@@ -10,7 +10,7 @@ from distlab.production.errors import ConfigError
 from distlab.production.optimization import optimizer_of
 from distlab.production.states import PerRank
 from distlab.production.strategies.base import Strategy
-from phase4_production.given import HasState
+from distlab.production.types import HasState
 
 SERVER = 0
 
@@ -57,7 +57,7 @@ class ParameterServer(Strategy):
 
     def step(self) -> None:
         """Serve one step, or push gradients and pull parameters."""
-        lesson = self.lessons("parameter_server", "phase3_multi_node")
+        lesson = self.lessons("parameter_server")
         if self.is_server:
             lesson.serve_synchronously(self.flat, self.optimizer, self.workers, 1)
             return

@@ -21,7 +21,7 @@ from distlab.production.models import layers_of
 from distlab.production.optimization import optimizer_of
 from distlab.production.states import PerRank
 from distlab.production.strategies.base import DTYPES, Parameters, Strategy
-from phase4_production.given import HasState
+from distlab.production.types import HasState
 
 
 class TorchFSDP(Strategy):
@@ -124,12 +124,12 @@ def sharded_optimizer(strategy: Strategy) -> Any:
 
     With ``communication_pattern: ring``, that of 3.18 reduces gradients by the ring of 3.1.
     """
-    config, lesson = strategy.config, strategy.lessons("zero", "phase3_multi_node")
+    config, lesson = strategy.config, strategy.lessons("zero")
     cls = {1: lesson.ShardedOptimizer, 2: lesson.ShardedGradientOptimizer}[config.zero_redundancy]
     kind, options = optimizer_of(config)
     sharded = cls(strategy.module.parameters(), kind, group=strategy.replicas, **options)
     if (config.zero_redundancy, config.communication_pattern) == (1, "ring"):
-        ring = strategy.lessons("ring_allreduce", "phase3_multi_node").ring_reduce_scatter
+        ring = strategy.lessons("ring_allreduce").ring_reduce_scatter
         sharded.reduce_gradients = lambda: [
             ring(gradient, strategy.replicas).div_(strategy.num_replicas)
             for gradient in sharded.gradients
@@ -150,7 +150,7 @@ class FullySharded(Strategy):
 
     def distribute(self, model: nn.Module) -> None:
         """Shard the parameters; units are whole while they compute."""
-        lesson = self.lessons("zero", "phase3_multi_node")
+        lesson = self.lessons("zero")
         dtype = dtype_of_whole(self.config)
         self.module = self.called = lesson.FullyShardedDataParallel(model, compute_dtype=dtype)
         self.make_optimizer()

@@ -15,8 +15,7 @@ from distlab.production.states import OwnBuffers, PerRank
 from distlab.production.strategies.base import Parameters
 from distlab.production.strategies.replicated import CourseDDP
 from distlab.production.strategies.sharded import gradients_into, sharded_optimizer
-from phase2_advanced.given import Batch
-from phase4_production.given import HasState
+from distlab.production.types import Batch, HasState
 
 DIMS = ("replicas", "stages", "shards")  # shards talk most: their ranks are neighbours
 MICRO_BATCHES_PER_STAGE = 4  # the bubble, (p-1)/(m+p-1), is then less than 1/5 of the time
@@ -44,7 +43,7 @@ class Split(CourseDDP):
         stage = self._stage(model) if sizes[1] > 1 else model
         self._share(stage)
         if sizes[1] > 1:
-            runner = self.lessons("model_parallel", "phase2_advanced").StageRunner
+            runner = self.lessons("model_parallel").StageRunner
             self.runner = runner(stage, self.stages)
 
     def _share(self, stage: nn.Module) -> None:
@@ -75,7 +74,7 @@ class Split(CourseDDP):
                 f"tensor_parallelism {num_shards}: use a divisor of {heads}"
             )
         split_heads(model)
-        lesson = self.lessons("tensor_parallel", "phase2_advanced")
+        lesson = self.lessons("tensor_parallel")
         vit: Any = model
         for block in vit.encoder.layers:
             lesson.parallelize_attention(block.self_attention, self.shards)
@@ -85,7 +84,7 @@ class Split(CourseDDP):
         """Cut where the stages have about as many FLOPs."""
         layers = layers_of(model)
         costs = layer_flops(layers, self.config.image_size)
-        partition = self.lessons("model_parallel", "phase2_advanced").partition_layers
+        partition = self.lessons("model_parallel").partition_layers
         if len(layers) < self.config.pipeline_parallelism:
             raise ConfigError(
                 f"{self.config.model} has {len(layers)} layers, too few for pipeline_parallelism "
@@ -103,8 +102,8 @@ class Split(CourseDDP):
         """Run the micro-batches through the stages, as in task 2.12."""
         if not self.is_pipeline:
             return super().forward_backward(images, targets, num_samples)
-        pipeline = self.lessons("pipeline_parallel", "phase2_advanced")
-        split = self.lessons("gradient_accumulation", "phase2_advanced").split_micro_batches
+        pipeline = self.lessons("pipeline_parallel")
+        split = self.lessons("gradient_accumulation").split_micro_batches
         stages = dist.get_world_size(self.stages)
         size = -(-len(images) // (MICRO_BATCHES_PER_STAGE * stages))
         micro_batches = split((images, targets), size)

@@ -1,0 +1,123 @@
+"""The lessons that ``--impl`` asks for: those of the solutions, or the learner's own."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from distlab import lessons
+from distlab.course import FILE as COURSE_FILE
+from distlab.course import Task
+from distlab.grade import submission
+from distlab.grade.submission import Submission
+from distlab.learner import folder, source
+from distlab.lessons import COURSE, SOLUTIONS
+from distlab.util.text import joined
+
+TRAINER_TASK = "1.13"
+SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
+CHOICES = ("solution", "mine")
+MAX_NAMED = 6  # tasks whose functions are named in a message
+
+
+class NotThereError(Exception):
+    """A function is not written yet, or this copy of the course does not have it; one line."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The functions and the class of Phase 1 that a training uses."""
+
+    trainer: Any  # class Trainer
+    all_reduces: Mapping[str, Any]
+    averages: Mapping[str, Any]
+
+
+def find(impl: str, tasks: Collection[str]) -> Submission:
+    """Return the lessons to use, before anything is started.
+
+    Args:
+        impl: "solution" or "mine".
+        tasks: Ids of the tasks whose functions are called.
+
+    Raises:
+        NotThereError: This copy has no solutions, or one of the tasks is a TODO.
+        LearnerError: ``impl`` is "mine" outside of the course's folder.
+    """
+    return _of(impl, lambda task: task.id in tasks)
+
+
+def find_trainer(impl: str, all_reduce: str, also: Collection[str] = ()) -> Submission:
+    """Return the lessons of a training with Phase 1's trainer; raise as ``find`` does.
+
+    Args:
+        impl: "solution" or "mine".
+        all_reduce: Name of the strategy that will sum the gradients.
+        also: Further functions that the training calls.
+    """
+    called = {f"all_reduce_{all_reduce}", *also}
+    return _of(impl, lambda task: task.id == TRAINER_TASK or not called.isdisjoint(task.functions))
+
+
+def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:
+    if impl == "solution":
+        check_solutions()
+        return SOLVED
+    here = folder.find()
+    needed = _with_their_basis(here, filter(is_called, here.course.tasks))
+    missing = [task for task in needed if source.is_to_write(here, task)]
+    if missing:
+        raise NotThereError(
+            f"this needs what you have not written yet: {_listed(missing)}. Go on with: "
+            f"distlab check {missing[0].id}"
+        )
+    return Submission(here.root)
+
+
+def _with_their_basis(here: folder.CourseFolder, tasks: Iterable[Task]) -> list[Task]:
+    """Return tasks and the tasks that they build on, in the course's order."""
+    chosen: set[Task] = set()
+    for task in tasks:
+        chosen.update((task, *here.course.builds_on(task)))
+    return [task for task in here.course.tasks if task in chosen]
+
+
+def _listed(tasks: Sequence[Task]) -> str:
+    """Write ``1.9 broadcast_parameters, 1.11 train_step``; only the numbers of many tasks."""
+    if len(tasks) > MAX_NAMED:
+        return f"the {len(tasks)} tasks {joined([task.id for task in tasks])}"
+    return ", ".join(f"{task.id} {joined(task.names)}" for task in tasks)
+
+
+def check_solutions() -> None:
+    """Check that this copy of the course has the solutions.
+
+    Raises:
+        NotThereError: It has none; the message says what works without them.
+    """
+    if not (COURSE / COURSE_FILE).exists():
+        raise NotThereError(
+            "distlab is installed without the course, whose trainer this runs: in a copy of the "
+            "course, pip install --editable ."
+        )
+    if submission.reference(COURSE) is None:
+        raise NotThereError(
+            f"this copy of the course has no {SOLUTIONS}/: --impl mine takes what you have written"
+        )
+
+
+def load(submitted: Submission) -> Parts:
+    """Import the parts of a training, inside a rank; raise as ``lesson`` does."""
+    trainer, collectives = lesson(submitted, "trainer"), lesson(submitted, "collectives")
+    return Parts(trainer.Trainer, collectives.ALL_REDUCES, trainer.AVERAGE_GRADIENTS)
+
+
+def lesson(submitted: Submission, name: str) -> ModuleType:
+    """Import a lesson, inside a rank.
+
+    Raises:
+        LessonError: A file of the learner's cannot be imported.
+    """
+    if submitted.is_solution:
+        return lessons.solution(name)
+    return submitted.load(lessons.folder_of(name), name)

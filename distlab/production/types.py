@@ -1,0 +1,19 @@
+"""Types of the production trainer that its lessons use too."""
+
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None  # None: all ranks
+Batch = tuple[Tensor, ...]  # inputs (B, …), targets (B, …), and any other tensors with B rows
+
+
+class HasState(Protocol):
+    """An object with a state that can be saved and loaded: a model, an optimizer, a sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; its tensors may be those that training changes."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take over a state that another object of this kind has returned."""
