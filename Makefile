@@ -5,15 +5,17 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SUITES := $(sort $(wildcard tests/test_phase*.py))
 TESTS_AT_ONCE ?= 3# of two cores one would often wait: for a limit of time, a disk, a process that starts
+PYTEST = $(BIN)/python -m pytest -rs -n $(TESTS_AT_ONCE) --no-loadscope-reorder --durations 10
 
 # Suites that run side by side print one after the other, where this make can do that (4.0 and later).
 WHOLE_OUTPUTS := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: setup demo lint format templates test docs clean help $(SUITES:%=solve-%)
+.PHONY: setup demo lint format templates test test-all solve docs clean help $(SUITES:%=solve-%)
 
 help:
 	@echo "make demo    train a model on real images with 1 and with 4 workers (under a minute)"
-	@echo "make test    run the tests"
+	@echo "make test    grade the solutions, run the tests (4 minutes on two idle cores)"
+	@echo "make test-all    all tests, also those of whole programs on real processes (15 minutes)"
 	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files"
 	@echo "make templates   carry signatures, docstrings and given code from the solutions over"
 	@echo "make setup   only set up $(VENV)       make clean    remove $(VENV), out/ and caches"
@@ -52,15 +54,19 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: export PYTHONDONTWRITEBYTECODE =# otherwise each of hundreds of processes compiles the course
-test: $(READY)
+# Two tiers (tests/tiers.py says what belongs to which): a few minutes, and everything.
+test test-all: export PYTHONDONTWRITEBYTECODE =# otherwise hundreds of processes compile the course
 ifneq ($(wildcard solutions),)
+test: solve
+	$(PYTEST) tests/wrong_answers tests/lab
+
+test-all: solve
+	$(PYTEST) --all tests/wrong_answers tests/lab -p nbmake --nbmake phase*/explore.ipynb
+
+solve: $(READY)
 	@$(MAKE) --no-print-directory --jobs $(TESTS_AT_ONCE) $(WHOLE_OUTPUTS) $(SUITES:%=solve-%)
-	$(BIN)/python -m pytest -rs -n $(TESTS_AT_ONCE) --no-loadscope-reorder \
-	  tests/wrong_answers tests/lab -p nbmake --nbmake \
-	  phase1_data_parallel/explore.ipynb phase2_advanced/explore.ipynb \
-	  phase3_multi_node/explore.ipynb phase4_production/explore.ipynb
 else # the students' version
+test test-all: $(READY)
 	$(BIN)/python -m pytest $(SUITES)
 endif
 

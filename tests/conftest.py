@@ -5,9 +5,11 @@ Several processes that share the tests share the cores too, and compute with one
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 
 # A shell that starts pytest in the background lets it ignore ctrl-C, and so would all programs that
 # the tests start: those that send ctrl-C would wait for nothing.
@@ -15,6 +17,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GRADER = "distlab.grade.plugin"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that runs both tiers."""
+    tiers.add_option(parser)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of the second tier, unless it is asked for."""
+    return tiers.is_left_out(collection_path, config) or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out all wrong answers of a task but one, unless the second tier is asked for."""
+    tiers.leave_out_answers(items, config)
 
 
 def pytest_configure(config: pytest.Config) -> None:

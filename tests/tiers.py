@@ -1,0 +1,80 @@
+"""The two tiers of tests: ``make test`` runs the first, ``make test-all`` everything.
+
+The first tier has what anyone should run after a change. Left for the second are whole programs on
+real processes, campaigns of kills, comparisons with other libraries and with published figures, and
+all wrong answers of a task but one. A file that is named on the command line always runs whole.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+# Files and folders of the second tier.
+SECOND_TIER = (
+    "lab/grade/test_slow_machines.py",
+    "lab/grade/test_stopped_and_killed.py",
+    "lab/production/test_production_ends.py",
+    "lab/production/test_production_evaluation.py",
+    "lab/production/test_production_failures.py",
+    "lab/production/test_production_loading.py",
+    "lab/production/test_production_resume.py",
+    "lab/production/test_production_strategies.py",
+    "lab/sim/hardware/test_published.py",
+    "lab/sim/test_against_gloo.py",
+    "lab/sim/test_torch_suite.py",
+    "lab/test_bench_trainer.py",
+    "lab/test_challenge_anywhere.py",
+    "lab/test_chaos.py",
+    "lab/test_chaos_training.py",
+    "lab/test_deployment_monitoring.py",
+    "lab/test_deployment_processes.py",
+    "lab/test_elastic.py",
+    "lab/test_handout.py",
+    "lab/test_launch_scripts.py",
+    "lab/test_launch_start.py",
+    "lab/test_lesson_programs.py",
+    "lab/test_mnist_mpi.py",
+    "lab/test_mpi.py",
+    "lab/test_parallelism.py",
+    "lab/test_real_disks.py",
+    "lab/test_seed_commands.py",
+    "lab/test_shared_memory.py",
+    "lab/test_stoppable_run.py",
+    "lab/test_two_hosts.py",
+)
+BANK = "wrong_answers/test_bank.py"
+_TASK_OF_THE_BANK = re.compile(r"test_bank\.py::\w+\[([\d.]+) ")
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add ``--all``, for the second tier."""
+    parser.addoption("--all", action="store_true", help="run the tests of both tiers")
+
+
+def is_left_out(path: Path, config: pytest.Config) -> bool:
+    """Return whether a file or folder belongs to the second tier, and only the first is run."""
+    listed = path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix() in SECOND_TIER
+    return listed and not config.getoption("--all") and not _is_named(path, config)
+
+
+def leave_out_answers(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Keep one test of the bank for each task, if only the first tier is run."""
+    if config.getoption("--all") or _is_named(TESTS / BANK, config):
+        return
+    seen: set[str] = set()
+    kept, left_out = [], []
+    for item in items:
+        task = _TASK_OF_THE_BANK.search(item.nodeid)
+        (left_out if task and task[1] in seen else kept).append(item)
+        seen |= {task[1]} if task else set()
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _is_named(path: Path, config: pytest.Config) -> bool:
+    """Return whether a file, or a test in it, is an argument of the command line."""
+    files = (config.invocation_params.dir / word.split("::")[0] for word in config.args)
+    return path in [file.resolve() for file in files]
