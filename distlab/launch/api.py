@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from distlab.launch import choices, fork_server, safe_pickle, simulation_process, verdict
+from distlab.launch import choices, fork_server, plain, simulation_process, verdict
 from distlab.launch.errors import LaunchError, RankFailed, SetupError
 from distlab.launch.external_launchers import run_joined, run_under_mpirun
 from distlab.launch.launchers import launched
@@ -59,7 +59,7 @@ def run(
             for ``limits=Limits(timeout_s)``.
         limits: what the world may use; see ``Limits``.
         plain_results: accept plain data alone, numbers, strings and containers of them, up to the
-            limits of ``safe_pickle``, and show 256 KiB of what ranks print: somebody else's code
+            limits of ``plain``, and show 256 KiB of what ranks print: somebody else's code
             then neither runs here nor fills this process.
         output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``; of ranks
             that this call starts as processes, so not with "sim".
@@ -109,8 +109,8 @@ def _result(rank: RankProcess, world_size: int, plain_results: bool) -> object:
     if not plain_results:
         return pickle.loads(sent)
     try:
-        return safe_pickle.loads_result(sent)
-    except safe_pickle.NotPlainError as error:
+        return plain.loads_result(sent)
+    except plain.NotPlainError as error:
         who = f"rank {rank.number} of {world_size}"
         raise RankFailed(f"{who} returned {error}", rank=rank.number) from None
 
@@ -195,7 +195,7 @@ def _spec(
         working_dir=os.getcwd(),
         sys_path=tuple(sys.path),
         given=tuple(given),
-        max_result_bytes=safe_pickle.MAX_RESULT_BYTES if plain_results else None,
+        plain_results=plain_results,
     )
 
 

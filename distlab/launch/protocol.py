@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from distlab.launch import safe_pickle
+from distlab.launch import plain
 from distlab.util import files
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Spec:
     working_dir: str
     sys_path: tuple[str, ...]
     given: tuple[str, ...] = ()  # folders of the caller's machinery, which tracebacks leave out
-    max_result_bytes: int | None = None  # each rank's, pickled
+    plain_results: bool = False  # encode results by ``plain``, else pickle them
     simulation: SimulationSpec | None = None  # then world_size is 1: the process of all ranks
 
     def function_and_arguments(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -130,7 +130,7 @@ class Report:
 
     outcome: Outcome
     at_ns: int  # time.monotonic_ns, one clock for all processes of a machine
-    result: bytes = b""  # cloudpickle of what fn returned
+    result: bytes = b""  # the result of fn, encoded or pickled
     exception: str = ""  # "ValueError"
     headline: str = ""  # "ValueError: boom"
     traceback: str = ""  # innermost frame last, launcher frames left out
@@ -169,7 +169,7 @@ class WorldFolder:
 
     def write_report(self, rank: int, report: Report) -> None:
         values = {**vars(report), "outcome": report.outcome.value}
-        self._report(rank).write_bytes(pickle.dumps(values))
+        self._report(rank).write_bytes(plain.dumps(values))
 
     def read_report(self, rank: int, max_bytes: int = MAX_REPORT_BYTES) -> Report:
         """Read what a rank's process has written, whatever its function has done to it.
@@ -180,19 +180,19 @@ class WorldFolder:
             NotPlainError: that is no report.
         """
         path = self._report(rank)
-        values = safe_pickle.loads(files.read_regular(path, max_bytes, follows_links=False))
+        values = plain.loads(files.read_regular(path, max_bytes, follows_links=False))
         try:
             report = Report(**values)  # type: ignore[arg-type]
             report = replace(report, outcome=Outcome(report.outcome))
         except (TypeError, ValueError) as error:
-            raise safe_pickle.NotPlainError(f"no report ({error})") from None
+            raise plain.NotPlainError(f"no report ({error})") from None
         for field in fields(Report):
             value = getattr(report, field.name)
             if type(value) is not _TYPES[field.name]:
                 kind = type(value).__name__
-                raise safe_pickle.NotPlainError(f"a report whose {field.name} is of type {kind}")
+                raise plain.NotPlainError(f"a report whose {field.name} is of type {kind}")
         if any(type(name) is not str for name in report.modules):
-            raise safe_pickle.NotPlainError("a report of modules without a name")
+            raise plain.NotPlainError("a report of modules without a name")
         headline, traceback = report.headline[:MAX_TEXT], report.traceback[:MAX_TEXT]
         return replace(report, headline=headline, traceback=traceback)
 

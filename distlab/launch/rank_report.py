@@ -15,9 +15,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from distlab.launch import stacks
+from distlab.launch import plain, stacks
 from distlab.launch.protocol import Outcome, Report
-from distlab.util.text import bytes_text
 from distlab.util.tracebacks import headline, keep_frames
 
 # Imports that take about a second and that many functions need.
@@ -37,34 +36,26 @@ _LOST_PEER = re.compile(
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 
 
-def of_result(result: object, max_bytes: int | None = None) -> Report:
-    """Report what the function returned.
+def of_result(result: bytes) -> Report:
+    """Report what the function returned, as ``encoded`` gave it."""
+    return _report(Outcome.OK, result=result)
+
+
+def encoded(result: object, *, plain_results: bool) -> bytes:
+    """Encode a result; one that is not plain, although it has to be, as the reason for that.
 
     Raises:
-        TypeError: it cannot be pickled, or has more than ``max_bytes`` then.
+        TypeError: The result cannot be pickled.
     """
-    return _report(Outcome.OK, result=pickled_result(result, max_bytes))
-
-
-def pickled_result(result: object, max_bytes: int | None = None) -> bytes:
-    """Pickle what the function returned.
-
-    Raises:
-        TypeError: it cannot be pickled, or has more than ``max_bytes`` then.
-    """
+    if plain_results:
+        return plain.dumps_result(result)
     try:
-        pickled = bytes(cloudpickle.dumps(result))
+        return bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise TypeError(
             f"the result, a {type(result).__name__}, cannot be sent to the parent ({error}): "
             "return tensors, numbers, strings or containers of them"
         ) from None
-    if max_bytes is not None and len(pickled) > max_bytes:
-        raise TypeError(
-            f"the result, a {type(result).__name__}, has {bytes_text(len(pickled))}; the limit is "
-            f"{bytes_text(max_bytes)}"
-        )
-    return pickled
 
 
 def of_error(error: BaseException, launcher_file: str, given: Sequence[str] = ()) -> Report:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from distlab import sim
-from distlab.launch import safe_pickle, simulation_report, stacks, verdict, world
+from distlab.launch import plain, simulation_report, stacks, verdict, world
 from distlab.launch.errors import (
     LaunchError,
     RankFailed,
@@ -44,9 +44,7 @@ def check(simulation: SimulationSpec) -> None:
         raise SetupError(str(error)) from None
 
 
-def simulate_in_child(
-    spec: Spec, simulation: SimulationSpec, folder: WorldFolder
-) -> dict[str, object]:
+def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolder) -> bytes:
     """Run the simulation that ``spec`` describes; return what ``simulation_report`` makes of it.
 
     Raises:
@@ -65,7 +63,7 @@ def simulate_in_child(
     except sim.SimulationError as error:
         return simulation_report.of_error(error)
     return simulation_report.of_simulation(
-        simulated, wants_trace=simulation.wants_trace, max_bytes=spec.max_result_bytes
+        simulated, wants_trace=simulation.wants_trace, plain_results=spec.plain_results
     )
 
 
@@ -124,7 +122,7 @@ def read_outcome(
             return simulation_report.read(
                 process.report.result, simulation, plain_results=plain_results
             )
-        except safe_pickle.NotPlainError as error:
+        except plain.NotPlainError as error:
             return RankFailed(f"a simulated rank returned {error}")
     return _lost_simulation(process, simulation, folder, exceeded)
 

@@ -11,11 +11,14 @@ import pickle
 from typing import Any
 
 from distlab import sim
-from distlab.launch import safe_pickle
+from distlab.launch import plain, rank_report
 from distlab.launch.errors import LaunchError, RankExited, RankFailed, RankHung, RankOutOfMemory
 from distlab.launch.protocol import MAX_TEXT, SimulationSpec
-from distlab.launch.rank_report import pickled_result
+from distlab.sim.engine.trace import Event
 from distlab.sim.reporting.errors import EXIT
+
+ROWS = "_rows"  # the events in a trace's state
+REPEATED = [Event._fields.index(name) for name in ("kind", "name", "site")]
 
 _KINDS = {kind.__name__: kind for kind in (RankFailed, RankHung, RankExited, RankOutOfMemory)}
 _KIND_OF: dict[type, str] = {sim.Deadlock: "deadlock", sim.Mismatch: "mismatch"}
@@ -23,36 +26,56 @@ _BY_EXCEPTION = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited, EXIT:
 
 
 def of_simulation(
-    simulated: "sim.Simulated[Any]", *, wants_trace: bool, max_bytes: int | None = None
-) -> dict[str, object]:
+    simulated: "sim.Simulated[Any]", *, wants_trace: bool, plain_results: bool
+) -> bytes:
     """Pack what a simulation gave.
 
     Raises:
-        TypeError: a result cannot be pickled, or has more than ``max_bytes`` then.
+        TypeError: A result cannot be pickled.
     """
-    return {
-        "results": _pickled(simulated.results, max_bytes),
+    outcome = {
+        "results": _encoded(simulated.results, plain_results=plain_results),
         "seconds": simulated.seconds,
         "flops": simulated.flops,
-        "trace": simulated.trace.state() if wants_trace else None,
+        "trace": _packed(simulated.trace.state()) if wants_trace else None,
     }
+    return plain.dumps(outcome)
 
 
-def _pickled(results: list[Any], max_bytes: int | None) -> list[bytes]:
-    pickled = []
+def _packed(state: dict[str, Any]) -> dict[str, Any]:
+    """Turn the rows of a trace, of which there are many, into columns; names and sites repeat."""
+    columns = [list(column) for column in zip(*state[ROWS], strict=True)]
+    tables = []
+    for place in REPEATED if columns else ():
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(columns[place]))}
+        columns[place] = [numbers[value] for value in columns[place]]
+        tables.append(list(numbers))
+    return {**state, ROWS: columns, "tables": tables}
+
+
+def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``_packed`` was given."""
+    columns = state[ROWS]
+    for place, table in zip(REPEATED, state.pop("tables"), strict=False):
+        columns[place] = [table[number] for number in columns[place]]
+    return {**state, ROWS: list(zip(*columns, strict=True))}
+
+
+def _encoded(results: list[Any], *, plain_results: bool) -> list[bytes]:
+    encoded = []
     for rank, result in enumerate(results):
         try:
-            pickled.append(pickled_result(result, max_bytes))
+            encoded.append(rank_report.encoded(result, plain_results=plain_results))
         except TypeError as error:
             raise TypeError(f"rank {rank}: {error}") from None
-    return pickled
+    return encoded
 
 
-def of_error(error: sim.SimulationError) -> dict[str, object]:
+def of_error(error: sim.SimulationError) -> bytes:
     """Pack the error that ended a simulation, as one of all worlds."""
     kind: type[LaunchError] = RankHung if isinstance(error, sim.Deadlock) else RankFailed
     exception = error.exception if isinstance(error, sim.RankError) else ""
-    return {
+    outcome = {
         "error": _BY_EXCEPTION.get(exception, kind).__name__,
         "kind": _KIND_OF.get(type(error), ""),
         "message": str(error),
@@ -60,6 +83,7 @@ def of_error(error: sim.SimulationError) -> dict[str, object]:
         "exception": "" if exception == EXIT else exception,
         "advice": error.advice if isinstance(error, sim.Deadlock) else "",
     }
+    return plain.dumps(outcome)
 
 
 def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> object:
@@ -70,16 +94,16 @@ def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> obj
             plain.
     """
     try:
-        values: Any = safe_pickle.loads(sent)
+        values: Any = plain.loads(sent)
         return (
             _error(values) if "error" in values else _simulated(values, simulation, plain_results)
         )
     except RankFailed as error:
         return error
-    except safe_pickle.NotPlainError:
+    except plain.NotPlainError:
         raise
     except Exception as error:  # whatever what was sent may lead to
-        raise safe_pickle.NotPlainError(f"no simulation ({error})") from None
+        raise plain.NotPlainError(f"no simulation ({error})") from None
 
 
 def _own_results(pickled: list[bytes]) -> list[Any]:
@@ -90,8 +114,8 @@ def _plain_results(pickled: list[bytes]) -> list[Any]:
     results = []
     for rank, result in enumerate(pickled):
         try:
-            results.append(safe_pickle.loads_result(result))
-        except safe_pickle.NotPlainError as error:
+            results.append(plain.loads_result(result))
+        except plain.NotPlainError as error:
             who = f"rank {rank} of {len(pickled)}"
             raise RankFailed(f"{who} returned {error}", rank=rank) from None
     return results
@@ -115,7 +139,7 @@ def _simulated(values: dict[str, Any], simulation: SimulationSpec, plain_results
         return results
     return sim.Simulated(
         results,
-        sim.Trace.of_state(values["trace"]),
+        sim.Trace.of_state(_unpacked(values["trace"])),
         float(values["seconds"]),
         sim.choose_cluster(simulation.cluster, simulation.num_ranks),
         simulation.options or sim.Options(),

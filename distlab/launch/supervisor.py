@@ -16,7 +16,7 @@ from typing import IO
 
 import psutil
 
-from distlab.launch import meter, output, safe_pickle, stacks, starting
+from distlab.launch import meter, output, plain, stacks, starting
 from distlab.launch.errors import SetupError
 from distlab.launch.fork_server import ForkServer
 from distlab.launch.limits import Exceeded, Limits
@@ -75,8 +75,8 @@ class Supervisor:
         self._idle_since = 0.0
         self._used_bytes = 0
         self._max_bytes = limits.memory_bytes or _share_of_free_bytes()
-        is_plain = spec.max_result_bytes is not None
-        self._max_report_bytes = safe_pickle.MAX_REPORT_BYTES if is_plain else MAX_REPORT_BYTES
+        is_plain = spec.plain_results
+        self._max_report_bytes = plain.MAX_REPORT_BYTES if is_plain else MAX_REPORT_BYTES
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
         self._screen = output.Screen(MAX_SHOWN_BYTES if is_plain else None)
@@ -189,7 +189,7 @@ class Supervisor:
     def _read_report(self, rank: RankProcess) -> Report:
         try:
             return self.folder.read_report(rank.number, self._max_report_bytes)
-        except (OSError, safe_pickle.NotPlainError) as error:  # fn has meddled with it
+        except (OSError, plain.NotPlainError) as error:  # fn has meddled with it
             what = f"an error that its process did not report, but {error}"
             return Report(Outcome.EXCEPTION, time.monotonic_ns(), headline=what)
 

@@ -87,7 +87,8 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
             )
             _start_together(control)
             fn, args = spec.function_and_arguments()
-            return rank_report.of_result(fn(*args), spec.max_result_bytes)
+            result = rank_report.encoded(fn(*args), plain_results=spec.plain_results)
+            return rank_report.of_result(result)
     except BaseException as error:
         return rank_report.of_error(error, __file__, spec.given)
 
