@@ -96,7 +96,8 @@ def average_gradients_flat(
         w (2, 2) | b (2,)  ->  [w00 w01 w10 w11 b0 b1]  ->  all-reduce  ->  w | b
 
     Args:
-        module: as for ``average_gradients``; all gradients have one dtype and are on one device.
+        module: the model, as for ``average_gradients``; all gradients have one dtype and are on one
+            device.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
@@ -138,8 +139,8 @@ def train_step(
 
     Args:
         model: equal on all ranks; maps inputs to logits (…, classes).
-        optimizer: for ``model``'s parameters, with the same settings on all ranks. Gradients left
-            over from before the step are discarded.
+        optimizer: optimizer of ``model``'s parameters, with the same settings on all ranks.
+            Gradients left over from before the step are discarded.
         batch: this rank's inputs, and targets (…) int64; the ranks' batches may differ in size, and
             may be empty. The batch is not changed.
         all_reduce: sums a tensor over the group, in place.
@@ -187,7 +188,7 @@ def evaluate(
         dataset: the whole data set, the same on all ranks, with at least one sample.
         batch_size: samples per forward pass of one rank (its last may have fewer); does not change
             the result.
-        device: where the model is. Batches are moved there, and the sums are computed there.
+        device: device of the model. Batches are moved there, and the sums are computed there.
         group: the ranks that share the work; all by default.
 
     Returns:
@@ -217,7 +218,7 @@ class Trainer:
 
     Args:
         model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
-        optimizer: for the model's parameters.
+        optimizer: optimizer of the model's parameters.
         all_reduce: sums a tensor over the group, in place; any all-reduce of the lesson will do.
             Used in each step.
         average: averages the gradients; one of AVERAGE_GRADIENTS. Used in each step.

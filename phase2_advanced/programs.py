@@ -98,7 +98,7 @@ def digit_layers(widths: Sequence[int]) -> list[nn.Module]:
     As in a transformer, a layer is four times as wide inside as its input; the last is linear.
 
     Args:
-        widths: of what goes into each layer; the last returns 10 logits.
+        widths: width of each layer's input; the last layer returns 10 logits.
     """
     torch.manual_seed(0)
     layers = [
@@ -164,7 +164,7 @@ def compare_with_one_process(
     """``fail`` on all ranks unless every rank has the weights that one process would have.
 
     Args:
-        ours: what this rank has trained of ``digit_layers(widths)``.
+        ours: layers of ``digit_layers(widths)`` that this rank has trained.
         layers: the numbers of the layers in it.
     """
     alone = digit_layers(widths)
@@ -261,7 +261,7 @@ def checkpointed(
 
     Args:
         chunks: this rank's; they keep their parameters and share them with the result.
-        checkpoint: of 2.6.
+        checkpoint: the function of task 2.6.
         train_step: measures a step of a copy of the chunks.
     """
     require_written(checkpoint)
@@ -278,7 +278,7 @@ class Meter:
         total_s: the time of all steps, by the clock of ``time.perf_counter``.
         busy_s: how much of it ``modules`` have computed, forward and backward. In the rest, the
             rank has sent, received and waited.
-        peak_bytes: what autograd has kept at the same time for backward passes, at most.
+        peak_bytes: most bytes that autograd has kept at the same time for backward passes.
             Parameters do not count: they are there anyway.
     """
 

@@ -36,8 +36,8 @@ class LossScaler:
 
     Args:
         init_scale: the scale at the beginning.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` good updates.
-        backoff_factor: what it is multiplied by after an overflow.
+        growth_factor: factor by which the scale grows after ``growth_interval`` good updates.
+        backoff_factor: factor by which it shrinks after an overflow.
         growth_interval: how many updates in a row must be good before the scale grows.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
@@ -45,7 +45,7 @@ class LossScaler:
     Attributes:
         value: the scale.
         good_steps: updates without an overflow since the scale last changed.
-        is_finite: what ``unscale`` found, by optimizer, since the last update.
+        is_finite: result of ``unscale`` by optimizer, since the last update.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class LossScaler:
         What ``unscale`` has found before does not count.
 
         Args:
-            state: from ``state_dict`` of a scaler made with the same arguments.
+            state: result of ``state_dict`` of a scaler made with the same arguments.
         """
         # TODO 2.4: this scaler is where the saved one was.
         #   Tools: the attributes that __init__ sets.
@@ -195,13 +195,14 @@ def mixed_precision_step(
 
     Args:
         model: equal on all ranks; trainable parameters in float32.
-        optimizer: for all trainable parameters of ``model``. Gradients left from before the step do
-            not count.
+        optimizer: optimizer of all trainable parameters of ``model``. Gradients left from before
+            the step do not count.
         scaler: equal on all ranks, with the same group; updated once.
         batch: this rank's tensors; ranks may have different numbers of rows and targets, or none.
-        dtype: what autocast computes in, float16 or bfloat16.
-        reduce_dtype: what gradients are sent and summed in, while they are scaled, but already
-            divided by B. A sum that overflows there counts as a gradient that is not finite.
+        dtype: dtype that autocast computes in, float16 or bfloat16.
+        reduce_dtype: dtype in which gradients are sent and summed, while they are scaled, but
+            already divided by B. A sum that overflows there counts as a gradient that is not
+            finite.
         max_norm: the largest norm of the unscaled gradient, taken over all parameters; a larger
             gradient is scaled down to it.
         loss_sum: returns the sum of this rank's losses and the number of its targets; called once

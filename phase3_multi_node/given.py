@@ -145,8 +145,8 @@ class Topology:
     """Which ranks share a host, and what messages cost inside the hosts and between them.
 
     Attributes:
-        hosts: by rank: the name of its host.
-        inside: what a message between two ranks of a host costs; None: no host has two.
+        hosts: name of each rank's host.
+        inside: cost of a message between two ranks of a host; None if no host has two.
         between: the same for ranks of different hosts; None: there is one host.
     """
 
@@ -422,8 +422,8 @@ def ring_seconds(machine: Machine, num_bytes: float, ranks: int, span: int) -> f
     """Return the seconds of an all-gather or reduce-scatter; an all-reduce takes twice as long.
 
     Args:
-        num_bytes: of the whole tensor, of which each rank holds 1 / ranks before or after.
-        ranks: that take part.
+        num_bytes: bytes of the whole tensor; each rank holds 1 / ranks of it before or after.
+        ranks: number of ranks that take part.
         span: how many consecutive GPUs they lie within; in a span larger than a node, every step
             waits for a link between two nodes.
     """
@@ -466,7 +466,7 @@ def pack_by_server(tensors: Mapping[str, Tensor], servers: Mapping[str, int]) ->
     """Copy tensors of one dtype into one flat tensor for each server, in the order of their names.
 
     Args:
-        tensors: by name, such as the parameters of a model, or their gradients.
+        tensors: tensors by name, such as the parameters of a model, or their gradients.
         servers: name -> server.
     """
     parts: dict[int, list[Tensor]] = {}
@@ -543,7 +543,7 @@ class Bucket:
     """Gradients that are reduced together; they take memory only while they come in.
 
     Attributes:
-        params: whose gradients these are.
+        params: parameters whose gradients these are.
         shard: this rank's part of the gradients' sum, over ranks and backward passes.
         is_empty: whether no gradient has come in.
         is_full: whether all have.

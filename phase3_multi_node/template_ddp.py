@@ -159,7 +159,7 @@ class DistributedDataParallel(nn.Module):
         group: the ranks that train together; all by default.
 
     Attributes:
-        module: as given.
+        module: the module that was passed in.
 
     Cost: in each step one all-reduce per bucket, of its bytes. With r_i the time at which the last
         gradient of buckets 0 … i exists, c_i the seconds that the all-reduce of bucket i takes by

@@ -157,8 +157,8 @@ def choose_algorithm(num_bytes: int, topology: Topology) -> str:
     Args:
         num_bytes: size of the tensor on each rank; 1 or more, perhaps fewer than there are ranks.
             The formulas divide it as it is: 5 bytes on 10 ranks are 0.5 bytes each.
-        topology: at least two ranks, numbered in any way. ``inside`` is None if no host has two
-            ranks, ``between`` if there is one host; no message is of that kind then.
+        topology: topology of at least two ranks, numbered in any way. ``inside`` is None if no host
+            has two ranks, ``between`` if there is one host; no message is of that kind then.
 
     Returns:
         The name of the fastest; any of them if they are within 5 % of it. "hierarchical" only if

@@ -105,7 +105,7 @@ class Job(Protocol):
         Like ``backward``, it makes those that are None, and clears none.
 
         Args:
-            samples: at least one.
+            samples: the samples, at least one.
             epoch: decides, with the sample, how it is augmented.
         """
 

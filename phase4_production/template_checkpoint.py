@@ -39,10 +39,10 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     is found afterwards is undamaged; and once this function has returned, so is that of ``step``.
 
     Args:
-        state: what ``torch.load(…, weights_only=True)`` can read: tensors, numbers, strings, and
-            dicts, lists and tuples of them. Not changed.
+        state: anything that ``torch.load(…, weights_only=True)`` can read: tensors, numbers,
+            strings, and dicts, lists and tuples of them. Not changed.
         folder: holds the checkpoints of one run. Made if missing; its parent must exist.
-        step: of the training, from 0 to 99,999,999.
+        step: step of the training, from 0 to 99,999,999.
         keep: how many undamaged checkpoints stay, at least 1: this one and the newest others. What
             is older than all of these is removed, but not before this one is durable.
 
@@ -79,7 +79,7 @@ def load_checkpoint(folder: Path) -> Loaded | None:
     """Load the newest undamaged checkpoint: of those in ``folder``, that of the highest step.
 
     Args:
-        folder: as for ``save_checkpoint``. Nothing in it is changed.
+        folder: the folder, as for ``save_checkpoint``. Nothing in it is changed.
 
     Returns:
         Its step, its state with all tensors on the CPU, its path, and the newer ones that were
@@ -123,9 +123,9 @@ def save_sharded(
     returns before the checkpoint is committed: then its folder is durable.
 
     Args:
-        shards: by the tensors' names, which differ from rank to rank, as do the lengths; a rank may
-            have none. A part that several ranks hold is the same on all of them. Any dtype; values
-            may be a slice of something longer. Not changed.
+        shards: shards by the tensors' names, which differ from rank to rank, as do the lengths; a
+            rank may have none. A part that several ranks hold is the same on all of them. Any
+            dtype; values may be a slice of something longer. Not changed.
         folder, step, keep: as for ``save_checkpoint``, the same on all ranks, for checkpoints of
             this function alone.
         group: all its ranks call this; all ranks by default.
@@ -166,10 +166,10 @@ def load_sharded(
         wanted    | rank 0  | rank 1  | rank 2  |     rank 1 reads the files of both
 
     Args:
-        wanted: by the tensors' names: ``values`` are filled with the elements ``start`` to ``start
-            + len(values)`` of the tensor, whoever has saved them. The ranks may want anything: the
-            same, different parts, nothing.
-        folder: as for ``save_sharded``. Nothing in it is changed.
+        wanted: shards by the tensors' names: ``values`` are filled with the elements ``start`` to
+            ``start + len(values)`` of the tensor, whoever has saved them. The ranks may want
+            anything: the same, different parts, nothing.
+        folder: the folder, as for ``save_sharded``. Nothing in it is changed.
         group: all its ranks call this; all ranks by default.
 
     Returns:
@@ -238,7 +238,7 @@ class AsyncCheckpointer:
         Args:
             state: tensors on any device, numbers, strings, and dicts, lists and tuples of them. Not
                 changed; and what happens to it after ``save`` does not reach the checkpoint.
-            step: of the training.
+            step: step of the training.
 
         Raises:
             RuntimeError: the write before this one has failed. It names the step of that write, as

@@ -39,9 +39,9 @@ class CompressionHook:
     the first step, and a program that was restarted begins with the first ones again.
 
     Args:
-        module: whose gradients they are: the module itself, not the DistributedDataParallel around
-            it. Pieces have the names of its ``named_parameters``, and the shapes of these. Each
-            parameter fills its memory without gaps, as those of torch's layers do.
+        module: module whose gradients are sent: the module itself, not the DistributedDataParallel
+            around it. Pieces have the names of its ``named_parameters``, and the shapes of these.
+            Each parameter fills its memory without gaps, as those of torch's layers do.
         reduce: such as a ``PowerSGD``, for the same ranks. It gets float32 or float64: gradients of
             16 bits are widened, and so residuals are never narrower than float32.
 
@@ -67,7 +67,7 @@ class CompressionHook:
         """Average a bucket of torch's DistributedDataParallel, which calls it.
 
         Args:
-            state: as registered; it is not used.
+            state: the state that was registered; it is not used.
             bucket: holds gradients in the order of its parameters, and each of them laid out in
                 memory as its parameter is: ``channels_last``, for example.
 

@@ -43,16 +43,16 @@ def run_elastic(
     rounding.
 
     Args:
-        job: what is trained. It may begin with other parameters on each rank: all ranks go on from
-            the newest checkpoint that rank 0 finds, or from the state of rank 0's job if there is
-            none. Its gradients need not be cleared.
-        folder: of the checkpoints.
-        num_samples: of an epoch, at least 1. They are 0 to num_samples − 1, in an order of their
-            own in each epoch, which ``seed`` and the epoch alone decide.
+        job: the training. It may begin with other parameters on each rank: all ranks go on from the
+            newest checkpoint that rank 0 finds, or from the state of rank 0's job if there is none.
+            Its gradients need not be cleared.
+        folder: folder of the checkpoints.
+        num_samples: samples of an epoch, at least 1. They are 0 to num_samples − 1, in an order of
+            their own in each epoch, which ``seed`` and the epoch alone decide.
         global_batch: how many samples there are in a step, with any number of ranks; at least 1.
             The last step of an epoch has the rest. The ranks' shares differ by at most one sample,
             and may be empty.
-        num_epochs: of the whole run.
+        num_epochs: epochs of the whole run.
         save_every: a checkpoint is saved after every step whose number is a multiple of this, and
             after the last. At least 1.
         micro_batch: how many samples the job gets at once, at most; at least 1. A larger share is
@@ -64,7 +64,7 @@ def run_elastic(
             Rank 0 alone goes by what it returns, for others may see an older list of files.
         should_stop: called once on every rank after each step, such as ``StopRequest.agreed``; it
             returns the same on all ranks. By default nothing stops.
-        seed: of the order.
+        seed: seed of the order.
         group: the ranks that train; all ranks by default.
 
     Returns:

@@ -44,7 +44,7 @@ class PrometheusExporter:
         Content-Type is CONTENT_TYPE. A client that sends nothing for REQUEST_S is dropped.
 
         Args:
-            labels: of every sample: legal names, with any values.
+            labels: labels of every sample: legal names, with any values.
             port: 0 takes a free one; ``exporter.port`` is the one that was taken.
             host: the address to listen at. With the default, only this machine can ask: whoever
                 reaches the port reads the numbers, without a password.
@@ -118,7 +118,7 @@ class JsonlWriter:
         holds less than what is kept: a kill in the middle of this loses nothing.
 
         Args:
-            path: of the file; its folder exists.
+            path: path of the file; its folder exists.
             resume_after: the step of the checkpoint from which training goes on. Lines of later
                 steps are cut off, because these steps will come again: the first one, and all that
                 follows it, unread. None: none are.
@@ -143,7 +143,7 @@ class JsonlWriter:
 
         Args:
             metrics: any names but ``step``.
-            step: not below that of the line before.
+            step: step of the training, not below that of the line before.
         """
         # TODO 4.17: append one line, and flush it.
         #   Tools: json.dumps, math.isfinite.
@@ -185,7 +185,7 @@ class TensorBoardWriter:
         """Open a new file in the folder, beside those of earlier processes of this run.
 
         Args:
-            folder: of the run. One rank writes into it.
+            folder: folder of the run. One rank writes into it.
             resume_after: the step of the checkpoint from which training goes on: TensorBoard hides
                 the points of later steps that are there already. None: it hides none.
         """

@@ -26,8 +26,8 @@ class Heartbeat:
         """Prepare; nothing is reported yet.
 
         Args:
-            store: that all ranks and the monitor reach, such as a ``dist.TCPStore``.
-            rank: that reports.
+            store: store that all ranks and the monitor reach, such as a ``dist.TCPStore``.
+            rank: rank that reports.
         """
         # TODO 4.5: keep the store and where this rank reports.
         #   Tools: none.
@@ -43,7 +43,7 @@ class Heartbeat:
         It may be called several times for a step that takes long, to show that the rank lives.
 
         Args:
-            step: of the training.
+            step: step of the training.
             busy_s: how long the rank has worked in it: without waiting for others.
 
         Cost: one message to the store, which waits for nobody.
@@ -80,12 +80,12 @@ class HeartbeatMonitor:
         """Begin to watch.
 
         Args:
-            store: to which the ranks report.
+            store: store that the ranks report to.
             world_size: how many ranks there are.
             timeout_s: a rank that has not reported for longer is ``silent`` or ``waiting``. Above
                 the time of the longest step.
             slow_factor: a rank is slow if its ``busy_s`` is above this many times the median.
-            patience: in how many reports in a row it must be slow.
+            patience: number of reports in a row in which it must be slow.
             clock: tells the time of this process, in seconds. The clocks of other hosts may be
                 ahead or behind: times are never sent.
         """
@@ -225,7 +225,7 @@ def young_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> f
     Args:
         save_s: how long training stands still for one checkpoint; above 0.
         node_mtbf_s: mean time between the failures of one node; above 0.
-        num_nodes: that the job needs at the same time: one that fails stops it. At least 1.
+        num_nodes: nodes that the job runs on, at least 1; any node that fails stops it.
 
     Returns:
         Seconds of training, the save not included.
@@ -251,7 +251,7 @@ def daly_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> fl
     Args:
         save_s: how long training stands still for one checkpoint; above 0.
         node_mtbf_s: mean time between the failures of one node; above 0.
-        num_nodes: that the job needs at the same time: one that fails stops it. At least 1.
+        num_nodes: nodes that the job runs on, at least 1; any node that fails stops it.
 
     Returns:
         Seconds of training, the save not included.
@@ -285,11 +285,11 @@ def expected_duration_s(
 
     Args:
         work_s: how long the run takes without saves and failures.
-        interval_s: of training between two saves; above 0.
+        interval_s: training time between two saves; above 0.
         save_s: how long training stands still for one checkpoint; at least 0.
-        restart_s: from a failure until training goes on; at least 0.
+        restart_s: time from a failure until training continues; at least 0.
         node_mtbf_s: mean time between the failures of one node; above 0.
-        num_nodes: that the job needs at the same time: one that fails stops it. At least 1.
+        num_nodes: nodes that the job runs on, at least 1; any node that fails stops it.
 
     Returns:
         Seconds.

@@ -24,8 +24,8 @@ def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
 
     Args:
         gradient: (n,), floating; other values on each rank. It is not changed.
-        fraction: of the entries that travel, above 0 and at most 1: k = round(fraction * n), but
-            at least 1 if there are any.
+        fraction: share of the entries that travel, above 0 and at most 1: k = round(fraction * n),
+            but at least 1 if there are any.
         group: the ranks that take part; all ranks by default.
 
     Returns:
@@ -94,10 +94,10 @@ def random_k(
 
     Args:
         gradient: (n,), floating; other values on each rank. It is not changed.
-        fraction: of the entries that travel, above 0 and at most 1: k = round(fraction * n), but
-            at least 1 if there are any.
-        generator: on the CPU, in the same state on all ranks: it alone decides which k places are
-            drawn, all equally likely, and other ones in the next call.
+        fraction: share of the entries that travel, above 0 and at most 1: k = round(fraction * n),
+            but at least 1 if there are any.
+        generator: generator on the CPU, in the same state on all ranks: it alone decides which k
+            places are drawn, all equally likely, and other ones in the next call.
         group: the ranks that take part; all ranks by default.
 
     Returns:
@@ -180,8 +180,8 @@ class Int8:
         """Return the numbers that the codes stand for.
 
         Args:
-            payload: of ``encode``; more bytes may follow.
-            scale: of ``encode``.
+            payload: bytes from ``encode``; more bytes may follow.
+            scale: scale from ``encode``.
             n: how many numbers were encoded.
 
         Returns:
@@ -225,8 +225,8 @@ class Sign:
         """Return the numbers that the signs stand for: plus or minus the scale.
 
         Args:
-            payload: of ``encode``; more bytes may follow.
-            scale: of ``encode``.
+            payload: bytes from ``encode``; more bytes may follow.
+            scale: scale from ``encode``.
             n: how many numbers were encoded.
 
         Returns:

@@ -79,8 +79,8 @@ def exposed_communication(trace: Path) -> Exposed:
     event that is partly outside of the steps, the part inside counts. Steps don't overlap.
 
     Args:
-        trace: of one rank, as from ``profile_steps``; the events are under ``traceEvents``, in any
-            order.
+        trace: trace of one rank, as from ``profile_steps``; the events are under ``traceEvents``,
+            in any order.
 
     Returns:
         Seconds, each divided by the number of steps.

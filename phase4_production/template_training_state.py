@@ -40,9 +40,9 @@ class ResumableSampler:
         """Begin with epoch 0.
 
         Args:
-            num_samples: in the dataset; at least 1.
+            num_samples: samples in the dataset; at least 1.
             global_batch: how many samples all ranks train on in a step, together; at least 1.
-            seed: of the order of the samples; the same on all ranks.
+            seed: seed of the order of the samples; the same on all ranks.
             group: the ranks that share the samples; all ranks by default.
         """
         # TODO 4.2: keep the arguments, and where the run is: at the beginning of epoch 0.
@@ -111,7 +111,7 @@ class ResumableSampler:
         """Go on where another sampler was, in its order.
 
         Args:
-            state: of a sampler with any number of ranks, global batch and seed. Not changed.
+            state: state of a sampler with any number of ranks, global batch and seed. Not changed.
 
         Raises:
             ValueError: it is of another number of samples; the error names both numbers.
@@ -143,7 +143,7 @@ class TrainingState:
         """Prepare; nothing is read or changed yet.
 
         Args:
-            parts: of the run, by name.
+            parts: parts of the run, by name.
             group: the ranks that train together; all ranks by default.
         """
         # TODO 4.2: keep the arguments.
@@ -189,8 +189,8 @@ class TrainingState:
         again on as many ranks.
 
         Args:
-            state: of parts of the same names. Changed neither now nor by training, so that it can
-                be loaded again.
+            state: state of parts with the same names. Changed neither now nor by training, so that
+                it can be loaded again.
 
         Raises:
             ValueError: a part is missing in ``state`` or here; the error names it, and nothing has

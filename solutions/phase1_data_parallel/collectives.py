@@ -177,8 +177,8 @@ def measure_all_reduce(
         sizes_bytes: sizes of the float32 tensor, in any order: multiples of 4, at least two of them
             different.
         repeats: timed runs of each cell, after one untimed run.
-        device: where the tensors live; a run lasts until the device has finished.
-        group: at least two ranks; all by default.
+        device: device that the tensors live on; a run lasts until the device has finished.
+        group: group of at least two ranks; all ranks by default.
 
     Returns:
         The table, the same on all ranks: the sizes in the order given, a column for each strategy,
@@ -220,7 +220,7 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
     which gives the best line without negative coefficients.
 
     Args:
-        sizes_bytes: in any order, at least two of them different.
+        sizes_bytes: sizes in any order, at least two of them different.
         seconds: one time for each size, above 0.
 
     Returns:

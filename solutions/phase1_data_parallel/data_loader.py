@@ -156,7 +156,7 @@ def scatter_batch(
     all, the last ranks get tensors with zero rows.
 
     Args:
-        batch: on ``src``, images (B, …) and labels (B, …) of any shape, dtype and strides; None
+        batch: images (B, …) and labels (B, …) on ``src``, of any shape, dtype and strides; None
             elsewhere. The rows arrive unchanged, bit for bit.
         src: the rank inside ``group`` that holds the batch.
         device: the device of ``batch``, on which the other ranks receive and return their rows.

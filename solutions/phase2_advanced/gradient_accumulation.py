@@ -57,9 +57,9 @@ def accumulate_step(
     Args:
         model: any without BatchNorm, which would normalise each micro-batch by itself. Dropout
             draws a mask for each micro-batch.
-        optimizer: for all trainable parameters of ``model``. Gradients left from before the step do
-            not count. A parameter that no micro-batch uses gets no gradient, so the optimizer
-            leaves it alone. After the step, gradients may stay or be cleared.
+        optimizer: optimizer of all trainable parameters of ``model``. Gradients left from before
+            the step do not count. A parameter that no micro-batch uses gets no gradient, so the
+            optimizer leaves it alone. After the step, gradients may stay or be cleared.
         batch: inputs, targets, and whatever else ``loss_sum`` reads. It is not changed.
         size: rows of a micro-batch, as for ``split_micro_batches``.
         loss_sum: called once for each micro-batch, in order, with the model and all tensors of the
@@ -120,17 +120,17 @@ def accumulate_step_over_ranks(
         rank 1   forward backward                                      all-reduce  step
 
     Args:
-        model: as for ``accumulate_step``, with some trainable parameter; equal on all ranks. Its
-            gradients have one dtype, float32 or float64. A trainable parameter that got no gradient
-            on this rank counts as zero: other ranks may have one. (A parameter that no rank uses
-            then has a gradient of zero instead of none, so weight decay changes it.)
-        optimizer: as for ``accumulate_step``, with the same settings on all ranks.
+        model: the model, as for ``accumulate_step``, with some trainable parameter; equal on all
+            ranks. Its gradients have one dtype, float32 or float64. A trainable parameter that got
+            no gradient on this rank counts as zero: other ranks may have one. (A parameter that no
+            rank uses then has a gradient of zero instead of none, so weight decay changes it.)
+        optimizer: the optimizer, as for ``accumulate_step``, with the same settings on all ranks.
         batch: this rank's; it may be empty. It is not changed.
         size: rows of a micro-batch; ranks may have different sizes.
         max_norm: the largest norm that the gradient of the step may have, over all parameters
             together; a larger gradient is scaled down to it. What counts is the gradient of the
             mean loss over the targets of all ranks, so all ranks scale by the same factor.
-        loss_sum: as for ``accumulate_step``.
+        loss_sum: the loss, as for ``accumulate_step``.
         all_reduce: sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 

@@ -28,9 +28,9 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
         3 1 | 1 1 | 3      it costs 4: this cut balances the numbers of layers, not their costs
 
     Args:
-        costs: of the layers in their order, in any unit (seconds, FLOPs, parameters), in a list or
-            a tuple; none is negative. Not changed.
-        num_stages: at least 1, and at most the number of layers.
+        costs: costs of the layers in their order, in any unit (seconds, FLOPs, parameters), in a
+            list or a tuple; none is negative. Not changed.
+        num_stages: number of stages, at least 1 and at most the number of layers.
 
     Returns:
         The layers of each stage as a ``range``, in order: the first starts with layer 0, each of
@@ -147,8 +147,8 @@ class StageRunner:
         """Run the stage on ``inputs``, or on what the rank before sends, and pass the result on.
 
         Args:
-            inputs: what the whole model takes, of any dtypes; on rank 0 only, none elsewhere. A
-                leaf that requires a gradient gets it from ``backward``.
+            inputs: inputs of the whole model, of any dtypes; on rank 0 only, none elsewhere. A leaf
+                that requires a gradient gets it from ``backward``.
 
         Returns:
             On the last rank, what its stage returns; None elsewhere.

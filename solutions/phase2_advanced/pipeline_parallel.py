@@ -104,8 +104,8 @@ def run_schedule(
     micro-batch 3, except for the last message to each neighbour.
 
     Args:
-        schedule: for p stages; the same on every rank. Any order of the actions will do if it can
-            be run: ``timeline`` gives every action a start.
+        schedule: schedule of p stages; the same on every rank. Any order of the actions will do if
+            it can be run: ``timeline`` gives every action a start.
         chunks: this rank's v blocks, on ``group_device``; the same number on every rank. They may
             use ``checkpoint`` of 2.6.
         micro_batches: m of them, 1 or more, of any sizes, on every rank. Only the rank of the first

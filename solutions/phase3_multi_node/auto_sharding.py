@@ -63,7 +63,7 @@ def activation_bytes_per_layer(
     Args:
         model: the transformer.
         layout: tensor, micro_batch and sequence_parallel count here.
-        checkpointing: what is recomputed, in place of that of the layout.
+        checkpointing: the kind of recomputation, instead of the layout's.
 
     Returns:
         The bytes.
@@ -175,7 +175,7 @@ def forward_seconds(model: Transformer, layout: Layout, machine: Machine) -> flo
     Args:
         model: the transformer; its heads divide the width.
         layout: tensor, micro_batch and sequence_parallel count here; tensor divides the heads.
-        machine: as for ``attention_seconds``.
+        machine: the machine, as for ``attention_seconds``.
 
     Returns:
         The seconds, one thing after the other, without messages.
@@ -212,7 +212,7 @@ def estimate_step_time(
     Args:
         model, layout: as for ``estimate_memory``.
         batch_size: sequences in a step, of all copies together.
-        machine: what it runs on.
+        machine: machine that the model runs on.
 
     Returns:
         The parts, in seconds; their sum is ``total``. The optimizer, which takes some hundredths
@@ -307,7 +307,7 @@ def plan(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
 
     Args:
         model: the transformer.
-        machine: what it runs on; a layout fits if it needs ``memory_bytes`` at most.
+        machine: machine that the model runs on; a layout fits if it needs ``memory_bytes`` at most.
         batch_size: sequences in a step, of all copies together.
 
     Returns:

@@ -30,7 +30,7 @@ def assign_shards(
     Args:
         sizes: name of a tensor -> its bytes. Not changed.
         servers: their ranks; at least one.
-        previous: what was returned before, perhaps for other servers and other names; None:
+        previous: result of an earlier call, perhaps for other servers and other names; None:
             nothing lies on a server yet. Not changed.
 
     Returns:
@@ -102,11 +102,11 @@ def serve_synchronously(
 
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: of ``shard``, and of it alone. It steps once in a step, with the mean in
+        optimizer: optimizer of ``shard`` alone. It steps once in a step, with the mean in
             ``shard.grad``, whatever that held before.
         workers: their ranks inside ``group``; no other rank sends anything to this one in it. Each
             calls ``push_pull`` once in a step.
-        num_steps: of each worker.
+        num_steps: steps of each worker.
         group: servers and workers; all ranks by default.
 
     Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
@@ -139,10 +139,10 @@ def serve_asynchronously(
 
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+        optimizer: optimizer of ``shard`` alone. It steps once for every gradient, with that
             gradient in ``shard.grad``, whatever that held before.
         workers: their ranks inside ``group``; no other rank sends anything to this one in it.
-        num_steps: of each worker, each with one ``push_pull``.
+        num_steps: steps of each worker, each with one ``push_pull``.
         group: servers and workers; all ranks by default.
 
     Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
@@ -176,10 +176,11 @@ def serve_with_bounded_staleness(
 
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+        optimizer: optimizer of ``shard`` alone. It steps once for every gradient, with that
             gradient in ``shard.grad``, whatever that held before.
         workers: their ranks inside ``group``; no other rank sends anything to this one in it.
-        num_steps: of each worker, each with one ``push_pull``. The last reply obeys the bound too.
+        num_steps: steps of each worker, each with one ``push_pull``. The last reply obeys the bound
+            too.
         staleness: 0: nobody begins a step before all have ended the one before. From
             ``num_steps`` on: nobody ever waits.
         group: servers and workers; all ranks by default.
@@ -218,13 +219,13 @@ def serve_survivors(
 
     Args:
         shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: of ``shard``, and of it alone. It steps once for every gradient, with that
+        optimizer: optimizer of ``shard`` alone. It steps once for every gradient, with that
             gradient in ``shard.grad``, whatever that held before.
         pairs: worker -> the group of it and this server alone, as ``given.pair_groups`` makes
             them; a worker is named by its rank in the world. All messages to and from it travel in
             this group, so each lives or dies by itself. Not changed.
-        num_steps: of each worker that lives, each with one ``push_pull`` in its pair.
-        staleness: as in ``serve_with_bounded_staleness``.
+        num_steps: steps of each worker that lives, each with one ``push_pull`` in its pair.
+        staleness: the bound, as in ``serve_with_bounded_staleness``.
         timeout_s: the longest that the server waits for one gradient of a worker, counted from its
             last reply or from the call, and for a worker to take a reply. More than the slowest
             step takes.

@@ -46,10 +46,10 @@ class ShardedOptimizer:
     Attributes:
         group: the ranks that share the state.
         parts: the trained parameters, those of one dtype together.
-        flats: for each part, its memory.
-        gradients: for each part (padded,), with the layout of its flat; only in stage 1.
-        masters: for each part (padded / N,), this rank's shard in float32; of a part in float32,
-            the shard itself.
+        flats: memory of each part.
+        gradients: tensor (padded,) of each part, with the layout of its flat; only in stage 1.
+        masters: this rank's shard (padded / N,) of each part, in float32; of a part in float32, the
+            shard itself.
         optimizer: an ``optimizer_cls`` of the masters. A learning rate that is set in it, as a
             scheduler does, holds for all later steps.
 
@@ -80,7 +80,7 @@ class ShardedOptimizer:
             optimizer_cls: one that updates each element by itself, as SGD and Adam do; one that
                 looks at a whole tensor, as LAMB does, would see shards.
             group: the ranks that share the state; all by default.
-            kwargs: of ``optimizer_cls``.
+            kwargs: keyword arguments of ``optimizer_cls``.
 
         Cost: one broadcast for each part: Ψ elements received, in their own dtype.
         """
@@ -198,7 +198,7 @@ class ShardedGradientOptimizer(ShardedOptimizer):
     gradient has just been made.
 
     Attributes: those of ``ShardedOptimizer``, where each part is a bucket, and
-        buckets: for each part, its gradients.
+        buckets: gradients of each part.
         reduction: the reduce-scatter that is under way.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5.2.
@@ -219,11 +219,12 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         """Do what ``ShardedOptimizer`` does, in buckets.
 
         Args:
-            params: as there. In a backward pass, all ranks must use the same of them.
-            optimizer_cls: as there.
-            bucket_bytes: of gradients that are reduced together; a larger one is alone.
+            params: the parameters, as there. In a backward pass, all ranks must use the same of
+                them.
+            optimizer_cls: class of the optimizer, as there.
+            bucket_bytes: bytes of gradients that are reduced together; a larger one is alone.
             group: the ranks that share the state; all by default.
-            kwargs: of ``optimizer_cls``.
+            kwargs: keyword arguments of ``optimizer_cls``.
         """
         self.bucket_bytes = bucket_bytes
         super().__init__(params, optimizer_cls, group=group, **kwargs)
@@ -295,7 +296,7 @@ class FullyShardedDataParallel(nn.Module):
     send no gradients. Buffers stay as they are on each rank.
 
     Attributes:
-        module: whose parameters are now shards; its ``forward`` is used as ever.
+        module: the module, whose parameters are now shards; its ``forward`` is used as ever.
         order: the units, and which comes next.
 
     Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, PyTorch FSDP, section 3.
@@ -313,7 +314,7 @@ class FullyShardedDataParallel(nn.Module):
         Args:
             module: equal in shapes and dtypes on all ranks. Its units are those of ``units_of``;
                 each is used through its ``forward``, and by all ranks in the same order.
-            compute_dtype: of the parameters while they are whole, and of their gradients.
+            compute_dtype: dtype of the parameters while they are whole, and of their gradients.
             group: the ranks that share the model; all by default.
 
         Raises:
@@ -332,7 +333,7 @@ class FullyShardedDataParallel(nn.Module):
         """Call the module.
 
         Args:
-            args: of the module; floating-point tensors are cast to ``compute_dtype``.
+            args: arguments of the module; floating-point tensors are cast to ``compute_dtype``.
             kwargs: likewise.
 
         Returns:
@@ -373,7 +374,7 @@ class FullyShardedDataParallel(nn.Module):
         """Take over what ``full_state_dict`` has returned, on any number of ranks.
 
         Args:
-            state: by name, the same on all ranks, in any dtype. It is only read.
+            state: tensors by name, the same on all ranks, in any dtype. It is only read.
 
         Raises:
             KeyError: a parameter is not there; it is named. Other units may be loaded by then.
@@ -390,12 +391,13 @@ class Unit:
 
     Attributes:
         places: module and name, for each place in the model where a parameter stands.
-        paths: for each place, the name in the model's ``state_dict``.
-        slots: for each place, the number of its parameter: tied ones have the same.
+        paths: name of each place in the model's ``state_dict``.
+        slots: number of the parameter at each place: tied ones have the same.
         flats: the layout of the parameters; those of one dtype, trained or frozen, together.
-        shards: for each flat (padded / N,), this rank's part, in float32 or in float64 if the
+        shards: this rank's part (padded / N,) of each flat, in float32 or in float64 if the
             parameters were: a parameter of the owner.
-        whole: for each flat (padded,), in the dtype to compute in, while it is gathered; else [].
+        whole: all of each flat (padded,), in the dtype to compute in, while it is gathered; else
+            [].
         works: the all-gathers that are under way.
         number: how often it has computed, which tells its uses apart. Whether a forward that fails
             counts does not matter.
@@ -486,7 +488,8 @@ class Unit:
         """Free the parameters, and send their gradients off: backward has passed the unit.
 
         Args:
-            gradients: of the whole parameters; None if a parameter was not used or is frozen.
+            gradients: gradients of the whole parameters; None if a parameter was not used or is
+                frozen.
         """
         self.free()
         for flat, shard, mine in zip(self.flats, self.shards, self.by_flat(gradients), strict=True):
@@ -555,7 +558,7 @@ class Order:
     """Which unit comes next, so that it is on its way in time.
 
     Attributes:
-        units: in the order in which they compute.
+        units: units in the order in which they compute.
         to_come: the uses, each a unit and a number, whose parameters the backward pass will need;
             in the order of the forward pass.
         reduction: the reduce-scatter that is under way.

@@ -79,7 +79,7 @@ class StepTimer:
         several times in a step gets the sum.
 
         Args:
-            name: of the part.
+            name: name of the part.
 
         Raises:
             ValueError: there is no such part. The text names it, and those that there are. It is
@@ -142,7 +142,7 @@ def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
     All ranks of the group call it; once in many steps is enough.
 
     Args:
-        times: of this rank's step. They arrive as they are, without rounding.
+        times: times of this rank's step. They arrive as they are, without rounding.
         group: the ranks that take part; all ranks by default.
 
     Cost: one collective, to which each rank contributes 32 bytes.
@@ -165,8 +165,8 @@ def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
     is done. Ranks with 300 samples in 1 s and 100 in 2 s: 400 / 2 s = 200 samples/s.
 
     Args:
-        num_samples: that this rank has processed; may be 0.
-        seconds: that this rank took, waiting included; above 0.
+        num_samples: samples that this rank has processed; may be 0.
+        seconds: time that this rank took, waiting included; above 0.
         group: the ranks of the job; all ranks by default.
 
     Returns:
@@ -213,7 +213,7 @@ def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = Non
     Args:
         flops: model FLOPs of this rank's part of the batch; they may differ between ranks.
         step_s: how long this rank's step took, waiting included; above 0.
-        peak_flops_per_s: of this rank's device, in the dtype of the matrix products; above 0.
+        peak_flops_per_s: peak of this rank's device, in the dtype of the matrix products; above 0.
         group: the ranks of the job; all ranks by default.
 
     Returns:
@@ -273,7 +273,7 @@ class StragglerDetector:
         All ranks of the group call it after every step. The next window begins empty.
 
         Args:
-            times: of this rank's step.
+            times: times of this rank's step.
 
         Returns:
             The stragglers, ordered by rank, which is that in the group; the same on all ranks. In

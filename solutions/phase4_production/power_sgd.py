@@ -42,7 +42,7 @@ class PowerSGD:
     Args:
         rank: r, the number of columns of P and Q; at least 1.
         group: the ranks that average; all by default.
-        seed: of the first Q; the same on all ranks.
+        seed: seed of the first Q; the same on all ranks.
 
     Source: Vogels et al. 2019 (arXiv 1905.13727), algorithm 1.
     """
@@ -69,7 +69,7 @@ class PowerSGD:
 
         Args:
             gradient: (n,), of float32 or float64; it is only read.
-            pieces: what lies in it, one after the other; one or more, the same on all ranks.
+            pieces: contents of the buffer, one after the other; one or more, the same on all ranks.
 
         Returns:
             The mean over the ranks, the same on all of them bit for bit; and what this rank sent:

@@ -36,7 +36,7 @@ def ranks_here(run_dir: Path) -> list[Rank]:
     """Return the ranks of a run that run on this machine, or in this container.
 
     Args:
-        run_dir: as the trainer was given it after ``--run_dir``.
+        run_dir: folder that the trainer was given as ``--run_dir``.
     """
     started_s: dict[int, float] = {}
     for number, seconds in _processes(str(run_dir)):  # the workers of a DataLoader are younger
