@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Sampler
 
-Sample = tuple[Tensor, Tensor | int]  # what a data set yields: image, label
-Batch = tuple[Tensor, Tensor]  # what a loader yields: images (B, …), labels (B, …)
-Shapes = list[tuple[torch.Size, torch.dtype]]  # of images and labels
+Sample = tuple[Tensor, Tensor | int]  # an item of a data set: image, label
+Batch = tuple[Tensor, Tensor]  # an item of a loader: images (B, …), labels (B, …)
+Shapes = list[tuple[torch.Size, torch.dtype]]  # shapes and dtypes of images and labels
 Group = dist.ProcessGroup | None  # None: all ranks
 AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in place
 
@@ -229,7 +229,7 @@ class EpochResult:
     step_losses: tuple[float, ...]
     test_loss: float
     test_accuracy: float  # 0 … 1
-    images_per_s: float  # of all ranks, per second of training: with loading, without evaluation
+    images_per_s: float  # images per second of all ranks in training, with loading
 
     @property
     def train_loss(self) -> float:

@@ -53,7 +53,7 @@ class StepResult(NamedTuple):
 
     loss: float  # mean over the targets of all ranks, before the step; not scaled
     is_skipped: bool  # whether some gradient was not finite, so that nothing has changed
-    norm: float  # of the averaged and unscaled gradient, before clipping; not finite if skipped
+    norm: float  # norm of the averaged, unscaled gradient before clipping; not finite if skipped
 
 
 # Activation checkpointing
@@ -109,16 +109,16 @@ class Action(NamedTuple):
 
     kind: str  # "F" or "B"
     micro_batch: int
-    chunk: int = 0  # of the stage's chunks; most schedules have only one
+    chunk: int = 0  # number of the chunk in its stage; most schedules have only one
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
 
-    def __repr__(self) -> str:  # so it is short in lists and in messages
+    def __repr__(self) -> str:  # short, for lists and messages
         return str(self)
 
 
-Schedule = list[list[Action]]  # by stage: its actions, in order
+Schedule = list[list[Action]]  # actions of each stage, in order
 
 
 class Event(NamedTuple):
@@ -144,7 +144,7 @@ def timeline(schedule: Schedule, backward_time: int = 2) -> list[Event]:
     num_blocks = len(schedule) * (1 + max((a.chunk for row in schedule for a in row), default=0))
     waiting = [deque(actions) for actions in schedule]
     ends: dict[tuple[int, Action], int] = {}
-    is_free = [0] * len(schedule)  # from when on
+    is_free = [0] * len(schedule)  # time from which each stage is free
     events = []
     while ready := [
         stage

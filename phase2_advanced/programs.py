@@ -36,8 +36,8 @@ from torch.nn.functional import cross_entropy
 
 from phase2_advanced.given import Batch, group_device
 
-NUM_ROWS = 512  # of the data
-MAX_COLUMNS = 80  # of a drawing
+NUM_ROWS = 512  # rows of the data
+MAX_COLUMNS = 80  # columns of a drawing
 PORTS = range(15_000, 30_000)  # below those that the system gives to clients
 
 # What torchrun calls who a process is, and what the mpirun of MPICH and of Open MPI call it.
@@ -285,7 +285,7 @@ class Meter:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.total_s = self.busy_s = self._since = 0.0
         self.peak_bytes = self._bytes = 0
-        self._keepers: Counter[int] = Counter()  # by address
+        self._keepers: Counter[int] = Counter()  # number of keepers by address
         for module in modules:
             module.register_forward_pre_hook(lambda *_: self._start())
             module.register_forward_hook(self._after_forward)

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from phase2_advanced import programs
 from phase2_advanced.given import Group, group_device
 
-WIDTHS = (64, 128, 96, 64, 64, 32)  # of what goes into the layers of ``main``
+WIDTHS = (64, 128, 96, 64, 64, 32)  # widths of the layers' inputs in ``main``
 
 
 def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:

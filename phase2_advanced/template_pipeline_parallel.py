@@ -32,7 +32,7 @@ from phase2_advanced.template_model_parallel import (
     send_tensors,
 )
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # of each stage, by schedule
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # chunks of each stage, by schedule
 NUM_HIDDEN = 8  # layers before the last, in the model that ``main`` trains
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from phase2_advanced import programs
 from phase2_advanced.given import MLP, Attention, Block, Group, group_device
 
-WIDTH = 64  # of the stream in ``main``
+WIDTH = 64  # width of the stream in ``main``
 
 
 def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:

@@ -321,7 +321,7 @@ class Transformer(NamedTuple):
     layers: int
     width: int
     heads: int
-    length: int  # of a sequence, in tokens
+    length: int  # tokens of a sequence
     vocabulary: int
 
 
@@ -335,7 +335,7 @@ class Layout(NamedTuple):
     data: int = 1  # copies of the model
     tensor: int = 1  # ranks that share each layer
     pipeline: int = 1  # stages
-    chunks: int = 1  # of the layers of each stage: 1 is 1F1B, more is interleaved 1F1B
+    chunks: int = 1  # chunks of layers in each stage: 1 is 1F1B, more is interleaved 1F1B
     micro_batch: int = 1  # sequences
     zero_stage: int = 0  # 1: optimizer state, 2: gradients too, 3: parameters too are sharded
     checkpointing: Checkpointing = "none"  # selective: attention's scores are recomputed
@@ -353,10 +353,10 @@ class Machine(NamedTuple):
     gpus_per_node: int
     memory_bytes: float
     memory_bytes_per_s: float
-    peak_flops: float  # per second, of matrix products
-    node_bytes_per_s: float  # to the other GPUs of the node
+    peak_flops: float  # FLOP/s of matrix products
+    node_bytes_per_s: float  # bandwidth to the other GPUs of the node
     node_latency_s: float
-    network_bytes_per_s: float  # to other nodes
+    network_bytes_per_s: float  # bandwidth to other nodes
     network_latency_s: float
     matmul_efficiency: float = 1.0  # share of the peak that very large products reach
     matmul_padding: float = 0.0  # rows and columns by which a product seems larger than it is
@@ -373,7 +373,7 @@ class Memory(NamedTuple):
     gradients: float
     optimizer: float
     activations: float  # kept for the backward pass
-    recomputed: float  # of the one layer that is being recomputed
+    recomputed: float  # bytes of the one layer that is being recomputed
     logits: float
 
     @property
@@ -608,7 +608,7 @@ class Place(NamedTuple):
     module: nn.Module
     name: str
     param: nn.Parameter
-    path: str  # in the model, as in its state_dict
+    path: str  # name in the model's state_dict
 
 
 def check_has_values(module: nn.Module) -> None:

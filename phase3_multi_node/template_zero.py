@@ -464,7 +464,7 @@ class Unit:
         self.shards = []
         for number, (flat, same) in enumerate(zip(self.flats, kinds, strict=True)):
             dist.broadcast(flat.data, group=self.group, group_src=0)
-            values = _master_of(flat).clone()  # of the flat, nothing is kept
+            values = _master_of(flat).clone()  # nothing of the flat is kept
             shard = nn.Parameter(values, requires_grad=same[0].requires_grad)
             flat.forget()
             owner.register_parameter(f"shard{number}", shard)
@@ -623,8 +623,8 @@ class Saved(NamedTuple):
     """Where a parameter, or a view of it, is in ``unit.whole``; autograd saves this alone."""
 
     unit: Unit
-    number: int  # of the use
-    flat: int  # of the unit
+    number: int  # number of the use
+    flat: int  # number of the flat in the unit
     where: tuple[Any, ...]  # size, stride, offset
 
 

@@ -37,7 +37,7 @@ class Shard(NamedTuple):
 
     values: Tensor  # (n,); n may be 0
     start: int
-    numel: int  # of the whole tensor
+    numel: int  # elements of the whole tensor
 
 
 class ShardsLoaded(NamedTuple):
@@ -55,8 +55,8 @@ class Health(NamedTuple):
     """What a monitor knows of a rank."""
 
     rank: int
-    step: int  # of its last report; -1: none yet
-    silent_s: float  # since that was seen
+    step: int  # step of its last report; -1 if there is none yet
+    silent_s: float  # time since that report was seen
     status: Status
 
 
@@ -127,7 +127,7 @@ class Reduced(NamedTuple):
 class Piece(NamedTuple):
     """The gradient of one parameter, in a flat tensor that holds those of several."""
 
-    name: str  # of the parameter
+    name: str  # name of the parameter
     shape: torch.Size
 
 
@@ -147,7 +147,7 @@ class Codec(Protocol):
         """Return the n numbers, float32, that the codes stand for; more bytes may follow these."""
 
 
-Part = Literal["data", "compute", "communication"]  # of a step
+Part = Literal["data", "compute", "communication"]  # part of a step
 
 
 class StepTimes(NamedTuple):
@@ -167,8 +167,8 @@ class StepTimes(NamedTuple):
 class Straggler(NamedTuple):
     """A rank that the others wait for."""
 
-    rank: int  # in the group that is watched
-    part: Literal["data", "compute"]  # in which it is slow
+    rank: int  # rank in the group that is watched
+    part: Literal["data", "compute"]  # the part that is slow
     ratio: float  # its own work over that of the median rank; 1 is usual
 
 
@@ -204,5 +204,5 @@ class Exposed(NamedTuple):
     """What a step spends on communication: the mean over the steps of a trace."""
 
     step_s: float
-    communication_s: float  # while anything was on its way
-    exposed_s: float  # of it: while nothing was computed
+    communication_s: float  # time with any message on its way
+    exposed_s: float  # part of it without any computation

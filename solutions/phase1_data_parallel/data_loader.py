@@ -119,7 +119,7 @@ def build_loader(
         ),
         drop_last=True,
         num_workers=num_loader_workers,
-        generator=torch.Generator(),  # of augmentation
+        generator=torch.Generator(),  # generator of augmentation
     )
     loader.set_epoch(0)
     return loader
@@ -190,7 +190,7 @@ def scatter_batch(
             for part in (image_parts[to], label_parts[to])
             if to != src and part.numel()
         ]
-        for send in filter(None, sends):  # until then the network may still read the rows
+        for send in filter(None, sends):  # the network may still read the rows
             send.wait()
         return image_parts[src], label_parts[src]
 

@@ -226,7 +226,7 @@ def evaluate(
             sums = [summed_loss(logits, targets).double(), correct, count_targets(targets)]
             totals += torch.stack(sums)
 
-    dist.all_reduce(totals, group=group)  # of 24 bytes once an epoch, any is fast enough
+    dist.all_reduce(totals, group=group)  # 24 bytes once an epoch: any all-reduce is fast enough
     loss, num_correct, num_targets = totals.tolist()
     return Evaluation(loss / num_targets, num_correct / num_targets, int(num_targets))
 

@@ -99,7 +99,7 @@ class _Recomputed(torch.autograd.Function):
             for output, grad in zip(outputs, grads, strict=True)
             if grad is not None and output.requires_grad
         ]
-        del found, outputs  # to go backward, their graph is enough
+        del found, outputs  # their graph is enough for the backward pass
         torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         return None, None, *(x.grad for x in inputs)
 

@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 from phase2_advanced import programs
 from phase2_advanced.given import Group, group_device
 
-_FIRST_BYTES = 512  # of a header's first message; that of a few tensors needs no second one
-_LENGTH_BYTES = 8  # at its start, which tell the length of the rest
-WIDTHS = (64, 128, 96, 64, 64, 32)  # of what goes into the layers of ``main``
+_FIRST_BYTES = 512  # size of a header's first message; enough for a handful of tensors
+_LENGTH_BYTES = 8  # size of the length at its start
+WIDTHS = (64, 128, 96, 64, 64, 32)  # widths of the layers' inputs in ``main``
 
 
 def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
@@ -52,7 +52,7 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
         """Of the layers before ``end``: the largest stage, and where the last stage starts."""
         if stages == 1:
             return before[end], 0
-        starts = range(stages - 1, end)  # at least one layer for each stage on the left
+        starts = range(stages - 1, end)  # each stage on the left has at least one layer
         return min((max(best(stages - 1, i)[0], before[end] - before[i]), i) for i in starts)
 
     ends = [len(costs)]

@@ -27,7 +27,7 @@ from solutions.phase2_advanced.model_parallel import (
     send_tensors,
 )
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # of each stage, by schedule
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # chunks of each stage, by schedule
 NUM_HIDDEN = 8  # layers before the last, in the model that ``main`` trains
 
 
@@ -180,10 +180,10 @@ class _Stage:
         self.micro_batches, self.loss_sum, self.group = micro_batches, loss_sum, group
         self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
         self.totals = torch.zeros(2, dtype=torch.float64, device=group_device(group))
-        self.arrived: dict[Action, list[Tensor]] = {}  # by the action that needs it
+        self.arrived: dict[Action, list[Tensor]] = {}  # keys: the actions that need them
         self.in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs and outputs
-        self.results: dict[Action, list[Tensor]] = {}  # by the action that has computed it
-        self.sends: dict[int, list[dist.Work]] = {}  # by the rank that is sent to
+        self.results: dict[Action, list[Tensor]] = {}  # keys: the actions that have computed them
+        self.sends: dict[int, list[dist.Work]] = {}  # keys: the ranks that they go to
 
     def compute(self, action: Action) -> None:
         """Do one action; its result is to be passed on."""
@@ -204,7 +204,7 @@ class _Stage:
 
     def _backward(self, action: Action) -> list[Tensor]:
         x, y = self.in_flight.pop((action.micro_batch, action.chunk))
-        gradient = self.arrived.pop(action, [])  # of a loss, none has arrived
+        gradient = self.arrived.pop(action, [])  # a loss has none
         if y.requires_grad:
             y.backward(*gradient)
         if not x.requires_grad:

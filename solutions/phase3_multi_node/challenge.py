@@ -63,6 +63,6 @@ def rings_s(num_bytes: int, topology: Topology) -> float:
 
 
 def _links(topology: Topology) -> tuple[int, int, LinkCost, LinkCost]:
-    none = LinkCost(0.0, 0.0)  # of messages that there are none of
+    none = LinkCost(0.0, 0.0)  # cost of a kind of message that never occurs
     k, g = len(topology.nodes), len(topology.nodes[0])
     return k, g, topology.inside or none, topology.between or none

@@ -208,10 +208,10 @@ class DistributedDataParallel(nn.Module):
         self._params = [p for p in module.parameters() if p.requires_grad]
         self._arrived: list[Tensor] = []  # parameters, as their gradients came in this step
         self._is_synchronizing = True
-        self._is_ordered = False  # by the order in which the gradients of a step came
+        self._is_ordered = False  # buckets follow the order in which the gradients of a step came
         self._buckets: list[_Bucket]
         self._bucket_of: dict[Tensor, _Bucket]
-        self._waiting: deque[_Bucket]  # not started in this step
+        self._waiting: deque[_Bucket]  # buckets that have not started in this step
         self._under_way: list[tuple[_Bucket, Started]]
         self._make_buckets()
         for parameter in self._params:

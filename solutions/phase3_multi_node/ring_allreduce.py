@@ -155,7 +155,7 @@ class _Hop(NamedTuple):
     """A segment that leaves to the right while another one arrives from the left."""
 
     works: Sequence[dist.Work]
-    mine: Tensor  # to which what arrives is added, or which it replaces
+    mine: Tensor  # part of x that the arriving segment is added to, or replaces
     incoming: Tensor
 
     def finish(self) -> None:

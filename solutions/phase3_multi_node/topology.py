@@ -58,7 +58,7 @@ def discover_topology(
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
 
-    costs: dict[bool, LinkCost] = {}  # by whether the two ranks share a host
+    costs: dict[bool, LinkCost] = {}  # key: whether the two ranks share a host
     for a, b in combinations(range(len(hosts)), 2):
         is_inside = hosts[a] == hosts[b]
         if is_inside not in costs:
@@ -191,7 +191,7 @@ def choose_algorithm(num_bytes: int, topology: Topology) -> str:
     """
     counts = [len(ranks) for ranks in topology.nodes]
     n, num_ranks, k, g = num_bytes, sum(counts), len(counts), max(counts)
-    none = LinkCost(0.0, 0.0)  # of messages that there are none of
+    none = LinkCost(0.0, 0.0)  # cost of a kind of message that never occurs
     inside, between = topology.inside or none, topology.between or none
 
     share = n / num_ranks

@@ -138,7 +138,7 @@ class _Message(NamedTuple):
     call: Callable[..., dist.Work | None]  # dist.isend or dist.irecv
     peer: int
     tensor: Tensor
-    partial_sum: Tensor | None = None  # to which it is added when it has arrived
+    partial_sum: Tensor | None = None  # sum that it is added to when it has arrived
 
 
 class _Place(NamedTuple):
@@ -147,7 +147,7 @@ class _Place(NamedTuple):
     parents: list[int]  # [parent], of the root []
     children: list[int]
     depth: int  # edges to the root
-    height: int  # of the whole tree: edges from the root to the deepest leaf
+    height: int  # edges from the root of the whole tree to its deepest leaf
     segments: dict[int, Tensor]
     inboxes: list[Tensor]  # one for each child
 

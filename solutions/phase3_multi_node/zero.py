@@ -416,7 +416,7 @@ class Unit:
         self.shards = []
         for number, (flat, same) in enumerate(zip(self.flats, kinds, strict=True)):
             dist.broadcast(flat.data, group=self.group, group_src=0)
-            values = _master_of(flat).clone()  # of the flat, nothing is kept
+            values = _master_of(flat).clone()  # nothing of the flat is kept
             shard = nn.Parameter(values, requires_grad=same[0].requires_grad)
             flat.forget()
             owner.register_parameter(f"shard{number}", shard)
@@ -494,7 +494,7 @@ class Unit:
         self.free()
         for flat, shard, mine in zip(self.flats, self.shards, self.by_flat(gradients), strict=True):
             if shard.requires_grad:
-                self.order.reduction.finish()  # before there is one more
+                self.order.reduction.finish()  # at most one reduction is under way
                 whole = flat.packed(mine, self.dtype)
                 self.order.reduction.start(whole, partial(self._accumulate, shard))
         at_end_of_backward(self.order.end_backward)
@@ -549,8 +549,8 @@ class Saved(NamedTuple):
     """Where a parameter, or a view of it, is in ``unit.whole``; autograd saves this alone."""
 
     unit: Unit
-    number: int  # of the use
-    flat: int  # of the unit
+    number: int  # number of the use
+    flat: int  # number of the flat in the unit
     where: tuple[Any, ...]  # size, stride, offset
 
 
@@ -592,7 +592,7 @@ class Order:
                 if other is not unit and not any(shard.requires_grad for shard in other.shards):
                     other.free()
             if self.to_come:
-                previous, _ = self.to_come[index - 1]  # for what encloses all others, the last one
+                previous, _ = self.to_come[index - 1]  # index 0: the enclosing unit, the last
                 previous.start_to_gather()
 
     def pack(self, x: Tensor) -> Tensor | Saved:

@@ -113,7 +113,7 @@ def _make_room(final: Path) -> None:
 
 def _serialized(state: Mapping[str, Any]) -> bytes:
     """Return what a file of ``state`` holds."""
-    buffer = io.BytesIO()  # into a file, torch would hide why a write has failed
+    buffer = io.BytesIO()  # writing into a file, torch would hide why a write has failed
     torch.save(dict(state), buffer)
     return buffer.getvalue()
 
@@ -292,7 +292,7 @@ def _file_of(rank: int) -> str:
 
 
 _Result = TypeVar("_Result")
-_Outcome = tuple[Any, str]  # what came of it, and why nothing could come of it
+_Outcome = tuple[Any, str]  # result, and the reason if there is none
 
 
 def _on_all_ranks(do: Callable[[], _Result], group: Group) -> list[_Result]:
@@ -347,15 +347,15 @@ class _Slice(NamedTuple):
 
     tensor: str
     dtype: str
-    numel: int  # of the whole tensor
+    numel: int  # elements of the whole tensor
     start: int
     stop: int
     file: str
-    offset: int  # of the first element, in bytes
+    offset: int  # byte offset of the first element
 
 
 _SLICES = "slices.json"
-_Description = dict[str, int | str]  # of a file: its bytes and its SHA-256
+_Description = dict[str, int | str]  # size and SHA-256 of a file
 _Written = tuple[_Description, list[_Slice]]
 
 
@@ -485,7 +485,7 @@ class _Reading:
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self.parts: list[tuple[Tensor, str, int]] = []  # to be filled from a file, from a byte on
+        self.parts: list[tuple[Tensor, str, int]] = []  # tensor to fill, file, byte offset
 
     def plan(self, wanted: Mapping[str, Shard]) -> str:
         """Find what is wanted; return what is not there."""

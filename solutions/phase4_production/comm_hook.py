@@ -50,7 +50,7 @@ class CompressionHook:
             parameter: name for name, parameter in module.named_parameters()
         }
         self.reduce = reduce
-        self.residuals: dict[str, Tensor] = {}  # in the shapes of the parameters
+        self.residuals: dict[str, Tensor] = {}  # shaped like the parameters
         # torch asks a hook for its names, which functions have and objects have not
         self.__name__ = self.__qualname__ = type(self).__name__
 
@@ -126,7 +126,7 @@ class CompressionHook:
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, part in zip(gradients, mean.split(sizes), strict=True):
             gradient.copy_(part.view(gradient.shape))
-        if mean.isfinite().all():  # else all ranks skip this step
+        if mean.isfinite().all():  # otherwise, all ranks skip this step
             self._keep(pieces, wanted - sent)
 
     def _keep(self, pieces: Sequence[Piece], left: Tensor) -> None:

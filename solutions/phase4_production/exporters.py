@@ -83,7 +83,7 @@ class PrometheusExporter:
         shown = {_legal(name): _spelled(value) for name, value in metrics.items()}
         self.samples = {**self.samples, "step": str(step), **shown}
         texts = [_sample(name, self.labels, value) for name, value in self.samples.items()]
-        self.page = "".join(texts).encode()  # at once: a request sees one page or the other
+        self.page = "".join(texts).encode()  # one assignment: a request sees one page or the other
 
     def close(self) -> None:
         """Stop serving. When it returns, the port is free.
@@ -199,7 +199,7 @@ class JsonlWriter:
         """
         fields = {name: _as_json(value) for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **fields}, allow_nan=False) + "\n")
-        self.file.flush()  # to the kernel, which keeps it when the process is killed
+        self.file.flush()  # the kernel keeps it when the process is killed
 
     def close(self) -> None:
         """Close the file."""

@@ -38,7 +38,7 @@ class Heartbeat:
 
         Cost: one message to the store, which waits for nobody.
         """
-        self.count += 1  # so that no two reports are equal
+        self.count += 1  # no two reports are equal
         self.store.set(self.key, f"{self.count} {step} {busy_s}")
 
 
@@ -55,7 +55,7 @@ class _Seen:
     report: bytes = b""
     step: int = -1
     busy_s: float = 0.0
-    slow_reports: int = 0  # in a row
+    slow_reports: int = 0  # consecutive reports in which it was slow
 
 
 class HeartbeatMonitor:
@@ -203,7 +203,7 @@ class StopRequest:
         received = torch.tensor(int(self.received), device=group_device(self.group))
         dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
         if received:
-            self.received = True  # and never back: a signal may have come meanwhile
+            self.received = True  # never reset: a signal may have come meanwhile
         return bool(received)
 
     def leave(self, save: Callable[[], object]) -> NoReturn:

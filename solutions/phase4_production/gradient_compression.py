@@ -53,7 +53,7 @@ def _exchange(gradient: Tensor, places: Tensor, most: int, group: Group) -> Redu
     all_places = _gather(F.pad(places.int(), padding), group)
     total = torch.zeros_like(gradient)
     for its_places, its_values in zip(all_places, all_values, strict=True):
-        total.index_add_(0, its_places, its_values)  # in one order on all ranks: the same bits
+        total.index_add_(0, its_places, its_values)  # same order, so same bits, everywhere
     sent = torch.zeros_like(gradient).index_copy_(0, places, values)
     return Reduced(total / len(all_values), sent)
 
@@ -180,7 +180,7 @@ class Int8:
         """
         x = x.float()
         scale = x.abs().max() / 127 if len(x) else x.sum()
-        steps = torch.where(scale > 0, x / scale, 0.0)  # not 0 / 0
+        steps = torch.where(scale > 0, x / scale, 0.0)  # avoids 0 / 0
         return steps.round().to(torch.int8).view(torch.uint8), scale
 
     def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
@@ -266,7 +266,7 @@ def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [len(chunk) for chunk in gradient.tensor_split(num_ranks)]
     encoded = [codec.encode(chunk) for chunk in gradient.split(sizes)]
-    width = len(encoded[0][0])  # of the longest chunk
+    width = len(encoded[0][0])  # bytes of the longest chunk
     outgoing = torch.stack([_row(*each, width) for each in encoded])
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group)

@@ -53,7 +53,7 @@ class Training:
 
         model = build_model(config, data.num_classes, device)
         costs = measure(model, config, lessons)
-        self.strategy = parallelise(model, config, self.loss_sum, lessons)  # with the optimizer
+        self.strategy = parallelise(model, config, self.loss_sum, lessons)
         self.mean = ModelMean(self.strategy.module, config.ema_decay)
         seed_generators(config.seed, self.strategy.replicas)
 
@@ -143,7 +143,7 @@ class Training:
             self.check_images(bad)
         if self.telemetry.is_time_to_agree():
             self.stop_if_asked()
-        if self.sampler.position:  # else after the evaluation, so that its result is saved, too
+        if self.sampler.position:  # at the end of an epoch, evaluate() saves
             self.save()
 
     def go_on(self) -> None:

@@ -50,7 +50,7 @@ class PowerSGD:
     def __init__(self, rank: int, group: Group = None, seed: int = 0) -> None:
         """Prepare; nothing is sent yet."""
         self.rank, self.group, self.seed = rank, group, seed
-        self.qs: dict[str, Tensor] = {}  # of the step before, by the name of the parameter
+        self.qs: dict[str, Tensor] = {}  # previous step's Q by the parameter's name
 
     def __call__(self, gradient: Tensor, pieces: Sequence[Piece]) -> Reduced:
         """Average a flat gradient over the ranks: all ranks of the group call it.

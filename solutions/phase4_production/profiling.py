@@ -11,8 +11,8 @@ from torch.profiler import profile, schedule
 
 from phase4_production.given import Exposed, Group
 
-Event = dict[str, Any]  # of a trace: name, cat, ph, ts and dur in µs, pid, tid
-Interval = tuple[float, float]  # from, to; in µs
+Event = dict[str, Any]  # event of a trace: name, cat, ph, ts and dur in µs, pid, tid
+Interval = tuple[float, float]  # start and end in µs
 
 
 def profile_steps(

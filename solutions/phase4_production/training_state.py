@@ -182,7 +182,7 @@ def _generators() -> dict[str, Any]:
         "numpy": (kind, numbers.tolist(), *rest),  # an array is not loaded with weights_only
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():  # else nothing has been drawn, and asking would start CUDA
+    if torch.cuda.is_initialized():  # otherwise nothing was drawn, and asking would start CUDA
         found["cuda"] = torch.cuda.get_rng_state()
     return found
 

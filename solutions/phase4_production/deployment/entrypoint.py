@@ -44,7 +44,7 @@ def main(command: Sequence[str]) -> int:
         print("usage: entrypoint.py COMMAND … --run_dir DIR", file=sys.stderr)
         return USAGE
     code_file = Path(command[command.index("--run_dir") + 1]) / "exit_code"
-    code_file.parent.mkdir(parents=True, exist_ok=True)  # for a trainer that fails before it does
+    code_file.parent.mkdir(parents=True, exist_ok=True)  # the trainer may fail first
     before = _version(code_file)
     status = _run(command)
     if status == -signal.SIGTERM:

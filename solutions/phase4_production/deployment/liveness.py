@@ -28,8 +28,8 @@ class Rank(NamedTuple):
     """A rank that runs here."""
 
     number: int
-    running_s: float  # since its process was started
-    silent_s: float  # since its last heartbeat, which may be one of an earlier process
+    running_s: float  # age of its process
+    silent_s: float  # age of its last heartbeat, which may be an earlier process's
 
 
 def ranks_here(run_dir: Path) -> list[Rank]:
