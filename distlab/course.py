@@ -8,8 +8,8 @@ task.guide                            # "guidelines.md#15-broadcast-along-a-tree
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,13 +24,14 @@ else:
 FILE = "course.toml"
 HINTS = (1, 2, 3)  # a question; the idea; names and number of lines
 DIFFICULTIES = range(1, 6)
-LABEL_WIDTH = 32  # of a column of labels, at least
-# Outcomes that mean something here, and all but passed.
+LABEL_WIDTH = 32  # minimum width of a column of labels
+# Outcomes that have a meaning here, and all outcomes except "passed".
 PASSED, TODO, HANG, GRADER_ERROR = "passed", "todo", "hang", "grader error"
 OUTCOMES = ("failed", TODO, HANG, "crash", "oom", "import error", "not run", GRADER_ERROR)
 
 
 Entry = TypeVar("Entry")
+Table = Mapping[str, Any]  # of course.toml
 
 
 class CourseError(ValueError):
@@ -41,26 +42,26 @@ class CourseError(ValueError):
 class Task:
     """One function that a learner writes."""
 
-    id: str  # "1.5": of phase 1 the fifth
-    function: str  # as in the lesson's file; a method as "Trainer.fit"
+    id: str  # "1.5" is the fifth task of phase 1
+    function: str  # name in the lesson's file; a method is "Trainer.fit"
     title: str
     points: int
     minutes: int
     difficulty: int  # 1 to 5
     lesson: str  # name of the file without ``template_`` and ``.py``
-    folder: str  # of the phase
+    folder: str  # folder of the phase
     also: tuple[str, ...] = ()  # further functions of the file that are written and graded with it
     preload: tuple[str, ...] = ()  # modules that its tests load and that take a second
     uses: tuple[str, ...] = ()  # ids of the earlier tasks whose functions the solution calls
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """All that a learner writes for it; first the one it is named after."""
+        """All functions that a learner writes for it, the main one first."""
         return (self.function, *self.also)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What there is to write, as texts name it: several methods of a class are the class."""
+        """Names of what there is to write; several methods of a class are the class."""
         holders = [name.rpartition(".")[0] for name in self.functions]
         return tuple(
             dict.fromkeys(
@@ -71,7 +72,7 @@ class Task:
 
     @property
     def label(self) -> str:
-        """Name what there is to write: "exchange", "LossScaler", "parallelize_mlp and 1 more"."""
+        """The names in short: "exchange", "LossScaler", "parallelize_mlp and 1 more"."""
         first, *more = self.names
         return f"{first} and {len(more)} more" if more else first
 
@@ -102,8 +103,8 @@ class Challenge:
 
     function: str
     title: str
-    lesson: str  # as a task's
-    folder: str  # of the phase
+    lesson: str  # as in ``Task``
+    folder: str  # folder of the phase
 
     @property
     def template(self) -> Path:
@@ -129,29 +130,29 @@ class Phase:
     folder: str
     lessons: tuple[Lesson, ...]
     challenge: Challenge | None = None
-    unfinished: bool = False  # tasks are still to come: ids may leave gaps, points miss the hundred
+    unfinished: bool = False  # True if more tasks will come; ids may then leave gaps
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Of all lessons, as their ids count them: those of two lessons may alternate."""
+        """Tasks of all lessons, in the order of their ids: two lessons may alternate."""
         return tuple(sorted((t for lesson in self.lessons for t in lesson.tasks), key=_number))
 
     @property
     def points(self) -> int:
-        """Of all tasks together."""
+        """Points of all tasks together."""
         return sum(task.points for task in self.tasks)
 
 
 @dataclass(frozen=True)
 class Course:
-    """All phases, in order. What is asked for and not there is a CourseError naming the nearest."""
+    """All phases, in order. Looking up a missing one is a CourseError that names the nearest."""
 
     title: str
     phases: tuple[Phase, ...]
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Of all phases, in order."""
+        """Tasks of all phases, in order."""
         return tuple(task for phase in self.phases for task in phase.tasks)
 
     def task(self, id: str) -> Task:
@@ -159,7 +160,7 @@ class Course:
         return _look_up("task", id, {task.id: task for task in self.tasks})
 
     def builds_on(self, task: Task) -> tuple[Task, ...]:
-        """Return all earlier tasks that a task uses, itself or through others, in order."""
+        """Return all earlier tasks that a task uses directly or through others, in order."""
         return used_by(task, self.tasks)
 
     def phase(self, number: int) -> Phase:
@@ -169,7 +170,7 @@ class Course:
 
 
 def used_by(task: Task, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Return those of ``tasks``, in the course's order, that a task uses, itself or by others."""
+    """Return those of ``tasks``, in their order, that a task uses directly or through others."""
     ids = set(task.uses)
     for other in reversed(tasks):
         if other.id in ids:
@@ -178,7 +179,7 @@ def used_by(task: Task, tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def label_width(tasks: Iterable[Task]) -> int:
-    """Return the width of a column of labels, with a gap behind the longest."""
+    """Return the width of a column of labels, with a gap after the longest."""
     return max([LABEL_WIDTH, *(len(task.label) + 2 for task in tasks)])
 
 
@@ -186,7 +187,7 @@ def load(root: Path) -> Course:
     """Read course.toml of the course whose folder is ``root``.
 
     Raises:
-        CourseError: it is not there, is not TOML, or says something that cannot be; one line.
+        CourseError: it is missing, is not TOML, or is not a possible course; one line.
     """
     path = root / FILE
     try:
@@ -213,17 +214,112 @@ def anchor(heading: str) -> str:
 # From tables to dataclasses
 
 
-def _course(table: dict[str, Any]) -> Course:
-    _check_keys("course", table, ["title", "phase"])
-    course = Course(_text("course", table, "title"), tuple(map(_phase, _tables(table, "phase"))))
+def _course(table: Table) -> Course:
+    values = _values(Course, "course", table, nested=["phase"])
+    course = Course(**values, phases=tuple(map(_phase, _tables(table, "phase"))))
+    open_tasks = [phase.challenge.function for phase in course.phases if phase.challenge]
+    functions = [name for task in course.tasks for name in task.functions]
     _check_unique("phase", [str(phase.number) for phase in course.phases])
     _check_unique("lesson", [lesson.name for phase in course.phases for lesson in phase.lessons])
     _check_unique("task", [task.id for task in course.tasks])
     _check_uses(course.tasks)
-    open_tasks = [phase.challenge.function for phase in course.phases if phase.challenge]
-    functions = [name for task in course.tasks for name in task.functions]
     _check_unique("function", [*functions, *open_tasks])
     return course
+
+
+def _phase(table: Table) -> Phase:
+    where = f"phase {table.get('number', '?')}"
+    values = _values(Phase, where, table, nested=["lesson"], optional=["challenge"])
+    number, folder = values["number"], values["folder"]
+    lessons = tuple(_lesson(number, folder, lesson) for lesson in _tables(table, "lesson"))
+    challenge = _challenge(folder, table["challenge"]) if "challenge" in table else None
+    phase = Phase(**values, lessons=lessons, challenge=challenge)
+    _check_ids(phase)
+    return phase
+
+
+def _challenge(folder: str, table: object) -> Challenge:
+    if not isinstance(table, dict):
+        raise CourseError(f"challenge of {folder} must be a table, [phase.challenge]")
+    where = f"challenge {table.get('function', '?')}"
+    return Challenge(**_values(Challenge, where, table, inherited=["folder"]), folder=folder)
+
+
+def _lesson(phase: int, folder: str, table: Table) -> Lesson:
+    where = f"phase {phase}, lesson {table.get('name', '?')}"
+    values = _values(Lesson, where, table, nested=["task"])
+    tasks = tuple(_task(folder, values["name"], task) for task in _tables(table, "task"))
+    return Lesson(**values, tasks=tasks)
+
+
+def _task(folder: str, lesson: str, table: Table) -> Task:
+    where = f"task {table.get('id', '?')}"
+    values = _values(Task, where, table, inherited=["lesson", "folder"])
+    if values["difficulty"] not in DIFFICULTIES:
+        raise CourseError(f"{where}: difficulty must be 1 to 5, not {values['difficulty']}")
+    return Task(**values, lesson=lesson, folder=folder)
+
+
+def _values(
+    kind: type,
+    where: str,
+    table: Table,
+    *,
+    nested: Sequence[str] = (),
+    optional: Sequence[str] = (),
+    inherited: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the plain fields of a dataclass, as a table has them.
+
+    Args:
+        kind: a dataclass; a field with a default may be missing in the table.
+        where: name of the entry, for messages.
+        table: values by key.
+        nested: further keys that are needed.
+        optional: further keys that may be there.
+        inherited: fields that do not come from the table.
+    """
+    plain = [f for f in fields(kind) if f.type in _CHECKS and f.name not in inherited]
+    needed = [*(field.name for field in plain if field.default is MISSING), *nested]
+    known = [*needed, *(field.name for field in plain if field.name not in needed), *optional]
+    for key in table:
+        if key not in known:
+            raise CourseError(f"{where}: unknown key {key!r}. {_nearest(key, known)}")
+    for key in needed:
+        if key not in table:
+            raise CourseError(f"{where}: {key} is missing")
+    return {f.name: _checked(where, f, table[f.name]) for f in plain if f.name in table}
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_list_of_names(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+# Type of a field -> whether a value is right, and the words for what it must be.
+_CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    str: (_is_text, "text"),
+    int: (lambda value: type(value) is int and value > 0, "a whole number from 1 on"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    tuple[str, ...]: (_is_list_of_names, 'like ["name"]'),
+}
+
+
+def _checked(where: str, field: Field[Any], value: Any) -> Any:
+    is_right, wanted = _CHECKS[field.type]
+    if not is_right(value):
+        raise CourseError(f"{where}: {field.name} must be {wanted}, not {value!r}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _tables(table: Table, key: str) -> list[dict[str, Any]]:
+    entries = table[key]
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise CourseError(f"{key} must be a list of tables, [[{key}]]")
+    return entries
 
 
 def _check_uses(tasks: Sequence[Task]) -> None:
@@ -234,136 +330,31 @@ def _check_uses(tasks: Sequence[Task]) -> None:
                 raise CourseError(f"task {task.id}: uses {id!r}, which is not an earlier task")
 
 
-def _phase(table: dict[str, Any]) -> Phase:
-    where = f"phase {table.get('number', '?')}"
-    optional = ["challenge", "unfinished"]
-    _check_keys(where, table, ["number", "title", "folder", "lesson"], optional)
-    number, folder = _count(where, table, "number"), _text(where, table, "folder")
-    lessons = tuple(_lesson(number, folder, lesson) for lesson in _tables(table, "lesson"))
-    challenge = _challenge(folder, table["challenge"]) if "challenge" in table else None
-    unfinished = _flag(where, table, "unfinished")
-    phase = Phase(number, _text(where, table, "title"), folder, lessons, challenge, unfinished)
-    _check_ids(phase)
-    return phase
-
-
 def _check_ids(phase: Phase) -> None:
     """Check that the ids count the tasks, without gaps once all are there."""
     for lesson in phase.lessons:
         for before, task in pairwise(lesson.tasks):
             if _number(task) <= _number(before):
                 raise CourseError(f"task {task.id} comes after {before.id} in {lesson.name}")
-    place = 0
+    last = 0
     for task in phase.tasks:
-        expected = f"{phase.number}.{place + 1}"
-        is_later = task.id == f"{phase.number}.{_number(task)}" and _number(task) > place
+        expected = f"{phase.number}.{last + 1}"
+        is_later = task.id == f"{phase.number}.{_number(task)}" and _number(task) > last
         if not is_later or (task.id != expected and not phase.unfinished):
             raise CourseError(f"task {task.id} stands where {expected} should")
-        place = _number(task)
+        last = _number(task)
 
 
 def _number(task: Task) -> int:
-    """Return the place that a task's id gives it in its phase; 0 where it gives none."""
+    """Return the position that a task's id gives it in its phase; 0 if the id is malformed."""
     number = task.id.partition(".")[2]
     return int(number) if number.isdecimal() else 0
-
-
-def _challenge(folder: str, table: object) -> Challenge:
-    if not isinstance(table, dict):
-        raise CourseError(f"challenge of {folder} must be a table, [phase.challenge]")
-    where = f"challenge {table.get('function', '?')}"
-    _check_keys(where, table, ["function", "title", "lesson"])
-    function, title, lesson = (_text(where, table, key) for key in ("function", "title", "lesson"))
-    return Challenge(function, title, lesson, folder)
-
-
-def _lesson(phase: int, folder: str, table: dict[str, Any]) -> Lesson:
-    where = f"phase {phase}, lesson {table.get('name', '?')}"
-    _check_keys(where, table, ["name", "title", "task"])
-    name = _text(where, table, "name")
-    tasks = tuple(_task(folder, name, task) for task in _tables(table, "task"))
-    return Lesson(name, _text(where, table, "title"), tasks)
-
-
-def _task(folder: str, lesson: str, table: dict[str, Any]) -> Task:
-    where = f"task {table.get('id', '?')}"
-    optional = ["also", "preload", "uses"]
-    given = [entry.name for entry in fields(Task) if entry.name not in ("lesson", "folder")]
-    _check_keys(where, table, [name for name in given if name not in optional], optional)
-    return Task(
-        id=_text(where, table, "id"),
-        function=_text(where, table, "function"),
-        title=_text(where, table, "title"),
-        points=_count(where, table, "points"),
-        minutes=_count(where, table, "minutes"),
-        difficulty=_choice(where, table, "difficulty", DIFFICULTIES),
-        lesson=lesson,
-        folder=folder,
-        also=_names(where, table, "also"),
-        preload=_names(where, table, "preload"),
-        uses=_names(where, table, "uses"),
-    )
-
-
-def _names(where: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = table.get(key, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise CourseError(f'{where}: {key} must be like ["name"], not {names!r}')
-    return tuple(names)
-
-
-def _flag(where: str, table: Mapping[str, Any], key: str) -> bool:
-    value = table.get(key, False)
-    if not isinstance(value, bool):
-        raise CourseError(f"{where}: {key} must be true or false, not {value!r}")
-    return value
-
-
-def _check_keys(
-    where: str, table: Mapping[str, Any], needed: Sequence[str], optional: Sequence[str] = ()
-) -> None:
-    for key in table:
-        if key not in (*needed, *optional):
-            raise CourseError(
-                f"{where}: unknown key {key!r}. {_nearest(key, [*needed, *optional])}"
-            )
-    for key in needed:
-        if key not in table:
-            raise CourseError(f"{where}: {key} is missing")
 
 
 def _check_unique(kind: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise CourseError(f"{kind} {name} is listed twice")
-
-
-def _tables(table: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    entries = table[key]
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise CourseError(f"{key} must be a list of tables, [[{key}]]")
-    return entries
-
-
-def _text(where: str, table: Mapping[str, Any], key: str) -> str:
-    value = table[key]
-    if not isinstance(value, str) or not value:
-        raise CourseError(f"{where}: {key} must be text, not {value!r}")
-    return value
-
-
-def _count(where: str, table: Mapping[str, Any], key: str) -> int:
-    value = table[key]
-    if type(value) is not int or value < 1:
-        raise CourseError(f"{where}: {key} must be a whole number from 1 on, not {value!r}")
-    return value
-
-
-def _choice(where: str, table: Mapping[str, Any], key: str, valid: Sequence[int]) -> int:
-    value = _count(where, table, key)
-    if value not in valid:
-        raise CourseError(f"{where}: {key} must be {valid[0]} to {valid[-1]}, not {value}")
-    return value
 
 
 def _look_up(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:

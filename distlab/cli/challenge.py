@@ -1,4 +1,4 @@
-"""`distlab challenge`: how your own all-reduce compares with the built-in ones."""
+"""`distlab challenge`: the learner's all-reduce beside the built-in ones."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from distlab.learner import folder, grading
 from distlab.util.text import counted
 
 if TYPE_CHECKING:
-    from distlab.learner.racing import Standings
+    from distlab.races import Standings
 
 SEEDS = 10_000
 SHOWN_BESIDE = 5  # columns in a line of 80 to 90 characters
@@ -36,23 +36,22 @@ def challenge(
     task = chosen_phase.challenge
     if task is None:
         raise folder.LearnerError(f"phase {chosen_phase.number} has no open task")
-    choice = grading.find_impl(impl)
+    handed_in = grading.find_submission(here, impl)
     chosen = random.randrange(SEEDS) if seed is None else seed
     drawn = counted(clusters, "cluster")
     with waiting(f"running {task.function} on {drawn} …"):
-        from distlab.learner import challenge as race
-        from distlab.learner import racing
+        from distlab import races
 
         try:
-            tables = race.run(here, task, choice, chosen, clusters)
-        except racing.ChallengeError as error:
+            tables = races.race(handed_in, task, chosen, clusters)
+        except races.ChallengeError as error:
             raise folder.LearnerError(str(error)) from None
     say([f"{task.title} on {drawn}, ms; the same ones again: --seed {chosen}", ""])
     for table in tables:
         say([*_rows(table), *([""] if table.title else [])])
     if len(tables) > 1:
         against = f"the {tables[0].baseline}, whichever it was"
-        say([f"On all: {racing.figure(tables):.2f} times as fast as {against}."])
+        say([f"On all: {races.figure(tables):.2f} times as fast as {against}."])
 
 
 def _rows(standings: "Standings") -> Iterator[str]:

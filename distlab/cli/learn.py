@@ -112,8 +112,8 @@ def check(
     """Grade a task, or several, and say what to do next."""
     here = folder.find()
     chosen = list(dict.fromkeys(here.task(name) for name in tasks or ())) or [choose(here, None)]
-    options = [*grading.world_timeout(world_timeout), *grading.lending(here, lend)]
-    options += ["-v"] * verbose
+    options = [*grading.world_timeout(world_timeout), *grading.lend_option(here, lend)]
+    options += [grading.VERBOSE] * verbose
     with _grader(here, len(chosen)) as run:
         codes = [_check(here, task, run, options, is_alone=len(chosen) == 1) for task in chosen]
     if len(chosen) > 1:
@@ -124,7 +124,7 @@ def check(
 def _check(
     here: folder.CourseFolder,
     task: Task,
-    run: grading.Run,
+    run: grading.RunPytest,
     options: Sequence[str],
     *,
     is_alone: bool,
@@ -133,8 +133,7 @@ def _check(
     with waiting(f"grading {task.id} {task.label} …"):
         graded = grading.grade(here, [*grading.for_task(here, task), *options], run)
     progress = grading.remember(here, graded)
-    if task.id in graded.tasks:
-        say([status.verdict(task, graded.tasks[task.id])])
+    say(map(status.verdict, graded.tasks.values()))
     if graded.code != grading.FULL_MARKS:
         say(status.fix_first(here, task, graded, progress))
         say(status.explanation(here, task, graded))
@@ -144,7 +143,7 @@ def _check(
 
 
 @contextmanager
-def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.Run]:
+def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.RunPytest]:
     """Yield what calls pytest; for several tasks, torch is loaded only once."""
     if num_tasks == 1:
         yield grading.captured_in(here)
@@ -181,10 +180,10 @@ def grade(
     here = folder.find()
     phases = here.course.phases if phase is None else (here.course.phase(phase),)
     arguments = grading.suites(here, phases) + grading.world_timeout(world_timeout)
-    arguments += grading.lending(here, lend)
-    arguments += ["--impl", grading.find_impl(impl), "--backend", backend]
+    arguments += grading.lend_option(here, lend)
+    arguments += ["--impl", str(grading.find_submission(here, impl).root), "--backend", backend]
     arguments += grading.find_reports(report or ())
-    graded = grading.grade(here, arguments + ["-v"] * verbose, grading.shown_in(here))
+    graded = grading.grade(here, arguments + [grading.VERBOSE] * verbose, grading.shown_in(here))
     if impl == "template":
         warn(grading.remember(here, graded))
     raise typer.Exit(graded.code)
@@ -250,17 +249,20 @@ def reset(
         raise folder.LearnerError(
             f"cannot ask for confirmation here: use distlab reset {listed.id} --yes"
         )
-    names = joined([*templates.untouched(here, listed)])
-    if not yes and not typer.confirm(f"Replace {names} in {listed.template} with the template?"):
+    planned = resetting.plan(here, listed)
+    replaced = f"{joined([*listed.functions])} in {listed.template}"
+    if planned.is_whole:
+        replaced = f"all of {listed.template}, where {listed.label} cannot be replaced alone,"
+    if not yes and not typer.confirm(f"Replace {replaced} with the template?"):
         typer.echo("Nothing was changed.")
         raise typer.Exit(1)
-    done = resetting.reset(here, listed)
+    old = resetting.carry_out(here, listed, planned)
     progress = state.load(here)
     progress.records.pop(listed.id, None)
     progress.save()
-    say(f"Also removed: {what}." for what in done.removed)
     warn(progress)
-    typer.echo(f"{names}: back to the start. Your old file: {done.old.relative_to(here.root)}")
+    names = str(listed.template) if planned.is_whole else joined([*listed.functions])
+    typer.echo(f"{names}: back to the start. Your old file: {old.relative_to(here.root)}")
 
 
 def _print_markdown(text: str) -> None:

@@ -31,9 +31,9 @@ def trace(
     """Run a function of Phase 1 on simulated ranks; draw its messages, or report a deadlock."""
     here = folder.find()
     listed, why = (here.task(task), "") if task else trace_programs.choose(here, state.load(here))
-    choice = grading.find_impl(impl)
+    handed_in = grading.find_submission(here, impl)
     count = trace_programs.count(listed.id, ranks)  # before anything is loaded
-    if choice == "template" and source.is_to_write(here, listed):
+    if impl == "template" and source.is_to_write(here, listed):
         typer.echo(status.not_written(listed))
         raise typer.Exit(1)
     if why:
@@ -42,7 +42,7 @@ def trace(
         fork_server.start_ahead()
         from distlab.learner import trace as tracing
 
-        traced = tracing.trace(here, listed, choice, count)
+        traced = tracing.trace(here, listed, handed_in, count)
     typer.echo(traced.text)
     if traced.picture is None:
         raise typer.Exit(1)

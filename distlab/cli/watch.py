@@ -22,7 +22,7 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend 
 
     here = folder.find()
     first = choose(here, task)
-    options = [*grading.world_timeout(world_timeout), *grading.lending(here, lend)]
+    options = [*grading.world_timeout(world_timeout), *grading.lend_option(here, lend)]
     events: watching.Events = Queue()
     grader = WarmGrader(here)
     try:

@@ -14,6 +14,8 @@ from distlab.launch import (
     RankOutOfMemory,
 )
 
+OUTPUT_LINES, OUTPUT_CHARACTERS = 10, 200
+
 
 class Outcome(str, enum.Enum):
     """From best to worst: a task's outcome is the worst of its tests'."""
@@ -57,6 +59,13 @@ class Verdict:
     def __post_init__(self) -> None:
         """Name the kind after the outcome, where nothing more is known."""
         object.__setattr__(self, "kind", self.kind or self.outcome.value)
+
+    @property
+    def output_tail(self) -> str:
+        """The last lines that the ranks printed, each cut after 200 characters."""
+        lines = self.output.rstrip().splitlines()
+        last = [line[:OUTPUT_CHARACTERS] for line in lines[-OUTPUT_LINES:]]
+        return "\n".join(["…", *last] if len(lines) > OUTPUT_LINES else last)
 
 
 class LessonError(Exception):

@@ -20,7 +20,7 @@ import torch
 
 from distlab import course
 from distlab.grade import invocation, reports, submission, table
-from distlab.grade.lending import NO_LENDER, loan_for
+from distlab.grade.lending import NO_LENDER, Loan, loan_for
 from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.running import Grade
@@ -105,6 +105,7 @@ class Grader:
         self.config = config
         self.started = time.monotonic()
         self.results: dict[str, TaskResult] = {}
+        self._loans: dict[str, Loan | None] = {}
         self.only = self._task_filter()
         self.course_root = Path(config.rootpath)
         self.reports = reports.parse(config.getoption("report"))
@@ -193,13 +194,15 @@ class Grader:
     def submission_for(self, result: TaskResult) -> Submission:
         """Return what a task is graded with: ``--lend`` adds what it builds on and has no points.
 
-        That is decided before its first test, and holds for all of them.
+        The loan is decided before the first test of the task, and holds for all of them.
         """
-        if self.reference and self.config.getoption("lend") and not result.tests:
+        task = result.task
+        if self.reference and self.config.getoption("lend") and task.id not in self._loans:
             passed = [task_id for task_id, other in self.results.items() if other.points]
-            listed, solutions = course.load(self.course_root), self.reference.root
-            result.loan = loan_for(result.task, listed, solutions, passed)
-        return replace(self.submission, loan=result.loan)
+            listed = course.load(self.course_root)
+            loan = self._loans[task.id] = loan_for(task, listed, self.reference.root, passed)
+            result.lent = loan.tasks if loan else ()
+        return replace(self.submission, loan=self._loans.get(task.id))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:

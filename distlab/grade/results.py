@@ -1,26 +1,58 @@
-"""The result model: what every report and the table are made from."""
+"""The verdicts on a submission: by test, by task and in all, and how they are written as JSON.
 
-from collections.abc import Sequence
+    judge ─▶ Verdict ─▶ TestResult ─▶ TaskResult ─▶ GradeResult ─┬─▶ table, reports
+                                                                 └─▶ JSON ─▶ the learner's commands
+
+All that shows a verdict is made from these classes, in this process or in the one that has read
+the JSON report.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from distlab.course import Task, used_by
-from distlab.grade.lending import Loan
+from distlab.course import Course, Task, used_by
 from distlab.grade.outcomes import Outcome, Verdict
 
-MAX_HANGS = 2  # of one task: each takes seconds
+MAX_HANGS = 2  # per task, because each takes seconds
+Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TestResult:
     """One test in one world."""
 
-    __test__ = False  # not for pytest to collect
+    __test__ = False  # keeps pytest from collecting it
 
     name: str
     world: str
     verdict: Verdict
     seconds: float
-    world_size: int = 0  # of its last world
+    world_size: int = 0  # ranks of the last world
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a report holds of it."""
+        return {
+            "name": self.name,
+            "world": self.world,
+            "outcome": self.verdict.outcome.value,
+            "kind": self.verdict.kind,
+            "world_size": self.world_size,
+            "message": self.verdict.message,
+            "details": self.verdict.details,
+            "output": self.verdict.output_tail,
+            "seconds": round(self.seconds, 3),
+        }
+
+    @classmethod
+    def from_json(cls, entry: Json, missing: tuple[str, str] | None) -> "TestResult":
+        """Read an entry of a report; ``missing`` is what its task lacks."""
+        outcome, text = Outcome(entry["outcome"]), (entry["message"], entry["details"])
+        is_todo = outcome is Outcome.TODO
+        verdict = Verdict(
+            *(outcome, *text, entry["output"], entry["kind"]), missing if is_todo else None
+        )
+        return cls(entry["name"], entry["world"], verdict, entry["seconds"], entry["world_size"])
 
 
 @dataclass
@@ -28,10 +60,10 @@ class TaskResult:
     """One task: its tests, and what it scores.
 
     Attributes:
-        expected: tests that the suite holds for it, before any selection.
-        is_part: only part of the suite was collected.
-        sha256: of the learner's file.
-        loan: functions of other tasks that it was graded with in place of the learner's.
+        expected: number of tests in the suite, before any selection.
+        is_part: True if only a part of the suite was collected.
+        sha256: digest of the learner's file.
+        lent: tasks whose functions came from the solutions.
     """
 
     task: Task
@@ -40,16 +72,11 @@ class TaskResult:
     expected: int = 0
     is_part: bool = False
     tests: list[TestResult] = field(default_factory=list)
-    loan: Loan | None = None
-
-    @property
-    def lent(self) -> tuple[Task, ...]:
-        """The tasks whose functions were lent to it."""
-        return self.loan.tasks if self.loan else ()
+    lent: tuple[Task, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of its tests'; if the suite holds none, the grader's own failure."""
+        """The worst verdict of its tests; the grader's own failure if the suite holds none."""
         if self.tests:
             return self.worst.verdict
         if self.expected:
@@ -60,7 +87,7 @@ class TaskResult:
 
     @property
     def outcome(self) -> Outcome:
-        """That of the verdict."""
+        """The outcome of the verdict."""
         return self.verdict.outcome
 
     @property
@@ -76,19 +103,24 @@ class TaskResult:
         return max(broken or decisive or self.tests, key=lambda t: t.verdict.outcome.severity)
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks of the decisive world, 0 if no world was started."""
+        return self.worst.world_size if self.tests else 0
+
+    @property
     def is_complete(self) -> bool:
         """Whether all its tests have run; if not, it does not score."""
         return 0 < self.expected == len(self.tests) and not self.is_part
 
     @property
     def is_known(self) -> bool:
-        """Whether further tests would say nothing new: a TODO, or one hang after the other."""
+        """Whether further tests would add nothing: after a TODO, or after several hangs."""
         hangs = sum(test.verdict.outcome is Outcome.HANG for test in self.tests)
         return self.is_todo or hangs >= MAX_HANGS
 
     @property
     def is_todo(self) -> bool:
-        """Whether a test has found that a function of the task itself is still to be written."""
+        """Whether a function of the task itself is still to be written."""
         missing = self.verdict.missing
         return missing is not None and missing[0] == self.task.id
 
@@ -99,54 +131,124 @@ class TaskResult:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was judged and something has to be fixed, not only written."""
+        """Whether it was judged, and has something to fix instead of only something to write."""
         fine = (Outcome.PASSED, Outcome.TODO, Outcome.NOT_RUN, Outcome.GRADER_ERROR)
         return self.outcome not in fine
 
     @property
     def points(self) -> int:
-        """All or nothing."""
+        """Points scored: all or none."""
         has_passed = self.is_complete and self.outcome is Outcome.PASSED
         return self.task.points if has_passed else 0
 
     @property
     def seconds(self) -> float:
-        """Of all its tests."""
+        """Time of all its tests."""
         return sum(test.seconds for test in self.tests)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a report holds of it."""
+        missing = self.verdict.missing
+        return {
+            "id": self.task.id,
+            "function": self.task.function,
+            "outcome": self.outcome.value,
+            "kind": self.verdict.kind,
+            "world_size": self.world_size,
+            "lent": [task.id for task in self.lent],
+            "write_next": missing and {"task": missing[0], "function": missing[1]},
+            "points": self.points,
+            "max_points": self.task.points,
+            "seconds": round(self.seconds, 3),
+            "file": self.file,
+            "sha256": self.sha256,
+            "tests_expected": self.expected,
+            "tests": [test.to_json() for test in self.tests],
+        }
+
+    @classmethod
+    def from_json(cls, entry: Json, course: Course) -> "TaskResult":
+        """Read an entry of a report."""
+        missing = entry["write_next"] and (
+            entry["write_next"]["task"],
+            entry["write_next"]["function"],
+        )
+        result = cls(
+            course.task(entry["id"]),
+            entry["file"],
+            entry["sha256"],
+            entry["tests_expected"],
+            tests=[TestResult.from_json(test, missing) for test in entry["tests"]],
+            lent=tuple(map(course.task, entry["lent"])),
+        )
+        result.is_part = result.points > entry["points"]
+        return result
 
 
 @dataclass(frozen=True)
 class GradeResult:
-    """One run of a suite."""
+    """One run of a suite.
+
+    Attributes:
+        submission: folder that was graded.
+        tasks: tasks that were selected.
+        files: SHA-256 digests of the files that could be imported, by path.
+        seed: seed of the random numbers that the tests drew.
+    """
 
     submission: str
-    tasks: Sequence[TaskResult]  # that were asked for
+    tasks: Sequence[TaskResult]
     seconds: float
-    versions: dict[str, str] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)  # what could be imported, by SHA-256
-    seed: int = 0  # of what the tests have drawn
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a report holds of the run, except for its tasks."""
+        return {
+            "submission": self.submission,
+            "points": self.points,
+            "max_points": self.max_points,
+            "seconds": round(self.seconds, 3),
+            "versions": self.versions,
+            "seed": self.seed,
+            "files": self.files,
+        }
+
+    @classmethod
+    def from_json(cls, table: Json, course: Course) -> "GradeResult":
+        """Read a report.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not a report on tasks of this course.
+        """
+        return cls(
+            table["submission"],
+            [TaskResult.from_json(entry, course) for entry in table["tasks"]],
+            table["seconds"],
+            *(table["versions"], table["files"], table["seed"]),
+        )
 
     def cause(self, result: TaskResult) -> Task | None:
         """Return the first failed task that a failed one builds on; None if there is none.
 
-        What was lent to it is no cause of its failure.
+        Tasks that were lent to it are not a cause of its failure.
         """
-        failed = {other.task.id for other in self.tasks if result.has_failed and other.has_failed}
-        own = failed - {task.id for task in result.lent}
+        failed = [other.task for other in self.tasks if result.has_failed and other.has_failed]
         used = used_by(result.task, [other.task for other in self.tasks])
-        return next((task for task in used if task.id in own), None)
+        return next((task for task in used if task in failed and task not in result.lent), None)
 
     @property
     def points(self) -> int:
-        """What the submission scores."""
+        """Points that the submission scores."""
         return sum(result.points for result in self.tasks)
 
     @property
     def max_points(self) -> int:
-        """What it could score."""
+        """Points that it could score."""
         return sum(result.task.points for result in self.tasks)
 
     @property
     def has_full_marks(self) -> bool:
-        """Whether every task that was asked for has all its points."""
+        """Whether every selected task has all its points."""
         return bool(self.tasks) and self.points == self.max_points

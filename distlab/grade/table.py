@@ -6,11 +6,10 @@ from pathlib import Path
 from distlab.course import Task, label_width
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
-from distlab.util.text import clipped, joined, sentence
+from distlab.util.text import joined, sentence
 
 WIDTH = 100
-DETAILS, OUTPUT = 25, 10  # lines that are shown without -v
-OUTPUT_CHARACTERS = 200  # of a line
+DETAILS = 25  # lines shown without -v
 IN_FULL = "-v of pytest, distlab check or grade"
 HANGS = {  # by kind; the report of a deadlock says it all
     "endless loop": "Does this loop ever end, or does it do far more than it needs to?",
@@ -78,7 +77,7 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
             yield from _whole(task, verbose=verbose)
         elif not cause:
             first, *more = message(task).splitlines()
-            yield f"{clipped(first, WIDTH - 2)} …" if more else clipped(first, WIDTH)
+            yield first if len(first) <= WIDTH and not more else f"{first[: WIDTH - 2]} …"
     if len(wrong) > 1 and not verbose:
         yield f"({len(wrong) - 1} more, one line each; {IN_FULL} shows them in full)"
     yield from _next_to_write(result)
@@ -114,16 +113,9 @@ def _whole(task: TaskResult, *, verbose: bool) -> Iterator[str]:
     yield from (f"  {line}" for line in shown)
     if verdict.output:
         yield "  printed:"
-        yield from (f"    {line}" for line in tail(verdict.output).splitlines())
+        yield from (f"    {line}" for line in verdict.output_tail.splitlines())
     yield f"  in {task.worst.name}{f', {lent(task)}' if task.lent else ''}"
     yield ""
-
-
-def tail(output: str) -> str:
-    """Return the last lines of what ranks printed, each up to its 200th character."""
-    lines = output.rstrip().splitlines()
-    last = [line[:OUTPUT_CHARACTERS] for line in lines[-OUTPUT:]]
-    return "\n".join(["…", *last] if len(lines) > OUTPUT else last)
 
 
 def rows(result: GradeResult) -> Iterator[str]:

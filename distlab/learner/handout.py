@@ -1,29 +1,28 @@
-"""The student's version of the course: no solutions, no wrong answers, nothing of git.
+"""The student's version of the course: everything in git but the solutions and their relatives.
 
 Wrong answers are left out, as they are small changes of the solutions, and so are the pages for
-those who teach the course or work on it.
+those who teach the course or work on it. No other page names a file that is left out: a test
+checks that.
 """
 
 import ast
 import shutil
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from distlab.course import Challenge
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
-from distlab.learner.pages import Page
 
 LEFT_OUT = (
-    *("solutions", "tests/wrong_answers", "tests/lab", "benchmarks", "scripts"),
-    *("CONTRIBUTING.md", "docs/grading.md", "docs/results.md", "mkdocs.yml"),
-    "distlab/learner/students_readme.md",  # README.md there
+    *("solutions", "tests/wrong_answers", "tests/lab", "mkdocs.yml"),
+    *("CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/grading.md"),
+    *("docs/results.md", "docs/trainer.md", "distlab/learner/students_readme.md"),
 )
-MADE = ("data", "out")  # by commands
-NOT_OURS = ("__pycache__", "build", "dist")
-HIDDEN = (".gitignore", ".devcontainer")  # but handed out
-NAMES_ALL = "AGENTS.md"  # what assistants must not read
-STUDENTS_README = Path(__file__).with_name("students_readme.md")  # its links start at the root
+GENERATED = ("data", "out")
+NOT_IN_GIT = ("__pycache__", "build", "dist")
+HIDDEN = (".gitignore", ".devcontainer")  # handed out nevertheless
+README = Path(__file__).with_name("students_readme.md")  # its links start at the root
 
 
 def write(folder: CourseFolder, target: Path) -> int:
@@ -45,25 +44,18 @@ def write(folder: CourseFolder, target: Path) -> int:
         for file in files:
             copy = target / file.relative_to(folder.root)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            _copy(file, copy, PurePosixPath(file.relative_to(folder.root)))
+            shutil.copy(README if file == folder.root / "README.md" else file, copy)
     except OSError as error:
         place = error.filename or target
         raise WriteError(f"{place} cannot be written: {error.strerror or error}") from None
     return len(files)
 
 
-def _copy(file: Path, copy: Path, path: PurePosixPath) -> None:
-    shutil.copy(STUDENTS_README if path.name == "README.md" else file, copy)
-    if file.suffix == ".md":
-        page = Page(path, LEFT_OUT, may_name=path.name == NAMES_ALL)
-        copy.write_text(page.edited(copy.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 def _files(root: Path, parent: Path) -> Iterator[Path]:
     for path in sorted(parent.iterdir()):
         name = path.relative_to(root).as_posix()
         is_private = path.name.startswith(".") and path.name not in HIDDEN
-        is_left_out = is_private or name in (*LEFT_OUT, *MADE) or path.name in NOT_OURS
+        is_left_out = is_private or name in (*LEFT_OUT, *GENERATED) or path.name in NOT_IN_GIT
         if is_left_out or path.name.endswith(".egg-info") or path.is_symlink():
             continue
         if path.is_dir():
@@ -73,7 +65,7 @@ def _files(root: Path, parent: Path) -> Iterator[Path]:
 
 
 def _check_unwritten(folder: CourseFolder) -> None:
-    """Refuse to hand out a template in which a task is written: it would be somebody's answer."""
+    """Refuse to hand out a template in which a task is written: it may be a learner's answer."""
     for task in folder.course.tasks:
         left = source.to_write(task, source.read(folder.root / task.template))
         written = [name for name in task.functions if name not in left]
@@ -93,7 +85,7 @@ def _check_unwritten(folder: CourseFolder) -> None:
 def _is_solved(path: Path, challenge: Challenge) -> bool:
     """Whether an open task is more than its docstring and one line, as the course gives it."""
     tree = source.parse(source.read(path))
-    if tree is None:  # nobody can tell what is in it
+    if tree is None:  # it may contain anything
         return True
     function = dict(source.defined(tree)).get(challenge.function)
     if function is None:

@@ -1,4 +1,4 @@
-"""A pytest plugin: what pytest says of the templates counts in ``distlab status`` too.
+"""A pytest plugin: verdicts of pytest on the templates count in ``distlab status`` too.
 
 PYTEST_DONT_REWRITE: the learner's commands may have imported this before pytest could.
 """
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from distlab.course import PASSED
 from distlab.learner import source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError, find
 
@@ -23,20 +22,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remember the outcome of every task that was graded; a part of a task has none."""
+    """Remember the outcome of every task that was graded."""
     folder, digests = _folder(session.config), session.config.stash.get(_DIGESTS, {})
     grader: Any = session.config.pluginmanager.get_plugin("distlab-grader")
     if not folder or grader is None:
         return
-    waiting = {task_id for task_id, result in grader.results.items() if result.is_waiting}
-    records = {
-        task_id: state.Record(result.outcome.value, digests.get(task_id, ""))
-        for task_id, result in grader.results.items()
-        if result.tests and (result.is_complete or result.outcome.value != PASSED)
-    }
-    if records:
+    if any(result.tests for result in grader.results.values()):
         templates.keep(folder)
-        state.remember(folder, records, waiting)
+        state.remember_results(folder, grader.results.values(), digests)
 
 
 def _folder(config: pytest.Config) -> CourseFolder | None:

@@ -5,12 +5,13 @@ It only says where to go on. It is never trusted: for a score, run ``distlab gra
 
 import contextlib
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distlab.course import HINTS, OUTCOMES, PASSED, Task
+from distlab.grade.results import TaskResult
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
 from distlab.util import files
@@ -140,3 +141,19 @@ def remember(
             progress.records[task_id] = record
     progress.save()
     return progress
+
+
+def remember_results(
+    folder: CourseFolder, results: Iterable[TaskResult], digests: Mapping[str, str]
+) -> Progress:
+    """Add the outcomes of a grading of the learner's files.
+
+    Only verdicts count: a task has none if its tests did not run, or passed but not all ran.
+    """
+    judged = [result for result in results if result.tests]
+    records = {
+        result.task.id: Record(result.outcome.value, digests.get(result.task.id, ""))
+        for result in judged
+        if result.is_complete or result.outcome.value != PASSED
+    }
+    return remember(folder, records, {result.task.id for result in judged if result.is_waiting})

@@ -1,12 +1,15 @@
-"""What the commands say about where a learner stands."""
+"""The learner's progress, verdicts and next steps, in words."""
 
 from collections.abc import Iterator
 
 from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor, label_width
+from distlab.grade import table
 from distlab.grade.lending import LEND, lendable
+from distlab.grade.outcomes import Outcome
+from distlab.grade.results import TaskResult
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
-from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading, TaskGrade
+from distlab.learner.grading import FULL_MARKS, NOT_FULL, NOTHING_RAN, Grading
 from distlab.learner.state import Progress
 from distlab.learner.trace_programs import MAX_RANKS, MIN_RANKS, PROGRAMS
 from distlab.lessons import SOLUTIONS
@@ -113,26 +116,28 @@ def _command(name: str, task_id: str, lends: bool) -> str:
 # After a grading
 
 
-def verdict(task: Task, grade: TaskGrade) -> str:
+def verdict(result: TaskResult) -> str:
     """Write the outcome of a task in a line."""
-    if grade.outcome == TODO:
-        return f"· {task.id} {task.label}: {_what_is_missing(task, grade)}"
-    sign = "✔" if grade.outcome == PASSED else "✘"
-    score = f"{grade.points}/{grade.max_points} points, {grade.seconds:.1f} s"
-    lent = f", graded with the course's {joined(grade.lent)}" if grade.lent else ""
-    return f"{sign} {task.id} {task.label}: {grade.outcome} ({score}{lent})"
+    task = result.task
+    if result.outcome is Outcome.TODO:
+        return f"· {task.id} {task.label}: {_what_is_missing(result)}"
+    sign = "✔" if result.outcome is Outcome.PASSED else "✘"
+    score = f"{result.points}/{task.points} points, {result.seconds:.1f} s"
+    lent = f", {table.lent(result)}" if result.lent else ""
+    return f"{sign} {task.id} {task.label}: {result.outcome.value} ({score}{lent})"
 
 
-def _what_is_missing(task: Task, grade: TaskGrade) -> str:
-    missing, function = to_write(task, grade)
-    if missing != task.id:
+def _what_is_missing(result: TaskResult) -> str:
+    missing, function = to_write(result)
+    if missing != result.task.id:
         return f"needs {missing} {function}, which is still to be written"
-    return "not written yet" if function == task.function else f"{function} is not written yet"
+    is_first = function == result.task.function
+    return "not written yet" if is_first else f"{function} is not written yet"
 
 
-def to_write(task: Task, grade: TaskGrade) -> tuple[str, str]:
+def to_write(result: TaskResult) -> tuple[str, str]:
     """Return the task and the function that are to be written: perhaps an earlier task's."""
-    return grade.write_next or (task.id, task.function)
+    return result.verdict.missing or (result.task.id, result.task.function)
 
 
 def not_written(task: Task) -> str:
@@ -143,28 +148,27 @@ def not_written(task: Task) -> str:
 
 def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[str]:
     """Yield what a learner needs to know about a task that has not passed."""
-    grade = grading.tasks.get(task.id)
-    if grade is None:
+    result = grading.tasks.get(task.id)
+    if result is None:
         yield from failure(grading)
-    elif grade.outcome == TODO:
-        yield from _how_to_write(folder, task, grade)
-        if grade.is_waiting:
-            missing, _ = to_write(task, grade)
-            yield from _grade_it_first(folder, task, missing, grading.lends)
+    elif result.outcome is Outcome.TODO:
+        yield from _how_to_write(folder, result)
+        if result.is_waiting:
+            yield from _grade_it_first(folder, result, grading.lends)
     else:
         yield from grading.advice
-        yield from _picture(task, grade)
+        yield from _picture(result)
 
 
 def fix_first(
     folder: CourseFolder, task: Task, grading: Grading, progress: Progress
 ) -> Iterator[str]:
     """Yield the first failed task that this failed one builds on, if there is one."""
-    grade = grading.tasks.get(task.id)
-    if grade is None or grade.outcome in (PASSED, TODO, GRADER_ERROR):
+    result = grading.tasks.get(task.id)
+    if result is None or not result.has_failed:
         return
     for other in folder.course.builds_on(task):
-        if other.id in grade.lent:
+        if other in result.lent:
             continue
         if progress.outcome(other) not in ("", PASSED, TODO, GRADER_ERROR):
             state = (
@@ -178,34 +182,34 @@ def fix_first(
             return
 
 
-def _picture(task: Task, grade: TaskGrade) -> Iterator[str]:
+def _picture(result: TaskResult) -> Iterator[str]:
     """Yield the command that draws what went wrong, on as many ranks, if it can."""
-    program = PROGRAMS.get(task.id)
-    if program is None or grade.kind not in PICTURES:
+    program, kind, ranks = PROGRAMS.get(result.task.id), result.verdict.kind, result.world_size
+    if program is None or kind not in PICTURES:
         return
-    ranks = grade.world_size
-    option = f" --ranks {ranks}" if ranks not in (None, program.ranks) else ""
-    if ranks is None or MIN_RANKS <= ranks <= MAX_RANKS:
-        yield f"{PICTURES[grade.kind]}: distlab trace {task.id}{option}"
+    option = f" --ranks {ranks}" if ranks not in (0, program.ranks) else ""
+    if ranks == 0 or MIN_RANKS <= ranks <= MAX_RANKS:
+        yield f"{PICTURES[kind]}: distlab trace {result.task.id}{option}"
 
 
-def _how_to_write(folder: CourseFolder, task: Task, grade: TaskGrade) -> Iterator[str]:
-    id, function = to_write(task, grade)
-    missing = next((other for other in folder.course.tasks if other.id == id), task)
+def _how_to_write(folder: CourseFolder, result: TaskResult) -> Iterator[str]:
+    id, function = to_write(result)
+    missing = next((other for other in folder.course.tasks if other.id == id), result.task)
     left = source.to_write(missing, source.read(folder.root / missing.template))
     what = joined(missing.names) if left.keys() >= {*missing.functions} else function
     yield f"Write {what} in {missing.template}."
     yield f"Read  {missing.folder}/{missing.guide}"
 
 
-def _grade_it_first(folder: CourseFolder, task: Task, missing: str, lends: bool) -> Iterator[str]:
+def _grade_it_first(folder: CourseFolder, result: TaskResult, lends: bool) -> Iterator[str]:
     """Yield the commands for an earlier task that is missing, and the way around it."""
+    missing, _ = to_write(result)
     check, watch = _command("check", missing, lends), _command("watch", missing, lends)
     yield f"Run:  {check}   or: {watch}"
-    borrowed = lendable(task, folder.course)
+    borrowed = lendable(result.task, folder.course)
     if folder.task(missing) in borrowed and not lends and (folder.root / SOLUTIONS).is_dir():
         ids = [other.id for other in borrowed if source.is_to_write(folder, other)]
-        check = _command("check", task.id, lends=True)
+        check = _command("check", result.task.id, lends=True)
         yield f"Or take {joined(ids)} from the solutions: {check}"
 
 
@@ -220,12 +224,12 @@ def failure(grading: Grading) -> Iterator[str]:
 
 def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress) -> Iterator[str]:
     """Yield what to do after a grading of one task."""
-    grade = grading.tasks.get(task.id)
-    if grade and grade.outcome == PASSED:
+    result = grading.tasks.get(task.id)
+    if result and result.outcome is Outcome.PASSED:
         if folder.has_solution(task):
             yield f"Your code beside the solution: distlab diff {task.id}"
         yield from built(folder.phase_of(task), progress)
         yield from whats_next(folder, progress, task, lends=grading.lends)
-    elif grade and grade.outcome != GRADER_ERROR and to_write(task, grade)[0] == task.id:
+    elif result and result.outcome is not Outcome.GRADER_ERROR and to_write(result)[0] == task.id:
         again = _command("check", task.id, grading.lends)
         yield f"Stuck? distlab hint {task.id}   Again: {again}"

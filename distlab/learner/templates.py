@@ -27,30 +27,28 @@ def _copy(folder: CourseFolder, task: Task) -> Path:
     return folder.private / "templates" / task.template
 
 
-def untouched(folder: CourseFolder, task: Task) -> dict[str, str]:
-    """Return the task's functions as the course gives them, by name.
+def untouched(folder: CourseFolder, task: Task) -> str:
+    """Return the newest text of the template in which the task is unwritten.
 
     Raises:
-        LearnerError: neither git nor the copy has them.
+        LearnerError: neither git nor the copy has one.
     """
-    for text in _versions(folder.root, task.template):
-        found = to_write(task, text)
-        if found.keys() >= {*task.functions}:
-            return found
-    found = to_write(task, read(_copy(folder, task)))
-    if not found.keys() >= {*task.functions}:
-        raise LearnerError(
-            f"neither git nor {folder.private.name}/templates has {task.template} "
-            f"with {task.label} unwritten"
-        )
-    return found
+    for text in _versions(folder, task):
+        if to_write(task, text).keys() >= {*task.functions}:
+            return text
+    raise LearnerError(
+        f"neither git nor {folder.private.name}/templates has {task.template} "
+        f"with {task.label} unwritten"
+    )
 
 
-def _versions(root: Path, path: Path) -> Iterator[str]:
-    """Yield what git has of a file, newest first: learners commit their own code as well."""
+def _versions(folder: CourseFolder, task: Task) -> Iterator[str]:
+    """Yield all texts in git, newest first, as learners commit their code too; then the copy."""
+    root, path = folder.root, task.template
     commits = _git(root, "rev-list", f"--max-count={MAX_VERSIONS}", "HEAD", "--", str(path))
     for commit in commits.split():
         yield _git(root, "show", f"{commit}:./{path.as_posix()}")
+    yield read(_copy(folder, task))
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -6,12 +6,12 @@ from pathlib import Path
 import distlab
 from distlab import launch
 from distlab.course import Task
-from distlab.grade import submission
 from distlab.grade.outcomes import verdict_on
 from distlab.grade.running import on_rank
+from distlab.grade.submission import Submission
 from distlab.launch import LaunchError
 from distlab.learner import status, trace_programs
-from distlab.learner.folder import CourseFolder, LearnerError, WriteError
+from distlab.learner.folder import CourseFolder, WriteError
 from distlab.learner.trace_bodies import BODIES
 from distlab.learner.trace_programs import CLUSTER
 from distlab.sim import Options, Simulated
@@ -30,23 +30,18 @@ class Traced:
     picture: Path | None = None
 
 
-def trace(folder: CourseFolder, task: Task, impl: str, ranks: int) -> Traced:
+def trace(folder: CourseFolder, task: Task, handed_in: Submission, ranks: int) -> Traced:
     """Run the task's program and draw who did what when.
 
     Args:
         folder: the course's.
         task: one that sends messages.
-        impl: "template", "solution" or a folder.
+        handed_in: files that have the task's function.
         ranks: as ``trace_programs.count`` allows.
 
     Raises:
-        LearnerError: there is no phase in the folder.
         WriteError: there is no place for the picture.
     """
-    try:
-        handed_in = submission.find(impl, folder.root)
-    except ValueError as error:
-        raise LearnerError(str(error)) from None
     program = trace_programs.PROGRAMS[task.id]
     try:
         simulated: Simulated[None] = launch.simulate(

@@ -34,7 +34,7 @@ class Watch:
         self,
         folder: CourseFolder,
         task: Task,
-        run: grading.Run,
+        run: grading.RunPytest,
         screen: Screen,
         options: Sequence[str] = (),
     ) -> None:
@@ -77,9 +77,7 @@ class Watch:
             self._screen.show([*self._verdict, "", self._menu()])
 
     def _lines(self, graded: grading.Grading, progress: state.Progress) -> Iterator[str]:
-        grade = graded.tasks.get(self.task.id)
-        if grade:
-            yield status.verdict(self.task, grade)
+        yield from map(status.verdict, graded.tasks.values())
         if graded.code == grading.FULL_MARKS:
             yield from self._progress(progress)
         else:
@@ -153,8 +151,8 @@ class Watch:
                     return
                 grading.remember(self._folder, graded)
                 problems = problems or list(status.failure(graded))
-                grade = graded.tasks.get(task.id)
-                self._screen.add([status.verdict(task, grade) if grade else f"✘ {task.id}: none"])
+                verdicts = map(status.verdict, graded.tasks.values())
+                self._screen.add(list(verdicts) or [f"✘ {task.id}: none"])
             overview = status.overview(self._folder, state.load(self._folder))
             self._screen.show([*overview, *problems, "", self._menu()])
 

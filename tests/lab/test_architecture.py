@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "lessons": {"course"},
     "grade": {"course", "launch", "lessons", "sim"},
     "learner": {"course", "grade", "launch", "lessons", "sim"},
+    "races": {"course", "grade", "launch", "sim"},
     "chosen": {"course", "grade", "learner", "lessons"},
     "parallel": {"lessons", "models"},
     "training": {
@@ -53,6 +54,7 @@ MAY_IMPORT = {
             "learner",
             "planning",
             "production",
+            "races",
             "sim",
             "training",
         )

@@ -1,25 +1,22 @@
-"""The open task: what is not an all-reduce by messages is refused, and the rest is timed fairly."""
+"""The open task of Phase 1: what is not an all-reduce by messages is refused, the rest is timed."""
 
 import random
 from pathlib import Path
 
 import pytest
-import typer.testing
+from commands import COURSE, PHASE, ROOT, distlab
 
-from distlab import course
-from distlab.cli.app import app
+from distlab import races
 from distlab.cli.challenge import _rows
-from distlab.course import Challenge
-from distlab.learner import challenge, race_16mib
-from distlab.learner.folder import CourseFolder
-from distlab.learner.racing import RIVALS, ChallengeError, Standings
+from distlab.grade import submission
+from distlab.grade.submission import Submission
+from distlab.races import ChallengeError, Standings, anywhere, large
+from distlab.sim import Cluster
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-ROOT = Path(__file__).parents[2]
-HERE = CourseFolder(ROOT, course.load(ROOT))
-PHASE = "phase1_data_parallel"
-MANY_RANKS, FEW_RANKS = 1, 15  # seeds: 16 ranks and 12, with 16 MiB each; or 4 and 4
+CHALLENGE = COURSE.phases[0].challenge
+NUM_RANKS, NUM_ELEMENTS = 3, 1024  # 4 KiB
 IMPORTS = "import torch\nimport torch.distributed as dist"
 NAIVE = """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -36,91 +33,51 @@ NAIVE = """
 """
 
 
-def only_when_small(otherwise: str) -> str:
-    """All reduce as it should be done, but not in the runs that are timed."""
-    return f"\n    if x.numel() > 4096: {otherwise}" + NAIVE
-
-
-def the_challenge() -> Challenge:
-    found = HERE.course.phases[0].challenge
-    assert found
-    return found
-
-
-def hand_in(folder: Path, body: str) -> str:
+def hand_in(folder: Path, body: str) -> Submission:
     (folder / PHASE).mkdir()
     text = f"{IMPORTS}\n\ndef fast_all_reduce(x, group=None):{body}"
     (folder / PHASE / "challenge.py").write_text(text)
-    return str(folder)
+    return submission.find(str(folder), ROOT)
 
 
-def run(impl: str, num_clusters: int = 1, seed: int = FEW_RANKS) -> Standings:
-    (standings,) = challenge.run(HERE, the_challenge(), impl, seed, num_clusters)
-    return standings
-
-
-def test_the_solution_is_faster_than_where_one_begins() -> None:
-    standings = run("solution", 2, MANY_RANKS)
-    assert set(standings.seconds) == {*RIVALS, "yours"}
-    assert {len(seconds) for seconds in standings.seconds.values()} == {2}
-    assert standings.speedup("yours") > 1.5
-    assert standings.speedup(race_16mib.BASELINE) == 1.0
-
-
-def test_a_slow_one_is_timed_too(tmp_path: Path) -> None:
-    assert run(hand_in(tmp_path, NAIVE)).speedup("yours") < 1
+def seconds(handed_in: Submission) -> float:
+    assert CHALLENGE
+    return large.checked_s(handed_in, CHALLENGE, NUM_ELEMENTS, Cluster(1, NUM_RANKS))
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "says"),
     [
         ("\n    dist.all_reduce(x, group=group)\n", "it calls a built-in collective"),
-        ("\n    pass\n", r"element 0 of rank 0 should be 3, but is 1\. It must be the sum"),
-        (NAIVE.replace("x += arrived", "x[:5] += arrived[:5]"), "of 3 ranks with 8 numbers each"),
-        (only_when_small("dist.all_reduce(x, group=group)"), "it calls a built-in collective"),
-        (only_when_small("x = x[:1000]"), "numbers each, element 1000 of rank 0 should be"),
-        (only_when_small("return"), "with 4,194,304 numbers each, element 0 of rank 0 should be"),
-        (NAIVE.replace("group_dst=0", "group_dst=rank"), "on 2 ranks, 1 number: "),
+        ("\n    pass\n", r"element 0 of rank 0 should be 7, but is 1\. It must be the sum"),
+        (NAIVE.replace("x += arrived", "x[:5] += arrived[:5]"), "of 3 ranks with 1,024 numbers"),
+        (NAIVE.replace("group_dst=0", "group_dst=rank"), "on 3 ranks, 1,024 numbers: "),
         ("\n    while dist.get_world_size() > 1: dist.recv(x)\n", "deadlock"),
         ("\n    x.sum(\n", "SyntaxError|was never closed"),
     ],
 )
 def test_what_is_not_an_all_reduce_by_messages_is_refused(
-    tmp_path: Path, body: str, said: str
+    tmp_path: Path, body: str, says: str
 ) -> None:
-    with pytest.raises(ChallengeError, match=said):
-        run(hand_in(tmp_path, body))
+    with pytest.raises(ChallengeError, match=says):
+        seconds(hand_in(tmp_path, body))
 
 
-def test_a_seed_draws_the_same_clusters_and_another_one_others() -> None:
-    shapes = [
-        [(c.num_gpus, c.nic_bytes_per_s) for c in race_16mib.draw(random.Random(seed), 6)]
-        for seed in (1, 1, 2)
-    ]
-    assert shapes[0] == shapes[1] != shapes[2]
+def test_the_solution_sums_faster_than_by_way_of_one_rank(tmp_path: Path) -> None:
+    assert seconds(submission.find("solution", ROOT)) < seconds(hand_in(tmp_path, NAIVE))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_drawn_clusters_have_few_ranks_and_a_slower_network_than_nodes(seed: int) -> None:
-    for cluster in race_16mib.draw(random.Random(seed), 5):
-        assert 2 <= cluster.num_gpus <= race_16mib.MAX_RANKS
-        assert cluster.nic_bytes_per_s < cluster.nvlink_bytes_per_s
-
-
-def test_the_figure_is_the_geometric_mean() -> None:
-    seconds = {race_16mib.BASELINE: (8.0, 2.0), "yours": (1.0, 1.0)}
-    assert Standings("", ("", ""), seconds, race_16mib.BASELINE).speedup("yours") == pytest.approx(
-        4.0
-    )
-
-
-def test_the_command_shows_who_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_shows_a_table_with_the_fastest_on_top(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
-    arguments = ["challenge", "--impl", "solution", "--seed", f"{FEW_RANKS}", "--clusters", "1"]
-    done = typer.testing.CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
-    assert lines[0].endswith("on 1 cluster, ms; the same ones again: --seed 15")
+    monkeypatch.setattr(large, "SMALL_WORLDS", ((1, 5), (3, 8)))
+    monkeypatch.setattr(large, "NODES", (1,))
+    monkeypatch.setattr(large, "GPUS", (2,))
+    options = ["--phase", "1", "--impl", "solution", "--seed", "7", "--clusters", "1"]
+    assert distlab("challenge", *options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("on 1 cluster, ms; the same ones again: --seed 7")
     assert [line.split()[0] for line in lines if line.endswith("<")] == ["yours"]
     figures = [float(line.split("<")[0].split()[-1]) for line in lines[3:]]
     assert figures == sorted(figures, reverse=True)
@@ -128,24 +85,55 @@ def test_the_command_shows_who_stands_where(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_many_clusters_are_shown_a_few_at_a_time() -> None:
     columns = tuple(f"2x{number + 1} GPUs" for number in range(12))
-    seconds = {race_16mib.BASELINE: (2e-3,) * 12, "yours": (1e-3,) * 12}
-    lines = [*_rows(Standings("", columns, seconds, race_16mib.BASELINE))]
+    times = {large.BASELINE: (2e-3,) * 12, "yours": (1e-3,) * 12}
+    lines = [*_rows(Standings("", columns, times, large.BASELINE))]
     heads = [line for line in lines if "GPUs" in line]
     assert [line.count("GPUs") for line in heads] == [5, 5, 2]
     assert [line.split()[-1] for line in lines if line.startswith("yours")] == ["1.00", "1.00", "<"]
     assert max(map(len, lines)) <= 90
 
 
+def test_the_figure_is_the_geometric_mean_over_columns_and_tables() -> None:
+    tables = tuple(
+        Standings("", ("", ""), {"best": best, "yours": (1.0, 1.0)}, "best")
+        for best in ((8.0, 2.0), (1.0, 1.0))
+    )
+    assert tables[0].speedup("yours") == pytest.approx(4.0)
+    assert races.figure(tables) == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize(("phase", "task"), [(1, r"1\.7"), (3, r"3\.3")])
-def test_what_the_template_begins_with_is_named_if_it_is_not_written(phase: int, task: str) -> None:
-    open_task = HERE.course.phase(phase).challenge
+def test_an_unwritten_function_that_the_template_calls_is_named(phase: int, task: str) -> None:
+    open_task = COURSE.phase(phase).challenge
     assert open_task
+    template = submission.find("template", ROOT)
     with pytest.raises(
         ChallengeError, match=f"calls the function of task {task}, which is not written yet"
     ):
-        challenge.run(HERE, open_task, "template", seed=1, num_clusters=1)
+        races.race(template, open_task, seed=1, num_clusters=1)
 
 
-def test_every_open_task_has_a_race_of_its_own() -> None:
-    functions = {phase.challenge.function for phase in HERE.course.phases if phase.challenge}
-    assert functions == {*challenge.RACES}
+def test_every_open_task_has_a_race() -> None:
+    functions = {phase.challenge.function for phase in COURSE.phases if phase.challenge}
+    assert functions == {*races.RACES}
+
+
+def test_a_seed_draws_the_same_clusters_and_another_one_others() -> None:
+    shapes = [
+        [(c.num_gpus, c.nic_bytes_per_s) for c in large.draw(random.Random(seed), 6)]
+        for seed in (1, 1, 2)
+    ]
+    assert shapes[0] == shapes[1] != shapes[2]
+
+
+def test_drawn_clusters_have_few_ranks_and_a_slower_network_than_nodes() -> None:
+    numbers = random.Random(7)
+    clusters = [*large.draw(numbers, 50), *(anywhere.drawn(numbers) for _ in range(50))]
+    for cluster in clusters:
+        assert 2 <= cluster.num_gpus <= 16
+        assert cluster.nic_bytes_per_s < cluster.nvlink_bytes_per_s
+        assert cluster.net_latency_s > cluster.latency_s
+    others = clusters[50:]
+    assert {cluster.numbering for cluster in others} == {"block", "cyclic"}
+    assert {bool(cluster.faults) for cluster in others} == {False, True}
+    assert {cluster.nics_per_node == 1 for cluster in others} == {False, True}

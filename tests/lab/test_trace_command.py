@@ -1,38 +1,20 @@
-"""``distlab trace`` without a task: which one it draws, and that it says so."""
+"""``distlab trace``: which task it draws by default, and what it says where it draws nothing."""
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import distlab
+from commands import COURSE, FILE, RIGHT, copy_course, distlab, grade_as, write_exchange
 
-from distlab import course
-from distlab.learner import folder, state, trace_programs
-from distlab.learner.folder import CourseFolder, LearnerError
+from distlab.learner import state, trace_bodies, trace_programs
+from distlab.learner.folder import CourseFolder
 
-ROOT = Path(__file__).parents[2]
-PHASE = "phase1_data_parallel"
+Printed = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
-    """A fresh copy of the course."""
-    shutil.copy(ROOT / "course.toml", tmp_path)
-    shutil.copytree(ROOT / PHASE, tmp_path / PHASE, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.chdir(tmp_path)
-    return folder.find()
-
-
-def solve_collectives(here: CourseFolder) -> None:
-    solution = here.course.task("1.4").solution
-    shutil.copy(ROOT / solution, here.root / here.course.task("1.4").template)
-
-
-def has_come_out(here: CourseFolder, **outcomes: str) -> None:
-    """Pretend that tasks, as t1_4, were graded."""
-    named = {name[1:].replace("_", "."): outcome for name, outcome in outcomes.items()}
-    state.remember(here, {id: state.Record(outcome) for id, outcome in named.items()})
+    return copy_course(tmp_path)
 
 
 def chosen(here: CourseFolder) -> str:
@@ -40,50 +22,76 @@ def chosen(here: CourseFolder) -> str:
     return f"{task.id}, {why}"
 
 
-def test_the_last_graded_comes_first_if_it_can_be_drawn(here: CourseFolder) -> None:
-    has_come_out(here, t1_7="failed")
-    has_come_out(here, t1_4="hang")
+def test_the_default_is_the_last_graded_then_the_first_written_then_the_next(
+    here: CourseFolder,
+) -> None:
+    assert chosen(here) == "1.3, the next"
+    solution = here.root / here.task("1.4").solution
+    (here.root / FILE).write_bytes(solution.read_bytes())
+    assert chosen(here) == "1.4, which is written"
+    grade_as(here, t1_7="failed")
+    grade_as(here, t1_4="hang")
     assert chosen(here) == "1.4, the last one graded"
-    has_come_out(here, t1_7="passed")
-    has_come_out(here, t1_5="todo", t1_13="failed")
+    grade_as(here, t1_7="passed")
+    grade_as(here, t1_5="todo", t1_13="failed")
     assert chosen(here) == "1.7, the last one graded"
 
 
-def test_what_is_written_comes_before_what_is_to_be_written(here: CourseFolder) -> None:
-    solve_collectives(here)
-    assert chosen(here) == "1.4, which is written"
+def test_every_program_has_its_body() -> None:
+    ids = {task.id for task in COURSE.tasks}
+    assert trace_programs.PROGRAMS.keys() == trace_bodies.BODIES.keys() <= ids
 
 
-def test_else_it_is_the_next_one_that_can_be_drawn(here: CourseFolder) -> None:
-    assert chosen(here) == "1.3, the next"
-    has_come_out(here, t1_1="passed", t1_2="todo")
-    assert chosen(here) == "1.3, the next"
-
-
-def test_on_a_fresh_course_it_is_one_line_that_says_what_to_write(
-    here: CourseFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_written_is_one_line(here: CourseFolder, capfd: Printed) -> None:
     assert distlab("trace") == 1
-    printed = capsys.readouterr()
-    task = here.course.task("1.3")
-    line = f"1.3 scatter_batch is not written yet: write it in {task.template}\n"
-    assert (printed.out, printed.err) == (line, "")
+    line = f"1.3 scatter_batch is not written yet: write it in {here.task('1.3').template}\n"
+    assert capfd.readouterr() == (line, "")
+    text = (here.root / FILE).read_text()
+    mark = 'raise NotImplementedError(\n        "Task 1.6'
+    assert mark in text
+    calls_1_5 = text.replace(mark, "broadcast(x)\n    " + mark.replace("1.6", ""))
+    (here.root / FILE).write_text(calls_1_5)
+    assert distlab("trace", "1.6") == 1
+    assert capfd.readouterr().out == f"1.5 broadcast is not written yet: write it in {FILE}\n"
 
 
-def test_it_says_which_task_it_draws_and_why(
-    here: CourseFolder, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("    dist.send(outgoing, 99)\n", "template_collectives.py"),
+        (
+            "    sending = dist.isend(outgoing, dst)\n    dist.recv(incoming, src)\n"
+            "    sending.wait()\n",
+            "recv from rank 1 waits behind its isend to rank 1",  # judged in this order, too
+        ),
+    ],
+    ids=["error", "deadlock"],
+)
+def test_a_run_that_fails_is_reported_with_the_learners_lines_alone(
+    here: CourseFolder, capfd: Printed, body: str, says: str
 ) -> None:
-    solve_collectives(here)
+    write_exchange(here, body)
+    assert distlab("trace", "1.4", "--ranks", "2") == 1
+    printed = " ".join(capfd.readouterr().out.split())
+    assert says in printed
+    assert "/distlab/" not in printed
+    assert "trace_bodies.py" not in printed
+
+
+def test_it_draws_what_the_function_sends_and_says_so(here: CourseFolder, capfd: Printed) -> None:
+    write_exchange(here, RIGHT)
+    grade_as(here, t1_4="hang")
     assert distlab("trace", "--ranks", "2") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1.4 exchange, which is written:"
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "1.4 exchange, the last one graded:"
+    assert "It does not hang here, on any rank: the tests hang in another case." in lines
     assert lines[-1] == "out/trace-1.4.png: who did what when"
+    assert (here.root / "out/trace-1.4.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_course_without_pictures_says_so(here: CourseFolder) -> None:
-    phase = here.course.phases[0]
-    first = replace(phase.lessons[0], tasks=phase.lessons[0].tasks[:1])
-    other = replace(here.course, phases=(replace(phase, lessons=(first,)),))
-    bare = CourseFolder(here.root, course.Course(other.title, other.phases))
-    with pytest.raises(LearnerError, match="no picture of any task"):
-        trace_programs.choose(bare, state.load(bare))
+def test_a_picture_without_room_is_an_error_in_one_line(
+    here: CourseFolder, capsys: Printed
+) -> None:
+    (here.root / "out").write_text("not a folder")
+    assert distlab("trace", "1.4", "--impl", "solution", "--ranks", "2") == 1
+    assert capsys.readouterr().err == f"the picture {here.root}/out/trace-1.4.png: File exists\n"

@@ -118,7 +118,7 @@ def test_a_check_of_one_task_knows_of_the_failure_that_it_builds_on(tmp_path: Pa
     here = CourseFolder(tmp_path, COURSE)
     task = COURSE.task("1.8")
     state.remember(here, {"1.4": state.Record("hang"), "1.6": state.Record("failed")})
-    failed = grading.Grading(1, {"1.8": grading.TaskGrade("1.8", "failed", 0, 10, 1.0)})
+    failed = grading.Grading(1, graded(t1_8=Outcome.FAILED))
     lines = list(status.fix_first(here, task, failed, state.load(here)))
     assert lines == ["1.8 builds on exchange, which fails too. Fix 1.4 first: distlab check 1.4"]
     edited = state.Record("hang", digest="of another file")
@@ -128,13 +128,13 @@ def test_a_check_of_one_task_knows_of_the_failure_that_it_builds_on(tmp_path: Pa
         "1.8 builds on exchange, which failed and was edited since. Grade 1.4 again: "
         "distlab check 1.4"
     ]
-    passed = grading.Grading(0, {"1.8": grading.TaskGrade("1.8", "passed", 10, 10, 1.0)})
+    passed = grading.Grading(0, graded(t1_8=Outcome.PASSED))
     assert list(status.fix_first(here, task, passed, state.load(here))) == []
 
 
 def test_a_task_of_several_functions_is_built_on_by_all_their_names(tmp_path: Path) -> None:
     here = CourseFolder(tmp_path, COURSE)
-    failed = grading.Grading(1, {"2.17": grading.TaskGrade("2.17", "failed", 0, 5, 1.0)})
+    failed = grading.Grading(1, graded(t2_17=Outcome.FAILED))
 
     def said(id: str) -> list[str]:
         path = tmp_path / ".distlab/progress.json"

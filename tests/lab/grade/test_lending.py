@@ -339,7 +339,8 @@ def a_result(outcome: Outcome) -> GradeResult:
         task = COURSE.task(task_id)
         test = TestResult("test_it", "sim", Verdict(verdict, "It is wrong."), 0.1)
         result = TaskResult(task, "file.py", "", expected=1, tests=[test])
-        result.loan = loan_for(task, COURSE, SOLUTIONS, ())
+        lent = loan_for(task, COURSE, SOLUTIONS, ())
+        result.lent = lent.tasks if lent else ()
         tasks.append(result)
     return GradeResult("here", tasks, 1.0)
 

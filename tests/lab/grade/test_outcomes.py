@@ -7,7 +7,7 @@ import pytest
 from distlab import course
 from distlab.grade import table
 from distlab.grade.checks import Wrong
-from distlab.grade.outcomes import Outcome, Verdict, verdict_on
+from distlab.grade.outcomes import OUTPUT_CHARACTERS, Outcome, Verdict, verdict_on
 from distlab.grade.results import TaskResult, TestResult
 from distlab.launch import RankFailed, RankHung
 
@@ -78,10 +78,11 @@ def test_a_task_that_waits_for_another_one_says_for_which() -> None:
 
 
 def test_only_the_last_lines_of_what_ranks_print_are_shown() -> None:
-    assert table.tail("one\ntwo\n") == "one\ntwo"
-    shown = table.tail("".join(f"{n} " + 1000 * "flood " + "\n" for n in range(100))).splitlines()
+    assert Verdict(Outcome.PASSED, output="one\ntwo\n").output_tail == "one\ntwo"
+    flood = "".join(f"{n} " + 1000 * "flood " + "\n" for n in range(100))
+    shown = Verdict(Outcome.PASSED, output=flood).output_tail.splitlines()
     assert [line.split(" ")[0] for line in shown] == ["…", *map(str, range(90, 100))]
-    assert max(map(len, shown)) == table.OUTPUT_CHARACTERS
+    assert max(map(len, shown)) == OUTPUT_CHARACTERS
 
 
 def test_a_hang_is_explained_by_what_kind_it_is() -> None:

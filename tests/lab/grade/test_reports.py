@@ -186,3 +186,30 @@ def test_a_todo_names_what_is_to_be_written_as_data() -> None:
         "task": "1.4",
         "function": "exchange",
     }
+
+
+def test_a_report_that_is_read_again_has_the_same_verdicts() -> None:
+    missing = ("1.4", "exchange")
+    verdicts = (
+        Verdict(Outcome.TODO, "Task 1.4: exchange, see …", "a\nb", "hello\n", missing=missing),
+        Verdict(Outcome.PASSED),
+        HANG,
+    )
+    tasks = [
+        TaskResult(TASKS.task(id), "a.py", "ab", 1, tests=[TestResult("a", "sim", verdict, 0.25)])
+        for id, verdict in zip(("1.5", "1.6", "1.7"), verdicts, strict=True)
+    ]
+    tasks[0].lent, tasks[1].is_part = (TASKS.task("1.4"),), True
+    not_run = TaskResult(TASKS.task("1.8"), "", "", expected=3)
+    result = GradeResult("here", [*tasks, not_run], 1.5)
+    text = reports.FORMATS["json"](result)
+    again = GradeResult.from_json(json.loads(text), TASKS)
+    assert reports.FORMATS["json"](again) == text
+    assert again.tasks[0].is_waiting
+    assert again.tasks[1].points == 0
+
+
+@pytest.mark.parametrize("spoilt", [{}, {"tasks": []}, {"tasks": [{"id": "9.9"}]}])
+def test_what_is_not_a_report_is_refused(spoilt: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, ValueError)):
+        GradeResult.from_json(spoilt, TASKS)

@@ -1,8 +1,8 @@
 """The open task of phase 1: a learner's all-reduce of 16 MiB against the built-in ones.
 
-check    the sum on every rank, by messages alone: on small worlds, and in every run that is timed
-time     16 MiB on a few clusters whose shape and speeds are drawn, in virtual seconds
-stand    the geometric mean, over the clusters, of the time of recursive doubling over one's own
+check    the sum on every rank, by messages alone: on small worlds, and in every timed run
+time     16 MiB on a few clusters of random shapes and speeds, in virtual seconds
+score    geometric mean over the clusters: time of recursive doubling over the learner's time
 """
 
 import random
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from distlab import launch
 from distlab.course import Challenge
 from distlab.grade.submission import Submission
-from distlab.learner import racing
-from distlab.learner.racing import RIVALS, YOURS, ChallengeError, Standings, Wrong, between
+from distlab.races import standings
+from distlab.races.standings import RIVALS, YOURS, ChallengeError, Standings, Wrong, between
 from distlab.sim import Cluster, Options
 from distlab.util.text import counted
 
@@ -25,7 +25,7 @@ BASELINE = "recursive_doubling"
 NODES, GPUS = (1, 2, 3, 4), (2, 3, 4, 5, 8)  # up to 32 ranks
 MAX_RANKS = 16
 NVLINK_BYTES_PER_S = (10e9, 300e9)
-NIC_SHARE = (0.02, 0.5)  # of the bandwidth inside a node
+NIC_SHARE = (0.02, 0.5)  # network bandwidth over bandwidth inside a node
 LATENCY_S = (2e-6, 50e-6)
 SMALL_WORLDS = ((1, 5), (2, 1), (3, 8), (5, 1003), (8, 64))  # ranks, elements
 
@@ -70,38 +70,38 @@ def _drawn(numbers: random.Random) -> Cluster:
 
 
 def rival_s(algorithm: str, cluster: Cluster) -> float:
-    """Seconds of a built-in all-reduce."""
+    """Return the seconds of a built-in all-reduce."""
     options = Options(algorithm=algorithm)
     return launch.simulate(built_in, cluster.num_gpus, cluster=cluster, options=options).seconds
 
 
 def built_in() -> None:
-    """Be one rank of a rival: nothing is computed, only sent."""
+    """Run one rank of a rival: meta tensors are sent, nothing is computed."""
     dist.all_reduce(torch.empty(NUM_BYTES // 4, device="meta"))
 
 
 def checked_s(
     handed_in: Submission, challenge: Challenge, num_elements: int, cluster: Cluster
 ) -> float:
-    """Seconds of the learner's function on a cluster, if it sums there, and by messages alone.
+    """Return the seconds of the learner's function on a cluster.
 
     Raises:
-        ChallengeError: it does not.
+        ChallengeError: it does not sum there, or not by messages alone.
     """
     sizes = counted(num_elements, "number")
-    run = racing.simulated(handed_in, challenge, summed, (num_elements,), cluster, sizes)
+    run = standings.simulated(handed_in, challenge, summed, (num_elements,), cluster, sizes)
     if any(run.trace.collectives):
         raise ChallengeError(
             "it calls a built-in collective. Use messages: dist.send, dist.recv, dist.isend, "
             "dist.irecv, dist.batch_isend_irecv, and your own functions made of them."
         )
     for rank, wrong in enumerate(run.results):
-        racing.refuse_wrong(rank, wrong, cluster.num_gpus, num_elements)
+        standings.refuse_wrong(rank, wrong, cluster.num_gpus, num_elements)
     return run.seconds
 
 
 def summed(lesson: Any, function: str, num_elements: int) -> Wrong | None:
-    """Be one rank: sum, and return the first wrong element; None if all are right."""
-    x = racing.numbers_of_rank(num_elements, dist.get_rank())
+    """Run one rank: sum, and return the first wrong element; None if all are right."""
+    x = standings.numbers_of_rank(num_elements, dist.get_rank())
     getattr(lesson, function)(x)
-    return racing.first_wrong(x, dist.get_world_size())
+    return standings.first_wrong(x, dist.get_world_size())

@@ -1,4 +1,4 @@
-"""What the open tasks share: worlds by messages alone, and who stands where."""
+"""Simulated runs of a learner's all-reduce, and the table of times that it enters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ from distlab.util.text import counted
 RIVALS = ("recursive_doubling", "tree", "halving_doubling", "ring", "hierarchical")
 YOURS = "yours"
 TIMEOUT_S = 60.0
-Wrong = tuple[int, float, float]  # element, what it is, what it should be
+Wrong = tuple[int, float, float]  # element, its value, the right value
 
 
 class ChallengeError(Exception):
-    """What was handed in is not an all-reduce by messages; the text says why."""
+    """The submission is not an all-reduce by messages; the text says why."""
 
 
 @dataclass(frozen=True)
 class Standings:
-    """Seconds of everybody in every column: ``seconds["yours"][0]`` in the first.
+    """Times of the learner's function and its rivals, such as ``seconds["yours"][0]``.
 
     Attributes:
-        title: what the columns have in common.
+        title: description of what the columns have in common.
         columns: clusters or sizes, as they are printed.
-        seconds: by name, column by column.
-        baseline: the name that has a speedup of 1.
+        seconds: times by name, one per column.
+        baseline: name whose speedup is 1.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Standings:
     baseline: str
 
     def speedup(self, name: str) -> float:
-        """How many times as fast as the baseline: geometric mean over the columns."""
+        """Return how many times as fast as the baseline it is: geometric mean over the columns."""
         pairs = zip(self.seconds[self.baseline], self.seconds[name], strict=True)
         return prod(base / own for base, own in pairs) ** (1 / len(self.columns))
 
@@ -58,7 +58,7 @@ def figure(tables: tuple[Standings, ...]) -> float:
 
 
 def between(numbers: Random, limits: tuple[float, float]) -> float:
-    """Draw a number, spread evenly in the logarithm."""
+    """Draw a number, evenly distributed in the logarithm."""
     low, high = limits
     return float(low * (high / low) ** numbers.random())
 
@@ -100,8 +100,8 @@ def simulated(
     """Run a body with the learner's lesson on every rank of a cluster.
 
     Args:
-        body: called with the lesson, the name of the function, and ``args``.
-        sizes: what was summed, for messages.
+        body: function of the lesson, the name of the challenge's function, and ``args``.
+        sizes: description of what is summed, for messages.
 
     Raises:
         ChallengeError: the learner's function raised something or hung.

@@ -1,11 +1,11 @@
 """The open task of phase 3: an all-reduce for clusters and sizes that are not known in advance.
 
-prepare  the learner's function looks at the cluster, as it likes, and returns an all-reduce
-check    every sum on every rank, by messages alone, no fewer bytes than the sum needs
-time     from when the last rank is there until the last one ends, in virtual seconds: some sizes
-         on a few drawn clusters, where some rank is always late
-stand    the geometric mean, over clusters and sizes, of the time of the best built-in algorithm,
-         chosen with hindsight, over one's own
+prepare  the learner's function explores the cluster as it likes, and returns an all-reduce
+check    every sum on every rank, by messages alone, with no fewer bytes than the sum needs
+time     from the arrival of the last rank to the end of the last one, in virtual seconds: several
+         sizes on a few drawn clusters, where one rank is always late
+score    geometric mean over clusters and sizes: time of the best built-in algorithm, chosen with
+         hindsight, over the learner's time
 """
 
 import random
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from distlab import launch
 from distlab.course import Challenge
 from distlab.grade.submission import Submission
-from distlab.learner import racing
-from distlab.learner.racing import RIVALS, YOURS, ChallengeError, Standings, Wrong, between
+from distlab.races import standings
+from distlab.races.standings import RIVALS, YOURS, ChallengeError, Standings, Wrong, between
 from distlab.sim import Cluster, Event, Options
 from distlab.util.text import bytes_text, counted
 
@@ -29,16 +29,16 @@ SIZES_BYTES = (2**10, 2**15, 2**20, 2**24)
 BEST = "best of these"
 NODES, GPUS, MAX_RANKS = (1, 2, 3, 4, 6), (1, 2, 3, 4, 8), 16
 NVLINK_BYTES_PER_S = (10e9, 300e9)
-NIC_SHARE = (0.05, 0.5)  # of the bandwidth inside a node
+NIC_SHARE = (0.05, 0.5)  # network bandwidth over bandwidth inside a node
 LATENCY_S = (2e-6, 20e-6)
-NETWORK_LATENCY = (2.0, 10.0)  # times that inside a node
-SLOW_NIC = 2.0  # of the first node of every other cluster: times as slow as the rest
+NETWORK_LATENCY = (2.0, 10.0)  # network latency over latency inside a node
+SLOW_NIC = 2.0  # slowdown of the first node's NICs, in every other cluster
 LATE_S = (1e-6, 1e-3)
-SMALL_WORLDS = ((1, 1), (2, 1), (3, 2), (5, 4), (2, 3))  # nodes and GPUs of each
+SMALL_WORLDS = ((1, 1), (2, 1), (3, 2), (5, 4), (2, 3))  # nodes, GPUs per node
 SMALL_BYTES = (4, 28, 4012)
 
-Late = tuple[int, float]  # who, by how many seconds
-Timed = tuple[float, float, Wrong | None]  # from, to, the first wrong element
+Late = tuple[int, float]  # rank, delay in seconds
+Timed = tuple[float, float, Wrong | None]  # begin, end, first wrong element
 
 
 def race(
@@ -58,7 +58,7 @@ def race(
 
 
 def drawn(numbers: random.Random) -> Cluster:
-    """Draw a cluster of 2 to 16 ranks, whose links and numbering may be anything."""
+    """Draw a cluster of 2 to 16 ranks, with random links and numbering."""
     shapes = [(k, g) for k in NODES for g in GPUS if 2 <= k * g <= MAX_RANKS]
     nodes, gpus = numbers.choice(shapes)
     inside, latency_s = between(numbers, NVLINK_BYTES_PER_S), between(numbers, LATENCY_S)
@@ -98,14 +98,14 @@ def _standings(
 
 
 def rival_s(algorithm: str, cluster: Cluster, late: Sequence[Late]) -> tuple[float, ...]:
-    """Seconds of a built-in all-reduce, by size."""
+    """Return the seconds of a built-in all-reduce, by size."""
     options = Options(algorithm=algorithm, has_events=False)
     run = launch.simulate(built_in, cluster.num_gpus, late, cluster=cluster, options=options)
     return _seconds(run.results)
 
 
 def built_in(late: Sequence[Late]) -> list[Timed]:
-    """Be one rank of a rival: nothing is computed, only sent."""
+    """Run one rank of a rival: meta tensors are sent, nothing is computed."""
     sums: list[Timed] = []
     for num_bytes, one_late in zip(SIZES_BYTES, late, strict=True):
         x = torch.empty(num_bytes // 4, device="meta")
@@ -116,13 +116,13 @@ def built_in(late: Sequence[Late]) -> list[Timed]:
 def summed(
     lesson: Any, function: str, sizes_bytes: Sequence[int], late: Sequence[Late]
 ) -> list[Timed]:
-    """Be one rank: prepare, then sum each size, and compare every element."""
+    """Run one rank: prepare, then sum each size, and compare every element."""
     all_reduce = getattr(lesson, function)()
     sums = []
     for num_bytes, one_late in zip(sizes_bytes, late, strict=True):
-        x = racing.numbers_of_rank(num_bytes // 4, dist.get_rank())
+        x = standings.numbers_of_rank(num_bytes // 4, dist.get_rank())
         begin, end = _timed(all_reduce, x, one_late)
-        sums.append((begin, end, racing.first_wrong(x, dist.get_world_size())))
+        sums.append((begin, end, standings.first_wrong(x, dist.get_world_size())))
     return sums
 
 
@@ -130,17 +130,19 @@ def _timed(
     all_reduce: Callable[[torch.Tensor], object], x: torch.Tensor, late: Late
 ) -> tuple[float, float]:
     dist.barrier()
-    who, late_s = late
-    time.sleep(late_s if dist.get_rank() == who else 0.0)
+    late_rank, late_s = late
+    time.sleep(late_s if dist.get_rank() == late_rank else 0.0)
     begin = time.perf_counter()
     all_reduce(x)
     return begin, time.perf_counter()
 
 
-def _seconds(ranks: Sequence[Sequence[Timed]]) -> tuple[float, ...]:
+def _seconds(by_rank: Sequence[Sequence[Timed]]) -> tuple[float, ...]:
     """Return, for each size, the time from the last begin to the last end of all ranks."""
-    sizes = zip(*ranks, strict=True)
-    return tuple(max(end for _, end, _ in one) - max(begin for begin, _, _ in one) for one in sizes)
+    sizes = zip(*by_rank, strict=True)
+    return tuple(
+        max(end for _, end, _ in ranks) - max(begin for begin, _, _ in ranks) for ranks in sizes
+    )
 
 
 def checked_s(
@@ -150,17 +152,17 @@ def checked_s(
     sizes_bytes: Sequence[int],
     late: Sequence[Late],
 ) -> tuple[float, ...]:
-    """Seconds of the learner's all-reduce, by size, if it sums there, and by messages alone.
+    """Return the seconds of the learner's all-reduce, by size.
 
     Raises:
-        ChallengeError: it does not.
+        ChallengeError: it does not sum there, or not by messages alone.
     """
     sizes = f"{bytes_text(sizes_bytes[0])} to {bytes_text(sizes_bytes[-1])}"
     args = tuple(sizes_bytes), tuple(late)
-    run = racing.simulated(handed_in, challenge, summed, args, cluster, sizes)
+    run = standings.simulated(handed_in, challenge, summed, args, cluster, sizes)
     for rank, sums in enumerate(run.results):
         for num_bytes, (_, _, wrong) in zip(sizes_bytes, sums, strict=True):
-            racing.refuse_wrong(rank, wrong, cluster.num_gpus, num_bytes // 4)
+            standings.refuse_wrong(rank, wrong, cluster.num_gpus, num_bytes // 4)
     if cluster.num_gpus > 1:
         ready_s = [_ready_s(rank, sums, late[0]) for rank, sums in enumerate(run.results)]
         sent = [e for e in run.trace.events if e.start_s >= ready_s[e.rank]]
@@ -170,13 +172,13 @@ def checked_s(
 
 
 def _ready_s(rank: int, sums: Sequence[Timed], first_late: Late) -> float:
-    """Return when a rank had prepared: the end of the first barrier, less what may be rounded."""
-    who, late_s = first_late
-    return sums[0][0] - (late_s if rank == who else 0.0) - 1e-12
+    """Return when a rank was prepared: at the end of the first barrier, less a rounding error."""
+    late_rank, late_s = first_late
+    return sums[0][0] - (late_s if rank == late_rank else 0.0) - 1e-12
 
 
 def _refuse_collectives(events: Iterable[Event], num_sums: int) -> None:
-    """Refuse collectives, but for our barriers between the sums."""
+    """Refuse collectives, except for our barriers between the sums."""
     called = [event for event in events if event.kind == "collective"]
     by_rank = Counter(event.rank for event in called)
     if any(event.name != "barrier" for event in called) or max(by_rank.values()) >= num_sums:
