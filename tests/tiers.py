@@ -43,6 +43,7 @@ SECOND_TIER = (
     "lab/test_seed_commands.py",
     "lab/test_shared_memory.py",
     "lab/test_stoppable_run.py",
+    "lab/test_train_command.py",
     "lab/test_two_hosts.py",
 )
 BANK = "wrong_answers/test_bank.py"
