@@ -1,4 +1,4 @@
-"""Bodies for task 3.20: passes that can be drawn, a model's everyday use, and its states."""
+"""Bodies for task 3.20: passes drawn as figures, a model's everyday use, bytes, and states."""
 
 import time
 from typing import Any, NamedTuple
@@ -7,22 +7,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from judging.calls import refusal_of
+from phase3.zero import (
+    TWO,
+    WIDTH,
+    Numbers,
+    Probe,
+    chain,
+    listed,
+    loss_of,
+    net,
+    probed_chain,
+)
+
 FEATURES, BATCH = 8, 64
-Mark = tuple[float, str]  # when, in seconds of virtual time, and what had just been computed
+Mark = tuple[float, str]  # virtual time in seconds, and the unit that had just computed
 
 
 class Drawing(NamedTuple):
     """A model and its passes, as their messages and computing must come.
 
     Attributes:
-        uses: the units that compute, in that order.
-        frozen: units that are not trained.
-        has_own: whether the model multiplies by parameters of its own, at its begin and its end: by
+        uses: Units that compute, in that order.
+        frozen: Units that are not trained.
+        has_own: True if the model multiplies by parameters of its own, first and last: by
             ``scale``, and by ``level``, which is frozen.
-        needs_input: whether the gradient of the input is wanted.
-        is_second: whether there was a forward pass before, without a backward pass.
-        forward, backward: messages when they set out, computing when it ends.
-        why: the backward pass must be so.
+        needs_input: True if the gradient of the input is wanted.
+        is_second: True if a forward pass without a backward pass came before.
+        forward, backward: Order of the messages, as they set out, and of computing, as it ends.
+        why: Cause of a backward pass that differs.
     """
 
     uses: tuple[int, ...]
@@ -145,7 +158,6 @@ def draw(lesson: Any) -> list[list[Mark]]:
 
 # Everyday use
 
-
 NARROW, WHOLE_NUMBER = "torch.bfloat16", "torch.int64"
 SEEN = {
     **dict.fromkeys(("x", "mask", "more['pair'][0]"), NARROW),
@@ -189,7 +201,16 @@ def use_every_day(lesson: Any) -> dict[str, Any]:
         "calls of the hook": len(calls),
         "has gradient": [before.grad is not None, beside.grad is not None],
         "buffers": {name: [str(one.dtype), one.tolist()] for name, one in plain.named_buffers()},
+        "refusal": refusal_of(lambda: lesson.FullyShardedDataParallel(_without_values())),
     }
+
+
+UNBORN = "1.weight"
+
+
+def _without_values() -> nn.Module:
+    """Return a module of which one layer was built on the device meta."""
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False, device="meta"))
 
 
 def buffers_on(rank: int) -> dict[str, list[Any]]:
@@ -200,50 +221,122 @@ def buffers_on(rank: int) -> dict[str, list[Any]]:
 # States
 
 
-class Stored(nn.Module):
-    """Two units: one of three parameters in float32, one of two dtypes, its weight column-wise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        wide = nn.Linear(3, 2, dtype=torch.float64)
-        wide.weight = nn.Parameter(wide.weight.detach().t().contiguous().t())
-        first = nn.Sequential(nn.Linear(3, 3), nn.PReLU())
-        self.blocks = nn.ModuleList([first, nn.Sequential(wide, nn.LayerNorm(3))])
-
-
 MISSING = "blocks.1.0.weight"
-STORED = {name: str(param.dtype) for name, param in Stored().named_parameters()}
-SHARDS = ["torch.float32", "torch.float64", "torch.float32"]
 
 
-def store(lesson: Any) -> dict[str, Any]:
-    """Save, load another dtype's numbers, and load what lacks one; a barrier around the saving."""
-    model = lesson.FullyShardedDataParallel(Stored())
+def whole_numbers(kind: str) -> Numbers:
+    """Return a full state of a model, of numbers that are exact in float16; tied ones are equal."""
+    with torch.no_grad():
+        model = net(kind, 0)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) / 8)
+    return listed(model.state_dict())
+
+
+def dtypes_of(kind: str) -> dict[str, str]:
+    """Return the dtypes of a full state of a model."""
+    return {name: str(value.dtype) for name, value in net(kind, 0).state_dict().items()}
+
+
+def restore(lesson: Any, kind: str) -> dict[str, Any]:
+    """Load a full state in float16, then save and load the shards; last, load what lacks a name.
+
+    A barrier stands before and after the full state is saved.
+    """
+    model, other = (
+        lesson.FullyShardedDataParallel(net(kind, seed), compute_dtype=torch.float64)
+        for seed in (7, 8)
+    )
+    state = {
+        name: torch.tensor(numbers, dtype=torch.float16).view(net(kind, 0).state_dict()[name].shape)
+        for name, numbers in whole_numbers(kind).items()
+    }
+    model.load_full_state_dict(state)
     dist.barrier()
     full = model.full_state_dict()
     dist.barrier()
-    num_bytes = sum(shard.numel() * shard.element_size() for shard in model.parameters())
-    other = {
-        name: torch.arange(x.numel(), dtype=torch.float16).view_as(x) for name, x in full.items()
-    }
-    model.load_full_state_dict(other)
-    loaded = model.full_state_dict()
-    text = "no KeyError"
-    try:
-        model.load_full_state_dict({name: x for name, x in other.items() if name != MISSING})
-    except KeyError as error:
-        text = str(error)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():  # a model of two dtypes looks for its weights, which are not there
+        loss = 0.0 if kind == TWO else loss_of(model, dist.get_rank(), 0).item()
+    net(kind, 0).load_state_dict(full)  # the plain model can load it
+    shards = [*model.parameters()]
     return {
-        "dtypes": {name: str(x.dtype) for name, x in full.items()},
-        "bytes": num_bytes,
-        "shards": [str(shard.dtype) for shard in model.parameters()],
-        "held": sum(shard.untyped_storage().nbytes() for shard in model.parameters()),
-        "loaded": {name: x.flatten().tolist() for name, x in loaded.items()},
-        "error": text,
+        "full": listed(full),
+        "from shards": listed(other.full_state_dict()),
+        "loss": loss,
+        "dtypes": {name: str(value.dtype) for name, value in full.items()},
+        "bytes": sum(shard.nbytes for shard in shards),
+        "held": sum(shard.untyped_storage().nbytes() for shard in shards),
+        "shards": sorted({str(shard.dtype) for shard in shards}),
+        "error": _key_error_of(model, {name: x for name, x in state.items() if name != MISSING}),
     }
 
 
-def stored_numbers() -> dict[str, list[float]]:
-    """Return what ``store`` has loaded, by name."""
-    params = Stored().named_parameters()
-    return {name: [float(i) for i in range(param.numel())] for name, param in params}
+def _key_error_of(model: Any, state: dict[str, Tensor]) -> str:
+    try:
+        model.load_full_state_dict(state)
+    except KeyError as error:
+        return str(error)
+    return "no KeyError"
+
+
+def loss_with(kind: str, state: Numbers, rank: int) -> float:
+    """Return the loss of a plain model with these parameters."""
+    model = net(kind, 0)
+    for name, value in model.state_dict().items():
+        value.copy_(torch.tensor(state[name], dtype=value.dtype).view(value.shape))
+    return loss_of(model, rank, 0).item()
+
+
+# Several passes
+
+
+def use_twice(lesson: Any) -> dict[str, list[float]]:
+    """Take a step on the loss of two forward passes; return the full state and the units' uses."""
+    rank = dist.get_rank()
+    model = lesson.FullyShardedDataParallel(net("plain", rank), compute_dtype=torch.float64)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
+    plain.step()
+    uses = [unit.number for unit in model.order.units]
+    return listed(model.full_state_dict()) | {"uses": uses}
+
+
+def used_twice_plain(n: int) -> Numbers:
+    """Return the parameters after the step of ``use_twice``, without any sharding."""
+    model = net("plain", 0)
+    for rank in range(n):
+        for number in range(2):
+            (loss_of(model, rank, number) / n).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return listed(dict(model.named_parameters()))
+
+
+SENT_LAYERS = 4
+
+
+def pass_through(
+    lesson: Any, num_frozen: int, passes: int, is_evaluated: bool, is_mixed: bool
+) -> None:
+    """Go forward, and back unless it is evaluated; before that, go forward once for nothing.
+
+    Args:
+        is_mixed: True if each unit has a frozen and a trained layer.
+    """
+    plain = _mixed_chain() if is_mixed else probed_chain(Probe(), num_frozen, SENT_LAYERS)
+    model = lesson.FullyShardedDataParallel(plain)
+    x = torch.ones(1, WIDTH, requires_grad=True)
+    for _ in range(passes):
+        with torch.set_grad_enabled(not is_evaluated):
+            model(x)
+            y = model(x).sum()
+        if not is_evaluated:
+            y.backward()
+
+
+def _mixed_chain() -> nn.Sequential:
+    """Return units of two layers, of which the first is frozen."""
+    layers = chain(SENT_LAYERS)
+    for layer in layers[::2]:
+        layer.requires_grad_(False)
+    return nn.Sequential(*(nn.Sequential(*layers[i : i + 2]) for i in range(0, SENT_LAYERS, 2)))

@@ -1,25 +1,31 @@
-"""Judges task 3.20: values, memory during and between the passes, bytes, time, and states."""
+"""Judges task 3.20: values, memory, bytes, the order of messages, everyday use, and states."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, task
-from judging.checks import MEASURED, UNIFORM, is_close, of_members, uneven
+from distlab.grade import Grade, Run, check, task
+from distlab.util.text import joined
+from judging.checks import MEASURED, UNIFORM, check_refused, is_close, of_members, short
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase3 import zero as b
-from phase3.judge_zero_optimizers import (
-    BYTES_PER_S,
-    CAUSES,
-    REAL_SIZES,
-    SIZES,
+from phase3 import fully_sharded as b
+from phase3 import zero
+from phase3.judge_zero import (
+    BUFFERS,
+    NUM_PARAMS,
     SLOW,
+    STUCK,
+    check_overlap,
+    check_small_updates,
+    check_trained,
+    check_trains_as_plain,
     check_values,
 )
+from phase3.zero import FULLY
 
-NAME = "FullyShardedDataParallel"
-UNIT_BYTES = 2 * b.WIDTH**2
-NUM_PARAMS = b.FULL_LAYERS * b.WIDTH**2
+UNIT_BYTES = 2 * zero.WIDTH**2
+CASES = zero.CASES_IN_SHARDS
 PASSES = (  # number of frozen layers, is_evaluated, is_mixed
     (0, False, False),
     (b.SENT_LAYERS // 2, False, False),
@@ -28,47 +34,24 @@ PASSES = (  # number of frozen layers, is_evaluated, is_mixed
 )
 IN_A_PASS = {  # how many units' bytes may be held, and what they are
     "in a forward pass": (2, "two whole units"),
-    "in a backward pass": (5, "two whole units and the gradients of three"),
+    "in the backward pass": (5, "two whole units and the gradients of three"),
 }
-STUCK = "All ranks must gather and reduce the same units in the same order."
-BUFFERS = {"shift": [0.5] * 3}
 
 
 # Values
 
 
-def check_trained_fully(
-    what: str, by_rank: list[list[dict[str, Any]]], cases: tuple[tuple[str, str, int], ...]
-) -> None:
-    """Check the full states after training, in each case and on each rank."""
-    n = len(by_rank)
-    for place, case in enumerate(cases):
-        expected = b.expected_after(*case, n) | BUFFERS
-        kind, optimizer, passes = case
-        for rank, of_rank in enumerate(by_rank):
-            here = (
-                f"{what}, rank {rank} of {n}, a {kind} model after {b.STEPS} steps of {optimizer} "
-                f"with {passes} backward pass{'es' * (passes > 1)} each, full_state_dict"
-            )
-            check_values(here, expected, of_rank[place], CAUSES[kind], kind)
-
-
 @task("3.20", real=True)
 def test_a_fully_sharded_model_trains_as_plain(grade: Grade) -> None:
-    for n in SIZES if grade.is_simulated else REAL_SIZES:
-        cases = b.FULL_CASES if n == 3 or not grade.is_simulated else b.FULL_CASES[:2]
-        options = uneven(grade.random, n) if grade.is_simulated else None
-        run = grade.run(b.train_fully, n, cases, options=options, if_stuck=STUCK)
-        check_trained_fully(NAME, run.results, cases)
+    check_trains_as_plain(grade, FULLY, CASES)
 
 
 @task("3.20")
 def test_a_fully_sharded_model_inside_a_group(grade: Grade) -> None:
-    cases = b.FULL_CASES[:3]
     run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.train_fully, cases), if_stuck=STUCK_IN_GROUP
+        *(inside_group, OUTER_WORLD_SIZE, zero.train, FULLY, CASES[:3]), if_stuck=STUCK_IN_GROUP
     )
-    check_trained_fully(f"{NAME} inside a group", of_members(run), cases)
+    check_trained(f"{FULLY} inside a group", FULLY, of_members(run), CASES[:3])
 
 
 @task("3.20")
@@ -76,7 +59,7 @@ def test_two_forward_passes_before_a_backward_pass(grade: Grade) -> None:
     n = 2
     expected = b.used_twice_plain(n) | BUFFERS
     for rank, found in enumerate(grade.run(b.use_twice, n, if_stuck=STUCK).results):
-        here = f"{NAME}, rank {rank} of {n}, after a step on the loss of two forward passes"
+        here = f"{FULLY}, rank {rank} of {n}, after a step on the loss of two forward passes"
         uses = found.pop("uses")
         check(
             {*uses} == {2},
@@ -88,20 +71,14 @@ def test_two_forward_passes_before_a_backward_pass(grade: Grade) -> None:
 
 @task("3.20")
 def test_shards_are_kept_in_32_bits(grade: Grade) -> None:
+    dtypes = ["torch.bfloat16", "torch.float32"]
     for n in (1, 3):
-        for rank, found in enumerate(grade.run(b.take_small_steps_fully, n).results):
-            here = f"rank {rank} of {n}, compute_dtype=bfloat16"
-            dtypes = ["torch.bfloat16", "torch.float32"]
+        by_rank = check_small_updates(grade, FULLY, n, "only what is gathered may be rounded.")
+        for rank, found in enumerate(by_rank):
             check(
                 found["dtypes"] == dtypes,
-                f"{here}: the output and the shards should be in {' and '.join(dtypes)}; they are "
-                f"in {' and '.join(found['dtypes'])}.",
-            )
-            check(
-                found["values"] == [0.96875, 0.96875],
-                f"{here}: 32 steps of SGD with lr=2^-10 and gradients of 1.0 should take "
-                f"parameters from 1.0 to 0.96875; they are {found['values']}. 16 bits cannot hold "
-                "1 - 2^-10: only what is gathered may be rounded.",
+                f"rank {rank} of {n}, compute_dtype=bfloat16: the output and the shards should be "
+                f"in {' and '.join(dtypes)}; they are in {' and '.join(found['dtypes'])}.",
             )
 
 
@@ -109,15 +86,15 @@ def test_shards_are_kept_in_32_bits(grade: Grade) -> None:
 
 
 @task("3.20")
-@pytest.mark.parametrize("num_frozen", [0, b.FULL_LAYERS])
+@pytest.mark.parametrize("num_frozen", [0, zero.LAYERS])
 def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None:
     n = 4
-    run = grade.run(b.hold_fully, n, num_frozen, options=MEASURED)
-    trained = NUM_PARAMS * (b.FULL_LAYERS - num_frozen) / b.FULL_LAYERS
+    run = grade.run(zero.hold, n, FULLY, {}, num_frozen, options=MEASURED)
+    trained = NUM_PARAMS * (zero.LAYERS - num_frozen) / zero.LAYERS
     between = (16 * trained + 4 * (NUM_PARAMS - trained)) / n
-    slack = 0.02 * 16 * NUM_PARAMS / n
-    for rank, found in enumerate(run.results):
-        for when, held in found.items():
+    slack = 0.01 * 16 * NUM_PARAMS / n
+    for rank, by_moment in enumerate(run.results):
+        for when, held in by_moment.items():
             units, what = IN_A_PASS.get(when, (0, ""))
             copies = 2 * UNIT_BYTES / n if units else 0.0
             most = between + slack + units * UNIT_BYTES + copies
@@ -127,7 +104,7 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
             )
             check(
                 held <= most,
-                f"rank {rank} of {n}, {when}, {num_frozen} of {b.FULL_LAYERS} units frozen: "
+                f"rank {rank} of {n}, {when}, {num_frozen} of {zero.LAYERS} units frozen: "
                 f"{held:,} bytes are held, and at most {most:,.0f} should be: {between:,.0f} for "
                 "the shards in float32, with gradients and Adam's state of those that are trained, "
                 f"{slack:,.0f} to spare{besides if units else ''}. A whole unit takes "
@@ -136,14 +113,14 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
             )
 
 
-# Bytes
+# Bytes and time
 
 
 @task("3.20")
 @pytest.mark.parametrize("n", [2, 3])
 def test_units_travel_three_times(grade: Grade, n: int) -> None:
-    unit = -(-(b.WIDTH**2) // n) * n * 2 * (n - 1) / n
-    layers = b.SENT_LAYERS
+    layers, layer = b.SENT_LAYERS, zero.WIDTH**2
+    unit = -(-layer // n) * n * 2 * (n - 1) / n
     for num_frozen, is_evaluated, is_mixed in PASSES if n == 2 else PASSES[:1]:
         one, two = (
             grade.run(
@@ -152,12 +129,12 @@ def test_units_travel_three_times(grade: Grade, n: int) -> None:
             for passes in (1, 2)
         )
         units = 2 * layers if is_evaluated else 3 * layers + layers - num_frozen
+        what = "two evaluations" if is_evaluated else "two forward and a backward pass"
         for rank in range(n):
             got = round(two.bytes_sent[rank] - one.bytes_sent[rank])
-            what = "two evaluations" if is_evaluated else "two forward and a backward pass"
             check(
                 got <= round(units * unit),
-                f"rank {rank} of {n}, {layers} layers of {b.WIDTH**2:,} parameters, {num_frozen} "
+                f"rank {rank} of {n}, {layers} layers of {layer:,} parameters, {num_frozen} "
                 f"of them frozen: {what} should send at most {units} times (N-1)/N of a layer in "
                 f"bfloat16, {units * unit:,.0f} bytes; it sends {got:,}. Gather once forward and "
                 "once backward, in the dtype to compute in, and reduce-scatter the gradients of "
@@ -165,25 +142,120 @@ def test_units_travel_three_times(grade: Grade, n: int) -> None:
             )
 
 
-# Time
+@task("3.20")
+def test_the_next_unit_comes_while_one_computes(grade: Grade) -> None:
+    check_overlap(
+        *(grade, FULLY, {}, 4),
+        "Units here are two layers of 256 x 128, of which the first is frozen. Start to gather all "
+        "of the next unit before this one computes, forward and backward; and don't wait for a "
+        "reduce-scatter before there is the next one.",
+    )
+
+
+# Order
+
+
+def _parts_of(run: Run, rank: int) -> list[list[b.Mark]]:
+    """Return when a rank's gathers set out, in each part of the body that its barriers separate."""
+    words = b.words_by_bytes(len(run.results))
+    parts: list[list[b.Mark]] = [[]]
+    for event in _collectives_of(run, rank):
+        if event.name == "barrier":
+            parts.append([])
+        elif event.name == "all_gather":
+            word = words.get(event.num_bytes, f"an all-gather of {event.num_bytes} bytes")
+            parts[-1].append((event.start_s, word))
+    return parts
+
+
+def _collectives_of(run: Run, rank: int) -> list[Any]:
+    events = run.trace.events if run.trace else []
+    calls = [event for event in events if event.rank == rank and event.kind == "collective"]
+    return sorted(calls, key=lambda event: event.start_s)
+
+
+def _drawn(gathers: Sequence[b.Mark], marks: Sequence[b.Mark]) -> list[str]:
+    """Write down what came after what; messages that set out together share an entry."""
+    by_time: dict[tuple[float, bool], list[str]] = {}
+    for at_s, word in sorted([*gathers, *marks]):
+        by_time.setdefault((at_s, word.startswith("gather")), []).append(word)
+    return [" + ".join(by_time[when]) for when in sorted(by_time)]
+
+
+def _check_drawn(here: str, expected: list[str], got: list[str], why: str) -> None:
+    """Check that a pass runs as it is drawn, and show where it first does not."""
+    pairs = zip([*expected, "the end"], [*got, "the end"], strict=False)
+    wanted, came = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    check(
+        got == expected,
+        f"{here}: it should run as [{', '.join(expected)}], and runs as [{', '.join(got)}]; "
+        f"{wanted} should come where {came} does. A message stands where it sets out, computing "
+        f"where it ends. A unit waits for its own parameters alone; then it starts the next "
+        f"unit's, which travel while it computes.{why}",
+    )
 
 
 @task("3.20")
-def test_the_next_unit_comes_while_one_computes(grade: Grade) -> None:
-    n = 4
-    plain, sharded, made = (
-        grade.run(b.go_back_once_fully, n, kind, cluster=SLOW, options=MEASURED)
-        for kind in ("plain", "sharded", "made")
-    )
-    unit_s = 256 * 256 * 4 * (n - 1) / n / BYTES_PER_S + 3e-6
-    most, got = plain.seconds + 4 * unit_s, sharded.seconds - made.seconds
+def test_units_come_in_the_order_of_the_figure(grade: Grade) -> None:
+    n = 2
+    run = grade.run(b.draw, n, cluster=SLOW, options=MEASURED, if_stuck=STUCK)
+    for rank, by_drawing in enumerate(run.results):
+        parts = iter(_parts_of(run, rank))
+        for marks, (what, drawing) in zip(by_drawing, b.DRAWINGS.items(), strict=True):
+            _, forward, backward = (next(parts) for _ in range(3))
+            here, num = f"rank {rank} of {n}, {what}", len(drawing.uses)
+            for direction, wanted, got, why in (
+                ("forward", drawing.forward, _drawn(forward, marks[:num]), ""),
+                ("backward", drawing.backward, _drawn(backward, marks[num:]), f" {drawing.why}"),
+            ):
+                _check_drawn(f"{here}, {direction} pass", wanted.split(", "), got, why)
+
+
+# Everyday use
+
+
+@task("3.20")
+def test_a_model_is_used_as_ever(grade: Grade) -> None:
+    n = 2
+    by_rank = grade.run(b.use_every_day, n, if_stuck=STUCK).results
+    for rank, found in enumerate(by_rank):
+        here = f"rank {rank} of {n}, a model that computes in bfloat16"
+        _check_dict(
+            f"{here}, the dtypes that its forward sees",
+            *(b.SEEN, found["seen"]),
+            "Cast floating-point tensors, in args and kwargs, in tuples and dicts too, and no "
+            "others: labels and token ids would be rounded.",
+        )
+        _check_dict(f"{here}, what it returns", b.RETURNED, found["result"], "Pass it on as it is.")
+        check(
+            found["calls of the hook"] == 1,
+            f"{here}: a forward hook of the module should be called once in a pass; it was called "
+            f"{found['calls of the hook']} times. Call the module, not its forward, which skips "
+            "hooks.",
+        )
+        check(
+            all(found["has gradient"]),
+            f"{here}: what was computed before the model, and went into it by args and in kwargs, "
+            "should get gradients; has it got them? "
+            f"{joined([str(one) for one in found['has gradient']])}. Casting belongs to the graph: "
+            "detach nothing.",
+        )
+        _check_dict(
+            f"{here}, its buffers",
+            *(b.buffers_on(rank), found["buffers"]),
+            "Buffers stay as they are on each rank: they are neither sent nor cast.",
+        )
+    refusals = [found["refusal"] for found in by_rank]
+    check_refused(refusals, f"a module whose {b.UNBORN} is on the device meta", b.UNBORN)
+
+
+def _check_dict(here: str, expected: dict[str, Any], got: dict[str, Any], cause: str) -> None:
+    """Check values by name, and name those that differ."""
+    names = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
     check(
-        got <= most,
-        f"a forward and a backward pass of {b.TIMED_UNITS} units, each half frozen, should take at "
-        f"most {1e6 * most:.0f} µs on {n} ranks: {1e6 * plain.seconds:.0f} µs of computing, and "
-        f"four units' travel that nothing hides; it takes {1e6 * got:.0f} µs. Start to gather all "
-        "of the next unit before this one computes, forward and backward; and don't wait for a "
-        "reduce-scatter before there is the next one.",
+        not names,
+        f"{here}: {joined(names)} should be {joined([short(expected.get(n)) for n in names])}; "
+        f"found {joined([short(got.get(n)) for n in names])}. {cause}",
     )
 
 
@@ -191,18 +263,54 @@ def test_the_next_unit_comes_while_one_computes(grade: Grade) -> None:
 
 
 @task("3.20")
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
-def test_states_fit_another_number_of_ranks(grade: Grade, kind: str) -> None:
-    case = (kind, "SGD with momentum", 1)
-    saved = grade.run(b.train_fully, 4, (case,)).results[0][0]
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", b.TWO])
+def test_states_fit_any_number_of_ranks(grade: Grade, kind: str) -> None:
+    state, dtypes = b.whole_numbers(kind), b.dtypes_of(kind)
     for n in (1, 3):
-        for rank, found in enumerate(grade.run(b.restore, n, kind, saved).results):
+        run = grade.run(b.restore, n, kind, if_stuck=STUCK)
+        for rank, found in enumerate(run.results):
+            here = f"rank {rank} of {n}, a {kind} model after load_full_state_dict of float16"
             for way in ("full", "from shards"):
-                here = f"rank {rank} of {n}, a {kind} model saved on 4 ranks and loaded, {way}"
-                check_values(here, saved, found[way], "Is each parameter's part in its place?")
-            loss = b.loss_with(kind, saved, rank)
+                cause = "Is each parameter's part in its place, and are the buffers there?"
+                check_values(f"{here}, {way}", state, found[way], cause)
+            loss = 0.0 if kind == b.TWO else b.loss_with(kind, state, rank)
             check(
                 is_close(loss, found["loss"], 1e-7),
-                f"rank {rank} of {n}, a {kind} model saved on 4 ranks and loaded: its loss should "
-                f"be {loss:.6f}, and is {found['loss']:.6f}.",
+                f"{here}: its loss should be {loss:.6f}, and is {found['loss']:.6f}.",
             )
+            _check_dict(
+                *(f"{here}, full_state_dict, dtypes", dtypes, found["dtypes"]),
+                "Gather the shards in their own dtype: a checkpoint in bfloat16 has lost digits.",
+            )
+            _check_stored(here, kind, found, _bytes_of_state(run, rank))
+
+
+def _check_stored(here: str, kind: str, found: dict[str, Any], sent: int) -> None:
+    """Check the bytes of a full state and of the shards, and an incomplete state."""
+    check(
+        sent <= found["bytes"],
+        f"{here}, full_state_dict: this rank's shards, {found['bytes']} bytes, should be in one "
+        f"all-gather each; it brings {sent} bytes into collectives. An all-gather of a flat "
+        "returns all of its parameters.",
+    )
+    dtypes = ["torch.float32", "torch.float64"][kind != b.TWO :]
+    check(
+        (found["shards"], found["held"]) == (dtypes, found["bytes"]),
+        f"{here}: the shards should be in {joined(dtypes)} and hold {found['bytes']} bytes; they "
+        f"are in {joined(found['shards'])} and hold {found['held']}. Copy into the shard's own "
+        "memory: a view keeps the whole parameters, and their dtype.",
+    )
+    check(
+        b.MISSING in found["error"],
+        f"{here} without {b.MISSING}: a KeyError should name it; there is {found['error']}. Who "
+        "restarts from a checkpoint that does not fit must not train from other numbers.",
+    )
+
+
+def _bytes_of_state(run: Run, rank: int) -> int:
+    """Return the bytes of a rank's collectives between the two barriers of the body."""
+    parts = [0]
+    for event in _collectives_of(run, rank):
+        parts[-1] += event.num_bytes
+        parts += [0] * (event.name == "barrier")
+    return parts[1]

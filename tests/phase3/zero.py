@@ -1,6 +1,6 @@
-"""Bodies for the lesson zero, tasks 3.18 to 3.20: models, training, and what is held meanwhile."""
+"""Bodies for tasks 3.18 to 3.20: one contract, of which each class shards more than the last."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -9,36 +9,61 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.sim.device.hooks import this_tracker
+from judging.calls import cause_told
 
+STATE, GRADIENTS = "ShardedOptimizer", "ShardedGradientOptimizer"
+FULLY = "FullyShardedDataParallel"
 FEATURES = 5
+TWO = "two dtypes"
+Case = tuple[str, str]  # kind of model, optimizer
+Numbers = dict[str, list[float]]  # of parameters, by name
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 0.05}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.3}),
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
-    "SGD with momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "SGD with momentum and decay": (
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
+    ),
 }
-# kind of model, optimizer, backward passes of a step; SGD first, since a factor that all gradients
-# have in common, as where a sum stands for the mean, changes nothing in what Adam does
-CASES = (
-    ("plain", "SGD", 1),
-    ("plain", "AdamW", 1),
-    ("plain", "SGD with momentum", 3),
-    ("tied", "SGD with momentum", 1),
-    ("frozen", "AdamW", 1),
-    ("unused", "Adam", 2),
-    ("two dtypes", "Adam", 1),
+# SGD comes first: a factor that all gradients share, as where a sum is taken for the mean, changes
+# nothing in what Adam does.
+CASES: tuple[Case, ...] = (
+    ("plain", "SGD"),
+    ("plain", "AdamW"),
+    ("tied", "SGD with momentum and decay"),
+    ("frozen", "AdamW"),
+    ("unused", "Adam"),
+    ("unused", "SGD with momentum and decay"),
+    (TWO, "Adam"),
 )
-STEPS = 2
-WALKED_TWICE = (
-    "params is an iterator here, as model.parameters() is, and can be walked only once: if you "
-    "need it twice, make a list of it first"
+CASES_IN_SHARDS = CASES[:5]  # what is computed in one dtype, and not used has no gradient
+IN_USE = "tied", "unused"  # models that have gradients before they are sharded
+NEXT_LR = 0.02
+# what comes before each step: calls of zero_grad, another learning rate, and backward passes of the
+# whole model or of one parameter
+LIFE = (
+    ("a step with one backward pass", ("own", "pass")),
+    ("a step after module.zero_grad() and zero_grad()", ("module", "own", "pass")),
+    ("a step after three backward passes without zero_grad in between", ("own", *["pass"] * 3)),
+    ("a step with another learning rate, set in optimizer.param_groups", ("own", "lr", "pass")),
+    ("a second step with that learning rate", ("own", "pass")),
+    ("a step with zero gradients", ("own",)),
+    ("a step after zero_grad(), twice, without a backward pass", ("own", "own")),
+    ("a step after a backward pass that uses the parameter scale alone", ("own", "scale")),
 )
+LIFE_IN_SHARDS = LIFE[:3]  # the optimizer is torch's, and skips what has no gradient
+WALKED_TWICE = {
+    "empty parameter list": "params is an iterator here, as model.parameters() is, and can be "
+    "walked only once: if you need it twice, make a list of it first"
+}
+NOTHING = nn.Parameter(torch.zeros(1))  # for an optimizer of a model that is all frozen
 
 
 class Net(nn.Module):
-    """Layers whose sizes few numbers of ranks divide; a part in no list is the model's own."""
+    """Layers whose sizes few numbers of ranks divide; the scale and the head are in no list."""
 
-    def __init__(self, kind: str, is_used: bool = True) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
         layers = [nn.Linear(FEATURES, FEATURES) for _ in range(3)]
@@ -56,14 +81,16 @@ class Net(nn.Module):
             self.blocks.append(nn.Linear(FEATURES, 2))
             self.blocks[0].register_parameter("spare", nn.Parameter(torch.rand(4)))  # comes first
         self.double()
-        if kind == "two dtypes":
+        if kind == TWO:
             layers[1].float()
+            by_column = self.head.weight.detach().t().contiguous().t()
+            self.head.weight = nn.Parameter(by_column)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute with all blocks, but for one that is too many."""
+        """Compute with the first three blocks."""
         for block in self.blocks[:3]:
             weight = next(iter(block.parameters()), x)
-            is_narrow = self.kind == "two dtypes" and block is self.blocks[1]
+            is_narrow = self.kind == TWO and block is self.blocks[1]
             y = block(input=x.float() if is_narrow and weight.dtype == torch.float32 else x)
             x = x + y.to(x.dtype)
         return self.head(x) * self.scale + self.shift
@@ -77,7 +104,7 @@ def net(kind: str, seed: int) -> Net:
 
 
 def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
-    """Compute the loss of a rank's batch of a number."""
+    """Return the loss of one of a rank's batches; those with odd numbers go in by name."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     x, y = (
         torch.randn(4, width, generator=generator, dtype=torch.float64) for width in (FEATURES, 3)
@@ -87,242 +114,183 @@ def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
     return loss
 
 
-def expected_after(kind: str, optimizer: str, passes: int, n: int) -> dict[str, list[float]]:
-    """Return the parameters after plain training on the batches of all ranks, by name."""
-    model = net(kind, 0)
-    cls, options = OPTIMIZERS[optimizer]
-    trained = [param for param in model.parameters() if param.requires_grad]
-    plain = cls(trained, **options)
-    for step in range(STEPS):
-        plain.zero_grad()
-        for number in range(step * passes, (step + 1) * passes):
-            for rank in range(n):
-                (loss_of(model, rank, number) / n).backward()
-        plain.step()
-    return listed(dict(model.named_parameters(remove_duplicate=False)))
-
-
-def listed(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
+def listed(tensors: dict[str, Tensor]) -> Numbers:
     """Return the numbers of tensors, by name."""
     return {name: value.flatten().tolist() for name, value in tensors.items()}
 
 
-def train_with(
-    lesson: Any, cls: str, cases: tuple[tuple[str, str, int], ...], group: Any = None
-) -> list[dict[str, Any]]:
-    """Train a model in each case, with a sharded optimizer; the ranks begin with other numbers."""
-    rank, found = dist.get_rank(group), []
-    for kind, optimizer, passes in cases:
-        model = net(kind, rank)
-        for mine, first in zip(model.parameters(), net(kind, 0).parameters(), strict=True):
-            if not mine.requires_grad:  # nobody promises to make these equal
-                mine.data.copy_(first)
-        before = dict(model.named_parameters(remove_duplicate=False))
-        begun = listed(before)
-        optimizer_cls, options = OPTIMIZERS[optimizer]
-        options = options | ({"group": group} if group else {})
-        if cls == "ShardedGradientOptimizer":
-            options["bucket_bytes"] = 300
-        params = iter(before.values())  # once, as model.parameters(); a tied one comes twice
-        sharded = _sharded_of(lesson, cls, params, optimizer_cls, options)
-        for step in range(STEPS):
-            sharded.zero_grad()
-            for number in range(step * passes, (step + 1) * passes):
-                loss_of(model, rank, number).backward()
-            sharded.step()
-        after = dict(model.named_parameters(remove_duplicate=False))
-        same = all(after[name] is before[name] for name in before)
-        stayed = listed(after) == begun
-        found.append({"params": listed(after), "same": same, "stayed": stayed})
-    return found
+class Sharded:
+    """A model and its optimizer, sharded by one of the lesson's classes.
 
-
-def _sharded_of(
-    lesson: Any, cls: str, params: Iterator[nn.Parameter], optimizer_cls: Any, options: Any
-) -> Any:
-    """Make a sharded optimizer.
-
-    Raises:
-        ValueError: in words that name the likely cause, where torch's optimizer gets nothing.
+    Attributes:
+        model: Module to call.
+        optimizer: Has ``zero_grad`` and ``step``.
     """
-    try:
-        return getattr(lesson, cls)(params, optimizer_cls, **options)
-    except ValueError as error:
-        if "empty parameter list" in str(error):
-            raise ValueError(f"{error}. {WALKED_TWICE}") from error
-        raise
+
+    def __init__(
+        self,
+        lesson: Any,
+        cls: str,
+        model: nn.Module,
+        optimizer_cls: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+        *,
+        group: Any = None,
+        compute_dtype: torch.dtype = torch.float64,
+    ) -> None:
+        of_group = {"group": group} if group else {}
+        self.model, self.plain, self.is_whole = model, model, cls != FULLY
+        if self.is_whole:
+            params = dict(model.named_parameters(remove_duplicate=False)).values()
+            with cause_told(WALKED_TWICE, ValueError):
+                make = getattr(lesson, cls)
+                self.optimizer = make(iter(params), optimizer_cls, **options, **of_group)
+        else:
+            self.model = getattr(lesson, cls)(model, compute_dtype=compute_dtype, **of_group)
+            trained = [param for param in self.model.parameters() if param.requires_grad]
+            self.optimizer = optimizer_cls(trained or [NOTHING], **options)
+
+    def act(self, action: str, rank: int, number: int) -> None:
+        """Do what comes before a step, as ``LIFE`` names it."""
+        if action == "own":
+            self.optimizer.zero_grad()
+        elif action == "module":
+            self.model.zero_grad()
+        elif action == "lr":
+            _set_learning_rate(self.optimizer)
+        else:
+            _life_loss(self.model, action, rank, number).backward()
+
+    def numbers(self) -> Numbers:
+        """Return all parameters, whole; of a model in shards, the buffers too.
+
+        Such a model also loads its own state, which changes nothing: the optimizer has its shards.
+        """
+        if self.is_whole:
+            return listed(dict(self.plain.named_parameters(remove_duplicate=False)))
+        state = self.model.full_state_dict()  # type: ignore[operator]
+        self.model.load_full_state_dict(state)  # type: ignore[operator]
+        return listed(state)
 
 
-def take_small_steps(lesson: Any, cls: str) -> list[float]:
-    """Take 32 steps down from 1.0, each too small for 16 bits, and a large one; return extremes.
+# Values
+
+
+def train(lesson: Any, cls: str, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
+    """Train a model in each case; the ranks begin with different numbers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory not written holds NaN
+    return [_trained(lesson, cls, *case, group) for case in cases]
+
+
+def _trained(lesson: Any, cls: str, kind: str, optimizer: str, group: Any) -> dict[str, Any]:
+    rank, numbers = dist.get_rank(group), []
+    model = net(kind, rank)
+    if cls != FULLY:
+        _copy_frozen(net(kind, 0), model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    begun = listed(before)
+    if cls == STATE and kind in IN_USE:  # whose construction moves gradients, too
+        loss_of(model, rank, 0).backward()
+    optimizer_cls, options = OPTIMIZERS[optimizer]
+    limit = {"bucket_bytes": 300} if cls == GRADIENTS else {}
+    sharded = Sharded(lesson, cls, model, optimizer_cls, options | limit, group=group)
+    for number, (_, actions) in enumerate(LIFE_IN_SHARDS if cls == FULLY else LIFE):
+        for action in actions:
+            sharded.act(action, rank, number)
+        sharded.optimizer.step()
+        numbers.append(sharded.numbers())
+    after = dict(model.named_parameters(remove_duplicate=False))
+    is_same = cls == FULLY or all(after[name] is before[name] for name in before)
+    return {"begun": begun, "after": numbers, "is_same": is_same}
+
+
+def _copy_frozen(source: nn.Module, target: nn.Module) -> None:
+    """Make frozen parameters equal on all ranks, which optimizers do not promise."""
+    for mine, first in zip(target.parameters(), source.parameters(), strict=True):
+        if not mine.requires_grad:
+            mine.data.copy_(first)
+
+
+def _set_learning_rate(optimizer: Any) -> None:
+    """Set it as a scheduler does."""
+    for group in getattr(optimizer, "optimizer", optimizer).param_groups:
+        group["lr"] = NEXT_LR
+
+
+def _life_loss(model: nn.Module, action: str, rank: int, number: int) -> Tensor:
+    if action == "pass":
+        return loss_of(model, rank, number)
+    return (rank + 1) * model.get_parameter("scale").sum()
+
+
+def trained_plainly(kind: str, optimizer: str, n: int) -> list[Numbers]:
+    """Return the parameters after each step of ``LIFE`` without any sharding."""
+    model, after = net(kind, 0), []
+    trained = [param for param in model.parameters() if param.requires_grad]
+    cls, options = OPTIMIZERS[optimizer]
+    plain = cls(trained, **options)  # type: ignore[call-arg]
+    for number, (_, actions) in enumerate(LIFE):
+        for param in trained:
+            param.grad = torch.zeros_like(param)
+        for action in actions:
+            if action == "lr":
+                _set_learning_rate(plain)
+            for rank in range(n if action in ("pass", "scale") else 0):
+                (_life_loss(model, action, rank, number) / n).backward()
+        plain.step()
+        after.append(listed(dict(model.named_parameters(remove_duplicate=False))))
+    return after
+
+
+def train_in_group(
+    lesson: Any, cls: str, cases: Sequence[Case], keywords: Any, group: Any
+) -> dict[str, Any]:
+    """Train, and take a step beside a frozen parameter, in one world."""
+    return {
+        "trained": train(lesson, cls, cases, group),
+        "frozen": take_mixed_steps(lesson, cls, keywords, 1, group),
+    }
+
+
+def take_small_steps(lesson: Any, cls: str) -> dict[str, Any]:
+    """Take 32 steps down from 1.0, each too small for 16 bits, and a large one.
 
     Rank r begins with r + 1, and is given the 1.0 of rank 0.
     """
-    weight = nn.Parameter(torch.full((7,), dist.get_rank() + 1.0, dtype=torch.bfloat16))
-    sharded = getattr(lesson, cls)([weight], torch.optim.SGD, lr=2.0**-10)
+    layer = nn.Linear(1, 7, bias=False, dtype=torch.bfloat16)
+    layer.weight.data.fill_(dist.get_rank() + 1.0)
+    sharded = Sharded(
+        *(lesson, cls, nn.Sequential(layer), torch.optim.SGD, {"lr": 2.0**-10}),
+        compute_dtype=torch.bfloat16,
+    )
     for factor in (*[1] * 32, 512):
-        sharded.zero_grad()
-        (factor * weight).sum().backward()
-        sharded.step()
-    return [float(weight.detach().min()), float(weight.detach().max())]
+        sharded.optimizer.zero_grad()
+        y = sharded.model(torch.ones(1, 1, dtype=torch.bfloat16))
+        (factor * y).sum().backward()
+        sharded.optimizer.step()
+    (values,) = sharded.numbers().values()
+    dtypes = [str(x.dtype) for x in (y, *sharded.model.parameters())]
+    return {"values": [min(values), max(values)], "dtypes": dtypes}
 
 
-# Memory, bytes and times
+# Memory
 
 WIDTH, LAYERS = 64, 16
 
 
-def chain(layers: int = LAYERS, width: int = WIDTH) -> nn.Sequential:
-    """Layers of width * width parameters each, in 16 bits."""
-    return nn.Sequential(
-        *(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers))
-    )
+def chain(layers: int = LAYERS) -> list[nn.Linear]:
+    """Return layers of WIDTH² parameters each, in 16 bits."""
+    return [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)]
 
 
 def live() -> int:
-    """Bytes that this rank holds, in a world with ``Options(has_devices=True)``."""
+    """Return the bytes that this rank holds in a world with ``Options(has_devices=True)``."""
     tracker = this_tracker()
     return tracker.live_bytes if tracker else 0
 
 
-def watched(model: nn.Sequential, x: Tensor, seen: list[int]) -> Tensor:
-    """Compute, and note what is held whenever the backward pass goes from layer to layer."""
-    for layer in model:
-        x = layer(x)
-        x.register_hook(lambda _: seen.append(live()))
-    return x
-
-
-def hold_state(
-    lesson: Any, cls: str, keywords: dict[str, Any], has_unused: bool = False
-) -> dict[str, int]:
-    """Take two steps with Adam in 16 bits; return bytes held between the calls, and at most."""
-    model, found = chain(), {}
-    unused = [nn.Parameter(torch.ones(1, dtype=torch.bfloat16))] if has_unused else []
-    params = [*model.parameters(), *unused]
-    sharded = getattr(lesson, cls)(params, torch.optim.Adam, **keywords)
-    x, seen = torch.ones(1, WIDTH, dtype=torch.bfloat16), []
-    for _ in range(2):
-        sharded.zero_grad()
-        watched(model, x, seen).sum().backward()
-        found["after the backward pass"] = live()
-        sharded.step()
-        found["after step"] = live()
-    return found | {"in the backward pass": max(seen[LAYERS:])}
-
-
-def take_steps(
-    lesson: Any, cls: str, shapes: list[tuple[int, ...]], passes: int, steps: int, keywords: Any
-) -> None:
-    """Take steps, each with several backward passes, for parameters of given shapes."""
-    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    twice = [*params, params[0]]  # as a tied one may come
-    sharded = getattr(lesson, cls)(twice, torch.optim.SGD, lr=0.1, **keywords)
-    for _ in range(steps):
-        sharded.zero_grad()
-        for _ in range(passes):
-            torch.stack([param.sum() for param in params]).sum().backward()
-        sharded.step()
-
-
-def go_back_once(lesson: Any, keywords: dict[str, Any], kind: str) -> None:
-    """Go forward and back once through layers whose gradients take as long to send as to make.
-
-    Args:
-        kind: "plain", "sharded", or only "made", without a pass.
-    """
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
-    if kind != "plain":
-        cls = lesson.ShardedGradientOptimizer
-        held = cls(model.parameters(), torch.optim.SGD, lr=0.1, **keywords)
-        held.zero_grad()
-    if kind != "made":
-        model(torch.ones(64, 256)).sum().backward()
-
-
-# Stage 3
-
-FULL_LAYERS, SENT_LAYERS = 8, 4
-FULL_CASES = tuple(case for case in CASES if case[0] != "two dtypes")
-
-
-def sharded_net(lesson: Any, kind: str, seed: int, group: Any = None) -> nn.Module:
-    """Return a model in shards, which computes in float64."""
-    keywords = {"group": group} if group else {}
-    model: nn.Module = lesson.FullyShardedDataParallel(
-        net(kind, seed), compute_dtype=torch.float64, **keywords
-    )
-    return model
-
-
-def train_fully(
-    lesson: Any, cases: tuple[tuple[str, str, int], ...], group: Any = None
-) -> list[dict[str, list[float]]]:
-    """Train a model in each case; return what ``full_state_dict`` has then."""
-    rank, found = dist.get_rank(group), []
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what is not written holds NaN
-    for kind, optimizer, passes in cases:
-        model = sharded_net(lesson, kind, rank, group)
-        cls, options = OPTIMIZERS[optimizer]
-        plain = cls([param for param in model.parameters() if param.requires_grad], **options)
-        for step in range(STEPS):
-            plain.zero_grad()
-            for number in range(step * passes, (step + 1) * passes):
-                loss_of(model, rank, number).backward()
-            plain.step()
-        model.load_full_state_dict(model.full_state_dict())  # changes nothing
-        found.append(listed(model.full_state_dict()))
-    return found
-
-
-def use_twice(lesson: Any) -> dict[str, list[float]]:
-    """Take a step on the loss of two forward passes; return the full state and the units' uses."""
-    rank = dist.get_rank()
-    model: Any = sharded_net(lesson, "plain", rank)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
-    plain.step()
-    uses = [unit.number for unit in model.order.units]
-    return listed(model.full_state_dict()) | {"uses": uses}
-
-
-def restore(lesson: Any, kind: str, state: dict[str, list[float]]) -> dict[str, Any]:
-    """Load a full state, then save and load the shards; return full states and a loss."""
-    rank = dist.get_rank()
-    model, other = sharded_net(lesson, kind, 7), sharded_net(lesson, kind, 8)
-    shapes = {name: value.shape for name, value in net(kind, 0).state_dict().items()}
-    model.load_full_state_dict(
-        {
-            name: torch.tensor(values, dtype=torch.float64).view(shapes[name])
-            for name, values in state.items()
-        }
-    )
-    other.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        loss = loss_of(model, rank, 0).item()
-    full = model.full_state_dict()
-    net(kind, 0).load_state_dict(full)  # the plain model can load it
-    return {"full": listed(full), "from shards": listed(other.full_state_dict()), "loss": loss}
-
-
-def take_small_steps_fully(lesson: Any) -> dict[str, Any]:
-    """Take 32 steps down from 1.0, each too small for the 16 bits to compute in."""
-    plain = nn.Sequential(nn.Linear(1, 7, bias=False))
-    plain[0].weight.data.fill_(1.0)
-    model = lesson.FullyShardedDataParallel(plain, compute_dtype=torch.bfloat16)
-    sgd = torch.optim.SGD(model.parameters(), lr=2.0**-10)
-    for _ in range(32):
-        sgd.zero_grad()
-        y = model(torch.ones(1, 1))
-        y.sum().backward()
-        sgd.step()
-    (weight,) = model.full_state_dict().values()
-    dtypes = sorted({str(param.dtype) for param in model.parameters()})
-    return {"values": [float(weight.min()), float(weight.max())], "dtypes": [str(y.dtype), *dtypes]}
-
-
 class Probe(nn.Module):
-    """Notes what is held while its unit computes, forward and backward."""
+    """Notes the bytes that are held while its unit computes, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +299,7 @@ class Probe(nn.Module):
         self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pass on, or fail."""
+        """Pass the input on, or fail."""
         if self.fails:
             raise ArithmeticError("as the test wants it")
         self.forward_bytes.append(live())
@@ -340,119 +308,145 @@ class Probe(nn.Module):
         return x
 
 
-def probed_chain(probe: Probe, num_frozen: int = 0, num_layers: int = FULL_LAYERS) -> nn.Sequential:
-    """Layers as in ``chain``, each with a probe; the first ones frozen."""
-    layers = [*chain(num_layers)]
+class Spare(nn.Module):
+    """Has a parameter that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pass the input on."""
+        return x
+
+
+def probed_chain(probe: Probe, num_frozen: int = 0, num_layers: int = LAYERS) -> nn.Sequential:
+    """Return layers as in ``chain``, each with a probe; the first ones are frozen."""
+    layers = chain(num_layers)
     for layer in layers[:num_frozen]:
         layer.requires_grad_(False)
     return nn.Sequential(*(nn.Sequential(layer, probe) for layer in layers))
 
 
-def hold_fully(lesson: Any, num_frozen: int) -> dict[str, int]:
-    """Take two steps with Adam, evaluate, and fail; return bytes held between, and at most.
+def hold(
+    lesson: Any, cls: str, keywords: dict[str, Any], num_frozen: int = 0, has_unused: bool = False
+) -> dict[str, int]:
+    """Take two steps with Adam in 16 bits; return the bytes held between the calls, and at most.
 
-    With all layers frozen, a backward pass only brings the gradient of the input.
+    With all layers frozen, a backward pass only brings the gradient of the input. A model in shards
+    is also evaluated, and made to fail.
     """
-    probe, found = Probe(), {}
-    model = lesson.FullyShardedDataParallel(probed_chain(probe, num_frozen))
-    trained = [param for param in model.parameters() if param.requires_grad]
-    adam = torch.optim.Adam(trained, foreach=False) if trained else None
-    x = torch.ones(1, WIDTH, requires_grad=True)
+    probe, held = Probe(), dict[str, int]()
+    plain = probed_chain(probe, num_frozen)
+    if has_unused:
+        plain.append(Spare())
+    half = torch.bfloat16
+    sharded = Sharded(lesson, cls, plain, torch.optim.Adam, keywords, compute_dtype=half)
+    x = torch.ones(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):
-        model.zero_grad()
-        y = model(x).sum()
-        found["after a forward pass"] = live()
+        sharded.optimizer.zero_grad()
+        y = sharded.model(x).sum()
+        if cls == FULLY:
+            held["after a forward pass"] = live()
         y.backward()
-        found["after a backward pass"] = live()
-        if adam:
-            adam.step()
-    found["after step"] = live()
+        del y
+        held["after a backward pass"] = live()
+        sharded.optimizer.step()
+        held["after step"] = live()
+    half = len(probe.backward_bytes) // 2
+    held["in the backward pass"] = max(probe.backward_bytes[half:])
+    return held | (_held_without_gradients(sharded.model, probe, x) if cls == FULLY else {})
+
+
+def _held_without_gradients(model: nn.Module, probe: Probe, x: Tensor) -> dict[str, int]:
+    held = {"in a forward pass": max(probe.forward_bytes)}
     with torch.no_grad():
         model(x)
-    found["after evaluation"] = live()
+    held["after evaluation"] = live()
     probe.fails = True
     with suppress(ArithmeticError):
         model(x)
-    found["after a forward pass that failed"] = live()
-    probe.fails = False
-    half = len(probe.backward_bytes) // 2
-    return found | {
-        "in a forward pass": max(probe.forward_bytes),
-        "in a backward pass": max(probe.backward_bytes[half:]),
-    }
+    held["after a forward pass that failed"] = live()
+    return held
 
 
-def mixed_chain() -> nn.Sequential:
-    """Units of two layers as in ``chain``, of which the first is frozen."""
-    layers = chain(SENT_LAYERS)
-    for layer in layers[::2]:
-        layer.requires_grad_(False)
-    return nn.Sequential(*(layers[i : i + 2] for i in range(0, SENT_LAYERS, 2)))
+# Bytes
+
+NARROW, WIDE, FROZEN = ((7, 2), (13,), (9,)), ((5,),), (11,)
+PARTS = {  # elements and bytes of an element, of what travels together
+    STATE: [(14 + 13 + 9, 2), (5, 4)],
+    GRADIENTS: [(5, 4), (13 + 9, 2), (14, 2)],  # with buckets of 60 bytes
+}
 
 
-def pass_through(
-    lesson: Any, num_frozen: int, passes: int, is_evaluated: bool, is_mixed: bool
-) -> None:
-    """Go through forward, and back unless it is evaluated; before that, once forward in vain.
+def take_mixed_steps(
+    lesson: Any, cls: str, keywords: dict[str, Any], steps: int, group: Any = None
+) -> dict[str, Any]:
+    """Take steps of two backward passes, of which the first does not use all parameters.
 
-    Args:
-        is_mixed: whether each unit has a frozen and a trained layer.
+    The frozen parameter holds the rank plus 1, and one of the others comes twice.
+
+    Returns:
+        Numbers of the frozen parameter, and for each master its dtype and whether it is the shard.
     """
-    plain = mixed_chain() if is_mixed else probed_chain(Probe(), num_frozen, SENT_LAYERS)
-    model = lesson.FullyShardedDataParallel(plain)
-    x = torch.ones(1, WIDTH, requires_grad=True)
-    for _ in range(passes):
-        with torch.set_grad_enabled(not is_evaluated):
-            model(x)
-            y = model(x).sum()
-        if not is_evaluated:
-            y.backward()
+    narrow = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in NARROW]
+    wide = [nn.Parameter(torch.ones(shape)) for shape in WIDE]
+    frozen = nn.Parameter(
+        torch.full(FROZEN, dist.get_rank(group) + 1.0, dtype=torch.bfloat16), requires_grad=False
+    )
+    params = [*narrow, frozen, *wide, narrow[0]]
+    of_group = {"group": group} if group else {}
+    sharded = getattr(lesson, cls)(params, torch.optim.SGD, lr=0.1, **keywords, **of_group)
+    for _ in range(steps):
+        sharded.zero_grad()
+        _total([*narrow[:2], *wide]).backward()
+        _total([*narrow, *wide]).backward()
+        sharded.step()
+    masters = [
+        (str(master.dtype), master.data_ptr() == flat.shard.data_ptr())
+        for master, flat in zip(sharded.masters, sharded.flats, strict=True)
+    ]
+    return {"frozen": frozen.tolist(), "masters": masters}
 
 
-TIMED_UNITS = 8
+def _total(params: Sequence[Tensor]) -> Tensor:
+    return torch.stack([param.float().sum() for param in params]).sum()
 
 
-def half_frozen_unit() -> nn.Sequential:
-    """Two layers of 256 * 128 parameters each, of which the first is frozen."""
-    unit = nn.Sequential(nn.Linear(256, 128, bias=False), nn.Linear(128, 256, bias=False))
-    unit[0].requires_grad_(False)
-    return unit
+# What single functions return
 
 
-def go_back_once_fully(lesson: Any, kind: str) -> None:
-    """Go forward and back once through units that take longer to compute than to gather.
+def reduce_once(lesson: Any, cls: str) -> list[Any]:
+    """Return dtype and numbers of the shards that ``reduce_gradients`` returns, in 16 bits.
 
-    Half of each is frozen.
-
-    Args:
-        kind: "plain", "sharded", or only "made", without a pass.
+    The gradients on rank r of N are N(r+1) times (1, 2, 3, 4, 5).
     """
-    model: nn.Module = nn.Sequential(*(half_frozen_unit() for _ in range(TIMED_UNITS)))
-    if kind != "plain":
-        model = lesson.FullyShardedDataParallel(model, compute_dtype=torch.float32)
-    if kind != "made":
-        model(torch.ones(256, 256, requires_grad=True)).sum().backward()
+    n, rank = dist.get_world_size(), dist.get_rank()
+    weight = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    sharded = getattr(lesson, cls)([weight], torch.optim.SGD, lr=0.1)
+    sharded.zero_grad()
+    factors = n * (rank + 1) * torch.arange(1, 6, dtype=torch.bfloat16)
+    (weight * factors).sum().backward()
+    return [[str(shard.dtype), shard.tolist()] for shard in sharded.reduce_gradients()]
 
 
-# What plain models do
+def start_twice(lesson: Any) -> list[list[float]]:
+    """Start two reductions and finish them, twice; return the shards in the order of their use.
 
+    ``use`` calls a barrier, so that the trace shows what has started by then.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    reduction, used = lesson.Reduction(None), list[list[float]]()
 
-def used_twice_plain(n: int) -> dict[str, list[float]]:
-    """Return the parameters after the step of ``use_twice``, without any sharding."""
-    model = net("plain", 0)
-    for rank in range(n):
-        for number in range(2):
-            (loss_of(model, rank, number) / n).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return listed(dict(model.named_parameters()))
+    def use(shard: Tensor) -> None:
+        used.append(shard.tolist())
+        dist.barrier()
 
-
-def loss_with(kind: str, state: dict[str, list[float]], rank: int) -> float:
-    """Return the loss of a plain model with given parameters."""
-    model = net(kind, 0)
-    for name, value in model.state_dict().items():
-        value.copy_(torch.tensor(state[name], dtype=value.dtype).view(value.shape))
-    return loss_of(model, rank, 0).item()
+    for number in (1.0, 2.0):
+        reduction.start(torch.full((2 * n,), number * (rank + 1)), use)
+    reduction.finish()
+    reduction.finish()
+    return used
 
 
 def buckets_of(lesson: Any, sizes: tuple[int, ...], bucket_bytes: int) -> list[list[int]]:
@@ -461,3 +455,39 @@ def buckets_of(lesson: Any, sizes: tuple[int, ...], bucket_bytes: int) -> list[l
     sharded = lesson.ShardedGradientOptimizer(params, torch.optim.SGD, bucket_bytes=bucket_bytes)
     numbers = {id(param): number for number, param in enumerate(params)}
     return [[numbers[id(param)] for param in part] for part in sharded.parts]
+
+
+# Time
+
+
+def go_back_once(lesson: Any, cls: str, keywords: dict[str, Any], kind: str) -> None:
+    """Go forward and back once, through layers that take as long to compute as to send.
+
+    Args:
+        kind: "plain", "sharded", or only "made", without a pass.
+    """
+    rows, model = _timed(cls)
+    if kind != "plain":
+        sharded = Sharded(
+            *(lesson, cls, model, torch.optim.SGD, {"lr": 0.1, **keywords}),
+            compute_dtype=torch.float32,
+        )
+        sharded.optimizer.zero_grad()
+        model = sharded.model
+    if kind != "made":
+        model(torch.ones(rows, 256, requires_grad=cls == FULLY)).sum().backward()
+
+
+TIMED_LAYERS, TIMED_UNITS = 12, 8
+
+
+def _timed(cls: str) -> tuple[int, nn.Module]:
+    """Return rows of a batch, and a model for it: layers, or units of which half is frozen."""
+    if cls != FULLY:
+        return 64, nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(TIMED_LAYERS)))
+    units = []
+    for _ in range(TIMED_UNITS):
+        unit = nn.Sequential(nn.Linear(256, 128, bias=False), nn.Linear(128, 256, bias=False))
+        unit[0].requires_grad_(False)
+        units.append(unit)
+    return 256, nn.Sequential(*units)
