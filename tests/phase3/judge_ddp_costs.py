@@ -11,9 +11,9 @@ from judging.checks import MEASURED, UNIFORM, check_peak
 from phase3 import ddp as b
 from phase3.buckets import Case, Param
 from phase3.ddp import Limits
-from phase3.ddp_checks import run_together
 from phase3.ddp_models import Layer
 from phase3.judge_buckets import buckets_of
+from phase3.judge_ddp import run_together
 
 RIGHT_TIMES = 1.05
 CLOCK_S = 15e-6  # what reading the clock of the simulated world takes, all in all
