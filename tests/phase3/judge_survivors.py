@@ -1,30 +1,25 @@
 """Judges task 3.17: workers that die, at every moment, and those that are only slow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, task
-from distlab.sim import Faults, Options
-from judging.checks import MEASURED, check_peak, short, uneven
+from distlab.grade import Grade, task
+from judging.checks import uneven
 from phase3 import servers as b
 from phase3.server_checks import (
-    check_bound,
-    check_each_gradient_steps,
-    check_own_gradient_is_in,
-    check_steps_alone,
-    check_times,
+    check_served,
+    judge,
+    judge_memory,
     late_replies,
-    schedule,
-    serve,
 )
 from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SURVIVORS, Plan
 
 TIMEOUT_S = 60e-3
 PACES_S = 10e-3, 13e-3, 17e-3, 29e-3
-Deaths = Mapping[int, tuple[int, str]]  # place among the workers -> step, and when in it
+Deaths = Mapping[int, tuple[int, str]]  # place among the workers -> step, moment in it
 DEATHS: dict[str, Deaths] = {
     "nobody dies": {},
     "before its first push": {1: (0, BEFORE_PUSH)},
@@ -71,64 +66,31 @@ def _plan(deaths: Deaths, staleness: int, **settings: Any) -> Plan:
     return replace(plan, **settings)
 
 
+def _judge(grade: Grade, plan: Plan, **settings: Any) -> None:
+    judge(grade, plan, STUCK if plan.deaths else STUCK_ALIVE, **settings)
+
+
 @task("3.17")
 @pytest.mark.parametrize("deaths", DEATHS)
 def test_the_others_go_on_without_the_dead(grade: Grade, deaths: str) -> None:
-    staleness = grade.random.randrange(2)
-    plan = _plan(DEATHS[deaths], staleness)
-    by_rank = serve(
-        *(grade, plan, STUCK if plan.deaths else STUCK_ALIVE), waits_for_all=not plan.deaths
-    )
-    _check(plan, by_rank)
-    check_times(plan, by_rank, schedule(plan, staleness, TIMEOUT_S), LATE)
-
-
-def _check(plan: Plan, by_rank: Sequence[Any]) -> None:
-    applied = schedule(plan, *plan.arguments).applied
-    alive = [worker for worker in plan.workers if worker not in plan.deaths]
-    for server in plan.servers:
-        found = by_rank[server]
-        returned = found["returned"]
-        check(
-            returned == alive,
-            f"server {server} of workers {[*plan.workers]}, {_fates(plan)}: it should return the "
-            f"workers that have ended all steps, in this order: {alive}, not {returned}. A worker "
-            f"is alive unless nothing comes from it for {plan.arguments[1]:g} s, or its connection "
-            "closes.",
-        )
-        check(
-            found["pairs"] == [*plan.workers],
-            f"server {server} of workers {[*plan.workers]}: only read pairs, the caller's. "
-            f"Afterwards it names {found['pairs']}.",
-        )
-        check_each_gradient_steps(plan, server, found, applied)
-    check_bound(plan, by_rank, plan.arguments[0])
-    check_own_gradient_is_in(plan, by_rank)
-
-
-def _fates(plan: Plan) -> str:
-    fates = [f"{w} dies in step {step} {when}" for w, (step, when) in plan.deaths.items()]
-    return " and ".join(fates) or "of which none dies"
+    _judge(grade, _plan(DEATHS[deaths], grade.random.randrange(2)), if_late=LATE)
 
 
 @task("3.17")
 def test_a_slow_optimizer_is_not_entered_twice(grade: Grade) -> None:
-    plan = _plan({}, 6, pauses_s=(5e-3,) * 4, step_s=1e-3)
-    by_rank = serve(grade, plan, STUCK_ALIVE)
-    _check(plan, by_rank)
+    _judge(grade, _plan({}, 6, pauses_s=(5e-3,) * 4, step_s=1e-3))
 
 
 @task("3.17")
 def test_parameters_do_not_change_while_they_are_sent(grade: Grade) -> None:
     plan = _plan({}, 6, pauses_s=(0.0, 1e-3, 2e-3, 3e-3))
     for options in (uneven(grade.random, 5), late_replies(plan)):
-        _check(plan, serve(grade, plan, STUCK_ALIVE, options=options))
+        _judge(grade, plan, options=options)
 
 
 @task("3.17")
 def test_parameters_do_not_change_while_they_are_copied(grade: Grade) -> None:
-    plan = _plan({}, 6, pauses_s=(3e-3,) * 4, step_s=1e-3, copy_s=2.5e-3)
-    _check(plan, serve(grade, plan, STUCK_ALIVE))
+    _judge(grade, _plan({}, 6, pauses_s=(3e-3,) * 4, step_s=1e-3, copy_s=2.5e-3))
 
 
 @task("3.17")
@@ -140,48 +102,23 @@ def test_every_worker_is_served_from_the_start(grade: Grade, num_workers: int) -
         pauses_s=(5e-3,) * num_workers,
         arguments=(0, TIMEOUT_S),
     )
-    by_rank = serve(grade, plan, f"{STUCK_ALIVE} {num_workers} workers need as many threads.")
-    _check(plan, by_rank)
+    judge(grade, plan, f"{STUCK_ALIVE} {num_workers} workers need as many threads.")
 
 
 @task("3.17")
 def test_a_connection_that_closes_is_noticed_at_once(grade: Grade) -> None:
-    long_s = 10.0
     for deaths in ({3: (2, CLOSED)}, {0: (0, CLOSED), 2: (5, CLOSED)}):
-        plan = _plan(deaths, 1, arguments=(1, long_s))
-        by_rank = serve(grade, plan, STUCK, waits_for_all=False)
-        _check(plan, by_rank)
-        check_times(plan, by_rank, schedule(plan, 1, long_s), CLOSES_LATE)
+        _judge(grade, _plan(deaths, 1, arguments=(1, 10.0)), if_late=CLOSES_LATE)
 
 
 @task("3.17")
 def test_a_slow_worker_is_not_dead(grade: Grade) -> None:
     for staleness in (0, 6):
-        plan = _plan({}, staleness, pauses_s=(5e-3, 5e-3, 5e-3, 50e-3))
-        by_rank = serve(grade, plan, STUCK_ALIVE)
-        _check(plan, by_rank)
-        check_times(plan, by_rank, schedule(plan, staleness, TIMEOUT_S), LATE)
-
-
-@task("3.17")
-def test_a_process_is_killed(grade: Grade) -> None:
-    plan = _plan({}, 1)
-    options = Options(faults=Faults(kill_ranks={3: 45e-3}))
-    run = grade.run(b.serve_and_count, 5, plan, options=options, if_stuck=STUCK)
-    found = run.results[2]
-    check_steps_alone(plan, run.results)
-    returned = found["returned"]
-    check(
-        returned == [4, 0, 1],
-        f"server 2 of workers {[*plan.workers]}, of which 3 is killed: it should return "
-        f"[4, 0, 1], not {returned}.",
-    )
-    applied = {4: 6, 0: 6, 3: 2, 1: 6}
-    check_each_gradient_steps(plan, 2, found, applied)
+        _judge(grade, _plan({}, staleness, pauses_s=(5e-3, 5e-3, 5e-3, 50e-3)), if_late=LATE)
 
 
 def _long_s(grade: Grade) -> float:
-    """More than any worker is silent for; of processes, on a busy machine."""
+    """Return more than any worker is silent for; on processes, on a busy machine."""
     return 1.0 if grade.is_simulated else 60.0
 
 
@@ -194,7 +131,7 @@ def test_a_connection_closes(grade: Grade) -> None:
             deaths={0: (step, when)},
         )
         run = grade.run(b.serve_some_who_leave, 4, plan, if_stuck=STUCK)
-        _check(plan, run.results)
+        check_served(plan, run.results)
 
 
 @task("3.17", real=True)
@@ -207,37 +144,28 @@ def test_a_silent_worker_takes_no_other_with_it(grade: Grade) -> None:
         )
         by_rank = grade.run(b.serve_some_who_stay, 4, plan, if_stuck=STUCK).results
         if max(found["stalled_s"] for found in by_rank) < timeout_s / 4:
-            break  # else a worker that lives may have been late: the machine is busy
-    _check(plan, by_rank)
+            break  # otherwise a living worker may have been late: the machine is busy
+    check_served(plan, by_rank)
 
 
 @task("3.17", real=True)
 def test_nobody_dies(grade: Grade) -> None:
     for dtype in ("float32", "float64", "bfloat16"):
-        plan = Plan(SURVIVORS, (2, 0), (3, 1), 4, 11, dtype=dtype, arguments=(1, _long_s(grade)))
-        _check(plan, serve(grade, plan, STUCK_ALIVE))
-
-
-@task("3.17")
-def test_workers_are_named_by_their_rank_in_the_world(grade: Grade) -> None:
-    plan = Plan(
-        *(SURVIVORS, (1,), (4, 2), 5, 7, (10e-3, 17e-3)),
-        arguments=(1, TIMEOUT_S),
-        deaths={2: (2, BEFORE_PUSH)},
-    )
-    _check(plan, serve(grade, plan, STUCK, world_size=6, waits_for_all=False))
+        _judge(
+            grade,
+            Plan(SURVIVORS, (2, 0), (3, 1), 4, 11, dtype=dtype, arguments=(1, _long_s(grade))),
+        )
 
 
 @task("3.17")
 def test_every_server_survives_by_itself(grade: Grade) -> None:
+    """Workers are named by their ranks in the world, one of which is neither."""
     plan = Plan(
-        *(SURVIVORS, (0, 3), (1, 2, 4), 5, 11, (10e-3, 17e-3, 13e-3)),
+        *(SURVIVORS, (0, 3), (1, 5, 4), 5, 11, (10e-3, 17e-3, 13e-3)),
         arguments=(1, TIMEOUT_S),
-        deaths={2: (2, BEFORE_PUSH)},
+        deaths={5: (2, BEFORE_PUSH)},
     )
-    by_rank = serve(grade, plan, STUCK, waits_for_all=False)
-    _check(plan, by_rank)
-    check_times(plan, by_rank, schedule(plan, 1, TIMEOUT_S), LATE)
+    _judge(grade, plan, if_late=LATE, world_size=6)
 
 
 @task("3.17")
@@ -245,10 +173,4 @@ def test_survivors_need_three_tensors_each(grade: Grade) -> None:
     plan = Plan(
         *(SURVIVORS, (0,), (1, 2, 3), 4, 50_000, (1e-3, 2e-3, 3e-3)), arguments=(1, TIMEOUT_S)
     )
-    run = grade.run(b.serve_and_count, 4, plan, options=MEASURED, if_stuck=STUCK_ALIVE)
-    size = plan.num_bytes
-    check_peak(
-        *(run, [(1 + 3 * 3) * size + 4096, *[3 * size + 4096] * 3]),
-        f"Beside the shard of {size} bytes, a server needs at most three more for each of its 3 "
-        f"workers. {short(plan.num_steps)} steps need no more than one: use the memory again.",
-    )
+    judge_memory(grade, plan, 3 * 3, "Those are 3 for each worker: use the memory again.")

@@ -1,9 +1,9 @@
-"""What the judges of parameter servers share: counts, steps, messages, and when replies come."""
+"""The contract of parameter servers: steps, replies and their bound, messages, and times."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import product
-from math import inf
 from typing import Any, NamedTuple
 
 from distlab.grade import Grade, Run, check
@@ -12,51 +12,99 @@ from distlab.util.text import counted
 from judging.checks import (
     BYTE_S,
     LATENCY_S,
+    MEASURED,
     UNIFORM,
     check_no_collective,
+    check_peak,
     check_waited,
     is_close,
+    of_members,
     short,
     sizes_of,
 )
-from judging.groups import MEMBERS
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase3 import servers as b
-from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SILENT, Plan
+from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SILENT, SURVIVORS, SYNCHRONOUS, Plan
 
 OF_MESSAGES = "servers and workers should exchange messages (send, recv)"
-CLOCK_S = 1e-5  # what reading the clock of the simulated world takes, and rounding
-POLL_S = 1e-3  # per step: a server may look so often whether a reply may leave
+SLACK_BYTES = 4096
+CLOCK_S = 1e-5  # reading the clock of the simulated world, and rounding
+POLL_S = 1e-3  # per step: the pause between two looks for replies that may leave
 
 
-def serve(
+def judge(
     grade: Grade,
     plan: Plan,
     if_stuck: str,
     *,
+    if_late: str = "",
     world_size: int = 0,
-    waits_for_all: bool = True,
     **settings: Any,
 ) -> list[Any]:
-    """Let the ranks of the plan serve and work; return what each has seen.
-
-    What holds for every server is checked: messages alone, each of them waited for, and the
-    optimizer steps by one gradient at a time.
+    """Let the ranks of a plan serve and work, and check all that its function promises.
 
     Args:
-        world_size: of ranks; those of the plan by default.
-        waits_for_all: whether nothing may be left open, as no worker dies.
-        settings: of ``Grade.run``.
+        if_late: Likely cause of late replies; without it, no times are checked.
+        world_size: Number of ranks; those of the plan by default.
+        settings: Settings of ``Grade.run``.
+
+    Returns:
+        What each rank has seen.
     """
     settings = {"cluster": UNIFORM, **settings}
     size = world_size or plan.world_size
     run = grade.run(b.serve_and_count, size, plan, if_stuck=if_stuck, **settings)
     if grade.is_simulated:
         check_no_collective(run, OF_MESSAGES)
-        if waits_for_all:
+        if not plan.deaths:
             check_waited(run)
             check_messages(plan, run)
-    check_steps_alone(plan, run.results)
+    check_served(plan, run.results)
+    if if_late:
+        check_times(plan, run.results, schedule(plan), if_late)
     return run.results
+
+
+def judge_in_group(grade: Grade, plan: Plan) -> None:
+    """Check what a function promises inside a group whose ranks have other numbers."""
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.serve_and_count, plan), if_stuck=STUCK_IN_GROUP
+    )
+    check_served(plan, of_members(run), f", inside the group {list(MEMBERS)}")
+
+
+def check_served(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
+    """Check what the optimizer of each server has stepped with, and what the replies hold."""
+    check_steps_alone(plan, by_rank)
+    if plan.function == SYNCHRONOUS:
+        check_means(plan, by_rank, where)
+        return
+    applied = schedule(plan).applied
+    for server in plan.servers:
+        if plan.function == SURVIVORS:
+            _check_returned(plan, server, by_rank[server])
+        check_each_gradient_steps(plan, server, by_rank[server], applied)
+    check_bound(plan, by_rank)
+    _check_own_gradient_is_in(plan, by_rank)
+
+
+def judge_memory(grade: Grade, plan: Plan, num_extra: int, cause: str) -> None:
+    """Check the most that a server holds, with a shard in 32 bits and in 16.
+
+    Args:
+        num_extra: Tensors of the size of the shard beside it.
+        cause: Likely cause of more.
+    """
+    for dtype in ("float32", "bfloat16"):
+        same = replace(plan, dtype=dtype)
+        run = grade.run(b.serve_and_count, plan.world_size, same, options=MEASURED)
+        size, num_workers = same.num_bytes, len(plan.workers)
+        most = [(1 + num_extra) * size + SLACK_BYTES, *[3 * size + SLACK_BYTES] * num_workers]
+        check_peak(
+            *(run, most),
+            f"Beside the shard of {size} bytes in {dtype}, a server of {num_workers} workers needs "
+            f"at most {num_extra} more. {cause}",
+        )
 
 
 def late_replies(plan: Plan) -> Options:
@@ -80,8 +128,15 @@ def check_messages(plan: Plan, run: Run) -> None:
 
 
 def check_steps_alone(plan: Plan, by_rank: Sequence[Any]) -> None:
-    """Check that no two threads stepped at once."""
+    """Check that no two threads stepped at once, and that the optimizer kept its state."""
     for server in plan.servers:
+        steps, kept = len(by_rank[server]["weights"]), by_rank[server]["steps in state"]
+        check(
+            steps == kept,
+            f"server {server}: the optimizer has stepped {counted(steps, 'time')}, and its state "
+            f"knows of {kept}. Momentum lives in optimizer.state: leave it alone between steps, "
+            "and step with the optimizer that was given.",
+        )
         most = by_rank[server]["most_at_once"]
         check(
             most <= 1,
@@ -91,13 +146,66 @@ def check_steps_alone(plan: Plan, by_rank: Sequence[Any]) -> None:
         )
 
 
+def check_means(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
+    """Check that the optimizer stepped with the means, and that each reply came after a step."""
+    num_workers = len(plan.workers)
+    mean = [1 / num_workers] * num_workers
+    for server in plan.servers:
+        here = f"server {server} with {counted(num_workers, 'worker')}{where}"
+        steps = by_rank[server]["weights"]
+        check(
+            len(steps) == plan.num_steps,
+            f"{here}: the optimizer should step {plan.num_steps} times, once for all workers "
+            f"together; it stepped {counted(len(steps), 'time')}.",
+        )
+        for step, weights in enumerate(steps):
+            check(
+                weights is not None and is_about(weights, mean),
+                f"{here}, step {step}: shard.grad should be the mean of the workers' gradients, "
+                f"{short(mean)} of each; it is {_share_text(weights)}. {_why_no_mean(weights)}",
+            )
+        wanted = [plan.num_steps / num_workers] * num_workers
+        check(
+            is_about(by_rank[server]["shard"], wanted),
+            f"{here}: afterwards, the parameters should hold {short(wanted)} of the workers' "
+            f"gradients; the memory that was given holds {short(by_rank[server]['shard'])}. Only "
+            "the optimizer writes into shard, and it does so in place.",
+        )
+    for worker, step, server, counts in own_pulls(plan, by_rank):
+        wanted = [(step + 1) / num_workers] * num_workers
+        check(
+            counts is not None and is_about(counts, wanted),
+            f"worker {worker}{where}: the reply of server {server} in step {step} should be the "
+            f"parameters after {counted(step + 1, 'step')}, which hold {short(wanted)} of the "
+            f"workers' gradients; they hold {short(counts)}. Step when all gradients are there, "
+            "and then send the parameters.",
+        )
+
+
+def _share_text(weights: Sequence[float] | None) -> str:
+    return "missing, or no sum of gradients" if weights is None else short(weights)
+
+
+def _why_no_mean(weights: Sequence[float] | None) -> str:
+    if weights is None:
+        return "Set shard.grad before optimizer.step, to the mean alone: nothing is added to it."
+    if min(weights) == max(weights) == 1:
+        return "That is the sum: divide it by the number of workers."
+    if 0 in weights:
+        return "Gradients of some workers are missing: receive one from each, and add them up."
+    return (
+        "Does the sum begin at zero in every step, also in the first, before which shard.grad "
+        "holds an old gradient, and is it divided once?"
+    )
+
+
 def check_each_gradient_steps(
     plan: Plan, server: int, found: Mapping[str, Any], applied: Mapping[int, int]
 ) -> None:
     """Check that the optimizer stepped with each worker's gradients, one by one.
 
     Args:
-        applied: how many gradients of each worker.
+        applied: worker -> number of its gradients.
     """
     here = f"server {server}, {counted(len(plan.workers), 'worker')}"
     steps: list[list[float] | None] = found["weights"]
@@ -105,7 +213,7 @@ def check_each_gradient_steps(
         check(
             weights is not None and sorted(weights) == [*[0] * (len(weights) - 1), 1],
             f"{here}: step {number} of the optimizer should be with the gradient of one worker, as "
-            f"it came; {_told(weights)}. {_why_not_one(weights)}",
+            f"it came; {_text(weights)}. {_why_not_one(weights)}",
         )
     for place, worker in enumerate(plan.workers):
         count = sum(weights[place] for weights in steps if weights)
@@ -134,7 +242,7 @@ def _held(counts: Sequence[float] | None) -> str:
     return "parts of different steps" if counts is None else short(counts)
 
 
-def _told(weights: Sequence[float] | None) -> str:
+def _text(weights: Sequence[float] | None) -> str:
     if weights is None:
         return "shard.grad was None, or is made of parts of several gradients"
     return f"this one holds the workers' gradients {short([round(w, 4) for w in weights])} times"
@@ -164,7 +272,7 @@ def own_pulls(plan: Plan, by_rank: Sequence[Any]) -> list[tuple[int, int, int, A
     ]
 
 
-def check_own_gradient_is_in(plan: Plan, by_rank: Sequence[Any]) -> None:
+def _check_own_gradient_is_in(plan: Plan, by_rank: Sequence[Any]) -> None:
     """Check that each reply holds whole parameters, with all gradients of its worker."""
     for worker, step, server, counts in own_pulls(plan, by_rank):
         here = f"worker {worker}, reply of server {server} to its gradient {step}"
@@ -190,14 +298,15 @@ class Schedule(NamedTuple):
     pushes_s: dict[int, list[float]]
 
 
-def schedule(plan: Plan, staleness: float = inf, timeout_s: float = inf) -> Schedule:
+def schedule(plan: Plan) -> Schedule:
     """Work out when replies come if messages take no time."""
+    staleness, timeout_s = plan.staleness, plan.timeout_s
     clocks, held = dict.fromkeys(plan.workers, 0), set[int]()
     pulls: dict[int, list[float]] = {worker: [] for worker in plan.workers}
     pushes: dict[int, list[float]] = {worker: [] for worker in plan.workers}
     events: list[tuple[float, int, bool]] = []  # time, worker, whether it is known to be dead
 
-    def go_on(worker: int, now_s: float) -> None:
+    def proceed(worker: int, now_s: float) -> None:
         step = len(pushes[worker])
         last_step, when = plan.deaths.get(worker, SILENT)
         if step == last_step and when in (BEFORE_PUSH, CLOSED):
@@ -211,10 +320,10 @@ def schedule(plan: Plan, staleness: float = inf, timeout_s: float = inf) -> Sche
             heappush(events, (now_s + timeout_s, worker, True))
         else:
             pulls[worker].append(now_s)
-            go_on(worker, now_s)
+            proceed(worker, now_s)
 
     for worker in plan.workers:
-        go_on(worker, 0.0)
+        proceed(worker, 0.0)
     while events:
         now_s, worker, is_dead = heappop(events)
         if is_dead:
@@ -224,7 +333,7 @@ def schedule(plan: Plan, staleness: float = inf, timeout_s: float = inf) -> Sche
             clocks[worker] += 1
             held.add(worker)
         latest = min(clocks.values(), default=0) + staleness
-        for ready in sorted(one for one in held if clocks.get(one, 0) <= latest):
+        for ready in sorted(waiting for waiting in held if clocks.get(waiting, 0) <= latest):
             held.remove(ready)
             reply(ready, now_s)
     applied = {worker: len(times) for worker, times in pushes.items()}
@@ -232,7 +341,7 @@ def schedule(plan: Plan, staleness: float = inf, timeout_s: float = inf) -> Sche
 
 
 def tolerance_s(plan: Plan) -> float:
-    """What all messages take, one after the other, and looking: no reply may be later by more."""
+    """Return the seconds of all messages, one after the other, and of looking for replies."""
     num_messages = 2 * len(plan.workers) * plan.num_steps * len(plan.servers)
     return num_messages * (LATENCY_S + plan.num_bytes * BYTE_S + CLOCK_S) + plan.num_steps * POLL_S
 
@@ -261,28 +370,42 @@ def _paces(plan: Plan) -> str:
     return ", ".join(f"{1e3 * plan.pause_s(worker):g}" for worker in plan.workers)
 
 
-def check_bound(plan: Plan, by_rank: Sequence[Any], staleness: int) -> None:
+def check_bound(plan: Plan, by_rank: Sequence[Any]) -> None:
     """Check in every reply that its worker is not too far ahead of any that is alive."""
-    alive = [i for i, worker in enumerate(plan.workers) if worker not in plan.deaths]
+    alive = [i for i, worker in enumerate(plan.workers) if worker in plan.alive]
     for worker, step, server, counts in own_pulls(plan, by_rank):
         if worker in plan.deaths or counts is None:
             continue
         lowest = min(counts[i] for i in alive)
         check(
-            step + 1 - lowest <= staleness,
+            step + 1 - lowest <= plan.staleness,
             f"worker {worker} got the reply of server {server} to its gradient {step} while its "
             f"clock was {step + 1} and the lowest {lowest:g}, as the parameters in it show (clocks "
-            f"{short(counts)}): {step + 1 - lowest:g} ahead, and the staleness is {staleness}. "
-            "Hold the reply back until clocks[worker] <= min(clocks.values()) + staleness, with "
-            "this gradient counted, and then send the parameters of that moment.",
+            f"{short(counts)}): {step + 1 - lowest:g} ahead, and the staleness is "
+            f"{plan.staleness}. Hold the reply back until clocks[worker] <= min(clocks.values()) + "
+            "staleness, with this gradient counted, and then send the parameters of that moment.",
         )
 
 
-def members_of(results: Sequence[Any]) -> list[Any]:
-    """What the ranks of the group have seen."""
-    return [results[member] for member in MEMBERS]
+def _check_returned(plan: Plan, server: int, found: Mapping[str, Any]) -> None:
+    here, returned = f"server {server} of workers {[*plan.workers]}", found["returned"]
+    check(
+        returned == plan.alive,
+        f"{here}, {_fates(plan)}: it should return the workers that have ended all steps, in this "
+        f"order: {plan.alive}, not {returned}. A worker is alive unless nothing comes from it for "
+        f"{plan.timeout_s:g} s, or its connection closes.",
+    )
+    check(
+        found["pairs"] == [*plan.workers],
+        f"{here}: only read pairs, the caller's. Afterwards it names {found['pairs']}.",
+    )
+
+
+def _fates(plan: Plan) -> str:
+    fates = [f"{w} dies in step {step} {when}" for w, (step, when) in plan.deaths.items()]
+    return " and ".join(fates) or "of which none dies"
 
 
 def is_about(a: Any, b: Any) -> bool:
-    """Whether numbers are equal but for rounding in float32."""
+    """Return True if numbers are equal but for rounding in float32."""
     return is_close(a, b, 1e-5)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from phase3_multi_node.given import Group, pair_groups, start_exchange
 BEFORE_PUSH, BEFORE_PULL = "before its push", "between push and pull"
 CLOSED = "before its push, and closes its connections"
 SILENT = -1, ""
-SURVIVORS = "serve_survivors"
+SYNCHRONOUS, ASYNCHRONOUS = "serve_synchronously", "serve_asynchronously"
+BOUNDED, SURVIVORS = "serve_with_bounded_staleness", "serve_survivors"
 LONG = 1000  # elements
 
 
@@ -32,15 +34,15 @@ class Plan:
     """What servers and workers do.
 
     Attributes:
-        function: that serves.
-        servers, workers: ranks inside the group; in the world, if each pair has a group.
-        num_steps: of each worker.
-        num_elements: of the shard of each server.
-        pauses_s: how long each worker computes in a step.
-        arguments: of the function, after ``num_steps``.
-        deaths: worker -> (step, when) in which it falls silent.
-        step_s: how long a step of the optimizer takes.
-        copy_s: how long a copy of the shard takes.
+        function: Function of the lesson that serves.
+        servers, workers: Ranks inside the group; in the world, if each pair has a group.
+        num_steps: Steps of each worker.
+        num_elements: Elements of the shard of each server.
+        pauses_s: Seconds for which each worker computes in a step.
+        arguments: Arguments of the function after ``num_steps``: staleness, limit in seconds.
+        deaths: worker -> (step, when), in which it falls silent.
+        step_s: Seconds of a step of the optimizer.
+        copy_s: Seconds of a copy of the shard.
     """
 
     function: str
@@ -57,18 +59,33 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Servers and workers."""
+        """Number of servers and workers."""
         return len(self.servers) + len(self.workers)
 
     @property
     def num_bytes(self) -> int:
-        """Of a shard."""
+        """Bytes of a shard."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return self.num_elements * dtype.itemsize
 
     def pause_s(self, worker: int) -> float:
-        """How long a worker computes in a step."""
+        """Return for how long a worker computes in a step."""
         return dict(zip(self.workers, self.pauses_s, strict=False)).get(worker, 0.0)
+
+    @property
+    def staleness(self) -> float:
+        """How far a worker may be ahead of the slowest."""
+        return self.arguments[0] if self.arguments else inf
+
+    @property
+    def timeout_s(self) -> float:
+        """Limit of the server's patience."""
+        return self.arguments[1] if len(self.arguments) > 1 else inf
+
+    @property
+    def alive(self) -> list[int]:
+        """Workers that do not die."""
+        return [worker for worker in self.workers if worker not in self.deaths]
 
 
 class SlowlyCopied(Tensor):
@@ -91,7 +108,7 @@ class SlowlyCopied(Tensor):
 
 
 class CountingSGD(torch.optim.SGD):
-    """Notes how often each worker's gradient is in a step, and whether two threads step at once."""
+    """Notes how often each worker's gradient is in a step, and how many threads step at once."""
 
     def __init__(self, shard: Tensor, plan: Plan) -> None:
         super().__init__([shard], lr=1.0)
@@ -108,12 +125,14 @@ class CountingSGD(torch.optim.SGD):
         gradient = self.shard.grad
         self.weights.append(None if gradient is None else _counts(gradient, self.plan, sign=-1))
         result = super().step(closure)
+        state = self.state[self.shard]
+        state["steps"] = state.get("steps", 0) + 1  # as a momentum would be kept
         self.under_way -= 1
         return result
 
 
 def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any] | None:
-    """Be a server or a worker; return what it has seen."""
+    """Serve or work; return what this rank has seen."""
     if plan.function == SURVIVORS:
         return _count(lesson, plan, pair_groups(plan.servers, plan.workers))
     return _count(lesson, plan, dict.fromkeys([*plan.servers, *plan.workers], group), group)
@@ -125,8 +144,8 @@ def _count(
     """Serve or work.
 
     Args:
-        groups: other rank -> the group of all messages with it.
-        group: in which the plan names servers and workers.
+        groups: other rank -> group of all messages with it.
+        group: Group in which the plan names servers and workers.
     """
     rank = dist.get_rank(group)
     if rank in plan.servers:
@@ -159,6 +178,7 @@ def _serve(
     return {
         "shard": _counts(memory, plan),
         "weights": optimizer.weights,
+        "steps in state": optimizer.state[shard].get("steps", 0),
         "most_at_once": optimizer.most_at_once,
         "returned": int_list(SURVIVORS, returned) if is_of_survivors else [],
         "pairs": [*workers],
@@ -182,9 +202,9 @@ WRONG_RANKS = {
 
 
 def _counts(shard: Tensor, plan: Plan, sign: int = 1) -> list[float] | None:
-    """How many gradients of each worker are in a tensor; None: not the same everywhere.
+    """Return how many gradients of each worker are in a tensor; None: not the same everywhere.
 
-    In a long tensor, nothing is counted: that would take memory.
+    Nothing is counted in a long tensor: that would take memory.
     """
     if len(shard) > LONG:
         return None
@@ -222,7 +242,7 @@ def _work(plan: Plan, rank: int, groups: Mapping[int, Group]) -> list[dict[str, 
 
 
 def _link(plan: Plan, server: int, groups: Mapping[int, Group]) -> tuple[int, Group]:
-    """The rank of a server inside the group in which a worker reaches it, and this group."""
+    """Return a server's rank in the group in which a worker reaches it, and this group."""
     group = groups[server]
     if plan.function != SURVIVORS or group is None:
         return server, group
@@ -230,10 +250,10 @@ def _link(plan: Plan, server: int, groups: Mapping[int, Group]) -> tuple[int, Gr
 
 
 def _fall_silent(when: str, gradient: Tensor, server: int, group: Group) -> None:
-    """Send nothing more, and receive nothing; the last gradient has left or has not."""
+    """End before the push or after it, with open connections or closed ones."""
     if when == BEFORE_PULL:
         dist.send(gradient, group=group, group_dst=server)
-    elif when == CLOSED:  # as whoever has waited long enough does
+    elif when == CLOSED:  # as a rank does whose limit has passed
         reply = dist.irecv(torch.empty_like(gradient), group=group, group_src=server)
         with contextlib.suppress(RuntimeError):
             reply.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
@@ -242,29 +262,30 @@ def _fall_silent(when: str, gradient: Tensor, server: int, group: Group) -> None
 def serve_some_who_leave(lesson: Any, plan: Plan) -> dict[str, Any] | None:
     """Serve; a worker that dies destroys its groups: its connections close."""
     pairs = pair_groups(plan.servers, plan.workers)
-    found = _count(lesson, plan, pairs)
+    dist.barrier()  # no connection may close before all are made
+    seen = _count(lesson, plan, pairs)
     if dist.get_rank() in plan.deaths:
         for pair in pairs.values():
             dist.destroy_process_group(pair)
-    return found
+    return seen
 
 
 def serve_some_who_stay(lesson: Any, plan: Plan) -> dict[str, Any]:
     """Serve; a worker that falls silent keeps its connections until the servers have ended.
 
     Returns:
-        What this rank has seen, and for how long, at most, its process stood still.
+        What this rank has seen, and the longest time for which its process stood still.
     """
     pairs = pair_groups(plan.servers, plan.workers)
     with _stalls_s() as stalls_s:
-        found = _count(lesson, plan, pairs)
+        seen = _count(lesson, plan, pairs)
     dist.barrier()
-    return {**(found or {}), "stalled_s": max(stalls_s)}
+    return {**(seen or {}), "stalled_s": max(stalls_s)}
 
 
 @contextlib.contextmanager
 def _stalls_s() -> Iterator[list[float]]:
-    """Note how late a thread wakes that sleeps 10 ms, again and again."""
+    """Note how late a thread wakes that sleeps for 10 ms, again and again."""
     stalls_s, is_over = [0.0], threading.Event()
 
     def sleep() -> None:
@@ -282,7 +303,7 @@ def _stalls_s() -> Iterator[list[float]]:
         thread.join()
 
 
-# 3.14
+# 3.14, push_pull
 
 
 def push_and_pull(
@@ -294,11 +315,11 @@ def push_and_pull(
     in_turn: bool = False,
     group: Any = None,
 ) -> Any:
-    """Let workers push to servers of our own; each worker names the servers in another order.
+    """Let workers push to the grader's servers; each worker names them in another order.
 
     Args:
-        in_turn: each server answers a worker before it hears from the next, and begins with
-            another one; else it answers all of them when it has heard from all.
+        in_turn: True if each server answers a worker before it hears from the next, and begins with
+            another one; otherwise, it answers all of them when it has heard from all.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     workers = [other for other in range(world_size) if other not in servers]
@@ -331,6 +352,7 @@ def _push_and_pull(
         gradients = {server: torch.full_like(shards[server], rank + step) for server in order}
         push_pull(gradients, shards, group)
         pulls.append({server: _span(memory[server]) for server in sorted(memory)})
+        is_changed |= [*gradients] != order or [*shards] != order[::-1]
         is_changed |= any(_span(gradients[s]) != [rank + step] * 2 for s in gradients)
     return {"pulls": pulls, "is_changed": is_changed}
 

@@ -12,21 +12,21 @@ Assigned = Mapping[str, int]
 
 
 class Case(NamedTuple):
-    """What is to be assigned."""
+    """Arguments of ``assign_shards``."""
 
     sizes: Mapping[str, int]
     servers: tuple[int, ...]
     previous: Assigned | None = None
 
     def __str__(self) -> str:
-        """Say what it is, as the end of a sentence."""
+        """Write the arguments as the end of a sentence."""
         before = "" if self.previous is None else f", previous={dict(self.previous)!r:.300}"
         return f"for sizes={dict(self.sizes)!r:.300}, servers={[*self.servers]}{before}"
 
 
 def assign_all(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Assign the tensors of every case; tell also what has become of the arguments."""
-    found = []
+    """Assign the tensors of every case; return also whether the arguments are as they were."""
+    results = []
     for case in cases:
         sizes, servers = dict(case.sizes), [*case.servers]
         previous = None if case.previous is None else dict(case.previous)
@@ -34,8 +34,8 @@ def assign_all(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
             assigned = lesson.assign_shards(sizes, servers, previous)
         after = Case(sizes, tuple(servers), previous)
         named = dict(typed("assign_shards", assigned, dict))
-        found.append({"assigned": named, "is_unchanged": after == case})
-    return found
+        results.append({"assigned": named, "is_unchanged": after == case})
+    return results
 
 
 def assign_in_any_order(lesson: Any, cases: Sequence[Case], seed: int) -> list[dict[str, int]]:
