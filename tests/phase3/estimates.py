@@ -1,7 +1,8 @@
-"""Bodies for tasks 3.21 to 3.23: what the learner's functions return, as plain numbers."""
+"""Bodies for tasks 3.21 to 3.23: results of the learner's functions, as plain numbers."""
 
 import inspect
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 from distlab.grade import WrongResult
@@ -12,12 +13,12 @@ PARTS = {"estimate_memory": Memory._fields, "estimate_step_time": StepTime._fiel
 
 
 def numbers_of(lesson: Any, function: str, cases: list[tuple[Any, ...]]) -> list[float]:
-    """What a function returns that returns one number."""
+    """Return the number that a function returns in each case."""
     return [_number(function, _called(lesson, function, case)) for case in cases]
 
 
 def parts_of(lesson: Any, function: str, cases: list[tuple[Any, ...]]) -> list[list[float]]:
-    """What a function returns that returns several parts, in order."""
+    """Return the parts that a function returns in each case, in order."""
     return [_parts(function, _called(lesson, function, case)) for case in cases]
 
 
@@ -36,10 +37,11 @@ def _machine(value: Any) -> Any:
 
 
 def _number(what: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise WrongResult(f"{what} should return a number; it returned {value!r:.70}") from None
+    if not isinstance(value, Real):  # a tensor or an array is none
+        raise WrongResult(
+            f"{what} should return a number; it returned a {type(value).__name__}, {value!r:.70}"
+        )
+    return float(value)
 
 
 def _parts(function: str, value: Any) -> list[float]:
@@ -51,7 +53,7 @@ def _parts(function: str, value: Any) -> list[float]:
 
 
 def layouts_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[list[Any]]:
-    """The layouts of a case, as lists."""
+    """Return the layouts of a case, as lists."""
     found = returned("layouts", lesson.layouts(Transformer(*model), Machine(*machine), batch_size))
     if not isinstance(found, Iterable):
         raise WrongResult(f"layouts should yield layouts; it returned {found!r:.50}")
@@ -68,13 +70,13 @@ def _layout(function: str, value: Any) -> list[Any]:
 
 
 def _whole(value: Any) -> int:
-    if int(value) != value:
+    if not isinstance(value, Real) or int(value) != value:
         raise WrongResult(f"the numbers of a layout are whole; one of them is {value!r:.30}")
     return int(value)
 
 
 def plans_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[list[Any]]:
-    """Of each plan its layout, and the parts of both estimates."""
+    """Return the layout of each plan, and the parts of both estimates."""
     found = returned("plan", lesson.plan(Transformer(*model), Machine(*machine), batch_size))
     if not isinstance(found, list):
         raise WrongResult(f"plan should return a list; it returned a {type(found).__name__}")
@@ -82,7 +84,7 @@ def plans_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[lis
 
 
 def estimates_of_plan(lesson: Any, model: Any, machine: Any, batch_size: int) -> dict[str, int]:
-    """How often plan calls each of the estimates of its lesson."""
+    """Return how often plan calls each of the estimates of its lesson."""
     calls = dict.fromkeys(PARTS, 0)
     names = inspect.unwrap(lesson.plan).__globals__
 
@@ -106,5 +108,5 @@ def _plan(value: Any) -> list[Any]:
 
 
 def refusal_of_plan(lesson: Any, model: Any, machine: Any, batch_size: int) -> dict[str, str]:
-    """What plan raises."""
+    """Return type and text of what plan raises."""
     return refusal_of(lambda: lesson.plan(Transformer(*model), Machine(*machine), batch_size))

@@ -3,10 +3,10 @@
 from collections import Counter
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 from distlab.grade import Grade, check, task
 from distlab.util.text import bytes_text, counted, seconds_text
+from judging.checks import check_refused
 from phase3 import estimates as b
 from phase3 import planner_cases as c
 from phase3 import planner_reference as reference
@@ -48,7 +48,7 @@ def test_layouts_are_all_that_are_valid(grade: Grade) -> None:
     for case in _cases(grade):
         expected = dict.fromkeys(reference.layouts(*case), 1)
         found = Counter(Layout(*one) for one in grade.call(b.layouts_of, *case))
-        here = _told(case)
+        here = _text(case)
         for one, times in found.items():
             check(
                 one in expected,
@@ -63,7 +63,7 @@ def test_layouts_are_all_that_are_valid(grade: Grade) -> None:
         )
 
 
-def _told(case: Case) -> str:
+def _text(case: Case) -> str:
     model, machine, batch_size = case
     return (
         f"{counted(machine.nodes, 'node')} of {counted(machine.gpus_per_node, 'GPU')}, a batch of "
@@ -72,7 +72,7 @@ def _told(case: Case) -> str:
 
 
 def _broken_rule(case: Case, one: Layout) -> str:
-    """The first rule of the docstring that a layout breaks."""
+    """Return the first rule of the docstring that a layout breaks."""
     model, machine, batch_size = case
     d, t, p, v, micro_batch, zero, _, is_split = one
     if d * t * p != machine.gpus:
@@ -95,10 +95,10 @@ def _broken_rule(case: Case, one: Layout) -> str:
 
 
 def _tight(grade: Grade) -> tuple[Case, list[Plan]]:
-    """A case in which some layouts do not fit, and all of its plans.
+    """Return a case in which some layouts do not fit, and all of its plans.
 
     All sizes are powers of two, so that needs are whole numbers in any order of operations, and
-    one that is just the limit is so for everybody.
+    one that is just at the limit is so for every answer.
     """
     model = Transformer(grade.random.choice((8, 16)), 1024, 8, 512, 1024)
     machine = _machine(2, 4)._replace(network_bytes_per_s=grade.random.uniform(1e9, 9e9))
@@ -122,7 +122,7 @@ def _check_those_that_fit(grade: Grade, case: Case, plans: list[Plan]) -> None:
     by_layout = {one.layout: one for one in plans}
     found = _plans(grade, case)
     for one in found:
-        check(one.layout in by_layout, f"{_told(case)}: {one.layout} is no valid layout.")
+        check(one.layout in by_layout, f"{_text(case)}: {one.layout} is no valid layout.")
         known = by_layout[one.layout]
         _check_estimates(one, known)
         check(
@@ -169,7 +169,7 @@ def _check_estimates(found: Plan, known: Plan) -> None:
 
 
 def _left_out(memory: Memory, limit: float) -> str:
-    """Which part would have to be forgotten for it to fit."""
+    """Name the part without which it would fit."""
     for name, part in memory._asdict().items():
         if part and memory.total - part <= limit:
             return f" Without its {name}, {bytes_text(part)}, it would fit: are they counted?"
@@ -184,7 +184,7 @@ def test_each_estimate_is_made_once(grade: Grade) -> None:
     for name, most in (("estimate_memory", len(plans)), ("estimate_step_time", fit)):
         check(
             calls[name] <= most,
-            f"{_told(case)}: {len(plans)} layouts are valid and {fit} of them fit. plan calls "
+            f"{_text(case)}: {len(plans)} layouts are valid and {fit} of them fit. plan calls "
             f"{name} {calls[name]} times; {most} are enough. Keep what estimate_memory has "
             "returned, estimate the time only of layouts that fit, and sort by what is in the "
             "plans.",
@@ -198,7 +198,7 @@ def test_the_fastest_comes_first(grade: Grade) -> None:
     best = min(fit, key=lambda one: one.time.total)
     by_layout = {one.layout: one for one in plans}
     found = [by_layout[one.layout] for one in _plans(grade, case) if one.layout in by_layout]
-    check(bool(found), f"{_told(case)}: no plan came, but {len(fit)} layouts fit.")
+    check(bool(found), f"{_text(case)}: no plan came, but {len(fit)} layouts fit.")
     check(
         not _is_later(found[0], best),
         f"{found[0].layout} comes first and takes {seconds_text(found[0].time.total)}, but "
@@ -215,12 +215,12 @@ def test_the_fastest_comes_first(grade: Grade) -> None:
 
 
 def _is_later(one: Plan, other: Plan) -> bool:
-    """Whether a plan takes longer than another, by more than rounding."""
+    """Return True if a plan takes longer than another, by more than rounding."""
     return one.time.total > other.time.total * (1 + EXACT)
 
 
 def _forgotten(first: StepTime, best: StepTime) -> str:
-    """Which part would have to be forgotten for the first to be the best."""
+    """Name the part without which the first would be the best."""
     for name in StepTime._fields:
         if first.total - getattr(first, name) < best.total - getattr(best, name):
             return f" Without {name}, it would be the other way round: is total what decides?"
@@ -248,10 +248,5 @@ def test_what_cannot_fit_is_refused(grade: Grade) -> None:
 
 
 def _check_refused(grade: Grade, case: Case, what: str, *names: str) -> None:
-    found: Any = grade.call(b.refusal_of_plan, *case)
-    wanted = f"{what}: that should be a ValueError"
-    check(found["type"], f"{wanted}, but there was none.")
-    got = f"{found['type']}: {found['text']!r:.120}"
-    check(found["type"] == "ValueError", f"{wanted}; it is {got}.")
-    missing = [name for name in names if name not in found["text"]]
-    check(not missing, f"{wanted} that names {' and '.join(names)}; it is {got}.")
+    refusal = grade.call(b.refusal_of_plan, *case)
+    check_refused([refusal], f"{what}: that", *names)

@@ -1,4 +1,4 @@
-"""What estimates are asked for: models, layouts and machines, drawn and published."""
+"""Cases of the estimates: models, layouts and machines, drawn and published."""
 
 from collections.abc import Sequence
 from random import Random
@@ -38,7 +38,7 @@ def drawn_layout(random: Random) -> tuple[Layout, int]:
 
 
 def fixed_layouts() -> list[tuple[Layout, int]]:
-    """Layouts of which each shows one thing, with batch sizes."""
+    """Return layouts that each show one thing, with batch sizes."""
     by_zero = [(Layout(8, micro_batch=2, zero_stage=stage), 64) for stage in range(4)]
     by_memory = [(Layout(2, 4, checkpointing=kind), 8) for kind in CHECKPOINTING]
     split = [(Layout(2, 4, 1, 1, 2, 1, kind, True), 8) for kind in CHECKPOINTING]
@@ -48,7 +48,7 @@ def fixed_layouts() -> list[tuple[Layout, int]]:
 
 
 def cases(random: Random, num_drawn: int = 20) -> list[Case]:
-    """Fixed and drawn cases, and the drawn ones with twice the batch: what was said is not kept."""
+    """Return fixed and drawn cases, and the drawn ones with twice the batch."""
     fixed = [(drawn_model(random), *one) for one in fixed_layouts()]
     drawn = [(drawn_model(random), *drawn_layout(random)) for _ in range(num_drawn)]
     return fixed + drawn + [(model, layout, 2 * size) for model, layout, size in drawn]

@@ -19,7 +19,7 @@ from phase3_multi_node.given import (
 
 
 def unsplit(layout: Layout) -> int:
-    """What divides the part of the activations that only sequence parallelism splits."""
+    """Return the divisor of the activations that only sequence parallelism splits."""
     return layout.tensor if layout.sequence_parallel else 1
 
 
@@ -130,7 +130,7 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
 
 
 def plans(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
-    """All valid layouts, also those that do not fit."""
+    """Return the plans of all valid layouts, also of those that do not fit."""
     return [
         Plan(one, memory(model, one, batch_size), step_time(model, one, batch_size, machine))
         for one in layouts(model, machine, batch_size)
