@@ -23,20 +23,16 @@ from phase3.judge_algorithms import *
 # ddp
 from phase3.judge_buckets import *
 from phase3.judge_ddp import *
-from phase3.judge_ddp_buckets import *
 from phase3.judge_ddp_costs import *
 
 # parameter_server
 from phase3.judge_shards import *
 from phase3.judge_servers import *
-from phase3.judge_staleness import *
 from phase3.judge_survivors import *
 
 # zero
-from phase3.judge_zero_optimizers import *
-from phase3.judge_zero_life import *
+from phase3.judge_zero import *
 from phase3.judge_fully_sharded import *
-from phase3.judge_fully_used import *
 
 # auto_sharding
 from phase3.judge_planner import *

@@ -1,4 +1,4 @@
-"""Bodies for task 3.7."""
+"""Bodies for task 3.7: topologies of groups, on links that are late and on GPUs."""
 
 import socket
 import time
@@ -19,13 +19,13 @@ from judging.pretend_device import PretendDevice, device_of
 from phase3_multi_node.given import LinkCost, Topology
 
 FUNCTION = "discover_topology"
-DOMAIN = "gpu."  # of all hosts: what stands before the first dot of their names
+DOMAIN = "gpu."  # the same beginning, up to a dot, of all names of hosts
 LATE_S = 0.05
 WORK_S = 0.001
 
 
 def discover(lesson: Any, arguments: Mapping[str, Any], group: Any = None) -> dict[str, Any]:
-    """Discover, and return plain data, beside the name of the host that the rank is told."""
+    """Discover; return plain data, with the name of this rank's host."""
     if group is not None:
         arguments = {**arguments, "group": group}
     found = typed(FUNCTION, lesson.discover_topology(**arguments), Topology)
@@ -54,7 +54,7 @@ def discover_in_groups(
     """Discover in each group in turn, while hosts are called ``gpu.node0`` and so on.
 
     Returns:
-        Of each group what was found, None on ranks that are not in it.
+        The topology of each group, None on ranks that are not in it.
     """
     made = [dist.new_group([*ranks]) for ranks in groups]
     name = socket.gethostname
@@ -83,8 +83,8 @@ def discover_with_delays(
     """Discover while messages are late.
 
     Args:
-        delays_s: size in bytes -> how late each message of this size from one rank to another is,
-            the first one first.
+        delays_s: size in bytes -> delays of the messages of this size from one rank to another, in
+            their order.
     """
     sent: Counter[tuple[int, int, int]] = Counter()
     send = SimGroup.send
@@ -104,10 +104,11 @@ def discover_with_delays(
 def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Discover with pretended GPUs, which take ``WORK_S`` more for each message that has come.
 
-    Also returns the devices of what was sent, one message at a time, to other ranks.
+    Returns:
+        The topology, and the devices of the messages that were sent.
     """
     sent: list[str] = []
-    work_s: defaultdict[int, float] = defaultdict(float)  # by rank: what its GPU still has to do
+    work_s: defaultdict[int, float] = defaultdict(float)  # rank -> work left to its GPU
     send, recv, recv_any = SimGroup.send, SimGroup.recv, SimGroup.recv_anysource
 
     def noting_send(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:

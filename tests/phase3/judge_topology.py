@@ -23,7 +23,7 @@ STUCK = (
 
 
 def _cluster(grade: Grade, nodes: int, gpus: int, numbering: str = "block") -> Cluster:
-    """A cluster whose links nobody knows."""
+    """Draw the links of a cluster."""
     draw = grade.random.uniform
     return Cluster(
         nodes,
@@ -37,7 +37,7 @@ def _cluster(grade: Grade, nodes: int, gpus: int, numbering: str = "block") -> C
 
 
 def _sizes(grade: Grade) -> tuple[int, int]:
-    """Odd sizes that no other message has, the larger one first as often as not."""
+    """Draw odd sizes that no other message has, the larger one first as often as not."""
     sizes = [grade.random.randrange(low, 2 * low) | 1 for low in (8000, 800_000)]
     grade.random.shuffle(sizes)
     return sizes[0], sizes[1]
@@ -63,7 +63,7 @@ def test_hosts_and_links_are_those_of_the_cluster(
     cluster, sizes = _cluster(grade, nodes, gpus, numbering), _sizes(grade)
     repeats = grade.random.randrange(2, 6)
     arguments = {"sizes_bytes": sizes, "repeats": repeats}
-    # Where sends are buffered, as small ones are on real links, send returns before bytes arrive.
+    # where sends are buffered, as small ones are on real links, send returns before bytes arrive
     options = Options(eager_bytes=-1 if numbering == "block" else max(sizes))
     run = grade.run(d.discover, n, arguments, cluster=cluster, options=options, if_stuck=STUCK)
     _check_hosts(run.results)
@@ -85,13 +85,13 @@ def _check_hosts(by_rank: list[dict[str, Any]]) -> None:
         for kind, where in KINDS.items():
             check(
                 found[kind] == by_rank[0][kind],
-                f"rank {rank} of {n}: what a message costs {where} is {_told(found[kind])}, but on "
-                f"rank 0 it is {_told(by_rank[0][kind])}. Only the ranks that measure know what "
+                f"rank {rank} of {n}: what a message costs {where} is {_text(found[kind])}, but on "
+                f"rank 0 it is {_text(by_rank[0][kind])}. Only the ranks that measure know what "
                 "they found, and clocks differ: one rank should tell all others.",
             )
 
 
-def _told(cost: list[float] | None) -> str:
+def _text(cost: list[float] | None) -> str:
     if cost is None:
         return "None"
     return f"α = {1e6 * cost[0]:.3g} µs and β = {1e12 * cost[1]:.4g} µs per MB"
@@ -110,7 +110,7 @@ def _check_costs(by_rank: list[dict[str, Any]], cluster: Cluster, cause: str = "
         if expected is None or got is None:
             check(
                 got is expected,
-                f"{here} should be {_told(expected)}; it is {_told(got)}. It is None if, and only "
+                f"{here} should be {_text(expected)}; it is {_text(got)}. It is None if, and only "
                 "if, there are no two such ranks.",
             )
             continue
@@ -120,7 +120,7 @@ def _check_costs(by_rank: list[dict[str, Any]], cluster: Cluster, cause: str = "
 def _check_cost(here: str, got: list[float], expected: list[float], cause: str) -> None:
     check(
         _are_close(got, expected),
-        f"{here} should be {_told(expected)}; it is {_told(got)}. {cause}",
+        f"{here} should be {_text(expected)}; it is {_text(got)}. {cause}",
     )
 
 
@@ -263,7 +263,7 @@ def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """α and β of the line through two times."""
+    """Return α and β of the line through two times."""
     beta_s_per_byte = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
     return [seconds[0] - sizes[0] * beta_s_per_byte, beta_s_per_byte]
 
@@ -282,7 +282,7 @@ def test_noise_makes_no_cost_negative(grade: Grade) -> None:
             f"when all messages of {noisy:,} bytes are late by {1e3 * d.LATE_S:.0f} ms, and those "
             f"of {sum(sizes) - noisy:,} bytes are not, the line through their times has {below} "
             f"below 0. No link has that: {below} should be 0, and the other not below 0; they are "
-            f"{_told(cost)}. max(…, 0.0) cuts off what abs would turn into a cost.",
+            f"{_text(cost)}. max(…, 0.0) cuts off what abs would turn into a cost.",
         )
 
 
@@ -330,7 +330,7 @@ def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
     check(
         found["between"] is None and found["inside"] is not None and min(found["inside"]) >= 0,
         "3 ranks on one host: between should be None, and α and β inside 0 or more; between is "
-        f"{_told(found['between'])}, inside is {_told(found['inside'])}.",
+        f"{_text(found['between'])}, inside is {_text(found['inside'])}.",
     )
 
 
@@ -350,7 +350,7 @@ def test_the_topology_of_a_group(grade: Grade) -> None:
     check(not played, f"only ranks {[*MEMBERS]} are in the group, but ranks {played} sent, too.")
 
 
-PATTERNS = "abb", "aba", "abcb", "aabc"  # the hosts of a group's ranks
+PATTERNS = "abb", "aba", "abcb", "aabc"  # hosts of a group's ranks
 
 
 @task("3.7")
@@ -370,7 +370,7 @@ def test_pairs_are_found_wherever_they_are(grade: Grade) -> None:
 
 
 def _ranks_on(pattern: str) -> list[int]:
-    """Ranks of 3 hosts in turn, in order, of which the first is on the first host named, …"""
+    """Return ascending ranks that are on these hosts; the hosts have ranks in turn."""
     ranks: list[int] = []
     for host in pattern:
         ranks.append(
