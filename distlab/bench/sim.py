@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distlab.sim import Options, Simulated, simulate
-from distlab.sim.isolation.core import hand_over_s, one_core
+from distlab.sim.isolation.host import hand_over_s, one_core
 from distlab.util.text import bytes_text, seconds_text
 
 RING_RANKS = 256

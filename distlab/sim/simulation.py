@@ -1,7 +1,6 @@
 """One simulated world: its parts are made and joined here. ``simulate`` runs a function in it."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection, Iterator, MutableSequence
 from typing import Any, TypeVar
 
@@ -10,7 +9,7 @@ import torch
 from distlab.process_group.call import Call
 from distlab.sim.collectives import algorithms
 from distlab.sim.collectives.phases import Phase
-from distlab.sim.device.devices import Devices
+from distlab.sim.device.device import Devices
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.overlap import Overlap
 from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped
@@ -19,21 +18,24 @@ from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.isolation import deaths, host, patches
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import Groups
+from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.refusals import Refusals
-from distlab.sim.isolation.residents import Residents
 from distlab.sim.isolation.threads import Threads
-from distlab.sim.messages.buffers import Buffers
-from distlab.sim.messages.failures import Failures
-from distlab.sim.messages.group import Means
-from distlab.sim.messages.handles import Handles
+from distlab.sim.messages.group import Failures, Shared
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.meetings import Meetings
-from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.pending import Buffers, Pending
+from distlab.sim.messages.work import Handles
 from distlab.sim.network.traffic import Traffic
-from distlab.sim.postmortem import caught, leftovers
+from distlab.sim.postmortem import handlers, rows
 from distlab.sim.postmortem.deadlock import History
-from distlab.sim.postmortem.ending import first_error, standstill_error
-from distlab.sim.postmortem.raised import doing_of_others, exit_error, rank_error
+from distlab.sim.postmortem.ending import (
+    doing_of_others,
+    exit_error,
+    first_error,
+    rank_error,
+    standstill_error,
+)
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
@@ -53,8 +55,8 @@ class Simulation:
     ) -> None:
         self.num_ranks, self.cluster, self.options = num_ranks, cluster, options
         places = [cluster.place_of(rank) for rank in range(num_ranks)]
-        self.residents = Residents(places, options.seed, running)
-        self.scheduler = Scheduler(num_ranks, self.residents.switch)
+        self.rank_states = RankStates(places, options.seed, running)
+        self.scheduler = Scheduler(num_ranks, self.rank_states.switch)
         self.trace = Trace(num_ranks, has_events=options.has_events)
         overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None
         self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
@@ -70,14 +72,14 @@ class Simulation:
             traffic, buffers, eager_bytes=options.eager_bytes, p2p_order=options.p2p_order
         )
         self.meetings = Meetings(self.clock, traffic, buffers, self._plan)
-        means = Means(
+        shared = Shared(
             self.clock, self.places, self.mailbox, self.meetings, self.handles, self.failures
         )
-        self.groups = Groups(means, self.residents.tables)
+        self.groups = Groups(shared, self.rank_states.tables)
         self.threads = Threads(
             self.scheduler,
             self.clock,
-            self.residents,
+            self.rank_states,
             self.places,
             self._in_another_thread,
         )
@@ -98,7 +100,7 @@ class Simulation:
     def _unnoticed(self) -> contextlib.AbstractContextManager[object]:
         if self.devices is None:
             return contextlib.nullcontext()
-        return self.devices.unnoticed(self.residents.current)
+        return self.devices.unnoticed(self.rank_states.current)
 
     def _plan(self, call: Call, group: tuple[int, ...]) -> list[Phase]:
         name, root = self.options.algorithm, call.root
@@ -111,7 +113,7 @@ class Simulation:
         results: list[Any] = [None] * self.num_ranks
 
         def body(rank: Rank) -> None:
-            self.residents.move_in(rank)
+            self.rank_states.move_in(rank)
             with torch.autograd.set_multithreading_enabled(False), self._on_device(rank):
                 if joined:
                     self.groups.join()
@@ -119,7 +121,7 @@ class Simulation:
                 self.clock.note_compute(rank, rank.clock_s)
 
         with self._process_prepared():
-            self.residents.begin()
+            self.rank_states.begin()
             self.scheduler.run(body, self._standstill_error)
         if self.failures.first:  # ranks caught it, and went on as if it had not been
             raise self.failures.first
@@ -134,7 +136,7 @@ class Simulation:
         faults = self.options.faults
         home = patches.Home(
             self.clock,
-            self.residents,
+            self.rank_states,
             self.groups,
             self.refusals,
             self.handles,
@@ -144,7 +146,7 @@ class Simulation:
             self._exit_process,
             self.mailbox.lanes,
         )
-        dying = deaths.due(faults, self.scheduler, self.clock, self.residents)
+        dying = deaths.due(faults, self.scheduler, self.clock, self.rank_states)
         with patches.installed(home), host.prepared(), dying:
             yield
 
@@ -177,8 +179,8 @@ class Simulation:
 
         The other ranks' processes would go on, and fail as soon as they need this one.
         """
-        rank = self.residents.current
-        site = self.places.call_site(sys._getframe(1))[0]
+        rank = self.rank_states.current
+        site = self.places.call_site()[0]
         error = exit_error(rank, self.num_ranks, status, site, self._others([rank]))
         self.scheduler.end_world(self.failures.first or error)
 
@@ -199,7 +201,7 @@ class Simulation:
     @contextlib.contextmanager
     def _in_another_thread(self) -> Iterator[None]:
         """Be inside of what a rank's first thread is inside of."""
-        device = self.devices[self.residents.current] if self.devices else None
+        device = self.devices[self.rank_states.current] if self.devices else None
         self.groups.show()
         inside = device.in_another_thread() if device else contextlib.nullcontext()
         with torch.autograd.set_multithreading_enabled(False), inside:
@@ -216,10 +218,10 @@ class Simulation:
         messages = (*self.mailbox.unmatched(), *self.mailbox.waiting())
         alone: list[Pending] = [*messages, *self.meetings.leftovers()]
         if alone and self.options.is_strict:
-            raise leftovers.never_met_error(alone)
-        self.trace.leftovers = leftovers.never_met(alone)
+            raise rows.never_met_error(alone)
+        self.trace.leftovers = rows.never_met(alone)
         alive = (rank.number for rank in self.scheduler.ranks if not rank.is_killed)
-        self.trace.unwaited = leftovers.unwaited(self.handles, alive)
+        self.trace.unwaited = rows.unwaited(self.handles, alive)
 
     def _standstill_error(self) -> SimulationError:
         if self.failures.first:
@@ -238,7 +240,7 @@ class Simulation:
                 if isinstance(rank.last_call, Pending)
             },
             self.trace.arrived(),
-            self.groups.roster.groups(),
+            self.groups.roster.groups,
             self.exits.known,
             self.meetings.splits,
             is_in_order=self.mailbox.lanes is not None,
@@ -250,11 +252,13 @@ class Simulation:
             ranks, places = self.scheduler.ranks, self.places
             gone = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]
             causes = (
-                *caught.handled(ranks, places),
+                *handlers.handled(ranks, places),
                 *self.refusals.notes({rank: ranks[rank].num_calls for rank in error.ranks}),
                 *self.threads.notes.failures(),
             )
-            questions = () if causes else caught.suspicions(error, ranks, places, self.exits.known)
+            questions = (
+                () if causes else handlers.suspicions(error, ranks, places, self.exits.known)
+            )
             daemons = self.threads.notes.of_daemons(gone)
             error.note(causes, (*questions, *self.handles.notes(gone), *daemons))
         return error

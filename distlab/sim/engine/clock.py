@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterable
 
 from distlab.sim.engine.faults import Faults
 from distlab.sim.engine.overlap import Overlap
-from distlab.sim.engine.scheduler import MAX_POLLS, Scheduler, Strand
+from distlab.sim.engine.patience import MAX_POLLS, POLL_S
+from distlab.sim.engine.scheduler import Scheduler, Strand
 from distlab.sim.engine.trace import Trace
 from distlab.sim.reporting.sites import Site
 
 CLOCK_TICK_S = 1e-9  # that of time.perf_counter_ns
-POLL_S = 1e-6  # what asking is_completed() costs; if it were free, a polling loop would never end
-REFUSED_S = 1e-3  # what a refused call costs, or trying it again for ever would never end
-# Between two communication calls. A program that times its steps reads the clock a few times; one
-# that reads it more often than this waits for it, and torch reads it not at all in a step.
-FREE_CLOCK_READS = 100
+REFUSED_S = 1e-3  # cost of a refused call, or trying it again forever would never end
 
 
 class Clock:
@@ -68,12 +65,11 @@ class Clock:
             is_progress: False: a rank may do it for ever, and nothing happens.
         """
         rank = self.scheduler.current
-        rank.num_clock_reads = 0
+        rank.patience.acts()
         if self._overlap:
             rank.clock_s += self._overlap.pay(rank.number)
         if is_progress:
-            rank.busy_s, rank.num_polls = rank.clock_s, 0
-            rank.polls = rank.retries = None
+            rank.patience.works(rank.clock_s)
         if self._jitter:
             rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
         if rank.clock_s > self._computed_until[rank.number]:
@@ -88,10 +84,8 @@ class Clock:
         much as in the hundred before. No two readings are equal, so their difference is never 0.
         """
         rank = self.scheduler.current
-        rank.num_clock_reads += 1
-        if rank.num_clock_reads > FREE_CLOCK_READS:
-            doublings = min(rank.num_clock_reads // FREE_CLOCK_READS - 1, 10)
-            rank.clock_s += POLL_S * 2**doublings
+        if cost_s := rank.patience.reading_s():
+            rank.clock_s += cost_s
             self.scheduler.act()
         rank.last_reading_s = max(rank.clock_s, rank.last_reading_s + CLOCK_TICK_S)
         return rank.last_reading_s
@@ -107,8 +101,7 @@ class Clock:
         if self._overlap:
             self._overlap.computed(strand.number, start_s, strand.clock_s, self.scheduler.now_s)
             strand.clock_s += self._overlap.pay(strand.number)
-        strand.busy_s, strand.num_polls = strand.clock_s, 0
-        strand.polls = strand.retries = None
+        strand.patience.works(strand.clock_s)
         if len(strand.rank.strands) > 1:
             self.scheduler.act()
 

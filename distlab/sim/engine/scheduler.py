@@ -23,12 +23,10 @@ from functools import partial
 from itertools import count
 from typing import Any, NoReturn, Protocol
 
+from distlab.sim.engine.patience import MAX_POLLS, Operation, Patience
+
 NEVER = float("inf")
-MAX_POLLS = 10_000  # a program that gives up earlier, or sleeps in between, is patient enough
-MIN_RESTS = 100  # fewer than these are long ones, and not a loop
-PATIENCE_S = 1800.0  # of sleeping alone; as long as gloo waits for a rank that does not come
-STRETCH = 0.1  # of the time slept so far: so much longer is a sleep after MAX_POLLS vain ones
-MAX_UNWOUND = 100  # calls of a rank that ends: `finally` makes a few, `while` with `except` goes on
+MAX_UNWOUND = 100  # calls of a rank that ends: `finally` makes few, `while` with `except` many
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for 1,024 ranks
 
 
@@ -77,12 +75,8 @@ class Strand:
         ident: of the thread.
         waits_in: the operation that blocks it.
         is_late: it has waited as long as it wanted to.
-        polls: makes what it asks for again and again; None: it does something else.
-        retries: makes what it has waited for as long as it wanted to, since it did something else.
-        num_polls: how often it has asked, or slept, since it did something else.
-        busy_s: when it last computed or communicated; since then it has slept, or asked.
-        num_clock_reads: since its last communication call.
-        last_reading_s: of its clock.
+        patience: what it asks again and again, if it does nothing else.
+        last_reading_s: last reading of its clock.
         num_unwound: how often it was told to end.
         is_daemon: it ends with the rank.
         waiting: who waits for its end.
@@ -98,15 +92,11 @@ class Strand:
         self.clock_s = clock_s
         self.ident = 0
         self.has_ended = self.is_killed = self.is_parked = False
-        self.num_clock_reads = 0
         self.last_reading_s = -1.0
         self.num_unwound = 0
         self.waits_in: object = None
         self.is_late = False
-        self.polls: Callable[[], object] | None = None
-        self.retries: Callable[[], object] | None = None
-        self.num_polls = 0
-        self.busy_s = clock_s
+        self.patience = Patience(clock_s)
         self.is_daemon = is_daemon
         self.waiting: deque[Strand] = deque()
         self.baton = _new_baton()
@@ -236,6 +226,12 @@ class Scheduler:
         self._hand_over(strand)
 
     # What a rank does
+    #
+    # The invariant: while a rank does something that others can notice, `now_s` is its clock, and
+    # no other strand is ready, and no event pending, at an earlier time. `act` makes it so: it puts
+    # the rank among the ready ones and hands over until nothing is earlier. So no rank can be
+    # surprised from the past, and equal programs have equal histories. Between two calls of `act`
+    # a clock may run ahead of `now_s`; that rank computes, which nobody sees.
 
     def act(self) -> None:
         """Wait until the running rank is the earliest of all, so that it may be noticed."""
@@ -254,19 +250,20 @@ class Scheduler:
         rank = self.current
         if self.is_stopping or rank.is_killed:
             self._unwind()
-        rank.waits_in, rank.is_late, rank.polls = operation, False, None
+        rank.waits_in, rank.is_late, patience = operation, False, rank.patience
         if until_s == NEVER:
-            rank.num_polls, rank.retries = 0, None
+            patience.blocks()
             self._yield(rank)
-            rank.busy_s = rank.clock_s
+            patience.wakes(rank.clock_s)
             return True
+        patience.waits()
         timer = self.at(max(until_s, self.now_s), partial(self._give_up, rank, operation))
         try:
             self._yield(rank)
         finally:
             timer.action = None
         if not rank.is_late:
-            rank.retries = None
+            patience.tried = None
         return not rank.is_late
 
     def _give_up(self, rank: Strand, operation: object) -> None:
@@ -274,56 +271,46 @@ class Scheduler:
             rank.is_late = True
             self.ready(rank, self.now_s)
 
-    def poll(self, operation: Callable[[], object], max_polls: int = MAX_POLLS) -> None:
-        """Do what ``act`` does, for a rank that asks again and again whether something is done.
-
-        If nobody can run but ranks that only ask, asking will never help: the world is deadlocked.
+    def poll(self, operation: Operation, max_polls: int = MAX_POLLS) -> None:
+        """Do what ``act`` does, for a rank that asks whether something is done.
 
         Args:
-            operation: makes what the rank asks for.
-            max_polls: so often it may ask in vain.
+            operation: Maker of the operation for which the rank asks.
+            max_polls: Number of vain questions after which it counts as waiting.
         """
         rank = self.current
-        rank.polls = operation
-        rank.num_polls += 1
-        if rank.num_polls % max_polls == 0:
+        if rank.patience.polls(operation, max_polls):
             self._stop_if_in_vain(rank)
         self.act()
 
-    def rest(self, operation: Callable[[], object] | None = None) -> None:
-        """Do what ``act`` does, for a rank that has slept: it may sleep again and again.
-
-        Half an hour in milliseconds is two million sleeps. If nothing can happen meanwhile, they
-        become longer, so that it is over soon.
+    def rest(self, operation: Operation | None = None) -> None:
+        """Do what ``act`` does, for a rank that has slept.
 
         Args:
-            operation: makes what it has waited for meanwhile, as long as it wanted.
+            operation: Maker of the operation for which it has waited as long as it wanted.
         """
-        rank = self.current
-        rank.num_polls += 1
-        rank.retries = operation or rank.retries
-        slept_s = rank.clock_s - rank.busy_s
-        if rank.num_polls > MAX_POLLS or (rank.num_polls > MIN_RESTS and slept_s > PATIENCE_S):
-            rank.polls = rank.retries or rank.polls or partial(self.describe_rest, rank)
-            if slept_s > PATIENCE_S:
+        rank, patience = self.current, self.current.patience
+        if patience.rests(operation, partial(self.describe_rest, rank), rank.clock_s):
+            if patience.is_over(rank.clock_s):
                 self._stop_if_in_vain(rank)
             elif self._all_poll():
-                rank.clock_s += STRETCH * slept_s
+                rank.clock_s += patience.stretch_s(rank.clock_s)
         self.act()
 
     def _stop_if_in_vain(self, rank: Strand) -> None:
         if not self._all_poll():
             return
         for strand in self._strands():
-            if strand.polls is not None and strand.waits_in is None and not strand.has_ended:
-                strand.waits_in = strand.polls()
+            asks = strand.patience.asks
+            if asks is not None and strand.waits_in is None and not strand.has_ended:
+                strand.waits_in = asks()
         self._stop_deadlock()
         self._yield(rank)
 
     def _all_poll(self) -> bool:
         """Whether nothing can happen but that ranks ask whether it has."""
         waiting = (self.ranks[number].strands[order] for _, number, order in self._ready)
-        return self._next_event_s() == NEVER and all(strand.polls for strand in waiting)
+        return self._next_event_s() == NEVER and all(strand.patience.asks for strand in waiting)
 
     def ready(self, rank: Strand, at_s: float) -> None:
         """Let a rank, or a thread of it, go on at ``at_s`` or later, if it is blocked."""

@@ -9,18 +9,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.faults import Faults
 from distlab.sim.engine.scheduler import Scheduler
-from distlab.sim.isolation.residents import Residents
+from distlab.sim.isolation.rank_states import RankStates
 
 
 @contextlib.contextmanager
-def due(faults: Faults, scheduler: Scheduler, clock: Clock, residents: Residents) -> Iterator[None]:
+def due(
+    faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates
+) -> Iterator[None]:
     """Let ranks die when and where the faults say."""
     for number, at_s in faults.kill_ranks.items():
         scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
     begun = [0] * clock.num_ranks
 
     def begin_step(*_: object) -> None:
-        if not residents.is_in_rank():
+        if not rank_states.is_in_rank():
             return
         rank = clock.current.rank
         begun[rank.number] += 1

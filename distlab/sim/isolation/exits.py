@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places, Site
+from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places, Site, outside
 
 OURS = str(Path(__file__).parents[2])  # what calls the program
 SCRIPT = "<module>"
@@ -58,11 +58,11 @@ class Exits:
         """Note that a rank enters the world; of a script, that is a call below its ``main()``."""
         self.known.pop(rank, None)
         if rank in self._programs:
-            self._programs[rank].look_for_main(sys._getframe(1))
+            self._programs[rank].look_for_main(outside())
 
     def left(self, rank: int) -> None:
         """Note that a rank destroys its process group."""
-        site = self._places.call_site(sys._getframe(1))[0]
+        site = self._places.call_site()[0]
         self.known[rank] = Exit(site, left_group_at=site)
 
 

@@ -1,17 +1,16 @@
 """The process groups that ranks make: the default one, and those of ``new_group``."""
 
-import sys
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from distlab.sim.isolation.rank_state import RankWorld
-from distlab.sim.isolation.roster import Roster
-from distlab.sim.messages.group import Means, SimGroup
+from distlab.sim.isolation.rank_states import RankWorld
+from distlab.sim.messages.group import Shared, SimGroup
 from distlab.sim.messages.limits import group_limit_s
 from distlab.sim.messages.meetings import FOUNDING
+from distlab.sim.messages.roster import MadeGroup, Roster
 from distlab.sim.messages.store import SimStore
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.sites import CallSite
@@ -23,7 +22,7 @@ class Groups:
     """Makes each rank's view of a group.
 
     Args:
-        means: how messages travel.
+        shared: Parts of the world that all groups use.
         tables: of the running rank, in which torch keeps its groups.
 
     Attributes:
@@ -31,21 +30,21 @@ class Groups:
         roster: of the groups that were made.
     """
 
-    def __init__(self, means: Means, tables: RankWorld) -> None:
-        self.store = SimStore(means.clock, means.places)
+    def __init__(self, shared: Shared, tables: RankWorld) -> None:
+        self.store = SimStore(shared.clock, shared.places)
         self.roster = Roster()
-        self._means, self._tables = means, tables
-        num_ranks = means.clock.num_ranks
+        self._shared, self._tables = shared, tables
+        num_ranks = shared.clock.num_ranks
         self._everyone = tuple(range(num_ranks))
         self._global_ranks = {rank: rank for rank in self._everyone}
         self._joins = [0] * num_ranks  # how often each rank has made its default group
 
     def join(self, timeout: timedelta | None = None) -> None:
         """Make the default process group of the running rank; ``timeout``: of its operations."""
-        number = self._means.clock.current.number
+        number = self._shared.clock.current.number
         self._joins[number] += 1
         key, limit_s = (self._joins[number], "0"), group_limit_s(timeout)
-        group = SimGroup(self._means, self._everyone, number, key, "0", limit_s)
+        group = SimGroup(self._shared, self._everyone, number, key, "0", limit_s)
         c10d._register_pg_in_world(
             group,
             backend_name=BACKEND,
@@ -84,21 +83,21 @@ class Groups:
         Raises:
             Mismatch: another rank has made a group of other ranks under this key.
         """
-        members, number = ranks or self._everyone, self._means.clock.current.number
+        members, number = ranks or self._everyone, self._shared.clock.current.number
         place = (self._joins[number], key)  # groups of a world that was left are others
-        call_site = self._means.places.call_site(sys._getframe(1))
+        call_site = self._shared.places.call_site()
         try:
-            self.roster.enter(place, number, members, call_site[0], description)
+            self.roster.enter(place, MadeGroup(members, call_site[0], description, number))
         except Mismatch as error:
-            self._means.failures.note(error)
+            self._shared.failures.note(error)
             raise
         rank, limit_s = members.index(number), group_limit_s(timeout)
         self._await_members(place, members, call_site, limit_s)
-        return SimGroup(self._means, members, rank, place, str(key), limit_s)
+        return SimGroup(self._shared, members, rank, place, str(key), limit_s)
 
     def _await_members(
         self, place: object, members: tuple[int, ...], site: CallSite, limit_s: float
     ) -> None:
-        self._means.clock.act()
-        founding = self._means.meetings.at(("founding", place), members, 0)
+        self._shared.clock.act()
+        founding = self._shared.meetings.at(("founding", place), members, 0)
         founding.arrive(FOUNDING, site).wait(group_limit_s=limit_s)

@@ -82,7 +82,7 @@ class RankLock(_Held):
             self._threads.ask()
             return False
         until_s = NEVER if timeout < 0 else self._threads.now_s() + timeout
-        frame = sys._getframe(1)
+        frame = sys._getframe()  # of this call: the report walks outwards
         is_taken = self._threads.wait_until(
             lambda: self._lock.acquire(False),
             self._waiting,

@@ -30,18 +30,18 @@ from distlab.sim.isolation import profiling, refusals
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import BACKEND, Groups
 from distlab.sim.isolation.meta_device import MetaHandle
-from distlab.sim.isolation.rank_state import (
+from distlab.sim.isolation.rank_states import (
     NUMPY_FUNCTIONS,
     PYTHON_FUNCTIONS,
+    RankStates,
     RankVariables,
     set_warning_state,
     warning_state,
 )
 from distlab.sim.isolation.refusals import Refusals
-from distlab.sim.isolation.residents import Residents
 from distlab.sim.isolation.threads import Threads
-from distlab.sim.messages.handles import Handles
-from distlab.sim.messages.lanes import Lanes
+from distlab.sim.messages.message import Lanes
+from distlab.sim.messages.work import Handles
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.sites import Places
 from distlab.util.text import rank_names
@@ -53,7 +53,7 @@ class Home:
 
     Attributes:
         clock: of the ranks.
-        residents: tell which rank runs, and have what is its own.
+        rank_states: tell which rank runs, and have what is its own.
         groups: make process groups.
         refusals: note what torch refuses.
         handles: the operations for which nobody has waited.
@@ -65,7 +65,7 @@ class Home:
     """
 
     clock: Clock
-    residents: Residents
+    rank_states: RankStates
     groups: Groups
     refusals: Refusals
     handles: Handles
@@ -90,7 +90,7 @@ def installed(home: Home) -> Iterator[None]:
         raise SimulationError("a process can simulate only one world at a time")
     with contextlib.ExitStack() as undo:
         undo.callback(_home.release)
-        _replace(undo, c10d, "_world", home.residents.tables)
+        _replace(undo, c10d, "_world", home.rank_states.tables)
         isolate: Any = torch._C._distributed_c10d  # groups by name, per thread; not in the stubs
         isolate._set_thread_isolation_mode(True)
         undo.callback(isolate._set_thread_isolation_mode, False)
@@ -98,15 +98,15 @@ def installed(home: Home) -> Iterator[None]:
         _patch_groups(undo, home)
         replace = functools.partial(_replace, undo)
         refusals.install(
-            replace, home.clock, home.residents, home.refusals, home.exits, home.places
+            replace, home.clock, home.rank_states, home.refusals, home.exits, home.places
         )
         _patch_clocks(undo, home)
         home.threads.install(replace)
-        profiling.install(replace, home.residents)
+        profiling.install(replace, home.rank_states)
         _patch_process(undo, home)
-        _patch_host(undo, home.residents)
-        _patch_generators(undo, home.residents)
-        _patch_environment(undo, home.residents)
+        _patch_host(undo, home.rank_states)
+        _patch_generators(undo, home.rank_states)
+        _patch_environment(undo, home.rank_states)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
         undo.callback(delattr, torch, "meta")
         undo.callback(set_warning_state, warning_state())
@@ -148,7 +148,7 @@ def _be_no_rank() -> None:
     """Let a process that a rank forks, say a data loader's, live in real time."""
     home: Home | None = _current.get("home")
     if home is not None and _home.locked():
-        home.residents.forget()
+        home.rank_states.forget()
 
 
 os.register_at_fork(after_in_child=_be_no_rank)
@@ -161,9 +161,9 @@ def unwaited() -> list[str]:
     a barrier is not enough. Outside of a simulated rank there are none.
     """
     home: Home | None = _current.get("home")
-    if home is None or not _home.locked() or not home.residents.is_in_rank():
+    if home is None or not _home.locked() or not home.rank_states.is_in_rank():
         return []
-    rows = home.handles.rows([home.residents.current])
+    rows = home.handles.rows([home.rank_states.current])
     return [f"{rank_names(row.ranks)}  {row.text}  {row.where}" for row in rows]
 
 
@@ -185,7 +185,7 @@ def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
     ) -> None:
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
-        home.exits.joined(home.residents.current)
+        home.exits.joined(home.rank_states.current)
         home.groups.join(timeout)
 
     new_group = c10d.new_group
@@ -222,7 +222,7 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, home: Home) -> None:
     """Make torch's own ``init_process_group`` and ``new_group`` work."""
 
     def rendezvous(*_: object, **__: object) -> Iterator[tuple[object, int, int]]:
-        yield home.groups.store, home.residents.current, home.residents.num_ranks
+        yield home.groups.store, home.rank_states.current, home.rank_states.num_ranks
 
     make_group = c10d._new_process_group_helper
 
@@ -230,7 +230,7 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, home: Home) -> None:
         size: int, rank: int, ranks: list[int], backend: str, *rest: Any, **settings: Any
     ) -> Any:
         if not ranks:
-            home.exits.joined(home.residents.current)
+            home.exits.joined(home.rank_states.current)
             home.groups.join(settings.get("timeout"))
             return dist.group.WORLD, home.groups.store
         # Of all that is given here, a backend of one's own sees the options, and no description.
@@ -243,7 +243,7 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, home: Home) -> None:
 
 def _patch_default_group(undo: contextlib.ExitStack, home: Home) -> None:
     """Find the running rank's default group in fewer steps than torch."""
-    find_group, tables = c10d._group_or_default_group, home.residents.tables
+    find_group, tables = c10d._group_or_default_group, home.rank_states.tables
 
     def group_or_default(group: Any = None) -> Any:
         if group is None:
@@ -263,7 +263,7 @@ def _patch_checks(undo: contextlib.ExitStack, home: Home) -> None:
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
         check(p2p_ops)
         if home.lanes is not None:
-            home.lanes.begin_batch(home.residents.current, len(p2p_ops))
+            home.lanes.begin_batch(home.rank_states.current, len(p2p_ops))
 
     # The first call of batch_isend_irecv, by whatever name a program has imported that.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
@@ -285,7 +285,7 @@ def _patch_clocks(undo: contextlib.ExitStack, home: Home) -> None:
 
     @functools.wraps(sleep)
     def virtual_sleep(seconds: float) -> None:
-        if not home.residents.is_in_rank():
+        if not home.rank_states.is_in_rank():
             return sleep(seconds)
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
@@ -296,7 +296,7 @@ def _patch_clocks(undo: contextlib.ExitStack, home: Home) -> None:
 
 def _virtual(real: Callable[[], float], per_second: int | None, home: Home) -> Callable[[], float]:
     def clock() -> float:
-        if not home.residents.is_in_rank():
+        if not home.rank_states.is_in_rank():
             return real()
         now_s = home.clock.read()
         return round(now_s * per_second) if per_second else now_s
@@ -306,40 +306,40 @@ def _virtual(real: Callable[[], float], per_second: int | None, home: Home) -> C
 
 def _patch_process(undo: contextlib.ExitStack, home: Home) -> None:
     """Let each rank have a working folder and an end, and say what only a process can have."""
-    residents = home.residents
+    rank_states = home.rank_states
     change_folder, handle, end = os.chdir, signal.signal, os._exit
 
     def chdir(path: Any) -> None:
-        if residents.is_in_rank():
-            residents.change_folder(path)
+        if rank_states.is_in_rank():
+            rank_states.change_folder(path)
         else:
             change_folder(path)
 
     def end_rank(status: int) -> None:
-        if residents.is_in_rank():
+        if rank_states.is_in_rank():
             home.exit_process(status)
         end(status)
 
     def refuse(number: Any, handler: Any) -> Any:
-        if not residents.is_in_rank():
+        if not rank_states.is_in_rank():
             return handle(number, handler)
         raise ValueError(
-            f"rank {residents.current} cannot handle {signal.Signals(number).name}: signals come "
+            f"rank {rank_states.current} cannot handle {signal.Signals(number).name}: signals come "
             "to the process, which all simulated ranks share. On real processes it can"
         )
 
-    undo.callback(residents.leave)
+    undo.callback(rank_states.leave)
     _replace(undo, os, "chdir", chdir)
     _replace(undo, os, "_exit", end_rank)
     _replace(undo, signal, "signal", refuse)
 
 
-def _patch_host(undo: contextlib.ExitStack, residents: Residents) -> None:
+def _patch_host(undo: contextlib.ExitStack, rank_states: RankStates) -> None:
     """Tell each rank the name of its node, so that it finds out who is on the same one."""
     uname = os.uname
 
     def name_of_rank(real: Callable[[], str]) -> str:
-        return residents.state().host if residents.is_in_rank() else real()
+        return rank_states.state().host if rank_states.is_in_rank() else real()
 
     def uname_of_rank() -> os.uname_result:
         system, _, *rest = found = uname()
@@ -350,38 +350,40 @@ def _patch_host(undo: contextlib.ExitStack, residents: Residents) -> None:
     _replace(undo, os, "uname", uname_of_rank)
 
 
-def _patch_generators(undo: contextlib.ExitStack, residents: Residents) -> None:
+def _patch_generators(undo: contextlib.ExitStack, rank_states: RankStates) -> None:
     """Let ``random.random`` and ``np.random.rand`` draw from the running rank's generators."""
     undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
     for name in PYTHON_FUNCTIONS:
         draw = getattr(random, name)
-        _replace(undo, random, name, _of_rank("python_rng", draw, residents))
+        _replace(undo, random, name, _of_rank("python_rng", draw, rank_states))
     for name in NUMPY_FUNCTIONS:
         draw = getattr(np.random, name)
-        _replace(undo, np.random, name, _of_rank("numpy_rng", draw, residents))
+        _replace(undo, np.random, name, _of_rank("numpy_rng", draw, rank_states))
 
 
-def _of_rank(generator: str, draw: Callable[..., Any], residents: Residents) -> Callable[..., Any]:
+def _of_rank(
+    generator: str, draw: Callable[..., Any], rank_states: RankStates
+) -> Callable[..., Any]:
     @functools.wraps(draw)
     def draw_of_rank(*args: Any, **kwargs: Any) -> Any:
-        if not residents.is_in_rank():
+        if not rank_states.is_in_rank():
             return draw(*args, **kwargs)
-        return getattr(getattr(residents.state(), generator), draw.__name__)(*args, **kwargs)
+        return getattr(getattr(rank_states.state(), generator), draw.__name__)(*args, **kwargs)
 
     return draw_of_rank
 
 
-def _patch_environment(undo: contextlib.ExitStack, residents: Residents) -> None:
+def _patch_environment(undo: contextlib.ExitStack, rank_states: RankStates) -> None:
     """Set the variables that torchrun would set."""
     variables = RankVariables(
         os.environ._data,  # type: ignore[attr-defined]
-        lambda: residents.state().variables,
+        lambda: rank_states.state().variables,
     )
     process = _replace(undo, os.environ, "_data", variables)
     undo.callback(_put_back, process, variables.written)
     common = {
-        "WORLD_SIZE": residents.num_ranks,
-        "LOCAL_WORLD_SIZE": residents.num_local_ranks,
+        "WORLD_SIZE": rank_states.num_ranks,
+        "LOCAL_WORLD_SIZE": rank_states.num_local_ranks,
         "MASTER_ADDR": "simulated",
         "MASTER_PORT": 0,
     }

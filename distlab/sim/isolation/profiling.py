@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.autograd.profiler
 
-from distlab.sim.isolation.residents import Residents
+from distlab.sim.isolation.rank_states import RankStates
 
 Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
 
 
-def install(replace: Replace, residents: Residents) -> None:
+def install(replace: Replace, rank_states: RankStates) -> None:
     """Refuse the profiler to a rank while another one has it.
 
     Raises, in the rank:
@@ -24,7 +24,7 @@ def install(replace: Replace, residents: Residents) -> None:
 
     def take(begin: Callable[..., Any]) -> Callable[..., Any]:
         def begin_alone(*args: Any, **kwargs: Any) -> Any:
-            me = residents.current
+            me = rank_states.current
             if owner and owner[0] != me:
                 raise RuntimeError(
                     f"rank {me} cannot start a profiler while rank {owner[0]} has one: simulated "

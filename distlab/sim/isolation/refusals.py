@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.scheduler import Killed, Stopped
 from distlab.sim.isolation.exits import Exits
-from distlab.sim.isolation.residents import Residents
+from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.report import WHO, error_line, place, told_once
 from distlab.sim.reporting.sites import Places
@@ -81,16 +81,16 @@ class Refusals:
 def install(
     replace: Replace,
     clock: Clock,
-    residents: Residents,
+    rank_states: RankStates,
     refusals: Refusals,
     exits: Exits,
     places: Places,
 ) -> None:
     """Make torch's errors say what a program can change, and note what torch refuses."""
-    _note_refusals(replace, clock, residents, refusals)
-    _speak_of_groups(replace, residents)
-    _note_outsiders(replace, residents, refusals, places)
-    _speak_of_the_end(replace, residents, exits)
+    _note_refusals(replace, clock, rank_states, refusals)
+    _speak_of_groups(replace, rank_states)
+    _note_outsiders(replace, rank_states, refusals, places)
+    _speak_of_the_end(replace, rank_states, exits)
     check_operations = c10d._check_p2p_op_list
 
     def check_batch(operations: list[Any]) -> None:
@@ -105,13 +105,13 @@ def install(
 
 
 def _note_refusals(
-    replace: Replace, clock: Clock, residents: Residents, refusals: Refusals
+    replace: Replace, clock: Clock, rank_states: RankStates, refusals: Refusals
 ) -> None:
     describe_call = c10d_logger._get_msg_dict
 
     def note_and_describe(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         error = sys.exc_info()[1]
-        if residents.is_in_rank():
+        if rank_states.is_in_rank():
             _speak_of_objects(name, error, args, kwargs)
             rank = clock.current.rank
             refusals.note(rank.number, name, error, rank.num_calls)
@@ -123,12 +123,12 @@ def _note_refusals(
 
 
 def _note_outsiders(
-    replace: Replace, residents: Residents, refusals: Refusals, places: Places
+    replace: Replace, rank_states: RankStates, refusals: Refusals, places: Places
 ) -> None:
     """Note which calls torch leaves out, with no more than a warning."""
 
     def warn_and_note(call: str) -> None:
-        rank, where = residents.current, place(places.call_site(sys._getframe(1))[0])
+        rank, where = rank_states.current, place(places.call_site()[0])
         refusals.note_outside(rank, call, where)
         warnings.warn(f"rank {rank} calls {call} on a group that it is not in", stacklevel=3)
 
@@ -152,21 +152,21 @@ def _speak_of_objects(
             )
 
 
-def _speak_of_the_end(replace: Replace, residents: Residents, exits: Exits) -> None:
+def _speak_of_the_end(replace: Replace, rank_states: RankStates, exits: Exits) -> None:
     """Let who communicates after the end of its world know where it has ended it."""
     update, find = c10d._update_default_pg, c10d._get_default_group
 
     def update_default_group(group: Any) -> None:
-        if group is None and residents.is_in_rank():  # destroy_process_group()
-            exits.left(residents.current)
+        if group is None and rank_states.is_in_rank():  # destroy_process_group()
+            exits.left(rank_states.current)
         update(group)
 
     def get_default_group() -> Any:
-        known = exits.known.get(residents.current)
+        known = exits.known.get(rank_states.current)
         if known is None or known.left_group_at is None or dist.is_initialized():
             return find()
         raise ValueError(
-            f"rank {residents.current} has destroyed its process group at "
+            f"rank {rank_states.current} has destroyed its process group at "
             f"{place(known.left_group_at)}: what communicates comes before that"
         )
 
@@ -174,8 +174,8 @@ def _speak_of_the_end(replace: Replace, residents: Residents, exits: Exits) -> N
     replace(c10d, "_get_default_group", get_default_group)
 
 
-def _speak_of_groups(replace: Replace, residents: Residents) -> None:
-    number_in_group, tables = c10d.get_group_rank, residents.tables
+def _speak_of_groups(replace: Replace, rank_states: RankStates) -> None:
+    number_in_group, tables = c10d.get_group_rank, rank_states.tables
 
     def get_group_rank(group: Any, global_rank: int) -> int:
         if group is tables.default_pg:  # what torch does too, in several steps
@@ -192,7 +192,7 @@ def _speak_of_groups(replace: Replace, residents: Residents) -> None:
             refuse_self(group, rank, rank_type)
         except ValueError as error:
             members = _members(group)
-            if not members or len(members) == residents.num_ranks:
+            if not members or len(members) == rank_states.num_ranks:
                 raise
             raise ValueError(f"{error} {_counts(members)}") from None
 

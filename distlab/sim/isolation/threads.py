@@ -22,18 +22,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import _base as futures
 from itertools import count
-from types import FrameType
 from typing import Any, TypeAlias
 
-from distlab.sim.engine.clock import POLL_S, Clock
+from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.patience import POLL_S
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
 from distlab.sim.isolation import awaited
 from distlab.sim.isolation.locks import RankLock, RankRLock, real_lock
-from distlab.sim.isolation.residents import Residents
+from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.thread_notes import ThreadNotes
 from distlab.sim.messages.thread_wait import Look, ThreadWait
 from distlab.sim.reporting.errors import SimulationError
-from distlab.sim.reporting.sites import Places
+from distlab.sim.reporting.sites import Places, outside
 
 Replace: TypeAlias = Callable[[Any, str, object], Any]  # (owner, name, value): what was there
 Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
@@ -55,7 +55,7 @@ class Threads:
     Args:
         scheduler: runs them.
         clock: of the ranks.
-        residents: tell whether a thread is a rank's.
+        rank_states: tell whether a thread is a rank's.
         places: tell where in a program a thread waits.
         around: what a rank's thread is inside of while it runs, such as its device.
 
@@ -67,12 +67,12 @@ class Threads:
         self,
         scheduler: Scheduler,
         clock: Clock,
-        residents: Residents,
+        rank_states: RankStates,
         places: Places,
         around: Around,
     ) -> None:
         self._scheduler, self._clock = scheduler, clock
-        self._residents, self._places = residents, places
+        self._residents, self._places = rank_states, places
         self._around, self.notes = around, ThreadNotes(places)
         self._plain = threading.local()  # set where real locks are wanted
 
@@ -105,11 +105,11 @@ class Threads:
         return self._scheduler.current if self.is_virtual() else None
 
     def _lock(self) -> Any:
-        is_ranks = self.is_virtual() and not _is_for_processes(sys._getframe(1))
+        is_ranks = self.is_virtual() and not _is_for_processes()
         return RankLock(self) if is_ranks else real_lock()
 
     def _rlock(self) -> Any:
-        is_ranks = self.is_virtual() and not _is_for_processes(sys._getframe(1))
+        is_ranks = self.is_virtual() and not _is_for_processes()
         return RankRLock(self) if is_ranks else threading._CRLock()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
@@ -135,10 +135,10 @@ class Threads:
     def _start(self, thread: threading.Thread) -> None:
         if not self._residents.is_in_rank():
             _real_start(thread)
-        elif _is_for_processes(sys._getframe(2)):
+        elif _is_for_processes():
             self._start_for_real(thread)
         else:
-            site, *_ = self._places.call_site(sys._getframe(1))
+            site, *_ = self._places.call_site()
             strand = self._make_strand(thread)
             self._start_for_real(thread)
             strand.ident = thread.ident or 0
@@ -226,7 +226,7 @@ class Threads:
             look: says what it waits for, for a report.
         """
         self._scheduler.act()  # who comes first in virtual time goes first
-        current, site = self._scheduler.current, self._places.call_site(sys._getframe(1))
+        current, site = self._scheduler.current, self._places.call_site()
         operation = ThreadWait(self._clock, look, site, current)
         start_s, is_in_time = current.clock_s, True
         while is_in_time and not is_done():
@@ -262,12 +262,12 @@ class Threads:
         self._clock.read()
 
 
-def _is_for_processes(frame: FrameType) -> bool:
-    """Whether a call comes from Python's own machinery for processes, as that of a data loader.
+def _is_for_processes() -> bool:
+    """Whether the call comes from Python's own machinery for processes, as that of a data loader.
 
     What such threads wait for happens outside of the simulated world, in real time.
     """
-    return str(frame.f_globals.get("__name__", "")).startswith("multiprocessing.")
+    return str(outside().f_globals.get("__name__", "")).startswith("multiprocessing.")
 
 
 def _says_something(record: logging.LogRecord) -> bool:

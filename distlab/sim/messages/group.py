@@ -3,8 +3,7 @@
 # torch's stubs declare overloads for its C++ front; what c10d calls from Python is below.
 # mypy: disable-error-code="override,assignment"
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,22 +15,53 @@ from distlab.process_group.call import Call
 from distlab.process_group.checks import check_contiguous, check_peer
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.scheduler import NEVER
-from distlab.sim.messages.failures import Failures
-from distlab.sim.messages.handles import Handles
 from distlab.sim.messages.limits import missing_error, seconds_of, unmonitored_error
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.meetings import Attendance, Meeting, Meetings
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE
-from distlab.sim.messages.work import SimWork, work_of
-from distlab.sim.reporting.errors import Mismatch
+from distlab.sim.messages.work import Handles, SimWork, work_of
+from distlab.sim.reporting.errors import Mismatch, SimulationError
 from distlab.sim.reporting.sites import Places
 
 MONITORED = Call("monitored_barrier", {}, 0, (), ())
+MAX_ERRORS = 1_000
+
+
+class Failures:
+    """Keeps the first error.
+
+    Args:
+        explain: makes of an error what is to be reported, while all ranks are where they were.
+        stop: ends the world with an error.
+
+    Attributes:
+        first: to be reported, whatever else happens; None: there was none.
+    """
+
+    def __init__(
+        self,
+        explain: Callable[[SimulationError], SimulationError],
+        stop: Callable[[BaseException], None],
+    ) -> None:
+        self._explain, self._stop = explain, stop
+        self._num_errors = 0
+        self.first: SimulationError | None = None
+
+    def note(self, error: SimulationError) -> None:
+        """Keep an error that is about to be raised in the running rank.
+
+        Ranks that catch it and try again, for ever, are told to end.
+        """
+        self._num_errors += 1
+        if self.first is None:
+            self.first = self._explain(error)
+        if self._num_errors > MAX_ERRORS:
+            self._stop(self.first)
 
 
 @dataclass(frozen=True)
-class Means:
+class Shared:
     """What the groups of a world have in common.
 
     Attributes:
@@ -55,7 +85,7 @@ class SimGroup(BaseGroup):
     """One rank's view of a group of simulated ranks.
 
     Args:
-        means: how its messages travel.
+        shared: parts of the world that all groups use.
         ranks: global numbers, in group order.
         rank: this rank inside the group.
         key: tells groups apart; equal on all ranks that created the same one.
@@ -69,7 +99,7 @@ class SimGroup(BaseGroup):
 
     def __init__(
         self,
-        means: Means,
+        shared: Shared,
         ranks: tuple[int, ...],
         rank: int,
         key: object,
@@ -77,7 +107,7 @@ class SimGroup(BaseGroup):
         limit_s: float = NEVER,
     ) -> None:
         super().__init__(rank, len(ranks), name)
-        self._means = means
+        self._shared = shared
         self._ranks = ranks
         self._key = key
         self._limit_s = limit_s
@@ -95,49 +125,41 @@ class SimGroup(BaseGroup):
         check_contiguous("send", tensors)
         if not 0 <= dst < self._num_ranks:
             check_peer("send", dst, self._num_ranks, self._me)
-        means, peer = self._means, self._ranks[dst]
-        if means.mailbox.closed:
-            self._act(peer)
-        else:
-            means.clock.act()
-        call = means.places.call_site(sys._getframe(1))
-        message = Message(means.clock, "send", self._ranks, tensors[0], peer, self._me, tag, call)
-        try:
-            means.mailbox.send(message, self._key)
-        except Mismatch as error:
-            means.failures.note(error)
-            raise
-        return work_of(message, tensors, means.handles, self._limit_s)
+        return self._post("send", tensors, self._ranks[dst], self._me, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> SimWork:
         """Post a recv from a rank of the group."""
         if not 0 <= src < self._num_ranks:
             check_peer("recv", src, self._num_ranks, self._me)
-        return self._post_recv(tensors, self._ranks[src], src, tag)
+        check_contiguous("recv", tensors)
+        return self._post("recv", tensors, self._ranks[src], src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimWork:
         """Post a recv from any rank; the first to send is taken, and the lowest of several."""
-        return self._post_recv(tensors, ANY_SOURCE, ANY_SOURCE, tag)
-
-    def _post_recv(self, tensors: list[Tensor], peer: int, source: int, tag: int) -> SimWork:
         check_contiguous("recv", tensors)
-        means = self._means
-        if means.mailbox.closed:
+        return self._post("recv", tensors, ANY_SOURCE, ANY_SOURCE, tag)
+
+    def _post(self, name: str, tensors: list[Tensor], peer: int, source: int, tag: int) -> SimWork:
+        shared = self._shared
+        clock, mailbox = shared.clock, shared.mailbox
+        if mailbox.closed:
             self._act(peer)
         else:
-            means.clock.act()
-        call = means.places.call_site(sys._getframe(2))
-        message = Message(means.clock, "recv", self._ranks, tensors[0], peer, source, tag, call)
+            clock.act()
+        ranks, call = self._ranks, shared.places.call_site()
+        message = Message(
+            clock, name, ranks, tensors[0], peer, source, tag, call, self._key, mailbox
+        )
         try:
-            means.mailbox.recv(message, self._key)
+            mailbox.post(message)
         except Mismatch as error:
-            means.failures.note(error)
+            shared.failures.note(error)
             raise
-        return work_of(message, tensors, means.handles, self._limit_s)
+        return work_of(message, tensors, shared.handles, self._limit_s)
 
     def _act(self, peer: int) -> None:
-        is_open = self._means.mailbox.is_open(self._key, self._ranks[self._me], peer)
-        self._means.clock.act(is_progress=is_open)
+        is_open = self._shared.mailbox.is_open(self._key, self._ranks[self._me], peer)
+        self._shared.clock.act(is_progress=is_open)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
@@ -159,35 +181,35 @@ class SimGroup(BaseGroup):
         attendance.wait()
 
     def _monitor(self, attendance: Attendance, limit_s: float, *, names_all: bool) -> None:
-        until_s = self._means.clock.current.clock_s + limit_s
+        until_s = self._shared.clock.current.clock_s + limit_s
         if limit_s and attendance.block(until_s):
             return
-        self._means.clock.gave_up(attendance)
+        self._shared.clock.gave_up(attendance)
         missing = [self._ranks.index(rank) for rank in attendance.waits_for()]
         attendance.meeting.fail(lambda rank: unmonitored_error(self._ranks.index(rank)))
         raise missing_error(missing if names_all else missing[:1], limit_s)
 
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> SimWork:
-        return work_of(self._attend(call), results, self._means.handles, self._limit_s)
+        return work_of(self._attend(call), results, self._shared.handles, self._limit_s)
 
     def _attend(self, call: Call) -> Attendance:
-        means = self._means
-        means.clock.act(is_progress=means.clock.current.retries is None)
-        if self._key in means.meetings.closed:
+        shared = self._shared
+        shared.clock.act(is_progress=shared.clock.current.patience.tried is None)
+        if self._key in shared.meetings.closed:
             self._refused(call)
-        meeting = means.meetings.at(self._key, self._ranks, self._num_calls)
+        meeting = shared.meetings.at(self._key, self._ranks, self._num_calls)
         self._num_calls += 1
         try:
-            return meeting.arrive(call, means.places.call_site(sys._getframe(2)))
+            return meeting.arrive(call, shared.places.call_site())
         except Mismatch as error:
-            means.failures.note(error)
+            shared.failures.note(error)
             raise
 
     def _refused(self, call: Call) -> None:
         """Let time pass for a call on a group that is closed, which will be refused."""
-        means = self._means
-        meeting = Meeting(means.meetings, self._key, self._ranks, self._num_calls)
-        site = means.places.call_site(sys._getframe(3))
-        attendance = Attendance(means.clock, self._ranks, call, meeting, site)
+        shared = self._shared
+        meeting = Meeting(shared.meetings, self._key, self._ranks, self._num_calls)
+        site = shared.places.call_site()
+        attendance = Attendance(shared.clock, self._ranks, call, meeting, site)
         meeting.attendances[attendance.rank] = attendance
-        means.clock.refused(attendance)
+        shared.clock.refused(attendance)

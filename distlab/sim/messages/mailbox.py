@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from distlab.process_group.call import describe
-from distlab.sim.messages.buffers import Buffers
-from distlab.sim.messages.lanes import Lanes
 from distlab.sim.messages.limits import closed_error
-from distlab.sim.messages.message import Message
-from distlab.sim.messages.pending import ANY_SOURCE
+from distlab.sim.messages.message import Lanes, Message
+from distlab.sim.messages.pending import ANY_SOURCE, Buffers
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.report import mismatch
 from distlab.sim.reporting.sites import Site
@@ -75,21 +73,30 @@ class Mailbox:
         self.closed: dict[Pair, GivenUp] = {}
         self._taken: dict[int, deque[Taken]] = {}  # by the rank that received it
 
-    def send(self, send: Message, key: object) -> None:
-        """Post a send on the group of this key.
+    def next_number(self) -> int:
+        """Return the number of the next send."""
+        return next(self._numbers)
+
+    def post(self, message: Message) -> None:
+        """Post a send or a recv.
 
         Raises:
-            Mismatch: the recv that waits for it has another size or dtype.
+            Mismatch: the other side that waits for it has another size or dtype.
             RuntimeError: the connection of these two ranks is closed.
         """
-        send.key, send.number, send.mailbox = key, next(self._numbers), self
         if self.closed:
-            self._check_open(send)
-        send.is_eager = send.num_bytes <= self._eager_bytes
-        if send.is_eager or self._buffers.is_strict:
-            send.payload = self._buffers.copied(send.tensor)
-        if self.lanes is None or self.lanes.enter(send):
-            self._start_send(send)
+            self._check_open(message)
+        if message.name == "send":
+            is_eager = message.num_bytes <= self._eager_bytes
+            if is_eager or self._buffers.is_strict:
+                message.keep(self._buffers.copied(message.tensor), is_eager=is_eager)
+        if self.lanes is None or self.lanes.enter(message):
+            self._start(message)
+
+    # A message is in a queue only as long as it has not met its other side: whoever comes second
+    # takes the first of the other queue with its address, so of any address at most one of the two
+    # queues holds something. An eager send is done when it is posted, also while it is in a queue;
+    # its bytes travel at once. Any other send travels, and is done, with its recv.
 
     def _start_send(self, send: Message) -> None:
         address = (send.key, send.rank, send.peer, send.tag)
@@ -107,19 +114,6 @@ class Mailbox:
             send.finish(send.posted_s)
             if self.lanes is not None:
                 self.lanes.done(send, send.posted_s)
-
-    def recv(self, recv: Message, key: object) -> None:
-        """Post a recv on the group of this key.
-
-        Raises:
-            Mismatch: the send that waits for it has another size or dtype.
-            RuntimeError: the connection of these two ranks is closed.
-        """
-        recv.key, recv.mailbox = key, self
-        if self.closed:
-            self._check_open(recv)
-        if self.lanes is None or self.lanes.enter(recv):
-            self._start_recv(recv)
 
     def _start(self, message: Message) -> None:
         if message.name == "send":
@@ -182,7 +176,7 @@ class Mailbox:
         """Return where a recv from any rank took a message that would have fit this recv."""
         wanted = (recv.key, recv.peer, recv.tag, recv.form)
         taken = self._taken.get(recv.rank, ())
-        return next((one.site for one in reversed(taken) if one[:4] == wanted), None)
+        return next((took.site for took in reversed(taken) if took[:4] == wanted), None)
 
     def unmatched(self) -> Iterator[Message]:
         """Yield what was posted, has started, and has not met its other side."""
@@ -216,8 +210,7 @@ class Mailbox:
         if recv.peer == ANY_SOURCE:
             taken = self._taken.setdefault(recv.rank, deque(maxlen=MAX_TAKEN))
             taken.append(Taken(recv.key, send.rank, recv.tag, recv.form, recv.site))
-        send.partner, recv.partner = recv, send
-        recv.peer, recv.number = send.rank, send.number
+        send.meet(recv)
 
     def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:
         """Ask about tags, if another message of the two ranks would fit; "" if none would."""
@@ -242,10 +235,8 @@ class Mailbox:
                 with self._buffers.unnoticed():
                     send.check_unchanged(payload, send.payload)
         self._buffers.copy(recv.tensor, payload)
-        recv.source = send.source
-        send.partner = recv.partner = None  # a circle would hold the tensors
-        send.payload = None
-        del send.tensor, recv.tensor  # so that a handle that is never waited for does not hold them
+        recv.release(send.source)
+        send.release(send.source)
         recv.finish(at_s)
         if not send.is_eager:
             send.finish(at_s)

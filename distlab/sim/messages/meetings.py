@@ -17,7 +17,6 @@ from distlab.process_group.call import Call, Form, describe
 from distlab.process_group.moves import MOVES, nbytes
 from distlab.sim.collectives.phases import Phase
 from distlab.sim.engine.clock import Clock
-from distlab.sim.messages.buffers import Buffers
 from distlab.sim.messages.disagreement import (
     Given,
     device_of,
@@ -26,7 +25,7 @@ from distlab.sim.messages.disagreement import (
     values_of,
 )
 from distlab.sim.messages.limits import closed_error, patience_error
-from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.pending import Buffers, Pending
 from distlab.sim.messages.shifts import Splits
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
@@ -107,8 +106,8 @@ class Founding(Attendance):
 class Meeting:
     """One collective call of one group, from the first arrival to the end."""
 
-    def __init__(self, means: "Meetings", key: object, group: tuple[int, ...], number: int) -> None:
-        self._means = means
+    def __init__(self, world: "Meetings", key: object, group: tuple[int, ...], number: int) -> None:
+        self._world = world
         self.key = key
         self.group = group
         self.number = number
@@ -128,12 +127,12 @@ class Meeting:
             Mismatch: the calls of the ranks cannot be one collective.
         """
         if self._error_of is not None:
-            raise self._error_of(self._means.clock.current.number)
+            raise self._error_of(self._world.clock.current.number)
         kind = Founding if call is FOUNDING else Attendance
-        attendance = kind(self._means.clock, self.group, call, self, site)
+        attendance = kind(self._world.clock, self.group, call, self, site)
         self.attendances[attendance.rank] = attendance
-        if self._means.buffers.is_strict:
-            attendance.kept = [self._means.buffers.copied(tensor) for tensor in call.inputs]
+        if self._world.buffers.is_strict:
+            attendance.kept = [self._world.buffers.copied(tensor) for tensor in call.inputs]
         self.is_disputed = self.is_disputed or not self._agrees(attendance)
         if len(self.attendances) == len(self.group):
             self._settle(call)
@@ -173,7 +172,7 @@ class Meeting:
         )
         if any(map(self._thread, present)) or self._has_several_threads():
             error.args = (f"{error}\n{THREADS}",)
-        elif shift := self._means.splits.shift(self.key, ((a.rank, a.site) for a in present)):
+        elif shift := self._world.splits.shift(self.key, ((a.rank, a.site) for a in present)):
             error.note([shift], ())
         return error
 
@@ -183,7 +182,7 @@ class Meeting:
 
     def _thread(self, attendance: Attendance) -> str:
         """Return the name of the thread that waits, or has just arrived; "": a rank's first one."""
-        current = self._means.clock.scheduler.current
+        current = self._world.clock.scheduler.current
         just_came = [current] if attendance.rank == current.number else []
         return next((strand.name for strand in attendance.waiters or just_came), "")
 
@@ -191,7 +190,7 @@ class Meeting:
         """Whether more than one thread of a rank is in a call of this group."""
         users = [
             strand.number
-            for rank in self._means.clock.scheduler.ranks
+            for rank in self._world.clock.scheduler.ranks
             for strand in rank.strands
             if isinstance(call := strand.waits_in, Attendance) and call.meeting.key == self.key
         ]
@@ -199,7 +198,7 @@ class Meeting:
 
     def close(self, gave_up: int) -> None:
         """Let it fail, and what comes after it, because a rank has waited long enough."""
-        self._means.closed[self.key] = gave_up
+        self._world.closed[self.key] = gave_up
         self.fail(lambda rank: closed_error(rank, gave_up))
 
     def fail(self, error_of: Callable[[int], Exception]) -> None:
@@ -211,7 +210,7 @@ class Meeting:
         if self._has_begun:
             return
         self._error_of, self.is_disputed = error_of, False
-        now_s = self._means.clock.current.clock_s
+        now_s = self._world.clock.current.clock_s
         for rank, attendance in self.attendances.items():
             attendance.fail(error_of(rank), now_s)
         self.attendances.clear()
@@ -219,7 +218,7 @@ class Meeting:
     def _begin(self, call: Call) -> None:
         """All ranks have arrived: let the bytes travel."""
         self._has_begun = True
-        clock = self._means.clock
+        clock = self._world.clock
         self._begin_s = clock.current.clock_s
         clock.collective_begins(self.group, self._begin_s)
         if call is FOUNDING:
@@ -227,7 +226,7 @@ class Meeting:
         else:
             calls = (attendance.call for attendance in self.attendances.values())
             largest = max(calls, key=lambda one: one.num_bytes)  # only sparse ones may differ
-            self._run_phase(iter(self._means.plan(largest, self.group)), self._begin_s)
+            self._run_phase(iter(self._world.plan(largest, self.group)), self._begin_s)
 
     def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
         """Start all transfers of the next phase; the last one to arrive starts the one after."""
@@ -241,18 +240,18 @@ class Meeting:
                 self._run_phase(phases, at_s)
 
         self._under_way = len(phase.transfers)
-        carry = partial(self._means.traffic.carry, repeat=phase.repeat, latency_s=phase.latency_s)
+        carry = partial(self._world.traffic.carry, repeat=phase.repeat, latency_s=phase.latency_s)
         on_links = phase.bytes_on_links or repeat(None)
         for (src, dst, num_bytes), carried in zip(phase.transfers, on_links, strict=False):
             carry(src, dst, num_bytes, now_s, arrived, bytes_on_links=carried)
         return None
 
     def _end(self, at_s: float) -> None:
-        self._means.clock.collective_ends(self.group, at_s)
+        self._world.clock.collective_ends(self.group, at_s)
         members = [self.attendances[rank] for rank in self.group]
         if any(member.site != members[0].site for member in members):
-            self._means.splits.note(self.key, self.number, {m.rank: m.site for m in members})
-        with self._means.buffers.unnoticed():
+            self._world.splits.note(self.key, self.number, {m.rank: m.site for m in members})
+        with self._world.buffers.unnoticed():
             for member in members:
                 for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
                     member.check_unchanged(tensor, kept)

@@ -1,6 +1,17 @@
-"""A posted send or recv, from the call until its bytes have arrived."""
+"""A posted send or recv, from the call until its bytes have arrived, and the turns it may wait for.
 
-from collections.abc import Sequence
+NCCL starts point-to-point operations one after the other in each stream. What a rank posts to a
+pair (itself and one peer, on one group) goes to the pair's stream. What it gives to one
+``batch_isend_irecv`` starts together, on the group's stream:
+
+    isend(1); irecv(1)              rank 0 ── 1     send ─▶ recv      the recv starts when the
+                                                                      send is done
+    batch_isend_irecv([…, …])       rank 0, batches   send
+                                                      recv            both start at once
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -12,47 +23,34 @@ from distlab.sim.reporting.sites import CallSite, Site
 from distlab.util.text import rank_names
 
 PREPOSITIONS = {"send": "to", "recv": "from"}
-
-
-class InLane(Protocol):
-    """Where a message stands among those that run one after the other."""
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether it stands among batches."""
-
-    def ahead(self) -> "list[Message]":
-        """Return what has to be done before."""
+_BATCHES = -2  # peer in the key of a lane of batches
 
 
 class Postbox(Protocol):
-    """Where messages are posted."""
+    """The mailbox, as its messages see it."""
 
-    def close(self, late: "Message") -> None:
-        """Close the connection of a message that has taken too long."""
-
-    def why_closed(self, message: "Message") -> str:
-        """Say who has closed the connection of a message; "": it is open."""
-
-    def taken_at(self, recv: "Message") -> Site | None:
-        """Return where a recv from any rank took a message that would have fit this recv."""
-
-    def deliver(self, send: "Message", recv: "Message", at_s: float) -> None:
-        """Give a recv what has arrived from its send."""
+    def next_number(self) -> int: ...
+    def close(self, late: "Message") -> None: ...
+    def why_closed(self, message: "Message") -> str: ...
+    def taken_at(self, recv: "Message") -> Site | None: ...
+    def deliver(self, send: "Message", recv: "Message", at_s: float) -> None: ...
 
 
 class Message(Pending):
-    """A posted send or recv. Ranks are global; ``partner`` is the other side, once there is one.
+    """A posted send or recv. Only its own methods change it.
 
-    A pair has one ``number``, the send's.
+    Ranks are global. A pair has one ``number``, the send's.
 
     Attributes:
-        mailbox: in which it was posted.
-        key: of the group, for those that have the same ranks.
+        key: group, distinct also from groups of the same ranks.
+        tensor: buffer of the program, until the bytes have arrived.
+        form: shape and dtype; a plain tuple, because one is made for every message.
+        source: rank inside the group from which it comes.
+        payload: copy of the tensor as it was when posted, if it is eager or watched.
+        arrived_s: virtual time at which the bytes of a send arrived.
+        partner: other side, once there is one.
+        turn: place in its lane, where there are lanes, until it is done.
     """
-
-    mailbox: "Postbox"
-    key: object
 
     __slots__ = (
         *("arrived_s", "form", "is_eager", "key", "kind", "mailbox", "number", "partner"),
@@ -69,23 +67,45 @@ class Message(Pending):
         source: int,
         tag: int,
         call: CallSite,
+        key: object,
+        mailbox: Postbox,
     ) -> None:
         Pending.__init__(self, clock, name, group, tensor.nbytes, call)  # faster than by super()
         self.kind = name
-        self.tensor = tensor  # until it has arrived
-        self.form = tensor.shape, tensor.dtype  # a plain tuple: made for every message
+        self.key, self.mailbox = key, mailbox
+        self.tensor = tensor
+        self.form = tensor.shape, tensor.dtype
         self.peer = peer
-        self.number = -1
+        self.number = mailbox.next_number() if name == "send" else -1
         self.tag = tag
-        self.payload: Tensor | None = None  # the tensor as it was when posted: eager, strict
+        self.source = source
+        self.payload: Tensor | None = None
         self.is_eager = False
         self.arrived_s: float | None = None
         self.partner: Message | None = None
-        self.turn: InLane | None = None  # in its lane, where there are any, until it is done
-        self.source = source  # rank inside the group that it comes from
+        self.turn: Turn | None = None
+
+    def keep(self, payload: Tensor, *, is_eager: bool) -> None:
+        """Keep the tensor as it is now: an eager send delivers it, strict mode compares it."""
+        self.payload, self.is_eager = payload, is_eager
+
+    def start(self, at_s: float) -> None:
+        """Count as posted at ``at_s``, when its turn has come."""
+        self.posted_s = at_s
+
+    def meet(self, recv: "Message") -> None:
+        """Make this send and ``recv`` the two sides of one message."""
+        self.partner, recv.partner = recv, self
+        recv.peer, recv.number = self.rank, self.number
+
+    def release(self, source: int) -> None:
+        """Let go of tensors and partner, which handles that are never waited for would hold."""
+        self.source = source
+        self.partner = self.payload = None
+        del self.tensor
 
     def expired(self, limit_s: float) -> Exception:
-        """Close the connection; the error is that of an operation that has timed out."""
+        """Close the connection; return the error of an operation that has timed out."""
         error = super().expired(limit_s)
         self.fail(error, self.clock.current.clock_s)
         self.mailbox.close(self)
@@ -106,8 +126,13 @@ class Message(Pending):
         return (self.peer,)
 
     def ahead(self) -> "list[Message]":
-        """Return what has to be done before this may start."""
+        """Return the messages that have to be done before this one may start."""
         return self.turn.ahead() if self.turn else []
+
+    @property
+    def is_in_batch(self) -> bool:
+        """Whether it waits for its turn, or has it, as a part of a batch."""
+        return self.turn is not None and self.turn.lane.is_of_batches
 
     def toward(self) -> str:
         """Write ``to rank 2``, ``from itself`` or ``from any rank``."""
@@ -122,3 +147,111 @@ class Message(Pending):
         is_usual = len(self.group) == self.clock.num_ranks
         group = "" if is_usual else f", on the group of {rank_names(self.group)}"
         return f"{self.full_name()} {toward} {peer}, {describe(Form(*self.form))}{tag}{group}"
+
+
+class Lane:
+    """A stream of one rank: its turns run one after the other, and the first one is under way."""
+
+    def __init__(self, *, is_of_batches: bool) -> None:
+        self.is_of_batches = is_of_batches
+        self.turns: deque[Turn] = deque()
+
+
+class Turn:
+    """Messages that start together, a single one or a batch, without those that are done."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.members: list[Message] = []
+        lane.turns.append(self)
+
+    def ahead(self) -> list[Message]:
+        """Return the messages that run now, if they belong to another turn."""
+        first = self.lane.turns[0]
+        return [] if first is self else first.members
+
+    def add(self, message: Message) -> None:
+        """Let a message wait for this turn."""
+        self.members.append(message)
+        message.turn = self
+
+
+class Lanes:
+    """All ranks' streams.
+
+    Args:
+        start: Function that posts a message whose turn has come.
+    """
+
+    def __init__(self, start: Callable[[Message], None]) -> None:
+        self._start = start
+        self._lanes: dict[tuple[object, int, int], Lane] = {}
+        # By rank, the calls that still belong to its batch, and the turn of that batch.
+        self._batches: dict[int, tuple[int, Turn | None]] = {}
+        self._due: deque[tuple[Turn, float]] = deque()
+        self._is_starting = False
+
+    def begin_batch(self, rank: int, num_messages: int) -> None:
+        """Let the rank's next ``num_messages`` messages start together."""
+        self._batches[rank] = (num_messages, None)
+
+    def enter(self, message: Message) -> bool:
+        """Put a message in its lane; return whether it may start now."""
+        turn = self._batch_turn(message)
+        if turn is None:
+            if message.peer == ANY_SOURCE:  # NCCL has no such recv to take an order from
+                return True
+            turn = Turn(self._lane(message, message.peer))
+        turn.add(message)
+        return turn.lane.turns[0] is turn
+
+    def _batch_turn(self, message: Message) -> Turn | None:
+        """Return the turn of the batch that the rank is posting, or None if it posts none."""
+        left, turn = self._batches.get(message.rank, (0, None))
+        if not left:
+            return None
+        if turn is None or not turn.members:  # its earlier members were done at once
+            turn = Turn(self._lane(message, _BATCHES))
+        self._batches[message.rank] = (left - 1, turn)
+        return turn
+
+    def _lane(self, message: Message, peer: int) -> Lane:
+        key = (message.key, message.rank, peer)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane(is_of_batches=peer == _BATCHES)
+        return lane
+
+    def done(self, message: Message, at_s: float) -> None:
+        """Let the next turn of the lane start, if the message was the last of its turn."""
+        turn, message.turn = message.turn, None
+        if turn is None:
+            return
+        turn.members.remove(message)
+        if turn.members:
+            return
+        turns = turn.lane.turns
+        turns.popleft()
+        if turns:
+            self._due.append((turns[0], at_s))
+            self._start_due()
+
+    def _start_due(self) -> None:
+        """Start due turns in a loop, not recursively: a message may be done as it starts."""
+        if self._is_starting:
+            return
+        self._is_starting = True
+        try:
+            while self._due:
+                turn, at_s = self._due.popleft()
+                for message in [*turn.members]:
+                    message.start(at_s)
+                    self._start(message)
+        finally:
+            self._is_starting = False
+
+    def waiting(self) -> Iterator[Message]:
+        """Yield the messages that were posted and have not started."""
+        for lane in self._lanes.values():
+            for turn in [*lane.turns][1:]:
+                yield from turn.members

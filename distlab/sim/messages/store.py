@@ -2,7 +2,6 @@
 
 import difflib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -141,7 +140,7 @@ class SimStore(Store):
         self._wake()
 
     def _note_change(self, key: str, *, is_deletion: bool) -> None:
-        site, *_ = self._places.call_site(sys._getframe(2))
+        site, *_ = self._places.call_site()
         self._changes[key] = Change(self._clock.current.number, site, is_deletion)
 
     def get(self, key: str) -> bytes:
@@ -166,7 +165,7 @@ class SimStore(Store):
         if len(asked) > MAX_ASKED:
             del asked[next(iter(asked))]
         if asked[key][1] > FREE_ANSWERS:
-            call = self._places.call_site(sys._getframe(2))
+            call = self._places.call_site()
             self._clock.poll(lambda: self._wait_of(strand, name, [key], call), MAX_ANSWERS)
         else:
             self._clock.act()
@@ -202,7 +201,7 @@ class SimStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Tell whether all keys are set; a microsecond passes, or asking again would not help."""
-        strand, call = self._clock.current, self._places.call_site(sys._getframe(1))
+        strand, call = self._clock.current, self._places.call_site()
         self._clock.poll(lambda: self._wait_of(strand, "check", self._missing(keys), call))
         return self._has(keys)
 
@@ -219,7 +218,7 @@ class SimStore(Store):
     def _wait(self, name: str, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._clock.act(is_progress=self._has(keys))
         if not self._has(keys):
-            call = self._places.call_site(sys._getframe(2))
+            call = self._places.call_site()
             waiting = self._wait_of(self._clock.current, name, self._missing(keys), call)
             self._waits.append(waiting)
             try:

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.shifts import Splits
-from distlab.sim.postmortem import near_misses, order, rows
+from distlab.sim.postmortem import near_misses, rows
 from distlab.sim.postmortem.causes import Cause, find_causes
 from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.errors import BlockedCall, Deadlock
@@ -133,7 +133,7 @@ def _advice(
     beside: Sequence[Pending],
 ) -> list[str]:
     """Put calls that nearly matched first, often alone: they say more than the kind does."""
-    if hint := order.kept_apart(queued, unmatched, still.blocked, cause.involved):
+    if hint := near_misses.kept_apart(queued, unmatched, still.blocked, cause.involved):
         return [hint]
     waits = (still.blocked[rank] for rank in cause.involved)
     waiting = [wait for wait in waits if isinstance(wait, Message)]

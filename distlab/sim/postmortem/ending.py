@@ -5,15 +5,25 @@ for what it would have done next, and then they deadlock or disagree. The cause 
 """
 
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
 
-from distlab.sim.engine.scheduler import Rank
+from distlab.sim.device.memory import OutOfMemory
+from distlab.sim.engine.scheduler import Rank, Strand
 from distlab.sim.messages.mailbox import Mailbox
-from distlab.sim.postmortem import caught, raised
-from distlab.sim.postmortem.deadlock import History, explain
-from distlab.sim.postmortem.handlers import handler_around, raises
-from distlab.sim.reporting.errors import SimulationError
-from distlab.sim.reporting.sites import Places
+from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.thread_wait import ThreadWait
+from distlab.sim.postmortem import rows
+from distlab.sim.postmortem.deadlock import MAX_ROWS, History, explain
+from distlab.sim.postmortem.handlers import exceptions_of, handler_around, raises
+from distlab.sim.postmortem.standstill import Standstill
+from distlab.sim.reporting.errors import EXIT, RankError, SimulationError
+from distlab.sim.reporting.report import Row, place, table
+from distlab.sim.reporting.sites import PROGRAM, SIMULATOR, Places, Site
+from distlab.util import tracebacks
 
 
 def standstill_error(
@@ -30,8 +40,8 @@ def standstill_error(
         history: what they did before.
         mailbox: has all sends and recvs that were posted and have not met.
     """
-    waiting = {rank.number: raised.waiting(rank) for rank in ranks}
-    firsts = {number: strands[0] for number, strands in waiting.items() if strands}
+    blocked = {rank.number: waiting(rank) for rank in ranks}
+    firsts = {number: strands[0] for number, strands in blocked.items() if strands}
     frames = sys._current_frames()
     report = explain(
         {number: strand.waits_in for number, strand in firsts.items()},
@@ -40,10 +50,8 @@ def standstill_error(
         unmatched=mailbox.unmatched(),
         queued=mailbox.waiting(),
         history=history,
-        waits_at={
-            number: raised.waits_at(strand, places, frames) for number, strand in firsts.items()
-        },
-        beside=[strand.waits_in for strands in waiting.values() for strand in strands[1:]],
+        waits_at={number: waits_at(strand, places, frames) for number, strand in firsts.items()},
+        beside=[strand.waits_in for strands in blocked.values() for strand in strands[1:]],
     )
     return first_error(report, ranks, places)
 
@@ -52,7 +60,7 @@ def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) 
     """Return the exception that a rank was passing on when ``report`` was made, or ``report``."""
     under_way = {
         rank: report.__context__ if error is report else error
-        for rank, error in caught.exceptions_of(ranks)
+        for rank, error in exceptions_of(ranks)
     }
     for error in under_way.values():
         if isinstance(error, SimulationError):
@@ -63,7 +71,7 @@ def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) 
             continue
         if _is_passed_on(error):
             afterwards = f"While it cleaned up, the world ended:\n{report}"
-            return raised.rank_error(rank, len(ranks), error, places, afterwards)
+            return rank_error(rank, len(ranks), error, places, afterwards)
     return report
 
 
@@ -77,3 +85,95 @@ def _is_passed_on(error: Exception) -> bool:
     frame = error.__traceback__.tb_frame  # the outermost that it has come to
     handler = handler_around((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
     return handler is None or raises(handler)
+
+
+TRACEBACK = "Traceback (most recent call last):\n"
+
+
+def rank_error(
+    rank: int, num_ranks: int, error: BaseException, places: Places, others: str = ""
+) -> RankError:
+    """Make the error of a rank that has raised; its traceback is of the program's lines.
+
+    Args:
+        places: tell the program's lines.
+        others: what the other ranks did meanwhile, to be reported below the traceback.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    tracebacks.keep_frames(shown, partial(_of_program, places=places))
+    headline = tracebacks.headline(error)
+    text, stack = "".join(shown.format()), "".join([TRACEBACK, *shown.stack.format()])
+    if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
+        headline, text = f"OutOfMemory: {error}", stack
+    if TRACEBACK.strip() in headline:  # it holds errors of all ranks, with torch's frames
+        headline, text = _without_frames(headline), stack
+    if isinstance(error, SystemExit):  # the program ends itself; nothing has broken
+        headline, text = f"{headline}, {place(places.raised_at(error))}", ""
+    told = filter(None, (f"rank {rank} of {num_ranks} raised {headline}", text.rstrip(), others))
+    return RankError("\n\n".join(told), (rank,), type(error).__name__)
+
+
+def _without_frames(text: str) -> str:
+    """Leave out tracebacks inside of a message, and lines that come again."""
+    lines = [x for x in text.splitlines() if not x.startswith((" ", TRACEBACK.strip()))]
+    return "\n".join(dict.fromkeys(lines))
+
+
+def exit_error(rank: int, num_ranks: int, status: int, site: Site, others: str) -> RankError:
+    """Make the error of a rank that has called ``os._exit``."""
+    headline = f"rank {rank} of {num_ranks} ended by os._exit({status}), {place(site)}"
+    return RankError("\n\n".join(filter(None, (headline, others))), (rank,), EXIT)
+
+
+def doing_of_others(
+    mine: Collection[int], ranks: Sequence[Rank], places: Places, history: History
+) -> str:
+    """Say where ranks other than ``mine`` wait, or how they have ended; "" if all of them run."""
+    frames = sys._current_frames()
+    blocked = {
+        other.number: strands[0]
+        for other in ranks
+        if other.number not in mine and (strands := waiting(other))
+    }
+    calls = [
+        (rows.row_of(strand.waits_in, waits_at(strand, places, frames)), strand.waits_in)
+        for strand in blocked.values()
+    ]
+    ended = [other.number for other in ranks if other.has_left and other.number not in mine]
+    killed = [other.number for other in ranks if other.is_killed]
+    still = Standstill({}, ended, killed)
+    told = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still, history.calls, history.exits)]
+    running = [
+        other
+        for other in ranks
+        if other.number not in {*blocked, *ended, *killed, *mine} and other.ident in frames
+    ]
+    if told or any(ranks[number].is_late for number in mine):
+        told += rows.alike(_running(other, places, frames) for other in running)
+    return "\n".join(["The other ranks:", *table(told)]) if told else ""
+
+
+def _running(rank: Rank, places: Places, frames: Mapping[int, FrameType]) -> Row:
+    """Say which line a rank has come to; one that has not begun is at none."""
+    site = waits_at(rank, places, frames)
+    return Row((rank.number,), "running", place(site) if site[0] else "")
+
+
+def _of_program(files: Collection[str], places: Places) -> Collection[str]:
+    """Choose the program's files; if none is, those that are not the simulator's."""
+    kinds = {file: places.kind(file) for file in files}
+    has_program = PROGRAM in kinds.values()
+    return [
+        f for f, kind in kinds.items() if (kind == PROGRAM if has_program else kind != SIMULATOR)
+    ]
+
+
+def waits_at(strand: Strand, places: Places, frames: Mapping[int, FrameType]) -> Site:
+    """Find the line of the program on which a thread waits."""
+    return places.call_site(frames[strand.ident], strand.ident)[0]
+
+
+def waiting(rank: Rank) -> list[Any]:
+    """Return the blocked threads of a rank; first the one whose wait tells most."""
+    blocked = [strand for strand in rank.strands if isinstance(strand.waits_in, Pending)]
+    return sorted(blocked, key=lambda strand: isinstance(strand.waits_in, ThreadWait))

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
-from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.meetings import Attendance, Founding
 from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.reporting.report import place
 from distlab.util.text import clauses, rank_names, verb
 

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
+from distlab.sim.messages.work import Handles
 from distlab.sim.postmortem.handlers import handler_around
 from distlab.sim.postmortem.standstill import Standstill
-from distlab.sim.reporting.report import Row, place, shorten, table
+from distlab.sim.reporting.errors import Mismatch
+from distlab.sim.reporting.report import Row, mismatch, place, shorten, table
 from distlab.sim.reporting.sites import Exit, Site
 
 MAX_IDLE = 6
@@ -152,3 +154,28 @@ def also_posted(
     idle = [(row_of(m), m) for m in messages if m is not blocked.get(m.rank)]
     rows = fitting(idle, MAX_IDLE)
     return [f"also posted, and {fate}:", *table(rows)] if rows else []
+
+
+MAX_ROWS = 12
+
+
+def never_met(operations: Sequence[Pending]) -> list[str]:
+    """List what was posted and never matched; no rank waited for it, or the world would hang."""
+    return table(shorten([operation.row() for operation in operations], MAX_ROWS))
+
+
+def never_met_error(operations: Sequence[Pending]) -> Mismatch:
+    """Make the error for them, of which there is one at least."""
+    num = len(operations)
+    count = "an operation was" if num == 1 else f"{num} operations were"
+    return mismatch(
+        "never met",
+        f"{count} posted, but never matched",
+        shorten([operation.row() for operation in operations], MAX_ROWS),
+        "Every send needs a recv, every collective all ranks, and every request a wait().",
+    )
+
+
+def unwaited(handles: Handles, ranks: Iterable[int]) -> list[str]:
+    """List the handles of these ranks that were never waited for."""
+    return table(shorten(handles.rows(ranks), MAX_ROWS))

@@ -9,11 +9,10 @@ An arrow is "waits for". A knot is a set of ranks that wait for each other and f
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
-from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
+from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.store import KeyWait
-from distlab.sim.postmortem import order
 from distlab.sim.postmortem.group_names import GroupNames
 from distlab.util.text import clauses, rank_names, verb
 
@@ -51,6 +50,13 @@ def find_cycle(waits_for: Graph) -> list[int]:
                     seen.add(peer)
                     paths.append([*path, peer])
     return []
+
+
+def named(ahead: Sequence[Message]) -> str:
+    """Write ``isend to rank 1``, or ``batch with the isend to rank 1``."""
+    first = ahead[0]
+    name = f"i{first.name} {first.toward()}"
+    return f"batch with the {name}" if first.is_in_batch else name
 
 
 class Standstill:
@@ -147,7 +153,7 @@ class Standstill:
         wait = self.blocked[rank]
         if isinstance(wait, Message):
             if ahead := wait.ahead():
-                return f"in {wait.name} behind its {order.named(ahead)}"
+                return f"in {wait.name} behind its {named(ahead)}"
             peer = "any rank" if wait.peer == ANY_SOURCE else rank_names([wait.peer])
             peer = "itself" if wait.peer == rank else peer
             return f"for {peer} to {'send' if wait.name == 'recv' else 'receive'}"

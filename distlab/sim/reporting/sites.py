@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,19 @@ Site = tuple[str, int, str]  # file, line, function; no file: in given code
 # And whether torch made the call for the program, and which function of torch has made it.
 CallSite = tuple[Site, bool, str]
 
+_SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
 PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
+
+
+def outside() -> FrameType:
+    """Return the innermost frame that is not the simulator's own: that of the code that called it.
+
+    Nothing has to count how many functions of the simulator lie in between.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_SIMULATOR) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 class Exit(NamedTuple):
@@ -41,7 +54,7 @@ def _folder(file: str | None) -> str:
 
 # The first that fits. It distinguishes what a program calls from what torch does by itself.
 _KINDS = (
-    (f"{Path(__file__).parents[1]}{os.sep}", SIMULATOR),
+    (_SIMULATOR, SIMULATOR),
     (_folder(process_group.__file__), SIMULATOR),
     (f"{_folder(dist.__file__)}distributed_c10d.py", API),
     (f"{_folder(dist.__file__)}c10d_logger.py", STANDARD_LIBRARY),  # wraps its functions
@@ -93,15 +106,16 @@ class Places:
         """Note where the program has started a thread, which may run none of its lines."""
         self._starts[thread] = site
 
-    def call_site(self, frame: FrameType, thread: int = 0) -> CallSite:
+    def call_site(self, frame: FrameType | None = None, thread: int = 0) -> CallSite:
         """Find the innermost frame of the program, and which function of torch has made the call.
 
         It is named only if the program has not called the operation itself.
 
         Args:
-            frame: of the call.
-            thread: whose frame it is; 0: the calling one's.
+            frame: Innermost frame to look at; None is that of the call of this method.
+            thread: Identifier of the thread that runs the frame; 0 is the calling one.
         """
+        frame = frame or sys._getframe(1)
         kind_of, is_by_torch, innermost, maker = self._kinds.get, False, frame, ""
         while (kind := kind_of(frame.f_code.co_filename)) != PROGRAM:
             if kind == API:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.sim import Cluster, Options, simulate
-from distlab.sim.collectives import nccl, protocols, trees
+from distlab.sim.collectives import nccl, protocols
 from distlab.sim.collectives.algorithms import plan
 from distlab.sim.hardware.presets import PROTOCOLS, Protocol, fitted
 
@@ -156,8 +156,8 @@ def test_every_channel_leaves_a_node_by_a_nic_of_its_own(
 
 @given(st.integers(1, 200))
 def test_the_two_trees_are_trees_and_inner_nodes_of_one_are_leaves_of_the_other(k: int) -> None:
-    first = trees.tree_parents(k)
-    second = trees.other_tree(first)
+    first = nccl.tree_parents(k)
+    second = nccl.other_tree(first)
     for parents in (first, second):
         assert parents.count(-1) == 1
         for node in range(k):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distlab.sim.engine.patience import MAX_POLLS
 from distlab.sim.engine.scheduler import (
-    MAX_POLLS,
     NEVER,
     Killed,
     Rank,

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from distlab.sim import SimulationError, simulate
-from distlab.sim.isolation import core
+from distlab.sim.isolation import host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cores are chosen on Linux only")
 
@@ -22,7 +22,7 @@ def test_ranks_share_a_core_if_handing_over_is_fast_there(
     before = cores()
     if len(before) < 2:
         pytest.skip("there is only one core")
-    monkeypatch.setattr(core, "hand_over_s", lambda: hand_over_s)
+    monkeypatch.setattr(host, "hand_over_s", lambda: hand_over_s)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     seen = simulate(cores, 3).results
     assert all(len(found) == 1 for found in seen) is is_one
@@ -34,7 +34,7 @@ def test_ranks_share_a_core_if_handing_over_is_fast_there(
 def test_on_a_busy_machine_ranks_take_the_cores_that_are_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(core, "hand_over_s", lambda: 1e-6)
+    monkeypatch.setattr(host, "hand_over_s", lambda: 1e-6)
     monkeypatch.setattr(os, "getloadavg", lambda: (float(len(cores())), 0.0, 0.0))
     assert simulate(cores, 2).results == [cores()] * 2
 
@@ -51,4 +51,4 @@ def test_a_failed_world_gives_the_cores_back() -> None:
 
 
 def test_a_hand_over_is_measured() -> None:
-    assert 0 < core.hand_over_s() < 0.1
+    assert 0 < host.hand_over_s() < 0.1

@@ -10,10 +10,10 @@ import torch
 
 from distlab.process_group.call import Form
 from distlab.sim import Deadlock, Mismatch
-from distlab.sim.messages.made_group import MadeGroup
 from distlab.sim.messages.meetings import Attendance, Meeting
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
+from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.postmortem.deadlock import History, explain
 

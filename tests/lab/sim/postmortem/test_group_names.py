@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from distlab.sim import Deadlock, simulate
-from distlab.sim.messages.made_group import MadeGroup
+from distlab.sim.messages.roster import MadeGroup
 
 SITE = ("/home/me/ring.py", 41, "exchange")
 

@@ -1,0 +1,77 @@
+"""Groups that the program makes: all ranks call ``new_group`` for all of them, in the same order.
+
+torch counts the groups on each rank and uses the number as the name. If ranks call ``new_group``
+for different groups, or not at all, different groups share a name: over gloo they hang, or talk to
+the wrong ranks.
+"""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from distlab.sim.reporting.report import Row, mismatch, place
+from distlab.sim.reporting.sites import Site
+from distlab.util.text import rank_names
+
+_OF_A_MESH = "mesh_"  # prefix of torch's description of a mesh's axis
+_UNNAMED_AXIS = "dim_"
+_WHOLE_MESH = "mesh_default"
+
+
+class MadeGroup(NamedTuple):
+    """A group made by ``new_group``, or for an axis of a mesh.
+
+    Attributes:
+        members: global numbers of its ranks.
+        site: line of the call.
+        description: ``group_desc`` as given to torch, or "".
+        rank: first rank that made it.
+    """
+
+    members: tuple[int, ...]
+    site: Site
+    description: str = ""
+    rank: int = 0
+
+    def name(self) -> str:
+        """Write ``axis tp`` of a mesh's group, ``group 'metrics'`` of another; "" if unnamed."""
+        if self.description in ("", _WHOLE_MESH):
+            return ""
+        if self.description.startswith(_OF_A_MESH):
+            axis = self.description.removeprefix(_OF_A_MESH)
+            return f"axis {axis.removeprefix(_UNNAMED_AXIS)}"
+        return f"group {self.description!r}"
+
+    def text(self) -> str:
+        """Write ``new_group of ranks 0-3``."""
+        return f"new_group of {rank_names(self.members)}"
+
+    def row(self) -> Row:
+        """Return its line of a report."""
+        return Row((self.rank,), self.text(), place(self.site))
+
+
+class Roster:
+    """Compares the members that each rank names for a group with those that the first one named.
+
+    Attributes:
+        groups: all groups by name, in the order of their creation.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[Hashable, MadeGroup] = {}
+
+    def enter(self, name: Hashable, group: MadeGroup) -> None:
+        """Note that ``group.rank`` makes the group of this name.
+
+        Raises:
+            Mismatch: another rank has made a group with other members under this name.
+        """
+        first = self.groups.setdefault(name, group)
+        if first.members != group.members:
+            raise mismatch(
+                "operation mismatch",
+                f"{first.text()} on rank {first.rank}, but {group.text()} on rank {group.rank}",
+                [first.row(), group.row()],
+                "Every rank has to call new_group for every group in the same order, even for "
+                "groups that it is not in.",
+            )
