@@ -31,7 +31,7 @@ OUTCOMES = ("failed", TODO, HANG, "crash", "oom", "import error", "not run", GRA
 
 
 Entry = TypeVar("Entry")
-Table = Mapping[str, Any]  # of course.toml
+Table = Mapping[str, Any]  # a table of course.toml
 
 
 class CourseError(ValueError):
@@ -93,7 +93,7 @@ class Task:
 
     @property
     def guide(self) -> str:
-        """Where the task is explained, as a link within the phase's folder."""
+        """Link to the explanation of the task, within the phase's folder."""
         return f"guidelines.md#{anchor(self.heading)}"
 
 
@@ -103,7 +103,7 @@ class Challenge:
 
     function: str
     title: str
-    lesson: str  # as in ``Task``
+    lesson: str  # name of the file, as in ``Task``
     folder: str  # folder of the phase
 
     @property

@@ -132,7 +132,7 @@ def _no_such_option(error: Exception, context: typer.Context, arguments: Sequenc
     """Name the option as typed, while click knows it with underscores alone, and the valid ones."""
     name = str(getattr(error, "option_name", ""))
     typed = (argument.partition("=")[0] for argument in arguments)
-    wrong = next((one for one in typed if one.replace("-", "_") == name.replace("-", "_")), name)
+    wrong = next((t for t in typed if t.replace("-", "_") == name.replace("-", "_")), name)
     options = [option for param in context.command.params for option in param.opts[:1]]
     options = [option for option in options if option.startswith("--")]
     nearest = did_you_mean(wrong, options)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distlab.cli.learn import choose, say, waiting
+from distlab.cli.learn import choose, impl_option, say, waiting
 from distlab.learner import folder, grading
 from distlab.util.text import counted
 
@@ -26,9 +26,7 @@ def challenge(
         typer.Option(min=0, help="Seed of the clusters.  [default: a new one each time]"),
     ] = None,
     clusters: Annotated[int, typer.Option(min=1, max=20, help="How many to draw.")] = 5,
-    impl: Annotated[
-        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function to time.")
-    ] = "template",
+    impl: Annotated[str, impl_option("Whose function to time.")] = "template",
 ) -> None:
     """Time your answer to the open task on clusters drawn at random, beside the built-in ones."""
     here = folder.find()

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         except BaseException as error:  # ctrl-C may come out of an import as something else
             code = complain("interrupted", INTERRUPTED) if seen else _code_of(error, arguments)
     if code != INTERRUPTED:
-        seen.clear()  # the command has dealt with it
+        seen.clear()  # the command has handled it
     sys.exit(code)
 
 
@@ -71,7 +71,7 @@ def _command(arguments: Sequence[str] | None) -> str:
 
 
 def _is_about_options(error: BaseException) -> bool:
-    """Whether other options would have worked, as far as can be known."""
+    """Return whether other options would have worked, as far as can be known."""
     from distlab.course import CourseError
     from distlab.learner.folder import LearnerError, WriteError
 
@@ -111,7 +111,7 @@ def _end(seen: Sequence[int]) -> None:
     After a ctrl-C that reached it inside ``exec``, Python would end itself with that signal.
     """
     interrupts.ignore()
-    gc.freeze()  # to look for garbage in all of torch once more takes Python 0.4 s
+    gc.freeze()  # spares Python 0.4 s for a last look for garbage in all of torch
     if seen:
         os._exit(INTERRUPTED)
 

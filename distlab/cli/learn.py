@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,33 +23,24 @@ from distlab.learner import (
 from distlab.util.text import joined, verb
 
 Backend = Literal["auto", "sim", "gloo", "nccl"]
-SomeTask = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="TASK",
-        show_default=False,
-        help="Such as 1.5 or broadcast; by default the next one.",
-        autocompletion=completion.tasks,
-    ),
-]
-SomeTasks = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="TASK",
-        show_default=False,
-        help="Such as 1.5 or broadcast; by default the next one.",
-        autocompletion=completion.tasks,
-    ),
-]
-OneTask = Annotated[
-    str,
-    typer.Argument(
-        metavar="TASK",
-        show_default=False,
-        help="Such as 1.5 or broadcast.",
-        autocompletion=completion.tasks,
-    ),
-]
+
+
+def task_argument(help: str) -> Any:
+    """Return the argument TASK, whose values the shell completes."""
+    return typer.Argument(
+        metavar="TASK", show_default=False, help=help, autocompletion=completion.tasks
+    )
+
+
+def impl_option(help: str) -> Any:
+    """Return the option that names the files with the functions."""
+    return typer.Option("--impl", metavar="template|solution|DIR", help=help)
+
+
+SUCH_AS = "Such as 1.5 or broadcast"
+SomeTask = Annotated[str | None, task_argument(f"{SUCH_AS}; by default the next one.")]
+SomeTasks = Annotated[list[str] | None, task_argument(f"{SUCH_AS}; by default the next one.")]
+OneTask = Annotated[str, task_argument(f"{SUCH_AS}.")]
 WorldTimeout = Annotated[
     float | None,
     typer.Option(
@@ -160,9 +151,7 @@ def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.RunPy
 
 def grade(
     phase: Annotated[int | None, typer.Option("--phase", help="Which one.  [default: all]")] = None,
-    impl: Annotated[
-        str, typer.Option("--impl", metavar="template|solution|DIR", help="What to grade.")
-    ] = "template",
+    impl: Annotated[str, impl_option("What to grade.")] = "template",
     backend: Annotated[
         Backend, typer.Option("--backend", help="auto: simulated, and real where a test says so.")
     ] = "auto",
@@ -207,15 +196,7 @@ def hint(
 
 
 def diff(
-    task: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TASK",
-            show_default=False,
-            help="By default the last one that has passed.",
-            autocompletion=completion.tasks,
-        ),
-    ] = None,
+    task: Annotated[str | None, task_argument("By default the last one that has passed.")] = None,
     spoil: Annotated[bool, typer.Option("--spoil", help="Show it even before that.")] = False,
 ) -> None:
     """Compare your code with the solution, once it has passed."""
@@ -226,9 +207,9 @@ def diff(
         raise folder.LearnerError(
             f"{listed.id} has not passed yet: distlab check {listed.id}{anyway}"
         )
-    found = compare.diff(here, listed)
+    lines = compare.diff(here, listed).splitlines()
     are = verb(listed.names, "are", "is")
-    say(found.splitlines() or [f"{listed.label} {are} the same as the solution's."])
+    say(lines or [f"{listed.label} {are} the same as the solution's."])
 
 
 def _last_passed(here: folder.CourseFolder) -> Task:

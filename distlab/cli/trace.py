@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from distlab.cli import completion
-from distlab.cli.learn import waiting
+from distlab.cli.learn import impl_option, task_argument, waiting
 from distlab.course import HANG
 from distlab.launch import fork_server
 from distlab.learner import folder, grading, source, state, status, trace_programs
@@ -13,26 +12,18 @@ from distlab.learner import folder, grading, source, state, status, trace_progra
 
 def trace(
     task: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TASK",
-            show_default=False,
-            help="By default the last one graded, or the next one.",
-            autocompletion=completion.tasks,
-        ),
+        str | None, task_argument("By default the last one graded, or the next one.")
     ] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", help="From 2 to 8.  [default: 4 or 8, by task]")
     ] = None,
-    impl: Annotated[
-        str, typer.Option("--impl", metavar="template|solution|DIR", help="Whose function to run.")
-    ] = "template",
+    impl: Annotated[str, impl_option("Whose function to run.")] = "template",
 ) -> None:
     """Run a function of Phase 1 on simulated ranks; draw its messages, or report a deadlock."""
     here = folder.find()
     listed, why = (here.task(task), "") if task else trace_programs.choose(here, state.load(here))
     handed_in = grading.find_submission(here, impl)
-    count = trace_programs.count(listed.id, ranks)  # before anything is loaded
+    count = trace_programs.count(listed.id, ranks)  # checked before torch is loaded
     if impl == "template" and source.is_to_write(here, listed):
         typer.echo(status.not_written(listed))
         raise typer.Exit(1)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from distlab.grade.running import Grade, Run
     from distlab.grade.tasks import task
 
-_HOMES = ("checks", "tasks", "outcomes", "running")  # what loads least comes first
+_HOMES = ("checks", "tasks", "outcomes", "running")  # the fastest to import first
 
 __all__ = ["Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from distlab.util.tracebacks import CALL
 
-_SAYS_IT_ALL = NotImplementedError  # which task is to be written
+_SAYS_IT_ALL = NotImplementedError  # its message names the task to write
 
 
 class Lesson:
-    """Stands for a learner's module; has all its names.
+    """A proxy of a learner's module, with all its names.
 
     shard_indices(0, 0, 2)  ->  ZeroDivisionError: division by zero, in shard_indices(0, 0, 2)
     """
@@ -26,17 +26,17 @@ class Lesson:
         vars(self).update(_module=module, _functions={})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Replace what the module has, for its own functions too."""
+        """Replace a name of the module, for its own functions too."""
         setattr(self._module, name, value)
         self._functions.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the module has; its functions note their call on what they raise."""
-        found = getattr(self._module, name)
-        if not inspect.isfunction(found):
-            return found
+        """Return the module's attribute; a function notes its call on what it raises."""
+        value = getattr(self._module, name)
+        if not inspect.isfunction(value):
+            return value
         if name not in self._functions:
-            self._functions[name] = _noting(found)
+            self._functions[name] = _noting(value)
         return self._functions[name]
 
 
@@ -63,7 +63,7 @@ def _text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 class _Brief(reprlib.Repr):
-    """Writes an argument in a few characters, on one line, and so what is inside of lists."""
+    """Writes an argument, also inside lists, in a few characters on one line."""
 
     def repr1(self, value: Any, level: int) -> str:
         """Write tensors by shape and dtype, functions and modules by name, and cut the rest."""

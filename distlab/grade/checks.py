@@ -6,7 +6,7 @@ class Wrong(AssertionError):
 
 
 class WrongResult(TypeError):
-    """What a function of the learner's returned is not what the task asks for; raised by bodies.
+    """A learner's function returned what the task does not ask for; raised by bodies.
 
     The verdict is its message, with the rank where there are several, and no traceback: none of
     the lines that lead to it is the learner's.

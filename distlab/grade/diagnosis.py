@@ -22,10 +22,10 @@ def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
         return
     try:
         simulate()
-    except LaunchError as found:
-        if (error.kind, found.kind) == ("all wait", "deadlock"):
-            error.kind, error.advice = "deadlock", found.advice
-        explanation = f"The same program in the simulated world: {found}"
+    except LaunchError as simulated:
+        if (error.kind, simulated.kind) == ("all wait", "deadlock"):
+            error.kind, error.advice = "deadlock", simulated.advice
+        explanation = f"The same program in the simulated world: {simulated}"
     else:
         explanation = (
             "The same program succeeds in the simulated world, so look for what differs on real "

@@ -33,17 +33,17 @@ NO_LENDER = (
     f"{LEND} takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
     "leave it out"
 )
-Functions = Mapping[str, Any]  # by name
+Functions = Mapping[str, Any]  # functions and classes by name
 _NOT_LENT = ast.parse("raise NotImplementedError('this function is not lent')").body
 
 
 @dataclass(frozen=True)
 class Loan:
-    """What one task is graded with.
+    """Functions of the solutions that one task is graded with.
 
     Attributes:
         solutions: the folder that has the functions.
-        tasks: whose functions are lent.
+        tasks: tasks whose functions are lent.
         hidden: functions that the solutions must not give away: all that is not lent, nor called
             by what is.
     """
@@ -57,7 +57,7 @@ def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str
     """Return what ``task`` borrows from the tasks it builds on; None if there is nothing.
 
     Args:
-        task: what is graded; nothing of its own is ever lent.
+        task: task to grade; none of its own functions is ever lent.
         course: lists what it builds on.
         solutions: the folder that has the functions.
         passed: ids of tasks that need no help.
@@ -84,7 +84,7 @@ def lendable(task: Task, course: Course) -> list[Task]:
 
 
 def _top_level(task: Task) -> frozenset[str]:
-    """The functions and classes of a file that hold what is written for a task."""
+    """Return the functions and classes that hold what is written for a task."""
     return frozenset(name.partition(".")[0] for name in task.functions)
 
 
@@ -95,18 +95,18 @@ def borrowed(loan: Loan) -> dict[str, Functions]:
     """
     finder = _Solutions(loan)
     sys.meta_path.insert(0, finder)
-    found: dict[str, dict[str, Any]] = {}
+    by_lesson: dict[str, dict[str, Any]] = {}
     try:
         for task in loan.tasks:
             lesson = f"{task.folder}.{task.lesson}"
             module = lessons.solution_at(lesson)
             functions = {name: getattr(module, name) for name in _top_level(task)}
-            found.setdefault(lesson, {}).update(functions)
+            by_lesson.setdefault(lesson, {}).update(functions)
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.partition(".")[0] == SOLUTIONS]:
             del sys.modules[name]
-    return dict(found)
+    return dict(by_lesson)
 
 
 def swapped(tree: ast.Module, functions: Functions) -> ast.Module:
@@ -121,7 +121,7 @@ def lend(module: ModuleType, functions: Functions) -> None:
 
 
 def keep(module: ModuleType, functions: Functions) -> None:
-    """Let a module that has run hold the lent functions, however it has come by its own."""
+    """Make a module that has run hold the lent functions, however it defined its own."""
     for name, function in functions.items():
         with suppress(KeyError):
             del vars(module)[_alias(name)]
@@ -129,14 +129,14 @@ def keep(module: ModuleType, functions: Functions) -> None:
 
 
 def _taken(node: ast.stmt) -> ast.stmt:
-    """Return ``exchange = _lent_exchange`` in place of a definition."""
+    """Return ``exchange = _lent_exchange`` for a definition of ``exchange``."""
     name = _name(node)
     value = ast.Name(_alias(name), ast.Load())
     return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value), node)
 
 
 def _name(node: ast.stmt) -> str:
-    """The name that a definition defines, "" for all else."""
+    """Return the name that a statement defines, "" if it is not a definition."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return node.name
     return ""
@@ -169,7 +169,7 @@ class _Solutions(importlib.abc.MetaPathFinder):
 
 
 class _Redacted(importlib.machinery.SourceFileLoader):
-    """Loads a solution; functions that are not to be had raise when called."""
+    """Loads a solution in which hidden functions raise when called."""
 
     def __init__(self, name: str, file: str, hidden: Collection[str]) -> None:
         super().__init__(name, file)

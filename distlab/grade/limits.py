@@ -13,12 +13,11 @@ from distlab.launch.meter import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
 COMPUTING_SHARE = 0.2  # share of the limit by the clock; the solutions compute a twentieth of that
-IDLE_SHARE = 0.2  # if no rank computes for this long, all wait for each other
+IDLE_SHARE = 0.2  # share of the limit in which no rank computes: then all wait for each other
 REFERENCE_TIMEOUT_S = 120.0  # a machine on which the reference takes longer is of no use
-TIMES_THE_REFERENCE = 10  # what a right answer may need, if it is far from the shortest one
-
-
-USUAL_S = 0.1  # that ``work`` takes on two idle cores of 2024, by the clock and in computing
+TIMES_THE_REFERENCE = 10  # a right answer may be much slower than the shortest one
+# Time of ``work`` on two idle cores of 2024, by the clock and in computing.
+USUAL_S = 0.1
 
 
 def work() -> None:
@@ -48,7 +47,7 @@ def raised_to(limits: Limits, used: Used) -> Limits | None:
 
 
 def scaled_by(limits: Limits, used: Used) -> Limits | None:
-    """Return limits for a machine on which ``work`` has used so much; None: no larger ones."""
+    """Return limits for a machine on which ``work`` used this much; None if they are no larger."""
     timeout_s, cpu_s, idle_s = _seconds(limits)
     clock, computing = max(1.0, used.wall_s / USUAL_S), max(1.0, used.cpu_s / USUAL_S)
     if clock == computing == 1.0:
@@ -61,5 +60,5 @@ def _limits(timeout_s: float, cpu_s: float, idle_s: float) -> Limits:
 
 
 def _seconds(limits: Limits) -> tuple[float, float, float]:
-    """Those of ``limits_of``: all three are set."""
+    """Return the three limits, which ``limits_of`` always sets."""
     return limits.timeout_s or 0.0, limits.cpu_s or 0.0, limits.idle_s or 0.0

@@ -38,15 +38,15 @@ class Outcome(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one test.
+    """The verdict on one test.
 
     Attributes:
-        message: what the learner reads first: expected, got, rank, likely cause.
+        message: first thing that the learner reads: expected, got, rank, likely cause.
         details: traceback, roll call; may be empty.
         output: the last lines that the ranks printed.
-        kind: what happened, for programs: the outcome's own name, or where there are several kinds
-            of one, that of the ``LaunchError``; "wrong" of a result, "exception" of one raised.
-        missing: of a TODO, the task and the function that are still to be written.
+        kind: word for programs: the outcome's name, or that of its ``LaunchError`` where an outcome
+            has several kinds; "wrong" for a result, "exception" for an exception.
+        missing: task and function that are still to be written, for a TODO.
     """
 
     outcome: Outcome
@@ -80,7 +80,7 @@ class AlreadyKnown(Exception):
         self.verdict = verdict
 
 
-OUTSIDE = "Raised outside of your file"  # heads a traceback of which no line is the learner's
+OUTSIDE = "Raised outside of your file"  # heading of a traceback without lines of the learner's
 _TRACEBACK = re.compile(rf"^(Traceback \(most recent|{OUTSIDE})", re.MULTILINE)
 _BY_ERROR = (
     (RankHung, Outcome.HANG),
@@ -118,12 +118,12 @@ def _verdict_on_world(error: LaunchError) -> Verdict:
     headline, _, details = str(error).partition("\n")
     details = details.strip("\n")
     outcome, pattern = _BY_EXCEPTION.get(error.exception, (None, None))
-    found = pattern and pattern.search(headline)
-    if outcome and found:  # who raised it, and how, is left out: every rank has
+    match = pattern and pattern.search(headline)
+    if outcome and match:  # rank and traceback are left out, because every rank raised it
         details = _TRACEBACK.split(details, maxsplit=1)[0].rstrip()
-        names = found.groupdict()
+        names = match.groupdict()
         missing = (names["task"], names["function"]) if names else None
-        return Verdict(outcome, found[1], details, missing=missing)
+        return Verdict(outcome, match[1], details, missing=missing)
     if error.exception == WrongResult.__name__ and (wrong := _WRONG_RESULT.match(headline)):
         rank, size, text = wrong.groups()
         where = f"on rank {rank} of {size}, " if size != "1" else ""

@@ -27,7 +27,7 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.grade.tasks import is_real_too, task_of
 
-TIMEOUT_S = 10.0  # of one world, by the clock; hangs are found in 2 s by what ranks compute
+TIMEOUT_S = 10.0  # limit of one world by the clock; the limit of computing finds hangs in 2 s
 BACKENDS = ("auto", "sim", "gloo", "nccl")
 NOT_GRADED = "nothing was graded: --collect-only lists tests and runs none"
 ONE_BY_ONE = "the grader runs its tests one by one: leave -n out"
@@ -99,7 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Grader:
-    """One run of pytest: which tests belong to which task, and what became of them."""
+    """One run of pytest: the tests of each task, and their results."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -185,7 +185,7 @@ class Grader:
                 del self.results[task_id]
 
     def _names_single_tests(self) -> bool:
-        """Whether pytest collects some tests only, by name or as those that failed last time."""
+        """Return whether pytest collects only some tests: by name, or those that failed last."""
         is_last_failed = bool(self.config.getoption("lf", False))
         return is_last_failed or any("::" in argument for argument in self.config.args)
 
@@ -309,13 +309,13 @@ def _exit_code(result: GradeResult) -> pytest.ExitCode:
 
 
 def _is_last_word(report: pytest.TestReport) -> bool:
-    """Whether a phase of a test decides: the call, or a set-up that failed."""
+    """Return whether a phase of a test decides: the call, or a set-up that failed."""
     return report.when == "call" or (report.when == "setup" and report.failed)
 
 
 @pytest.fixture
 def grade(request: pytest.FixtureRequest) -> Grade:
-    """What a test runs the submission with."""
+    """Return the fixture with which a test runs the submission."""
     grader = request.config.pluginmanager.get_plugin("distlab-grader")
     mark = request.node.get_closest_marker("task")
     if mark is None or not isinstance(grader, Grader):

@@ -39,7 +39,7 @@ def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> N
 
 
 def _is_to_be_shown(entry: Any) -> bool:
-    """Whether an entry is neither the grader's nor of a frame of which Python knows no line."""
+    """Return whether an entry of a traceback has a line, and is not the grader's."""
     try:
         return entry.lineno >= 0 and not Path(entry.path).is_relative_to(PACKAGE)
     except TypeError:  # interrupted before its first line; pytest would fail here too

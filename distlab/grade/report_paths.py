@@ -73,9 +73,9 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether it is a device, a pipe or a descriptor of ours: written to, never replaced."""
+    """Return whether it is a device, a pipe or a descriptor: written to, never replaced."""
     if str(path).startswith(("/dev/std", "/dev/fd/", "/proc/")):
-        return True  # even where a file is behind it
+        return True  # even if it leads to a file
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -96,7 +96,7 @@ def _why_not(path: Path) -> str:
 
 
 def is_earlier_report(path: Path) -> bool:
-    """Whether a file is a report of any format, or empty."""
+    """Return whether a file is a report of any format, or empty."""
     with path.open(encoding="utf-8", errors="replace") as file:
         head = file.read(HEAD_CHARACTERS)
     return not head or any(pattern.match(head) for pattern in HEADS.values())
@@ -117,10 +117,11 @@ def write(path: Path, text: str) -> None:
 
 
 def _opened(path: Path) -> int:
-    """Open a stream; a descriptor of ours goes on where it is, also if it is a file."""
-    own = _OWN_STREAM.fullmatch(str(path))
-    if own:
-        return os.dup({"/dev/stdout": 1, "/dev/stderr": 2}.get(own[0]) or int(own[1] or own[2]))
+    """Open a stream; a descriptor of ours continues at its position, even if it is a file."""
+    stream = _OWN_STREAM.fullmatch(str(path))
+    if stream:
+        number = {"/dev/stdout": 1, "/dev/stderr": 2}.get(stream[0])
+        return os.dup(number or int(stream[1] or stream[2]))
     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # a pipe without a reader is an error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -28,30 +28,37 @@ from distlab.lessons import COURSE
 from distlab.sim import Cluster, Options, Trace
 
 CERTAIN = ("deadlock", "suspended")  # hangs that more time would not end
-WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")  # for messages that never come
+# Kinds of hangs in which ranks wait for messages that never come, and in which they compute.
+WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")
 COMPUTING = ("endless loop", RankHung.KIND)
 _FRAME = re.compile(
     r'^  File "(?P<file>[^"\n]+)", line \d+, in .*\n(?:(?:    .*|  \[Previous line .*)\n)*',
     re.MULTILINE,
 )
 _OUTSIDE = re.compile(rf"^{OUTSIDE}:\n(.*)$", re.MULTILINE)
-IF_NOT = "If that is not it: "  # there is a likelier cause, that of the test
+IF_NOT = "If that is not it: "  # follows the test's cause, which is likelier
 _EMPTY = re.compile(r"^Traceback \(most recent call last\):\n(?!  File)", re.MULTILINE)
 Body = Callable[..., Any]
-World = Callable[[Submission, Limits], "Run"]  # in which a body runs with a submission
+World = Callable[[Submission, Limits], "Run"]  # runs a body with a submission
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came back from the ranks."""
+    """Results and costs of one world.
 
-    results: list[Any]  # by rank
-    trace: Trace | None = None  # in the simulated world: bytes, messages, events, memory
-    seconds: float = 0.0  # of virtual time
+    Attributes:
+        results: return values, by rank.
+        trace: bytes, messages, events and memory, in the simulated world.
+        seconds: virtual time.
+    """
+
+    results: list[Any]
+    trace: Trace | None = None
+    seconds: float = 0.0
 
     @property
     def messages(self) -> list[int]:
-        """Messages that each rank has sent, those inside built-in collectives too."""
+        """Number of messages that each rank has sent, also inside built-in collectives."""
         return self._trace.messages
 
     @property
@@ -71,7 +78,7 @@ class Run:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """The most that each rank's tensors took at once, with ``Options(has_devices=True)``."""
+        """Peak memory of each rank's tensors, with ``Options(has_devices=True)``."""
         return self._trace.peak_bytes
 
     @property
@@ -86,10 +93,10 @@ class Grade:
 
     Attributes:
         world: "sim", "gloo" or "nccl".
-        runs: how many worlds the test has started; a test that starts none has judged nothing.
-        world_size: of the last of them.
-        random: draws what a submission must not know: link speeds, sizes, names. Each run of pytest
-            has a new seed; ``--grade-seed`` repeats a run.
+        runs: number of worlds that the test has started; a test without any has judged nothing.
+        world_size: number of ranks of the last one.
+        random: source of all that a submission must not know: link speeds, sizes, names. Each run
+            of pytest has a new seed; ``--grade-seed`` repeats a run.
     """
 
     def __init__(
@@ -105,11 +112,11 @@ class Grade:
         """Prepare.
 
         Args:
-            submission: what is graded.
-            task: whose lesson is loaded.
-            world: where it runs.
-            timeout_s: of one world; the other limits follow from it.
-            seed: of ``random``.
+            submission: files to grade.
+            task: task whose lesson is loaded.
+            world: "sim", "gloo" or "nccl".
+            timeout_s: limit of one world; the other limits follow from it.
+            seed: seed of ``random``.
             reference: a right answer, with which a world that seems to hang is compared, because
                 the machine may be slow. None: there is none, and the machine itself is timed.
         """
@@ -141,8 +148,8 @@ class Grade:
             body: a module-level function; it returns what is to be judged.
             world_size: number of ranks.
             args: the same for all ranks.
-            cluster: of the simulated world, as for ``launch.simulate``.
-            options: of the simulated world.
+            cluster: cluster of the simulated world, as for ``launch.simulate``.
+            options: options of the simulated world.
             if_stuck: the likely cause if ranks wait forever or one leaves the others waiting, in a
                 sentence that precedes the report of who waits for whom.
             if_slow: the same for ranks that compute on and on.
@@ -155,7 +162,7 @@ class Grade:
         world = partial(self._on_processes if is_real else self._simulate, body, world_size, args)
         if not is_real:
             world = partial(world, cluster, options or Options())
-        __tracebackhide__ = True  # of ctrl-C, pytest shows where: in the test, not in here
+        __tracebackhide__ = True  # after ctrl-C, pytest shows the line of the test instead
         try:
             load_ahead(self._task.preload)
             given = given_with(body, self._submission, *args)
@@ -242,12 +249,12 @@ class Grade:
 
 
 def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, ...]:
-    """Return what has no lines of the learner's: bodies, distlab, what is lent, and given.py.
+    """Return the files and folders without code of the learner's: bodies, distlab, given.py.
 
     A body may be among the arguments of another one, which calls it.
     """
-    bodies = [each for each in (body, *args) if inspect.isfunction(each)]
-    folders = dict.fromkeys(str(Path(each.__code__.co_filename).parent) for each in bodies)
+    bodies = [value for value in (body, *args) if inspect.isfunction(value)]
+    folders = dict.fromkeys(str(Path(entry.__code__.co_filename).parent) for entry in bodies)
     given = [str(file) for name in GIVEN for file in COURSE.glob(f"phase*/{name}.py")]
     return *folders, str(Path(distlab.__file__).parent), *submission.lenders, *given
 
@@ -262,17 +269,17 @@ def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
         yield
     except LaunchError as error:
         text = _FRAME.sub(
-            lambda one: one[0] if is_of_program(one["file"], given) else "", f"{error}"
+            lambda frame: frame[0] if is_of_program(frame["file"], given) else "", f"{error}"
         )
-        error.args = (_told_once(_EMPTY.sub(f"{OUTSIDE}:\n", text)), *error.args[1:])
+        error.args = (_without_repetition(_EMPTY.sub(f"{OUTSIDE}:\n", text)), *error.args[1:])
         raise
 
 
-def _told_once(text: str) -> str:
-    """Leave out what stands under ``OUTSIDE`` if the headline says it."""
+def _without_repetition(text: str) -> str:
+    """Leave out the line under ``OUTSIDE`` if it repeats the headline."""
     headline = text.partition("\n")[0]
     return _OUTSIDE.sub(
-        lambda one: f"{OUTSIDE}." if one[1].rstrip(".") in headline else one[0], text
+        lambda match: f"{OUTSIDE}." if match[1].rstrip(".") in headline else match[0], text
     )
 
 
@@ -294,5 +301,5 @@ def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
 def on_rank(
     submission: Submission, task: Task | Challenge, body: Body, args: tuple[object, ...]
 ) -> Any:
-    """Be one rank: import the lesson, call the body."""
+    """Run one rank: import the lesson, call the body."""
     return body(Lesson(submission.load(task.folder, task.lesson)), *args)

@@ -41,8 +41,8 @@ class Submission:
     """A folder laid out like the course's phases.
 
     Attributes:
-        is_solution: it is the course's own ``solutions/``, which may import itself.
-        loan: functions that it is graded with in place of its own.
+        is_solution: True for the course's own ``solutions/``, which may import itself.
+        loan: functions that replace its own.
     """
 
     root: Path
@@ -51,7 +51,7 @@ class Submission:
 
     @property
     def lenders(self) -> tuple[str, ...]:
-        """The folders of lent functions, none of whose lines is the learner's."""
+        """Folders of lent functions, which have no lines of the learner's."""
         return (str(self.loan.solutions),) if self.loan else ()
 
     def file(self, phase: str, lesson: str) -> Path:
@@ -120,7 +120,7 @@ class Submission:
 
 
 def _problem(error: SyntaxError) -> str:
-    """What Python says of a file; of what an editor has saved in another encoding, what to do."""
+    """Return Python's message about a file, with advice where an editor saved it as UTF-16."""
     has_nulls = "null bytes" in error.msg
     return f"{error.msg}: save it as UTF-8, not as UTF-16" if has_nulls else error.msg
 
@@ -133,7 +133,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _sha256(file: Path) -> str:
-    """Return "" for a file that cannot be read: importing it gives the reason."""
+    """Return the digest, "" for a file that cannot be read: importing it gives the reason."""
     try:
         return hashlib.sha256(files.read_regular(file, files.MAX_SOURCE_BYTES)).hexdigest()
     except OSError:

@@ -11,7 +11,8 @@ from distlab.util.text import joined, sentence
 WIDTH = 100
 DETAILS = 25  # lines shown without -v
 IN_FULL = "-v of pytest, distlab check or grade"
-HANGS = {  # by kind; the report of a deadlock says it all
+# Question after the verdict, by kind of hang; the report of a deadlock needs none.
+HANGS = {
     "endless loop": "Does this loop ever end, or does it do far more than it needs to?",
     "blocked": "What does this line wait for, and who could end the wait?",
     "suspended": "Which line stops its own process?",

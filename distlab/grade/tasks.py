@@ -9,7 +9,7 @@ def task(task_id: str, *, real: bool = False) -> Any:
     """Mark a test as one of a task.
 
     Args:
-        task_id: as in course.toml, "1.5".
+        task_id: id in course.toml, such as "1.5".
         real: run it in the simulated world and then again on real processes.
     """
     return pytest.mark.task(task_id, real=real)
@@ -22,5 +22,5 @@ def task_of(item: pytest.Item) -> str | None:
 
 
 def is_real_too(mark: pytest.Mark) -> bool:
-    """Whether a marked test runs on real processes as well."""
+    """Return whether a marked test runs on real processes as well."""
     return bool(mark.kwargs.get("real"))

@@ -1,8 +1,8 @@
 """Processes that the commands start, and that must not outlive them.
 
-On Linux the kernel ends a child whose parent has gone, in whatever manner. Elsewhere, where it
-cannot, the parent takes its children along when it is told to end or loses its terminal. What they
-started in turn, the fork server and its ranks, notices that they have gone.
+On Linux the kernel ends a child when its parent ends, for whatever reason. Elsewhere the parent
+ends its children when it gets a signal or loses its terminal. The fork server and the ranks, which
+the children have started, notice the end of their parents themselves.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from distlab.launch import prctl
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5
-STOPPED_S = 2.0  # children have sessions of their own: ctrl-Z does not reach them
+STOPPED_S = 2.0  # ctrl-Z does not reach children, as they have sessions of their own
 
 
 def command(code: str, *arguments: str) -> list[str]:
@@ -35,7 +35,7 @@ def command(code: str, *arguments: str) -> list[str]:
 def stay_with(parent: int) -> None:
     """End when the parent does; the first act of a child."""
     prctl.die_with_parent()
-    if os.getppid() != parent:  # it has gone already
+    if os.getppid() != parent:  # it had ended before the line above
         sys.exit(1)
 
 
@@ -78,7 +78,7 @@ def _end_if_stopped(pid: int, is_over: threading.Event) -> None:
 
 
 def kill(child: psutil.Process) -> None:
-    """Kill a process and all its descendants, who may be stopped themselves."""
+    """Kill a process and all its descendants, which may be stopped themselves."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [*child.children(recursive=True), child]:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -28,7 +28,7 @@ def diff(folder: CourseFolder, task: Task) -> str:
     if not own:
         raise LearnerError(f"{task.template} is missing or does not parse: distlab check {task.id}")
     names = [*task.functions, *_helpers(solved_text, task.functions)]
-    return "".join(_one(name, own.get(name, ""), solved.get(name, "")) for name in names)
+    return "".join(_diff(name, own.get(name, ""), solved.get(name, "")) for name in names)
 
 
 def _bare(text: str) -> dict[str, str]:
@@ -57,8 +57,7 @@ def _helpers(text: str, names: Sequence[str]) -> list[str]:
     nodes = _nodes(text)
     used = list(names)
     for name in used:  # it grows
-        found = _uses(name, nodes)
-        used += [other for other in dict.fromkeys(found) if other not in used]
+        used += [other for other in dict.fromkeys(_uses(name, nodes)) if other not in used]
     return used[len(names) :]
 
 
@@ -74,7 +73,7 @@ def _uses(name: str, nodes: Mapping[str, Function]) -> Iterator[str]:
             yield other
 
 
-def _one(name: str, own: str, solved: str) -> str:
+def _diff(name: str, own: str, solved: str) -> str:
     lines = difflib.unified_diff(
         own.splitlines(keepends=True),
         solved.splitlines(keepends=True),

@@ -8,11 +8,11 @@ from distlab import course
 from distlab.course import Course, Phase, Task
 from distlab.util.text import did_you_mean
 
-PRIVATE = ".distlab"  # of the learner's commands; git ignores it
+PRIVATE = ".distlab"  # folder of the learner's commands, ignored by git
 
 
 class LearnerError(Exception):
-    """What was asked for cannot be done; one line that says what can."""
+    """A command cannot be carried out; the message is one line and says what would work."""
 
 
 class WriteError(LearnerError):
@@ -28,7 +28,7 @@ class CourseFolder:
 
     @property
     def private(self) -> Path:
-        """Where the commands keep what they remember."""
+        """Folder in which the commands keep their state."""
         return self.root / PRIVATE
 
     def suite(self, phase: Phase) -> Path:
@@ -72,7 +72,7 @@ class CourseFolder:
 
 
 def _words(task: Task) -> tuple[str, ...]:
-    """What an argument may call a task."""
+    """Return the words by which an argument may name a task."""
     return (task.id, *task.functions, *task.names)
 
 

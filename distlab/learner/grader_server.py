@@ -26,7 +26,7 @@ class WarmGrader:
     """Calls pytest in a process that stays; starts another one if it has died."""
 
     def __init__(self, folder: CourseFolder) -> None:
-        """Start the process; it loads torch while the caller goes on."""
+        """Start the process; it loads torch while the caller continues."""
         self._folder = folder
         self._is_stopped = False
         self._server = self._start()
@@ -78,12 +78,12 @@ class WarmGrader:
             self._server.wait()
         for pipe in (self._server.stdin, self._server.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # of a request that it did not read
+                with contextlib.suppress(BrokenPipeError):  # a request may be unread
                     pipe.close()
 
 
 def serve() -> None:
-    """Be the process: answer requests until the other end closes."""
+    """Run the process: answer requests until the other end closes."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -28,10 +28,13 @@ def hints(folder: CourseFolder, task: Task) -> list[Hint]:
         LearnerError: guidelines.md does not hold them.
     """
     guide = folder.guide(task)
-    found = [match.groups() for match in _HINT.finditer(_section(_read(guide), task.heading))]
-    if len(found) != len(HINTS):
+    texts = _HINT.findall(_section(_read(guide), task.heading))
+    if len(texts) != len(HINTS):
         raise LearnerError(f"{guide} has no section '## {task.heading}' with {len(HINTS)} hints")
-    return [Hint(level, *text) for level, text in zip(HINTS, _stripped(found), strict=True)]
+    return [
+        Hint(level, title.strip(), text.strip())
+        for level, (title, text) in zip(HINTS, texts, strict=True)
+    ]
 
 
 def _read(guide: Path) -> str:
@@ -42,12 +45,8 @@ def _read(guide: Path) -> str:
 
 
 def _section(guide: str, heading: str) -> str:
-    _, _, behind = guide.partition(f"\n## {heading}\n")
-    return behind.partition("\n## ")[0]
-
-
-def _stripped(found: list[tuple[str, ...]]) -> list[tuple[str, str]]:
-    return [(title.strip(), text.strip()) for title, text in found]
+    _, _, rest = guide.partition(f"\n## {heading}\n")
+    return rest.partition("\n## ")[0]
 
 
 def next_level(task: Task, progress: Progress) -> int:
@@ -67,7 +66,7 @@ def take(folder: CourseFolder, task: Task, progress: Progress, level: int | None
 
 
 def footer(hint: Hint, task: Task) -> str:
-    """Tell how to go on after a hint."""
+    """Say how to continue after a hint."""
     if hint.is_repeated:
         return f"That was the last hint. Read on in {task.folder}/{task.guide}"
     if hint.level == HINTS[-1]:

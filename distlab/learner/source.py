@@ -19,8 +19,9 @@ from distlab.learner.folder import CourseFolder
 from distlab.util import files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-UNREADABLE = (SyntaxError, UnicodeError, LookupError)  # what decoding a file raises
-UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # what Python's parser raises
+# Errors of decoding a file, and of Python's parser.
+UNREADABLE = (SyntaxError, UnicodeError, LookupError)
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def read(path: Path) -> str:
@@ -85,7 +86,7 @@ def to_write(task: Task, template: str) -> dict[str, str]:
 
 
 def is_to_write(folder: CourseFolder, task: Task) -> bool:
-    """Whether the function that a task is named after is still a TODO in the learner's file."""
+    """Return whether the main function of a task is still a TODO in the learner's file."""
     return task.function in to_write(task, read(folder.root / task.template))
 
 
@@ -96,9 +97,9 @@ def digest(folder: CourseFolder, task: Task) -> str:
     """
     listed = (other for other in folder.course.tasks if other.template == task.template)
     names = frozenset(name for other in listed for name in other.functions)
-    found, shared = _apart(read(folder.root / task.template), names)
-    own = "".join(found.get(name, "") for name in task.functions)
-    return hashlib.sha256(f"{own}{shared}".encode()).hexdigest()[:16] if own else ""
+    sources, shared = _apart(read(folder.root / task.template), names)
+    code = "".join(sources.get(name, "") for name in task.functions)
+    return hashlib.sha256(f"{code}{shared}".encode()).hexdigest()[:16] if code else ""
 
 
 @lru_cache(maxsize=64)  # a verdict takes the digests of all tasks, and one file has several

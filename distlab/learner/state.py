@@ -1,6 +1,6 @@
 """What a learner has done, by task id, in .distlab/progress.json.
 
-It only says where to go on. It is never trusted: for a score, run ``distlab grade``.
+It only shows where to continue. It is never trusted: for a score, run ``distlab grade``.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ MAX_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Record:
-    """What the last grading of a task said."""
+    """Outcome of the last grading of a task, and the digest of the functions that were graded."""
 
     outcome: str
-    digest: str = ""  # of the functions that were graded
+    digest: str = ""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Progress:
         return bool(digest) and self.records.get(task_id) == Record(PASSED, digest)
 
     def is_edited(self, folder: CourseFolder, task: Task) -> bool:
-        """Whether the learner's file is another one than was graded last."""
+        """Whether the learner's file has changed since it was last graded."""
         record = self.records.get(task.id)
         if record is None or not record.digest:
             return False
@@ -121,14 +121,14 @@ def _entries(tables: Any, table: str, keys: Container[str]) -> list[tuple[str, A
 def remember(
     folder: CourseFolder, records: Mapping[str, Record], waiting: Container[str] = ()
 ) -> Progress:
-    """Add what a grading said to what others have written meanwhile.
+    """Add the records of a grading to the file, which others may have changed meanwhile.
 
-    The last one graded comes last. Of several, those of which nothing has changed keep their place:
-    a grading of everything does not say what a learner works on.
+    The last graded task comes last. If several were graded, those without a change keep their
+    position, because a grading of everything does not show what a learner works on.
 
     Args:
         folder: the course's.
-        records: by task id.
+        records: records by task id.
         waiting: ids of tasks that could not be judged, because an earlier one is still to be
             written; they may have passed with ``--lend``, and then the same code still counts.
     """

@@ -18,8 +18,9 @@ from distlab.util.text import joined, verb
 BAR_WIDTH = 24
 ALL_PASSED = "All tasks have passed.  Run: distlab grade"
 BUILT = "What you have built"  # a section of each phase's guidelines.md
-LAST_LINES = 20  # of the output of a grader that failed
-PICTURES = {  # what a picture shows, by the kind of verdict; an endless loop has none
+LAST_LINES = 20  # lines shown of the output of a grader that failed
+# Contents of a picture, by the kind of verdict; an endless loop has no picture.
+PICTURES = {
     "deadlock": "See who waits for whom",
     "all wait": "See who waits for whom",
     "wrong": "See who sends what",
@@ -81,9 +82,9 @@ def whats_next(
 
     Args:
         folder: the course's.
-        progress: what has passed.
-        after: the task that has just been graded.
-        lends: whether the command is to lend, as the one before it did.
+        progress: outcomes so far.
+        after: task that has just been graded.
+        lends: True if the command is to lend, as the one before it did.
     """
     task = progress.next_task(folder, after)
     if task is None:

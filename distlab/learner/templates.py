@@ -10,14 +10,14 @@ from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.learner.source import read, to_write
 from distlab.util import files
 
-MAX_VERSIONS = 100  # of a file in git, newest first
+MAX_VERSIONS = 100  # number of versions of a file to look at in git
 
 
 def keep(folder: CourseFolder) -> None:
     """Copy templates that were not copied yet: they are what ``reset`` has without git."""
     for task in folder.course.tasks:
         template, copy = folder.root / task.template, _copy(folder, task)
-        with contextlib.suppress(OSError):  # without it, all but ``reset`` works
+        with contextlib.suppress(OSError):  # only ``reset`` needs the copy
             if template.is_file() and not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 files.write_whole(copy, template.read_bytes())

@@ -24,7 +24,7 @@ OUT = "out"
 
 @dataclass(frozen=True)
 class Traced:
-    """What a run gave: a picture, or the report of what ended it."""
+    """Result of a run: a picture, or the report of what ended it."""
 
     text: str
     picture: Path | None = None
@@ -35,9 +35,9 @@ def trace(folder: CourseFolder, task: Task, handed_in: Submission, ranks: int) -
 
     Args:
         folder: the course's.
-        task: one that sends messages.
+        task: a task that sends messages.
         handed_in: files that have the task's function.
-        ranks: as ``trace_programs.count`` allows.
+        ranks: number of ranks; ``trace_programs.count`` has checked it.
 
     Raises:
         WriteError: there is no place for the picture.

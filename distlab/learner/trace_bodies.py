@@ -1,4 +1,4 @@
-"""The standard programs of ``distlab trace``, as every rank runs them with the learner's lesson."""
+"""The programs of ``distlab trace``, as every rank runs them with the learner's lesson."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distlab.learner.trace_programs import BATCH
 
-NUMBERS = 65_994  # of float32: the gradient of the CNN of `make demo`, as in guidelines.md
+NUMBERS = 65_994  # float32 numbers in the gradient of the CNN of `make demo`
 
 
 def exchange_round_a_ring(lesson: Any) -> None:
@@ -19,7 +19,7 @@ def exchange_round_a_ring(lesson: Any) -> None:
 
 
 def broadcast_from_rank_0(lesson: Any) -> None:
-    """Rank 0 has the data."""
+    """Broadcast the data of rank 0."""
     lesson.broadcast(_mine(), 0)
 
 
@@ -34,18 +34,18 @@ def all_reduce_recursive_doubling(lesson: Any) -> None:
 
 
 def scatter_a_batch(lesson: Any) -> None:
-    """Rank 0 holds a global batch of small images."""
+    """Scatter a global batch of small images from rank 0."""
     batch = (torch.zeros(BATCH, 1, 8, 8), torch.zeros(BATCH, dtype=torch.int64))
     lesson.scatter_batch(batch if dist.get_rank() == 0 else None)
 
 
 def broadcast_two_layers(lesson: Any) -> None:
-    """The parameters of two layers, from rank 0."""
+    """Broadcast the parameters of two layers from rank 0."""
     lesson.broadcast_parameters(_two_layers())
 
 
 def average_two_layers(lesson: Any) -> None:
-    """The gradients of two layers, a message each."""
+    """Average the gradients of two layers, a message each."""
     module = _two_layers()
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)

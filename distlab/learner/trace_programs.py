@@ -1,7 +1,7 @@
-"""Which tasks have a small standard program that shows what their function sends.
+"""The tasks that have a small standard program, which shows what their function sends.
 
-``distlab trace`` runs it; ``trace_bodies`` holds what the ranks do. Here is no torch, for
-those who only ask.
+``distlab trace`` runs it; ``trace_bodies`` has the code of the ranks. This module imports no
+torch, for the commands that only look a task up.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,17 @@ CLUSTER, MIN_RANKS, MAX_RANKS = "laptop", 2, 8
 
 @dataclass(frozen=True)
 class Program:
-    """On how many ranks the picture tells most, what stands above it, and the order of messages."""
+    """A standard program.
+
+    Attributes:
+        ranks: number of ranks on which the picture shows most.
+        title: title of the picture; {n} stands for the number of ranks.
+        p2p_order: order of messages in which the task is judged, as in ``sim.Options``.
+    """
 
     ranks: int
-    title: str  # {n} is the number of ranks
-    p2p_order: str = "free"  # as the task is judged: see sim.Options
+    title: str
+    p2p_order: str = "free"
 
 
 PROGRAMS: Mapping[str, Program] = {

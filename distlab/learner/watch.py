@@ -23,7 +23,7 @@ from distlab.learner.screen import Screen, paragraphs
 SAVED, QUIT = "saved", "q"
 QUIET_MS, LONGEST_MS = 20, 200  # a save may be several writes: wait for silence, but not for long
 LOOK_UP_S = 0.5
-LEAVE_MS = 200  # how often the watcher looks whether it should stop
+LEAVE_MS = 200  # interval at which the watcher looks whether it should stop
 Events = Queue[str]
 
 
@@ -42,10 +42,10 @@ class Watch:
 
         Args:
             folder: the course's.
-            task: to begin with.
-            run: calls pytest.
-            screen: shows what is to be seen.
-            options: of pytest, for every grading.
+            task: first task.
+            run: function that runs pytest.
+            screen: terminal.
+            options: arguments of pytest for every grading.
         """
         self.task = task
         self._options = options
@@ -137,8 +137,8 @@ class Watch:
             self._answer(f"{self.task.id} has not passed yet: the solution is shown once it has")
             return
         with self._refusals():
-            found = compare.diff(self._folder, self.task).splitlines()
-            self._screen.show([*(found or ["the same as the solution"]), "", self._menu()])
+            lines = compare.diff(self._folder, self.task).splitlines()
+            self._screen.show([*(lines or ["the same as the solution"]), "", self._menu()])
 
     def _check_all(self) -> None:
         """Grade task by task: each verdict shows as it comes, and q leaves in between."""
@@ -229,7 +229,7 @@ def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
 
     Args:
         events: the queue.
-        leave: called for q, in a thread of its own: it ends a grading that is running.
+        leave: callback for q, in another thread; it ends a grading that is running.
     """
     import termios
     import tty
@@ -246,5 +246,5 @@ def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
 def _follow_keys(events: Events, leave: Callable[[], None]) -> None:
     while (key := sys.stdin.read(1).lower()) and key != QUIT:
         events.put(key)
-    events.put(QUIT)  # that key, or the terminal has gone
+    events.put(QUIT)  # q was typed, or the terminal has gone
     leave()

@@ -1,6 +1,5 @@
 """What a new user types on the first day, and what the command line makes of it."""
 
-import contextlib
 import io
 import math
 import os
@@ -11,44 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import COURSE, ROOT, distlab
 
 from distlab import training
-from distlab.cli import bench, completion, main
-from distlab.cli.app import app
-from distlab.course import load
+from distlab.cli import completion
 from distlab.launch import starting
 
-ROOT = Path(__file__).parents[2]
-TASKS_LIKE_1_1 = sorted(task.id for task in load(ROOT).tasks if task.id.startswith("1.1"))
-COMMANDS = [
-    *([info.name] for info in app.registered_commands),
-    *(["bench", command.name] for command in bench.app.registered_commands),
-    ["bench"],
-    [],
-]
 
-
-def distlab(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert isinstance(left.value.code, int)
-    return left.value.code
-
-
-NEED_THE_COURSE = [
-    "",
-    "status",
-    "check",
-    "grade",
-    "watch",
-    "trace 1.5",
-    "hint",
-    "diff",
-    "reset 1.4",
-]
-
-
-@pytest.mark.parametrize("command", NEED_THE_COURSE)
+@pytest.mark.parametrize(
+    "command", ["", "status", "check", "grade", "watch", "trace 1.5", "reset 1.4"]
+)
 def test_elsewhere_the_line_says_where_to_go(
     command: str,
     tmp_path: Path,
@@ -81,25 +52,14 @@ def test_help_of_what_is_no_command_names_the_commands(capsys: pytest.CaptureFix
     assert "Valid commands: bench, challenge, chaos, check" in line
 
 
-@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
-def test_no_help_is_cut_on_80_columns(
-    names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert distlab(*names, "--help") == 0
-    text = capsys.readouterr().out
-    assert not re.search(r"\w,?\.\.\.\n", text), "a sentence that ends in the middle"
-    assert "[[" not in text, "brackets around brackets"
-
-
 # Training
 
 
-@pytest.mark.parametrize("options", ["--backend gloo", "--backend sim"])
 def test_a_loss_that_is_no_number_ends_the_training(
-    options: str, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert distlab("train", "--lr", "1e9", "--num-workers", "2", *options.split()) == 1
+    options = ["--lr", "1e9", "--num-workers", "2", "--backend", "sim"]
+    assert distlab("train", *options) == 1
     printed = capfd.readouterr()
     assert len(printed.out.splitlines()) == 1, "no epoch is reported"
     assert re.fullmatch(
@@ -126,44 +86,7 @@ def test_the_rank_where_the_loss_left_the_numbers_is_named() -> None:
     assert line.endswith("Try a smaller --lr than 0.01, say 0.001")
 
 
-@pytest.mark.usefixtures("forked")
-def test_every_rank_of_torchrun_ends_with_the_loss() -> None:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    options = ["train", "--lr", "1e9", "--epochs", "1", "--backend", "gloo"]
-    command = [*start, "-m", "distlab", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.count("Try a smaller --lr than 1e+09") == 2
-
-
 # Many workers
-
-
-def on_terminal(num_cores: int, *arguments: str) -> str:
-    """Run the command on some cores, with its errors on a terminal; return what that shows."""
-    ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "distlab", *arguments]
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(cores)[:num_cores])  # which the command inherits
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
-        os.sched_setaffinity(0, cores)
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # the other end is closed
-            while data := os.read(ours, 4096):
-                shown += data
-    os.close(ours)
-    assert process.returncode == 0
-    return shown.decode()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
-def test_many_workers_are_warned_of() -> None:
-    workers = starting.MAX_PER_CORE + 1
-    options = ["--epochs", "1", "--batch-size", str(workers * 16), "--backend", "gloo"]
-    shown = on_terminal(1, "train", "--num-workers", str(workers), *options)
-    assert f"{workers} workers share 1 core, more" in shown
-    assert f"Use at most {workers - 1}, or backend sim\r\n" in shown
 
 
 class Terminal(io.StringIO):
@@ -205,34 +128,23 @@ def test_a_script_for_the_shell_is_printed(shell: str, capsys: pytest.CaptureFix
     assert f"_DISTLAB_COMPLETE=complete_{shell}" in capsys.readouterr().out
 
 
-TASK_COMMANDS = ["check", "watch", "trace", "hint", "diff", "reset"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("distlab che", ["check"]),
-        *((f"distlab {command} 1.1", TASKS_LIKE_1_1) for command in TASK_COMMANDS),
-        ("distlab check 1.4 bro", ["broadcast", "broadcast_parameters"]),
-    ],
-)
-def test_bash_is_offered_commands_and_tasks(typed: str, offered: list[str]) -> None:
-    script = subprocess.run(
-        [sys.executable, "-m", "distlab", "completion", "bash"], capture_output=True, text=True
-    ).stdout
-    words = typed.split()
+def test_bash_is_offered_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert distlab("completion", "bash") == 0
     ask = (
-        f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; "
+        f"{capsys.readouterr().out}\nCOMP_WORDS=(distlab check 1.4 bro); COMP_CWORD=3; "
         '_distlab_completion distlab; echo "${COMPREPLY[@]}"'
     )
     beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": beside}
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.stdout.split() == offered
+    assert done.stdout.split() == ["broadcast", "broadcast_parameters"]
 
 
-def test_outside_the_course_no_task_is_offered(
+def test_tasks_are_offered_by_the_beginning_of_their_ids_in_the_course_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(ROOT)
+    like_1_1 = [task.id for task in COURSE.tasks if task.id.startswith("1.1")]
+    assert [name for name, _ in completion.tasks("1.1")] == like_1_1
     monkeypatch.chdir(tmp_path)
     assert completion.tasks("1.") == []

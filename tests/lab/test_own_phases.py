@@ -4,14 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import ROOT, distlab
 from own_phases import copy_shipped, shipped
 
 from distlab import course
-from distlab.cli import main
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-ROOT = Path(__file__).parents[2]
 PHASE = """
 [[phase]]
 number = 99
@@ -59,13 +58,6 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     template.write_text(f"{HEAD}    raise NotImplementedError({TODO})\n")
     monkeypatch.chdir(tmp_path)
     return template
-
-
-def distlab(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def test_the_commands_know_it(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:

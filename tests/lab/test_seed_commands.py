@@ -8,11 +8,9 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from fresh_pytest import FreshPytest
 from mpirun import mpirun, needs_mpi
 
 from phase2_advanced import programs
@@ -36,38 +34,24 @@ def python(*arguments: object, folder: Path = ROOT) -> "subprocess.CompletedProc
     )
 
 
-def without_seconds(done: "subprocess.CompletedProcess[str]") -> str:
-    """What pytest has printed, but for how long it took."""
-    return re.sub(r" in \d+\.\d+s =*$| +\d+\.\d$|^=* *", "", done.stdout, flags=re.MULTILINE)
-
-
 # --- grading -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("suite", "options", "code"),
     [
-        ("test_phase1.py", ("-k", "1.4"), pytest.ExitCode.TESTS_FAILED),  # a TODO
+        ("test_phase1.py", ("-k", "1.9"), pytest.ExitCode.TESTS_FAILED),  # a TODO
         ("test_phase2.py", ("-k", "2.10", "--impl", "solution"), pytest.ExitCode.OK),
-        ("test_phase3.py", ("-k", "3.11"), pytest.ExitCode.TESTS_FAILED),
-        ("test_phase4.py", ("-k", "4.8"), pytest.ExitCode.TESTS_FAILED),
     ],
 )
-def test_a_suite_is_a_script_that_grades_as_pytest_does(
-    suite: str, options: tuple[str, ...], code: int, fresh_pytest: FreshPytest
+def test_a_suite_is_a_script_that_grades_where_it_lies(
+    suite: str, options: tuple[str, ...], code: int
 ) -> None:
-    script = python(f"tests/{suite}", *options)
-    by_pytest = fresh_pytest(f"tests/{suite}", *options)
-    assert (script.returncode, by_pytest.returncode) == (code, code), script.stdout + script.stderr
-    assert f"\n{options[1]} " in script.stdout
-    assert without_seconds(script) == without_seconds(by_pytest)
-
-
-def test_a_suite_can_be_run_where_it_lies() -> None:
-    done = python("test_phase1.py", "-k", "1.9", folder=ROOT / "tests")
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "Task 1.9: broadcast_parameters, see guidelines.md" in done.stdout
+    script = python(suite, *options, folder=ROOT / "tests")
+    assert script.returncode == code, script.stdout + script.stderr
+    assert re.search(
+        rf"^{re.escape(options[1])} .* total ", script.stdout, re.MULTILINE | re.DOTALL
+    )
 
 
 # --- lessons that are programs -------------------------------------------------------------------
@@ -83,11 +67,6 @@ def torchrun(*arguments: object) -> str:
     done = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_torchrun_is_the_module_that_the_tests_start() -> None:
-    (command,) = entry_points(group="console_scripts", name="torchrun")
-    assert command.value == "torch.distributed.run:main"
 
 
 @pytest.mark.usefixtures("forked")
@@ -142,12 +121,6 @@ def test_ranks_on_several_machines_need_the_address_of_one(
     assert programs._from_mpirun() == {**OF_TORCHRUN, "WORLD_SIZE": "4"}
     with pytest.raises(ValueError, match="MASTER_ADDR expected"):
         programs.join()
-
-
-def test_an_address_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {**MPICH, "MASTER_PORT": "29511"})
-    found = programs._from_mpirun()
-    assert (found["MASTER_ADDR"], "MASTER_PORT" in found) == ("127.0.0.1", False)
 
 
 def test_a_process_that_nothing_has_started_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

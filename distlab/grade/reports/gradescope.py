@@ -56,14 +56,14 @@ def _output(result: TaskResult) -> str:
 
 
 def _place(result: TaskResult) -> str:
-    """The learner's line that it is about, ``collectives.py:36``, "" if none is known.
+    """Return the learner's line that it is about, ``collectives.py:36``, "" if none is known.
 
-    Of a traceback the innermost one, of a report of who waits for whom the first.
+    In a traceback that is the innermost line, in a report of waiting ranks the first one.
     """
     details = result.verdict.details
     called = _CALLED.findall(details)
-    found = called[-1:] or _WAITS.findall(details)[:1]
-    return "".join(f"{PurePath(file).name}:{line}" for file, line in found)
+    places = called[-1:] or _WAITS.findall(details)[:1]
+    return "".join(f"{PurePath(file).name}:{line}" for file, line in places)
 
 
 def _hidden(result: TaskResult) -> dict[str, Any]:

@@ -92,21 +92,10 @@ def test_the_tests_that_failed_last_are_not_the_whole_task(pytest_run: Run, tmp_
 def test_tasks_are_picked_by_their_ids(pytest_run: Run) -> None:
     ended = pytest_run("-k", "1.1 or 1.4", "--collect-only")
     assert ended.returncode == 5, ended.stdout
-    assert "test_ranks_take_turns" in ended.stdout
-    assert "test_exchange_inside_a_group" in ended.stdout
+    tests = re.findall(r"::(\w+)", ended.stdout)
+    assert {"test_ranks_take_turns", "test_exchange_inside_a_group"} <= set(tests)
     assert "broadcast" not in ended.stdout
     assert "total" not in ended.stdout
-
-
-@pytest.mark.parametrize(
-    "suite", sorted((ROOT / "tests").glob("test_phase*.py")), ids=lambda suite: suite.stem
-)
-def test_no_name_of_a_test_is_made_up_by_pytest(pytest_run: Run, suite: Path) -> None:
-    """Names like ``[sim-sizes0]`` and ``[sim-True]`` stand in verdicts and say nothing there."""
-    names = re.findall(r"\[(.+)\]$", pytest_run("--collect-only", suite=suite).stdout, re.MULTILINE)
-    assert names
-    made_up = re.compile(r"(^|-)((?!b?float)[a-z_]+\d+|True|False)(-|$)")
-    assert [name for name in names if made_up.search(name)] == []
 
 
 def test_an_error_of_the_grader_ends_with_its_own_code(pytest_run: Run, tmp_path: Path) -> None:
@@ -140,13 +129,6 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
 def test_nccl_without_gpus_is_refused_before_anything_runs(pytest_run: Run) -> None:
     ended = pytest_run("--backend", "nccl", "-k", "1.1")
     assert (ended.returncode, "torch sees no GPU here" in ended.stderr) == (4, True)
-
-
-def test_a_report_may_go_to_a_device(pytest_run: Run) -> None:
-    ended = pytest_run("--report", "markdown=/dev/stderr", "-k", "1.1")
-    points = COURSE.task("1.1").points
-    heading = f"## {points} of {points} points"
-    assert (ended.returncode, heading in ended.stderr) == (0, True)
 
 
 def test_tests_of_one_task_are_not_spread_over_workers(pytest_run: Run, tmp_path: Path) -> None:

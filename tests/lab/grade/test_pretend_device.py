@@ -8,7 +8,6 @@ import torch.distributed as dist
 from phase1.models import classifier
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
 
 from distlab import launch
 from judging.pretend_device import CPU, PretendDevice, device_of, devices_sent
@@ -34,21 +33,6 @@ def test_what_is_made_there_or_moved_there_says_so_and_so_does_what_comes_of_it(
         with pytest.raises(TypeError, match="to numpy"):
             x.numpy()
     assert str(device_of(x)) == "xpu:0"
-
-
-def test_what_is_moved_is_a_copy_and_what_is_there_stays() -> None:
-    with PretendDevice() as device:
-        here = torch.zeros(2)
-        there = here.to(device)
-        there += 1
-        back = there.cpu()
-        back += 1
-        assert (here.tolist(), there.tolist(), back.tolist()) == ([0, 0], [1, 1], [2, 2])
-        assert there.to(device) is there
-        assert here.to("cpu") is here
-        here.copy_(there)
-        assert here.tolist() == [1, 1]
-        assert here.device == CPU
 
 
 def test_tensors_of_two_devices_must_not_meet_but_numbers_may() -> None:
@@ -83,14 +67,6 @@ def test_a_model_trains_there_and_only_there() -> None:
         assert copy.deepcopy(model)[0].weight.device == device
         with pytest.raises(RuntimeError, match=TOGETHER):
             model(inputs)
-
-
-def test_batches_of_a_loader_are_on_the_cpu() -> None:
-    with PretendDevice() as device:
-        data = TensorDataset(torch.randn(4, 6), torch.arange(4))
-        for inputs, targets in DataLoader(data, batch_size=2):
-            assert inputs.device == targets.device == CPU
-            assert inputs.to(device).device == device
 
 
 def _sums() -> list[str]:

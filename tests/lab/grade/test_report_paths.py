@@ -26,13 +26,10 @@ RESULT = GradeResult(
 
 
 @pytest.mark.parametrize("earlier", reports.FORMATS)
-@pytest.mark.parametrize("kind", reports.FORMATS)
-def test_an_earlier_report_of_any_format_goes_at_the_start(
-    tmp_path: Path, kind: str, earlier: str
-) -> None:
+def test_an_earlier_report_of_any_format_goes_at_the_start(tmp_path: Path, earlier: str) -> None:
     path = tmp_path / "report"
     reports.write(RESULT, [(earlier, path)])
-    reports.parse([f"{kind}={path}"])
+    reports.parse([f"json={path}"])
     assert not path.exists()
 
 

@@ -213,3 +213,47 @@ def test_a_report_that_is_read_again_has_the_same_verdicts() -> None:
 def test_what_is_not_a_report_is_refused(spoilt: dict[str, Any]) -> None:
     with pytest.raises((KeyError, ValueError)):
         GradeResult.from_json(spoilt, TASKS)
+
+
+# The page of Gradescope is all that students see: it begins with their line.
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/hand_in/phase1_data_parallel/trainer.py", line 59, in broadcast_parameters
+    broadcast(x)
+  File "/hand_in/phase1_data_parallel/collectives.py", line 36, in broadcast
+    y = x.missing
+AttributeError: 'Tensor' object has no attribute 'missing'"""
+WAITS = """  rank 0  send to rank 1, () float32  collectives.py:36 in exchange
+  rank 1  send to rank 0, () float32  collectives.py:48 in exchange
+None of them can go first."""
+LOOP = "  collectives.py:101  while True:"
+
+
+def shown(verdict: Verdict) -> list[str]:
+    """Return the lines that Gradescope shows for 1.5."""
+    return str(written("gradescope", verdict)["tests"][1]["output"]).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "details", "place"),
+    [
+        (Outcome.FAILED, TRACEBACK, "collectives.py:36"),
+        (Outcome.HANG, WAITS, "collectives.py:36"),
+        (Outcome.HANG, LOOP, "collectives.py:101"),
+    ],
+)
+def test_the_line_comes_first_then_the_message_then_all_that_is_known(
+    outcome: Outcome, details: str, place: str
+) -> None:
+    first, message, *rest = shown(Verdict(outcome, "Why.", details))
+    assert first == place
+    assert message.startswith("Task 1.5: Why.")
+    assert rest == details.splitlines()
+
+
+def test_gradescope_shows_the_last_lines_and_nothing_that_ranks_printed() -> None:
+    details = "\n".join(map(str, range(1000)))
+    lines = shown(Verdict(Outcome.FAILED, "Why.", details, output="secret"))
+    assert (len(lines), lines[-1]) == (26, "999")
+    assert lines[0].startswith("Task 1.5: Why."), "no line of the learner's is known"
+    assert "secret" not in "".join(lines)

@@ -7,27 +7,22 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import processes
 import psutil
 import pytest
 
-from distlab import course, interrupts, launch
+from distlab import launch
 from distlab.grade import prestart, submission
-from distlab.grade.running import Grade
-from distlab.grade.submission import Submission
 from distlab.launch import fork_server
 from distlab.launch.fork_server import ForkServer
 from distlab.learner import child_processes, folder, grading
 from distlab.learner.grader_server import WarmGrader
 
 ROOT = Path(__file__).parents[3]
-GONE_S = 1.0  # for what was started to be gone, once its parent has ended
-BUSY = 4.0  # how much longer all may take on a machine that does other things too
+LONGEST_S = 120.0  # how long a test waits for what must happen
 
 
 def returns_after(seconds: float) -> int:
@@ -46,13 +41,11 @@ def test_a_server_that_was_stopped_before_the_world_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_server_that_is_lost_ends_its_world_in_seconds(how: signal.Signals) -> None:
+def test_a_server_that_is_lost_ends_its_world(how: signal.Signals) -> None:
     server = server_of_next_world()
     stop = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -{how.value} {server}"])
-    started = time.monotonic()
     with pytest.raises(launch.SetupError, match="the next run starts a new one"):
         launch.run(returns_after, 2, 60.0, backend="gloo")
-    assert time.monotonic() - started < 4 * BUSY
     stop.wait()
     assert not psutil.pid_exists(server)
     assert launch.run(returns_after, 2, 0.0, backend="gloo") == [1, 1]
@@ -60,12 +53,12 @@ def test_a_server_that_is_lost_ends_its_world_in_seconds(how: signal.Signals) ->
 
 # The commands
 
-LISTS = "import time, sys; print('begun', flush=True); time.sleep(60)"
+SLEEPS = "import time, sys; print('begun', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen([sys.executable, "-c", LISTS], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", SLEEPS], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     yield process
@@ -76,19 +69,21 @@ def sleeper() -> Iterator["subprocess.Popen[str]"]:
 
 def test_a_child_that_was_stopped_is_ended(sleeper: "subprocess.Popen[str]") -> None:
     os.kill(sleeper.pid, signal.SIGSTOP)
-    started = time.monotonic()
     with child_processes.not_left_stopped(sleeper):
         assert sleeper.communicate()[0] == ""
     assert sleeper.returncode == -signal.SIGKILL
-    assert time.monotonic() - started < 4 * BUSY
 
 
-def test_a_child_that_goes_on_in_time_is_left_alone(sleeper: "subprocess.Popen[str]") -> None:
+def test_a_child_that_continues_in_time_is_left_alone(
+    sleeper: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_processes, "LOOK_S", 0.01)
+    monkeypatch.setattr(child_processes, "STOPPED_S", LONGEST_S)
     with child_processes.not_left_stopped(sleeper):
         os.kill(sleeper.pid, signal.SIGSTOP)
-        time.sleep(child_processes.LOOK_S)
+        time.sleep(0.1)
         os.kill(sleeper.pid, signal.SIGCONT)
-        time.sleep(child_processes.STOPPED_S)
+        time.sleep(0.1)
         assert sleeper.poll() is None
 
 
@@ -109,7 +104,7 @@ PYTEST = ["-m", "pytest", "tests/test_phase1.py", "-q", "--impl=solution", "--ba
 
 
 def ended_by_ctrl_c(command: list[str], after_s: float) -> tuple[int, str, list[psutil.Process]]:
-    """Return exit code, output, and what is left a second later."""
+    """Return the exit code, the output, and the processes that are left in the end."""
     mark = f"{os.getpid()}-{after_s}"
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -122,52 +117,13 @@ def ended_by_ctrl_c(command: list[str], after_s: float) -> tuple[int, str, list[
     )
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=30)[0]
-    deadline = time.monotonic() + GONE_S * BUSY
+    output = process.communicate(timeout=LONGEST_S)[0]
+    deadline = time.monotonic() + LONGEST_S
     while (left := processes.marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for orphan in left:
         orphan.kill()
     return process.returncode, output, left
-
-
-@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
-def test_ctrl_c_does_after_the_loading_what_it_did_before(handler: signal.Handlers) -> None:
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        interrupts.end_at_once()
-        interrupts.raise_again()
-        assert signal.getsignal(signal.SIGINT) == handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_in_a_world_is_shown_in_the_test_that_runs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(_world: object) -> None:
-        raise KeyboardInterrupt
-
-    grade = Grade(Submission(ROOT), course.load(ROOT).task("1.4"), "sim", 10.0)
-    monkeypatch.setattr(grade, "_patiently", interrupted)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        grade.call(lambda lesson: None)
-    shown = caught.getrepr().reprcrash
-    assert shown
-    assert "/distlab/" not in shown.path
-
-
-def test_ctrl_c_before_the_first_line_of_a_function_is_shown_by_pytest() -> None:
-    started = _closing_over(1)
-    begin = next(first for first, _, line in started.gi_code.co_lines() if line is None)
-    error = KeyboardInterrupt()
-    no_line = TracebackType(None, started.gi_frame, begin, -1)  # Python 3.11 leaves it so
-    assert no_line.tb_lineno is None
-    error.__traceback__ = TracebackType(no_line, sys._getframe(), 0, 1)
-    caught = pytest.ExceptionInfo.from_exception(error)
-    prestart.pytest_keyboard_interrupt(caught)
-    assert "KeyboardInterrupt" in str(caught.getrepr(funcargs=True))
-    started.close()
 
 
 def test_ctrl_c_in_the_grader_is_shown_in_the_test_that_called_it() -> None:
@@ -177,22 +133,6 @@ def test_ctrl_c_in_the_grader_is_shown_in_the_test_that_called_it() -> None:
     shown = caught.getrepr().reprcrash
     assert shown
     assert Path(shown.path) == Path(__file__)
-
-
-def test_what_ctrl_c_cuts_off_does_not_make_pytest_fail() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(ZeroDivisionError) as caught:
-            _ = 1 / 0
-        prestart.pytest_keyboard_interrupt(caught)
-        warnings.warn(pytest.PytestUnraisableExceptionWarning("a file"), stacklevel=1)
-
-
-def _closing_over(x: int) -> Generator[int, None, None]:
-    def generate() -> Generator[int, None, None]:
-        yield x
-
-    return generate()
 
 
 def test_ctrl_c_while_a_fork_server_is_put_aside_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +146,7 @@ def test_ctrl_c_while_a_fork_server_is_put_aside_ends_it(monkeypatch: pytest.Mon
 
 
 _RANDOM = random.Random(7)
-MOMENTS = [round(_RANDOM.uniform(0.3, 8.0), 2) for _ in range(4)]
+MOMENTS = [round(_RANDOM.uniform(0.3, 8.0), 2) for _ in range(2)]
 
 
 @pytest.mark.slow
@@ -238,4 +178,4 @@ def test_a_grading_whose_pytest_is_stopped_or_killed_ends(
     striking.join()
     assert code == -signal.SIGKILL
     assert "stopped, or ended by SIGKILL" in capfd.readouterr().err
-    assert psutil.wait_procs(begun, timeout=GONE_S * BUSY)[1] == []
+    assert psutil.wait_procs(begun, timeout=LONGEST_S)[1] == []

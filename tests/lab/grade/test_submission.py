@@ -104,12 +104,6 @@ def test_an_error_names_the_learners_line_where_the_course_itself_is_the_submiss
     assert verdict.message.startswith(f"{tmp_path / PHASE}/template_collectives.py, line 1: ")
 
 
-def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
-    verdict = verdict_of(hand_in(tmp_path, collectives="x = 1\ndef broken(:\n"), "1.4")
-    assert "collectives.py, line 2: invalid syntax" in verdict.message
-    assert verdict.details == "def broken(:\n           ^"
-
-
 def test_a_file_that_was_saved_as_utf_16_is_named_and_what_to_do(tmp_path: Path) -> None:
     handed_in = hand_in(tmp_path, template_collectives="")
     (tmp_path / PHASE / "template_collectives.py").write_bytes("x = 1\n".encode("utf-16-le"))
