@@ -62,7 +62,7 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
-        ⌈log2 N⌉ from any one rank; no collective, and no memory besides ``x``.
+        ⌈log2 N⌉ from any one rank; no collective, and no memory except ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     # TODO 1.5: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src and any N must work.
@@ -200,7 +200,7 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
         seconds: one time for each size, above 0.
 
     Returns:
-        α in seconds per message; β in seconds per byte, or ``sys.float_info.min`` in place of 0, so
+        α in seconds per message; β in seconds per byte, or ``sys.float_info.min`` instead of 0, so
         that 1/β is finite. Both are floats.
     """
     # TODO 1.8: return α and β of the line through the measured points.

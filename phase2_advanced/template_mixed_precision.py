@@ -83,7 +83,7 @@ class LossScaler:
         raise NotImplementedError("Task 2.4: LossScaler.scale, see guidelines.md#24-scale-the-loss")
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Divide the gradients of ``optimizer`` by the scale, and tell whether all are finite.
+        """Divide the gradients of ``optimizer`` by the scale, and return whether all are finite.
 
         A second call before ``update`` changes nothing, sends nothing, and returns the same.
 

@@ -59,7 +59,7 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
 def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
     """Start to send tensors to a rank that knows nothing about them, and return without waiting.
 
-    A header goes first, which tells how many tensors follow, and the dtype and the shape of each,
+    A header goes first, which says how many tensors follow, and the dtype and the shape of each,
     and whether it requires a gradient. Its form is up to you.
 
     Args:

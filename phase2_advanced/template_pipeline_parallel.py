@@ -117,7 +117,7 @@ def run_schedule(
             use ``checkpoint`` of 2.6.
         micro_batches: m of them, 1 or more, of any sizes, on every rank. Only the rank of the first
             block reads the inputs, and only that of the last block the rest of a batch. Elsewhere
-            anything may stand in their place, such as None in place of a whole batch.
+            anything may take their place, such as None instead of a whole batch.
         loss_sum: called once for each micro-batch, on the rank of the last block, with this block
             as model, and with a batch whose inputs are what the block before it has returned. At
             least one target counts.
@@ -129,7 +129,7 @@ def run_schedule(
     Raises:
         ValueError: with the same text on every rank, before anything is sent. If the schedule has
             another number of stages than the group has ranks, it names both numbers. If an action
-            is missing, stands there twice or does not belong there, or can never start (its own
+            is missing, occurs twice or does not belong there, or can never start (its own
             ``F`` comes later, or stages wait for each other), it names the action, as in ``B1``, or
             one of them if there are several.
 

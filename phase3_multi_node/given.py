@@ -136,7 +136,7 @@ class LinkCost:
     beta_s_per_byte: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Return how long a message of so many bytes takes."""
+        """Return how long a message of this size takes."""
         return self.alpha_s + num_bytes * self.beta_s_per_byte
 
 
@@ -580,7 +580,7 @@ class Bucket:
         self._missing.discard(param)
 
     def take(self) -> Tensor:
-        """Return all gradients (padded,), 0 where none has come in, and begin anew."""
+        """Return all gradients (padded,), 0 where none has come in, and start over."""
         whole = torch.zeros_like(self.flat.data) if self._whole is None else self._whole
         self._begin()
         return whole
@@ -603,7 +603,7 @@ def cast_floats(values: Values, dtype: torch.dtype) -> Values:
 
 
 class Place(NamedTuple):
-    """Where a parameter stands: ``module.name``. A tied one stands in several places."""
+    """A place of a parameter: ``module.name``. A tied one has several places."""
 
     module: nn.Module
     name: str

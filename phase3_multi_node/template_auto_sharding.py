@@ -87,7 +87,7 @@ def layers_in_flight(model: Transformer, layout: Layout, batch_size: int) -> flo
     """Return of how many layers the first stage keeps activations at once.
 
     A stage has v chunks of l/(pv) layers. Until the first micro-batch comes back, the first stage
-    has done so many forward passes through one of its chunks, each of which keeps activations:
+    has done this many forward passes through one of its chunks, each of which keeps activations:
         1F1B (v = 1)     p                but no more than there are:  m
         interleaved      vp + p - 1                                    vm
         l = 96, p = 8, m = 64  ->  96 layers with v = 1 and 124 with v = 3

@@ -174,8 +174,8 @@ def serve_with_bounded_staleness(
         workers: their ranks inside ``group``; no other rank sends anything to this one in it.
         num_steps: steps of each worker, each with one ``push_pull``. The last reply obeys the bound
             too.
-        staleness: 0: nobody begins a step before all have ended the one before. From
-            ``num_steps`` on: nobody ever waits.
+        staleness: 0: no worker begins a step before all have ended the previous one. From
+            ``num_steps`` on: no worker ever waits.
         group: servers and workers; all ranks by default.
 
     Cost: that of ``serve_asynchronously``: a reply that is held back takes no memory.
@@ -199,11 +199,11 @@ def serve_survivors(
     staleness: int,
     timeout_s: float,
 ) -> list[int]:
-    """Serve with bounded staleness, and go on without the workers that die.
+    """Serve with bounded staleness, and continue without the workers that die.
 
     A worker is dead if receiving from it or sending to it raises a RuntimeError: at once if its
     process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on its
-    clock counts no more, and whoever was held back by it alone gets the reply. A gradient that has
+    clock no longer counts, and workers held back by it alone get their replies. A gradient that has
     arrived stays applied.
 
     Args:

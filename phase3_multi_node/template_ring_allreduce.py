@@ -73,7 +73,7 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: N-1 messages per rank, each of a chunk: (N-1)/N of the bytes of ``x``. (N-1)α +
-        (N-1)/N·nβ seconds for n bytes; no collective, and no memory besides ``x``.
+        (N-1)/N·nβ seconds for n bytes; no collective, and no memory except ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.1 (ring algorithm).
     """
     # TODO 3.2: let every rank end with the chunks of all.

@@ -171,7 +171,7 @@ def _master_of(flat: Flat) -> Tensor:
 
 
 class Reduction:
-    """A reduce-scatter that is under way while the backward pass goes on.
+    """A reduce-scatter that is under way while the backward pass continues.
 
     There is one at a time. If more could be, all gradients might be waiting in memory at once.
     """
@@ -438,7 +438,7 @@ class Unit:
     """Part of a model, whole while it computes; otherwise, each rank has a shard of it.
 
     Attributes:
-        places: module and name, for each place in the model where a parameter stands.
+        places: module and name, for each place of a parameter in the model.
         paths: name of each place in the model's ``state_dict``.
         slots: number of the parameter at each place: tied ones have the same.
         flats: the layout of the parameters; those of one dtype, trained or frozen, together.
@@ -447,8 +447,8 @@ class Unit:
         whole: all of each flat (padded,), in the dtype to compute in, while it is gathered; else
             [].
         works: the all-gathers that are under way.
-        number: how often it has computed, which tells its uses apart. Whether a forward that fails
-            counts does not matter.
+        number: number of times it has computed, which distinguishes its uses. Whether a forward
+            that fails counts does not matter.
     """
 
     def __init__(
@@ -518,7 +518,7 @@ class Unit:
         )
 
     def gather(self) -> None:
-        """Have all parameters here: wait for them, and start if nobody has."""
+        """Have all parameters here: wait for them, and start if no one has."""
         # TODO 3.20: all parameters are here.
         #   Tools: self.start_to_gather, self._wait.
         #   Example: two calls in a row: one all-gather for each flat.
@@ -659,7 +659,7 @@ class Order:
         """Gather a unit for its backward pass, and start to gather the one before it.
 
         It is called for each tensor that autograd has saved. The first call for a use of the unit
-        starts; it also frees frozen units, which get no gradient that would tell when they end.
+        starts; it also frees frozen units, which get no gradient that would show when they end.
         """
         # TODO 3.20: the unit gathered; at the first call for a use, that use taken out of
         #   to_come, frozen units freed but this one, and the one before it on its way.
@@ -673,7 +673,7 @@ class Order:
         )
 
     def pack(self, x: Tensor) -> Tensor | Saved:
-        """Of a parameter, let autograd save where it is, and no tensor: that could not be freed."""
+        """Let autograd save the place of a parameter: a saved tensor could not be freed."""
         home = self._home_of(x)
         if home is None:
             return x
@@ -689,7 +689,7 @@ class Order:
         return next((home for home in homes if _memory_of(*home) == memory), None)
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
-        """Return what was saved: of a parameter, what is there after it was gathered again."""
+        """Return what was saved; for a parameter, its place after it was gathered again."""
         if isinstance(saved, Tensor):
             return saved
         self.goes_back(saved.unit, saved.number)

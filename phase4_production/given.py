@@ -87,7 +87,7 @@ class Job(Protocol):
     """What is trained: a model, its optimizer, and whatever belongs to them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to go on: it may share memory with the job.
+        """Return all that is needed to continue: it may share memory with the job.
 
         It is sent to other ranks, where tensors of a GPU come out on the GPU of the same number:
         return copies on the CPU.

@@ -106,7 +106,7 @@ class CompressionHook:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run of this rank needs to go on bit for bit: a copy.
+        """Return what a later run of this rank needs to continue bit for bit: a copy.
 
         Residuals differ from rank to rank: each rank saves its own state. It holds that of
         ``reduce``, too, if that has a ``state_dict``.

@@ -43,9 +43,9 @@ def run_elastic(
     rounding.
 
     Args:
-        job: the training. It may begin with other parameters on each rank: all ranks go on from the
-            newest checkpoint that rank 0 finds, or from the state of rank 0's job if there is none.
-            Its gradients need not be cleared.
+        job: the training. It may begin with other parameters on each rank: all ranks continue from
+            the newest checkpoint that rank 0 finds, or from the state of rank 0's job if there is
+            none. Its gradients need not be cleared.
         folder: folder of the checkpoints.
         num_samples: samples of an epoch, at least 1. They are 0 to num_samples − 1, in an order of
             their own in each epoch, which ``seed`` and the epoch alone decide.
@@ -74,7 +74,7 @@ def run_elastic(
     Raises:
         SystemExit: on all ranks, with EXIT_STOPPED, when ``should_stop`` has returned true and the
             step is saved. After the last step, returns instead.
-        RuntimeError: on all ranks: ``load`` or ``save`` has failed on rank 0. It tells why.
+        RuntimeError: on all ranks: ``load`` or ``save`` has failed on rank 0. The text says why.
 
     An error of a collective, as when another rank has died, comes out as it is, so that the worker
     ends and the launcher can start all of them again.

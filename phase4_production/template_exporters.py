@@ -119,7 +119,7 @@ class JsonlWriter:
 
         Args:
             path: path of the file; its folder exists.
-            resume_after: the step of the checkpoint from which training goes on. Lines of later
+            resume_after: the step of the checkpoint from which training continues. Lines of later
                 steps are cut off, because these steps will come again: the first one, and all that
                 follows it, unread. None: none are.
 
@@ -186,8 +186,8 @@ class TensorBoardWriter:
 
         Args:
             folder: folder of the run. One rank writes into it.
-            resume_after: the step of the checkpoint from which training goes on: TensorBoard hides
-                the points of later steps that are there already. None: it hides none.
+            resume_after: the step of the checkpoint from which training continues: TensorBoard
+                hides the points of later steps that are there already. None: it hides none.
         """
         # TODO 4.17: open a SummaryWriter.
         #   Tools: SummaryWriter and its purge_step: the first step to hide.

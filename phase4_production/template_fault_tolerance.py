@@ -1,4 +1,4 @@
-"""Fault tolerance: notice that a rank is gone, and go on without it.
+"""Fault tolerance: notice that a rank is gone, and continue without it.
 
 Tasks 4.5, 4.7 and 4.8. The docstring says what a function promises, its TODO what you need for it,
 and guidelines.md why and how. To grade one task: ``distlab check 4.5``.
@@ -46,7 +46,7 @@ class Heartbeat:
             step: step of the training.
             busy_s: how long the rank has worked in it: without waiting for others.
 
-        Cost: one message to the store, which waits for nobody.
+        Cost: one message to the store, which waits for no other rank.
         """
         # TODO 4.5: write the report into the store, such that no two reports are equal.
         #   Tools: store.set, which takes two strings.
@@ -86,7 +86,7 @@ class HeartbeatMonitor:
                 the time of the longest step.
             slow_factor: a rank is slow if its ``busy_s`` is above this many times the median.
             patience: number of reports in a row in which it must be slow.
-            clock: tells the time of this process, in seconds. The clocks of other hosts may be
+            clock: returns the time of this process, in seconds. The clocks of other hosts may be
                 ahead or behind: times are never sent.
         """
         # TODO 4.5: keep the arguments, and for each rank when the monitor has begun.
@@ -160,7 +160,7 @@ class StopRequest:
         )
 
     def __enter__(self) -> "StopRequest":
-        """Catch the signals from now on. A caught one is only noted: the step goes on."""
+        """Catch the signals from now on. A caught one is only noted: the step continues."""
         # TODO 4.7: catch the signals, and keep what handled them before; return self.
         #   Tools: signal.signal, which returns the handler before.
         #   Example: two signals are caught, so two handlers are kept.
@@ -223,7 +223,7 @@ def young_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> f
     fail once in 2,592 s, and √(2 · 60 · 2592) = 558 s.
 
     Args:
-        save_s: how long training stands still for one checkpoint; above 0.
+        save_s: time that one checkpoint stops training for; above 0.
         node_mtbf_s: mean time between the failures of one node; above 0.
         num_nodes: nodes that the job runs on, at least 1; any node that fails stops it.
 
@@ -249,7 +249,7 @@ def daly_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> fl
     84.9 s.
 
     Args:
-        save_s: how long training stands still for one checkpoint; above 0.
+        save_s: time that one checkpoint stops training for; above 0.
         node_mtbf_s: mean time between the failures of one node; above 0.
         num_nodes: nodes that the job runs on, at least 1; any node that fails stops it.
 
@@ -276,7 +276,7 @@ def expected_duration_s(
     """Tell how long a training run takes on average, with its saves, failures and restarts.
 
     Work is done in intervals, and each ends with a save. Failures come at a constant rate, and may
-    hit a save or a restart too. After a failure comes a restart, and then the interval begins anew.
+    hit a save or a restart too. After a failure comes a restart, and then the interval starts over.
     With M for the mean time between the failures of the job, R for the restart, τ for the interval
     and δ for the save, work of T seconds takes on average
         M · e^(R/M) · (e^((τ+δ)/M) − 1) · T/τ
@@ -286,7 +286,7 @@ def expected_duration_s(
     Args:
         work_s: how long the run takes without saves and failures.
         interval_s: training time between two saves; above 0.
-        save_s: how long training stands still for one checkpoint; at least 0.
+        save_s: time that one checkpoint stops training for; at least 0.
         restart_s: time from a failure until training continues; at least 0.
         node_mtbf_s: mean time between the failures of one node; above 0.
         num_nodes: nodes that the job runs on, at least 1; any node that fails stops it.

@@ -49,7 +49,7 @@ class StepTimer:
         """Begin the first step.
 
         Args:
-            clock: tells the time, in seconds.
+            clock: returns the time, in seconds.
             synchronize: waits until the device has finished. It is called before each reading of
                 the clock, because kernels of a GPU still run when the call that starts them has
                 returned.
@@ -148,7 +148,7 @@ def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
 def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
     """Return how many samples per second the job processes: the same number on all ranks.
 
-    It is the samples of all ranks over the time of the slowest, because the job goes on when that
+    It is the samples of all ranks over the time of the slowest, because the job continues when that
     is done. Ranks with 300 samples in 1 s and 100 in 2 s: 400 / 2 s = 200 samples/s.
 
     Args:

@@ -80,7 +80,7 @@ class PowerSGD:
         the name, the same on all ranks, and without torch's global generator.
 
         A step with a NaN or an infinity leaves the Q that it would spoil as it was. Only its own
-        mean is not finite: training skips the step, and the next one goes on as without it.
+        mean is not finite: training skips the step, and the next one is as if it had not been.
 
         Args:
             gradient: (n,), of float32 or float64; it is only read.
@@ -104,7 +104,7 @@ class PowerSGD:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to go on bit for bit: a copy, which stays as it is."""
+        """Return what a later run needs to continue bit for bit: a copy, which stays as it is."""
         # TODO 4.12: return a copy of what is kept from step to step.
         #   Tools: clone.
         #   Example: after a step with the weight of 12 · 10 and r = 2, it holds one Q of 10 · 2.

@@ -1,4 +1,4 @@
-"""The whole state of a run: a resumed run goes on bit for bit.
+"""The whole state of a run: a resumed run continues bit for bit.
 
 Task 4.2. The docstring says what a function promises, its TODO what you need for it, and
 guidelines.md why and how. To grade it: ``distlab check 4.2``.
@@ -126,7 +126,7 @@ class ResumableSampler:
 
 
 class TrainingState:
-    """All that a run needs to go on bit for bit.
+    """All that a run needs to continue bit for bit.
 
     Parts are what has ``state_dict`` and ``load_state_dict``, with one state on all ranks. The
     generators are other ones on each rank; their states are gathered:
@@ -157,7 +157,7 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parts, and the generators of all ranks.
 
-        All ranks of the group call it, between two steps. Training goes on as if it had not been
+        All ranks of the group call it, between two steps. Training continues as if it had not been
         called. The generators are those of ``random``, of NumPy, of torch for the CPU and, if CUDA
         is in use, of its current device.
 
@@ -179,14 +179,14 @@ class TrainingState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a state back, so that the run goes on as the one that was saved.
+        """Put a state back, so that the run continues like the one that was saved.
 
         On as many ranks as have saved, each rank gets its own generators back; what parts draw
         while they are loaded does not matter. CUDA's is left out where there is no CUDA.
 
-        On another number of ranks, the run can't go on bit for bit: the generators are seeded anew.
-        Then no two ranks draw the same, and a rank draws the same again if the state is loaded
-        again on as many ranks.
+        On another number of ranks, the run can't continue bit for bit: the generators are seeded
+        again. Then no two ranks draw the same, and a rank draws the same again if the state is
+        loaded again on as many ranks.
 
         Args:
             state: state of parts with the same names. Changed neither now nor by training, so that

@@ -59,11 +59,11 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
-        ⌈log2 N⌉ from any one rank; no collective, and no memory besides ``x``.
+        ⌈log2 N⌉ from any one rank; no collective, and no memory except ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     world_size = dist.get_world_size(group)
-    position = (dist.get_rank(group) - src) % world_size  # src stands at the root, position 0
+    position = (dist.get_rank(group) - src) % world_size  # src is the root, position 0
 
     have = 1  # positions 0 … have-1 hold the data
     while have < world_size:
@@ -224,7 +224,7 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
         seconds: one time for each size, above 0.
 
     Returns:
-        α in seconds per message; β in seconds per byte, or ``sys.float_info.min`` in place of 0, so
+        α in seconds per message; β in seconds per byte, or ``sys.float_info.min`` instead of 0, so
         that 1/β is finite. Both are floats.
     """
     n, t = np.array(sizes_bytes), np.array(seconds)

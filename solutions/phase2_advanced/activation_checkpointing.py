@@ -89,7 +89,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Detached, or the inner backward pass would go on into the graph of the outside.
+        # Detached, or the inner backward pass would continue into the outer graph.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad(), ctx.autocast, _rewound(ctx.generators, ctx.states):
             found = ctx.run(*inputs)

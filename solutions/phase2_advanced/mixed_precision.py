@@ -75,7 +75,7 @@ class LossScaler:
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Divide the gradients of ``optimizer`` by the scale, and tell whether all are finite.
+        """Divide the gradients of ``optimizer`` by the scale, and return whether all are finite.
 
         A second call before ``update`` changes nothing, sends nothing, and returns the same.
 

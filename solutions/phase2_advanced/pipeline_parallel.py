@@ -79,7 +79,7 @@ def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def _alternated(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Return so many forward passes, then one forward and one backward in turn, then the rest."""
+    """Return this many forward passes, then one forward and one backward in turn, then the rest."""
     warm_up = min(warm_up, len(forwards))
     in_turn = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
     return forwards[:warm_up] + list(in_turn) + backwards[len(backwards) - warm_up :]
@@ -110,7 +110,7 @@ def run_schedule(
             use ``checkpoint`` of 2.6.
         micro_batches: m of them, 1 or more, of any sizes, on every rank. Only the rank of the first
             block reads the inputs, and only that of the last block the rest of a batch. Elsewhere
-            anything may stand in their place, such as None in place of a whole batch.
+            anything may take their place, such as None instead of a whole batch.
         loss_sum: called once for each micro-batch, on the rank of the last block, with this block
             as model, and with a batch whose inputs are what the block before it has returned. At
             least one target counts.
@@ -122,7 +122,7 @@ def run_schedule(
     Raises:
         ValueError: with the same text on every rank, before anything is sent. If the schedule has
             another number of stages than the group has ranks, it names both numbers. If an action
-            is missing, stands there twice or does not belong there, or can never start (its own
+            is missing, occurs twice or does not belong there, or can never start (its own
             ``F`` comes later, or stages wait for each other), it names the action, as in ``B1``, or
             one of them if there are several.
 

@@ -19,7 +19,7 @@ WIDTH = 64  # width of the stream in ``main``
 def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     """Pass ``x`` on; in the backward pass, sum its gradient over the ranks.
 
-    It stands where the ranks begin to compute with different weights on the same input:
+    It is used where the ranks begin to compute with different weights on the same input:
         2 ranks, gradients of 1.0 and 3.0 arrive  ->  4.0 leaves on both
 
     Args:
@@ -41,8 +41,8 @@ def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
 def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     """Sum ``x`` over the ranks; in the backward pass, pass the gradient on.
 
-    It stands where the ranks' partial results become one. What follows is the same on all ranks, so
-    each rank's gradient is already that of the sum:
+    It is used where the ranks' partial results become one. What follows is the same on all ranks,
+    so each rank's gradient is already that of the sum:
         2 ranks, 1.0 and 3.0 arrive  ->  4.0 on both;  a gradient of 1.0 on both stays 1.0
 
     Args:
@@ -138,7 +138,7 @@ class ColumnParallelLinear(nn.Module):
 
         Returns:
             (…, out / N), or with ``gather_output`` (…, out), the same on all ranks. The gradient of
-            either may have any layout. After a gather, all ranks must go on with the same
+            either may have any layout. After a gather, all ranks must continue with the same
             computation.
 
         Cost: forward nothing, or with ``gather_output`` one all-gather of (…, out / N); backward
@@ -223,7 +223,7 @@ class RowParallelLinear(nn.Module):
 
         Returns:
             (…, out), the same on all ranks. Its gradient may have any layout. From here on, all
-            ranks must go on with the same computation.
+            ranks must continue with the same computation.
 
         Cost: forward one all-reduce of (…, out), in its dtype; backward nothing.
         """
@@ -358,7 +358,7 @@ class VocabParallelEmbedding(nn.Module):
 
         Returns:
             (…, width), the same on all ranks. Its gradient may have any layout. From here on, all
-            ranks must go on with the same computation.
+            ranks must continue with the same computation.
 
         Cost: forward one all-reduce of (…, width), in its dtype; backward nothing.
         """
@@ -390,8 +390,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
 
     Returns:
         (…) losses in the dtype of ``logits``, the same on all ranks. From here on, all ranks must
-        go on with the same computation. In the backward pass, ``logits`` gets the matching part of
-        the full gradient.
+        continue with the same computation. In the backward pass, ``logits`` gets the matching part
+        of the full gradient.
 
     Cost: forward at most three all-reduces, together of three numbers per target, and nothing else;
         backward nothing.
@@ -413,7 +413,7 @@ SEQUENCE = 1  # the dim of the positions in (B, T, …)
 def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     """Join the ranks' positions; in the backward pass, sum the gradient and return this rank's.
 
-    It stands where ``copy_to_tensor_region`` stands without sequence parallelism.
+    It replaces ``copy_to_tensor_region``, which is used without sequence parallelism.
 
     Args:
         x: (B, T / N, …), this rank's part of the positions, in the order of the ranks, in any
@@ -435,7 +435,7 @@ def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
 def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     """Sum ``x`` over the ranks and keep this rank's positions; backward, join the gradients.
 
-    It stands where ``reduce_from_tensor_region`` stands without sequence parallelism.
+    It replaces ``reduce_from_tensor_region``, which is used without sequence parallelism.
 
     Args:
         x: (B, T, …), this rank's part of the sum, in any layout; it is not changed. It may need no

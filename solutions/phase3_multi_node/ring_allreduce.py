@@ -75,7 +75,7 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: N-1 messages per rank, each of a chunk: (N-1)/N of the bytes of ``x``. (N-1)α +
-        (N-1)/N·nβ seconds for n bytes; no collective, and no memory besides ``x``.
+        (N-1)/N·nβ seconds for n bytes; no collective, and no memory except ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.1 (ring algorithm).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -136,7 +136,7 @@ def segmented_ring_all_reduce(
     inboxes = cycle([torch.empty_like(segments[0][0]) for _ in range(2)])
 
     in_flight: deque[_Hop] = deque()
-    for step in range(2 * (world_size - 1)):  # the all-gather goes on where the sums are whole
+    for step in range(2 * (world_size - 1)):  # the all-gather continues where the sums are whole
         outgoing, mine = (segments[(rank - step - i) % world_size] for i in (1, 2))
         for out_segment, my_segment in zip(outgoing, mine, strict=True):
             is_sum = step >= world_size - 1
@@ -145,7 +145,7 @@ def segmented_ring_all_reduce(
             in_flight.append(_Hop(works, my_segment, incoming))
             if len(in_flight) == min(
                 2, num_segments
-            ):  # a lone segment cannot wait: it goes on next
+            ):  # a lone segment cannot wait: it is sent next
                 in_flight.popleft().finish()
     for hop in in_flight:
         hop.finish()

@@ -69,7 +69,7 @@ def discover_topology(
 def _link_cost(
     a: int, b: int, sizes_bytes: tuple[int, int], repeats: int, group: Group
 ) -> LinkCost:
-    """Measure messages between ranks ``a`` and ``b``, and tell all ranks."""
+    """Measure messages between ranks ``a`` and ``b``, and share the result with all ranks."""
     seconds = [_message_s(a, b, num_bytes, repeats, group) for num_bytes in sizes_bytes]
     beta_s_per_byte = (seconds[1] - seconds[0]) / (sizes_bytes[1] - sizes_bytes[0])
     alpha_s = seconds[0] - sizes_bytes[0] * beta_s_per_byte

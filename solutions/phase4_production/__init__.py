@@ -1,6 +1,6 @@
-"""Phase 4: training that goes on when machines fail, links are slow and nobody is watching.
+"""Phase 4: training that continues when machines fail, links are slow and nobody is watching.
 
 Terms used in all lessons of this phase:
-    N ranks, numbered 0 … N-1;  checkpoint: a folder from which training can go on;
+    N ranks, numbered 0 … N-1;  checkpoint: a folder from which training can continue;
     durable: still there after the power failed;  committed: durable, complete and found by name.
 """

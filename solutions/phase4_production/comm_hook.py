@@ -131,7 +131,7 @@ class CompressionHook:
 
     def _keep(self, pieces: Sequence[Piece], left: Tensor) -> None:
         """Keep what was left behind of each piece."""
-        left = torch.where(left.isfinite(), left, 0.0)  # a NaN would stay for ever
+        left = torch.where(left.isfinite(), left, 0.0)  # a NaN would stay forever
         parts = left.split([piece.shape.numel() for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
             self.residuals[piece.name] = part.view(piece.shape)
@@ -143,7 +143,7 @@ class CompressionHook:
         return wide if residual is None else wide + residual.to(wide)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run of this rank needs to go on bit for bit: a copy.
+        """Return what a later run of this rank needs to continue bit for bit: a copy.
 
         Residuals differ from rank to rank: each rank saves its own state. It holds that of
         ``reduce``, too, if that has a ``state_dict``.

@@ -100,7 +100,7 @@ class _Server(ThreadingHTTPServer):
     """Answers each client in a thread of its own."""
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: a client that is gone before its answer came is no error of training."""
+        """Print nothing: a client that leaves before its answer came is not an error of training."""
 
 
 def _advice(error: Exception) -> str:
@@ -150,7 +150,7 @@ def _legal(name: str) -> str:
 
 
 def _escaped(value: str) -> str:
-    """Return the value of a label as it stands between quotes."""
+    """Return the value of a label as it is written between quotes."""
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
@@ -175,7 +175,7 @@ class JsonlWriter:
 
         Args:
             path: path of the file; its folder exists.
-            resume_after: the step of the checkpoint from which training goes on. Lines of later
+            resume_after: the step of the checkpoint from which training continues. Lines of later
                 steps are cut off, because these steps will come again: the first one, and all that
                 follows it, unread. None: none are.
 
@@ -224,7 +224,7 @@ def _is_later(record: Record, step: int | None) -> bool:
 
 
 def _as_json(value: float) -> float | str:
-    """Return what stands for a number in JSON."""
+    """Return the text of a number in JSON."""
     value = float(value)
     return value if math.isfinite(value) else json.dumps(value)  # "NaN", "Infinity", "-Infinity"
 
@@ -258,8 +258,8 @@ class TensorBoardWriter:
 
         Args:
             folder: folder of the run. One rank writes into it.
-            resume_after: the step of the checkpoint from which training goes on: TensorBoard hides
-                the points of later steps that are there already. None: it hides none.
+            resume_after: the step of the checkpoint from which training continues: TensorBoard
+                hides the points of later steps that are there already. None: it hides none.
         """
         purge_step = None if resume_after is None else resume_after + 1
         self.writer = SummaryWriter(str(folder), purge_step=purge_step)

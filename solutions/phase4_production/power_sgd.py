@@ -65,7 +65,7 @@ class PowerSGD:
         the name, the same on all ranks, and without torch's global generator.
 
         A step with a NaN or an infinity leaves the Q that it would spoil as it was. Only its own
-        mean is not finite: training skips the step, and the next one goes on as without it.
+        mean is not finite: training skips the step, and the next one is as if it had not been.
 
         Args:
             gradient: (n,), of float32 or float64; it is only read.
@@ -126,7 +126,7 @@ class PowerSGD:
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to go on bit for bit: a copy, which stays as it is."""
+        """Return what a later run needs to continue bit for bit: a copy, which stays as it is."""
         return {"qs": {name: q.clone() for name, q in self.qs.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
