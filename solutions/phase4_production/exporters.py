@@ -100,7 +100,7 @@ class _Server(ThreadingHTTPServer):
     """Answers each client in a thread of its own."""
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: a client that leaves before its answer came is not an error of training."""
+        """Print nothing: a client that has left before its answer is no failure of training."""
 
 
 def _advice(error: Exception) -> str:
