@@ -12,8 +12,7 @@ from phase1.judge_data_loader import *
 from phase1.judge_augmentation import *
 from phase1.judge_scatter import *
 from phase1.judge_exchange import *
-from phase1.judge_broadcast import *
-from phase1.judge_all_reduce import *
+from phase1.judge_collectives import *
 from phase1.judge_measured_runs import *
 from phase1.judge_measurement import *
 from phase1.judge_fit import *

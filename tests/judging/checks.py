@@ -1,6 +1,5 @@
 """What the tests share: comparing what came back, and telling on which rank it is wrong."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from judging.groups import MEMBERS
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
 UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all pairs alike
+AS_NCCL = Options(p2p_order="pair")  # messages between two ranks wait for each other
 MEASURED = Options(has_devices=True)  # counts the memory of each rank; computing takes no time
 
 
@@ -61,35 +61,34 @@ def same_loss(a: Any, b: Any) -> bool:
     return is_close(a, b, 1e-6)
 
 
-def check_refused(by_rank: Sequence[Mapping[str, str]], what: str, *names: str) -> None:
-    """Check that every rank has raised the same ValueError, which names ``names``.
+def check_refused(
+    by_rank: Sequence[Mapping[str, str]], what: str, *names: str, same_text: bool = True
+) -> None:
+    """Check that every rank has raised a ValueError that names ``names``.
 
     Args:
-        by_rank: what ``calls.refusal_of`` returned on each rank.
-        what: that must be refused, as the beginning of a sentence.
-        names: that the text must hold, as far as the contract promises them.
+        by_rank: return value of ``calls.refusal_of`` on each rank.
+        what: subject of the sentence: what must be refused.
+        names: words that the text must hold, as far as the contract promises them.
+        same_text: True where the contract promises the same text on all ranks; then a rank must
+            not name itself either.
     """
-    for rank, found in enumerate(by_rank):
+    for rank, refusal in enumerate(by_rank):
         is_alone = len(by_rank) == 1
         error = "a ValueError" if is_alone else "a ValueError on every rank"
         here = ";" if is_alone else f"; on rank {rank} of {len(by_rank)}"
         wanted = f"{what} should be {error}"
-        check(found["type"], f"{wanted}{here} there was none.")
-        got = f"{found['type']}: {short(found['text'])}"
-        check(found["type"] == "ValueError", f"{wanted}{here} it is {got}.")
+        check(refusal["type"], f"{wanted}{here} there was none.")
+        got = f"{refusal['type']}: {short(refusal['text'])}"
+        check(refusal["type"] == "ValueError", f"{wanted}{here} it is {got}.")
         check(
-            _without_own_rank(found, rank) == _without_own_rank(by_rank[0], 0),
-            f"{wanted}{here} it says {short(found['text'])}, but on rank 0 "
-            f"{short(by_rank[0]['text'])}. Decide by what all ranks know, so that all raise the "
-            "same error.",
+            not same_text or refusal["text"] == by_rank[0]["text"],
+            f"{wanted}{here} it says {short_beside(refusal['text'], by_rank[0]['text'])}, but on "
+            f"rank 0 {short_beside(by_rank[0]['text'], refusal['text'])}. Decide by what all ranks "
+            "know, and word it by that alone, so that all raise the same error.",
         )
-        missing = [name for name in names if name not in found["text"]]
+        missing = [name for name in names if name not in refusal["text"]]
         check(not missing, f"{wanted}{here} it should name {joined(names)}, and is {got}.")
-
-
-def _without_own_rank(found: Mapping[str, str], rank: int) -> str:
-    """The text, but for a rank that names itself first, which helps in eight interleaved logs."""
-    return re.sub(rf"^\W*rank {rank}\b( of \d+)?\W*", "", found["text"])
 
 
 def check_silent(run: Run, what: str) -> None:

@@ -1,109 +1,110 @@
-"""Tensors of many shapes and dtypes, and the bodies that all-reduce them."""
+"""Tensors of many shapes and dtypes, whose sums are exact in any order of adding."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7, 2), (101,), (17_001,))
-DTYPES = ("float32", "float64", "int64", "uint8", "bfloat16")
-KINDS = [*((shape, "float32") for shape in SHAPES), *(((7, 2), dtype) for dtype in DTYPES)]
 NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to, times a scale
     "float64": (2**49, 2**50, 2.0**-50),
     "float32": (2**20, 2**21, 2.0**-21),
+    "float16": (2**7, 2**8, 2.0**-8),
     "bfloat16": (2**4, 2**5, 2.0**-5),
     "int64": (2**58, 2**59, 1),
     "uint8": (16, 32, 1),
 }
-FRACTIONS = ("float32", "bfloat16", "float64")
-LONG = 128  # elements; of longer tensors a digest is compared
-LARGE = 1_050_000, 1_100_000  # elements, drawn between: more than 2^20, and than 2^20 bytes
+FRACTIONS = ("float32", "float16", "bfloat16", "float64")
+LONG = 128  # elements; longer tensors are compared by a digest
+LARGE = 1_050_000, 1_100_000  # range of element counts: more than 2^20, and than 2^20 bytes
 EVEN = 240  # 1 to 6, 8 and 16 ranks share it evenly
+PLACES = 7  # elements that ``powers`` tells apart
 
-Keywords = Mapping[str, Any]  # further arguments of the function
-NO_KEYWORDS: Keywords = {}
+
+class Kind(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def item_bytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.item_bytes
+
+
+KINDS = [
+    *map(Kind, ((60,), (), (0,), (1,), (3,), (7, 2), (101,), (17_001,))),
+    *(Kind((7, 2), dtype) for dtype in NUMBERS if dtype != "float32"),
+]
 
 
 def even_size(random: Random, least: int, most: int) -> int:
-    """Draw a number of elements that ranks can share evenly: what is short for these alone."""
+    """Draw a number of elements that ranks can share evenly: some answers are right only then."""
     return random.randrange(least, most) // EVEN * EVEN
 
 
-def exact(shape: Sequence[int], dtype: str, seed: int) -> Tensor:
-    """Numbers that need the whole width of their dtype, and sum exactly in any order on 8 ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    low, high, scale = NUMBERS[dtype]
-    odd = 2 * torch.randint(low // 2, high // 2, tuple(shape), generator=generator) + 1
-    return odd.to(getattr(torch, dtype)) * scale
+def uneven_size(random: Random) -> int:
+    """Draw a number of elements that neither 2, 3, 4, 5 nor 8 ranks can share evenly."""
+    return 120 * random.randrange(300, 700) + random.choice((7, 11, 13, 17, 19, 23))
 
 
-def tensors_of(rank: int) -> list[Tensor]:
-    """One of each kind, of the rank's own numbers."""
-    return [exact(*kind, seed=100 * rank + place) for place, kind in enumerate(KINDS)]
+def exact(kind: Kind, rank: int) -> Tensor:
+    """Make numbers that need the whole width of their dtype; exact sums on up to 8 ranks."""
+    place = KINDS.index(kind) if kind in KINDS else len(KINDS)
+    generator = torch.Generator().manual_seed(100 * rank + place)
+    low, high, scale = NUMBERS[kind.dtype]
+    odd = 2 * torch.randint(low // 2, high // 2, kind.shape, generator=generator) + 1
+    return odd.to(getattr(torch, kind.dtype)) * scale
+
+
+def powers(kind: Kind, rank: int) -> Tensor:
+    """Make 2^rank, times 1, 2, 4, … by place: exact on many ranks, and takes no other memory."""
+    x = unwritten(kind, rank)
+    for place in range(PLACES):
+        x.view(-1)[place::PLACES].fill_(2.0 ** (rank + place))
+    return x
+
+
+def unwritten(kind: Kind, rank: int) -> Tensor:
+    """Return whatever is in memory: no time on a device is spent on it."""
+    del rank
+    return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """The numbers in nested lists; of a long tensor the first ones, and a digest of all."""
+    """Return the numbers in nested lists; of a long tensor both ends, and a digest of all."""
     if tensor.numel() <= LONG:
         return tensor.tolist()
-    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-    return [*tensor.flatten()[:3].tolist(), "…", digest[:8]]
+    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+    ends = tensor.view(-1)[:2].tolist(), tensor.view(-1)[-2:].tolist()
+    return [*ends[0], "…", *ends[1], f"digest {digest[:8]}"]
 
 
 def plain(tensors: Sequence[Tensor]) -> list[Any]:
-    """The numbers of several tensors."""
+    """Return the numbers of several tensors."""
     return [numbers_of(tensor) for tensor in tensors]
 
 
-def sizes_of_kinds() -> Counter[int]:
-    """How many of the tensors have how many bytes."""
-    return Counter(tensor.numel() * tensor.element_size() for tensor in tensors_of(0))
-
-
-def aliases_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Other views of the same memory: what is written in place is seen through them."""
-    return [tensor.detach() for tensor in tensors]
+def chunk_lengths(num_elements: int, n: int) -> list[int]:
+    """Return the lengths of the chunks of ``tensor_split``: the first are one element longer."""
+    share, longer = divmod(num_elements, n)
+    return [share + (rank < longer) for rank in range(n)]
 
 
 def given_group(group: Any) -> dict[str, Any]:
-    """``group=``, left out where all ranks are meant."""
+    """Return ``group=``, left out where all ranks are meant."""
     return {} if group is None else {"group": group}
-
-
-def reduce_my_rank(
-    lesson: Any, name: str, num_elements: int, keywords: Keywords = NO_KEYWORDS
-) -> list[float]:
-    """Sum a tensor of 2^rank; return its least and greatest element."""
-    x = torch.full((num_elements,), float(2 ** dist.get_rank()))
-    getattr(lesson, name)(x, **keywords)
-    return [float(x.min()), float(x.max())]
-
-
-def reduce_all_kinds(
-    lesson: Any, name: str, keywords: Keywords = NO_KEYWORDS, group: Any = None
-) -> list[Any]:
-    """Sum every kind of tensor; return what these hold then."""
-    tensors = tensors_of(dist.get_rank(group))
-    memory = aliases_of(tensors)
-    for tensor in tensors:
-        getattr(lesson, name)(tensor, **keywords, **given_group(group))
-    return plain(memory)
-
-
-def reduce_fractions(
-    lesson: Any, name: str, num_elements: int, keywords: Keywords = NO_KEYWORDS
-) -> list[list[float]]:
-    """Sum numbers whose sum depends on the order of adding, in several dtypes."""
-    found = []
-    for dtype in FRACTIONS:
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        x = torch.randn(num_elements, generator=generator, dtype=torch.float64)
-        x = x.to(getattr(torch, dtype))
-        getattr(lesson, name)(x, **keywords)
-        found.append(x.tolist())
-    return found

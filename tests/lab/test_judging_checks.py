@@ -10,6 +10,19 @@ NOTHING = {"type": "", "text": ""}
 OTHER = {"type": "TypeError", "text": "no"}
 
 
+PREFIXED = "rank 1: w lacks [5:9]"
+
+
+def test_a_text_that_is_the_same_on_all_ranks_may_begin_with_a_rank() -> None:
+    check_refused([{**REFUSED, "text": PREFIXED}] * 3, "w[2:12]", "w", "[5:9]")
+
+
+def test_ranks_name_themselves_only_where_no_common_text_is_promised() -> None:
+    by_rank = [{**REFUSED, "text": f"rank {rank}: no batch"} for rank in range(2)]
+    assert "it says 'rank 1: no batch', but on rank 0 'rank 0: no batch'" in said(by_rank)
+    check_refused(by_rank, "no batch", same_text=False)
+
+
 def said(by_rank: list[dict[str, str]], *names: str) -> str:
     with pytest.raises(Wrong) as caught:
         check_refused(by_rank, "size = 0", *names)

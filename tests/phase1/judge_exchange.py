@@ -1,15 +1,16 @@
 """Judges task 1.4: what arrives, whether it hangs, and what it costs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.sim import Options
 from distlab.util.text import counted
 from judging import tensors as t
 from judging.checks import (
+    AS_NCCL,
     BYTE_S,
     LATENCY_S,
     UNIFORM,
@@ -23,7 +24,6 @@ from judging.checks import (
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase1 import collectives as c
 
-AS_NCCL = Options(p2p_order="pair")
 NOT_BATCHED = (
     "Are the send and the receive in one batch_isend_irecv? Otherwise one may wait for the other; "
     "on NCCL, a separate isend and irecv with the same rank wait for each other too."
@@ -65,7 +65,13 @@ def _check_exchanges(grade: Grade, dsts: list[int], *, are_alike: bool) -> None:
     _check_exchanged(run.results, dsts)
     if grade.is_simulated:
         _check_one_message_each(run, len(t.KINDS))
-        check_sizes(run, {size: n * len(dsts) for size, n in t.sizes_of_kinds().items()})
+        check_sizes(
+            run,
+            {
+                size: n * len(dsts)
+                for size, n in Counter(kind.num_bytes for kind in t.KINDS).items()
+            },
+        )
         check_waited(run)
 
 
@@ -73,21 +79,25 @@ def _check_exchanged(by_rank: list[Any], dsts: Sequence[int]) -> None:
     for rank, held in enumerate(by_rank):
         src = dsts.index(rank)
         where = f"rank {rank} of {len(dsts)}, which receives from rank {src}"
-        sent = t.plain(t.tensors_of(rank))
-        came = t.plain(t.tensors_of(src))
+        sent = _brought(rank)
+        came = _brought(src)
         for kind, wanted, got in zip(t.KINDS, came, held["incoming"], strict=True):
             check(
                 got == wanted,
-                f"{where}, {kind[1]} of shape {kind[0]}: incoming should be {short(wanted)}, but "
-                f"is {short(got)}. {_why_not(got, t.plain(t.tensors_of(dsts[rank])))}",
+                f"{where}, {kind}: incoming should be {short(wanted)}, but "
+                f"is {short(got)}. {_why_not(got, _brought(dsts[rank]))}",
             )
         for kind, wanted, got in zip(t.KINDS, sent, held["outgoing"], strict=True):
             check(
                 got == wanted,
-                f"rank {rank} of {len(dsts)} sent {short(wanted)}, {kind[1]} of shape {kind[0]}, "
+                f"rank {rank} of {len(dsts)} sent {short(wanted)}, {kind}, "
                 f"but afterwards its outgoing is {short(got)}. outgoing belongs to the caller, who "
                 "may need it again: write into incoming only.",
             )
+
+
+def _brought(rank: int) -> list[Any]:
+    return t.plain([t.exact(kind, rank) for kind in t.KINDS])
 
 
 def _why_not(got: Any, of_dst: list[Any]) -> str:

@@ -10,12 +10,20 @@ from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster, Options
 from distlab.util.text import counted
 from judging.checks import MEASURED, check_peak, short, uneven
+from judging.collective import AllReduce, check_same_bits
+from judging.tensors import KINDS, exact
 from phase3 import levels as b
 from phase3_multi_node.given import ranks_by_host
 
 STUCK = (
     "Do all ranks call the three functions in the same order, each with its own group: inside, "
     "across, inside? Every rank has work in each of them, not only the first one of a node."
+)
+SUM = AllReduce(
+    "hierarchical_all_reduce",
+    advice="Each step builds on the one before: the all-reduce across the nodes sums the chunk "
+    "that reduce_scatter returned, a view of x, in place, and the all-gather collects those chunks "
+    "in x.",
 )
 SHAPES = [(1, 1), (1, 4), (5, 1), (2, 3), (3, 2)]
 
@@ -34,56 +42,24 @@ def test_every_rank_has_the_sum_of_all_nodes(grade: Grade) -> None:
             *(b.reduce_kinds, len(hosts), hosts, b.FUNCTIONS), options=options, if_stuck=STUCK
         )
         for functions in b.FUNCTIONS:
-            where = f"{_shape(nodes, gpus)}, hosts {hosts}, {functions}"
-            sums = {rank: found[functions] for rank, found in enumerate(run.results)}
-            _check_sums(where, sums, ranks_by_host(hosts))
+            where = f"{_shape(nodes, gpus)}, hosts {hosts}, {functions}: "
+            _check_sums(where, [sums[functions] for sums in run.results])
 
 
 def _shape(nodes: int, gpus: int) -> str:
     return f"{counted(nodes, 'node')} of {counted(gpus, 'rank')}"
 
 
-def _check_sums(where: str, by_rank: dict[int, list[Any]], nodes: Sequence[Sequence[int]]) -> None:
-    for index, kind in enumerate(b.KINDS):
-        total = _sum_of(kind, [*by_rank])
-        for node in nodes:
-            of_node = _sum_of(kind, node)
-            for rank in node:
-                got = by_rank[rank][index]
-                check(
-                    got == total,
-                    f"{where}: rank {rank}, {kind[1]} of shape {kind[0]}: x should be the sum over "
-                    f"all ranks of all nodes, {short(total)}, but it is {short(got)}. "
-                    f"{_cause(got, of_node, b.tensor_of(kind, rank).tolist())}",
-                )
-
-
-def _sum_of(kind: b.Kind, ranks: Sequence[int]) -> Any:
-    first, *others = (b.tensor_of(kind, rank) for rank in ranks)
-    return sum(others, first).tolist()
-
-
-def _cause(got: Any, of_node: Any, before: Any) -> str:
-    if got == of_node:
-        return (
-            "That is the sum of its own node: the all-reduce across the nodes has to write into "
-            "the chunk that reduce_scatter returned, which is a view of x."
-        )
-    if got == before:
-        return "That is what x was before: write the sum into x itself."
-    return (
-        "Each step builds on the one before: the all-reduce across the nodes sums the chunk that "
-        "reduce_scatter returned, in place, and the all-gather collects those chunks in x."
-    )
+def _check_sums(where: str, by_rank: Sequence[Any]) -> None:
+    for place, kind in enumerate(KINDS):
+        SUM.check([sums[place] for sums in by_rank], kind, exact, where)
 
 
 @task("3.8")
 def test_nodes_inside_a_larger_world(grade: Grade) -> None:
     run = grade.run(b.reduce_kinds_of_members, b.OUTER_WORLD_SIZE, if_stuck=STUCK)
-    members = {rank: run.results[rank][b.RINGS] for node in b.OUTER_NODES for rank in node}
-    _check_sums(
-        f"nodes {[*b.OUTER_NODES]} of {b.OUTER_WORLD_SIZE} ranks, rings", members, b.OUTER_NODES
-    )
+    members = [run.results[rank][b.RINGS] for node in b.OUTER_NODES for rank in node]
+    _check_sums(f"nodes {[*b.OUTER_NODES]} of {b.OUTER_WORLD_SIZE} ranks, rings: ", members)
 
 
 @task("3.8")
@@ -91,13 +67,7 @@ def test_all_ranks_have_the_same_bits(grade: Grade) -> None:
     by_rank = grade.run(b.reduce_fractions, 6, _hosts(2, 3), b.FUNCTIONS, if_stuck=STUCK).results
     for rank, sums in enumerate(by_rank):
         for case, got in sums.items():
-            differ = sum(a != b for a, b in zip(by_rank[0][case], got, strict=True))
-            check(
-                not differ,
-                f"rank {rank} of 6, {case}: x differs from rank 0's in {differ} of {len(got)} "
-                "elements, perhaps only in the last bits. Add each chunk up once, and send the sum "
-                "to the others: ranks that add in another order round differently.",
-            )
+            check_same_bits(f"rank {rank} of 6, {case}", got, by_rank[0][case])
 
 
 @task("3.8")

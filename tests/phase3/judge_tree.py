@@ -2,71 +2,48 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from math import ceil, log2
+from random import Random
+from typing import Any
 
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.sim import Cluster, Options
-from distlab.util.text import counted, joined
-from judging import tensors as t
+from distlab.sim import Cluster
+from distlab.util.text import counted
 from judging.checks import (
     BYTE_S,
     LATENCY_S,
     MEASURED,
-    UNIFORM,
     Edge,
-    check_no_collective,
-    check_peak,
     check_silent,
-    check_sizes,
-    check_waited,
     edges_of,
-    rounds_of,
     rounds_of_tree,
     short,
     uneven,
 )
-from judging.sums import (
-    check_inside_a_group,
-    check_same_bits,
-    check_sums,
-    check_sums_of_powers,
-)
+from judging.collective import AllReduce, Call, Contract, check_results, use
+from judging.tensors import LARGE, Kind, even_size, exact, powers
 from phase3 import trees as b
 
-TREE = "tree_all_reduce"
 HAND_OVER = "In each round, half of the ranks that are left should hand over to the other half."
 PASS_ON = "In each round, every rank that has the sum should pass it on."
 OF_MESSAGES = "this all-reduce should be made of messages (sends and receives)"
 
+
+def _twice(num_elements: int, n: int) -> Counter[int]:
+    """Return the lengths of the messages that carry x up a tree, and down again."""
+    return Counter({num_elements: 2 * (n - 1)})
+
+
 # 3.5 tree_all_reduce
 
 
-@task("3.5")
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 16])
-def test_a_tree_takes_logarithmically_many_rounds_each_way(grade: Grade, n: int) -> None:
-    # So few bytes that several messages started at once take as long as one.
-    num_elements = grade.random.randrange(1, 30)
-    run = grade.run(t.reduce_my_rank, n, TREE, num_elements, cluster=UNIFORM)
-    check_sums_of_powers(run.results)
-    check_no_collective(run, OF_MESSAGES)
-    _check_up_and_down(run)
-    most, taken = 2 * ceil(log2(n)), rounds_of(run, 4 * num_elements)
-    check(
-        taken <= most + 0.01,
-        f"on {counted(n, 'rank')}, the way up and the way down should take "
-        f"{counted(most, 'round')} together; yours take {taken:g}. On the way down, send first to "
-        "the child with the most ranks below it, which must pass the sum on; on the way up, "
-        "receive from it last.",
-    )
-    check_waited(run)
-
-
-def _check_up_and_down(run: Run) -> None:
+def _check_up_and_down(call: Call) -> None:
     """Check that messages lead to rank 0 along a tree, and away from it, in few rounds."""
-    n = len(run.results)
+    run, n = call.run, call.n
     _check_number(run)
     up, down = _up_and_down(run)
     for rank in range(1, n):
@@ -121,37 +98,26 @@ def _up_and_down(run: Run) -> tuple[list[Edge], list[Edge]]:
     return up, [edges[place] for place in sorted(down)]
 
 
-@task("3.5")
-def test_a_tree_needs_one_more_tensor(grade: Grade) -> None:
-    num_elements = t.even_size(grade.random, *t.LARGE)
-    run = grade.run(t.reduce_my_rank, 6, TREE, num_elements, options=MEASURED)
-    check_sums_of_powers(run.results)
-    check_no_collective(run, OF_MESSAGES)
-    _check_up_and_down(run)
-    check_peak(
-        *(run, [8 * num_elements + 256] * 6),
-        "A rank needs x and one tensor to receive into, which it can reuse for every message. Add "
-        "in place: x += …",
-    )
-
-
-@task("3.5", real=True)
-def test_a_tree_sums_every_kind(grade: Grade) -> None:
-    run = grade.run(t.reduce_all_kinds, 4, TREE, options=uneven(grade.random, 4))
-    check_sums(run.results)
-    if grade.is_simulated:
-        check_no_collective(run, OF_MESSAGES)
-        check_sizes(run, {size: 6 * count for size, count in t.sizes_of_kinds().items()})
-
-
-@task("3.5")
-def test_a_tree_gives_all_ranks_the_same_bits(grade: Grade) -> None:
-    check_same_bits(grade, TREE, 7)
-
-
-@task("3.5")
-def test_a_tree_inside_a_group(grade: Grade) -> None:
-    check_inside_a_group(grade, TREE)
+TREE = Contract(
+    task="3.5",
+    name="a_tree",
+    collective=AllReduce("tree_all_reduce"),
+    worlds=(2, 3, 4, 5, 6, 7, 8, 16, 1),
+    length=lambda random: random.randrange(1, 30),
+    made_of=OF_MESSAGES,
+    traffic=_check_up_and_down,
+    messages=_twice,
+    rounds=lambda n: 2 * ceil(log2(n)),
+    late="On the way down, send first to the child with the most ranks below it, which must pass "
+    "the sum on; on the way up, receive from it last.",
+    timed_up_to=30,  # so few that several messages started at once take as long as one
+    inboxes=lambda _rank: 1,
+    memory="A rank needs x and one tensor to receive into, which it can reuse for every message. "
+    "Add in place: x += …",
+    kinds_on=(4,),
+    bits_on=(7,),
+)
+globals().update(TREE.tests())
 
 
 # 3.6 double_tree
@@ -218,10 +184,9 @@ def _depth(parents: Sequence[int], rank: int) -> int:
 
 # 3.6 double_binary_tree_all_reduce
 
-FAST = Cluster(1, 32, latency_s=5e-7, nvlink_bytes_per_s=1 / BYTE_S)  # so that bytes count
+FAST = Cluster(1, 32, latency_s=5e-7, nvlink_bytes_per_s=1 / BYTE_S)  # bytes count, not messages
 SMALL = Cluster(1, 32, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)
 TOLERANCE = 1.05
-AS_NCCL = Options(p2p_order="pair")
 NOT_TOGETHER = (
     "Messages between two ranks wait for each other on NCCL, unless they start in one "
     "batch_isend_irecv. Let both ends of an edge handle a segment in the same step, and start all "
@@ -229,54 +194,37 @@ NOT_TOGETHER = (
 )
 
 
-@task("3.6")
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
-def test_each_half_goes_up_and_down_its_tree(grade: Grade, n: int) -> None:
-    fit = grade.random.randrange(12, 22)  # elements into a segment; the first half has one too many
-    num_elements, segment_bytes = 2 * fit * grade.random.randrange(4, 7) + 1, 4 * fit + 2
-    run = grade.run(
-        *(b.reduce_along, n, num_elements, segment_bytes),
-        cluster=SMALL,
-        options=AS_NCCL,
-        if_stuck=NOT_TOGETHER,
-    )
-    check_sums_of_powers([found["sums"] for found in run.results])
-    check_no_collective(run, OF_MESSAGES)
-    _check_along_trees(run, num_elements)
-    _check_segments(run, segment_bytes)
-    check_waited(run)
-
-
-def _check_along_trees(run: Run, num_elements: int) -> None:
-    n, trees = len(run.results), run.results[0]["trees"]
+def _check_along_trees(call: Call) -> None:
+    run, n, num_elements = call.run, call.n, call.kind.num_elements
+    trees = run.results[0][0]["trees"]
     _check_trees(n, trees)
-    found = _bytes_by_edge(run)
-    expected = _bytes_along(trees, num_elements)
-    for src, dst in sorted({*found, *expected}):
-        wanted, got = expected[src, dst], found[src, dst]
+    sent, expected = _bytes_by_edge(run), _bytes_along(trees, num_elements, call.kind.item_bytes)
+    for src, dst in sorted({*sent, *expected}):
+        wanted, got = expected[src, dst], sent[src, dst]
         check(
             got == wanted,
             f"on {counted(n, 'rank')} and with the trees of your double_tree, rank {src} should "
-            f"send {wanted:,} bytes to rank {dst}, for x of {num_elements:,} float32; it sends "
-            f"{got:,}. Up and down each edge goes the half of x that belongs to the tree, once: "
-            "the first half, as tensor_split cuts it, to the first tree.",
+            f"send {wanted:,} bytes to rank {dst}, for x of {num_elements:,} {call.kind.dtype}; it "
+            f"sends {got:,}. Up and down each edge goes the half of x that belongs to the tree, "
+            "once: the first half, as tensor_split cuts it, to the first tree.",
         )
+    _check_segments(run, call.variant.keywords["segment_bytes"])
 
 
 def _bytes_by_edge(run: Run) -> Counter[Edge]:
-    found: Counter[Edge] = Counter()
+    sent: Counter[Edge] = Counter()
     for send, recv in run.trace.pairs() if run.trace else ():
-        found[send.rank, recv.rank] += send.num_bytes
-    return found
+        sent[send.rank, recv.rank] += send.num_bytes
+    return sent
 
 
-def _bytes_along(trees: b.Trees, num_elements: int) -> Counter[Edge]:
+def _bytes_along(trees: b.Trees, num_elements: int, item_bytes: int) -> Counter[Edge]:
     expected: Counter[Edge] = Counter()
     for parents, half in zip(trees, (-(-num_elements // 2), num_elements // 2), strict=True):
         for rank, parent in enumerate(parents):
-            if parent >= 0:
-                expected[rank, parent] += 4 * half
-                expected[parent, rank] += 4 * half
+            if parent >= 0 and half:
+                expected[rank, parent] += item_bytes * half
+                expected[parent, rank] += item_bytes * half
     return expected
 
 
@@ -290,15 +238,43 @@ def _check_segments(run: Run, segment_bytes: int) -> None:
     )
 
 
+class _DoubleTree(Contract):
+    def drawn(self, random: Random, n: int) -> tuple[Any, Kind]:
+        fit = random.randrange(12, 22)  # elements in a segment; the first half has one too many
+        kind = Kind((2 * fit * random.randrange(4, 7) + 1,))
+        return self.collective.cut_into(4 * fit + 2), kind
+
+
+DOUBLE = _DoubleTree(
+    task="3.6",
+    name="a_double_tree",
+    collective=b.AlongTrees("double_binary_tree_all_reduce", {"segment_bytes": 5000}),
+    worlds=(2, 3, 4, 5, 8, 1),
+    length=lambda random: even_size(random, *LARGE),
+    made_of=OF_MESSAGES,
+    traffic=_check_along_trees,
+    messages=_twice,
+    rounds=None,
+    late="",
+    inboxes=lambda _rank: 4,
+    memory="A rank needs x and at most four segments, such as one to receive into for each child, "
+    "which it can reuse in every step. Parts of x are views: send them, and receive into them on "
+    "the way down, without a copy.",
+    options=replace(MEASURED, p2p_order="pair"),
+    stuck=NOT_TOGETHER,
+    kinds_on=(3,),
+    bits_on=(6,),
+)
+globals().update(DOUBLE.tests())
+
+
 @task("3.6")
 @pytest.mark.parametrize(("n", "segment_bytes"), [(5, 2**17), (8, 2**16), (16, 440_000)])
 def test_a_large_tensor_takes_little_more_than_its_bytes_twice(
     grade: Grade, n: int, segment_bytes: int
 ) -> None:
-    num_elements = t.even_size(grade.random, *t.LARGE)
-    run = grade.run(b.reduce_along, n, num_elements, segment_bytes, cluster=FAST)
-    check_sums_of_powers([found["sums"] for found in run.results])
-    check_no_collective(run, OF_MESSAGES)
+    num_elements = even_size(grade.random, *LARGE)
+    run = _timed(grade, n, num_elements, segment_bytes, FAST)
     num_segments = ceil(num_elements / 2 / (segment_bytes // 4))
     num_steps = 2 * (num_segments + ceil(log2(n)) - 1)
     step_s = FAST.latency_s + 2 * segment_bytes * BYTE_S
@@ -316,10 +292,7 @@ def test_a_large_tensor_takes_little_more_than_its_bytes_twice(
 @task("3.6")
 @pytest.mark.parametrize("n", [8, 16, 24])
 def test_a_small_tensor_takes_logarithmically_many_steps(grade: Grade, n: int) -> None:
-    num_elements = grade.random.randrange(10, 30)
-    run = grade.run(b.reduce_along, n, num_elements, 2**20, cluster=SMALL)
-    check_sums_of_powers([found["sums"] for found in run.results])
-    check_no_collective(run, OF_MESSAGES)
+    run = _timed(grade, n, grade.random.randrange(10, 30), 2**20, SMALL)
     most, taken = 2 * ceil(log2(n)), run.seconds / LATENCY_S
     check(
         taken <= TOLERANCE * most,
@@ -329,75 +302,25 @@ def test_a_small_tensor_takes_logarithmically_many_steps(grade: Grade, n: int) -
     )
 
 
-@task("3.6")
-def test_a_double_tree_needs_a_few_segments(grade: Grade) -> None:
-    num_elements, segment_bytes = t.even_size(grade.random, *t.LARGE), 2**17
-    run = grade.run(b.reduce_along, 5, num_elements, segment_bytes, options=MEASURED)
-    check_sums_of_powers([found["sums"] for found in run.results])
-    check_no_collective(run, OF_MESSAGES)
-    _check_along_trees(run, num_elements)
-    check_peak(
-        *(run, [4 * num_elements + 4 * segment_bytes + 1024] * 5),
-        "A rank needs x and at most four segments, such as one to receive into for each child, "
-        "which it can reuse in every step. Parts of x are views: send them, and receive into them "
-        "on the way down, without a copy.",
-    )
-
-
-@task("3.6", real=True)
-@pytest.mark.parametrize(
-    ("n", "keywords"),
-    [(3, {"segment_bytes": 5000}), (4, {})],
-    ids=["3-in segments", "4-by default"],
-)
-def test_a_double_tree_sums_every_kind(grade: Grade, n: int, keywords: t.Keywords) -> None:
-    run = grade.run(*(t.reduce_all_kinds, n, b.DOUBLE, keywords), options=uneven(grade.random, n))
-    check_sums(run.results)
-    if grade.is_simulated:
-        check_no_collective(run, OF_MESSAGES)
-        check_waited(run)
-        _check_bytes(run)
-
-
-def _check_bytes(run: Run) -> None:
-    """Check the bytes of all kinds of tensors, each in its own dtype."""
-    n = len(run.results)
-    all_bytes = sum(size * count for size, count in t.sizes_of_kinds().items())
-    wanted, got = 2 * (n - 1) * all_bytes, sum(run.bytes_sent)
-    check(
-        got == wanted,
-        f"on {counted(n, 'rank')}, all ranks together should send each tensor 2(N-1) times, "
-        f"{wanted:,} bytes; they send {got:,.0f}. Send the segments in the dtype of x.",
-    )
+def _timed(grade: Grade, n: int, num_elements: int, segment_bytes: int, cluster: Cluster) -> Run:
+    args = [DOUBLE.collective.cut_into(segment_bytes)], [Kind((num_elements,))], powers
+    run = grade.run(use, n, *args, cluster=cluster)
+    check_results(run.results, *args)
+    return run
 
 
 @task("3.6")
 @pytest.mark.parametrize("n", [2, 5])
 def test_any_size_is_cut_into_segments(grade: Grade, n: int) -> None:
-    segment_bytes, sizes = (8, 20, 64), (1, 2, 3, n, 2 * n + 1, 23)
+    variants = [DOUBLE.collective.cut_into(num_bytes) for num_bytes in (8, 20, 64)]
+    variants.append(replace(DOUBLE.collective, keywords={}))
+    kinds = [Kind((size,), "float64") for size in (1, 2, 3, n, 2 * n + 1, 23)]
     run = grade.run(
-        *(b.reduce_in_segments, n, segment_bytes, sizes),
+        *(use, n, variants, kinds, exact),
         options=uneven(grade.random, n),
-        if_stuck=f"x has {joined([*map(str, sizes)], ' or ')} elements: do all ranks cut both "
-        "halves into the same number of segments, even where some are empty?",
+        if_stuck="Do all ranks cut both halves into the same number of segments, even where some "
+        "are empty?",
     )
-    cases = [*product(segment_bytes, sizes)]
-    for rank, sums in enumerate(run.results):
-        for (most_bytes, size), got in zip(cases, sums, strict=True):
-            wanted = [(i + 1.0) * (2**n - 1) for i in range(size)]
-            check(
-                got == wanted,
-                f"rank {rank} of {n}, {size} float64, segment_bytes={most_bytes}: the sum should "
-                f"be {short(wanted)}, but x is {short(got)}. Is every element in one segment, and "
-                "does every segment go up and down once?",
-            )
-
-
-@task("3.6")
-def test_a_double_tree_gives_all_ranks_the_same_bits(grade: Grade) -> None:
-    check_same_bits(grade, b.DOUBLE, 6, {"segment_bytes": 512})
-
-
-@task("3.6")
-def test_a_double_tree_inside_a_group(grade: Grade) -> None:
-    check_inside_a_group(grade, b.DOUBLE)
+    for place, (variant, kind) in enumerate(product(variants, kinds)):
+        where = ", ".join(f"{name}={value}, " for name, value in variant.keywords.items())
+        variant.check([found[place] for found in run.results], kind, exact, where)

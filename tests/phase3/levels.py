@@ -9,65 +9,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from judging.calls import cause_told
+from judging.tensors import FRACTIONS, KINDS, NUMBERS, Kind, exact, plain
 from phase3 import all_reduces
 from phase3_multi_node.given import Group, node_groups
 
-Kind = tuple[tuple[int, ...], str]  # shape and dtype
-KINDS: tuple[Kind, ...] = (
-    ((3, 5), "float32"),
-    ((), "float64"),
-    ((1,), "int64"),
-    ((7,), "bfloat16"),
-    ((2, 9), "float16"),
-    ((0,), "float32"),
-)
-NOTED_KINDS: tuple[Kind, ...] = tuple(
-    ((13,), dtype) for dtype in ("float32", "float16", "bfloat16", "float64", "int64")
-)
+NOTED_KINDS = [Kind((13,), dtype) for dtype in NUMBERS]
 STEPS = [("reduce_scatter", "inside"), ("all_reduce", "across"), ("all_gather", "inside")]
 NotedCall = tuple[str, str, str, int]  # function, group, dtype, number of elements
 OUTER_NODES = (1, 2), (4, 5)  # of a world of OUTER_WORLD_SIZE ranks
 OUTER_WORLD_SIZE = 6
-FRACTIONS = ("float32", "bfloat16")
 FUNCTIONS = TORCH, RINGS = "torch's functions", "rings"  # that the function is made of
-
-
-def tensor_of(kind: Kind, rank: int) -> Tensor:
-    """Small whole numbers, whose sums are exact in every dtype."""
-    shape, dtype = kind
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-9, 10, shape, generator=generator).to(getattr(torch, dtype))
 
 
 def reduce_kinds(
     lesson: Any, hosts: Sequence[str], functions: Sequence[str]
 ) -> dict[str, list[Any]]:
     """Sum a tensor of every kind with each of the functions."""
-    return _reduced_kinds(lesson, *node_groups(hosts), functions)
+    return _reduced_kinds(lesson, *node_groups(hosts), functions, dist.get_rank())
 
 
 def _reduced_kinds(
-    lesson: Any, inside: Group, across: Group, functions: Sequence[str]
+    lesson: Any, inside: Group, across: Group, functions: Sequence[str], rank: int
 ) -> dict[str, list[Any]]:
     sums = {}
     for name in functions:
-        tensors = [tensor_of(kind, dist.get_rank()) for kind in KINDS]
+        tensors = [exact(kind, rank) for kind in KINDS]
         for x in tensors:
             lesson.hierarchical_all_reduce(x, inside, across, **functions_of(name))
-        sums[name] = [x.tolist() for x in tensors]
+        sums[name] = plain(tensors)
     return sums
 
 
 def functions_of(name: str) -> dict[str, Any]:
-    """The arguments that make the function use torch's functions, or rings."""
+    """Return the arguments that make the function use torch's functions, or rings."""
     return all_reduces.RINGS if name == RINGS else {}
 
 
 def note_calls(lesson: Any, hosts: Sequence[str]) -> list[list[NotedCall]]:
-    """How the functions that are passed were called, for a tensor of each kind.
+    """Return how the functions that are passed were called, for a tensor of each kind.
 
-    They take the tensor by position, as the types of given.py say; what is called with no numbers
-    does not count.
+    They take the tensor by position, as the types of given.py say. Calls with an empty tensor do
+    not count.
     """
     groups = dict(zip(("inside", "across"), node_groups(hosts), strict=True))
     calls: list[NotedCall] = []
@@ -86,7 +68,7 @@ def note_calls(lesson: Any, hosts: Sequence[str]) -> list[list[NotedCall]]:
     with cause_told(BY_POSITION, TypeError):
         for kind in NOTED_KINDS:
             lesson.hierarchical_all_reduce(
-                tensor_of(kind, dist.get_rank()), *groups.values(), **functions
+                exact(kind, dist.get_rank()), *groups.values(), **functions
             )
             by_kind.append([*calls])
             calls.clear()
@@ -103,10 +85,11 @@ def reduce_kinds_of_members(lesson: Any) -> dict[str, list[Any]] | None:
     """Do as ``reduce_kinds`` on two nodes that are only a part of the world."""
     insides = [dist.new_group([*ranks]) for ranks in OUTER_NODES]
     acrosses = [dist.new_group([*ranks]) for ranks in zip(*OUTER_NODES, strict=True)]
+    members = [rank for node in OUTER_NODES for rank in node]
     for node, inside in zip(OUTER_NODES, insides, strict=True):
-        if dist.get_rank() in node:
-            across = acrosses[node.index(dist.get_rank())]
-            return _reduced_kinds(lesson, inside, across, [RINGS])
+        if (rank := dist.get_rank()) in node:
+            across = acrosses[node.index(rank)]
+            return _reduced_kinds(lesson, inside, across, [RINGS], members.index(rank))
     return None
 
 

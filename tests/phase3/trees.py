@@ -1,15 +1,16 @@
-"""Bodies for task 3.6: the trees alone, and the all-reduce along them."""
+"""Bodies for task 3.6: the trees alone, and an all-reduce that also returns its trees."""
 
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from judging.calls import int_list, pair
+from judging.collective import AllReduce, Numbers
+from judging.tensors import Kind
 
-DOUBLE = "double_binary_tree_all_reduce"
 Trees = tuple[list[int], list[int]]
 
 
@@ -24,21 +25,16 @@ def _trees(lesson: Any, size: int) -> Trees:
     return int_list(function, first), int_list(function, second)
 
 
-def reduce_along(lesson: Any, num_elements: int, segment_bytes: int) -> dict[str, Any]:
-    """Sum a tensor of 2^rank; return its least and greatest element, and the trees."""
-    trees = _trees(lesson, dist.get_world_size())
-    x = torch.full((num_elements,), float(2 ** dist.get_rank()))
-    lesson.double_binary_tree_all_reduce(x, segment_bytes=segment_bytes)
-    return {"sums": [float(x.min()), float(x.max())], "trees": trees}
+@dataclass(frozen=True)
+class AlongTrees(AllReduce):
+    """An all-reduce along the learner's own trees, which are needed to judge its messages."""
 
+    def call(self, lesson: Any, x: Tensor, group: Any) -> Any:
+        super().call(lesson, x, group)
+        return _trees(lesson, dist.get_world_size(group))
 
-def reduce_in_segments(
-    lesson: Any, segment_bytes: Sequence[int], sizes: Sequence[int]
-) -> list[list[float]]:
-    """Sum 1, 2, 3, … times 2^rank, with segments of several sizes, and as many numbers as given."""
-    found = []
-    for most_bytes, size in product(segment_bytes, sizes):
-        x = torch.arange(1.0, size + 1, dtype=torch.float64) * 2 ** dist.get_rank()
-        lesson.double_binary_tree_all_reduce(x, segment_bytes=most_bytes)
-        found.append(x.tolist())
-    return found
+    def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
+        return {"sum": super().found(x, None, rank, n), "trees": returned}
+
+    def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
+        super().check([found["sum"] for found in by_rank], kind, numbers, where)

@@ -349,7 +349,7 @@ def test_other_parts_are_refused(grade: Grade, is_saved: bool) -> None:
 
 def _check_parts_refused(name: str, is_saved: bool, by_rank: Sequence[Found]) -> None:
     where = f"a part {name!r} that is {'in the state alone' if is_saved else 'not in the state'}"
-    check_refused([found["refusal"] for found in by_rank], where, name)
+    check_refused([found["refusal"] for found in by_rank], where, name, same_text=False)
     for rank, found in enumerate(by_rank):
         check(
             not found["changed"],

@@ -1,0 +1,529 @@
+"""The contract of a collective as data, and the tests that hold an answer to it.
+
+A judge writes down what its task promises, and gets one test for each promise:
+
+    TREE = Contract(task="3.5", name="a_tree", collective=AllReduce("tree_all_reduce"), …)
+    globals().update(TREE.tests())
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from math import inf
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.grade import Grade, Run, check, task
+from distlab.grade.checks import Wrong
+from distlab.sim import Options
+from distlab.util.text import counted
+from judging.calls import typed
+from judging.checks import (
+    AS_NCCL,
+    MEASURED,
+    UNIFORM,
+    check_no_collective,
+    check_peak,
+    check_sizes,
+    check_waited,
+    of_members,
+    rounds_of,
+    short_beside,
+    sizes_of,
+    uneven,
+)
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.tensors import (
+    FRACTIONS,
+    KINDS,
+    LARGE,
+    Kind,
+    even_size,
+    exact,
+    given_group,
+    numbers_of,
+    powers,
+)
+
+OVERWRITTEN = 77  # what the caller writes into x as soon as the function returns
+SLACK_BYTES = 256  # for a few numbers
+FIVE = 5  # ranks of the tests of unusual sizes
+FEW_RANKS = 8  # up to which the sums of all subsets are searched
+IN_GROUP = f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, "
+SIZES: dict[str, Callable[[Random, int], Kind]] = {  # by name, for a number of ranks
+    "empty": lambda _random, _n: Kind((0,)),
+    "one element": lambda _random, _n: Kind((1,)),
+    "fewer than ranks": lambda _random, n: Kind((n - 1,)),
+    "float16": lambda random, _n: Kind((random.randrange(2000, 3000),), "float16"),
+    "bfloat16": lambda random, _n: Kind((random.randrange(2000, 3000),), "bfloat16"),
+    "large": lambda random, _n: Kind((even_size(random, *LARGE),)),
+}
+Numbers = Callable[[Kind, int], Tensor]  # makes what a rank brings
+
+
+# How a collective is called, and what it should leave
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """An all-reduce in place; the other collectives override what differs."""
+
+    function: str
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    has_a_sum: ClassVar[bool] = True  # the same bits of which all ranks should hold
+    advice: str = "Is every part of x added once, in the dtype of x? A cast loses digits."
+    is_right: str = "The sums are right, but"  # begins what is said of the rest of the contract
+
+    def cut_into(self, segment_bytes: int) -> Any:
+        """Return the call with messages of at most so many bytes."""
+        return replace(self, keywords={"segment_bytes": segment_bytes})
+
+    def variants(self, n: int) -> list[Any]:
+        """Return the calls that differ in an argument, such as the source."""
+        assert n
+        return [self]
+
+    def bring(self, kind: Kind, rank: int, n: int, numbers: Numbers) -> Tensor:
+        """Return what x holds on a rank before the call."""
+        assert n
+        return numbers(kind, rank)
+
+    def call(self, lesson: Any, x: Tensor, group: Any) -> Any:
+        return getattr(lesson, self.function)(x, **given_group(group), **self.keywords)
+
+    def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
+        """Return what is judged, as plain data."""
+        del returned, rank, n
+        return numbers_of(x)
+
+    def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
+        """Check what ``found`` returned on each rank."""
+        n = len(by_rank)
+        parts = [self.bring(kind, rank, n, numbers) for rank in range(n)]
+        wanted = numbers_of(_sum(parts))
+        for rank, got in enumerate(by_rank):
+            cause = got != wanted and why_not_the_sum(got, parts, rank, self.advice)
+            check(
+                not cause,
+                f"{where}rank {rank} of {n}, {kind}: the sum should be "
+                f"{short_beside(wanted, got)}, but x is {short_beside(got, wanted)}. {cause}",
+            )
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return sum(parts[1:], parts[0])
+
+
+def why_not_the_sum(got: Any, parts: Sequence[Tensor], rank: int, advice: str) -> str:
+    """Say which other result it is, if it is a known one."""
+    n = len(parts)
+    if got == numbers_of(parts[rank]):
+        return (
+            "That is what this rank brought: does the sum come to this rank, and is it written "
+            "into x itself? `x = x + …` makes a new tensor, `x += …` writes into the caller's."
+        )
+    if got == numbers_of(_sum(parts) / n):
+        return "That is the mean: return the sum."
+    for ranks in _subsets(n):
+        if got == numbers_of(_sum([parts[rank] for rank in ranks])):
+            return (
+                f"That is the sum of what ranks {list(ranks)} brought: is every rank's x added "
+                "exactly once, and passed on?"
+            )
+    return (
+        "It is not the sum of any set of ranks, at least not in every place: is a rank's x added "
+        f"twice, or a part of it not at all? {advice}"
+    )
+
+
+def _subsets(n: int) -> Iterator[tuple[int, ...]]:
+    return (
+        ranks
+        for size in (range(1, n) if n <= FEW_RANKS else ())
+        for ranks in combinations(range(n), size)
+    )
+
+
+@dataclass(frozen=True)
+class Broadcast(AllReduce):
+    """A broadcast in place, from every rank in turn; src = 0 is left out, as the default."""
+
+    has_a_sum: ClassVar[bool] = False
+    is_right: str = "What arrives is right, but"
+    src: int = 0
+
+    def variants(self, n: int) -> list[Any]:
+        return [replace(self, src=src) for src in range(n)]
+
+    def call(self, lesson: Any, x: Tensor, group: Any) -> Any:
+        given = () if self.src == 0 else (self.src,)
+        return getattr(lesson, self.function)(x, *given, **given_group(group))
+
+    def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
+        n = len(by_rank)
+        brought = [numbers_of(numbers(kind, rank)) for rank in range(n)]
+        wanted = brought[self.src]
+        for rank, got in enumerate(by_rank):
+            cause = f"That is what rank {brought.index(got)} brought. " if got in brought else ""
+            check(
+                got == wanted,
+                f"{where}rank {rank} of {n}, src {self.src}, {kind}: x should be "
+                f"{short_beside(wanted, got)}, but is {short_beside(got, wanted)}. {cause}"
+                f"{self.advice}",
+            )
+
+
+@dataclass(frozen=True)
+class ReduceScatter(AllReduce):
+    """A reduce-scatter that returns a view of x, of one dimension."""
+
+    has_a_sum: ClassVar[bool] = False
+    is_right: str = "The chunk that is returned is right, but"
+
+    def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
+        chunk = typed(self.function, returned, Tensor)
+        return {
+            "chunk": numbers_of(chunk),
+            "shape": [*chunk.shape],
+            "is_view": chunk.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(),
+            "in_x": numbers_of(x.view(-1).tensor_split(n)[rank]),
+        }
+
+    def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
+        n = len(by_rank)
+        parts = [self.bring(kind, rank, n, numbers).view(-1) for rank in range(n)]
+        chunks = [[*part.tensor_split(n)] for part in parts]
+        sums = [numbers_of(chunk) for chunk in _sum(parts).tensor_split(n)]
+        for rank, found in enumerate(by_rank):
+            here = f"{where}rank {rank} of {n}, {kind}"
+            self._check_shape(here, found["shape"], len(chunks[0][rank]), rank)
+            got, wanted = found["chunk"], sums[rank]
+            brought = [of_rank[rank] for of_rank in chunks]
+            cause = got != wanted and self._cause(got, sums, brought, rank)
+            check(
+                not cause,
+                f"{here}: chunk {rank} of the sum is {short_beside(wanted, got)}; returned was "
+                f"{short_beside(got, wanted)}. {cause}",
+            )
+            self._check_place(here, found, rank)
+
+    def _check_shape(self, here: str, shape: list[int], length: int, rank: int) -> None:
+        check(
+            len(shape) == 1,
+            f"{here}: the chunk should have one dimension; its shape is {shape}. x.view(-1) has "
+            "one.",
+        )
+        check(
+            shape == [length],
+            f"{here}: chunk {rank} has {counted(length, 'element')}, but {shape[0]} came back. "
+            "tensor_split makes the first chunks one element longer if N does not divide the size.",
+        )
+
+    def _cause(self, got: Any, sums: list[Any], parts: list[Tensor], rank: int) -> str:
+        if got in sums:
+            return (
+                f"That is chunk {sums.index(got)} of the sum: begin one chunk earlier or later, so "
+                "that the last one to arrive at rank r is chunk r."
+            )
+        return why_not_the_sum(got, parts, rank, self.advice)
+
+    def _check_place(self, here: str, found: Any, rank: int) -> None:
+        check(
+            found["is_view"],
+            f"{here}: the chunk should be a view of x; yours has memory of its own. Add in the "
+            "chunks of x: `chunk += …`.",
+        )
+        check(
+            found["in_x"] == found["chunk"],
+            f"{here}: chunk {rank} of x should hold the sum; what you returned lies elsewhere in "
+            f"x, and that chunk holds {short_beside(found['in_x'], found['chunk'])}.",
+        )
+
+
+@dataclass(frozen=True)
+class AllGather(AllReduce):
+    """An all-gather in place: rank r brings chunk r of what rank 0 of an all-reduce would bring."""
+
+    has_a_sum: ClassVar[bool] = False
+    is_right: str = "The chunks that are collected are right, but"
+
+    def bring(self, kind: Kind, rank: int, n: int, numbers: Numbers) -> Tensor:
+        x = numbers(kind, 0)
+        for place, chunk in enumerate(x.view(-1).tensor_split(n)):
+            if place != rank:
+                chunk.fill_(OVERWRITTEN)
+        return x
+
+    def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
+        del returned, rank
+        return [numbers_of(chunk) for chunk in x.view(-1).tensor_split(n)]
+
+    def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
+        n = len(by_rank)
+        wanted = [numbers_of(chunk) for chunk in numbers(kind, 0).view(-1).tensor_split(n)]
+        for rank, chunks in enumerate(by_rank):
+            for place, (got, right) in enumerate(zip(chunks, wanted, strict=True)):
+                check(
+                    got == right,
+                    f"{where}rank {rank} of {n}, {kind}: chunk {place}, which rank {place} brings, "
+                    f"is {short_beside(right, got)}, but in x it is {short_beside(got, right)}. "
+                    f"{self._cause(got, wanted)}{self.advice}",
+                )
+
+    def _cause(self, got: Any, chunks: list[Any]) -> str:
+        return f"That is chunk {chunks.index(got)}. " if got in chunks else ""
+
+
+def use(
+    lesson: Any, variants: list[Any], kinds: list[Kind], numbers: Numbers, group: Any = None
+) -> list[Any]:
+    """Call each variant with a tensor of each kind; overwrite that before the next call."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    found: list[Any] = []
+    memory = torch.empty(0)
+    for variant, kind in product(variants, kinds):
+        memory.fill_(OVERWRITTEN)
+        x = variant.bring(kind, rank, n, numbers)
+        memory = x.detach()
+        returned = variant.call(lesson, x, group)
+        found.append(variant.found(memory, returned, rank, n))
+    return found
+
+
+def use_fractions(lesson: Any, variant: Any, num_elements: int) -> list[list[float]]:
+    """Sum numbers whose sum depends on the order of adding, in several dtypes."""
+    sums = []
+    for dtype in FRACTIONS:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        x = torch.randn(num_elements, generator=generator, dtype=torch.float64)
+        x = x.to(getattr(torch, dtype))
+        variant.call(lesson, x, None)
+        sums.append(x.tolist())
+    return sums
+
+
+# The contract
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call on every rank of a simulated world, as it ran."""
+
+    run: Run
+    variant: Any  # of the collective
+    kind: Kind
+
+    @property
+    def n(self) -> int:
+        return len(self.run.results)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a task promises of a collective, with the advice for answers that break a promise."""
+
+    task: str
+    name: str  # begins the names of its tests
+    collective: Any
+    worlds: Sequence[int]  # numbers of ranks for the costs
+    length: Callable[[Random], int]  # draws a number of elements for the costs
+    made_of: str  # says what it should be made of, other than built-in collectives
+    traffic: Callable[[Call], None]  # checks who sends what to whom
+    messages: Callable[[int, int], Counter[int]]  # all lengths, of a number of elements and ranks
+    rounds: Callable[[int], int] | None  # of a number of ranks; None: the task has its own test
+    late: str  # advice where it takes more rounds
+    inboxes: Callable[[int], int]  # on a rank: messages that it has memory for, beside x
+    memory: str  # advice where it takes more memory
+    timed_up_to: float = inf  # elements: with more, allowed ways to send differ in their times
+    stuck: str = ""  # likely cause of a deadlock
+    if_batched: str = ""  # likely cause of a deadlock on NCCL alone, where the task rules that out
+    options: Options = MEASURED
+    kinds: Sequence[Kind] = tuple(KINDS)
+    kinds_on: Sequence[int] = (2, 3)  # numbers of ranks that are given every kind of tensor
+    bits_on: Sequence[int] = (5,)  # numbers of ranks whose sums are compared bit by bit
+
+    def tests(self) -> dict[str, Callable[..., None]]:
+        """Return the tests of a suite by name, marked as those of the task."""
+        tests = {
+            "keeps_to_its_costs": _over(self.worlds, self._test_costs),
+            "of_any_size": _over([*SIZES], self._test_size),
+            "of_every_kind": _over(self.kinds_on, self._test_kinds),
+            "inside_a_group": self._test_group(),
+        }
+        if self.collective.has_a_sum:
+            tests["gives_all_ranks_the_same_bits"] = _over(self.bits_on, self._test_bits)
+        if self.if_batched:
+            tests["cannot_deadlock_on_nccl"] = _over((2, 3), self._test_nccl)
+        return {
+            f"test_{self.name}_{promise}": task(self.task, real=promise == "of_every_kind")(test)
+            for promise, test in tests.items()
+        }
+
+    def drawn(self, random: Random, n: int) -> tuple[Any, Kind]:
+        """Draw the arguments of a call."""
+        return random.choice(self.collective.variants(n)), Kind((self.length(random),))
+
+    def _test_costs(self, grade: Grade, n: int) -> None:
+        self.check_call(grade, n, *self.drawn(grade.random, n))
+
+    def _test_size(self, grade: Grade, size: str) -> None:
+        kind = SIZES[size](grade.random, FIVE)
+        variant, _ = self.drawn(grade.random, FIVE)
+        if "segment_bytes" in variant.keywords:
+            variant = variant.cut_into(40 + kind.num_bytes // 20)
+        self.check_call(grade, FIVE, variant, kind)
+
+    def check_call(self, grade: Grade, n: int, variant: Any, kind: Kind) -> Call:
+        """Call it once, and check the result and then everything that it costs."""
+        run = grade.run(
+            *(use, n, [variant], [kind], powers),
+            cluster=UNIFORM,
+            options=self.options,
+            if_stuck=self.stuck,
+        )
+        call = Call(run, variant, kind)
+        variant.check([found for (found,) in run.results], kind, powers, "")
+        with _said_first(variant.is_right):
+            check_no_collective(run, self.made_of)
+            if kind.num_elements:  # what is empty need not travel
+                self.traffic(call)
+            if kind.num_elements <= self.timed_up_to:
+                self._check_rounds(call)
+            self._check_peak(call)
+            check_waited(run)
+        return call
+
+    def _check_rounds(self, call: Call) -> None:
+        if self.rounds is None:
+            return
+        most, longest = self.rounds(call.n), self._longest(call)
+        taken = rounds_of(call.run, longest)
+        check(
+            taken <= most + 0.01,
+            f"on {counted(call.n, 'rank')} it should take {counted(most, 'round')}, as long as so "
+            f"many messages of {longest:,} bytes, one after the other; yours takes {taken:g}. "
+            f"{self.late}",
+        )
+
+    def _longest(self, call: Call) -> int:
+        """Return the bytes of the longest message; of a segment, those that are allowed."""
+        longest = max(self.messages(call.kind.num_elements, call.n), default=0)
+        num_bytes: int = call.variant.keywords.get("segment_bytes", longest * call.kind.item_bytes)
+        return num_bytes
+
+    def _check_peak(self, call: Call) -> None:
+        most = [
+            call.kind.num_bytes + self.inboxes(rank) * self._longest(call) + SLACK_BYTES
+            for rank in range(call.n)
+        ]
+        check_peak(call.run, most, self.memory)
+
+    def _test_kinds(self, grade: Grade, n: int) -> None:
+        variants = self.collective.variants(n)
+        args = variants, [*self.kinds], exact
+        run = grade.run(use, n, *args, options=uneven(grade.random, n), if_stuck=self.stuck)
+        check_results(run.results, *args)
+        if grade.is_simulated:
+            with _said_first(self.collective.is_right):
+                check_no_collective(run, self.made_of)
+                self.check_sizes(run, n)
+                check_waited(run)
+
+    def check_sizes(self, run: Run, n: int) -> None:
+        """Check the bytes of all kinds of tensors, each in its own dtype."""
+        variants = self.collective.variants(n)
+        expected: Counter[int] = Counter()
+        for _, kind in product(variants, self.kinds):
+            for length, count in self.messages(kind.num_elements, n).items():
+                expected[length * kind.item_bytes] += count
+        if "segment_bytes" not in self.collective.keywords:
+            check_sizes(run, expected)
+            return
+        wanted, got = (
+            sum(size * count for size, count in sizes.items())
+            for sizes in (expected, sizes_of(run))
+        )
+        check(
+            got == wanted,
+            f"on {counted(n, 'rank')}, all ranks together should send {wanted:,} bytes; they send "
+            f"{got:,.0f}. Send the segments in the dtype of x.",
+        )
+
+    def _test_bits(self, grade: Grade, n: int) -> None:
+        num_elements = grade.random.randrange(500, 1000)
+        by_rank = grade.run(
+            use_fractions, n, self.collective, num_elements, if_stuck=self.stuck
+        ).results
+        for rank, sums in enumerate(by_rank):
+            for dtype, got, first in zip(FRACTIONS, sums, by_rank[0], strict=True):
+                check_same_bits(f"rank {rank} of {n}, {dtype}", got, first)
+
+    def _test_nccl(self, grade: Grade, n: int) -> None:
+        variant, kind = self.drawn(grade.random, n)
+        args = [variant], [kind], powers
+        run = grade.run(use, n, *args, options=AS_NCCL, if_stuck=self.if_batched)
+        check_results(run.results, *args)
+
+    def _test_group(self) -> Callable[..., None]:
+        args = self.collective.variants(len(MEMBERS)), [*self.kinds], exact
+
+        def test(grade: Grade) -> None:
+            run = grade.run(inside_group, OUTER_WORLD_SIZE, use, *args, if_stuck=STUCK_IN_GROUP)
+            check_results(of_members(run), *args, where=IN_GROUP)
+
+        return test
+
+
+def _over(cases: Sequence[Any], check: Callable[[Grade, Any], None]) -> Callable[..., None]:
+    """Make a test that runs ``check`` for each of the cases."""
+
+    @pytest.mark.parametrize("case", cases)
+    def test(grade: Grade, case: Any) -> None:
+        check(grade, case)
+
+    return test
+
+
+def check_results(
+    by_rank: Sequence[Any],
+    variants: list[Any],
+    kinds: list[Kind],
+    numbers: Numbers,
+    where: str = "",
+) -> None:
+    """Check what ``use`` returned on each rank that took part."""
+    for place, (variant, kind) in enumerate(product(variants, kinds)):
+        variant.check([found[place] for found in by_rank], kind, numbers, where)
+
+
+def check_same_bits(where: str, got: Sequence[float], first: Sequence[float]) -> None:
+    """Check that x holds on a rank what it holds on rank 0."""
+    check(
+        len(got) == len(first),
+        f"{where}: x has {len(got)} elements after the call, but {len(first)} on rank 0.",
+    )
+    differ = [pair for pair in zip(first, got, strict=True) if pair[0] != pair[1]]
+    there, here = differ[0] if differ else (0.0, 0.0)
+    check(
+        not differ,
+        f"{where}: x differs from rank 0's x in {len(differ)} of {len(got)} elements, perhaps only "
+        f"in the last bits: {there} on rank 0 is {here} here. Ranks that add in different orders "
+        "round differently, and their models drift apart: let one rank finish each sum, or add in "
+        "the same order everywhere.",
+    )
+
+
+@contextmanager
+def _said_first(words: str) -> Iterator[None]:
+    """Begin what is wrong with the traffic with the news that the result is right."""
+    try:
+        yield
+    except Wrong as wrong:
+        raise Wrong(f"{words} {wrong}") from None
