@@ -457,10 +457,11 @@ class Contract:
         )
 
     def _test_bits(self, grade: Grade, n: int) -> None:
-        num_elements = grade.random.randrange(500, 1000)
-        by_rank = grade.run(
-            use_fractions, n, self.collective, num_elements, if_stuck=self.stuck
-        ).results
+        num_elements, variant = grade.random.randrange(500, 1000), self.collective
+        if "segment_bytes" in variant.keywords:
+            variant = variant.cut_into(400)
+        run = grade.run(use_fractions, n, variant, num_elements, if_stuck=self.stuck)
+        by_rank = run.results
         for rank, sums in enumerate(by_rank):
             for dtype, got, first in zip(FRACTIONS, sums, by_rank[0], strict=True):
                 check_same_bits(f"rank {rank} of {n}, {dtype}", got, first)

@@ -248,7 +248,12 @@ class _DoubleTree(Contract):
 DOUBLE = _DoubleTree(
     task="3.6",
     name="a_double_tree",
-    collective=b.AlongTrees("double_binary_tree_all_reduce", {"segment_bytes": 5000}),
+    collective=b.AlongTrees(
+        "double_binary_tree_all_reduce",
+        {"segment_bytes": 5000},
+        advice="Is every element in one segment, does every segment go up and down once, and is "
+        "the sum sent to all ranks? Add and send in the dtype of x: a cast loses digits.",
+    ),
     worlds=(2, 3, 4, 5, 8, 1),
     length=lambda random: even_size(random, *LARGE),
     made_of=OF_MESSAGES,
