@@ -1,4 +1,4 @@
-"""What phase 3 gives: groups of nodes, and torch's collectives with chunks of any size."""
+"""Functions that phase 3 gives: groups of nodes, and collectives with chunks of any size."""
 
 from collections.abc import Sequence
 
@@ -37,8 +37,8 @@ def members(hosts: Sequence[str]) -> list[list[int]]:
 def test_a_rank_is_in_a_group_of_its_node_and_in_one_across(
     hosts: str, inside: list[list[int]], across: list[list[int]]
 ) -> None:
-    found = simulate(members, len(hosts), [*hosts]).results
-    assert found == [list(pair) for pair in zip(inside, across, strict=True)]
+    result = simulate(members, len(hosts), [*hosts]).results
+    assert result == [list(pair) for pair in zip(inside, across, strict=True)]
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused() -> None:
@@ -49,9 +49,9 @@ def test_hosts_with_different_numbers_of_ranks_are_refused() -> None:
 def scattered_and_gathered(num_elements: int) -> tuple[list[float], list[float]]:
     x = torch.arange(float(num_elements))
     mine = reduce_scatter(x)
-    found = mine.tolist()
+    result = mine.tolist()
     all_gather(x)
-    return found, x.tolist()
+    return result, x.tolist()
 
 
 @pytest.mark.parametrize("num_elements", [10, 2, 0])
@@ -75,8 +75,8 @@ def pairs_of(servers: Sequence[int], workers: Sequence[int]) -> dict[int, list[i
 
 
 def test_each_server_has_a_group_with_each_worker() -> None:
-    found = simulate(pairs_of, 5, [3, 0], [4, 1]).results
-    assert found == [
+    result = simulate(pairs_of, 5, [3, 0], [4, 1]).results
+    assert result == [
         {4: [0, 4], 1: [0, 1]},
         {3: [1, 3], 0: [0, 1]},
         {},

@@ -112,7 +112,7 @@ LESSONS = {
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A folder with all lessons written as the solutions are."""
+    """Make a folder with all lessons written as in the solutions."""
     for phase, lessons in LESSONS.items():
         (tmp_path / phase).mkdir()
         for lesson in lessons:

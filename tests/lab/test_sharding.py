@@ -31,7 +31,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def chosen(memory: float, **keys: Any) -> int:
-    """The stage that a rank with so many bytes for its states chooses."""
+    """Return the stage that a rank with ``memory`` bytes for its states chooses."""
     sharding._machine_memory = lambda: 2 * memory * dist.get_world_size()
     model = nn.Linear(PARAMETERS, 1, bias=False)
     return sharding.choose_stage(make_config({**COURSE, **keys}, "test"), model).zero_redundancy
@@ -45,8 +45,8 @@ def test_the_lowest_stage_that_fits_is_chosen() -> None:
     # SGD with momentum on 2 ranks: 12, 10, 8 and 6 bytes for each parameter
     sizes = [12_000, 11_999, 10_000, 9_999, 8_000, 7_999, 6_000, 1]
     cases = [(float(size), dict[str, Any]()) for size in sizes]
-    for found in on_ranks(stages, 2, *cases):
-        assert found == [0, 1, 1, 2, 2, 3, 3, 3]
+    for result in on_ranks(stages, 2, *cases):
+        assert result == [0, 1, 1, 2, 2, 3, 3, 3]
 
 
 def test_what_is_given_stays() -> None:
@@ -63,11 +63,11 @@ def test_what_is_given_stays() -> None:
         (1.0, {"communication_pattern": "parameter_server"}),
         (1.0, {"strategy": "ddp"}),
     ]
-    for found in on_ranks(stages, 2, *cases):
-        assert found == [1, 3, 2, 0, 1, 0, 0, 1, 0, 0, 0]
+    for result in on_ranks(stages, 2, *cases):
+        assert result == [1, 3, 2, 0, 1, 0, 0, 1, 0, 0, 0]
 
 
-def test_one_rank_has_nobody_to_share_with() -> None:
+def test_one_rank_has_no_other_to_share_with() -> None:
     assert on_ranks(stages, 1, (1.0, {})) == [[0]]
 
 
@@ -108,11 +108,11 @@ def test_bytes_of_the_states_on_four_ranks(keys: Any, bytes_by_stage: list[int])
 
 
 def losses(keys: dict[str, Any]) -> list[float]:
-    """The loss of each step, summed over the replicas of the last stage."""
+    """Return the loss of each step, summed over the replicas of the last stage."""
     config = make_config({**COURSE, "optimizer": "adamw", "lr": 0.01, **keys}, "test")
     model = build_model(config, 10, torch.device("cpu"))
     strategy = parallelise(model, config, loss_sum, find_lessons("solution", config))
-    found = []
+    results = []
     for step in range(3):
         images, labels = batch(config, step)
         rank, number = dist.get_rank(strategy.replicas), strategy.num_replicas
@@ -122,8 +122,8 @@ def losses(keys: dict[str, Any]) -> list[float]:
         strategy.average_gradients()
         strategy.step()
         dist.all_reduce(loss, group=strategy.replicas)
-        found.append(float(loss))
-    return found
+        results.append(float(loss))
+    return results
 
 
 def batch(config: Config, step: int) -> tuple[Tensor, Tensor]:
@@ -136,16 +136,16 @@ def batch(config: Config, step: int) -> tuple[Tensor, Tensor]:
 def test_a_ring_reduces_the_gradients_of_stage_1() -> None:
     ((*expected,),) = on_ranks(losses, 1, {})
     keys = {"zero_redundancy": 1, "communication_pattern": "ring"}
-    for found in on_ranks(losses, 3, keys):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for result in on_ranks(losses, 3, keys):
+        assert result == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("split", ["pipeline_parallelism", "tensor_parallelism"])
 def test_replicas_of_a_split_model_share_the_optimizer(split: str) -> None:
     ((*expected,),) = on_ranks(losses, 1, {})
     keys = {split: 2, "zero_redundancy": 1, "communication_pattern": "ring"}
-    for found in on_ranks(losses, 4, keys):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for result in on_ranks(losses, 4, keys):
+        assert result == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ UNUSED = 29  # elements of a storage that a parameter does not see
 
 
 class Param(NamedTuple):
-    """A parameter, as far as buckets know it, and where its memory is."""
+    """Size, dtype and memory of a parameter."""
 
     numel: int
     dtype: str = "float32"
     device: str = "cpu"
-    is_view: bool = False  # of a larger storage
-    is_same: bool = False  # as the parameter before it
+    is_view: bool = False  # part of a larger storage
+    is_same: bool = False  # repeats the parameter before it
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -34,7 +34,7 @@ class Param(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What ``assign_buckets`` is called with."""
+    """Arguments of ``assign_buckets``."""
 
     params: tuple[Param, ...]
     bucket_bytes: int
@@ -45,7 +45,7 @@ Found = tuple[list[list[int]], bool]  # buckets, and whether params are in the o
 
 
 def assigned(lesson: Any, cases: Sequence[Case]) -> list[Found]:
-    """The buckets of every case."""
+    """Return the buckets of every case."""
     return [_assigned(lesson, case, place) for place, case in enumerate(cases)]
 
 
@@ -53,12 +53,12 @@ def _assigned(lesson: Any, case: Case, place: int) -> Found:
     made = _made(case.params)
     params = made[:] if place % 2 else tuple(made)  # a Sequence, of either kind
     with PretendDevice(PRETENDED[0]):
-        found = lesson.assign_buckets(params, case.bucket_bytes, case.first_bucket_bytes)
-    if not isinstance(found, list):
+        assigned = lesson.assign_buckets(params, case.bucket_bytes, case.first_bucket_bytes)
+    if not isinstance(assigned, list):
         raise WrongResult(
-            f"assign_buckets should return a list of lists; it returned {found!r:.60}"
+            f"assign_buckets should return a list of lists; it returned {assigned!r:.60}"
         )
-    buckets = [int_list("each bucket of assign_buckets", bucket) for bucket in found]
+    buckets = [int_list("each bucket of assign_buckets", bucket) for bucket in assigned]
     return buckets, [*map(id, params)] == [*map(id, made)]
 
 

@@ -271,7 +271,7 @@ def start(lesson: Any) -> dict[str, Any]:
     ddp = lesson.DistributedDataParallel(model)
     after = dict(model.named_parameters())
     state, x = state_of(model), odd_batch(2, 0, 0)
-    found = {
+    result = {
         "state": state,
         "is_module": ddp.module is model,
         "replaced": [name for name in before if after.get(name) is not before[name]],
@@ -282,7 +282,7 @@ def start(lesson: Any) -> dict[str, Any]:
         "own_keys": sorted(model.state_dict()),
     }
     ddp.load_state_dict(Odd(9).state_dict())
-    return {**found, "loaded": model.head.bias.tolist(), "saved": Odd(9).head.bias.tolist()}
+    return {**result, "loaded": model.head.bias.tolist(), "saved": Odd(9).head.bias.tolist()}
 
 
 def evaluate_alone(lesson: Any) -> dict[str, Any]:

@@ -28,11 +28,11 @@ def discover(lesson: Any, arguments: Mapping[str, Any], group: Any = None) -> di
     """Discover; return plain data, with the name of this rank's host."""
     if group is not None:
         arguments = {**arguments, "group": group}
-    found = typed(FUNCTION, lesson.discover_topology(**arguments), Topology)
+    topology = typed(FUNCTION, lesson.discover_topology(**arguments), Topology)
     return {
-        "hosts": [str(host) for host in found.hosts],
-        "inside": _cost("inside", found.inside),
-        "between": _cost("between", found.between),
+        "hosts": [str(host) for host in topology.hosts],
+        "inside": _cost("inside", topology.inside),
+        "between": _cost("between", topology.between),
         "host": socket.gethostname(),
     }
 
@@ -132,5 +132,5 @@ def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any
         (torch.cuda, "synchronize"): lambda device=None: time.sleep(work_s.pop(dist.get_rank(), 0)),
     }
     with _patched(patches), PretendDevice("cuda:0"):
-        found = discover(lesson, arguments)
-    return {**found, "sent": sent}
+        result = discover(lesson, arguments)
+    return {**result, "sent": sent}

@@ -54,10 +54,12 @@ def _parts(function: str, value: Any) -> list[float]:
 
 def layouts_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[list[Any]]:
     """Return the layouts of a case, as lists."""
-    found = returned("layouts", lesson.layouts(Transformer(*model), Machine(*machine), batch_size))
-    if not isinstance(found, Iterable):
-        raise WrongResult(f"layouts should yield layouts; it returned {found!r:.50}")
-    return [_layout("layouts", one) for one in found]
+    layouts = returned(
+        "layouts", lesson.layouts(Transformer(*model), Machine(*machine), batch_size)
+    )
+    if not isinstance(layouts, Iterable):
+        raise WrongResult(f"layouts should yield layouts; it returned {layouts!r:.50}")
+    return [_layout("layouts", layout) for layout in layouts]
 
 
 def _layout(function: str, value: Any) -> list[Any]:
@@ -77,10 +79,10 @@ def _whole(value: Any) -> int:
 
 def plans_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[list[Any]]:
     """Return the layout of each plan, and the parts of both estimates."""
-    found = returned("plan", lesson.plan(Transformer(*model), Machine(*machine), batch_size))
-    if not isinstance(found, list):
-        raise WrongResult(f"plan should return a list; it returned a {type(found).__name__}")
-    return [_plan(one) for one in found]
+    plans = returned("plan", lesson.plan(Transformer(*model), Machine(*machine), batch_size))
+    if not isinstance(plans, list):
+        raise WrongResult(f"plan should return a list; it returned a {type(plans).__name__}")
+    return [_plan(plan) for plan in plans]
 
 
 def estimates_of_plan(lesson: Any, model: Any, machine: Any, batch_size: int) -> dict[str, int]:

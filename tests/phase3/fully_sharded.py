@@ -139,7 +139,7 @@ def words_by_bytes(n: int) -> dict[int, str]:
 
 def draw(lesson: Any) -> list[list[Mark]]:
     """Go through each drawing; barriers stand around its forward and its backward pass."""
-    found = []
+    drawn = []
     for drawing in DRAWINGS.values():
         marks: list[Mark] = []
         model = lesson.FullyShardedDataParallel(Drawn(drawing, marks), compute_dtype=torch.float32)
@@ -152,8 +152,8 @@ def draw(lesson: Any) -> list[list[Mark]]:
         dist.barrier()
         y.sum().backward()
         dist.barrier()
-        found.append(marks)
-    return found
+        drawn.append(marks)
+    return drawn
 
 
 # Everyday use
@@ -177,7 +177,7 @@ class Everyday(nn.Module):
         self.seen: dict[str, str] = {}
 
     def forward(self, x: Tensor, labels: Tensor, *, more: dict[str, Any], mask: Tensor) -> Any:
-        """Return a dict, in which not all are tensors."""
+        """Return a dict that also holds other things than tensors."""
         tensors = {"x": x, "labels": labels, "mask": mask}
         tensors |= {"more['pair'][0]": more["pair"][0], "more['pair'][1]": more["pair"][1]}
         self.seen = {name: str(tensor.dtype) for name, tensor in tensors.items()}
@@ -209,7 +209,7 @@ UNBORN = "1.weight"
 
 
 def _without_values() -> nn.Module:
-    """Return a module of which one layer was built on the device meta."""
+    """Return a module with one layer that was built on the device meta."""
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False, device="meta"))
 
 
@@ -335,7 +335,7 @@ def pass_through(
 
 
 def _mixed_chain() -> nn.Sequential:
-    """Return units of two layers, of which the first is frozen."""
+    """Return units of two layers, the first frozen."""
     layers = chain(SENT_LAYERS)
     for layer in layers[::2]:
         layer.requires_grad_(False)

@@ -8,11 +8,11 @@ from phase3 import orders as b
 
 NEAR = 1.05  # times the seconds of the fastest
 SLOW = 1e6  # times the seconds per byte
-NUM_CASES = 25  # for each of the three that is the fastest, and for each odd shape
+NUM_CASES = 25  # cases for each fastest algorithm, and for each odd shape
 EXAMPLE: b.Case = (
     *(10**6, tuple(f"h{rank // 2}" for rank in range(8))),
     *((5e-6, 1e-11), (20e-6, 1e-10)),
-)  # of the TODO
+)
 
 
 def _predicted(case: b.Case) -> dict[str, float]:

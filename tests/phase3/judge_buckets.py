@@ -88,20 +88,20 @@ def _drawn(random: Random, dtypes: tuple[str, ...], devices: tuple[str, ...]) ->
 
 
 def _check_cases(grade: Grade, cases: Sequence[Case]) -> None:
-    for case, found in zip(cases, grade.call(b.assigned, cases), strict=True):
-        _check(case, found)
+    for case, result in zip(cases, grade.call(b.assigned, cases), strict=True):
+        _check(case, result)
 
 
 def _check(case: Case, result: b.Found) -> None:
-    (found, is_kept), expected = result, buckets_of(case)
+    (buckets, is_kept), expected = result, buckets_of(case)
     here = (
         f"assign_buckets of {_described(case.params)} with bucket_bytes={case.bucket_bytes} and "
         f"first_bucket_bytes={case.first_bucket_bytes}"
     )
     check(
-        [*found] == expected,
-        f"{here} should return {short(expected)}; it returned {short(found)}. "
-        f"{_why(case, found, expected)}",
+        [*buckets] == expected,
+        f"{here} should return {short(expected)}; it returned {short(buckets)}. "
+        f"{_why(case, buckets, expected)}",
     )
     check(
         is_kept,
@@ -123,37 +123,37 @@ def _described(params: Sequence[Param]) -> str:
     return f"parameters of {', '.join(texts)} bytes" if texts else "no parameters"
 
 
-def _why(case: Case, found: Buckets, expected: Buckets) -> str:
+def _why(case: Case, buckets: Buckets, expected: Buckets) -> str:
     """Name the first rule that is broken."""
     params = case.params
-    times = Counter(index for bucket in found for index in bucket)
+    times = Counter(index for bucket in buckets for index in bucket)
     if times != Counter(range(len(params))):
         return (
             "Every index should be in one bucket, once; also those of a parameter that stands in "
             "params twice, which buckets by tensor or by id would miss."
         )
-    if not all(found):
+    if not all(buckets):
         return "A bucket is empty."
-    if any(len({params[index].kind for index in bucket}) > 1 for bucket in found):
+    if any(len({params[index].kind for index in bucket}) > 1 for bucket in buckets):
         return (
             "A bucket holds one dtype on one device: it is sent as one tensor. float16 and "
             "bfloat16 are two dtypes of one size, and xpu:0 and xpu:1 two devices of one type."
         )
-    if any(list(bucket) != sorted(bucket, reverse=True) for bucket in found):
+    if any(list(bucket) != sorted(bucket, reverse=True) for bucket in buckets):
         return (
             "Begin with the last parameter, inside of a bucket too: its gradient is computed first."
         )
-    if {tuple(bucket) for bucket in found} == {tuple(bucket) for bucket in expected}:
+    if {tuple(bucket) for bucket in buckets} == {tuple(bucket) for bucket in expected}:
         return (
             "The buckets are right, but in another order: the one whose smallest index is largest "
             "becomes complete first."
         )
-    return _why_sizes(case, found)
+    return _why_sizes(case, buckets)
 
 
-def _why_sizes(case: Case, found: Buckets) -> str:
+def _why_sizes(case: Case, buckets: Buckets) -> str:
     seen = set()
-    for bucket in sorted(found, key=max, reverse=True):
+    for bucket in sorted(buckets, key=max, reverse=True):
         kind, sizes = case.params[bucket[0]].kind, [case.params[i].num_bytes for i in bucket]
         limit = case.bucket_bytes if kind in seen else case.first_bucket_bytes
         if len(bucket) > 1 and sum(sizes) > limit:
@@ -172,9 +172,9 @@ def _why_sizes(case: Case, found: Buckets) -> str:
 
 
 def buckets_of(case: Case) -> list[list[int]]:
-    """The right answer, one parameter after the other."""
+    """Return the right buckets, filled by one parameter after the other."""
     buckets: list[list[int]] = []
-    newest: dict[tuple[str, str], list[int]] = {}  # by dtype and device
+    newest: dict[tuple[str, str], list[int]] = {}  # dtype and device -> bucket
     limits: dict[tuple[str, str], int] = {}
     for index in reversed(range(len(case.params))):
         param = case.params[index]

@@ -97,36 +97,36 @@ def _check_training(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None
     """Check gradients, state, buckets and silence inside of no_sync, in every step."""
     for step, right in enumerate(b.train_alone(plan)):
         for rank, of_rank in enumerate(by_rank):
-            found = of_rank["steps"][step]
+            result = of_rank["steps"][step]
             here = (
                 f"{plan.how}, step {step}{where}, rows by rank {list(plan.rows[step])}, rank {rank}"
             )
             check(
-                not found["inside"],
+                not result["inside"],
                 f"{here}: a backward pass inside of no_sync should send nothing.",
             )
             for name, expected in right["gradients"].items():
-                _check_gradient(f"{here}, {name}", name, expected, found, right["own"], rank, plan)
-            _check_state(here, right["state"], found["state"], plan)
+                _check_gradient(f"{here}, {name}", name, expected, result, right["own"], rank, plan)
+            _check_state(here, right["state"], result["state"], plan)
             for what in ("gradients", "state"):
                 check(
-                    found[what] == by_rank[0]["steps"][step][what],
+                    result[what] == by_rank[0]["steps"][step][what],
                     f"{here}: gradients or parameters are not bit for bit those of rank 0.",
                 )
             if plan.way == b.NOTED:
-                _check_buckets(here, step, found, _expected(plan.limits, step, by_rank))
+                _check_buckets(here, step, result, _expected(plan.limits, step, by_rank))
 
 
 def _check_gradient(
     here: str,
     name: str,
     expected: Any,
-    found: dict[str, Any],
+    result: dict[str, Any],
     own: Sequence[Any],
     rank: int,
     plan: Plan,
 ) -> None:
-    got, of_rank = found["gradients"][name], own[rank].get(name)
+    got, of_rank = result["gradients"][name], own[rank].get(name)
     check(
         is_close(expected, got, _tolerance_of(expected)),
         f"{here}: after finish_gradient_synchronization, the gradient of {name} should be "
@@ -166,13 +166,13 @@ def _why(name: str, expected: Any, got: Any, own: Any, n: int, plan: Plan) -> st
     )
 
 
-def _check_state(here: str, right: dict[str, Any], found: dict[str, Any], plan: Plan) -> None:
+def _check_state(here: str, right: dict[str, Any], result: dict[str, Any], plan: Plan) -> None:
     for name, expected in right.items():
         check(
-            is_close(expected, found[name], _tolerance_of(expected)),
+            is_close(expected, result[name], _tolerance_of(expected)),
             f"{here}: after {plan.optimizer}'s step, {name} should be as on one process with the "
-            f"batches of all ranks, {short_beside(expected, found[name])}; it is "
-            f"{short_beside(found[name], expected)}. Did all ranks begin with the parameters and "
+            f"batches of all ranks, {short_beside(expected, result[name])}; it is "
+            f"{short_beside(result[name], expected)}. Did all ranks begin with the parameters and "
             "buffers of rank 0?",
         )
 
@@ -180,32 +180,32 @@ def _check_state(here: str, right: dict[str, Any], found: dict[str, Any], plan: 
 @task("3.12")
 def test_ranks_start_as_rank_0(grade: Grade) -> None:
     first = b.state_of(Odd(1))
-    for rank, found in enumerate(grade.run(b.start, 3).results):
+    for rank, result in enumerate(grade.run(b.start, 3).results):
         here = f"rank {rank} of 3"
         for name, expected in first.items():
             kind = "parameter" if name in PARAMETERS else "buffer"
             check(
-                found["state"][name] == expected,
+                result["state"][name] == expected,
                 f"{here}: the {kind} {name} should be that of rank 0, {short(expected)}; "
-                f"it is {short(found['state'][name])}. Frozen parameters and all buffers belong to "
-                "the model, too.",
+                f"it is {short(result['state'][name])}. Frozen parameters and all buffers are "
+                "part of the model, too.",
             )
         check(
-            not found["replaced"] and found["trainable"] and found["is_module"],
+            not result["replaced"] and result["trainable"] and result["is_module"],
             f"{here}: self.module should be the module given, with its parameters, and "
-            f"what is trainable unchanged. Replaced: {found['replaced']}; the module is "
-            f"{'the same' if found['is_module'] else 'another one'}; trainable as before: "
-            f"{found['trainable']}.",
+            f"what is trainable unchanged. Replaced: {result['replaced']}; the module is "
+            f"{'the same' if result['is_module'] else 'another one'}; trainable as before: "
+            f"{result['trainable']}.",
         )
         check(
-            found["outputs"] == found["expected"],
+            result["outputs"] == result["expected"],
             f"{here}: ddp(x, scale=3.0) should return what module(x, scale=3.0) returns, "
-            f"{short(found['expected'])}; it returned {short(found['outputs'])}.",
+            f"{short(result['expected'])}; it returned {short(result['outputs'])}.",
         )
         check(
-            found["keys"] == found["own_keys"] and found["loaded"] == found["saved"],
+            result["keys"] == result["own_keys"] and result["loaded"] == result["saved"],
             f"{here}: state_dict and load_state_dict should be the module's, with its "
-            f"names {short(found['own_keys'])}; the names are {short(found['keys'])}.",
+            f"names {short(result['own_keys'])}; the names are {short(result['keys'])}.",
         )
 
 
@@ -217,11 +217,11 @@ def test_a_rank_evaluates_alone(grade: Grade) -> None:
         "should send nothing: agree on the order of the buckets in "
         "finish_gradient_synchronization, where all ranks come.",
     )
-    for rank, found in enumerate(run.results):
+    for rank, result in enumerate(run.results):
         check(
-            not found["with_gradient"],
+            not result["with_gradient"],
             f"rank {rank} of 3: under torch.no_grad, forward should leave gradients as they are, "
-            f"None; afterwards, {joined(found['with_gradient'])} had one.",
+            f"None; afterwards, {joined(result['with_gradient'])} had one.",
         )
 
 
@@ -230,14 +230,14 @@ def test_a_rank_evaluates_alone(grade: Grade) -> None:
 
 @task("3.12")
 def test_no_sync_accumulates_without_a_message(grade: Grade) -> None:
-    rows = ((6, 6), (6, 6))  # in the second step, the buckets have another order
+    rows = ((6, 6), (6, 6))  # two steps: buckets have another order in the second
     for hows in (b.ACCUMULATIONS[:1], b.ACCUMULATIONS[1:]):
         plans = [Plan("SGD", SMALL, rows, how=how) for how in hows]
         run = run_together(grade, b.train_each, 2, plans)
         for place, plan in enumerate(plans):
             by_rank = [of_rank[place] for of_rank in run.results]
-            for rank, found in enumerate(by_rank):
-                _check_silence(f"{plan.how}, rank {rank} of 2", run, rank, plan, found["steps"])
+            for rank, result in enumerate(by_rank):
+                _check_silence(f"{plan.how}, rank {rank} of 2", run, rank, plan, result["steps"])
             _check_training(plan, by_rank)
 
 
@@ -284,19 +284,19 @@ def test_buckets_are_those_of_assign_buckets(grade: Grade) -> None:
         _check_nothing_besides(run)
 
 
-def _check_buckets(here: str, step: int, found: dict[str, Any], expected: list[list[str]]) -> None:
+def _check_buckets(here: str, step: int, result: dict[str, Any], expected: list[list[str]]) -> None:
     sizes = _sizes(expected)
     check(
-        found["num_bytes"] == sizes,
+        result["num_bytes"] == sizes,
         f"{here}: all_reduce should be started {counted(len(sizes), 'time')}, with buckets of "
-        f"{sizes} bytes; it was started with {found['num_bytes']}. {_whose(step)} Trainable "
+        f"{sizes} bytes; it was started with {result['num_bytes']}. {_whose(step)} Trainable "
         "parameters only, a shared one once.",
     )
     check(
-        found["has_group"],
+        result["has_group"],
         f"{here}: all_reduce should be given the group that the class was given.",
     )
-    names = found["names"]
+    names = result["names"]
     check(
         all(names),
         f"{here}: gradients should be views of the buckets, so that nothing is copied; after "
@@ -308,9 +308,9 @@ def _check_buckets(here: str, step: int, found: dict[str, Any], expected: list[l
         f"{here}: the buckets should hold {expected}; they hold {names}. {_whose(step)}",
     )
     check(
-        not found["strays"],
+        not result["strays"],
         f"{here}: each gradient should be a view of the bucket that was reduced; "
-        f"{joined(found['strays'])} lie elsewhere after the step.",
+        f"{joined(result['strays'])} lie elsewhere after the step.",
     )
 
 
@@ -331,7 +331,7 @@ def _collectives(run: Run, name: str) -> list[list[Any]]:
 
 
 def _check_nothing_besides(run: Run) -> None:
-    calls = [sum(len(step["names"]) for step in found["steps"]) for found in run.results]
+    calls = [sum(len(step["names"]) for step in result["steps"]) for result in run.results]
     reduced, sent = (
         [len(of_rank) for of_rank in _collectives(run, name)] for name in ("all_reduce", "broad")
     )
@@ -392,11 +392,11 @@ def _check_branches(
     came = list(reversed(orders[0]))  # backward begins where forward ends
     later = [*came, *(branch for branch in first if branch not in came)]
     for rank, steps in enumerate(by_rank):
-        for step, found in enumerate(steps):
+        for step, result in enumerate(steps):
             here = f"ranks use branches{where} in the orders {[*orders]}, step {step}, rank {rank}"
             for branch in range(num_branches):
                 own = [(branch + 1) * (r + 1 + step) * (branch in orders[r]) for r in range(n)]
-                got, mean = found["gradients"][branch], sum(own) / n
+                got, mean = result["gradients"][branch], sum(own) / n
                 check(
                     got is not None and abs(got - mean) <= tolerance,
                     f"{here}: the gradient of branch {branch} should be {mean:.4f}, the mean of "
@@ -404,21 +404,21 @@ def _check_branches(
                     "it: if ranks start them in different orders, gradients of different "
                     "parameters are added up.",
                 )
-            _check_order(here, later if step else first, found["calls"], is_first=not step)
+            _check_order(here, later if step else first, result["calls"], is_first=not step)
             check(
-                found["num_bytes"] == [24] * num_branches,
+                result["num_bytes"] == [24] * num_branches,
                 f"{here}: each bucket should travel in its own dtype, as 24 bytes; they have "
-                f"{found['num_bytes']}.",
+                f"{result['num_bytes']}.",
             )
 
 
-def _check_order(here: str, branches: Sequence[int], found: Any, *, is_first: bool) -> None:
+def _check_order(here: str, branches: Sequence[int], result: Any, *, is_first: bool) -> None:
     expected = [[f"weights.{branch}"] for branch in branches]
     check(
-        found == expected,
+        result == expected,
         f"{here}: buckets should leave in the order {expected}, which is that of "
         f"{'assign_buckets' if is_first else 'rank 0, in the first step'}, on all ranks; they "
-        f"left in the order {found}.",
+        f"left in the order {result}.",
     )
 
 

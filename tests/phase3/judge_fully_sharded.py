@@ -58,15 +58,15 @@ def test_a_fully_sharded_model_inside_a_group(grade: Grade) -> None:
 def test_two_forward_passes_before_a_backward_pass(grade: Grade) -> None:
     n = 2
     expected = b.used_twice_plain(n) | BUFFERS
-    for rank, found in enumerate(grade.run(b.use_twice, n, if_stuck=STUCK).results):
+    for rank, result in enumerate(grade.run(b.use_twice, n, if_stuck=STUCK).results):
         here = f"{FULLY}, rank {rank} of {n}, after a step on the loss of two forward passes"
-        uses = found.pop("uses")
+        uses = result.pop("uses")
         check(
             {*uses} == {2},
             f"{here}: the number of each unit should be 2, one more for each time that it has "
             f"computed; they are {', '.join(map(str, uses))}.",
         )
-        check_values(here, expected, found, "Are the gradients of both added up?")
+        check_values(here, expected, result, "Are the gradients of both added up?")
 
 
 @task("3.20")
@@ -74,11 +74,11 @@ def test_shards_are_kept_in_32_bits(grade: Grade) -> None:
     dtypes = ["torch.bfloat16", "torch.float32"]
     for n in (1, 3):
         by_rank = check_small_updates(grade, FULLY, n, "only what is gathered may be rounded.")
-        for rank, found in enumerate(by_rank):
+        for rank, result in enumerate(by_rank):
             check(
-                found["dtypes"] == dtypes,
+                result["dtypes"] == dtypes,
                 f"rank {rank} of {n}, compute_dtype=bfloat16: the output and the shards should be "
-                f"in {' and '.join(dtypes)}; they are in {' and '.join(found['dtypes'])}.",
+                f"in {' and '.join(dtypes)}; they are in {' and '.join(result['dtypes'])}.",
             )
 
 
@@ -218,34 +218,36 @@ def test_units_come_in_the_order_of_the_figure(grade: Grade) -> None:
 def test_a_model_is_used_as_ever(grade: Grade) -> None:
     n = 2
     by_rank = grade.run(b.use_every_day, n, if_stuck=STUCK).results
-    for rank, found in enumerate(by_rank):
+    for rank, result in enumerate(by_rank):
         here = f"rank {rank} of {n}, a model that computes in bfloat16"
         _check_dict(
             f"{here}, the dtypes that its forward sees",
-            *(b.SEEN, found["seen"]),
+            *(b.SEEN, result["seen"]),
             "Cast floating-point tensors, in args and kwargs, in tuples and dicts too, and no "
             "others: labels and token ids would be rounded.",
         )
-        _check_dict(f"{here}, what it returns", b.RETURNED, found["result"], "Pass it on as it is.")
+        _check_dict(
+            f"{here}, what it returns", b.RETURNED, result["result"], "Pass it on as it is."
+        )
         check(
-            found["calls of the hook"] == 1,
+            result["calls of the hook"] == 1,
             f"{here}: a forward hook of the module should be called once in a pass; it was called "
-            f"{found['calls of the hook']} times. Call the module, not its forward, which skips "
+            f"{result['calls of the hook']} times. Call the module, not its forward, which skips "
             "hooks.",
         )
         check(
-            all(found["has gradient"]),
+            all(result["has gradient"]),
             f"{here}: what was computed before the model, and went into it by args and in kwargs, "
             "should get gradients; has it got them? "
-            f"{joined([str(one) for one in found['has gradient']])}. Casting belongs to the graph: "
-            "detach nothing.",
+            f"{joined([*map(str, result['has gradient'])])}. Casting belongs to the graph: detach "
+            "nothing.",
         )
         _check_dict(
             f"{here}, its buffers",
-            *(b.buffers_on(rank), found["buffers"]),
+            *(b.buffers_on(rank), result["buffers"]),
             "Buffers stay as they are on each rank: they are neither sent nor cast.",
         )
-    refusals = [found["refusal"] for found in by_rank]
+    refusals = [result["refusal"] for result in by_rank]
     check_refused(refusals, f"a module whose {b.UNBORN} is on the device meta", b.UNBORN)
 
 
@@ -268,41 +270,41 @@ def test_states_fit_any_number_of_ranks(grade: Grade, kind: str) -> None:
     state, dtypes = b.whole_numbers(kind), b.dtypes_of(kind)
     for n in (1, 3):
         run = grade.run(b.restore, n, kind, if_stuck=STUCK)
-        for rank, found in enumerate(run.results):
+        for rank, result in enumerate(run.results):
             here = f"rank {rank} of {n}, a {kind} model after load_full_state_dict of float16"
             for way in ("full", "from shards"):
                 cause = "Is each parameter's part in its place, and are the buffers there?"
-                check_values(f"{here}, {way}", state, found[way], cause)
+                check_values(f"{here}, {way}", state, result[way], cause)
             loss = 0.0 if kind == b.TWO else b.loss_with(kind, state, rank)
             check(
-                is_close(loss, found["loss"], 1e-7),
-                f"{here}: its loss should be {loss:.6f}, and is {found['loss']:.6f}.",
+                is_close(loss, result["loss"], 1e-7),
+                f"{here}: its loss should be {loss:.6f}, and is {result['loss']:.6f}.",
             )
+            _check_stored(here, kind, result, _bytes_of_state(run, rank))
             _check_dict(
-                *(f"{here}, full_state_dict, dtypes", dtypes, found["dtypes"]),
+                *(f"{here}, full_state_dict, dtypes", dtypes, result["dtypes"]),
                 "Gather the shards in their own dtype: a checkpoint in bfloat16 has lost digits.",
             )
-            _check_stored(here, kind, found, _bytes_of_state(run, rank))
 
 
-def _check_stored(here: str, kind: str, found: dict[str, Any], sent: int) -> None:
+def _check_stored(here: str, kind: str, result: dict[str, Any], sent: int) -> None:
     """Check the bytes of a full state and of the shards, and an incomplete state."""
     check(
-        sent <= found["bytes"],
-        f"{here}, full_state_dict: this rank's shards, {found['bytes']} bytes, should be in one "
+        sent <= result["bytes"],
+        f"{here}, full_state_dict: this rank's shards, {result['bytes']} bytes, should be in one "
         f"all-gather each; it brings {sent} bytes into collectives. An all-gather of a flat "
         "returns all of its parameters.",
     )
     dtypes = ["torch.float32", "torch.float64"][kind != b.TWO :]
     check(
-        (found["shards"], found["held"]) == (dtypes, found["bytes"]),
-        f"{here}: the shards should be in {joined(dtypes)} and hold {found['bytes']} bytes; they "
-        f"are in {joined(found['shards'])} and hold {found['held']}. Copy into the shard's own "
+        (result["shards"], result["held"]) == (dtypes, result["bytes"]),
+        f"{here}: the shards should be in {joined(dtypes)} and hold {result['bytes']} bytes; they "
+        f"are in {joined(result['shards'])} and hold {result['held']}. Copy into the shard's own "
         "memory: a view keeps the whole parameters, and their dtype.",
     )
     check(
-        b.MISSING in found["error"],
-        f"{here} without {b.MISSING}: a KeyError should name it; there is {found['error']}. Who "
+        b.MISSING in result["error"],
+        f"{here} without {b.MISSING}: a KeyError should name it; there is {result['error']}. Who "
         "restarts from a checkpoint that does not fit must not train from other numbers.",
     )
 

@@ -15,8 +15,8 @@ EXACT = 3e-8  # tolerance of rounding, also to whole bytes
 GIB = 2**30
 
 
-def _is_close(found: float, expected: float, tolerance: float = EXACT) -> bool:
-    return abs(found - expected) <= tolerance * abs(expected) + 1e-12
+def _is_close(number: float, expected: float, tolerance: float = EXACT) -> bool:
+    return abs(number - expected) <= tolerance * abs(expected) + 1e-12
 
 
 def _sizes_named(layout: Layout, batch_size: int = 0) -> dict[str, float]:
@@ -30,13 +30,13 @@ def _sizes_named(layout: Layout, batch_size: int = 0) -> dict[str, float]:
 @task("3.21")
 def test_parameters_of_a_rank(grade: Grade) -> None:
     cases = [(model, layout) for model, layout, _ in c.cases(grade.random)]
-    found = grade.call(b.numbers_of, "parameters_per_rank", cases)
-    for (model, layout), number in zip(cases, found, strict=True):
+    results = grade.call(b.numbers_of, "parameters_per_rank", cases)
+    for (model, layout), number in zip(cases, results, strict=True):
         expected = reference.parameters(model, layout)
         check(
             _is_close(number, expected),
-            f"parameters_per_rank, {c.told(model, layout)}: expected {expected:,.0f}, got "
-            f"{number:,.0f}.{c.factor_told(number, expected, _sizes_named(layout))} A stage has "
+            f"parameters_per_rank, {c.case_text(model, layout)}: expected {expected:,.0f}, got "
+            f"{number:,.0f}.{c.factor_text(number, expected, _sizes_named(layout))} A stage has "
             "l/p layers of 12h² + 13h parameters, the first one also (V + s) · h of embeddings, "
             "and t ranks share all of them. ZeRO and the micro-batch change nothing here.",
         )
@@ -54,25 +54,25 @@ def test_activations_of_a_layer(grade: Grade) -> None:
         for model, layout, _ in [example, *c.cases(grade.random, 6)]
         for kind in CHECKPOINTING
     ]
-    found = grade.call(b.numbers_of, "activation_bytes_per_layer", cases)
-    for (model, layout, kind), number in zip(cases, found, strict=True):
+    results = grade.call(b.numbers_of, "activation_bytes_per_layer", cases)
+    for (model, layout, kind), number in zip(cases, results, strict=True):
         expected = reference.activations(model, layout, kind)
         asked = layout._replace(checkpointing=kind)
         check(
             _is_close(number, expected),
-            f"activation_bytes_per_layer(…, {kind!r}), {c.told(model, asked)}: expected "
+            f"activation_bytes_per_layer(…, {kind!r}), {c.case_text(model, asked)}: expected "
             f"{expected:,.0f} bytes, got {number:,.0f}."
-            f"{c.factor_told(number, expected, _sizes_named(layout))} "
+            f"{c.factor_text(number, expected, _sizes_named(layout))} "
             f"{_of_activations(model, layout, number, expected)}",
         )
 
 
-def _of_activations(model: Transformer, layout: Layout, found: float, expected: float) -> str:
+def _of_activations(model: Transformer, layout: Layout, number: float, expected: float) -> str:
     """Return the likely cause: the case for which the number would be right."""
     for is_split in (False, True):
         for kind in CHECKPOINTING:
             other = layout._replace(sequence_parallel=is_split)
-            if _is_close(found, reference.activations(model, other, kind)):
+            if _is_close(number, reference.activations(model, other, kind)):
                 with_or_not = "with" if is_split else "without"
                 return (
                     f"That is what {kind!r} keeps {with_or_not} sequence parallelism: the argument "
@@ -87,16 +87,16 @@ def _of_activations(model: Transformer, layout: Layout, found: float, expected: 
 @task("3.21")
 def test_layers_in_flight(grade: Grade) -> None:
     cases = c.cases(grade.random)
-    found = grade.call(b.numbers_of, "layers_in_flight", cases)
-    for case, number in zip(cases, found, strict=True):
+    results = grade.call(b.numbers_of, "layers_in_flight", cases)
+    for case, number in zip(cases, results, strict=True):
         model, layout = case[:2]
         expected, v = reference.in_flight(*case), layout.chunks
         passes, of_chunk = "p" if v == 1 else "vp + p - 1", model.layers / layout.pipeline / v
         check(
             _is_close(number, expected),
-            f"layers_in_flight, {c.told(*case)}: expected {expected:g} layers, got {number:g}. The "
-            f"first stage is {passes} forward passes ahead, or all {v} · m of them if there are "
-            f"fewer, and each goes through a chunk of l/(pv) = {of_chunk:g} layers.",
+            f"layers_in_flight, {c.case_text(*case)}: expected {expected:g} layers, got {number:g}."
+            f" The first stage is {passes} forward passes ahead, or all {v} · m of them if there "
+            f"are fewer, and each goes through a chunk of l/(pv) = {of_chunk:g} layers.",
         )
 
 
@@ -120,15 +120,15 @@ def _check_parts(
     grade: Grade, function: str, cases: list[Any], causes: dict[str, str], written: Any
 ) -> None:
     references = {"estimate_memory": reference.memory, "estimate_step_time": reference.step_time}
-    found = grade.call(b.parts_of, function, cases)
-    for case, numbers in zip(cases, found, strict=True):
+    results = grade.call(b.parts_of, function, cases)
+    for case, numbers in zip(cases, results, strict=True):
         model, layout, batch_size = case[:3]
         expected = references[function](*case)
         for name, wanted, number in zip(causes, expected, numbers, strict=True):
-            factor = c.factor_told(number, wanted, _sizes_named(layout, batch_size))
+            factor = c.factor_text(number, wanted, _sizes_named(layout, batch_size))
             check(
                 _is_close(number, wanted),
-                f"{function}, {c.told(model, layout, batch_size)}: {name} should be "
+                f"{function}, {c.case_text(model, layout, batch_size)}: {name} should be "
                 f"{written(wanted)}, but it is {written(number)}.{factor} {causes[name]}",
             )
 
@@ -145,8 +145,8 @@ def test_memory_is_that_of_the_papers(grade: Grade) -> None:
             for model, layout, m, _, gib in ACTIVATIONS_GIB
         ),
     ]
-    found = grade.call(b.parts_of, "estimate_memory", [row[:3] for row in rows])
-    for (model, layout, size, published), parts in zip(rows, found, strict=True):
+    results = grade.call(b.parts_of, "estimate_memory", [row[:3] for row in rows])
+    for (model, layout, size, published), parts in zip(rows, results, strict=True):
         is_of_states = model is c.GPT_7B
         got = sum(parts[:3]) if is_of_states else parts[3]
         what = "parameters, gradients and optimizer state" if is_of_states else "the activations"
@@ -157,8 +157,8 @@ def test_memory_is_that_of_the_papers(grade: Grade) -> None:
         )
         check(
             _is_close(got, published, 0.01),
-            f"{c.told(model, layout, size)}: {what} should take {bytes_text(published)}, as the "
-            f"paper says; they take {bytes_text(got)}. {why}",
+            f"{c.case_text(model, layout, size)}: {what} should take {bytes_text(published)}, as "
+            f"the paper says; they take {bytes_text(got)}. {why}",
         )
 
 
@@ -190,8 +190,8 @@ def _timed(grade: Grade, num_drawn: int = 20) -> list[Any]:
 def test_forward_pass_of_a_layer(grade: Grade, function: str) -> None:
     is_whole = function == "forward_seconds"
     cases = [(model, layout, machine) for model, layout, _, machine in _timed(grade)]
-    found = grade.call(b.numbers_of, function, cases)
-    for (model, layout, machine), number in zip(cases, found, strict=True):
+    results = grade.call(b.numbers_of, function, cases)
+    for (model, layout, machine), number in zip(cases, results, strict=True):
         seconds = reference.forward if is_whole else reference.attention
         expected = seconds(model, layout, machine)
         attention = reference.attention(model, layout, machine)
@@ -204,8 +204,8 @@ def test_forward_pass_of_a_layer(grade: Grade, function: str) -> None:
         )
         check(
             _is_close(number, expected),
-            f"{function}, {c.told(model, layout)}: expected {seconds_text(expected)}, got "
-            f"{seconds_text(number)}.{c.factor_told(number, expected, _sizes_named(layout))} "
+            f"{function}, {c.case_text(model, layout)}: expected {seconds_text(expected)}, got "
+            f"{seconds_text(number)}.{c.factor_text(number, expected, _sizes_named(layout))} "
             f"{cause}",
         )
 

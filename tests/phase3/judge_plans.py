@@ -47,15 +47,15 @@ def _drawn_case(random: Random) -> Case:
 def test_layouts_are_all_that_are_valid(grade: Grade) -> None:
     for case in _cases(grade):
         expected = dict.fromkeys(reference.layouts(*case), 1)
-        found = Counter(Layout(*one) for one in grade.call(b.layouts_of, *case))
+        counts = Counter(Layout(*layout) for layout in grade.call(b.layouts_of, *case))
         here = _text(case)
-        for one, times in found.items():
+        for layout, times in counts.items():
             check(
-                one in expected,
-                f"{here}: {one} is not valid. {_broken_rule(case, one)}",
+                layout in expected,
+                f"{here}: {layout} is not valid. {_broken_rule(case, layout)}",
             )
-            check(times == 1, f"{here}: {one} should come once; it came {times} times.")
-        missing = [one for one in expected if one not in found]
+            check(times == 1, f"{here}: {layout} should come once; it came {times} times.")
+        missing = [layout for layout in expected if layout not in counts]
         check(
             not missing,
             f"{here}: there are {counted(len(expected), 'valid layout')}; {len(missing)} of them "
@@ -71,10 +71,10 @@ def _text(case: Case) -> str:
     )
 
 
-def _broken_rule(case: Case, one: Layout) -> str:
+def _broken_rule(case: Case, layout: Layout) -> str:
     """Return the first rule of the docstring that a layout breaks."""
     model, machine, batch_size = case
-    d, t, p, v, micro_batch, zero, _, is_split = one
+    d, t, p, v, micro_batch, zero, _, is_split = layout
     if d * t * p != machine.gpus:
         return f"d · t · p = {d * t * p}, but there are {counted(machine.gpus, 'GPU')}."
     if machine.gpus_per_node % t or model.heads % t:
@@ -86,8 +86,8 @@ def _broken_rule(case: Case, one: Layout) -> str:
         return f"p · v = {p * v} should divide the {counted(model.layers, 'layer')}."
     if batch_size % (d * micro_batch):
         return f"d · b = {d * micro_batch} should divide the batch of {batch_size}."
-    if v > 1 and (p == 1 or one.micro_batches(batch_size) % p):
-        m = one.micro_batches(batch_size)
+    if v > 1 and (p == 1 or layout.micro_batches(batch_size) % p):
+        m = layout.micro_batches(batch_size)
         return f"v = {v} needs a pipeline, and m to be a multiple of p: here p = {p}, m = {m}."
     if is_split and (t == 1 or model.length % t):
         return f"Sequence parallelism needs t > 1 that divides the length: t = {t}, {model.length}."
@@ -103,7 +103,7 @@ def _tight(grade: Grade) -> tuple[Case, list[Plan]]:
     model = Transformer(grade.random.choice((8, 16)), 1024, 8, 512, 1024)
     machine = _machine(2, 4)._replace(network_bytes_per_s=grade.random.uniform(1e9, 9e9))
     plans = reference.plans(model, machine, 16)
-    needs = sorted(one.memory.total for one in plans)
+    needs = sorted(plan.memory.total for plan in plans)
     place = grade.random.randrange(len(needs) // 4, len(needs) // 2)
     return (model, machine._replace(memory_bytes=needs[place]), 16), plans
 
@@ -119,19 +119,19 @@ def test_plans_are_all_that_fit(grade: Grade) -> None:
 
 def _check_those_that_fit(grade: Grade, case: Case, plans: list[Plan]) -> None:
     limit = case[1].memory_bytes
-    by_layout = {one.layout: one for one in plans}
-    found = _plans(grade, case)
-    for one in found:
-        check(one.layout in by_layout, f"{_text(case)}: {one.layout} is no valid layout.")
-        known = by_layout[one.layout]
-        _check_estimates(one, known)
+    by_layout = {plan.layout: plan for plan in plans}
+    planned = _plans(grade, case)
+    for plan in planned:
+        check(plan.layout in by_layout, f"{_text(case)}: {plan.layout} is no valid layout.")
+        known = by_layout[plan.layout]
+        _check_estimates(plan, known)
         check(
             known.memory.total <= limit,
-            f"{one.layout} is planned, but it needs {bytes_text(known.memory.total)}, and a GPU "
+            f"{plan.layout} is planned, but it needs {bytes_text(known.memory.total)}, and a GPU "
             f"has {bytes_text(limit)}.{_left_out(known.memory, limit)}",
         )
-    times = Counter(one.layout for one in found)
-    fit = [one.layout for one in plans if one.memory.total <= limit]
+    times = Counter(plan.layout for plan in planned)
+    fit = [plan.layout for plan in plans if plan.memory.total <= limit]
     missing = [layout for layout in fit if layout not in times]
     needs = [by_layout[layout].memory.total for layout in missing]
     check(
@@ -148,13 +148,15 @@ def _check_those_that_fit(grade: Grade, case: Case, plans: list[Plan]) -> None:
 
 def _plans(grade: Grade, case: Case) -> list[Plan]:
     rows = grade.call(b.plans_of, *case)
-    return [Plan(Layout(*one), Memory(*memory), StepTime(*time)) for one, memory, time in rows]
+    return [
+        Plan(Layout(*layout), Memory(*memory), StepTime(*time)) for layout, memory, time in rows
+    ]
 
 
-def _check_estimates(found: Plan, known: Plan) -> None:
+def _check_estimates(planned: Plan, known: Plan) -> None:
     for name, mine, right in (
-        ("estimate_memory", found.memory, known.memory),
-        ("estimate_step_time", found.time, known.time),
+        ("estimate_memory", planned.memory, known.memory),
+        ("estimate_step_time", planned.time, known.time),
     ):
         differ = [
             part
@@ -163,7 +165,7 @@ def _check_estimates(found: Plan, known: Plan) -> None:
         ]
         check(
             not differ,
-            f"the plan of {found.layout} should hold what {name} returns; its part {differ[:1]} "
+            f"the plan of {planned.layout} should hold what {name} returns; its part {differ[:1]} "
             f"differs. Is {name} right by its own tests, and is it called with the batch size?",
         )
 
@@ -179,7 +181,7 @@ def _left_out(memory: Memory, limit: float) -> str:
 @task("3.23")
 def test_each_estimate_is_made_once(grade: Grade) -> None:
     case, plans = _tight(grade)
-    fit = sum(one.memory.total <= case[1].memory_bytes for one in plans)
+    fit = sum(plan.memory.total <= case[1].memory_bytes for plan in plans)
     calls = grade.call(b.estimates_of_plan, *case)
     for name, most in (("estimate_memory", len(plans)), ("estimate_step_time", fit)):
         check(
@@ -194,18 +196,18 @@ def test_each_estimate_is_made_once(grade: Grade) -> None:
 @task("3.23")
 def test_the_fastest_comes_first(grade: Grade) -> None:
     case, plans = _tight(grade)
-    fit = [one for one in plans if one.memory.total <= case[1].memory_bytes]
-    best = min(fit, key=lambda one: one.time.total)
-    by_layout = {one.layout: one for one in plans}
-    found = [by_layout[one.layout] for one in _plans(grade, case) if one.layout in by_layout]
-    check(bool(found), f"{_text(case)}: no plan came, but {len(fit)} layouts fit.")
+    fit = [plan for plan in plans if plan.memory.total <= case[1].memory_bytes]
+    best = min(fit, key=lambda plan: plan.time.total)
+    by_layout = {plan.layout: plan for plan in plans}
+    planned = [by_layout[plan.layout] for plan in _plans(grade, case) if plan.layout in by_layout]
+    check(bool(planned), f"{_text(case)}: no plan came, but {len(fit)} layouts fit.")
     check(
-        not _is_later(found[0], best),
-        f"{found[0].layout} comes first and takes {seconds_text(found[0].time.total)}, but "
+        not _is_later(planned[0], best),
+        f"{planned[0].layout} comes first and takes {seconds_text(planned[0].time.total)}, but "
         f"{best.layout} takes {seconds_text(best.time.total)}."
-        f"{_forgotten(found[0].time, best.time)}",
+        f"{_forgotten(planned[0].time, best.time)}",
     )
-    for before, after in pairwise(found):
+    for before, after in pairwise(planned):
         check(
             not _is_later(before, after),
             f"the fastest plans should come first: {before.layout} comes before {after.layout}, "
@@ -214,9 +216,9 @@ def test_the_fastest_comes_first(grade: Grade) -> None:
         )
 
 
-def _is_later(one: Plan, other: Plan) -> bool:
+def _is_later(plan: Plan, other: Plan) -> bool:
     """Return True if a plan takes longer than another, by more than rounding."""
-    return one.time.total > other.time.total * (1 + EXACT)
+    return plan.time.total > other.time.total * (1 + EXACT)
 
 
 def _forgotten(first: StepTime, best: StepTime) -> str:
@@ -233,15 +235,15 @@ def test_what_cannot_fit_is_refused(grade: Grade) -> None:
     vocabulary = 50000 + grade.random.randrange(2000)
     model = Transformer(12, 12288, 96, 2048, vocabulary)
     wide, long = model._replace(width=96 * 400), model._replace(width=768, heads=12, length=30000)
-    for one in (model, wide, long, long._replace(length=5000)):
-        smallest = min(plan.memory.total for plan in reference.plans(one, machine, batch_size))
+    for refused in (model, wide, long, long._replace(length=5000)):
+        smallest = min(plan.memory.total for plan in reference.plans(refused, machine, batch_size))
         too_small = machine._replace(memory_bytes=smallest * grade.random.uniform(0.5, 0.99))
         need = f"{smallest / 1e9:.1f}"
         here = (
-            f"{one} needs {need} GB (10⁹ bytes) at least, in the layout with the smallest total; "
-            f"on GPUs of {too_small.memory_bytes / 1e9:.2f} GB"
+            f"{refused} needs {need} GB (10⁹ bytes) at least, in the layout with the smallest "
+            f"total; on GPUs of {too_small.memory_bytes / 1e9:.2f} GB"
         )
-        _check_refused(grade, (one, too_small, batch_size), here, need)
+        _check_refused(grade, (refused, too_small, batch_size), here, need)
     here = f"{machine.gpus} GPUs with a batch of 7 and a model of 5 layers and 7 heads"
     odd = model._replace(layers=5, heads=7, width=7 * 64)
     _check_refused(grade, (odd, machine, 7), here, str(machine.gpus), "7")

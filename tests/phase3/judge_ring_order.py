@@ -50,18 +50,18 @@ def _measured(places: list[Place], random: Random, noise: float) -> b.Matrix:
     depth, fastest_s = len(places[0]), 10 ** random.uniform(-6, -3)
     return [
         [
-            fastest_s * 3 ** (depth - _common(one, other)) * random.uniform(1 - noise, 1 + noise)
+            fastest_s * 3 ** (depth - _common(place, other)) * random.uniform(1 - noise, 1 + noise)
             if i != j
             else random.choice((0.0, fastest_s, 1.0))
             for j, other in enumerate(places)
         ]
-        for i, one in enumerate(places)
+        for i, place in enumerate(places)
     ]
 
 
-def _common(one: Place, other: Place) -> int:
+def _common(place: Place, other: Place) -> int:
     """Return how many levels two ranks share, from the top."""
-    return next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), len(one))  # noqa: B905
+    return next((k for k, (a, b) in enumerate(zip(place, other)) if a != b), len(place))  # noqa: B905
 
 
 @task("3.9")
@@ -74,8 +74,8 @@ def test_each_part_of_the_tree_is_entered_once(grade: Grade) -> None:
         cases.append((places, _measured(places, grade.random, noise)))
     run = grade.run(b.order_all, 2, [matrix for _, matrix in cases])
     check_silent(run, "ring_order")
-    for rank, found in enumerate(run.results):
-        for (places, _), (order, is_kept) in zip(cases, found, strict=True):
+    for rank, result in enumerate(run.results):
+        for (places, _), (order, is_kept) in zip(cases, result, strict=True):
             where = f"rank {rank} of 2, {_text(places)}"
             _check_permutation(where, order, len(places))
             check(is_kept, f"{where}: seconds should only be read; ring_order has changed it.")
@@ -100,7 +100,7 @@ def _check_permutation(where: str, order: list[int], n: int) -> None:
 
 def _check_crossings(where: str, order: list[int], places: list[Place], level: int) -> None:
     parts = [places[rank][: level + 1] for rank in order]
-    crossed = sum(one != other for one, other in zip(parts, [*parts[1:], parts[0]], strict=True))
+    crossed = sum(part != other for part, other in zip(parts, [*parts[1:], parts[0]], strict=True))
     num_parts = len(set(parts))
     fewest = num_parts if num_parts > 1 else 0
     name = LEVELS[len(places[0]) - level - 1]

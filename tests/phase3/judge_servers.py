@@ -188,7 +188,7 @@ def _plan(grade: Grade, function: str, num_workers: int, **settings: Any) -> Pla
 
 
 def _judge_kinds(grade: Grade, function: str, *arguments: Any) -> None:
-    """Two servers and two workers, with shards of every dtype."""
+    """Judge two servers and two workers, with shards of every dtype."""
     for dtype in DTYPES:
         plan = Plan(function, (2, 0), (3, 1), 4, 11, dtype=dtype, arguments=arguments)
         judge(grade, plan, STUCK[function])
@@ -278,7 +278,7 @@ def test_a_straggler_does_not_delay_the_others(grade: Grade) -> None:
 
 
 def _straggling(grade: Grade, function: str, *arguments: Any) -> Plan:
-    """Four workers, one of which is four times slower."""
+    """Draw a plan for four workers; one is four times slower."""
     place = grade.random.randrange(4)
     pauses_s = tuple(40e-3 if i == place else 10e-3 for i in range(4))
     return _plan(grade, function, 4, pauses_s=pauses_s, num_steps=8, arguments=arguments)

@@ -79,15 +79,15 @@ def _assigned(grade: Grade, cases: Sequence[Case]) -> list[Assigned]:
     """Assign, and check what holds for every case."""
     run = grade.run(b.assign_all, 1, cases)
     check_silent(run, "assign_shards")
-    for case, found in zip(cases, run.results[0], strict=True):
+    for case, result in zip(cases, run.results[0], strict=True):
         check(
-            found["is_unchanged"],
+            result["is_unchanged"],
             f"{case}: assign_shards has changed its arguments, which belong to the caller. Work on "
             "a copy: dict(previous).",
         )
-        _check_names(case, found["assigned"])
-        _check_balance(case, found["assigned"])
-    return [found["assigned"] for found in run.results[0]]
+        _check_names(case, result["assigned"])
+        _check_balance(case, result["assigned"])
+    return [result["assigned"] for result in run.results[0]]
 
 
 def _check_names(case: Case, assigned: Assigned) -> None:
@@ -148,7 +148,7 @@ def _check_moves(case: Case, assigned: Assigned) -> None:
 
 @task("3.13")
 def test_what_any_assignment_becomes(grade: Grade) -> None:
-    """Whatever lies where, as servers and names come and go: also what no rule would have made."""
+    """Any previous assignment is possible, as servers and names come and go."""
     random = grade.random
     cases = [Case(_sizes(random, n, 1000), _servers(random, k)) for n, k in ((60, 7), (40, 1))]
     cases += [Case({}, (3, 5)), Case({"a": 4}, (3, 5, 9)), Case({"a": 0, "b": 0}, (1,))]
@@ -186,8 +186,8 @@ def test_all_ranks_choose_the_same(grade: Grade) -> None:
     ]
     run = grade.run(b.assign_in_any_order, 4, cases, random.randrange(1000))
     check_silent(run, "assign_shards")
-    for rank, found in enumerate(run.results):
-        for case, mine, other in zip(cases, found, run.results[0], strict=True):
+    for rank, result in enumerate(run.results):
+        for case, mine, other in zip(cases, result, run.results[0], strict=True):
             names = _differing(mine, other)
             check(
                 not names,

@@ -159,7 +159,7 @@ def test_nobody_dies(grade: Grade) -> None:
 
 @task("3.17")
 def test_every_server_survives_by_itself(grade: Grade) -> None:
-    """Workers are named by their ranks in the world, one of which is neither."""
+    """Workers are named by their ranks in the world; rank 2 is neither server nor worker."""
     plan = Plan(
         *(SURVIVORS, (0, 3), (1, 5, 4), 5, 11, (10e-3, 17e-3, 13e-3)),
         arguments=(1, TIMEOUT_S),

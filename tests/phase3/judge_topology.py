@@ -63,7 +63,7 @@ def test_hosts_and_links_are_those_of_the_cluster(
     cluster, sizes = _cluster(grade, nodes, gpus, numbering), _sizes(grade)
     repeats = grade.random.randrange(2, 6)
     arguments = {"sizes_bytes": sizes, "repeats": repeats}
-    # where sends are buffered, as small ones are on real links, send returns before bytes arrive
+    # Where sends are buffered, as small ones are on real links, send returns before bytes arrive.
     options = Options(eager_bytes=-1 if numbering == "block" else max(sizes))
     run = grade.run(d.discover, n, arguments, cluster=cluster, options=options, if_stuck=STUCK)
     _check_hosts(run.results)
@@ -72,21 +72,21 @@ def test_hosts_and_links_are_those_of_the_cluster(
 
 
 def _check_hosts(by_rank: list[dict[str, Any]]) -> None:
-    n, expected = len(by_rank), [found["host"] for found in by_rank]
-    for rank, found in enumerate(by_rank):
+    n, expected = len(by_rank), [result["host"] for result in by_rank]
+    for rank, result in enumerate(by_rank):
         check(
-            found["hosts"] == expected,
+            result["hosts"] == expected,
             f"rank {rank} of {n}: socket.gethostname() says {expected} on ranks 0 to {n - 1}, so "
-            f"hosts should be that; it is {found['hosts']}. Ask the host for its name, and collect "
-            "the names of all ranks in the order of their ranks in the group: the ranks of a host "
-            "need not be neighbours, nor equally many.",
+            f"hosts should be that; it is {result['hosts']}. Ask the host for its name, and "
+            "collect the names of all ranks in the order of their ranks in the group: the ranks of "
+            "a host need not be neighbours, nor equally many.",
         )
-    for rank, found in enumerate(by_rank):
+    for rank, result in enumerate(by_rank):
         for kind, where in KINDS.items():
             check(
-                found[kind] == by_rank[0][kind],
-                f"rank {rank} of {n}: what a message costs {where} is {_text(found[kind])}, but on "
-                f"rank 0 it is {_text(by_rank[0][kind])}. Only the ranks that measure know what "
+                result[kind] == by_rank[0][kind],
+                f"rank {rank} of {n}: what a message costs {where} is {_text(result[kind])}, but "
+                f"on rank 0 it is {_text(by_rank[0][kind])}. Only the ranks that measure know what "
                 "they found, and clocks differ: one rank should tell all others.",
             )
 
@@ -148,14 +148,14 @@ def _are_close(some: list[float], others: list[float]) -> bool:
 
 def _check_messages(run: Run, sizes: tuple[int, int], repeats: int) -> None:
     hosts = run.results[0]["hosts"]
-    found: dict[str, Counter[tuple[Edge, int]]] = {kind: Counter() for kind in KINDS}
+    result: dict[str, Counter[tuple[Edge, int]]] = {kind: Counter() for kind in KINDS}
     until_s = 0.0
     for send, recv in sorted(
         (pair for pair in _pairs(run) if pair[0].num_bytes in sizes),
         key=lambda pair: (departure_s(*pair), pair[1].end_s),
     ):
         kind = "inside" if hosts[send.rank] == hosts[recv.rank] else "between"
-        found[kind][(send.rank, recv.rank), send.num_bytes] += 1
+        result[kind][(send.rank, recv.rank), send.num_bytes] += 1
         check(
             departure_s(send, recv) >= until_s - 1e-12,
             f"the message of {send.num_bytes:,} bytes from rank {send.rank} to rank {recv.rank} "
@@ -165,7 +165,7 @@ def _check_messages(run: Run, sizes: tuple[int, int], repeats: int) -> None:
         until_s = recv.end_s
     for kind, where in KINDS.items():
         if run.results[0][kind] is not None:
-            _check_one_pair(found[kind], where, sizes, repeats, _sizes_sent(run))
+            _check_one_pair(result[kind], where, sizes, repeats, _sizes_sent(run))
 
 
 def _sizes_sent(run: Run) -> list[int]:
@@ -177,13 +177,13 @@ def _pairs(run: Run) -> list[Any]:
 
 
 def _check_one_pair(
-    found: Counter[tuple[Edge, int]],
+    result: Counter[tuple[Edge, int]],
     where: str,
     sizes: tuple[int, int],
     repeats: int,
     sizes_sent: Sequence[int],
 ) -> None:
-    pairs = sorted({tuple(sorted(edge)) for edge, _ in found})
+    pairs = sorted({tuple(sorted(edge)) for edge, _ in result})
     check(
         bool(pairs),
         f"with sizes_bytes={sizes}, messages of these bytes should travel {where}; what was sent "
@@ -194,7 +194,7 @@ def _check_one_pair(
         f"one pair of ranks {where} should play; messages of {sizes[0]:,} and {sizes[1]:,} bytes "
         f"travelled between the pairs {pairs}. To measure all pairs takes N² ping-pongs.",
     )
-    for (edge, num_bytes), number in sorted(found.items()):
+    for (edge, num_bytes), number in sorted(result.items()):
         check(
             number == repeats + 1,
             f"{where}, rank {edge[0]} should send {repeats + 1} messages of {num_bytes:,} bytes to "
@@ -202,9 +202,9 @@ def _check_one_pair(
             f"sends {number}.",
         )
     check(
-        len(found) == 4,
+        len(result) == 4,
         f"{where}, messages of both sizes, {sizes[0]:,} and {sizes[1]:,} bytes, should travel "
-        f"there and back; there were {sorted(found)} as ((from, to), bytes).",
+        f"there and back; there were {sorted(result)} as ((from, to), bytes).",
     )
 
 
@@ -233,7 +233,8 @@ def test_messages_that_are_late_do_not_count(grade: Grade) -> None:
 @pytest.mark.parametrize("repeats", [4, 5])
 def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
     cluster, sizes = _cluster(grade, 1, 2), tuple(sorted(_sizes(grade), reverse=repeats % 2 == 0))
-    ranges_s = {min(sizes): (1e-3, 2e-3), max(sizes): (2e-3, 9e-3)}  # so that β is above 0
+    # The longer message is later, so that β is above 0.
+    ranges_s = {min(sizes): (1e-3, 2e-3), max(sizes): (2e-3, 9e-3)}
     delays_s = {
         size: [grade.random.uniform(*limits_s) for _ in range(repeats + 1)]
         for size, limits_s in ranges_s.items()
@@ -307,18 +308,19 @@ def test_collectives_only_share_what_was_found(grade: Grade) -> None:
 def test_gpus_are_waited_for(grade: Grade) -> None:
     arguments = {"sizes_bytes": (1000, 2000), "repeats": 2}
     run = grade.run(d.discover_on_gpus, 2, arguments, if_stuck=STUCK)
-    found = run.results[0]
+    result = run.results[0]
     check(
-        {*found["sent"]} == {"cuda:0"},
+        {*result["sent"]} == {"cuda:0"},
         "with a backend that needs tensors on the GPU, group_device(group) is cuda:0; the messages "
-        f"were sent from {sorted({*found['sent']})}.",
+        f"were sent from {sorted({*result['sent']})}.",
     )
-    least_s = d.WORK_S / 2  # of the way there and back, only the way back is waited for here
+    # Of the way there and back, rank 0 waits for the way back alone.
+    least_s = d.WORK_S / 2
     check(
-        found["inside"][0] >= 0.99 * least_s,
+        result["inside"][0] >= 0.99 * least_s,
         f"the GPU of a rank works for {1e3 * d.WORK_S:g} ms after recv has returned, until the "
         f"message is there, so α should be {1e3 * least_s:g} ms or more; it is "
-        f"{1e3 * found['inside'][0]:.3g} ms. Call wait_for before you read the clock again.",
+        f"{1e3 * result['inside'][0]:.3g} ms. Call wait_for before you read the clock again.",
     )
 
 
@@ -326,11 +328,11 @@ def test_gpus_are_waited_for(grade: Grade) -> None:
 def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
     run = grade.run(d.discover, 3, {"repeats": 2}, if_stuck=STUCK)
     _check_hosts(run.results)
-    found = run.results[0]
+    result = run.results[0]
     check(
-        found["between"] is None and found["inside"] is not None and min(found["inside"]) >= 0,
+        result["between"] is None and result["inside"] is not None and min(result["inside"]) >= 0,
         "3 ranks on one host: between should be None, and α and β inside 0 or more; between is "
-        f"{_text(found['between'])}, inside is {_text(found['inside'])}.",
+        f"{_text(result['between'])}, inside is {_text(result['inside'])}.",
     )
 
 
@@ -363,7 +365,7 @@ def test_pairs_are_found_wherever_they_are(grade: Grade) -> None:
     run = grade.run(d.discover_in_groups, 12, groups, arguments, cluster=cluster, if_stuck=STUCK)
     for place, ranks in enumerate(groups):
         members = [run.results[rank][place] for rank in ranks]
-        names = [found["host"] for found in members]
+        names = [result["host"] for result in members]
         _check_whole_names(members, names)
         _check_hosts(members)
         _check_costs(members, cluster)
@@ -380,10 +382,10 @@ def _ranks_on(pattern: str) -> list[int]:
 
 
 def _check_whole_names(members: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    for rank, found in enumerate(members):
+    for rank, result in enumerate(members):
         check(
-            len(set(found["hosts"])) == len(set(names)),
+            len(set(result["hosts"])) == len(set(names)),
             f"rank {rank} of {len(members)}: socket.gethostname() says {short(names)}, which are "
-            f"{counted(len(set(names)), 'host')}; hosts is {short(found['hosts'])}. Compare whole "
+            f"{counted(len(set(names)), 'host')}; hosts is {short(result['hosts'])}. Compare whole "
             "names: hosts of two sites may differ only after the first dot.",
         )

@@ -57,31 +57,31 @@ def check_trained(
     for place, (kind, optimizer) in enumerate(cases):
         expected = b.trained_plainly(kind, optimizer, n)
         for rank, of_rank in enumerate(by_rank):
-            found, first = of_rank[place], by_rank[0][place]
+            result, first = of_rank[place], by_rank[0][place]
             here = f"{what}, rank {rank} of {n}, a {kind} model with {optimizer}, after"
             check(
-                found["after"][0] != found["begun"],
+                result["after"][0] != result["begun"],
                 f"{here} a step: no parameter has changed at all. Each param.data should be a view "
                 "of its place in flat.data, where the shards are written and gathered.",
             )
-            for number, (right, got) in enumerate(zip(expected, found["after"], strict=False)):
+            for number, (right, got) in enumerate(zip(expected, result["after"], strict=False)):
                 _check_step(here, cls, kind, number, right, got)
-            differ = [name for name in first["begun"] if _last(first, name) != _last(found, name)]
+            differ = [name for name in first["begun"] if _last(first, name) != _last(result, name)]
             check(
                 not differ,
                 f"{here} training: {', '.join(differ)} should be bit for bit as on rank 0: each "
                 "element is updated on one rank, and the others get it from there.",
             )
             check(
-                found["is_same"],
+                result["is_same"],
                 f"{here} training: the model's parameters should be the tensors that they were; "
                 "others have taken their places. Give a parameter other memory by "
                 "`param.data = …`.",
             )
 
 
-def _last(found: dict[str, Any], name: str) -> Any:
-    return found["after"][-1][name]
+def _last(result: dict[str, Any], name: str) -> Any:
+    return result["after"][-1][name]
 
 
 def _check_step(here: str, cls: str, kind: str, number: int, right: Numbers, got: Numbers) -> None:
@@ -137,12 +137,12 @@ def test_sharded_gradients_train_as_plain(grade: Grade) -> None:
 def check_small_updates(grade: Grade, cls: str, n: int, cause: str) -> list[Any]:
     """Check steps that 16 bits cannot hold; return what each rank returned."""
     by_rank = grade.run(b.take_small_steps, n, cls).results
-    for rank, found in enumerate(by_rank):
+    for rank, result in enumerate(by_rank):
         check(
-            found["values"] == [0.46875, 0.46875],
+            result["values"] == [0.46875, 0.46875],
             f"rank {rank} of {n}: 32 steps of SGD with lr=2^-10 and gradients of 1.0, and one with "
             "512.0, should take parameters in bfloat16 from the 1.0 of rank 0 (rank r had r + 1) "
-            f"to 0.46875; the least and the greatest are {short(found['values'])}. "
+            f"to 0.46875; the least and the greatest are {short(result['values'])}. "
             f"16 bits cannot hold 1 - 2^-10: {cause}",
         )
     return by_rank
@@ -209,8 +209,8 @@ def test_each_rank_holds_its_part_of_the_gradients(grade: Grade, n: int) -> None
 def _check_buckets_held(by_rank: Sequence[Any], buckets: int, where: str, cause: str) -> None:
     n = len(by_rank)
     most = 1.02 * (2 + 14 / n) * NUM_PARAMS + buckets * BUCKET
-    for rank, found in enumerate(by_rank):
-        held = found["in the backward pass"]
+    for rank, result in enumerate(by_rank):
+        held = result["in the backward pass"]
         check(
             held <= most,
             f"rank {rank} of {n}{where}: during the backward pass, {held:,} bytes are held, and at "
@@ -274,19 +274,19 @@ def _check_bytes(grade: Grade, cls: str, n: int, keywords: dict[str, Any], round
 
 
 def _check_frozen(cls: str, by_rank: Sequence[dict[str, Any]]) -> None:
-    for rank, found in enumerate(by_rank):
-        expected = [rank + 1.0] * len(found["frozen"])
+    for rank, result in enumerate(by_rank):
+        expected = [rank + 1.0] * len(result["frozen"])
         check(
-            found["frozen"] == expected,
+            result["frozen"] == expected,
             f"{cls}, rank {rank} of {len(by_rank)}: a frozen parameter should keep this rank's "
-            f"values, {short(expected)}; it holds {short(found['frozen'])}. Parameters that need "
+            f"values, {short(expected)}; it holds {short(result['frozen'])}. Parameters that need "
             "no gradient are left alone: they are neither broadcast nor updated.",
         )
         masters = [("torch.float32", width == 4) for _, width in b.PARTS[cls]]
         check(
-            [*map(tuple, found["masters"])] == masters or found["masters"] == [],
+            [*map(tuple, result["masters"])] == masters or result["masters"] == [],
             f"{cls}, rank {rank} of {len(by_rank)}: dtype of each master, and whether it is the "
-            f"shard of its flat itself, should be {masters}; they are {found['masters']}. What is "
+            f"shard of its flat itself, should be {masters}; they are {result['masters']}. What is "
             "in float32 needs no copy in float32.",
         )
 
@@ -309,9 +309,9 @@ def test_each_backward_pass_reduces_each_bucket_once(grade: Grade, n: int) -> No
 def _works_in_group(grade: Grade, cls: str, keywords: dict[str, Any]) -> None:
     cases, what = b.CASES[:3], f"{cls} inside the group {[*MEMBERS]}"
     body = (b.train_in_group, cls, cases, keywords)
-    found = of_members(grade.run(inside_group, OUTER_WORLD_SIZE, *body, if_stuck=STUCK_IN_GROUP))
-    check_trained(what, cls, [of_rank["trained"] for of_rank in found], cases)
-    _check_frozen(cls, [of_rank["frozen"] for of_rank in found])
+    members = of_members(grade.run(inside_group, OUTER_WORLD_SIZE, *body, if_stuck=STUCK_IN_GROUP))
+    check_trained(what, cls, [of_rank["trained"] for of_rank in members], cases)
+    _check_frozen(cls, [of_rank["frozen"] for of_rank in members])
 
 
 @task("3.18")
@@ -331,14 +331,14 @@ def _check_shards(grade: Grade, cls: str) -> None:
     for n in (1, 3):
         mean = [number * n * (n + 1) / 2 for number in range(1, 6)]
         padded = [*mean, *[0.0] * (-5 % n)]
-        for rank, found in enumerate(grade.run(b.reduce_once, n, cls).results):
+        for rank, result in enumerate(grade.run(b.reduce_once, n, cls).results):
             size = len(padded) // n
             expected = [["torch.bfloat16", padded[rank * size : (rank + 1) * size]]]
             check(
-                found == expected,
+                result == expected,
                 f"{cls}, rank {rank} of {n}: for gradients in bfloat16, reduce_gradients should "
                 f"return {expected}, dtype and shard of the mean over the ranks; it returned "
-                f"{found}. It divides by the number of ranks itself, and casts nothing.",
+                f"{result}. It divides by the number of ranks itself, and casts nothing.",
             )
 
 

@@ -68,7 +68,7 @@ def drawn_machine(random: Random) -> Machine:
     )
 
 
-def told(model: Transformer, layout: Layout, batch_size: int | None = None) -> str:
+def case_text(model: Transformer, layout: Layout, batch_size: int | None = None) -> str:
     """Write a case in the letters of the docstrings."""
     letters = dict(zip("dtpvb", layout[:5], strict=True))
     sizes = ", ".join(f"{name} = {size}" for name, size in letters.items() if size > 1)
@@ -86,15 +86,15 @@ def told(model: Transformer, layout: Layout, batch_size: int | None = None) -> s
     return f"{', '.join(filter(None, words))} ({of}, V = {model.vocabulary})"
 
 
-def factor_told(found: float, expected: float, named: dict[str, Any]) -> str:
+def factor_text(number: float, expected: float, named: dict[str, Any]) -> str:
     """Say how a number is related to the one expected, if that is plain."""
-    if not found or not expected:
+    if not number or not expected:
         return ""
     for name, size in named.items():
         for value, words in (
             (size, f"{name} = {size:g} times too much"),
             (1 / size, f"1/{name} of it, with {name} = {size:g}"),
         ):
-            if size not in (0, 1) and abs(found / expected / value - 1) < 1e-6:
+            if size not in (0, 1) and abs(number / expected / value - 1) < 1e-6:
                 return f" That is {words}."
-    return f" That is {found / expected:.3g} times as much."
+    return f" That is {number / expected:.3g} times as much."

@@ -123,8 +123,8 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
     for t, p in product(sizes, sizes):
         if gpus % (t * p) == 0:
             rest = product(chunks, batches, range(4), CHECKPOINTING, (False, True))
-            for one in rest:
-                layout = Layout(gpus // (t * p), t, p, *one)
+            for sizes_of_rest in rest:
+                layout = Layout(gpus // (t * p), t, p, *sizes_of_rest)
                 if is_valid(model, machine, batch_size, layout):
                     yield layout
 
@@ -132,6 +132,8 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
 def plans(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
     """Return the plans of all valid layouts, also of those that do not fit."""
     return [
-        Plan(one, memory(model, one, batch_size), step_time(model, one, batch_size, machine))
-        for one in layouts(model, machine, batch_size)
+        Plan(
+            layout, memory(model, layout, batch_size), step_time(model, layout, batch_size, machine)
+        )
+        for layout in layouts(model, machine, batch_size)
     ]

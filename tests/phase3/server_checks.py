@@ -116,13 +116,13 @@ def late_replies(plan: Plan) -> Options:
 def check_messages(plan: Plan, run: Run) -> None:
     """Check that gradients and parameters travel once, in one message each."""
     num_gradients = len(plan.servers) * len(plan.workers) * plan.num_steps
-    found, size = sizes_of(run), plan.num_bytes
+    sizes, size = sizes_of(run), plan.num_bytes
     check(
-        found == {size: 2 * num_gradients},
+        sizes == {size: 2 * num_gradients},
         f"{counted(len(plan.workers), 'worker')} and {counted(len(plan.servers), 'server')} in "
         f"{counted(plan.num_steps, 'step')}: each gradient should be answered by the parameters, "
         f"once: {2 * num_gradients} messages of {size} bytes in all, not "
-        f"{short(dict(sorted(found.items())))} (bytes: messages). Send tensors as they are, and "
+        f"{short(dict(sorted(sizes.items())))} (bytes: messages). Send tensors as they are, and "
         "nothing besides them.",
     )
 
@@ -200,7 +200,7 @@ def _why_no_mean(weights: Sequence[float] | None) -> str:
 
 
 def check_each_gradient_steps(
-    plan: Plan, server: int, found: Mapping[str, Any], applied: Mapping[int, int]
+    plan: Plan, server: int, result: Mapping[str, Any], applied: Mapping[int, int]
 ) -> None:
     """Check that the optimizer stepped with each worker's gradients, one by one.
 
@@ -208,7 +208,7 @@ def check_each_gradient_steps(
         applied: worker -> number of its gradients.
     """
     here = f"server {server}, {counted(len(plan.workers), 'worker')}"
-    steps: list[list[float] | None] = found["weights"]
+    steps: list[list[float] | None] = result["weights"]
     for number, weights in enumerate(steps):
         check(
             weights is not None and sorted(weights) == [*[0] * (len(weights) - 1), 1],
@@ -223,17 +223,17 @@ def check_each_gradient_steps(
             f"has stepped with {count:g} of them. Is optimizer.step called once for every gradient "
             "that arrives?",
         )
-    _check_shard(here, plan, found, applied)
+    _check_shard(here, plan, result, applied)
 
 
 def _check_shard(
-    here: str, plan: Plan, found: Mapping[str, Any], applied: Mapping[int, int]
+    here: str, plan: Plan, result: Mapping[str, Any], applied: Mapping[int, int]
 ) -> None:
     wanted = [float(applied[worker]) for worker in plan.workers]
     check(
-        found["shard"] == wanted,
+        result["shard"] == wanted,
         f"{here}: afterwards, the parameters should hold {wanted} gradients of the workers; the "
-        f"memory that was given holds {_held(found['shard'])}. Only the optimizer writes into "
+        f"memory that was given holds {_held(result['shard'])}. Only the optimizer writes into "
         "shard, and it does so in place.",
     )
 
@@ -291,7 +291,7 @@ def _check_own_gradient_is_in(plan: Plan, by_rank: Sequence[Any]) -> None:
 
 
 class Schedule(NamedTuple):
-    """When every worker gets its replies, and how many of its gradients are applied."""
+    """Times of the replies to each worker and of its pushes, and number of its gradients."""
 
     pulls_s: dict[int, list[float]]
     applied: dict[int, int]
@@ -387,8 +387,8 @@ def check_bound(plan: Plan, by_rank: Sequence[Any]) -> None:
         )
 
 
-def _check_returned(plan: Plan, server: int, found: Mapping[str, Any]) -> None:
-    here, returned = f"server {server} of workers {[*plan.workers]}", found["returned"]
+def _check_returned(plan: Plan, server: int, result: Mapping[str, Any]) -> None:
+    here, returned = f"server {server} of workers {[*plan.workers]}", result["returned"]
     check(
         returned == plan.alive,
         f"{here}, {_fates(plan)}: it should return the workers that have ended all steps, in this "
@@ -396,8 +396,8 @@ def _check_returned(plan: Plan, server: int, found: Mapping[str, Any]) -> None:
         f"{plan.timeout_s:g} s, or its connection closes.",
     )
     check(
-        found["pairs"] == [*plan.workers],
-        f"{here}: only read pairs, the caller's. Afterwards it names {found['pairs']}.",
+        result["pairs"] == [*plan.workers],
+        f"{here}: only read pairs, the caller's. Afterwards it names {result['pairs']}.",
     )
 
 

@@ -31,7 +31,7 @@ LONG = 1000  # elements
 
 @dataclass(frozen=True)
 class Plan:
-    """What servers and workers do.
+    """Roles and habits of servers and workers.
 
     Attributes:
         function: Function of the lesson that serves.
@@ -40,7 +40,7 @@ class Plan:
         num_elements: Elements of the shard of each server.
         pauses_s: Seconds for which each worker computes in a step.
         arguments: Arguments of the function after ``num_steps``: staleness, limit in seconds.
-        deaths: worker -> (step, when), in which it falls silent.
+        deaths: worker -> step and moment of its end.
         step_s: Seconds of a step of the optimizer.
         copy_s: Seconds of a copy of the shard.
     """
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def staleness(self) -> float:
-        """How far a worker may be ahead of the slowest."""
+        """Steps by which a worker may be ahead of the slowest."""
         return self.arguments[0] if self.arguments else inf
 
     @property
@@ -126,7 +126,7 @@ class CountingSGD(torch.optim.SGD):
         self.weights.append(None if gradient is None else _counts(gradient, self.plan, sign=-1))
         result = super().step(closure)
         state = self.state[self.shard]
-        state["steps"] = state.get("steps", 0) + 1  # as a momentum would be kept
+        state["steps"] = state.get("steps", 0) + 1  # kept like a momentum
         self.under_way -= 1
         return result
 
@@ -145,7 +145,7 @@ def _count(
 
     Args:
         groups: other rank -> group of all messages with it.
-        group: Group in which the plan names servers and workers.
+        group: Group whose ranks the plan names.
     """
     rank = dist.get_rank(group)
     if rank in plan.servers:
@@ -165,7 +165,7 @@ def _serve(
         shard = shard.as_subclass(SlowlyCopied)
         shard.copy_s = plan.copy_s
     if plan.num_elements <= LONG:
-        shard.grad = torch.full_like(memory, 5)  # of an earlier training
+        shard.grad = torch.full_like(memory, 5)  # leftover of an earlier training
     optimizer = CountingSGD(shard, plan)
     is_of_survivors = plan.function == SURVIVORS
     workers = {worker: groups[worker] for worker in plan.workers}
@@ -242,7 +242,7 @@ def _work(plan: Plan, rank: int, groups: Mapping[int, Group]) -> list[dict[str, 
 
 
 def _link(plan: Plan, server: int, groups: Mapping[int, Group]) -> tuple[int, Group]:
-    """Return a server's rank in the group in which a worker reaches it, and this group."""
+    """Return a server's rank in the group that connects a worker with it, and this group."""
     group = groups[server]
     if plan.function != SURVIVORS or group is None:
         return server, group
@@ -253,7 +253,8 @@ def _fall_silent(when: str, gradient: Tensor, server: int, group: Group) -> None
     """End before the push or after it, with open connections or closed ones."""
     if when == BEFORE_PULL:
         dist.send(gradient, group=group, group_dst=server)
-    elif when == CLOSED:  # as a rank does whose limit has passed
+    elif when == CLOSED:
+        # a rank whose limit has passed closes its connections
         reply = dist.irecv(torch.empty_like(gradient), group=group, group_src=server)
         with contextlib.suppress(RuntimeError):
             reply.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]

@@ -41,13 +41,13 @@ def assign_all(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
 def assign_in_any_order(lesson: Any, cases: Sequence[Case], seed: int) -> list[dict[str, int]]:
     """Assign the tensors of every case, the arguments in another order on every rank."""
     random = Random(seed + dist.get_rank())
-    found = []
+    results = []
     for sizes, servers, previous in cases:
         before = None if previous is None else _shuffled(previous, random)
         order = random.sample(servers, len(servers))
         assigned = lesson.assign_shards(_shuffled(sizes, random), order, before)
-        found.append(dict(typed("assign_shards", assigned, dict)))
-    return found
+        results.append(dict(typed("assign_shards", assigned, dict)))
+    return results
 
 
 def _shuffled(table: Mapping[str, int], random: Random) -> dict[str, int]:

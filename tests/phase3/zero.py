@@ -1,4 +1,4 @@
-"""Bodies for tasks 3.18 to 3.20: one contract, of which each class shards more than the last."""
+"""Bodies for tasks 3.18 to 3.20: one contract; each class shards more than the last."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +16,7 @@ FULLY = "FullyShardedDataParallel"
 FEATURES = 5
 TWO = "two dtypes"
 Case = tuple[str, str]  # kind of model, optimizer
-Numbers = dict[str, list[float]]  # of parameters, by name
+Numbers = dict[str, list[float]]  # name of a parameter -> its numbers
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 0.05}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.3}),
@@ -37,7 +37,8 @@ CASES: tuple[Case, ...] = (
     ("unused", "SGD with momentum and decay"),
     (TWO, "Adam"),
 )
-CASES_IN_SHARDS = CASES[:5]  # what is computed in one dtype, and not used has no gradient
+# Shards compute in one dtype, and torch's optimizers skip what has no gradient.
+CASES_IN_SHARDS = CASES[:5]
 IN_USE = "tied", "unused"  # models that have gradients before they are sharded
 NEXT_LR = 0.02
 # what comes before each step: calls of zero_grad, another learning rate, and backward passes of the
@@ -57,7 +58,7 @@ WALKED_TWICE = {
     "empty parameter list": "params is an iterator here, as model.parameters() is, and can be "
     "walked only once: if you need it twice, make a list of it first"
 }
-NOTHING = nn.Parameter(torch.zeros(1))  # for an optimizer of a model that is all frozen
+NOTHING = nn.Parameter(torch.zeros(1))  # placeholder where a model is all frozen
 
 
 class Net(nn.Module):
@@ -375,14 +376,14 @@ def _held_without_gradients(model: nn.Module, probe: Probe, x: Tensor) -> dict[s
 NARROW, WIDE, FROZEN = ((7, 2), (13,), (9,)), ((5,),), (11,)
 PARTS = {  # elements and bytes of an element, of what travels together
     STATE: [(14 + 13 + 9, 2), (5, 4)],
-    GRADIENTS: [(5, 4), (13 + 9, 2), (14, 2)],  # with buckets of 60 bytes
+    GRADIENTS: [(5, 4), (13 + 9, 2), (14, 2)],  # buckets of 60 bytes
 }
 
 
 def take_mixed_steps(
     lesson: Any, cls: str, keywords: dict[str, Any], steps: int, group: Any = None
 ) -> dict[str, Any]:
-    """Take steps of two backward passes, of which the first does not use all parameters.
+    """Take steps of two backward passes; the first does not use all parameters.
 
     The frozen parameter holds the rank plus 1, and one of the others comes twice.
 
@@ -482,7 +483,7 @@ TIMED_LAYERS, TIMED_UNITS = 12, 8
 
 
 def _timed(cls: str) -> tuple[int, nn.Module]:
-    """Return rows of a batch, and a model for it: layers, or units of which half is frozen."""
+    """Return rows of a batch, and a model for it: layers, or units that are half frozen."""
     if cls != FULLY:
         return 64, nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(TIMED_LAYERS)))
     units = []
