@@ -116,8 +116,8 @@ def _check_crossings(where: str, order: list[int], places: list[Place], level: i
 
 @task("3.9")
 def test_the_order_takes_about_n_squared_comparisons(grade: Grade) -> None:
-    num_ranks = 120
-    shape = [[3] * 5] * 8
+    num_ranks = 60
+    shape = [[3] * 5] * 4
     places = _places(shape)
     grade.random.shuffle(places)
     num_compared = grade.call(b.comparisons_of, _measured(places, grade.random, 0.2))
