@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, Run, check, task
 from distlab.sim import GPU, Cluster
 from judging.checks import MEASURED, UNIFORM, distance, of_members, short, short_beside, uneven
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
@@ -244,14 +244,7 @@ def _check_bytes(grade: Grade, cls: str, n: int, keywords: dict[str, Any], round
     whole = sum((size + -size % n) * width for size, width in parts)
     for rank in range(n):
         here = f"{cls}, rank {rank} of {n}, 36 trained parameters in bfloat16 and 5 in float32"
-        calls, received = made.collectives[rank], made.bytes_received[rank]
-        check(
-            calls <= len(parts) and received <= whole,
-            f"{here}: the construction should call at most {len(parts)} collectives, a broadcast "
-            f"for each dtype or bucket, and receive at most {whole} bytes; it calls {calls} and "
-            f"receives {received:.0f}. Broadcast the flat tensors as they are, not each parameter, "
-            "not in float32, no tied parameter twice, and no frozen one.",
-        )
+        _check_construction(here, made, rank, len(parts), whole)
         sent = round(stepped.bytes_sent[rank] - made.bytes_sent[rank])
         wanted = round(rounds * whole * (n - 1) / n)
         check(
@@ -271,6 +264,17 @@ def _check_bytes(grade: Grade, cls: str, n: int, keywords: dict[str, Any], round
             f"{rounds} for each dtype or bucket; it calls {calls}. Flat memory lets many "
             "parameters travel in one.",
         )
+
+
+def _check_construction(here: str, made: Run, rank: int, num_parts: int, whole: int) -> None:
+    calls, received = made.collectives[rank], made.bytes_received[rank]
+    check(
+        calls <= num_parts and received <= whole,
+        f"{here}: the construction should call at most {num_parts} collectives, a broadcast "
+        f"for each dtype or bucket, and receive at most {whole} bytes; it calls {calls} and "
+        f"receives {received:.0f}. Broadcast the flat tensors as they are, not each parameter, "
+        "not in float32, no tied parameter twice, and no frozen one.",
+    )
 
 
 def _check_frozen(cls: str, by_rank: Sequence[dict[str, Any]]) -> None:
