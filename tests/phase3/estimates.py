@@ -52,14 +52,17 @@ def _parts(function: str, value: Any) -> list[float]:
     return [_number(f"{function}, part {name},", getattr(value, name)) for name in names]
 
 
-def layouts_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[list[Any]]:
-    """Return the layouts of a case, as lists."""
-    layouts = returned(
-        "layouts", lesson.layouts(Transformer(*model), Machine(*machine), batch_size)
-    )
-    if not isinstance(layouts, Iterable):
-        raise WrongResult(f"layouts should yield layouts; it returned {layouts!r:.50}")
-    return [_layout("layouts", layout) for layout in layouts]
+def layouts_of(lesson: Any, cases: list[tuple[Any, Any, int]]) -> list[list[list[Any]]]:
+    """Return the layouts of each case, as lists."""
+    return [_layouts_of(lesson, *case) for case in cases]
+
+
+def _layouts_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> list[list[Any]]:
+    with case_told(f"of {batch_size} sequences, {model} and {machine}", "layouts"):
+        layouts = lesson.layouts(Transformer(*model), Machine(*machine), batch_size)
+        if not isinstance(returned("layouts", layouts), Iterable):
+            raise WrongResult(f"layouts should yield layouts; it returned {layouts!r:.50}")
+        return [_layout("layouts", layout) for layout in layouts]
 
 
 def _layout(function: str, value: Any) -> list[Any]:
