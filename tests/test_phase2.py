@@ -8,9 +8,7 @@ run, is asserted in tests/phase2/judge_*.py, task by task; pytest collects it fr
 import sys
 
 # gradient_accumulation
-from phase2.judge_micro_batches import *
 from phase2.judge_accumulation import *
-from phase2.judge_accumulation_over_ranks import *
 
 # mixed_precision
 from phase2.judge_loss_scaling import *
@@ -18,24 +16,18 @@ from phase2.judge_mixed_steps import *
 
 # activation_checkpointing
 from phase2.judge_checkpoint import *
-from phase2.judge_segments import *
 
 # model_parallel
-from phase2.judge_partition import *
-from phase2.judge_stage_messages import *
-from phase2.judge_stage_runner import *
+from phase2.judge_stages import *
 
 # pipeline_parallel
 from phase2.judge_schedules import *
 from phase2.judge_pipeline import *
-from phase2.judge_pipeline_costs import *
 
 # tensor_parallel
 from phase2.judge_regions import *
-from phase2.judge_linear import *
-from phase2.judge_blocks import *
+from phase2.judge_split import *
 from phase2.judge_vocabulary import *
-from phase2.judge_sequence import *
 
 from distlab.grade.plugin import main
 

@@ -48,14 +48,17 @@ class Worn(nn.Module):
     """A classifier in use: what is trainable has a gradient from before, the rest must not move.
 
     ``tied`` and ``first`` share a weight, ``frozen`` is not trainable, ``unused`` has no part in
-    the logits, and ``rare`` has one only where the inputs have a flag. What forward uses last was
-    registered first. It notes the rows of each forward pass.
+    the logits, and ``rare`` has one only where the inputs have a flag. With ``is_transposed``, the
+    weight of ``head`` is not contiguous. What forward uses last was registered first. It notes the
+    rows of each forward pass.
     """
 
-    def __init__(self, seed: int = 7) -> None:
+    def __init__(self, seed: int = 7, *, is_transposed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.head = nn.Linear(FEATURES, CLASSES, **DOUBLE)
+        if is_transposed:
+            self.head.weight = nn.Parameter(self.head.weight.detach().t().contiguous().t())
         self.unused = nn.Parameter(torch.randn(4, **DOUBLE))
         self.tied = nn.Linear(FEATURES, FEATURES, **DOUBLE)
         self.rare = nn.Parameter(torch.randn(FEATURES, **DOUBLE))

@@ -1,4 +1,7 @@
-"""The lessons of phase 2 are programs too: what they print, and how they end, in two worlds."""
+"""The lessons of phase 2 as programs: what they print, and how they end.
+
+All run in the simulator; one start by torchrun shows that processes print the same.
+"""
 
 import re
 import subprocess
@@ -35,7 +38,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 
 def numbers(output: str, name: str) -> list[float]:
-    """Of the last line of this name."""
+    """The numbers in the last line of this name."""
     line = re.findall(rf"^{name}: +(.*)$", output, re.MULTILINE)[-1]
     return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", line)]
 
@@ -63,7 +66,7 @@ assert group() is None
     "module", ["phase2_advanced.programs", "distlab.launch.external_launchers"]
 )
 def test_a_process_group_ends_when_it_is_destroyed(module: str) -> None:
-    """Else gloo's threads may still drop tensors while Python ends, which aborts the process."""
+    """Otherwise gloo's threads may drop tensors while Python ends, which aborts the process."""
     code = GROUP.format(module=module)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=LESSONS.parents[1])
 
@@ -114,7 +117,6 @@ def test_tensor_parallel_halves_the_mlp_and_counts_its_collectives(run: Run) -> 
     ("lesson", "ranks", "options", "line"),
     [
         ("model_parallel", 7, "", "cannot cut 6 layers into 7 stages"),
-        ("pipeline_parallel", 5, "--schedule interleaved --micro-batches 10", "9 layers into 10"),
         ("pipeline_parallel", 4, "--micro-batches 3", "3 is too few to keep 4 stages"),
         (
             "pipeline_parallel",
@@ -139,7 +141,7 @@ def test_a_mistake_is_one_line_that_names_the_numbers(
     )
 
 
-@pytest.mark.parametrize("number", ["0", "-3", "2.5", "many"])
+@pytest.mark.parametrize("number", ["0", "many"])
 def test_a_number_that_is_not_one_is_quoted(run: Run, number: str) -> None:
     errors = run("pipeline_parallel.py", 1, f"--micro-batches={number}")
     assert f"--micro-batches: must be a whole number above 0, got '{number}'" in errors
@@ -198,21 +200,12 @@ def test_weights_that_are_not_those_of_one_process_end_it(
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--micro-batches", "2", "--steps", "2"], 0, "and the weights of one process\n"),
-        (["--micro-batches", "1"], 1, "pipeline_parallel.py: --micro-batches 1 is too few"),
-    ],
-)
-def test_processes_of_torchrun_say_the_same_once(
-    arguments: list[str], code: int, says: str
-) -> None:
+def test_processes_of_torchrun_say_the_same_once() -> None:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*start, str(LESSONS / "pipeline_parallel.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == code
-    assert (done.stdout + done.stderr).count(says) == 1
+    program = [str(LESSONS / "pipeline_parallel.py"), "--micro-batches", "2", "--steps", "1"]
+    done = subprocess.run([*start, *program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0
+    assert (done.stdout + done.stderr).count("and the weights of one process\n") == 1
 
 
 def test_a_meter_counts_what_is_kept_at_once_and_not_the_parameters() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from distlab.course import load
 from distlab.sim import Cluster, Options, Simulated
-from distlab.sim.results.summary import totals
 from distlab.sim.script import run_script
 from distlab.util.text import bytes_text, seconds_text
 
@@ -21,11 +20,6 @@ def section(id: str) -> str:
     task = COURSE.task(id)
     guide = (ROOT / task.folder / "guidelines.md").read_text(encoding="utf-8")
     return guide.partition(f"\n## {task.heading}\n")[2].partition("\n## ")[0]
-
-
-def words(id: str) -> str:
-    """The text of a task, without its line breaks."""
-    return " ".join(section(id).split())
 
 
 def simulated(subject: str, cluster: str, ranks: int) -> Simulated[None]:
@@ -47,27 +41,6 @@ def test_seconds_under_a_picture_are_those_of_the_simulator(
 ) -> None:
     assert seconds_text(simulated(subject, "dgx-h100", 4).seconds) == quoted
     assert quoted in section(id)
-
-
-@pytest.mark.parametrize(
-    ("id", "subject", "quoted"),
-    [
-        ("2.3", "accumulate_over_ranks", "{} are spent on messages by the ranks with four"),
-        ("2.17", "tensor_block", "The four all-reduces together take {}."),
-    ],
-)
-def test_seconds_of_messages_are_those_of_rank_0(id: str, subject: str, quoted: str) -> None:
-    exposed_s = totals(simulated(subject, "dgx-h100", 4))[0].exposed_s
-    assert quoted.format(seconds_text(exposed_s)) in words(id)
-
-
-def test_peaks_of_micro_batches_are_those_of_the_simulator() -> None:
-    run = simulated("memory_of_micro_batches", "dgx-h100", 4)
-    one, *peaks = (bytes_text(num_bytes) for num_bytes in run.trace.peak_bytes)
-    quoted = "{} for K = 2, {} for K = 4 and {} for K = 8".format(*peaks)
-    assert f"the peak is **{quoted}**. (For K = 1 it is {one}" in words("2.2")
-    times = [seconds_text(run.trace.compute_s[rank]) for rank in (3, 0)]
-    assert "with K = 8 the step takes {} instead of {}.".format(*times) in words("2.2")
 
 
 def test_the_table_of_segments_is_the_one_that_is_printed() -> None:

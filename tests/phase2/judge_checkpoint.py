@@ -1,6 +1,7 @@
-"""Judges task 2.6: a checkpointed function has the results and gradients of the plain one."""
+"""Judges tasks 2.6 and 2.7: what is checkpointed has the results and gradients of the plain one."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import GPU, Cluster
 from distlab.util.text import counted
-from judging.checks import MEASURED, distance, is_close, short
-from phase2 import checkpoint_cases
+from judging.checks import MEASURED, check_refused, distance, is_close, short
+from judging.comparing import check_equal
 from phase2 import checkpointing as b
 
 FLOPS_PER_S = 1e12
@@ -22,28 +23,6 @@ COUNTING = Cluster(
     gpu=GPU("toy", 1e15, 1e30, {"float32": FLOPS_PER_S}, {"float32": FLOPS_PER_S}),
 )
 SLACK = 0.5 * b.UNIT  # for generators' states, gradients of parameters and other small things
-CAUSES = {
-    "a_module": "Does the gradient reach the argument, and all parameters of fn?",
-    "a_module_in_training": "fn is a module with dropout, in training. Does the second call draw "
-    "the random numbers of the first, and is the module still in training?",
-    "keyword_arguments": "Keyword arguments may be tensors, and may need a gradient.",
-    "nested_arguments": "Tensors inside lists, tuples and dicts are arguments too: take_tensors "
-    "finds them.",
-    "several_results": "Every result has its own gradient, and some results have none: they are "
-    "integers, or not used.",
-    "a_tuple_of_one": "fn returns a tuple of one tensor.",
-    "only_parameters": "No argument needs a gradient, but parameters that fn uses do. autograd "
-    "records a Function only if one of its inputs requires a gradient.",
-    "only_the_argument": "fn is a module whose parameters are frozen, but its argument needs a "
-    "gradient.",
-    "only_a_keyword_argument": "fn is a module whose parameters are frozen, but a keyword argument "
-    "needs a gradient.",
-    "some_need_none": "Is the gradient of every argument in its place?",
-    "used_twice": "A tensor may be passed twice, and a module used in several places.",
-    "argument_returned": "A result may be an argument itself.",
-    "checkpoint_in_checkpoint": "Does the second call draw the random numbers of the first, also "
-    "inside another second call?",
-}
 
 
 def alone(body: Callable[..., Any], *args: object) -> Any:
@@ -59,15 +38,20 @@ def flops_of(run: Run) -> int:
 
 
 @task("2.6")
-@pytest.mark.parametrize("about", checkpoint_cases.CASES)
+@pytest.mark.parametrize("about", b.CASES)
 def test_gradients_are_those_of_the_plain_function(grade: Grade, about: str) -> None:
     seed = grade.random.randrange(2**31)
-    expected = alone(checkpoint_cases.run_cases, about, seed)
-    for case, found in grade.call(checkpoint_cases.run_cases, about, seed).items():
+    expected = alone(b.run_cases, about, seed)
+    for case, found in grade.call(b.run_cases, about, seed).items():
         here = case.replace("_", " ")
-        check_gradients(here, expected[case], found, CAUSES[case])
+        check_gradients(here, expected[case], found, _cause(case))
         for name, in_one_pass in expected[case]["calls"].items():
             _check_calls(f"{here}: {name}", in_one_pass, found["calls"].get(name, 0))
+
+
+def _cause(case: str) -> str:
+    """The likely cause of a wrong case, which its docstring gives."""
+    return " ".join((getattr(b, case).__doc__ or "").split())
 
 
 def _check_calls(here: str, in_one_pass: int, calls: int) -> None:
@@ -178,18 +162,20 @@ def _check_draws(here: str, expected: Any, found: Any) -> None:
         f"{short(found['between'])} and should be {short(expected['between'])}. Set the generator "
         "to an earlier state in the backward pass only.",
     )
-    check(
-        is_close(expected["gradient"], found["gradient"]),
-        f"{here}: the gradient of x should be {short(expected['gradient'])}; it is "
-        f"{short(found['gradient'])}. Does the second call draw the numbers of the first? With "
-        "others, dropout drops other elements than in the forward pass.",
-    )
-    check(
-        is_close(expected["after"], found["after"]),
-        f"{here}: the random numbers drawn after the backward pass should be "
-        f"{short(expected['after'])}, as without checkpointing; they are {short(found['after'])}. "
-        "After the second call, set the generator back to where it was before it.",
-    )
+    for name, what, cause in (
+        (
+            "gradient",
+            "the gradient of x",
+            "Does the second call draw the numbers of the first? With others, dropout drops other "
+            "elements than in the forward pass.",
+        ),
+        (
+            "after",
+            "the list of random numbers drawn after the backward pass",
+            "After the second call, set the generator back to where it was before it.",
+        ),
+    ):
+        check_equal(here, what, expected[name], found[name], cause, 1e-9)
 
 
 @task("2.6")
@@ -214,12 +200,8 @@ def _check_cast(forward: b.Autocast, backward: b.Autocast, expected: Any, found:
         f"{here}: after the backward pass there should be {_text(expected['after'])} again; there "
         f"is {_text(found['after'])}.",
     )
-    check(
-        found["dtype"] == expected["dtype"]
-        and is_close(expected["gradient"], found["gradient"], 1e-6),
-        f"{here}: the gradient of x should be {short(expected['gradient'][0])}; it is "
-        f"{short(found['gradient'][0])}.",
-    )
+    check_equal(here, "the dtype of the result", expected["dtype"], found["dtype"])
+    check_equal(here, "the gradient of x", *(expected["gradient"], found["gradient"]), "", 1e-6)
 
 
 def _text(state: b.Autocast) -> str:
@@ -285,14 +267,130 @@ def test_messages_of_fn_are_sent_once_in_each_pass(grade: Grade, n: int) -> None
     run = grade.run(b.send_inside, n)
     total = float(sum(number + rank for rank in range(n) for number in range(4)))
     for rank, found in enumerate(run.results):
-        check(
-            is_close(found["gradient"], [total] * 4),
-            f"fn multiplies by a sum over {n} ranks, {total}, so that is the gradient; on rank "
-            f"{rank} it is {short(found['gradient'])}.",
-        )
+        here = f"rank {rank}, fn multiplies by a sum over {n} ranks"
+        check_equal(here, "the gradient", [total] * 4, found["gradient"], tolerance=1e-9)
     if grade.is_simulated:
         check(
             run.collectives == [2] * n,
             "fn makes one all-reduce, and is called once in each pass: that makes 2 on every rank. "
             f"The numbers of collectives by rank are {run.collectives}.",
         )
+
+
+# 2.7
+
+NUM_LAYERS = 36  # where memory is measured
+SIZES = [(10, 4), (6, 1), (8, 8), (8, 2)]  # numbers of layers and of segments
+SIZES_WITH_INTEGERS = [(9, 5), (1, 1), (11, 3)]
+
+
+@task("2.7")
+@pytest.mark.parametrize("sizes", [SIZES, SIZES_WITH_INTEGERS], ids=["floats", "integers"])
+def test_segments_are_of_equal_size(grade: Grade, sizes: list[tuple[int, int]]) -> None:
+    seed = grade.random.randrange(2**31)
+    by_case = grade.call(b.run_segments, sizes, seed)
+    plain = alone(b.run_segments, sizes, seed)
+    for (num_layers, segments), found, expected in zip(sizes, by_case, plain, strict=True):
+        _check_run(num_layers, segments, expected, found)
+
+
+def _check_run(num_layers: int, segments: int, expected: Any, found: Any) -> None:
+    here = f"{counted(num_layers, 'layer')}, {counted(segments, 'segment')}"
+    check(
+        found["left"] == [*range(num_layers)],
+        f"{here}: the sequence of layers is the caller's and should stay as it is; afterwards "
+        f"there are the layers {found['left']} in it. Take slices of it, and remove nothing.",
+    )
+    check(
+        found["modes"] == expected["modes"],
+        f"{here}: some layers are in evaluation mode, where dropout drops nothing. Each layer "
+        "should stay in its mode: call neither train nor eval.",
+    )
+    check(
+        found["forward"] == [*range(num_layers)],
+        f"{here}: the forward pass should call each layer once, in order; it called "
+        f"{found['forward']}.",
+    )
+    _check_sizes(here, num_layers, segments, found["backward"])
+    check_gradients(
+        *(here, expected, found),
+        "Does the first segment count, whose input needs no gradient?",
+    )
+    what = "the random numbers drawn after the backward pass"
+    check_equal(here, what, expected["after"], found["after"], tolerance=1e-9)
+    check(
+        not found["changed"],
+        f"{here}: x belongs to the caller, and has changed, or whether it requires a gradient.",
+    )
+
+
+def _check_sizes(here: str, num_layers: int, segments: int, calls: list[int]) -> None:
+    """Check what the backward pass calls again: segments, from the last to the first."""
+    check(
+        len(set(calls)) == len(calls),
+        f"{here}: the backward pass should call each layer once at most; it called {calls}. A "
+        "function that reads variables of a loop finds their last values when it is called later.",
+    )
+    missing = [number for number in range(num_layers) if number not in calls]
+    check(
+        missing == [*range(num_layers)][num_layers - len(missing) :],
+        f"{here}: the backward pass should call all layers again, and may leave out only the last "
+        f"segment; it called {calls}.",
+    )
+    check(
+        calls or segments == 1,
+        f"{here}: the backward pass called no layer again, so nothing was checkpointed.",
+    )
+    sizes = _sizes(num_layers, calls)
+    check(
+        len(sizes) == segments and max(sizes) - min(sizes) <= 1,
+        f"{here}: in the backward pass the layers {calls} were called again, so the sizes of the "
+        f"segments are {sizes}. There should be {segments}, whose sizes differ by at most 1. "
+        f"{_why(sizes, num_layers, segments)}",
+    )
+
+
+def _sizes(num_layers: int, calls: list[int]) -> list[int]:
+    """The sizes of the segments, in order; the last one may not have been called again."""
+    starts = [now for before, now in pairwise([-2, *calls]) if now != before + 1]
+    bounds = sorted({*starts, len(calls), num_layers})
+    return [end - start for start, end in pairwise(bounds)]
+
+
+def _why(sizes: list[int], num_layers: int, segments: int) -> str:
+    if len(sizes) == num_layers > segments:
+        return "Each layer has its own checkpoint: checkpoint a segment as one function."
+    if len(sizes) == segments and sizes[-1] == max(sizes):
+        return "The last segment got all that was left over: spread it."
+    return ""
+
+
+@task("2.7")
+@pytest.mark.parametrize("segments", [6, 3, 12])
+def test_memory_is_that_of_inputs_and_one_segment(grade: Grade, segments: int) -> None:
+    run = grade.run(b.train_segments, 1, NUM_LAYERS, segments, cluster=COUNTING, options=MEASURED)
+    here = f"{NUM_LAYERS} layers, {segments} segments"
+    inside = NUM_LAYERS // segments
+    most = segments + inside + 4  # and gradients on their way
+    held = (run.peak_bytes[0] - 2 * run.results[0]) / b.UNIT
+    check(
+        held <= most + SLACK / b.UNIT,
+        f"{here}: about {segments} inputs and {inside} activations of one segment should be held "
+        f"at once, {most} with what is being computed; {held:.1f} were. Does the backward pass "
+        "compute all of them again, and is a segment checkpointed as one function, not each layer?",
+    )
+    forward = NUM_LAYERS * b.LAYER_FLOPS
+    check(
+        3 * forward <= flops_of(run) <= 4 * forward,
+        f"{here}: with checkpointing a step costs at most four forward passes; this one cost "
+        f"{flops_of(run) / forward:.2f}.",
+    )
+
+
+@task("2.7")
+def test_segments_that_cannot_be_are_refused(grade: Grade) -> None:
+    cases = [(4, 5), (4, 0), (12, -1), (0, 1)]
+    found = grade.call(b.refuse_segments, cases)
+    for (num_layers, segments), refusal in zip(cases, found, strict=True):
+        what = f"Cutting {counted(num_layers, 'layer')} into {counted(segments, 'segment')}"
+        check_refused([refusal], what, str(num_layers), str(segments))

@@ -7,10 +7,21 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.util.text import counted
-from judging.checks import check_refused, is_close, of_members, same_loss, short
+from judging.checks import is_close, of_members
+from judging.comparing import check_equal
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
-from phase2 import mixed_reference as reference
-from phase2 import mixed_steps as b
+from phase2 import steps as b
+from phase2 import steps_alone as reference
+from phase2.step_checks import (
+    Contract,
+    check_error_passed_on,
+    check_first_loss,
+    check_nothing_steps,
+    check_same_on_all,
+    check_steps,
+    described,
+)
+from phase2.steps import MIXED, Share, Small
 
 STEPS = 3
 MAX_NORM = 0.25  # less than the norm of some steps
@@ -18,95 +29,66 @@ EVERY_CALL = (
     "Every rank must make the same calls, also one that has an empty batch or whose own gradients "
     "are not finite."
 )
+ORDER = (
+    "Gradients are summed over the ranks, then unscaled, then clipped by the norm of all of them; "
+    "those from before the step do not count."
+)
+CONTRACT = Contract(
+    MIXED,
+    with_zeros=True,
+    of_length=f"Each target of all ranks weighs the same. {ORDER}",
+    of_end=ORDER,
+    of_unused="A parameter without a gradient counts as zero, so that weight decay changes it.",
+)
 
 
-def _uneven(grade: Grade, n: int) -> list[int]:
+def _uneven(grade: Grade, n: int) -> tuple[Share, ...]:
     """Draw the number of rows of each rank: none on rank 1 of 3 or more, most on rank 0."""
-    sizes = [grade.random.randint(5, 8), *(grade.random.randint(1, 4) for _ in range(n - 1))]
-    return [0 if rank == 1 and n > 2 else size for rank, size in enumerate(sizes)]
+    rows = [grade.random.randint(5, 8), *(grade.random.randint(1, 4) for _ in range(n - 1))]
+    return tuple(Share(0 if rank == 1 and n > 2 else size, 0) for rank, size in enumerate(rows))
 
 
 @task("2.5", real=True)
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_mixed_steps_are_those_of_one_process(grade: Grade, n: int) -> None:
     n = min(n, 3) if not grade.is_simulated else n
-    sizes = _uneven(grade, n)
-    run = grade.run(b.train_steps, n, sizes, STEPS, MAX_NORM, if_stuck=EVERY_CALL)
-    _check_all(run.results, sizes)
+    shares = _uneven(grade, n)
+    run = grade.run(b.mixed_steps, n, shares, STEPS, MAX_NORM, if_stuck=EVERY_CALL)
+    _check_all(run.results, shares)
     if grade.is_simulated:
         _check_calls(run)
 
 
-def _check_all(by_rank: list[Any], sizes: list[int]) -> None:
-    alone = reference.steps_alone(tuple(sizes), STEPS, MAX_NORM)
+def _check_all(by_rank: list[Any], shares: tuple[Share, ...]) -> None:
+    alone = reference.steps_alone(shares, STEPS, with_zeros=True, max_norm=MAX_NORM)
     for rank, result in enumerate(by_rank):
-        here = f"batches of {sizes}, rank {rank}"
-        _check_first_loss(here, result["losses"][0], alone["losses"][0], sizes)
+        here = f"{described(shares)}, rank {rank}"
+        check_first_loss(here, result["losses"][0], shares, rank)
         _check_first_norm(here, result["norms"][0], alone["norms"][0])
-        _check_updates(here, result)
-        check(
-            is_close(alone["state"], result["state"], 1e-6)
-            and same_loss(alone["losses"], result["losses"]),
-            f"{here}: the first loss and norm are right, but after {STEPS} steps with max_norm "
-            f"{MAX_NORM} the weights differ from those of one process, or the losses do: they are "
-            f"{short(result['losses'])} and should be {short(alone['losses'])}. Gradients are "
-            "summed over the ranks, then unscaled, then clipped by the norm of all of them; those "
-            "from before the step do not count.",
+        check_equal(
+            *(here, f"whether the {STEPS} steps are skipped", [False] * STEPS, result["skipped"])
         )
-        check(
-            result["losses"] == by_rank[0]["losses"] and result["norms"] == by_rank[0]["norms"],
-            f"{here}: loss and norm should be exactly those of rank 0. Compute them from what the "
-            "all-reduce returns, which is the same on all ranks.",
+        check_equal(
+            here,
+            f"in {STEPS} steps without an overflow, the scaler should be updated {STEPS} times, "
+            "and its scale grow from 1024 to 2048 with interval 2: [updates, scale]",
+            *([STEPS, 2048.0], result["updates"]),
         )
-        _check_once(here, result, sizes[rank])
-
-
-def _check_first_loss(here: str, found: float, expected: float, sizes: list[int]) -> None:
-    cause = ""
-    if len(sizes) > 1 and same_loss(found, reference.mean_of_means(tuple(sizes))):
-        cause = " That is the mean of the ranks' means, in which small batches count too much."
-    check(
-        same_loss(expected, found),
-        f"{here}: one process that trains on all batches has a first loss of {expected:.6f}; yours "
-        f"is {found:.6f}. The loss is the mean over the targets of all ranks, before the step and "
-        f"not scaled, and a target of -100 does not count.{cause}",
-    )
+    check_steps(CONTRACT, by_rank, shares, STEPS, MAX_NORM)
+    check_same_on_all(described(shares), by_rank, "losses", "norms")
 
 
 def _check_first_norm(here: str, found: float, expected: float) -> None:
     cause = (
-        " Does each target of all ranks weigh the same, are old gradients gone, and does a "
+        "Does each target of all ranks weigh the same, are old gradients gone, and does a "
         "parameter that only other ranks use have a gradient?"
     )
     if found > 50 * expected:
-        cause = " The gradients were still scaled: unscale them before you clip."
+        cause = "The gradients were still scaled: unscale them before you clip."
     elif is_close(found, MAX_NORM, 1e-3):
-        cause = " That is the norm after clipping."
-    check(
-        is_close(expected, found, 1e-6),
-        f"{here}: in the first step, the norm of the averaged and unscaled gradient, before "
-        f"clipping, should be {expected:.6f}; it is {found:.6f}.{cause}",
-    )
-
-
-def _check_once(here: str, result: Any, num_rows: int) -> None:
-    check(
-        result["rows"] == [num_rows] * STEPS,
-        f"{here}: in each of {STEPS} steps loss_sum should be called once, with this rank's batch "
-        f"of {num_rows} rows, even if there are none; the model was called with "
-        f"{short(result['rows'])} rows.",
-    )
-    check(result["is_kept"], f"{here}: the batch should stay as it is, but it has been changed.")
-
-
-def _check_updates(here: str, result: Any) -> None:
-    check(
-        result["updates"] == [STEPS, 2048.0] and not any(result["skipped"]),
-        f"{here}: in {STEPS} steps without an overflow, the scaler should be updated {STEPS} "
-        "times, its scale should grow from 1024 to 2048 with interval 2, and no step should be "
-        f"reported as skipped; [updates, scale] is {result['updates']}, and skipped "
-        f"{result['skipped']}.",
-    )
+        cause = "That is the norm after clipping."
+    what = "the norm of the averaged and unscaled gradient of the first step, before clipping,"
+    check_equal(here, what, expected, found, cause, 1e-6)
 
 
 def _check_calls(run: Run) -> None:
@@ -121,36 +103,31 @@ def _check_calls(run: Run) -> None:
 
 @task("2.5")
 def test_mixed_steps_inside_a_group(grade: Grade) -> None:
-    sizes = _uneven(grade, len(MEMBERS))
+    shares = _uneven(grade, len(MEMBERS))
     run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.train_steps, sizes, STEPS, MAX_NORM),
+        *(inside_group, OUTER_WORLD_SIZE, b.mixed_steps, shares, STEPS, MAX_NORM),
         if_stuck=STUCK_IN_GROUP,
     )
-    _check_all(of_members(run), sizes)
+    _check_all(of_members(run), shares)
 
 
 def _called_with(autocast: Sequence[tuple[bool, str]]) -> str:
     """Say of each call whether autocast was on, and for which dtype."""
-    calls = [
-        f"autocast to {dtype.removeprefix('torch.')}" if is_on else "autocast off"
-        for is_on, dtype in autocast
-    ]
+    calls = [f"autocast to {dtype}" if is_on else "autocast off" for is_on, dtype in autocast]
     return f"it was called with {', then with '.join(calls)}" if calls else "it was not called"
 
 
 @task("2.5")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str) -> None:
-    found = grade.call(b.step_noted, dtype)
+    found, here = grade.call(b.step_noted, dtype), f"with dtype {dtype}"
     check(
-        found["autocast"] == [(True, f"torch.{dtype}")],
-        f"with dtype {dtype}, loss_sum should be called once, under torch.autocast of the "
-        f"parameters' device type and that dtype; {_called_with(found['autocast'])}.",
+        found["autocast"] == [(True, dtype)],
+        f"{here}, loss_sum should be called once, under torch.autocast of the parameters' device "
+        f"type and that dtype; {_called_with(found['autocast'])}.",
     )
-    check(
-        found["computed"] == [f"torch.{dtype}"],
-        f"with dtype {dtype}, both linear layers should compute in {dtype}; they computed in "
-        f"{' and '.join(found['computed'])}.",
+    check_equal(
+        here, "the dtypes that both linear layers compute in", [f"torch.{dtype}"], found["computed"]
     )
     check(
         found["kept"] == ["torch.float32"] and found["is_same"],
@@ -158,23 +135,21 @@ def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str) -> None:
         f"tensors as before; after the step they are in {' and '.join(found['kept'])}. autocast "
         "makes 16-bit copies of them by itself.",
     )
-    check(
-        found["updates"] == 1,
-        f"with dtype {dtype}, the scaler should be updated once in a step, whatever the dtype; it "
-        f"was updated {found['updates']} times.",
-    )
+    check_equal(here, "the number of the scaler's updates in a step", 1, found["updates"])
 
 
 @task("2.5")
 def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
     num_steps = grade.random.randint(8, 12)
-    expected = 1 - num_steps * 2.0**-13
-    for rank, found in enumerate(grade.run(b.small_updates, 2, num_steps).results):
-        check(
-            is_close(expected, found, 1e-7),
-            f"rank {rank} of 2: a weight of 1.0 and {num_steps} updates of -0.000122 should make "
-            f"{expected:.6f}; it is {found:.6f}. float16 has no number between 0.9995 and 1: the "
-            "optimizer should update the parameters in float32.",
+    small = Small(1.0, 2.0**-13, [1.0, 1.0], [1, 1], num_steps=num_steps)
+    for rank, found in enumerate(grade.run(b.small_steps, 2, small).results):
+        check_equal(
+            f"rank {rank} of 2",
+            f"a weight of 1.0 after {num_steps} updates of -0.000122",
+            *(1 - num_steps * 2.0**-13, found["weight"]),
+            "float16 has no number between 0.9995 and 1: the optimizer should update the "
+            "parameters in float32.",
+            1e-7,
         )
 
 
@@ -182,15 +157,15 @@ def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
 @pytest.mark.parametrize("reduce_dtype", ["float16", "float32"])
 def test_small_gradients_survive(grade: Grade, reduce_dtype: str) -> None:
     """Of 2**-26: float16 ends at 2**-24, so they must be scaled in backward and in the sum."""
-    factors, rows = [2.0**-26, 3 * 2.0**-26], [3, 1]
-    expected = -(2.0**20) * (3 * factors[0] + factors[1]) / 4
-    run = grade.run(b.small_gradients, 2, factors, rows, 2.0**16, reduce_dtype)
-    for rank, found in enumerate(run.results):
+    factors, rows, lr = [2.0**-26, 3 * 2.0**-26], [3, 1], 2.0**20
+    expected = -lr * (3 * factors[0] + factors[1]) / 4
+    small = Small(0.0, lr, factors, rows, reduce_dtype)
+    for rank, found in enumerate(grade.run(b.small_steps, 2, small).results):
         check(
-            is_close(expected, found["moved"], abs(expected) / 100) and not found["skipped"],
+            is_close(expected, found["weight"], abs(expected) / 100) and not found["skipped"],
             f"rank {rank} of 2, reduce_dtype {reduce_dtype}: a gradient of "
-            f"{-expected / 2**20:.3g} and lr 2**20 should move the weight by {expected:.4g}; it "
-            f"moved by {found['moved']:.4g}. float16 has nothing between 0 and 6e-8, so gradients "
+            f"{-expected / lr:.3g} and lr 2**20 should move the weight by {expected:.4g}; it "
+            f"moved by {found['weight']:.4g}. float16 has nothing between 0 and 6e-8, so gradients "
             "must be scaled both in the backward pass and when they are summed.",
         )
 
@@ -215,10 +190,8 @@ def _check_overflow(by_rank: list[Any], is_bad: list[bool], what: str, scales: l
                 step["has_finite_norm"] is not bad,
                 f"{here}: the norm before clipping should {'not ' if bad else ''}be finite.",
             )
-            check(
-                step["state"] == by_rank[0][number]["state"],
-                f"{here}: the parameters differ from those of rank 0.",
-            )
+            of_rank_0 = by_rank[0][number]["state"]
+            check_equal(here, "parameters, which are those of rank 0,", of_rank_0, step["state"])
             _check_reported_loss(here, step, [steps[number]["sums"] for steps in by_rank])
 
 
@@ -231,11 +204,8 @@ def _check_reported_loss(here: str, step: Any, sums: list[Any]) -> None:
     )
     losses, counts = zip(*(of_rank[0] for of_rank in sums), strict=True)
     expected = sum(losses) / sum(counts)
-    check(
-        is_close(expected, step["loss"], 1e-5 * abs(expected)),
-        f"{here}: the loss should be the mean over the targets of all ranks, {expected:.6g}, also "
-        f"in a step that is skipped; it is {step['loss']:.6g}.",
-    )
+    what = "the loss, which is the mean over the targets of all ranks also in a step that is "
+    check_equal(here, f"{what}skipped,", expected, step["loss"], "", 1e-5 * abs(expected))
 
 
 @task("2.5", real=True)
@@ -281,18 +251,18 @@ def test_gradients_are_divided_before_the_sum(grade: Grade) -> None:
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16", "float16"])
 def test_gradients_travel_in_one_bucket_of_reduce_dtype(grade: Grade, reduce_dtype: str) -> None:
     run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.sums_of, reduce_dtype), if_stuck=STUCK_IN_GROUP
+        *(inside_group, OUTER_WORLD_SIZE, b.mixed_sums, reduce_dtype), if_stuck=STUCK_IN_GROUP
     )
-    for rank, calls in enumerate(of_members(run)):
+    for rank, found in enumerate(of_members(run)):
         here = f"rank {rank} of {len(MEMBERS)}, reduce_dtype {reduce_dtype}"
-        large = [call[:2] for call in calls if call[0] > 2]
+        large = [call for call in found["calls"] if call[0] > 2]
         check(
-            large == [[b.NOTED_TRAINABLE, reduce_dtype]],
-            f"{here}: the gradients of all {b.NOTED_TRAINABLE} trainable parameters should travel "
+            large == [[found["trainable"], reduce_dtype]],
+            f"{here}: the gradients of all {found['trainable']} trainable parameters should travel "
             f"in one all-reduce in {reduce_dtype}; the calls with more than two numbers are "
             f"{large}. A parameter without a gradient counts as zero, a frozen one not at all.",
         )
-        others = [call[:2] for call in calls if call[0] <= 2]
+        others = [call for call in found["calls"] if call[0] <= 2]
         check(
             others in ([[2, "float32"]], [[2, "float64"]]),
             f"{here}: besides the gradients, sum of losses and number of targets should go through "
@@ -300,19 +270,17 @@ def test_gradients_travel_in_one_bucket_of_reduce_dtype(grade: Grade, reduce_dty
             f"are {others}.",
         )
         check(
-            all(call[2] for call in calls),
+            found["is_group_given"],
             f"{here}: all_reduce should be called with the group that the step was given.",
         )
 
 
 @task("2.5")
+def test_an_error_of_the_all_reduce_ends_the_step(grade: Grade) -> None:
+    check_error_passed_on(grade, MIXED)
+
+
+@task("2.5")
 def test_a_mixed_step_without_any_target_is_refused(grade: Grade) -> None:
-    sizes = [2, 0, 1]
-    results = grade.run(b.step_without_targets, 3, sizes, if_stuck=EVERY_CALL).results
-    check_refused(results, "A step where no rank has a target")
-    for rank, result in enumerate(results):
-        check(
-            not result["changed"],
-            f"rank {rank} of 3: no rank has a target, but the parameters have still changed. Raise "
-            "the error before the optimizer's step.",
-        )
+    results = grade.run(b.step_on_nothing, 3, MIXED, [2, 0, 1], if_stuck=EVERY_CALL).results
+    check_nothing_steps(results, "a step where no rank has a target")

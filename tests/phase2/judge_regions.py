@@ -1,114 +1,180 @@
-"""Judges task 2.14: identity one way, one all-reduce the other."""
+"""Judges tasks 2.14 and 2.19: regions that do one thing forward, and its counterpart backward."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from distlab.grade import Grade, check, task
-from judging.checks import of_members, short_beside
+from judging.checks import check_refused, of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import regions as b
+from phase2.sharding import own
 from phase2.sharding_checks import (
     Calls,
     check_calls,
-    check_dtype,
     check_graph,
-    check_others,
-    check_shape,
+    check_same,
+    check_use,
     sizes_for,
 )
 
 COPY, REDUCE = "copy_to_tensor_region", "reduce_from_tensor_region"
-SHAPES = (3, 5), (3, 5)
-STAGES = ("forward", "backward")
+GATHER, SCATTER = "gather_from_sequence_region", "reduce_scatter_to_sequence_region"
+OPERATIONS = {  # forward and backward
+    COPY: ("pass on", "sum"),
+    REDUCE: ("sum", "pass on"),
+    GATHER: ("join", "scatter"),
+    SCATTER: ("scatter", "join"),
+}
+RESULTS: dict[str, Callable[[list[Tensor], int], Tensor]] = {  # of all ranks' tensors, on a rank
+    "pass on": lambda xs, rank: xs[rank],
+    "sum": lambda xs, rank: sum(xs[1:], xs[0]),
+    "join": lambda xs, rank: torch.cat(xs, 1),
+    "scatter": lambda xs, rank: own(sum(xs[1:], xs[0]), rank, len(xs), 1),
+}
+COLLECTIVES = {"sum": "all_reduce", "join": "all_gather", "scatter": "reduce_scatter"}
+OF_POSITIONS = (
+    "One direction joins the ranks' positions in the order of the ranks; the other sums over the "
+    "ranks, and keeps this rank's positions."
+)
+CAUSES = {
+    "pass on": "It should be that of this rank.",
+    "sum": "It should be the sum over the ranks.",
+    "join": OF_POSITIONS,
+    "scatter": OF_POSITIONS,
+}
+OF_CALLS = (
+    "One direction passes on what it gets; the other needs one all-reduce, in the dtype of the "
+    "tensor.",
+    "Send what each rank keeps, and no more: an all-reduce sends twice the bytes of a "
+    "reduce-scatter.",
+)
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of what goes in, and of what comes out
 
 
-@task("2.14", real=True)
-@pytest.mark.parametrize("function", [COPY, REDUCE])
-def test_a_region_sums_one_way_and_passes_on_the_other(grade: Grade, function: str) -> None:
+def _is_of_positions(function: str) -> bool:
+    return function in (GATHER, SCATTER)
+
+
+def _kinds(function: str, n: int) -> tuple[str, ...]:
+    """Layouts and dtypes for n ranks: beyond three, only the number of ranks could go wrong."""
+    kinds = b.SEQUENCE_KINDS if _is_of_positions(function) else b.KINDS
+    return kinds if n <= 3 else kinds[:2]
+
+
+def _shapes(function: str, n: int) -> Shapes:
+    part, whole = (3, 2, 2, 3), (3, 2 * n, 2, 3)
+    return {GATHER: (part, whole), SCATTER: (whole, part)}.get(function, ((3, 5), (3, 5)))
+
+
+def _judge_region(grade: Grade, function: str) -> None:
     for n in sizes_for(grade):
-        kinds = b.kinds_for(b.KINDS, n)
-        sums = {kind: ("all_reduce", b.tensors_of(kind, 0).nbytes) for kind in kinds}
-        forward = [*sums.values()]
-        backward = [one for kind, one in sums.items() if kind != b.UNTRAINED]
-        expected: list[Calls] = [[], backward] if function == COPY else [forward, []]
-        run = grade.run(b.through_region, n, function, kinds, SHAPES)
-        _check_regions(function, run.results)
+        run = grade.run(b.through_region, n, function, _kinds(function, n), _shapes(function, n))
+        _check_region(function, run.results)
         if grade.is_simulated:
-            check_calls(
-                *(run, f"{function} of {len(kinds)} tensors", STAGES, expected),
-                "One direction passes on what it gets; the other needs one all-reduce, in the "
-                "dtype of the tensor.",
-            )
+            what, cause = f"{function} of many tensors", OF_CALLS[_is_of_positions(function)]
+            check_calls(run, what, _calls(function, n), cause)
 
 
-def _check_regions(function: str, by_rank: list[list[dict[str, Any]]]) -> None:
-    n, is_copy = len(by_rank), function.startswith(COPY)
+def _judge_region_in_group(grade: Grade, function: str) -> None:
+    n = len(MEMBERS)
+    args = function, _kinds(function, n), _shapes(function, n)
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, b.through_region, *args), if_stuck=STUCK_IN_GROUP
+    )
+    _check_region(f"{function} inside the group {list(MEMBERS)}", of_members(run))
+
+
+def _check_region(what: str, by_rank: Sequence[Any]) -> None:
+    function, n = what.partition(" ")[0], len(by_rank)
+    forward, backward = OPERATIONS[function]
     for rank, of_rank in enumerate(by_rank):
-        kinds = b.kinds_for(b.KINDS, n)
-        for place, (kind, found) in enumerate(zip(kinds, of_rank, strict=True)):
-            here = f"{function}, rank {rank} of {n}, {kind}"
-            xs = [other[place]["x"] for other in by_rank]
-            gradients = [other[place]["gradient"] for other in by_rank]
-            _check_unchanged(here, found)
-            shape = list(b.tensors_of(kind, 0).shape)
-            check_shape(here, "the output", shape, found["y"], n)
-            _check_one(here, "the output", found["y"], xs, rank, is_sum=not is_copy)
+        for place, kind in enumerate(_kinds(function, n)):
+            here, found = f"{what}, rank {rank} of {n}, {kind}", of_rank[place]
+            of_all = [results[place] for results in by_rank]
+            _check_values(here, "output", forward, of_all, rank)
             if kind != b.UNTRAINED:
                 check_graph(here, found["has_graph"])
-                _check_one(here, "the gradient of x", found["x_grad"], gradients, rank, is_copy)
-            check_dtype(here, found)
-            check_others(here, found["is_alone"])
+                _check_values(here, "gradient of x", backward, of_all, rank)
+            expected, got = found["dtypes"]
             check(
-                not (is_copy and found["is_copied"]),
+                got == expected,
+                f"{here}: the output should have the dtype of x, {expected}, not {got}.",
+            )
+            check_use(here, found)
+            check(
+                not (function == COPY and found["is_copied"]),
                 f"{here}: the output should be x itself, or a view of it; it lies in memory of its "
                 "own.",
             )
 
 
-def _check_unchanged(here: str, found: dict[str, Any]) -> None:
-    for name, before, after in (
-        ("x", found["x"], found["x_after"]),
-        ("the gradient that arrives", found["gradient"], found["after"]),
-    ):
-        check(
-            before == after,
-            f"{here}: {name} was {short_beside(before, after)}, and has become "
-            f"{short_beside(after, before)}. all_reduce writes into what it is given; "
-            "another operation may hold the same tensor: sum a copy.",
-        )
+def _check_values(here: str, what: str, operation: str, of_all: list[Any], rank: int) -> None:
+    given, result = ("x", "y") if what == "output" else ("gradient", "x_grad")
+    tensors = [torch.tensor(found[given], dtype=torch.float64) for found in of_all]
 
+    def known() -> Mapping[str, Tensor]:
+        if operation in ("join", "scatter"):
+            return {}
+        return {
+            "That is the sum over the ranks. In this direction, pass on what arrives.": RESULTS[
+                "sum"
+            ](tensors, rank),
+            "That is this rank's own, not summed over the ranks.": tensors[rank],
+        }
 
-def _check_one(here: str, what: str, got: Any, by_rank: list[Any], rank: int, is_sum: bool) -> None:
-    total = _added(by_rank)
-    expected = total if is_sum else by_rank[rank]
-    cause = ""
-    if got == total:
-        cause = "That is the sum over the ranks. In this direction, pass on what arrives."
-    elif got == by_rank[rank]:
-        cause = "That is this rank's own, not summed over the ranks."
-    elif "nan" in str(got):
+    expected, got = RESULTS[operation](tensors, rank), of_all[rank][result]
+    cause = CAUSES[operation]
+    if "nan" in str(got):
         cause = "A difference of infinite numbers is nan: return the sum itself."
-    wanted = "the sum over the ranks" if is_sum else "that of this rank"
-    check(
-        got == expected,
-        f"{here}: {what} should be {wanted}, {short_beside(expected, got)}; it is "
-        f"{short_beside(got, expected)}. {cause}",
-    )
+    check_same(here, f"the {what}", expected, got, len(of_all), cause, known)
 
 
-def _added(by_rank: list[Any]) -> Any:
-    if isinstance(by_rank[0], list):
-        return [_added(list(column)) for column in zip(*by_rank, strict=True)]
-    return sum(by_rank)
+def _calls(function: str, n: int) -> dict[str, Calls]:
+    """The collectives of each kind of tensor, forward and where it is needed backward."""
+    part, _ = _shapes(function if not _is_of_positions(function) else GATHER, n)
+    calls: dict[str, Calls] = {}
+    for stage, operation in zip(("forward", "backward"), OPERATIONS[function], strict=True):
+        kinds = [k for k in _kinds(function, n) if stage == "forward" or k != b.UNTRAINED]
+        times = n if operation == "scatter" else 1
+        sizes = [times * b.tensor_of(kind, 0, 0, part).nbytes for kind in kinds]
+        name = COLLECTIVES.get(operation)
+        calls[stage] = [(name, size) for size in sizes] if name else []
+    return calls
+
+
+@task("2.14", real=True)
+@pytest.mark.parametrize("function", [COPY, REDUCE])
+def test_a_region_sums_one_way_and_passes_on_the_other(grade: Grade, function: str) -> None:
+    _judge_region(grade, function)
 
 
 @task("2.14")
 @pytest.mark.parametrize("function", [COPY, REDUCE])
 def test_regions_inside_a_group(grade: Grade, function: str) -> None:
-    kinds = b.kinds_for(b.KINDS, len(MEMBERS))
+    _judge_region_in_group(grade, function)
+
+
+@task("2.19", real=True)
+@pytest.mark.parametrize("function", [GATHER, SCATTER])
+def test_a_region_joins_positions_one_way_and_sums_the_other(grade: Grade, function: str) -> None:
+    _judge_region(grade, function)
+
+
+@task("2.19")
+@pytest.mark.parametrize("function", [GATHER, SCATTER])
+def test_sequence_regions_inside_a_group(grade: Grade, function: str) -> None:
+    _judge_region_in_group(grade, function)
+
+
+@task("2.19")
+def test_positions_that_cannot_be_split_are_refused(grade: Grade) -> None:
     run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.through_region, function, kinds, SHAPES),
-        if_stuck=STUCK_IN_GROUP,
+        *(b.refused_positions, 4, 10),
+        if_stuck="10 positions cannot be split evenly over 4 ranks: raise a ValueError before "
+        "anything is sent. ",
     )
-    _check_regions(f"{function} inside the group {list(MEMBERS)}", of_members(run))
+    check_refused(run.results, f"{SCATTER} of 10 positions on 4 ranks", "10", "4")

@@ -9,7 +9,7 @@ import pytest
 from distlab.grade import Grade, check, task
 from distlab.util.text import clauses, counted, joined
 from phase2 import drawings as d
-from phase2 import schedules as b
+from phase2 import pipelines as b
 from phase2_advanced.given import Action, Schedule
 
 GPIPE = {(3, 4): d.GPIPE_3_4, (4, 2): d.GPIPE_4_2}  # by stages and micro-batches
@@ -18,7 +18,17 @@ ONE_F_ONE_B = {
     (4, 8): d.ONE_F_ONE_B_4_8,
     (4, 2): d.ONE_F_ONE_B_4_2,
 }
-SIZES = [(4, 8), (3, 5), (2, 3), (3, 2), (5, 3), (8, 8), (1, 4), (1, 1)]  # stages, micro-batches
+SIZES = [
+    (4, 8),
+    (3, 5),
+    (2, 3),
+    (3, 2),
+    (5, 3),
+    (8, 8),
+    (1, 4),
+    (1, 1),
+    (6, 30),
+]  # stages, micro-batches
 
 
 def _schedules(grade: Grade, function: str) -> list[tuple[int, int, Schedule, str]]:
@@ -186,7 +196,16 @@ def test_1f1b_is_that_of_the_paper(grade: Grade, p: int, m: int) -> None:
 
 # 2.13 Interleaved 1F1B
 
-INTERLEAVED = [(4, 8, 2), (2, 4, 2), (3, 6, 3), (4, 4, 3), (2, 2, 2), (2, 6, 1), (1, 3, 2)]
+INTERLEAVED = [
+    (4, 8, 2),
+    (2, 4, 2),
+    (3, 6, 3),
+    (4, 4, 3),
+    (2, 2, 2),
+    (2, 6, 1),
+    (1, 3, 2),
+    (2, 30, 2),
+]
 
 
 def _interleaved(grade: Grade) -> list[tuple[int, int, int, Schedule, str]]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from judging.calls import cause_told, returned, typed
-from phase2.step_arguments import NotedAllReduce
+from phase2.steps import NotedAllReduce
 
 SHAPES = ((3, 2), (16, 16), (), (2, 2))
 Bad = tuple[float, int, int] | None  # a number, the rank and the parameter whose gradient has it
@@ -52,9 +52,12 @@ def _parameters() -> list[nn.Parameter]:
 
 
 def gradient_of(rank: int, number: int) -> Tensor:
-    """What a parameter's gradient should be once it is divided: whole numbers and a half."""
+    """What a parameter's gradient should be once it is divided: whole numbers and a half.
+
+    It is laid out across, so that it is not contiguous.
+    """
     generator = torch.Generator().manual_seed(10 * rank + number)
-    return torch.randint(-8, 8, SHAPES[number], generator=generator) + 0.5
+    return (torch.randint(-8, 8, SHAPES[number][::-1], generator=generator) + 0.5).t()
 
 
 def _set_gradients(
@@ -135,7 +138,7 @@ def _one_step(
         gradient = parameters[bad[2]].grad
         assert gradient is not None
         # Of two large numbers, the sum is not finite; and 256 infs are none if a byte counts them.
-        gradient.view(-1)[0 if bad[0] == torch.inf else -2 :] = bad[0]
+        gradient.t().view(-1)[0 if bad[0] == torch.inf else -2 :] = bad[0]
     quotients = [p.grad / scaler.value for p in parameters if p.grad is not None]
     before = _everything(parameters, optimizer)
     taken = typed("step", scaler.step(optimizer), bool)
@@ -190,8 +193,10 @@ def resume(
     has_changed = repr(state) != first
     _follow(loaded, [None], rank)
     _overflow(loaded)
-    loaded.load_state_dict(state if odd else json.loads(json.dumps(state)))
+    given = state if odd else json.loads(json.dumps(state))
+    loaded.load_state_dict(given)
     values = [float(loaded.value), *(step["value"] for step in _follow(loaded, after, rank))]
+    has_changed |= repr(given) != first
     return {"odd": odd, "has_changed": has_changed, "values": values}
 
 

@@ -1,4 +1,4 @@
-"""Bodies for task 2.12, and a pipeline on an ideal cluster."""
+"""Bodies for tasks 2.10 to 2.13: schedules, models in blocks, and an ideal cluster."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -8,12 +8,185 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.grade import WrongResult
 from distlab.sim import Cluster
 from distlab.sim.hardware.cluster import GPU
-from judging.calls import case_told, cause_told, refusal_of, typed
+from judging.calls import case_told, cause_told, refusal_of, returned, typed
+from judging.models import DOUBLE
 from phase2.drawings import drawn
-from phase2.pipeline_models import block, gradients_of, loss_of, micro_batch
-from phase2_advanced.given import Action, Batch, LossSum, Schedule
+from phase2_advanced.given import Action, Batch, LossSum, Schedule, cross_entropy_sum
+
+Rows = list[list[list[Any]]]  # by stage its actions, each [kind, micro-batch, chunk]
+
+
+def rows_of_each(lesson: Any, function: str, sizes: list[list[int]]) -> list[Rows]:
+    """The schedules that a function returns for several sizes.
+
+    Raises:
+        TypeError: one is no schedule.
+    """
+    return [_rows_of(lesson, function, *size) for size in sizes]
+
+
+def _rows_of(lesson: Any, function: str, *numbers: int) -> Rows:
+    schedule = returned(function, getattr(lesson, function)(*numbers))
+    call = f"{function}({', '.join(map(str, numbers))})"
+    if not isinstance(schedule, list) or not all(isinstance(row, list) for row in schedule):
+        raise WrongResult(f"{call} should return a list of lists; it returned {schedule!r:.70}")
+    return [[_plain(call, action) for action in row] for row in schedule]
+
+
+def _plain(call: str, action: Any) -> list[Any]:
+    names = ("kind", "micro_batch", "chunk")
+    try:
+        kind, micro_batch, chunk = (getattr(action, name) for name in names)
+    except AttributeError:
+        raise WrongResult(
+            f"{call} should contain actions, as in Action('F', 0), not {action!r}"
+        ) from None
+    if kind not in ("F", "B") or type(micro_batch) is not int or type(chunk) is not int:
+        raise WrongResult(f"{call}: kind is 'F' or 'B', and numbers are ints, not as in {action!r}")
+    return [kind, micro_batch, chunk]
+
+
+def refusal_of_schedule(lesson: Any, function: str, *numbers: int) -> dict[str, str]:
+    return refusal_of(lambda: getattr(lesson, function)(*numbers))
+
+
+WIDTH, CLASSES, LENGTH = 12, 3, 2
+KINDS = ("dense", "tokens", "frozen", "checkpointed", "detached", "bfloat16")
+
+
+class _Again(torch.autograd.Function):
+    """Computes a layer, and in the backward pass again; that starts a backward pass inside."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        if not torch.autograd._is_checkpoint_valid():  # torch's own checkpoint refuses it too
+            raise RuntimeError("checkpointed layers need backward(), not torch.autograd.grad()")
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            (ctx.layer(x) * gradient).sum().backward()  # backward(gradient) would import SymPy
+        return None, x.grad
+
+
+class Checkpointed(nn.Module):
+    """A layer that keeps only its input for the backward pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Again.apply(self.layer, x)
+
+
+class Detached(nn.Module):
+    """Cuts the graph: what comes before it requires a gradient, and gets none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class Across(nn.Module):
+    """Lays its input out across: it is not contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT.contiguous().mT
+
+
+class InDouble(nn.Module):
+    """A layer in float64, whose input and output are in bfloat16."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.double()).bfloat16()  # type: ignore[no-any-return]
+
+
+def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
+    """One block of a model, with the same weights wherever it is built."""
+    torch.manual_seed(10 + number)
+    is_last = number == num_blocks - 1
+    linear = nn.Linear(WIDTH, CLASSES if is_last else WIDTH, **DOUBLE)
+    layer: nn.Module = linear if is_last else nn.Sequential(linear, nn.Tanh())
+    if kind == "frozen":
+        linear.bias.requires_grad_(False)
+        linear.weight.requires_grad_(is_last)
+    if number == 0 and kind in ("tokens", "frozen"):
+        embedding = nn.Embedding(7, WIDTH, **DOUBLE)
+        embedding.weight.requires_grad_(kind == "tokens")
+        return nn.Sequential(embedding, layer, Across())
+    if is_last and kind == "detached":
+        return nn.Sequential(Detached(), layer)
+    if kind == "bfloat16":
+        return InDouble(layer)
+    return Checkpointed(layer) if number and kind == "checkpointed" else layer
+
+
+def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
+    """Inputs, and two tensors for the loss; some targets do not count."""
+    generator = torch.Generator().manual_seed(number)
+    targets = torch.randint(CLASSES, (rows, LENGTH), generator=generator)
+    targets[torch.rand(rows, LENGTH, generator=generator) < 0.3] = -100
+    targets[0, 0] = 1
+    weights = torch.rand(rows, **DOUBLE, generator=generator)
+    if kind in ("tokens", "frozen"):
+        return torch.randint(7, (rows, LENGTH), generator=generator), targets, weights
+    inputs = torch.randn(rows, LENGTH, WIDTH, generator=generator, **DOUBLE)
+    return inputs, targets, weights
+
+
+def weighted_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    """A loss that uses all three tensors of a batch, and counts targets in its own way."""
+    inputs, targets, weights = batch
+    errors = (model(inputs) - targets[..., None]).square().sum(dim=(1, 2))
+    return (errors * weights).sum(), 3 * len(weights)
+
+
+def loss_of(kind: str) -> LossSum:
+    return cross_entropy_sum if kind == "tokens" else weighted_sum
+
+
+def gradients_of(module: nn.Module) -> dict[str, list[float] | None]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.flatten().tolist()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def alone(num_blocks: int, sizes: Sequence[int], kind: str) -> dict[str, Any]:
+    """Loss, number of targets, and gradients by block, of one process with all micro-batches."""
+    blocks = [block(number, num_blocks, kind) for number in range(num_blocks)]
+    model, batches = nn.Sequential(*blocks), [micro_batch(*one, kind) for one in enumerate(sizes)]
+    found = [loss_of(kind)(model, batch) for batch in batches]
+    total, count = torch.stack([loss for loss, _ in found]).sum(), sum(n for _, n in found)
+    means = torch.stack([loss / n for loss, n in found])
+    return {
+        "loss": float(total.detach()) / count,
+        "mean of means": float(means.detach().mean()),
+        "last": float(means[-1].detach()),
+        "targets": count,
+        "gradients": _gradients_by_block(blocks, total / count),
+        "gradients of means": _gradients_by_block(blocks, means.mean()),
+    }
+
+
+def _gradients_by_block(blocks: Sequence[nn.Module], loss: Tensor) -> list[dict[str, Any]]:
+    for one in blocks:
+        one.zero_grad()
+    torch.autograd.backward(loss, retain_graph=True)
+    return [gradients_of(one) for one in blocks]
+
 
 CALLS = 2
 ONE_ORDER = (

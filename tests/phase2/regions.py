@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from judging.calls import cause_told, refusal_of, returned
+from judging.comparing import noting_changes
 from phase2.sharding import (
     drawn,
     go_backward_with,
@@ -18,29 +19,28 @@ from phase2.sharding import (
     place,
 )
 
-INFINITE, UNTRAINED = "infinite on rank 0", "no gradient needed"
-SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", "float32", UNTRAINED)
-KINDS = (*SEQUENCE_KINDS, "a number", INFINITE, "bfloat16")
+INFINITE, UNTRAINED, NUMBER, SHORT = "infinite on rank 0", "no gradient needed", "a number", "short"
+INNER = "inside of a graph"  # it is no leaf, so that nothing hinders a write into it
+SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", INNER, "bfloat16", UNTRAINED)
+SEQUENCE_KINDS = (*SEQUENCE_KINDS, "float32", SHORT)
+KINDS = (*SEQUENCE_KINDS, NUMBER, INFINITE)
 
 
-def kinds_for(kinds: tuple[str, ...], n: int) -> tuple[str, ...]:
-    """Layouts and dtypes for n ranks: beyond three, what else could go wrong is the number."""
-    return kinds if n <= 3 else kinds[:2]
+def shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a kind of tensor, where ``shape`` is usual; a short one has two dims."""
+    return {NUMBER: (), SHORT: (1, shape[1] // 2)}.get(kind, shape)
 
 
-def tensors_of(kind: str, rank: int, seed: int = 0, shape: tuple[int, ...] = (3, 5)) -> Tensor:
+def tensor_of(kind: str, rank: int, seed: int, shape: tuple[int, ...]) -> Tensor:
     """Small whole numbers over 8, which sum exactly in every dtype."""
     dtype = getattr(torch, kind) if kind.startswith(("float", "bfloat")) else torch.float64
-    shape = () if kind == "a number" else shape
     generator = torch.Generator().manual_seed(97 * seed + rank)
-    numbers = torch.randint(-15, 16, shape, generator=generator).to(dtype) / 8
-    if kind == "transposed":
-        return laid_out(numbers, True)
+    numbers = torch.randint(-15, 16, shape_of(kind, shape), generator=generator).to(dtype) / 8
     if kind == INFINITE and rank == 0:
         return numbers.fill_(inf)
     if kind == "expanded gradient" and seed:
         return numbers.flatten()[0].expand(shape)
-    return numbers
+    return laid_out(numbers, kind == "transposed")
 
 
 def through_region(
@@ -50,36 +50,44 @@ def through_region(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     group: Any = None,
 ) -> list[dict[str, Any]]:
-    """Pass every kind of tensor through a region, and a gradient back; barriers lie between.
+    """Pass every kind of tensor through a region, and a gradient back; a barrier lies between.
 
     Args:
-        shapes: of what goes in, and of what comes out.
+        shapes: Shapes of what goes in and of what comes out.
     """
     rank, _ = place(group)
-    given = [tensors_of(kind, rank, 0, shapes[0]) for kind in kinds]
-    for kind, x in zip(kinds, given, strict=True):
-        x.requires_grad_(kind != UNTRAINED)
-    gradients = [tensors_of(kind, rank, 1, shapes[1]) for kind in kinds]
-    region, before = getattr(lesson, function), [listed(x) for x in given]
-    outputs = [returned(function, region(x, **group_argument(group))) for x in given]
-    found = [_found(x, y, g) for x, y, g in zip(given, outputs, gradients, strict=True)]
-    dist.barrier(group)
-    for x, y, gradient in zip(given, outputs, gradients, strict=True):
-        has_way = x.requires_grad and y.requires_grad and y.shape == gradient.shape
-        if has_way:  # if it should have one, the judge says why it has none
-            go_backward_with(y, gradient)
-    for entry, x, gradient, was in zip(found, given, gradients, before, strict=True):
-        entry |= {"x_grad": listed(x.grad), "x_after": listed(x), "after": listed(gradient)}
-        entry["x"] = was
-        entry["is_alone"] = not x.requires_grad or is_alone_summed(x, x.detach().clone())
+    given = [_input(kind, tensor_of(kind, rank, 0, shapes[0])) for kind in kinds]
+    gradients = [tensor_of(kind, rank, 1, shapes[1]) for kind in kinds]
+    before = [listed(x) for x in given]
+    changes = {f"x {i}": x for i, x in enumerate(given)}
+    changes |= {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
+    with noting_changes(**changes) as changed:
+        region = getattr(lesson, function)
+        outputs = [returned(function, region(x, **group_argument(group))) for x in given]
+        found = [_found(x, y) for x, y in zip(given, outputs, strict=True)]
+        dist.barrier(group)
+        for x, y, gradient in zip(given, outputs, gradients, strict=True):
+            if x.requires_grad:
+                go_backward_with(y, gradient)
+    for i, (entry, x) in enumerate(zip(found, given, strict=True)):
+        entry |= {"x": before[i], "gradient": listed(gradients[i]), "x_grad": listed(x.grad)}
+        entry["changed"] = [name for name in ("x", "gradient") if f"{name} {i}" in changed]
+        entry["is_alone"] = not x.requires_grad or is_alone_summed(x)
     return found
 
 
-def _found(x: Tensor, y: Tensor, gradient: Tensor) -> dict[str, Any]:
+def _input(kind: str, x: Tensor) -> Tensor:
+    x.requires_grad_(kind != UNTRAINED)
+    if kind == INNER:
+        x = x.clone()
+        x.retain_grad()
+    return x
+
+
+def _found(x: Tensor, y: Tensor) -> dict[str, Any]:
     return {
         "y": listed(y),
         "has_graph": y.requires_grad,
-        "gradient": listed(gradient),
         "is_copied": y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(),
         "dtypes": [str(x.dtype), str(y.dtype)],
     }

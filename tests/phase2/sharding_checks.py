@@ -1,6 +1,6 @@
 """How judges of tensor parallelism compare with the full module, and count collectives."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from distlab.grade import Grade, Run, check
 from judging.checks import is_close, short_beside
-from phase2.sharding import own, part_of
+from phase2.sharding import own
 
 SIZES = (2, 3, 4, 5, 8, 1)  # numbers of ranks
 REAL_SIZES = (3,)  # in processes
-EXACT = 1e-12
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 Calls = list[tuple[str, int]]  # name and bytes of each collective and message
 
@@ -31,42 +31,56 @@ def check_same(
     cause: str = "",
     known: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> None:
-    """Check values up to rounding in float64.
+    """Check values up to rounding.
 
     Args:
-        here: rank and case.
-        what: is compared, as the subject of a sentence.
-        cause: the likely one.
-        known: returns the values that known mistakes give, by the cause that is told instead.
+        here: Rank and case.
+        what: The subject of the sentence.
+        expected: The right values; None if there should be none.
+        got: The same in nested lists.
+        n: The number of ranks.
+        cause: The likely one.
+        known: Returns the values that known mistakes give, by the cause to name instead.
     """
     if expected is not None and got is not None:
-        check_shape(here, what, list(expected.shape), got, n, cause)
-    greatest = float(expected.detach().abs().max()) if expected is not None else 0.0
-    if _agree(expected, got, EXACT * max(1.0, greatest)):
-        return  # to write all values into a message takes longer than to compare them
+        _check_shape(here, what, list(expected.shape), got, n, cause)
+    if _agree(expected, got):
+        return  # writing all values into a message takes longer than comparing them
     wanted = None if expected is None else expected.tolist()
+    causes = (cause for cause, wrong in known().items() if is_close(wrong.tolist(), got))
     check(
         False,
         f"{here}: {what} should be {short_beside(wanted, got)}, not "
-        f"{short_beside(got, wanted)}. "
-        f"{_known_cause(known(), got) or _multiple(expected, got, n) + cause}",
+        f"{short_beside(got, wanted)}. {next(causes, '') or _multiple(expected, got, n) + cause}",
     )
 
 
-def _known_cause(known: Mapping[str, Tensor], got: Any) -> str:
-    return next((cause for cause, wrong in known.items() if is_close(wrong.tolist(), got)), "")
+def _agree(expected: Tensor | None, got: Any) -> bool:
+    """Compare as tensors: lists of all the weights of a block would take most of the time."""
+    if expected is None or got is None:
+        return expected is got
+    expected = expected.detach()
+    finite = expected[expected.isfinite()].abs()
+    scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    found = torch.tensor(got, dtype=expected.dtype)
+    return torch.allclose(found, expected, rtol=0.0, atol=ROUNDING[expected.dtype] * scale)
 
 
-def check_shape(
+def _check_shape(
     here: str, what: str, expected: list[int], got: Any, n: int, cause: str = ""
 ) -> None:
-    """Check the shape of nested lists; the arguments are those of ``check_same``."""
     shape = _shape(got)
     check(
         shape == expected,
         f"{here}: {what} should have the shape {expected}, not {shape}. "
         f"{_other_dim(expected, shape, n)}{cause}",
     )
+
+
+def _shape(nested: Any) -> list[int]:
+    if not isinstance(nested, list):
+        return []
+    return [len(nested), *(_shape(nested[0]) if nested else [])]
 
 
 def _other_dim(expected: list[int], shape: list[int], n: int) -> str:
@@ -84,13 +98,16 @@ def _other_dim(expected: list[int], shape: list[int], n: int) -> str:
     )
 
 
-def check_graph(here: str, has_graph: bool) -> None:
-    """Check that a gradient can go back from the output.
+def _multiple(expected: Tensor | None, got: Any, n: int) -> str:
+    if expected is None or got is None or n == 1:
+        return ""
+    if is_close((expected * n).tolist(), got, 1e-9):
+        return f"That is {n} times as much, as if it were added up over the ranks. "
+    return f"That is 1/{n} of it. " if is_close((expected / n).tolist(), got, 1e-9) else ""
 
-    Args:
-        here: rank and case.
-        has_graph: whether the output requires grad.
-    """
+
+def check_graph(here: str, has_graph: bool) -> None:
+    """Check that the output requires a gradient, so that one can go back from it."""
     check(
         has_graph,
         f"{here}: the output has the right values, but does not require grad, so no gradient goes "
@@ -100,106 +117,73 @@ def check_graph(here: str, has_graph: bool) -> None:
     )
 
 
-def _agree(expected: Tensor | None, got: Any, tolerance: float) -> bool:
-    """Compare as tensors: lists of all the weights of a block would take most of the time."""
-    if expected is None or got is None:
-        return expected is got
-    found = torch.tensor(got, dtype=expected.dtype)
-    return torch.allclose(found, expected.detach(), rtol=0.0, atol=tolerance)
-
-
-def check_others(here: str, is_alone_summed: bool) -> None:
-    """Check that a gradient which reaches x from another reader of it is not summed.
-
-    Args:
-        here: rank and case.
-        is_alone_summed: what ``sharding.is_alone_summed`` has found.
-    """
+def check_use(here: str, found: Mapping[str, Any]) -> None:
+    """Check that input and gradient stay as they are, also for other readers of the input."""
     check(
-        is_alone_summed,
+        not found["changed"],
+        f"{here}: the {' and the '.join(found['changed'])} that the caller has given should stay "
+        "as it is, and has changed. all_reduce writes into what it is given, and another operation "
+        "may hold the same tensor: sum a copy, and write into memory of your own.",
+    )
+    check(
+        found["is_alone"],
         f"{here}: x is read elsewhere too, as by a residual connection, and the gradient from "
         "there should reach x as it is; it has changed. A hook on x itself sees all gradients of "
         "x: sum only what comes back through this function.",
     )
 
 
-def check_dtype(here: str, found: Mapping[str, Any]) -> None:
-    """Check that the output of a region has the dtype of x."""
-    expected, got = found["dtypes"]
-    check(got == expected, f"{here}: the output should have the dtype of x, {expected}, not {got}.")
-
-
-def _shape(nested: Any) -> list[int]:
-    return [len(nested), *(_shape(nested[0]) if nested else [])] if _is_list(nested) else []
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _multiple(expected: Tensor | None, got: Any, n: int) -> str:
-    if expected is None or got is None or n == 1:
-        return ""
-    if is_close((expected * n).tolist(), got, 1e-9):
-        return f"That is {n} times as much, as if it were added up over the ranks. "
-    return f"That is 1/{n} of it. " if is_close((expected / n).tolist(), got, 1e-9) else ""
-
-
-def check_parameters(
+def check_state(
     here: str,
     state: Mapping[str, Any],
-    full: Mapping[str, Any],
+    full: torch.nn.Module,
+    part_of: Callable[[str], int | None],
     place: tuple[int, int],
-    parts: Mapping[str, int | None] | None = None,
-    causes: Mapping[str, str] | None = None,
+    causes: Mapping[str, str],
 ) -> None:
     """Check that a rank holds its part of each parameter, and of each gradient.
 
     Args:
-        here: rank and case.
-        state: of ``sharding.state_of``.
-        full: of ``sharding.passed``, with the full module.
-        place: rank and number of ranks.
-        parts: the dim that is split, by name; by default as in a transformer's block.
-        causes: the likely ones of a wrong gradient, by name.
+        here: Rank and case.
+        state: The result of ``sharding.state_of``.
+        full: The full module after its backward passes.
+        part_of: Returns the split dim of a parameter by its name.
+        place: Rank and number of ranks.
+        causes: The likely causes of a wrong gradient, by name.
     """
-    names = sorted(full["values"])
+    parameters = dict(full.named_parameters())
     check(
-        sorted(state) == names,
-        f"{here}: the parameters should be {', '.join(names)}; they are "
+        sorted(state) == sorted(parameters),
+        f"{here}: the parameters should be {', '.join(sorted(parameters))}; they are "
         f"{', '.join(sorted(state))}.",
     )
-    for name in names:
-        dim = parts[name] if parts else part_of(name)
+    for name, parameter in parameters.items():
+        dim = part_of(name)
         what = "all of it" if dim is None else f"this rank's part of dim {dim}"
-        _check_parameter(here, name, what, state[name], full, (*place, dim))
-        gradient = full["gradients"][name]
-        expected = None if gradient is None else own(gradient, *place, dim)
-        cause = f"It should be that of the full module, {what}. {(causes or {}).get(name, '')}"
+        _check_parameter(f"{here}: {name}", parameter, state[name])
+        values = own(parameter, *place, dim)
+        check_same(here, name, values, state[name]["values"], place[1], f"It should be {what}.")
+        gradient = None if parameter.grad is None else own(parameter.grad, *place, dim)
+        cause = f"It should be that of the full module, {what}. {causes.get(name, '')}"
         got = state[name]["gradient"]
-        check_same(here, f"the gradient of {name}", expected, got, place[1], cause)
+        check_same(here, f"the gradient of {name}", gradient, got, place[1], cause)
 
 
-def _check_parameter(
-    here: str,
-    name: str,
-    what: str,
-    got: Mapping[str, Any],
-    full: Mapping[str, Any],
-    part: tuple[int, int, int | None],
-) -> None:
-    expected = own(full["values"][name], *part)
-    check_same(here, name, expected, got["values"], part[1], f"It should be {what}.")
-    is_trained = full["gradients"][name] is not None
+def _check_parameter(here: str, full: Tensor, got: Mapping[str, Any]) -> None:
     check(
-        got["is_trained"] == is_trained,
-        f"{here}: {name} should {'' if is_trained else 'not '}require a gradient, as in the full "
+        got["is_trained"] == full.requires_grad,
+        f"{here} should {'' if full.requires_grad else 'not '}require a gradient, as in the full "
         "module.",
+    )
+    dtype = str(full.dtype).removeprefix("torch.")
+    check(
+        got["dtype"] == dtype,
+        f"{here} should keep the dtype of the full module, {dtype}, but has {got['dtype']}.",
     )
     check(
         got["held_bytes"] == got["num_bytes"],
-        f"{here}: {name} has {got['num_bytes']} bytes, but keeps {got['held_bytes']} in memory. A "
-        "part of a tensor is a view of all of it: copy the part, so that the rest can be freed.",
+        f"{here} has {got['num_bytes']} bytes, but keeps {got['held_bytes']} in memory. A part of "
+        "a tensor is a view of all of it: copy the part, so that the rest can be freed.",
     )
 
 
@@ -230,22 +214,41 @@ def calls_of(run: Run) -> list[list[Calls]]:
 
 
 def check_calls(
-    run: Run, what: str, stages: Sequence[str], expected: Sequence[Calls], cause: str = ""
+    run: Run,
+    what: str,
+    expected: Mapping[str, Calls],
+    cause: str = "",
+    small_bytes: int = 0,
 ) -> None:
     """Check what each rank has sent in each stage, and that it was nothing else.
 
     On one rank nothing need be sent, and what is, costs nothing.
+
+    Args:
+        run: A run whose body calls a barrier between stages.
+        what: The function and the case.
+        expected: The calls of each stage, by its name.
+        cause: The likely one.
+        small_bytes: The bytes that may be all-reduced backward besides.
     """
     for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():
+        here = f"{what}, rank {rank} of {len(run.results)}"
         check(
-            len(by_stage) == len(stages),
-            f"{what}, rank {rank}: it calls a barrier, which it does not need.",
+            len(by_stage) == len(expected), f"{here}: it calls a barrier, which it does not need."
         )
-        for stage, calls, wanted in zip(stages, by_stage, expected, strict=True):
+        for (stage, wanted), calls in zip(expected.items(), by_stage, strict=True):
+            rest = calls
+            if small_bytes and stage.startswith("backward"):
+                sums = sum(size for name, size in calls if name == "all_reduce")
+                rest = [call for call in calls if call[0] != "all_reduce"]
+                check(
+                    sums <= small_bytes,
+                    f"{here}: {stage} may sum the gradients of what works on a rank's positions, "
+                    f"{small_bytes:,} bytes; it all-reduced {sums:,} bytes. {cause}",
+                )
             check(
-                sorted(calls) == sorted(wanted),
-                f"{what}, rank {rank} of {len(run.results)}: {stage} needs {_told(wanted)}; it "
-                f"made {_told(calls)}. {cause}",
+                sorted(rest) == sorted(wanted),
+                f"{here}: {stage} needs {_told(wanted)}; it made {_told(calls)}. {cause}",
             )
 
 

@@ -1,17 +1,186 @@
-"""Bodies for tasks 2.8 and 2.9."""
+"""Bodies for tasks 2.8 and 2.9, with a model of nine blocks and its training in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from distlab.grade import WrongResult
 from judging.calls import case_told, cause_told, refusal_of, returned
-from phase2 import staged_model as m
+from judging.models import DOUBLE
+from phase2.sharding import group_argument
 from phase2_advanced.given import group_device
+
+NUM_BLOCKS, VOCABULARY, NUM_CLASSES, LR = 9, 11, 5, 0.1
+WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # of what the blocks but the last return
+
+
+class Plan(NamedTuple):
+    """What is trained."""
+
+    frozen: tuple[int, ...] = ()  # blocks
+    input_requires_grad: bool = False
+    num_steps: int = 6
+    evaluations: tuple[int, ...] = (2,)  # steps without backward
+    updates: tuple[int, ...] = (1, 4)  # steps that end with an update: gradients add up until then
+
+
+ALL_TRAINED = Plan(input_requires_grad=True)
+SOME_FROZEN = Plan(frozen=(0, 1, 2, 5, 8))
+
+
+class First(nn.Module):
+    """Makes of tokens what goes through all blocks: five tensors, of which three are trained.
+
+    One is laid out across, one is in float32, and on one, in bfloat16, nothing depends in the end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTHS[0], **DOUBLE)
+        self.side = nn.Embedding(VOCABULARY, 3)
+        self.unused = nn.Parameter(torch.randn(7, dtype=torch.bfloat16))
+
+    def forward(self, tokens: Tensor, mask: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        x = _laid_across(self.embedding(tokens) * scale)
+        return x, tokens, mask, self.side(tokens[:, 0]), self.unused * 2
+
+
+class Middle(nn.Module):
+    """Changes the first and the fourth tensor, which share a part of their graph."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inner, outer, **DOUBLE)
+
+    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor, side: Tensor, unused: Tensor) -> Any:
+        hidden = torch.tanh(self.linear(x))
+        side = (side + hidden.mean(dim=1)[:, :3].float()) * 0.5
+        return _laid_across(hidden * mask[..., None]), tokens, mask, side, unused
+
+
+class Last(nn.Module):
+    """Returns logits, and a second term of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTHS[-1], NUM_CLASSES, **DOUBLE)
+        self.side = nn.Linear(3, NUM_CLASSES, **DOUBLE)
+        self.bias = nn.Embedding(VOCABULARY, NUM_CLASSES, **DOUBLE)
+
+    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor, side: Tensor, unused: Tensor) -> Any:
+        x = (x * mask[..., None]).sum(dim=1)
+        logits = self.head(x) + self.side(side.double()) + self.bias(tokens).sum(dim=1)
+        return logits, x.square().mean()
+
+
+def _laid_across(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+class Chain(nn.Module):
+    """Blocks one after another."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        for block in self.blocks:
+            tensors = block(*tensors)
+        return tensors
+
+
+def blocks_of(plan: Plan) -> nn.ModuleList:
+    """Make the blocks, the same ones on every rank."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(5)
+        middle = [Middle(*WIDTHS[i : i + 2]) for i in range(NUM_BLOCKS - 2)]
+        blocks = nn.ModuleList([First(), *middle, Last()])
+    for i in plan.frozen:
+        blocks[i].requires_grad_(False)
+    return blocks
+
+
+def batch_of(plan: Plan, step: int) -> list[Tensor]:
+    """Tokens, mask, scale and targets: another number of rows and of tokens in each step."""
+    generator = torch.Generator().manual_seed(step)
+    rows, length = 2 + step % 4, 3 + step % 3
+    tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
+    mask = torch.rand(rows, length, generator=generator) > 0.3
+    scale = torch.rand(rows, 1, 1, generator=generator, **DOUBLE)
+    targets = torch.randint(NUM_CLASSES, (rows,), generator=generator)
+    return [tokens, mask, scale.requires_grad_(plan.input_requires_grad), targets]
+
+
+def loss_of(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    logits, term = output
+    return cross_entropy(logits, targets) + term
+
+
+def update(module: nn.Module) -> None:
+    """Do a step of plain gradient descent, and clear the gradients."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter -= LR * parameter.grad
+            parameter.grad = None
+
+
+def state_of(blocks: nn.ModuleList, numbers: Iterable[int]) -> dict[str, Any]:
+    """Values and gradients of the parameters of these blocks; no gradient counts as zero."""
+    state = {}
+    for i in numbers:
+        for name, parameter in blocks[i].named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            state[f"{i}.{name}"] = parameter.tolist()
+            state[f"{i}.{name}.grad"] = gradient.tolist() if parameter.requires_grad else None
+    return state
+
+
+class Alone(NamedTuple):
+    """What one process finds."""
+
+    outputs: list[Any]  # by step
+    has_graph: list[list[bool]]  # by step, of each output: whether it requires a gradient
+    losses: list[float]
+    input_gradients: list[Any]
+    state: dict[str, Any]
+    passed: list[
+        list[list[tuple[int, bool]]]
+    ]  # by step and block: bytes, whether it has a gradient
+
+
+@cache
+def train_alone(plan: Plan) -> Alone:
+    """Train all blocks in this process."""
+    blocks = blocks_of(plan)
+    alone = Alone([], [], [], [], {}, [])
+    for step in range(plan.num_steps):
+        *tensors, targets = batch_of(plan, step)
+        scale, passed = tensors[2], []
+        with torch.set_grad_enabled(step not in plan.evaluations):
+            for block in blocks:
+                tensors = block(*tensors)
+                passed.append([(x.nbytes, x.requires_grad) for x in tensors])
+            loss = loss_of((tensors[0], tensors[1]), targets)
+        if step not in plan.evaluations:
+            loss.backward()
+        if step in plan.updates:
+            update(blocks)
+        alone.outputs.append([x.tolist() for x in tensors])
+        alone.has_graph.append([x.requires_grad for x in tensors])
+        alone.losses.append(loss.item())
+        alone.input_gradients.append(None if scale.grad is None else scale.grad.tolist())
+        alone.passed.append(passed)
+    alone.state.update(state_of(blocks, range(NUM_BLOCKS)))
+    return alone
+
 
 # 2.8
 
@@ -37,6 +206,32 @@ def _cut(found: Any) -> Cut:
                 f"{stage!r}"
             )
     return [[stage.start, stage.stop] for stage in found]
+
+
+class Tallied(float):
+    """A cost that counts additions and comparisons."""
+
+    count = 0
+
+
+def _tallied(operation: Callable[[float, float], Any]) -> Callable[[float, float], Any]:
+    def noted(a: float, b: float) -> Any:
+        Tallied.count += 1
+        result = operation(a, b)
+        return Tallied(result) if isinstance(result, float) else result
+
+    return noted
+
+
+for _name in ("add", "radd", "sub", "rsub", "lt", "le", "gt", "ge"):
+    setattr(Tallied, f"__{_name}__", _tallied(getattr(float, f"__{_name}__")))
+
+
+def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[str, Any]:
+    """A cut, and how many additions and comparisons of costs it has taken."""
+    Tallied.count = 0
+    cut = _cut(lesson.partition_layers([*map(Tallied, costs)], num_stages))
+    return {"cut": cut, "count": Tallied.count}
 
 
 def costs_after(lesson: Any, costs: list[float], num_stages: int) -> list[float]:
@@ -70,6 +265,8 @@ def tensors_of(rank: int) -> list[Tensor]:
             torch.randint(-99, 99, (2, 2), dtype=torch.int32),
             torch.randint(256, (9,), dtype=torch.uint8),
             torch.rand(6) > 0.5,
+            torch.randint(-99, 99, (3,), dtype=torch.int16),
+            torch.randn(2, 2, dtype=torch.complex64),
         ]
 
 
@@ -90,13 +287,13 @@ def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
     for tensors in lists_of(rank):
         sent = [tensor.to(group_device(group)) for tensor in tensors]
         before = [_told(x) for x in sent]
-        works = lesson.send_tensors(sent, (rank + 1) % size, **_given(group))
+        works = lesson.send_tensors(sent, (rank + 1) % size, **group_argument(group))
         kept.append([_told(x) for x in sent] == before)
         del tensors, sent
-        found = lesson.recv_tensors((rank - 1) % size, **_given(group))
+        found = lesson.recv_tensors((rank - 1) % size, **group_argument(group))
         for work in returned("send_tensors", works):
             work.wait()
-        arrived.append([{**_told(x), "leaf": x.is_leaf} for x in _list_of(found)])
+        arrived.append([_told(x) for x in _list_of(found)])
     return {"arrived": arrived, "unchanged": kept}
 
 
@@ -118,7 +315,8 @@ def _told(x: Tensor) -> dict[str, Any]:
         "dtype": str(x.dtype).removeprefix("torch."),
         "shape": list(x.shape),
         "requires_grad": x.requires_grad,
-        "values": x.detach().cpu().flatten().tolist(),
+        "values": (torch.view_as_real(x) if x.is_complex() else x).detach().flatten().tolist(),
+        "leaf": x.is_leaf,
     }
 
 
@@ -130,11 +328,6 @@ def send_one_way(lesson: Any) -> None:
         else:
             for work in lesson.send_tensors(tensors, 1):
                 work.wait()
-
-
-def _given(group: Any) -> dict[str, Any]:
-    """``group=``, left out where all ranks are meant."""
-    return {} if group is None else {"group": group}
 
 
 # 2.9: stages
@@ -156,33 +349,33 @@ BACKWARD_CAUSES = {
 
 
 def train_all(
-    lesson: Any, plans: Sequence[m.Plan], cuts: Sequence[int], group: Any = None
+    lesson: Any, plans: Sequence[Plan], cuts: Sequence[int], group: Any = None
 ) -> list[dict[str, Any]]:
     with case_told(FIVE, call="StageRunner,"):
         return [_train(lesson, plan, cuts, group) for plan in plans]
 
 
-def _train(lesson: Any, plan: m.Plan, cuts: Sequence[int], group: Any) -> dict[str, Any]:
+def _train(lesson: Any, plan: Plan, cuts: Sequence[int], group: Any) -> dict[str, Any]:
     """Train with one stage on each rank: blocks ``cuts[rank]`` to ``cuts[rank + 1]``."""
     rank = dist.get_rank(group)
-    blocks = m.blocks_of(plan).to(group_device(group))
-    runner = lesson.StageRunner(m.Chain(blocks[cuts[rank] : cuts[rank + 1]]), **_given(group))
+    blocks = blocks_of(plan).to(group_device(group))
+    runner = lesson.StageRunner(Chain(blocks[cuts[rank] : cuts[rank + 1]]), **group_argument(group))
     steps = [_step(runner, plan, step, group) for step in range(plan.num_steps)]
-    return {"steps": steps, "state": m.state_of(blocks, range(cuts[rank], cuts[rank + 1]))}
+    return {"steps": steps, "state": state_of(blocks, range(cuts[rank], cuts[rank + 1]))}
 
 
-def _step(runner: Any, plan: m.Plan, step: int, group: Any) -> dict[str, Any]:
+def _step(runner: Any, plan: Plan, step: int, group: Any) -> dict[str, Any]:
     rank, is_evaluation = dist.get_rank(group), step in plan.evaluations
     is_last = rank == dist.get_world_size(group) - 1
-    *inputs, targets = [_leaf_on(group_device(group), x) for x in m.batch_of(plan, step)]
+    *inputs, targets = [_leaf_on(group_device(group), x) for x in batch_of(plan, step)]
     with torch.set_grad_enabled(not is_evaluation):
         output = runner.forward(*inputs) if rank == 0 else runner.forward()
-        loss = m.loss_of(_pair(output), targets) if is_last else None
+        loss = loss_of(_pair(output), targets) if is_last else None
     if not is_evaluation:
         with cause_told(BACKWARD_CAUSES):
             runner.backward() if loss is None else runner.backward(loss)
     if step in plan.updates:
-        m.update(runner.stage)
+        update(runner.stage)
     gradient = inputs[2].grad if rank == 0 else None
     return {
         "output": [x.tolist() for x in output] if is_last else kind_of(output),

@@ -1,0 +1,557 @@
+"""Bodies for tasks 2.1 to 2.3 and 2.5: batches in parts, and steps on one rank or on several."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from distlab.grade import WrongResult
+from judging.calls import cause_told, refusal_of, returned
+from judging.comparing import noting_changes
+from judging.models import (
+    CLASSES,
+    DOUBLE,
+    FEATURES,
+    FLAG,
+    IGNORED,
+    Deep,
+    Worn,
+    batch,
+    deep_batch,
+    state_of,
+    trainable,
+    two_groups,
+)
+from phase2_advanced.given import cross_entropy_sum
+
+ACCUMULATE, OVER_RANKS, MIXED = (
+    "accumulate_step",
+    "accumulate_step_over_ranks",
+    "mixed_precision_step",
+)
+LENGTH = 3
+LR, MOMENTUM, WEIGHT_DECAY = 0.5, 0.9, 0.01
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+OTHERS_HAVE_TARGETS = {
+    "": "This rank's batch is empty, but other ranks have targets: decide after the all-reduce, "
+    "when all ranks know the same."
+}
+
+
+class Share(NamedTuple):
+    """What one rank gets in a step."""
+
+    rows: int
+    size: int  # of a micro-batch; 0: the batch is not split
+
+    def starts(self) -> range:
+        """The first rows of the micro-batches."""
+        return range(0, self.rows, self.size or max(1, self.rows))
+
+
+def batch_of(share: Share, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Sequences of a rank; about a third of their targets do not count.
+
+    The first micro-batch has one target that counts, and so differs from the others. Batches of
+    even ranks have a flag in the last row.
+    """
+    inputs, targets = batch((share.rows, LENGTH), 1000 * step + rank)
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    targets[torch.rand(targets.shape, generator=generator) < 0.3] = IGNORED
+    targets[: share.size] = IGNORED
+    targets[:1, :1] = 1
+    if rank % 2 == 0:
+        inputs[-1:, :1, :1] = FLAG
+        targets[-1:, :1] = 0
+    return inputs, targets
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(two_groups(model), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+
+
+class NotedAllReduce:
+    """An all-reduce that notes sizes, dtypes and groups; ``group`` may come by name or place."""
+
+    def __init__(self) -> None:
+        self.sizes, self.dtypes, self.groups = list[int](), list[str](), list[Any]()
+
+    def __call__(self, x: Tensor, group: Any = None) -> None:
+        self.sizes.append(x.numel())
+        self.dtypes.append(str(x.dtype).removeprefix("torch."))
+        self.groups.append(group)
+        dist.all_reduce(x, group=group)
+
+
+# 2.1
+
+
+def tensors_of(rows: int) -> tuple[Tensor, ...]:
+    """Tensors of many kinds; the last is not contiguous."""
+    images = torch.arange(rows * 6.0).view(rows, 3, 2)
+    labels = torch.arange(rows) + 100
+    masks = torch.arange(rows * 2).view(rows, 2) % 3 == 0
+    return images, labels, masks, torch.arange(rows * 2.0).view(2, rows).t()
+
+
+def split(lesson: Any, rows: int, size: int, count: int) -> dict[str, Any]:
+    """Micro-batches of ``count`` tensors: values, dtypes, and whether they are views."""
+    whole = tensors_of(rows)[:count]
+    found = returned("split_micro_batches", lesson.split_micro_batches(whole, size))
+    parts = [list(part) for part in found]
+    return {
+        "types": [type(found).__name__, *sorted({type(part).__name__ for part in found})],
+        "values": [[tensor.tolist() for tensor in part] for part in parts],
+        "dtypes": [[str(tensor.dtype) for tensor in part] for part in parts],
+        "are_views": [[_shares(a, b) for a, b in zip(part, whole, strict=False)] for part in parts],
+    }
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def split_badly(lesson: Any, rows: Sequence[int], size: int) -> dict[str, str]:
+    whole = tuple(torch.zeros(count, 2) for count in rows)
+    return refusal_of(lambda: lesson.split_micro_batches(whole, size))
+
+
+# Steps of each function
+
+
+def accumulate_steps(lesson: Any, share: Share, num_steps: int) -> dict[str, Any]:
+    """Losses, weights, and how model and batches were used."""
+
+    def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
+        return lesson.accumulate_step(model, optimizer, whole, share.size)
+
+    return _steps(step, ACCUMULATE, share, 0, num_steps, is_transposed=True)
+
+
+def steps_over_ranks(
+    lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float = inf, group: Any = None
+) -> dict[str, Any]:
+    """As for one process, and what the all-reduce that is given was called with.
+
+    Without a group, all that may be left out is.
+    """
+    rank, all_reduce = dist.get_rank(group), NotedAllReduce()
+    more = {"max_norm": max_norm} if max_norm < inf else {}
+    more |= {} if group is None else {"group": group, "all_reduce": all_reduce}
+
+    def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
+        size = shares[rank].size
+        return lesson.accumulate_step_over_ranks(model, optimizer, whole, size, **more)
+
+    is_transposed = group is not None  # what an all-reduce of each parameter would trip over first
+    found = _steps(step, OVER_RANKS, shares[rank], rank, num_steps, is_transposed)
+    is_group_given = all(given is group for given in all_reduce.groups)
+    return {**found, "sizes": all_reduce.sizes, "is_group_given": is_group_given}
+
+
+def mixed_steps(
+    lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float, group: Any = None
+) -> dict[str, Any]:
+    """As for one process; the model is in float64, so all is exact."""
+    rank, scaler, results = dist.get_rank(group), TorchScaler(2.0**10, 2, group), list[Any]()
+    more = {"reduce_dtype": torch.float64, "max_norm": max_norm}
+    more |= {} if group is None else {"group": group}
+
+    def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
+        found = lesson.mixed_precision_step(model, optimizer, scaler, whole, **more)
+        results.append(_result(found))
+        return results[-1][0]
+
+    found = _steps(step, MIXED, shares[rank], rank, num_steps, group is not None)
+    _, skipped, norms = zip(*results, strict=True)
+    updates = [scaler.num_updates, scaler.value]
+    return {**found, "skipped": list(skipped), "norms": list(norms), "updates": updates}
+
+
+def _steps(
+    step: Callable[..., Any],
+    function: str,
+    share: Share,
+    rank: int,
+    num_steps: int,
+    is_transposed: bool,
+) -> dict[str, Any]:
+    model = Worn(is_transposed=is_transposed)
+    optimizer, losses, states, changed = sgd(model), list[Any](), list[Any](), set[str]()
+    for number in range(num_steps):
+        inputs, targets = batch_of(share, rank, number)
+        with (
+            noting_changes(inputs=inputs, targets=targets) as now_changed,
+            cause_told({} if share.rows else OTHERS_HAVE_TARGETS, ValueError),
+        ):
+            losses.append(returned(function, step(model, optimizer, (inputs, targets))))
+        states.append(state_of(model))
+        changed |= {*now_changed}
+    return {
+        "losses": [float(loss) for loss in losses],
+        "types": sorted({type(loss).__name__ for loss in losses if not isinstance(loss, float)}),
+        "states": states,
+        "rows": model.rows,
+        "changed": sorted(changed),
+    }
+
+
+def step_on_nothing(lesson: Any, function: str, sizes: Sequence[int]) -> dict[str, Any]:
+    """How a step is refused if no target counts, and whether the parameters are as before.
+
+    One parameter is trainable.
+    """
+    model = Worn().requires_grad_(False)
+    model.first.weight.requires_grad_()
+    before, (inputs, targets) = state_of(model), batch_of(Share(sizes[dist.get_rank()], 1), 0, 0)
+    whole = inputs, torch.full_like(targets, IGNORED)
+    refusal = refusal_of(lambda: _step(lesson, function, model, whole))
+    return {**refusal, "changed": state_of(model) != before}
+
+
+def _step(lesson: Any, function: str, model: nn.Module, whole: Any, **more: Any) -> None:
+    """Call any of the three functions."""
+    mixed = function == MIXED
+    arguments = (TorchScaler(8.0), whole) if mixed else (whole, 2)
+    getattr(lesson, function)(model, sgd(model), *arguments, **more)
+
+
+def step_without_peers(lesson: Any, function: str) -> str:
+    """The type of error that comes of a step whose all-reduce fails; "" if none comes."""
+
+    def failing(x: Tensor, group: Any = None) -> None:
+        raise ConnectionError("rank 1 has left")
+
+    try:
+        _step(lesson, function, Worn(), batch_of(Share(3, 0), 0, 0), all_reduce=failing)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+# 2.2 and 2.3: other models and losses
+
+
+class Dropping(nn.Module):
+    """A classifier of sequences with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.body = nn.Linear(FEATURES, 16, **DOUBLE)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(16, CLASSES, **DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.body(x))))  # type: ignore[no-any-return]
+
+
+class TwoHeaded(nn.Module):
+    """Predicts a class and a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.body = nn.Linear(FEATURES, 8, **DOUBLE)
+        self.label, self.value = nn.Linear(8, CLASSES, **DOUBLE), nn.Linear(8, 1, **DOUBLE)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.label(hidden), self.value(hidden)[:, 0]
+
+
+def batch_of_two(share: Share) -> tuple[Tensor, ...]:
+    """Inputs, labels, values, and how many targets a row counts for.
+
+    Those of the first micro-batch count for none, and still have a loss.
+    """
+    generator = torch.Generator().manual_seed(share.rows)
+    values = torch.randn(share.rows, generator=generator, dtype=torch.float64)
+    counts = torch.randint(1, 4, (share.rows,), generator=generator)
+    counts[: share.size] = 0
+    return *batch((share.rows,), share.rows), values, counts
+
+
+class Loss(NamedTuple):
+    """A loss of two parts, cross-entropies and squared errors, times a factor."""
+
+    factor: float = 1.0
+
+    def sum_of(self, model: nn.Module, part: Sequence[Tensor]) -> tuple[Tensor, int]:
+        inputs, labels, values, counts = part
+        logits, predicted = model(inputs)
+        squares = (predicted - values).square().sum()
+        total = cross_entropy(logits, labels, reduction="sum") + 0.3 * squares
+        return total * self.factor, int(counts.sum())
+
+
+def accumulate_with_dropout(lesson: Any, seed: int, share: Share) -> dict[str, Any]:
+    model, whole = Dropping(), batch_of(share, 0, 0)
+    torch.manual_seed(seed)
+    loss = lesson.accumulate_step(model, sgd(model), whole, share.size)
+    return {"loss": float(returned(ACCUMULATE, loss)), "state": state_of(model)}
+
+
+def accumulate_two_losses(lesson: Any, share: Share, loss: Loss) -> dict[str, Any]:
+    """A step with a loss of two parts, and what the loss was called with."""
+    model, calls = TwoHeaded(), list[tuple[bool, list[int]]]()
+
+    def noted(given: nn.Module, part: Sequence[Tensor]) -> tuple[Tensor, int]:
+        calls.append((given is model, [len(tensor) for tensor in part]))
+        return loss.sum_of(given, part)
+
+    found = lesson.accumulate_step(model, sgd(model), batch_of_two(share), share.size, noted)
+    mean = float(returned(ACCUMULATE, found))
+    return {"loss": mean, "state": state_of(model), "calls": calls}
+
+
+def two_losses_over_ranks(lesson: Any, shares: Sequence[Share], loss: Loss) -> dict[str, Any]:
+    """Every rank has its rows of one batch."""
+    rank, model = dist.get_rank(), TwoHeaded()
+    first = sum(share.rows for share in shares[:rank])
+    rows, size = shares[rank]
+    whole = batch_of_two(Share(sum(share.rows for share in shares), shares[0].size))
+    part = tuple(tensor[first : first + rows] for tensor in whole)
+    step = partial(lesson.accumulate_step_over_ranks, loss_sum=loss.sum_of)
+    mean = float(returned(OVER_RANKS, step(model, sgd(model), part, size)))
+    return {"loss": mean, "state": state_of(model)}
+
+
+def accumulate_deep(
+    lesson: Any, function: str, num_steps: int, width: int, rows: int, counts: Sequence[int]
+) -> None:
+    """Steps of each rank in its own number of micro-batches: what memory do they take?"""
+    model, whole = Deep(width), deep_batch(rows)
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
+    step = getattr(lesson, function)
+    more = {"max_norm": 1e-3} if function == OVER_RANKS else {}
+    for _ in range(num_steps):
+        step(model, optimizer, whole, rows // counts[dist.get_rank()], **more)
+
+
+def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> None:
+    """One ordinary step on as many rows as a micro-batch of the rank has."""
+    model, whole = Deep(width), deep_batch(rows // counts[dist.get_rank()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cross_entropy(model(whole[0]), whole[1]).backward()
+    optimizer.step()
+
+
+# 2.5
+
+
+class TorchScaler:
+    """torch's GradScaler under the names of the lesson, and with one decision for all ranks.
+
+    So a step is judged also where the learner's own scaler is not written yet.
+    """
+
+    def __init__(self, init_scale: float, growth_interval: int = 2000, group: Any = None) -> None:
+        self._scaler = torch.amp.GradScaler(
+            "cpu", init_scale=init_scale, growth_interval=growth_interval
+        )
+        self._is_finite: dict[Any, bool] = {}
+        self.group, self.num_updates = group, 0
+        self._scaler.scale(torch.zeros(()))  # it makes its state when it is first used
+
+    @property
+    def value(self) -> float:
+        return float(self._scaler.get_scale())
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss.float() if loss.dtype.itemsize < 4 else loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in self._is_finite:
+            self._scaler.unscale_(optimizer)
+            by_device = self._scaler._found_inf_per_device(optimizer)
+            num_bad = sum((by_device.values()), torch.zeros(1))
+            dist.all_reduce(num_bad, group=self.group)
+            for flag in by_device.values():
+                flag.copy_(num_bad[0])
+            self._is_finite[optimizer] = num_bad.item() == 0
+        return self._is_finite[optimizer]
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self.unscale(optimizer):
+            optimizer.step()
+            return True
+        return False
+
+    def update(self) -> None:
+        self._scaler.update()
+        self._is_finite.clear()
+        self.num_updates += 1
+
+
+def _result(found: Any) -> tuple[float, bool, float]:
+    """Loss, decision and norm of what the learner's step has returned.
+
+    Raises:
+        WrongResult: It returned something else.
+    """
+    result = returned(MIXED, found)
+    kinds = {"loss": float, "is_skipped": bool, "norm": float}
+    if not all(hasattr(result, name) for name in kinds):
+        kind = type(result).__name__
+        raise WrongResult(f"{MIXED} should return a StepResult; it returned a {kind}")
+    for name, kind in kinds.items():
+        value = getattr(result, name)
+        if not isinstance(value, kind):
+            raise WrongResult(
+                f"{MIXED} should return a StepResult whose {name} is a {kind.__name__}; it is a "
+                f"{type(value).__name__}, {value!r:.50}"
+            )
+    return result.loss, result.is_skipped, result.norm
+
+
+class Noted(nn.Module):
+    """Two layers in float32 that note in which dtypes they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.second = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+        self.dtypes: set[str] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        logits: Tensor = self.second(torch.tanh(hidden))
+        self.dtypes |= {str(tensor.dtype) for tensor in (hidden, logits)}
+        return logits
+
+
+def weighted(by_rank: Sequence[float], group: Any = None) -> Callable[..., tuple[Tensor, int]]:
+    """Make a loss whose gradient is the rank's factor for each output and target."""
+
+    def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
+        factor = by_rank[dist.get_rank(group)]
+        return model(whole[0]).float().sum() * factor, len(whole[0])
+
+    return loss_sum
+
+
+def step_noted(lesson: Any, dtype: str) -> dict[str, Any]:
+    """In which dtypes one step computes, and which its parameters and gradients have."""
+    model, autocast, scaler = Noted(), list[tuple[bool, str]](), TorchScaler(8.0)
+    kept = [(p, p.data_ptr()) for p in model.parameters()]
+
+    def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
+        autocast.append(
+            (torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))[6:])
+        )
+        return cross_entropy(model(whole[0]), whole[1], reduction="sum"), len(whole[1])
+
+    whole = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
+    chosen = {} if dtype == "float16" else {"dtype": DTYPES[dtype]}  # that is the default
+    _result(
+        lesson.mixed_precision_step(model, sgd(model), scaler, whole, loss_sum=loss_sum, **chosen)
+    )
+    now = [(p, p.data_ptr()) for p in model.parameters()]
+    both = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+    return {
+        "computed": sorted(model.dtypes),
+        "autocast": autocast,
+        "kept": sorted({str(tensor.dtype) for tensor in both}),
+        "updates": scaler.num_updates,
+        "is_same": all(a[0] is b[0] and a[1] == b[1] for a, b in zip(kept, now, strict=True)),
+    }
+
+
+class Small(NamedTuple):
+    """Steps of one weight: its first value, and what moves it."""
+
+    start: float
+    lr: float
+    factors: Sequence[float]  # the sizes of the gradients by rank
+    rows: Sequence[int]  # by rank
+    reduce_dtype: str = "float32"
+    num_steps: int = 1
+
+
+def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
+    """Where a weight is after steps that 16 bits would round to nothing."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, small.start)
+    optimizer = torch.optim.SGD(two_groups(model), lr=small.lr)
+    scaler, whole = TorchScaler(2.0**16), (torch.ones(small.rows[dist.get_rank()], 1),)
+    more = {"reduce_dtype": DTYPES[small.reduce_dtype], "loss_sum": weighted(small.factors)}
+    step = partial(lesson.mixed_precision_step, model, optimizer, scaler, whole, **more)
+    skipped = [_result(step())[1] for _ in range(small.num_steps)]
+    return {"skipped": any(skipped), "weight": model.weight.item()}
+
+
+def overflow(
+    lesson: Any, by_step: list[list[float]], reduce_dtype: str, group: Any = None
+) -> list[dict[str, Any]]:
+    """Steps with gradients of the size of the rank's factor, and what they have changed."""
+    torch.manual_seed(9)
+    model = nn.Linear(FEATURES, 2)
+    optimizer = torch.optim.Adam(two_groups(model), lr=0.01)
+    scaler, found = TorchScaler(2.0**16, group=group), list[Any]()
+    for factors in by_step:
+        sums = list[list[float]]()
+        before = repr([state_of(model), optimizer.state_dict()])
+        result = lesson.mixed_precision_step(
+            *(model, optimizer, scaler, (torch.ones(1, FEATURES),)),
+            reduce_dtype=DTYPES[reduce_dtype],
+            max_norm=1.0,
+            loss_sum=_noting(sums, weighted(factors, group)),
+            group=group,
+        )
+        loss, is_skipped, norm = _result(result)
+        found.append(
+            {
+                "is_skipped": is_skipped,
+                "has_changed": before != repr([state_of(model), optimizer.state_dict()]),
+                "scale": scaler.value,
+                "updates": scaler.num_updates,
+                "has_finite_norm": abs(norm) < inf,
+                "state": state_of(model),
+                "loss": loss,
+                "sums": sums,
+            }
+        )
+    return found
+
+
+def _noting(sums: list[list[float]], loss_sum: Any) -> Any:
+    """Make a loss that notes what it has returned."""
+
+    def noted(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
+        loss, num_targets = loss_sum(model, whole)
+        sums.append([loss.item(), num_targets])
+        return loss, num_targets
+
+    return noted
+
+
+def mixed_sums(lesson: Any, reduce_dtype: str, group: Any = None) -> dict[str, Any]:
+    """What the all-reduce that a step is given is called with, and how many numbers are trained."""
+    model, noted = Noted(), NotedAllReduce()
+    model.register_parameter("unused", nn.Parameter(torch.ones(5)))
+    model.second.bias.requires_grad_(False)
+    whole = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
+    chosen = {} if reduce_dtype == "float32" else {"reduce_dtype": DTYPES[reduce_dtype]}
+    lesson.mixed_precision_step(
+        *(model, sgd(model), TorchScaler(8.0, group=group), whole),
+        loss_sum=_in_16_bits,
+        all_reduce=noted,
+        group=group,
+        **chosen,
+    )
+    return {
+        "calls": [list(call) for call in zip(noted.sizes, noted.dtypes, strict=True)],
+        "is_group_given": all(given is group for given in noted.groups),
+        "trainable": sum(p.numel() for p in trainable(model)),
+    }
+
+
+def _in_16_bits(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
+    loss, count = cross_entropy_sum(model, whole)
+    return loss.half(), count
