@@ -269,14 +269,11 @@ def _values(
     optional: Sequence[str] = (),
     inherited: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the plain fields of a dataclass, as a table has them.
+    """Return the plain fields of a dataclass, as a table has them; defaults may be left out.
 
     Args:
-        kind: a dataclass; a field with a default may be missing in the table.
-        where: name of the entry, for messages.
-        table: values by key.
         nested: further keys that are needed.
-        optional: further keys that may be there.
+        optional: further keys that are allowed.
         inherited: fields that do not come from the table.
     """
     plain = [f for f in fields(kind) if f.type in _CHECKS and f.name not in inherited]

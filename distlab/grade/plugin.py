@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from distlab import course
-from distlab.grade import invocation, reports, submission, table
+from distlab.grade import invocation, report_paths, reports, submission, table
 from distlab.grade.lending import NO_LENDER, Loan, loan_for
 from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
 from distlab.grade.results import GradeResult, TaskResult, TestResult
@@ -108,8 +108,8 @@ class Grader:
         self._loans: dict[str, Loan | None] = {}
         self.only = self._task_filter()
         self.course_root = Path(config.rootpath)
-        self.reports = reports.parse(config.getoption("report"))
         try:
+            self.reports = report_paths.parse(config.getoption("report"))
             self.submission = submission.find(config.getoption("impl"), self.course_root)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None

@@ -18,7 +18,8 @@ from distlab.sim import Options, Simulated
 from distlab.sim.results import diagram
 from distlab.sim.results.summary import summary
 
-TIMEOUT_S = 30.0
+# Hangs are found by what the ranks compute; the clock of a busy machine says little.
+LIMITS = launch.Limits(timeout_s=300.0, cpu_s=30.0, idle_s=30.0)
 OUT = "out"
 
 
@@ -50,7 +51,7 @@ def trace(folder: CourseFolder, task: Task, handed_in: Submission, ranks: int) -
             options=Options(
                 given=(str(Path(distlab.__file__).parent),), p2p_order=program.p2p_order
             ),
-            limits=launch.Limits(TIMEOUT_S),
+            limits=LIMITS,
             plain_results=True,
         )
     except LaunchError as error:

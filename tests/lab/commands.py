@@ -16,6 +16,7 @@ from distlab.cli import main
 from distlab.grade.outcomes import Outcome, Verdict
 from distlab.grade.reports import json_report
 from distlab.grade.results import GradeResult, TaskResult, TestResult
+from distlab.grade.submission import Submission
 from distlab.learner import folder, grading, source, state
 from distlab.learner.folder import CourseFolder
 
@@ -87,6 +88,14 @@ def copy_course(target: Path, num_phases: int = 1) -> CourseFolder:
 def copy_folder(name: str, target: Path) -> None:
     """Copy a folder of the course."""
     shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def hand_in(folder: Path, **files: str) -> Submission:
+    """Write files of Phase 1 into a folder, as a hand-in."""
+    (folder / PHASE).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / PHASE / f"{name}.py").write_text(text)
+    return Submission(folder)
 
 
 def write_exchange(here: CourseFolder, body: str) -> None:

@@ -83,14 +83,6 @@ def test_mpirun_runs_a_lesson() -> None:
     assert done.stdout.count(SAME_WEIGHTS) == 1
 
 
-@pytest.mark.usefixtures("forked")
-def test_torchrun_runs_phase_4_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    first, again = (torchrun("scripts/phase4.py", tmp_path / "run", steps) for steps in (20, 40))
-    assert "begins with step 1\n" in first
-    assert "goes on after step 20\n" in again
-    assert re.search(r"^after step 40: ([0-9a-f]{8} ?)+$", again, re.MULTILINE)
-
-
 # --- what mpirun tells a lesson ------------------------------------------------------------------
 
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -108,10 +100,10 @@ def test_a_rank_of_mpirun_gets_the_variables_of_torchrun(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", variables)
-    found = programs._from_mpirun()
-    assert found.items() >= {**OF_TORCHRUN, "MASTER_ADDR": "127.0.0.1"}.items()
-    assert int(found["MASTER_PORT"]) in programs.PORTS
-    assert found == programs._from_mpirun(), "all ranks have one parent, and so one port"
+    environment = programs._from_mpirun()
+    assert environment.items() >= {**OF_TORCHRUN, "MASTER_ADDR": "127.0.0.1"}.items()
+    assert int(environment["MASTER_PORT"]) in programs.PORTS
+    assert environment == programs._from_mpirun(), "all ranks have one parent, and so one port"
 
 
 def test_ranks_on_several_machines_need_the_address_of_one(

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pytest
-
 from distlab.grade import report_paths
 from distlab.grade.reports import gradescope, json_report, junit, markdown
 from distlab.grade.results import GradeResult
@@ -15,18 +13,6 @@ FORMATS: dict[str, Callable[[GradeResult], str]] = {
     "gradescope": gradescope.text,
     "markdown": markdown.text,
 }
-
-
-def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
-    """Read ``FORMAT=PATH`` options; a format may come several times.
-
-    Raises:
-        UsageError: there is no such format, no path, or nothing may or can be written there.
-    """
-    try:
-        return report_paths.parse(options)
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
 
 
 def write(result: GradeResult, chosen: Sequence[tuple[str, Path]]) -> None:

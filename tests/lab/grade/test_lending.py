@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import COURSE, PHASE, ROOT, hand_in
 from fresh_pytest import FreshPytest
 
-from distlab import course
 from distlab.grade import reports, table
 from distlab.grade.lending import Loan, loan_for
 from distlab.grade.outcomes import Outcome, Verdict, verdict_on
@@ -19,22 +19,12 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import LaunchError
 
-ROOT = Path(__file__).parents[3]
 SOLUTIONS = ROOT / "solutions"
-COURSE = course.load(ROOT)
-PHASE = "phase1_data_parallel"
 PHASE_2 = "phase2_advanced"
 KEEPS_ITS_OWN = (
     "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zero_()\n"
 )
 LENT = "graded with the course's 1.4"
-
-
-def hand_in(folder: Path, **files: str) -> Submission:
-    for name, text in files.items():
-        (folder / PHASE).mkdir(parents=True, exist_ok=True)
-        (folder / PHASE / f"{name}.py").write_text(text)
-    return Submission(folder)
 
 
 def loan(task: str, *passed: str) -> Loan:

@@ -29,13 +29,13 @@ RESULT = GradeResult(
 def test_an_earlier_report_of_any_format_goes_at_the_start(tmp_path: Path, earlier: str) -> None:
     path = tmp_path / "report"
     reports.write(RESULT, [(earlier, path)])
-    reports.parse([f"json={path}"])
+    report_paths.parse([f"json={path}"])
     assert not path.exists()
 
 
 def test_an_empty_file_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "report").touch()
-    reports.parse([f"json={tmp_path / 'report'}"])
+    report_paths.parse([f"json={tmp_path / 'report'}"])
 
 
 @pytest.mark.parametrize("text", ["# My README\n", "import torch\n", '{"score": 100}', "\0\xff"])
@@ -43,8 +43,8 @@ def test_what_is_no_report_is_never_replaced(tmp_path: Path, text: str) -> None:
     path, other = tmp_path / "mine", tmp_path / "report.json"
     path.write_text(text)
     reports.write(RESULT, [("json", other)])
-    with pytest.raises(pytest.UsageError, match="is not an earlier report"):
-        reports.parse([f"json={other}", f"markdown={path}"])
+    with pytest.raises(ValueError, match="is not an earlier report"):
+        report_paths.parse([f"json={other}", f"markdown={path}"])
     assert path.read_text() == text
     assert other.exists(), "nothing is removed before all are known to be ours"
 
@@ -60,8 +60,8 @@ def test_a_report_that_cannot_be_written_keeps_no_other_back(tmp_path: Path) -> 
 def test_two_reports_do_not_share_a_path(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("a")
     for name in ("a", "../" + tmp_path.name + "/a", "link"):
-        with pytest.raises(pytest.UsageError, match="named twice"):
-            reports.parse([f"json={tmp_path}/a", f"markdown={tmp_path}/{name}"])
+        with pytest.raises(ValueError, match="named twice"):
+            report_paths.parse([f"json={tmp_path}/a", f"markdown={tmp_path}/{name}"])
 
 
 def test_a_report_is_moved_into_place_whole(
@@ -88,7 +88,7 @@ def test_a_link_to_an_earlier_report_stays_one(tmp_path: Path) -> None:
 def test_a_pipe_gets_the_report_and_stays(tmp_path: Path) -> None:
     pipe, got = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    ((_, path),) = reports.parse([f"markdown={pipe}"])
+    ((_, path),) = report_paths.parse([f"markdown={pipe}"])
     reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
     reader.start()
     while True:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distlab import course
-from distlab.grade import reports, table
+from distlab.grade import report_paths, reports, table
 from distlab.grade.outcomes import Outcome, Verdict
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 
@@ -153,14 +153,14 @@ def test_what_a_learner_prints_breaks_no_report(kind: str, tmp_path: Path) -> No
 
 def test_every_report_is_written_two_of_a_format_too(tmp_path: Path) -> None:
     paths = [tmp_path / "deep" / name for name in ("a.json", "b.json")]
-    reports.write(a_result(HANG), reports.parse([f"json={path}" for path in paths]))
+    reports.write(a_result(HANG), report_paths.parse([f"json={path}" for path in paths]))
     assert paths[0].read_text() == paths[1].read_text() != ""
 
 
 @pytest.mark.parametrize("option", ["html=x", "json", "json="])
 def test_a_report_without_format_or_path_is_refused(option: str) -> None:
-    with pytest.raises(pytest.UsageError, match="FORMAT=PATH"):
-        reports.parse([option])
+    with pytest.raises(ValueError, match="FORMAT=PATH"):
+        report_paths.parse([option])
 
 
 @pytest.mark.parametrize("end", [".", "?", "!"])

@@ -1,40 +1,39 @@
-"""Where a rank finds the learner's files, and where it does not look for them."""
+"""Where a rank finds the learner's files, and what else a hand-in may hold."""
 
+import importlib.util
 import inspect
+import os
+import py_compile
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import COURSE, PHASE, ROOT, hand_in
 
-from distlab import course
 from distlab.grade import submission
 from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.plugin import TIMEOUT_S
 from distlab.grade.running import Grade
-from distlab.grade.submission import Submission
+from distlab.grade.submission import MAX_FILES, Submission
 from distlab.launch import LaunchError
+from distlab.util.files import MAX_SOURCE_BYTES
 
-ROOT = Path(__file__).parents[3]
-PHASE = "phase1_data_parallel"
 IMPORTS = f"from {PHASE}.template_collectives import exchange\n"
+TERABYTE = 10**12
 
 
-def hand_in(folder: Path, **files: str) -> Submission:
-    for name, text in files.items():
-        (folder / PHASE).mkdir(parents=True, exist_ok=True)
-        (folder / PHASE / f"{name}.py").write_text(text)
-    return Submission(folder)
+def grade_of(handed_in: Submission, task: str = "1.4") -> Grade:
+    return Grade(handed_in, COURSE.task(task), "sim", TIMEOUT_S)
 
 
 def where_from(lesson: Any) -> str:
     return str(inspect.unwrap(lesson.exchange).__code__.co_filename)
 
 
-def verdict_of(handed_in: Submission, task: str) -> Verdict:
-    grade = Grade(handed_in, course.load(ROOT).task(task), "sim", TIMEOUT_S)
+def verdict_of(handed_in: Submission, task: str = "1.4") -> Verdict:
     with pytest.raises(LaunchError) as raised:
-        grade.call(where_from)
+        grade_of(handed_in, task).call(where_from)
     return verdict_on(raised.value)
 
 
@@ -51,7 +50,7 @@ def test_what_needs_more_ranks_than_gpus_stays_in_the_simulated_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, is_traced: bool
 ) -> None:
     handed_in = hand_in(tmp_path, collectives="def exchange(): pass\n")
-    grade = Grade(handed_in, course.load(ROOT).task("1.4"), "nccl", TIMEOUT_S)
+    grade = Grade(handed_in, COURSE.task("1.4"), "nccl", TIMEOUT_S)
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
     monkeypatch.setattr("distlab.launch.run", lambda *args, **options: ["on GPUs"] * 2)
     assert (grade.run(where_from, 2).trace is not None) == is_traced
@@ -60,7 +59,7 @@ def test_what_needs_more_ranks_than_gpus_stays_in_the_simulated_world(
 @pytest.mark.parametrize("name", ["collectives", "template_collectives"])
 def test_files_are_found_under_both_names(tmp_path: Path, name: str) -> None:
     files = {"trainer": IMPORTS, name: "def exchange(): pass\n"}
-    grade = Grade(hand_in(tmp_path, **files), course.load(ROOT).task("1.9"), "sim", TIMEOUT_S)
+    grade = grade_of(hand_in(tmp_path, **files), "1.9")
     assert grade.call(where_from) == str(tmp_path / PHASE / f"{name}.py")
 
 
@@ -68,7 +67,7 @@ def test_files_are_found_under_both_names(tmp_path: Path, name: str) -> None:
 def test_what_is_given_comes_from_the_course(tmp_path: Path, theirs: str | None) -> None:
     mine = f"from {PHASE}.given import finish as exchange\n"
     files = {"collectives": mine} if theirs is None else {"collectives": mine, "given": theirs}
-    grade = Grade(hand_in(tmp_path, **files), course.load(ROOT).task("1.4"), "sim", TIMEOUT_S)
+    grade = grade_of(hand_in(tmp_path, **files), "1.4")
     assert grade.call(where_from) == str(ROOT / PHASE / "given.py")
 
 
@@ -132,3 +131,77 @@ def test_every_file_that_could_be_imported_has_its_digest(tmp_path: Path) -> Non
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of nothing
     assert digests.pop(f"{PHASE}/collectives.py") == empty
     assert list(digests) == [f"{PHASE}/helper.py"]
+
+
+# --- what lies beside a lesson -------------------------------------------------------------------
+
+
+def what_it_says(lesson: Any) -> Any:
+    return lesson.SAYS
+
+
+def sparse(path: Path, num_bytes: int) -> None:
+    path.touch()
+    os.truncate(path, num_bytes)
+
+
+@pytest.mark.parametrize("name", ["collectives", "helper"])
+def test_byte_code_of_a_hand_in_is_not_run(tmp_path: Path, name: str) -> None:
+    texts = {"collectives": "SAYS = 'source'\n", "helper": "SAYS = 'source'\n"}
+    if name == "helper":
+        texts["collectives"] = f"from {PHASE}.helper import SAYS\n"
+    handed_in, file = hand_in(tmp_path, **texts), tmp_path / PHASE / f"{name}.py"
+    file.write_text("SAYS = 'byte code'\n")
+    cached = importlib.util.cache_from_source(str(file))
+    py_compile.compile(
+        str(file), cached, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+    )
+    file.write_text(texts[name])
+    assert grade_of(handed_in).call(what_it_says) == "source"
+
+
+def test_nothing_is_written_into_a_hand_in(tmp_path: Path) -> None:
+    handed_in = hand_in(tmp_path, collectives=f"from {PHASE}.helper import SAYS\n", helper="SAYS=1")
+    grade_of(handed_in).call(what_it_says)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        *("collectives.py", "helper.py", PHASE)
+    ]
+
+
+def test_digests_are_of_regular_files_of_a_lessons_size(tmp_path: Path) -> None:
+    handed_in, folder = hand_in(tmp_path, collectives="x = 1\n"), tmp_path / PHASE
+    sparse(folder / "large.py", TERABYTE)
+    os.mkfifo(folder / "pipe.py")
+    (folder / "device.py").symlink_to("/dev/zero")
+    (folder / "loop").symlink_to(folder)
+    digests = handed_in.digests(PHASE)
+    assert list(digests) == [f"{PHASE}/collectives.py", f"{PHASE}/large.py"]
+    assert digests[f"{PHASE}/large.py"] == ""
+
+
+def test_very_many_files_do_not_have_a_digest_each(tmp_path: Path) -> None:
+    handed_in = hand_in(tmp_path, **{f"lesson_{n}": "" for n in range(MAX_FILES + 10)})
+    assert len(handed_in.digests(PHASE)) == MAX_FILES
+
+
+def test_a_lesson_of_a_terabyte_is_an_import_error(tmp_path: Path) -> None:
+    handed_in = hand_in(tmp_path)
+    sparse(tmp_path / PHASE / "collectives.py", TERABYTE)
+    verdict = verdict_of(handed_in)
+    assert verdict.outcome is Outcome.IMPORT_ERROR
+    assert f"collectives.py has {TERABYTE:,} bytes, limit {MAX_SOURCE_BYTES:,}" in verdict.message
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_an_import_error(tmp_path: Path, kind: str) -> None:
+    handed_in, path = hand_in(tmp_path), tmp_path / PHASE / "template_collectives.py"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    verdict = verdict_of(handed_in)
+    assert verdict.outcome is Outcome.IMPORT_ERROR
+    assert "is not a regular file" in verdict.message
+    assert handed_in.sha256(PHASE, "collectives") == ""
