@@ -62,6 +62,7 @@ NOT_IN_TURN = (
     "first (receive_from_any), and answer that one at once."
 )
 PACES_S = 10e-3, 13.1e-3, 41.3e-3, 17.9e-3, 23.3e-3  # no two gradients arrive at the same time
+LARGE = 300_000  # elements, of more than 2^20 bytes in 32 bits
 DTYPES = "float32", "float64", "bfloat16"
 
 
@@ -203,7 +204,7 @@ def _judge_late_links(grade: Grade, function: str, num_workers: int, *arguments:
 
 def _judge_memory(grade: Grade, function: str, num_extra: int, cause: str, *args: Any) -> None:
     pauses_s = (1e-3, 2e-3, 3e-3, 5e-3, 5e-3, 9e-3)
-    plan = Plan(function, (0,), tuple(range(1, 7)), 3, 50_000, pauses_s, args)
+    plan = Plan(function, (0,), tuple(range(1, 7)), 3, LARGE, pauses_s, args)
     judge_memory(grade, plan, num_extra, cause)
 
 

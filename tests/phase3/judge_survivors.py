@@ -171,6 +171,6 @@ def test_every_server_survives_by_itself(grade: Grade) -> None:
 @task("3.17")
 def test_survivors_need_three_tensors_each(grade: Grade) -> None:
     plan = Plan(
-        *(SURVIVORS, (0,), (1, 2, 3), 4, 50_000, (1e-3, 2e-3, 3e-3)), arguments=(1, TIMEOUT_S)
+        *(SURVIVORS, (0,), (1, 2, 3), 4, 300_000, (1e-3, 2e-3, 3e-3)), arguments=(1, TIMEOUT_S)
     )
     judge_memory(grade, plan, 3 * 3, "Those are 3 for each worker: use the memory again.")
