@@ -34,6 +34,9 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     file until ``os.fsync`` of the file, and a name that is new, changed or gone until ``os.fsync``
     of the folder that it is in. Nevertheless, whenever that happens, every ``step-…`` folder that
     is found afterwards is undamaged; and once this function has returned, so is that of ``step``.
+    That holds after a kill, too: say an earlier save was killed when it had renamed
+    ``step-00000100`` to ``.step-…``, before it synced ``folder``. If the power fails in this save,
+    the old name may come back.
 
     Args:
         state: anything that ``torch.load(…, weights_only=True)`` can read: tensors, numbers,

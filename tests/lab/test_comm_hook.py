@@ -1,4 +1,4 @@
-"""The hook of 4.13 in the DistributedDataParallel of 3.12 and in torch's: the same training."""
+"""4.13's hook trains the same in 3.12's DistributedDataParallel and in torch's."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""4.5 on real processes: a rank that is killed, stopped or slow is noticed, and no other blamed."""
+"""4.5 on real processes: a killed, stopped or slow rank is noticed, and no other is blamed."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ def no_fork_server_stays() -> Iterator[None]:
 
 
 def train(rank: int, port: int, meeting: Path, fate: int) -> None:
-    """Train until the test ends it; the culprit sends itself a signal, or is slow for fate 0."""
+    """Train until the test ends; the culprit sends itself a signal, or is slow if fate is 0."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
@@ -51,7 +51,7 @@ def train(rank: int, port: int, meeting: Path, fate: int) -> None:
 
 @contextmanager
 def training(fate: int, meeting: Path) -> Iterator[HeartbeatMonitor]:
-    """Start the ranks, and a monitor of them; end them all."""
+    """Start the ranks and a monitor of them, and end them in the end."""
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=END_S)
     )
@@ -75,30 +75,30 @@ def training(fate: int, meeting: Path) -> Iterator[HeartbeatMonitor]:
 def poll_until(
     monitor: HeartbeatMonitor, is_noticed: Callable[[list[Health]], bool]
 ) -> list[list[Health]]:
-    """Poll until something is noticed; return all that was told."""
-    end_s, told = time.monotonic() + END_S, [monitor.poll()]
-    while not is_noticed(told[-1]):
-        assert time.monotonic() < end_s, told[-1]
+    """Poll until something is noticed; return all polls."""
+    end_s, polls = time.monotonic() + END_S, [monitor.poll()]
+    while not is_noticed(polls[-1]):
+        assert time.monotonic() < end_s, polls[-1]
         time.sleep(0.02)
-        told.append(monitor.poll())
-    return told
+        polls.append(monitor.poll())
+    return polls
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_killed_or_stopped_is_noticed(fate: int, tmp_path: Path) -> None:
     with training(fate, tmp_path / "meeting") as monitor:
-        told = poll_until(
+        polls = poll_until(
             monitor, lambda ranks: all(rank.status in ("silent", "waiting") for rank in ranks)
         )
-    silent = {rank.rank for ranks in told for rank in ranks if rank.status == "silent"}
+    silent = {rank.rank for ranks in polls for rank in ranks if rank.status == "silent"}
     assert silent == {CULPRIT}
-    assert [rank.status for rank in told[-1]] == ["waiting", "silent", "waiting"]
-    assert told[-1][CULPRIT].step == FATAL_STEP - 1
+    assert [rank.status for rank in polls[-1]] == ["waiting", "silent", "waiting"]
+    assert polls[-1][CULPRIT].step == FATAL_STEP - 1
 
 
 @pytest.mark.slow
 def test_a_slow_rank_is_noticed(tmp_path: Path) -> None:
     with training(0, tmp_path / "meeting") as monitor:
-        told = poll_until(monitor, lambda ranks: ranks[CULPRIT].status == "slow")
-    assert told[-1][CULPRIT].step >= FATAL_STEP
+        polls = poll_until(monitor, lambda ranks: ranks[CULPRIT].status == "slow")
+    assert polls[-1][CULPRIT].step >= FATAL_STEP

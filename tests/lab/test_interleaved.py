@@ -1,4 +1,4 @@
-"""How judges of Phase 4 let threads meet, and what they see of a file."""
+"""Meetings of threads and the contents of a watched file, as judges of Phase 4 use them."""
 
 import threading
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from phase4.watched_file import watched
 
 
 class Pair:
-    """Two numbers that should be equal for whoever reads them."""
+    """Two numbers that should always be read as equal."""
 
     def __init__(self) -> None:
         self.numbers, self.lock = [1, 1], threading.Lock()
 
     def add_1(self) -> None:
-        """Without a lock."""
+        """Add without a lock."""
         self.numbers[0] += 1
         self.numbers[1] += 1
 
     def add_1_in_a_line(self) -> None:
-        """Without a lock, and without a line that ends in between."""
+        """Add without a lock, in a single line."""
         any(self.numbers.__setitem__(i, old + 1) for i, old in enumerate(self.numbers))
 
     def add_1_locked(self) -> None:
-        """With one."""
+        """Add with the lock."""
         with self.lock:
             self.add_1()
 
     def read(self) -> tuple[int, ...]:
-        """Wait for the lock."""
+        """Read with the lock."""
         with self.lock:
             return tuple(self.numbers)
 
@@ -41,7 +41,7 @@ def test_threads_meet_between_two_lines() -> None:
     with meetings.in_this_thread():
         pair.add_1()
     assert [2, 1] in found
-    assert meetings.told(found.index([2, 1])).endswith("'self.numbers[1] += 1'")
+    assert meetings.line(found.index([2, 1])).endswith("'self.numbers[1] += 1'")
     assert pair.numbers == [2, 2]
 
 
@@ -108,17 +108,17 @@ def _remove_first(path: Path) -> None:
 def test_a_file_that_is_empty_for_a_moment(cut: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abcdef")
-    with watched(path) as file:
+    with watched(path) as contents:
         cut(path)
-    assert file.seen == [b"abcdef", b"", b"abcd"]
+    assert contents == [b"abcdef", b"", b"abcd"]
 
 
 def test_a_file_that_is_cut_in_place_or_replaced(tmp_path: Path) -> None:
     path, beside = tmp_path / "file", tmp_path / "other"
     path.write_bytes(b"abcdef")
     beside.write_bytes(b"abcd")
-    with watched(path) as file:
+    with watched(path) as contents:
         beside.replace(path)
         with path.open("ab") as opened:
             opened.truncate(2)
-    assert file.seen == [b"abcdef", b"abcd", b"ab"]
+    assert contents == [b"abcdef", b"abcd", b"ab"]

@@ -1,4 +1,4 @@
-"""4.2 with a real DataLoader and real checkpoints: a run that is resumed is the same run."""
+"""4.2 with a real DataLoader and real checkpoints: a resumed run is the same run."""
 
 import random
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def world_of_one(tmp_path: Path) -> Iterator[None]:
 
 
 class Samples(Dataset[tuple[int, Tensor]]):
-    """Each sample is its index, and a row that follows from it."""
+    """Samples of an index and a row that follows from it."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -37,7 +37,7 @@ class Samples(Dataset[tuple[int, Tensor]]):
 
 
 class Run:
-    """A training whose DataLoader has two workers, each of which asks ahead."""
+    """A training whose DataLoader has two workers, which ask ahead."""
 
     def __init__(self, seed: int, *, has_own_generator: bool = True) -> None:
         torch.manual_seed(seed)
@@ -55,8 +55,8 @@ class Run:
             generator=torch.Generator() if has_own_generator else None,
         )
         self.samples: list[list[int]] = []
-        for seed_one in (random.seed, np.random.seed, torch.manual_seed):
-            seed_one(seed)
+        for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+            set_seed(seed)
 
     def train(self, num_steps: int) -> None:
         while num_steps > 0:

@@ -10,12 +10,12 @@ from torch import nn
 
 from judging.pretend_device import PretendDevice, device_of
 
-HELD_S = 3.0  # longest: a save that waits for its own write must come to an end too
+HELD_S = 3.0  # longest wait of a write, so that a save that waits for its own write ends too
 LATE_S = 0.3
 TRAINING_S = 600.0
 NUM_ELEMENTS = 100_000
 FULL = "No space left on device"
-FAILURES = {  # of a write, by who tells of it: what writes may raise anything
+FAILURES = {  # of a write, by the call that reports it: writes may raise anything
     "save": OSError(28, FULL),
     "wait": ValueError("the manifest is too long"),
     "with": RuntimeError("enforce fail at inline_container.cc"),
@@ -26,9 +26,9 @@ class Writer:
     """Notes what it is given to write; it may have to wait, and it may fail.
 
     Args:
-        is_held: each write waits for ``may_go``.
-        fails: the steps whose writes raise, and what.
-        keeps: whether it refers to what it was given, or lets it go.
+        is_held: Whether each write waits for ``may_go``.
+        fails: Steps whose writes raise, with their errors.
+        keeps: Whether the writer keeps what it was given, or a copy without tensors.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Writer:
 
 
 class Seen(dict[str, Any]):
-    """A state that notes which threads read it."""
+    """A state that notes the threads that read it."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         super().__init__(content)
         self.readers: set[int] = set()
 
     def _note(self) -> None:
-        if hasattr(self, "readers"):  # while it is being copied, it has none yet
+        if hasattr(self, "readers"):  # a copy that is being made has none yet
             self.readers.add(threading.get_ident())
 
     def __getitem__(self, key: str) -> Any:
@@ -141,18 +141,16 @@ def save_and_change(lesson: Any) -> dict[str, Any]:
     before = plain(state)
     saver = lesson.AsyncCheckpointer(writer)
     saver.save(state, 3)
-    found = {
-        "waited": writer.was_held_too_long or writer.is_callers_thread,
-        "unchanged": plain(state) == before,
-    }
+    has_waited = writer.was_held_too_long or writer.is_callers_thread
+    is_unchanged = plain(state) == before
     change(state)
     writer.may_go.set()
     saver.wait()
     written = plain(writer.states[0]) if writer.states else {}
     different = [name for name in before if written.get(name) != before[name]]
     return {
-        **found,
-        "different": different,
+        "waited": has_waited,
+        "unchanged": is_unchanged,
         "right": {name: before[name] for name in different},
         "written": {name: written.get(name) for name in different},
         "steps": writer.steps,
@@ -169,18 +167,19 @@ def who_reads(lesson: Any) -> int:
     return len(readers - {threading.get_ident()})
 
 
-def copy_of_a_slice(lesson: Any) -> dict[str, Any]:
-    """Save two elements of a long tensor, and another tensor of another device."""
+def copy_of_a_slice(lesson: Any) -> tuple[int, list[str]]:
+    """Save two elements of a long tensor, and a tensor of another device.
+
+    Returns:
+        The bytes of the copies, and their devices.
+    """
     writer = Writer()
     with PretendDevice() as pretended, lesson.AsyncCheckpointer(writer) as saver:
         elsewhere = torch.ones(NUM_ELEMENTS).to(pretended)
         saver.save({"slice": torch.zeros(NUM_ELEMENTS)[:2], "elsewhere": elsewhere}, 1)
-    (state,) = writer.states
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in state.values()}
-    return {
-        "devices": {name: str(device_of(tensor)) for name, tensor in state.items()},
-        "num_bytes": sum(storage.nbytes() for storage in storages.values()),
-    }
+    tensors = writer.states[0].values()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()), [str(device_of(tensor)) for tensor in tensors]
 
 
 def save_four(lesson: Any) -> dict[str, Any]:
@@ -196,29 +195,31 @@ def save_four(lesson: Any) -> dict[str, Any]:
 
 
 def wait(lesson: Any) -> dict[str, Any]:
-    """Return which steps are written after ``wait``, and after with statements; errors of these."""
-    found, is_told = {}, False
-    writer = Writer()
+    """Return the steps that are written after ``wait`` and after with statements.
+
+    Also whether an error comes out of a with statement.
+    """
+    steps, comes_out, writer = {}, False, Writer()
     saver = lesson.AsyncCheckpointer(writer)
     saver.wait()
     saver.save({"x": torch.ones(1)}, 1)
     saver.wait()
-    found["wait()"] = [*writer.steps]
+    steps["wait()"] = [*writer.steps]
     with lesson.AsyncCheckpointer(writer) as saver:
         saver.save({"x": torch.ones(1)}, 2)
-    found["the end of the with statement"] = [*writer.steps]
+    steps["the end of the with statement"] = [*writer.steps]
     try:
         with lesson.AsyncCheckpointer(writer) as saver:
             saver.save({"x": torch.ones(1)}, 3)
             raise ArithmeticError("in a step")
     except ArithmeticError:
-        is_told = True
-    found["an error inside of the with statement"] = [*writer.steps]
-    return {"steps": found, "is_told": is_told}
+        comes_out = True
+    steps["an error inside of the with statement"] = [*writer.steps]
+    return {"steps": steps, "comes out": comes_out}
 
 
 def fail(lesson: Any, how: str) -> dict[str, Any]:
-    """Save step 300, whose write fails; what is raised, and what goes on afterwards."""
+    """Save step 300, whose write fails; return the errors, and what is written afterwards."""
     writer = Writer(fails={300: FAILURES[how]})
     saver = lesson.AsyncCheckpointer(writer)
     saver.save({"x": torch.ones(1)}, 300)
@@ -227,10 +228,11 @@ def fail(lesson: Any, how: str) -> dict[str, Any]:
         "wait": saver.wait,
         "with": lambda: saver.__exit__(None, None, None),
     }
-    found = {"first": _raised(ways[how]), "second": _raised(saver.wait)}
-    found["written"] = [*writer.steps]
-    found["later"] = _raised(lambda: saver.save({"x": torch.ones(1)}, 302)) + _raised(saver.wait)
-    return {**found, "afterwards": [*writer.steps]}
+    first, second = _raised(ways[how]), _raised(saver.wait)
+    written = [*writer.steps]
+    later = _raised(lambda: saver.save({"x": torch.ones(1)}, 302)) + _raised(saver.wait)
+    errors = {"first": first or ["nothing", ""], "second": second, "later": later}
+    return {**errors, "written": written, "afterwards": [*writer.steps]}
 
 
 def _raised(call: Any) -> list[str]:
@@ -242,7 +244,7 @@ def _raised(call: Any) -> list[str]:
 
 
 def seconds(lesson: Any) -> dict[str, float]:
-    """Let a save wait for the write before; say what it reports, and how long it took.
+    """Let a save wait for the write before; return its own times, and the measured ones.
 
     After the second write training goes on for a long time, on the clock of the simulated world.
     """

@@ -13,17 +13,17 @@ import torch
 from phase4.checkpoints import (
     MANIFEST,
     Plan,
+    error_text,
     folder_of,
-    found_in,
     listing,
+    load_from,
     name_of,
     state_of,
-    told,
 )
 from phase4.file_history import Sync, listening, syncs_replaced
 from phase4.open_files import open_in
 
-REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # as Python audits them
+REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # names of audit events
 
 
 def save_where_it_fails(lesson: Any, how: str, limit_bytes: int) -> dict[str, Any]:
@@ -37,11 +37,11 @@ def save_where_it_fails(lesson: Any, how: str, limit_bytes: int) -> dict[str, An
 def save_where_a_sync_fails(lesson: Any) -> list[dict[str, Any]]:
     """Save on a disk whose first sync of a file or folder fails, then its second, and so on.
 
-    Nothing is to be removed: whoever removes old ones has saved the new one.
+    All checkpoints are to be kept: an answer that removes one has saved the new one.
     """
-    found: list[dict[str, Any]] = []
+    saves: list[dict[str, Any]] = []
     while True:
-        left = [len(found)]  # syncs that do not fail
+        left = [len(saves)]  # number of syncs that do not fail
 
         def failing(sync: Sync, descriptors: tuple[int, ...], left: list[int] = left) -> None:
             left[0] -= bool(descriptors)  # os.sync has none, and never fails
@@ -52,8 +52,8 @@ def save_where_a_sync_fails(lesson: Any) -> list[dict[str, Any]]:
         with folder_of(lesson, Plan(0, there=(1, 2))) as folder, syncs_replaced(failing, lesson):
             saved = _failed_save(lesson, folder, folder, keep=9)
         if left[0] >= 0:
-            return found
-        found.append(saved)
+            return saves
+        saves.append(saved)
 
 
 def save_where_an_old_one_stays(lesson: Any) -> dict[str, Any]:
@@ -66,32 +66,33 @@ def save_where_an_old_one_stays(lesson: Any) -> dict[str, Any]:
     with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
         with suppress(OSError), listening(failing):
             lesson.save_checkpoint(state_of(3), folder, 3, keep=2)
-        return {"left": listing(folder), **found_in(lesson, folder)}
+        return {"left": listing(folder), **load_from(lesson, folder)}
 
 
 def _failed_save(lesson: Any, folder: Path, target: Path, keep: int) -> dict[str, Any]:
-    """Save step 3; say what is raised, if ``folder`` is as before, what is open."""
-    before, error, reason = content_of(folder), "", ""
+    """Save step 3; return the error, whether ``folder`` is as before, and what is open."""
+    before, error, reason = _content_of(folder), "", ""
     try:
         lesson.save_checkpoint({"model": torch.zeros(100_000)}, target, 3, keep=keep)
     except NotImplementedError:
         raise
     except OSError as raised:
-        error, reason = "OSError", "; ".join(_told_by(raised))
+        error, reason = "OSError", "; ".join(_reasons(raised))
     except Exception as raised:
-        error = told(raised)
-    found = {"same": content_of(folder) == before, "left": listing(folder)}
-    return {"error": error, "reason": reason, **found, "open": open_in(folder.parent)}
+        error = error_text(raised)
+    is_same, left = _content_of(folder) == before, listing(folder)
+    texts = {"error": error, "reason": reason}
+    return {**texts, "same": is_same, "left": left, "open": open_in(folder.parent)}
 
 
-def _told_by(error: BaseException | None) -> Iterator[str]:
-    """Yield what an error says, and what those say from which it was raised."""
+def _reasons(error: BaseException | None) -> Iterator[str]:
+    """Yield the texts of an error and of its causes."""
     while error is not None:
         yield str(error)
         error = error.__cause__
 
 
-def content_of(folder: Path) -> dict[str, bytes]:
+def _content_of(folder: Path) -> dict[str, bytes]:
     """Return all files in a folder."""
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 

@@ -1,11 +1,12 @@
-"""Bodies for task 4.1: saves that are recorded, crash, or are damaged, and what is loaded then."""
+"""Bodies for task 4.1: saves that crash or are damaged, and what is loaded then."""
 
 import operator
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -15,28 +16,28 @@ import torch
 
 from judging.calls import returned, typed
 from phase4.crash_states import State, build, crash_states, described, states_at_the_end
-from phase4.file_history import Recorder, recorded
-from phase4.file_reads import reads_in
+from phase4.file_history import recorded
+from phase4.file_reads import Read, reads_in
 from phase4.open_files import open_in
 from phase4_production.given import Loaded
 
 MANIFEST = "manifest.json"
-MORE = "more.pt"  # that is in no manifest
-LONG_AGO_S = 1_000_000_000  # in 2001
+MORE = "more.pt"  # file that is in no manifest
+LONG_AGO_S = 1_000_000_000  # the year 2001
 
 
 class Plan(NamedTuple):
-    """What is in the folder before a checkpoint is saved.
+    """The folder before a checkpoint is saved.
 
     Attributes:
-        step: of the new one.
-        there: steps of undamaged checkpoints.
-        damaged: those of them that are damaged.
-        keep: how many stay.
-        is_made: whether the folder is there at all.
-        leftovers: names of folders that a crash has left.
-        renamed: steps of undamaged checkpoints that a save had just renamed, to be removed, when it
-            was killed: their old names may come back if the power fails, too.
+        step: Step of the new checkpoint.
+        there: Steps of the checkpoints in the folder.
+        damaged: Steps of those that are damaged.
+        keep: Number of checkpoints that stay.
+        is_made: Whether the folder exists.
+        leftovers: Names of folders that a crash has left.
+        renamed: Steps of undamaged checkpoints that a save had just renamed, to be removed, when it
+            was killed: their old names may come back when the power fails.
     """
 
     step: int
@@ -61,7 +62,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 @contextmanager
 def folder_of(lesson: Any, plan: Plan) -> Iterator[Path]:
-    """Make the folder of a plan, in a folder of its own that is removed afterwards."""
+    """Make the folder of a plan, in an outer folder that is removed afterwards."""
     with tempfile.TemporaryDirectory() as outer:
         folder = Path(outer) / "run"
         if plan.is_made:
@@ -78,7 +79,7 @@ def folder_of(lesson: Any, plan: Plan) -> Iterator[Path]:
 
 
 def _age_backwards(folder: Path) -> None:
-    """Let the clock say that the first checkpoint is the last, as it may after a copy."""
+    """Date the first checkpoint last, as a copy may."""
     for place, checkpoint in enumerate(sorted(folder.glob("step-*"), reverse=True)):
         os.utime(checkpoint, (LONG_AGO_S + place, LONG_AGO_S + place))
 
@@ -99,40 +100,39 @@ def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def found_in(lesson: Any, folder: Path) -> dict[str, Any]:
+def load_from(lesson: Any, folder: Path) -> dict[str, Any]:
     """Load from a folder.
 
     Returns:
-        The step that is loaded, None: none; whether its state is what was saved; the skipped ones,
-        with reasons; and what was raised.
+        The step that is loaded (None for none), whether its state is the one that was saved, the
+        skipped checkpoints with their reasons, and the error.
     """
+    nothing = {"step": None, "equal": False, "skipped": {}, "error": ""}
     try:
         loaded = lesson.load_checkpoint(folder)
     except NotImplementedError:
         raise
     except Exception as error:
-        return {"step": None, "equal": False, "skipped": {}, "error": told(error)}
+        return {**nothing, "error": error_text(error)}
     if loaded is None:
-        return {"step": None, "equal": False, "skipped": {}, "error": ""}
+        return nothing
     loaded = typed("load_checkpoint", loaded, Loaded)
-    skipped = {Path(path).name: str(reason) for path, reason in loaded.skipped.items()}
-    equal = same(loaded.state, state_of(loaded.step))
     is_there = Path(loaded.path) == folder / name_of(loaded.step)
     return {
         "step": int(loaded.step),
-        "equal": equal and is_there,
-        "skipped": skipped,
+        "equal": same(loaded.state, state_of(loaded.step)) and is_there,
+        "skipped": {Path(path).name: str(reason) for path, reason in loaded.skipped.items()},
         "error": "",
     }
 
 
-def told(error: Exception) -> str:
-    """Write ``OSError: …``."""
+def error_text(error: Exception) -> str:
+    """Return ``OSError: …``."""
     return f"{type(error).__name__}: {error}"
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states are equal: types, keys, dtypes and bits."""
+    """Return whether two states are equal: types, keys, dtypes and bits."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and a.device.type == "cpu" and torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -145,50 +145,28 @@ def same(a: Any, b: Any) -> bool:
 # Crashes
 
 
-def save(lesson: Any, plan: Plan) -> dict[str, Any]:
-    """Save.
-
-    Returns:
-        The operations, in words; what is left at the end; whether the path is right.
-    """
-    return _saved(lesson, plan).told()
-
-
 def crash(lesson: Any, plan: Plan) -> dict[str, Any]:
     """Save, and load from whatever a crash may leave, during the save and after it.
 
     Returns:
-        As ``save``; and for each crash state: how many operations were done, what is loaded, and
-        which ``step-…`` folders can and can't be loaded by themselves.
+        The operations of the save, in words; the folder after it; whether the path was right; and
+        for each state that a crash may leave, the number of operations before it, the result of a
+        load, and the ``step-…`` folders that can and can't be loaded by themselves.
     """
-    saved = _saved(lesson, plan)
-    recorder = saved.recorder
-    states = [(count, False, state) for count, state in crash_states(recorder)]
-    end = len(recorder.events)
-    states += [(end, True, state) for state in states_at_the_end(recorder)]
-    damage_of = cache(partial(_alone, lesson))
-    found = [_after_a_crash(lesson, damage_of, *each) for each in states]
-    return {"states": found, **saved.told()}
-
-
-class _Saved(NamedTuple):
-    recorder: Recorder
-    left: list[str]  # in the folder
-    has_right_path: bool
-
-    def told(self) -> dict[str, Any]:
-        operations = described(self.recorder)
-        return {"operations": operations, "left": self.left, "path": self.has_right_path}
-
-
-def _saved(lesson: Any, plan: Plan) -> _Saved:
     with folder_of(lesson, plan) as folder:
         with recorded(folder.parent, lesson) as recorder:
             for step in plan.renamed:
                 (folder / name_of(step)).rename(folder / f".{name_of(step)}.removed")
             path = lesson.save_checkpoint(state_of(plan.step), folder, plan.step, keep=plan.keep)
         is_right = str(returned("save_checkpoint", path)) == str(folder / name_of(plan.step))
-        return _Saved(recorder, listing(folder), is_right)
+        left = listing(folder)
+    end = len(recorder.events)
+    states = [(count, False, state) for count, state in crash_states(recorder)]
+    states += [(end, True, state) for state in states_at_the_end(recorder)]
+    damage_of = cache(partial(_damage_alone, lesson))
+    loads = [_after_a_crash(lesson, damage_of, *state) for state in states]
+    operations = described(recorder)
+    return {"states": loads, "operations": operations, "left": left, "path": is_right}
 
 
 def _after_a_crash(
@@ -199,44 +177,46 @@ def _after_a_crash(
         build(state, folder.parent)
         names = [name for name in listing(folder) if name.startswith("step-")]
         damages = {name: damage_of(name, _inside(f"{folder.name}/{name}", state)) for name in names}
-        broken = [f"{name}: {damage}" for name, damage in damages.items() if damage]
-        intact = [name for name, damage in damages.items() if not damage]
-        found = found_in(lesson, folder)
-        content = {
+        files = {
             path.relative_to(folder.parent).as_posix(): path.stat().st_size
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
-        told = {"done": count, "is_end": is_end, "broken": broken, "intact": intact}
-        return {**told, "files": content, **found}
+        return {
+            "done": count,
+            "is_end": is_end,
+            "files": files,
+            "broken": [f"{name}: {damage}" for name, damage in damages.items() if damage],
+            "intact": [name for name, damage in damages.items() if not damage],
+            **load_from(lesson, folder),
+        }
 
 
 def _inside(path: str, state: State) -> State:
-    """What a folder holds, named from there."""
+    """Return the content of a folder, named from there."""
     below = f"{path}/"
     return tuple((name.removeprefix(below), c) for name, c in state if name.startswith(below))
 
 
-def _alone(lesson: Any, name: str, content: State) -> str:
-    """Say what is wrong with a checkpoint that has no others beside it; nothing: ""."""
+def _damage_alone(lesson: Any, name: str, content: State) -> str:
+    """Return the damage of a checkpoint that is alone in its folder, "" for none."""
     with tempfile.TemporaryDirectory() as outer:
         build(content, Path(outer) / "run" / name)
-        found = found_in(lesson, Path(outer) / "run")
-        return found["error"] or ("" if found["equal"] else "not what was saved")
+        loaded = load_from(lesson, Path(outer) / "run")
+        return loaded["error"] or ("" if loaded["equal"] else "not what was saved")
 
 
 # Damage
 
 
 class Damage(NamedTuple):
-    """How the newest of three checkpoints is damaged; ``which`` of its files, by number."""
+    """A damage of the newest of three checkpoints; ``which`` numbers its files."""
 
     kind: str
     which: int = 0
     place: float = 0.0
 
     def __str__(self) -> str:
-        """Say what it is."""
         return self.kind
 
     @property
@@ -248,23 +228,30 @@ class Damage(NamedTuple):
 def damaged(lesson: Any, damages: Sequence[Damage]) -> list[dict[str, Any]]:
     """Damage the newest checkpoint of three in each of the ways, and load.
 
-    The oldest is damaged too, unless it is the one to be loaded: nobody need notice.
+    The oldest is damaged too, unless it is the one to be loaded: a load need not notice that.
     """
-    found = []
+    loads = []
     for damage in damages:
         plan = Plan(0, there=(1, 2, 3), damaged=() if damage.is_of_two else (1,))
         with folder_of(lesson, plan) as folder:
             files = [*listing(folder / name_of(3)), MORE]
             file = _damage(folder, damage)
             with reads_in(folder) as reads:
-                loaded = found_in(lesson, folder)
-            looked_at = sorted({read.path.parts[0] for read in reads})
-            found.append({"file": file, "files": files, "looked_at": looked_at, **loaded})
-    return found
+                loaded = load_from(lesson, folder)
+            times = times_read(reads)
+            loads.append({"file": file, "files": files, "read": times, **loaded})
+    return loads
+
+
+def times_read(reads: Sequence[Read]) -> dict[str, int]:
+    """Return how often a file of each ``step-…`` was read, at most; manifests don't count."""
+    times = Counter(read.path for read in reads if read.path.name != MANIFEST)
+    names = sorted({path.parts[0] for path in times if path.parts[0].startswith("step-")})
+    return {name: max(n for path, n in times.items() if path.parts[0] == name) for name in names}
 
 
 def names_a_file(reason: str, files: Sequence[str], damaged_file: str) -> bool:
-    """Whether a reason names the damaged file, or any of ``files`` where it may be another.
+    """Return whether a reason names the damaged file, or any of ``files`` where it may be another.
 
     A damaged manifest no longer fits a file that is as it was. If a bit of it has flipped, it may
     list a ``ctate.pt``, which is missing.
@@ -320,48 +307,45 @@ def all_damaged(lesson: Any) -> dict[str, Any]:
     """Load where no checkpoint is left undamaged, and where there is none at all."""
     with folder_of(lesson, Plan(0, there=(1, 2), damaged=(1, 2))) as folder:
         before = listing(folder)
-        found = found_in(lesson, folder)
+        all_bad = load_from(lesson, folder)
         is_unchanged = before == listing(folder)
     with folder_of(lesson, Plan(0)) as folder:
-        nothing = found_in(lesson, folder)
-        missing = found_in(lesson, folder / "not there")
-    return {"all": found, "unchanged": is_unchanged, "nothing": nothing, "missing": missing}
+        empty, missing = load_from(lesson, folder), load_from(lesson, folder / "not there")
+    loads = {"an empty folder": empty, "no folder": missing}
+    return {"all": all_bad, "unchanged": is_unchanged, "nothing": loads}
 
 
 # Saves one after the other
 
 
 def save_all(lesson: Any, steps: Sequence[int], plan: Plan) -> dict[str, Any]:
-    """Save some steps after those of a plan; what is in the folder after each."""
+    """Save some steps after those of a plan; return the folder after each, and what is loaded."""
     with folder_of(lesson, plan) as folder:
-        left = []
+        left, read = [], list[dict[str, int]]()
         for step in steps:
             state = state_of(step)
-            lesson.save_checkpoint(state, folder, step, keep=plan.keep)
+            with reads_in(folder) as reads:
+                lesson.save_checkpoint(state, folder, step, keep=plan.keep)
             left.append(listing(folder))
-        found = found_in(lesson, folder)
-        return {"left": left, "unchanged": same(state, state_of(step)), **found}
+            read.append(times_read(reads))
+        is_unchanged = same(state, state_of(step))
+        found = {"left": left, "unchanged": is_unchanged, "read": read}
+        return {**found, **load_from(lesson, folder)}
 
 
 def save_again(lesson: Any) -> dict[str, Any]:
-    """Save a step that is there already; what is raised, and what is there afterwards."""
+    """Save a step that has a checkpoint; return the error, the folder and what is loaded."""
     with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
+        refusal = ""
         try:
             lesson.save_checkpoint({"other": 1}, folder, 2)
-            error = ""
-        except Exception as raised:
-            error = told(raised)
-        return {"error": error, "left": listing(folder), **found_in_after(lesson, folder)}
-
-
-def found_in_after(lesson: Any, folder: Path) -> dict[str, Any]:
-    """Load after something was raised, whose text has its own place."""
-    found = found_in(lesson, folder)
-    return {"load_error": found.pop("error"), **found}
+        except Exception as error:
+            refusal = error_text(error)
+        return {"refusal": refusal, "left": listing(folder), **load_from(lesson, folder)}
 
 
 def left_open(lesson: Any) -> list[str]:
-    """Save twice and load; what of the run is still open."""
+    """Save twice and load; return the files of the run that are still open."""
     with folder_of(lesson, Plan(0, there=(1, 2))) as folder:
         lesson.load_checkpoint(folder)
         return open_in(folder.parent)
@@ -377,21 +361,18 @@ class _Runs:
         return open, (self.path, "w")
 
 
-def load_code(lesson: Any) -> dict[str, Any]:
-    """Load a checkpoint that would run code if it were unpickled; whether it did."""
+def load_code(lesson: Any) -> bool:
+    """Load a checkpoint that would run code if it were unpickled; return whether it did."""
     with folder_of(lesson, Plan(0)) as folder:
         trap = folder.parent / "trap"
-        error = ""
-        try:
+        with suppress(Exception):
             lesson.save_checkpoint({"model": _Runs(str(trap))}, folder, 1)
             lesson.load_checkpoint(folder)
-        except Exception as raised:
-            error = told(raised)
-        return {"ran": trap.exists(), "error": error}
+        return trap.exists()
 
 
 def damages(random: Random, count: int) -> list[Damage]:
     """Draw ways to damage a checkpoint: each kind on each file, and flips at random places."""
-    each = [Damage(kind, which, random.random()) for kind in DAMAGES for which in (0, 1)]
+    kinds = [Damage(kind, which, random.random()) for kind in DAMAGES for which in (0, 1)]
     flips = [Damage("a flipped bit", which % 3, random.random()) for which in range(count)]
-    return [*each, *flips, Damage("swapped checkpoints")]
+    return [*kinds, *flips, Damage("swapped checkpoints")]

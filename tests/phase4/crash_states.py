@@ -1,4 +1,4 @@
-"""What a crash may leave of a recorded history: the states of the disk that must be loadable."""
+"""The states of the disk that a crash may leave of a recorded history."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ Paths = tuple[tuple[str, int], ...]  # path -> node
 
 @dataclass
 class Disk:
-    """What is safe, and what is not yet."""
+    """The part of a history that is safe, and the part that is not yet."""
 
     names: dict[tuple[int, str], int]
     contents: dict[int, bytes]
     latest: dict[int, bytes]
     pending: list[dict[tuple[int, str], int | None]] = field(default_factory=list)
-    trees: list[Paths] = field(default_factory=list)  # that a crash may leave now; empty: not known
+    trees: list[Paths] = field(default_factory=list)  # cache of ``_trees``, empty if outdated
 
     @classmethod
     def of(cls, tree: Tree) -> "Disk":
@@ -28,7 +28,7 @@ class Disk:
         return cls(dict(tree.names), dict(tree.contents), dict(tree.contents))
 
     def apply(self, event: Event) -> None:
-        """Go on in the history."""
+        """Take one event of the history into account."""
         if isinstance(event, Written):
             self.latest[event.node] = event.content
         elif isinstance(event, Named):
@@ -47,23 +47,23 @@ class Disk:
         for step in steps:
             _rename(self.names, step)
         self.trees = []
-        # What was done in folders to which no name leads any more makes no difference
+        # Changes in folders to which no name leads any more make no difference.
         left = [step for step in self.pending if step not in steps]
         named = {ROOT, *self.names.values(), *(node for step in left for node in step.values())}
         self.pending = [step for step in left if any(folder in named for folder, _ in step)]
 
     def states(self) -> Iterator[State]:
-        """What may be found after a crash now.
+        """Yield the states that a crash may leave now.
 
         Of the names in one folder that are not safe, the first few have reached the disk; of the
-        contents that are not safe, all, nothing, half, or zeros in place of all.
+        contents that are not safe, all, nothing, half, or zeros instead of all.
         """
         self.trees = self.trees or list(self._trees())
         for paths, contents in product(self.trees, self._contents()):
             yield tuple((path, contents.get(node)) for path, node in paths)
 
     def _trees(self) -> Mapping[Paths, None]:
-        """Each once: many of what may have reached the disk differ where no name leads any more."""
+        """Return the trees of names, each once: many differ only where no name leads any more."""
         folders = sorted({folder for step in self.pending for folder, _ in step})
         counts = [sum(_is_in(folder, step) for step in self.pending) for folder in folders]
         every = product(*(range(count + 1) for count in counts))
@@ -92,7 +92,7 @@ class Disk:
 
 
 def crash_states(recorder: Recorder) -> Iterator[tuple[int, State]]:
-    """Whatever a crash may leave, each once: after how many events, and the state of the folder."""
+    """Yield each state that a crash may leave once, after the number of events before it."""
     disk, seen = Disk.of(recorder.start), set[State]()
     for count in range(len(recorder.events) + 1):
         if count:
@@ -104,7 +104,7 @@ def crash_states(recorder: Recorder) -> Iterator[tuple[int, State]]:
 
 
 def states_at_the_end(recorder: Recorder) -> list[State]:
-    """What a crash may leave when all is done."""
+    """Return the states that a crash may leave after the last event."""
     disk = Disk.of(recorder.start)
     for event in recorder.events:
         disk.apply(event)
@@ -112,7 +112,7 @@ def states_at_the_end(recorder: Recorder) -> list[State]:
 
 
 def described(recorder: Recorder) -> list[str]:
-    """Say of each event what was done: ``writes run/state.pt (1,705 bytes)``."""
+    """Describe each event: ``writes run/state.pt (1,705 bytes)``."""
     paths = {ROOT: "."}
     for key, node in sorted(recorder.start.names.items(), key=lambda item: item[1]):
         paths[node] = _path(paths, key)
@@ -120,7 +120,7 @@ def described(recorder: Recorder) -> list[str]:
 
 
 def _described(event: Event, paths: dict[int, str]) -> str:
-    """Say what was done, and note new names in ``paths``."""
+    """Describe an event, and note new names in ``paths``."""
     if isinstance(event, Written):
         return f"writes {paths[event.node]} ({len(event.content):,} bytes)"
     if isinstance(event, Synced):
@@ -164,16 +164,16 @@ def _rename(names: dict[tuple[int, str], int], step: Mapping[tuple[int, str], in
 
 
 def _paths(names: Mapping[tuple[int, str], int]) -> Paths:
-    """Return what is in the folder, by path: the node."""
+    """Return the paths in the folder, with their nodes."""
     children: dict[int, list[tuple[str, int]]] = {}
     for (folder, name), node in sorted(names.items()):
         children.setdefault(folder, []).append((name, node))
-    found: list[tuple[str, int]] = []
+    paths: list[tuple[str, int]] = []
 
     def collect(folder: int, prefix: str) -> None:
         for name, node in children.get(folder, ()):
-            found.append((prefix + name, node))
+            paths.append((prefix + name, node))
             collect(node, f"{prefix}{name}/")
 
     collect(ROOT, "")
-    return tuple(found)
+    return tuple(paths)

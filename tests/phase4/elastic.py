@@ -9,22 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from judging.tensors import given_group
 from phase4_production.given import Group, Loaded
 
 SAVE_S = 5e-3
 LR, MOMENTUM = 0.1, 0.9
 DAMAGED = "all checkpoints are damaged: state.pt of step 3 has 17 bytes, not 1234"
 FULL = "No space left on device"
+OPTIONS = ("num_samples", "global_batch", "num_epochs", "save_every", "micro_batch")
 
 
 class Plan(NamedTuple):
-    """A run, and what happens to the workers of one start.
+    """A run, and the fate of the workers of one start.
 
     Attributes:
-        ends: what ends them early: an error before or after the parameters have changed, or a
-            request to stop; "": nothing.
-        at: in or after which step of this start.
-        fails: what fails on rank 0: "load", "save" or nothing.
+        ends: Early end of the workers: an error "before" or "after" the parameters have changed, a
+            request to "stop", or "".
+        at: Step of this start in which, or after which, the workers end.
+        fails: Function that fails on rank 0: "load", "save" or "".
     """
 
     num_samples: int = 23
@@ -33,33 +35,33 @@ class Plan(NamedTuple):
     save_every: int = 2
     micro_batch: int = 2
     seed: int = 0
-    width: int = 3  # of the model
+    width: int = 3  # number of weights of the model
     ends: str = ""
     at: int = 0
     fails: str = ""
 
     @property
     def sizes(self) -> list[int]:
-        """How many samples each step of the whole run has."""
+        """Number of samples of each step of the whole run."""
         num_full, rest = divmod(self.num_samples, self.global_batch)
         return ([self.global_batch] * num_full + [rest] * (rest > 0)) * self.num_epochs
 
     @property
     def steps_per_epoch(self) -> int:
-        """The last of them may be short."""
+        """Number of steps of an epoch, the last of which may be short."""
         return -(-self.num_samples // self.global_batch)
 
 
 class Interrupted(RuntimeError):
-    """Stands for what a collective raises when another rank has died."""
+    """The error of a collective when another rank has died."""
 
 
 class Model:
-    """A linear model with momentum, whose gradients are written down by hand.
+    """A linear model with momentum, whose gradients are computed by hand.
 
     Attributes:
-        steps: for each step, the calls of ``add_gradients`` in it: epoch and samples.
-        times_s: of what was done in each step.
+        steps: Calls of ``add_gradients`` in each step: epoch and samples.
+        times_s: Times of all calls in each step.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -114,14 +116,14 @@ class Model:
             one.sub_(LR * speed)
 
     def flat(self) -> list[float]:
-        """The parameters, as numbers."""
+        """Return the parameters, as numbers."""
         return [*self.weights[:8].tolist(), self.bias.item()]
 
 
 def gradients_of(
     parameters: Sequence[Tensor], samples: Sequence[int], epoch: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the sum of the squared errors of these samples."""
+    """Return the gradients of the sum of the squared errors of these samples."""
     weights, bias = parameters
     places = torch.arange(1, len(weights) + 1, dtype=torch.float64)
     numbers = torch.tensor(samples, dtype=torch.float64)
@@ -131,7 +133,7 @@ def gradients_of(
 
 
 def replay(plan: Plan, steps: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
-    """The parameters after these steps, epoch and samples of each, on one rank."""
+    """Return the parameters after these steps (epoch and samples of each), on one rank."""
     model = Model(plan, 0)
     for epoch, samples in steps:
         gradients = gradients_of(model.parameters(), samples, epoch)
@@ -143,10 +145,11 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
     """Be a worker, from one start to its end.
 
     Returns:
-        How it ended, its steps and times, its parameters, and what was saved, loaded and asked.
+        Its end, its steps and times, its parameters, its saves and its calls of should_stop.
     """
     rank = dist.get_rank(group)
-    torch.manual_seed(1000 * dist.get_world_size(group) + rank)  # no order may depend on this
+    # No order may depend on the global generator.
+    torch.manual_seed(1000 * dist.get_world_size(group) + rank)
     folder, model = Path(root), Model(plan, rank)
     saves: list[tuple[int, float]] = []
     asked: list[int] = []
@@ -163,12 +166,12 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
     def load(where: Path) -> Loaded | None:
         if plan.fails == "load" and rank == 0:
             raise RuntimeError(DAMAGED)
-        found = sorted(Path(where).glob("step-*"))
-        if rank > 0:
-            found = [] if rank % 2 else found[:-1]  # an older list of files
-        if not found:
+        files = sorted(Path(where).glob("step-*"))
+        if rank > 0:  # an older list of files
+            files = [] if rank % 2 else files[:-1]
+        if not files:
             return None
-        return Loaded(step_of(found[-1]), torch.load(found[-1], weights_only=True), found[-1], {})
+        return Loaded(step_of(files[-1]), torch.load(files[-1], weights_only=True), files[-1], {})
 
     def should_stop() -> bool:
         asked.append(len(model.steps) - 1)
@@ -179,30 +182,22 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
         ended = lesson.run_elastic(
             model,
             folder,
-            num_samples=plan.num_samples,
-            global_batch=plan.global_batch,
-            num_epochs=plan.num_epochs,
-            save_every=plan.save_every,
-            micro_batch=plan.micro_batch,
+            **{name: getattr(plan, name) for name in OPTIONS},
             save=save,
             load=load,
             should_stop=should_stop,
             **({"seed": plan.seed} if plan.seed else {}),
-            **({"group": group} if group else {}),
+            **given_group(group),
         )
     except Interrupted:
         ended = "interrupted"
     except SystemExit as exit:
         ended = f"exit {exit.code}"
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if not plan.fails:
             raise
-        ended = f"RuntimeError: {error}"
-    except OSError as error:
-        if not plan.fails:
-            raise
-        ended = f"OSError: {error}"
-    is_open = ended == "interrupted"  # the step that was begun is one of those
+        ended = f"{'OSError' if isinstance(error, OSError) else 'RuntimeError'}: {error}"
+    is_open = ended == "interrupted"  # the step that was begun counts as a step
     return {
         "ended": ended,
         "steps": model.steps if is_open or model.steps[-1] else model.steps[:-1],
@@ -215,10 +210,10 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
 
 
 def reduce_once(lesson: Any, numel: int) -> None:
-    """Let gradients of that size travel once: what that takes is counted."""
+    """All-reduce gradients of that size once, so that the bytes can be counted."""
     dist.all_reduce(torch.zeros(numel, dtype=torch.float64))
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint, by its name."""
+    """Return the step of a checkpoint, by its name."""
     return int(path.name.removeprefix("step-"))

@@ -1,12 +1,12 @@
-"""What a program does to the files of a folder, in order, and what a crash may leave of it.
+"""The changes that a program makes to the files of a folder, in order.
 
 A history is recorded from outside, whatever the program writes with: whenever it opens, renames,
-removes or syncs something, the folder is looked at, and what has changed since belongs to the
-history. So a file that C++ has written in between is in it, too.
+removes or syncs something, the folder is looked at, and all changes since the last look belong to
+the history. So a file that C++ has written in between is in it, too.
 
-What a crash leaves follows the rules that POSIX gives and file systems use: the content of a file
-is safe once the file was synced; a name, new or gone, once the folder that it is in was synced.
-Whatever else was done may have reached the disk or not; a file's content may be torn.
+A crash follows the rules of POSIX, which file systems use: the content of a file is safe once the
+file was synced; a name, new or gone, once its folder was synced. All other changes may have reached
+the disk or not; a file's content may be torn.
 """
 
 import os
@@ -29,7 +29,7 @@ WATCHED = frozenset(
     )
     for name in names.split()
 )
-ROOT = 0  # the node of the recorded folder itself
+ROOT = 0  # node of the recorded folder itself
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Named:
     """A folder has got names, or lost them (None); a rename from folder to folder changes two."""
 
     entries: dict[tuple[int, str], int | None]  # (folder, name) -> node
-    files: frozenset[int] = frozenset()  # those of the nodes that are files, empty if new
+    files: frozenset[int] = frozenset()  # nodes that are files, empty if new
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Tree:
 
 
 class Recorder:
-    """Records what happens in ``folder``; what is there already is safe."""
+    """Records all changes in ``folder``, of which the content at the start is safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +82,7 @@ class Recorder:
         self.events.clear()
 
     def look(self) -> None:
-        """Note what has changed since the last look."""
+        """Note all changes since the last look."""
         if getattr(self._is_looking, "now", False):
             return
         self._is_looking.now = True
@@ -95,7 +95,7 @@ class Recorder:
             self._is_looking.now = False
 
     def sync(self, inode: int | None) -> None:
-        """Note that a file or a folder is on the disk now."""
+        """Note that a file or a folder is on the disk; None: everything is."""
         self.look()
         if inode is None:
             self.events.append(Synced(None))
@@ -114,17 +114,17 @@ class Recorder:
             except FileNotFoundError:  # removed by another thread meanwhile
                 continue
             for entry in entries:
-                found = entry.stat(follow_symlinks=False)
-                node = self._node(tree, found.st_ino)
+                status = entry.stat(follow_symlinks=False)
+                node = self._node(tree, status.st_ino)
                 tree.names[parent, entry.name] = node
-                if stat.S_ISDIR(found.st_mode):
+                if stat.S_ISDIR(status.st_mode):
                     waiting.append((node, Path(entry.path)))
                 else:
                     tree.contents[node] = Path(entry.path).read_bytes()
         return tree
 
     def _node(self, tree: Tree, inode: int) -> int:
-        """The node of an inode: a new one, unless it was there at the last look."""
+        """Return the node of an inode: a new one, unless it was there at the last look."""
         if inode not in tree.nodes:
             known = self.seen.nodes.get(inode)
             tree.nodes[inode] = self._next_node if known is None else known
@@ -146,12 +146,12 @@ class Recorder:
 def recorded(
     folder: Path, *modules: Any, before_sync: Callable[[], object] = lambda: None
 ) -> Iterator[Recorder]:
-    """Record what happens in ``folder`` meanwhile.
+    """Record all changes in ``folder`` meanwhile.
 
     Args:
-        folder: must exist.
-        modules: that may have imported ``os.fsync`` by name: it is replaced there, too.
-        before_sync: is called before anything is synced: a slow disk lets others go on meanwhile.
+        folder: Existing folder.
+        modules: Modules that may have imported ``os.fsync`` by name: it is replaced there, too.
+        before_sync: Function that is called before each sync, to imitate a slow disk.
     """
     recorder = Recorder(folder)
 
@@ -171,17 +171,17 @@ def _look_at(recorder: Recorder, name: str, _arguments: tuple[Any, ...]) -> None
         recorder.look()
 
 
-# What Python is about to do to files
+# Audit events, which announce what Python is about to do to files
 
-Listener = Callable[[str, tuple[Any, ...]], None]  # to the events of sys.addaudithook
+Listener = Callable[[str, tuple[Any, ...]], None]  # name and arguments of an event
 _listeners: list[Listener] = []
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell ``listener`` of whatever Python does to files, before it does it, in any thread."""
+    """Call ``listener`` before anything that Python does to files, in any thread."""
     if not hasattr(sys, "_watches_files"):
-        sys.addaudithook(_tell)  # can't be taken back
+        sys.addaudithook(_notify)  # can't be removed again
         sys._watches_files = True  # type: ignore[attr-defined]
     _listeners.append(listener)
     try:
@@ -190,7 +190,7 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def _tell(name: str, arguments: tuple[Any, ...]) -> None:
+def _notify(name: str, arguments: tuple[Any, ...]) -> None:
     for listener in _listeners:
         listener(name, arguments)
 
@@ -206,8 +206,8 @@ def syncs_replaced(
     """Let ``os.fsync`` and its like call ``replacement``, with the real one and its arguments.
 
     Args:
-        replacement: may do something before or after the real one, or raise in its place.
-        modules: that may have imported ``os.fsync`` by name: it is replaced there, too.
+        replacement: Function that calls the real one, or raises instead.
+        modules: Modules that may have imported ``os.fsync`` by name: it is replaced there, too.
     """
     replaced = {
         (module, name): value

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from judging.calls import typed
 
 Event = tuple[Any, ...]  # ("beat", rank, step, busy_s), ("wait", seconds) or ("poll",)
-STORE_S = 0.5  # get of what is not there: an error after that
+Poll = list[tuple[int, int, float, str]]  # rank by rank: rank, step, silent_s, status
+STORE_S = 0.5  # timeout of a get of a missing key
 
 
 class CountedStore(dist.Store):
-    """A store that counts the messages to it: each call is one, and one answer at most."""
+    """A store that notes the name of each method that is called: each is one message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +22,7 @@ class CountedStore(dist.Store):
         self.kept.set_timeout(timedelta(seconds=STORE_S))
 
     def __getattribute__(self, name: str) -> Any:
-        """Return a method of the store that is within, such that calls of it are noted."""
+        """Return a method of the kept store that notes its calls."""
         if name.startswith("_") or name in ("kept", "calls"):
             return super().__getattribute__(name)
 
@@ -33,7 +34,7 @@ class CountedStore(dist.Store):
 
 
 class Clock:
-    """A clock that stands still until it is told to go on."""
+    """A clock that only moves when a story says so."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -42,50 +43,48 @@ class Clock:
         return self.now_s
 
 
-def watch(
-    lesson: Any, num_ranks: int, events: Sequence[Event], options: dict[str, Any]
-) -> list[list[tuple[int, int, float, str]]]:
-    """Let events happen one after the other.
+def watch_all(lesson: Any, stories: Sequence[Any]) -> list[list[Poll]]:
+    """Let stories happen, each with ranks of its own; return the polls of each.
 
-    Returns:
-        What each poll tells; the last one nothing, if it has waited for a key that is not there.
+    The last poll of a story is empty if it has waited for a key that is not there.
     """
+    return [_watch(lesson, *story) for story in stories]
+
+
+def _watch(
+    lesson: Any, num_ranks: int, events: Sequence[Event], options: dict[str, Any]
+) -> list[Poll]:
     store, clock = CountedStore(), Clock()
     ranks = [lesson.Heartbeat(store, rank) for rank in range(num_ranks)]
     monitor = lesson.HeartbeatMonitor(store, num_ranks, clock=clock, **options)
-    polls = []
-    for what, *values in events:
-        if what == "beat":
+    polls: list[Poll] = []
+    for kind, *values in events:
+        if kind == "beat":
             rank, step, busy_s = values
             ranks[rank].beat(step, busy_s)
-        elif what == "wait":
+        elif kind == "wait":
             clock.now_s += values[0]
         else:
             try:
-                found = typed("poll", monitor.poll(), list)
+                ranks_of_poll = typed("poll", monitor.poll(), list)
             except dist.DistStoreError:
                 return [*polls, []]
-            polls.append([(h.rank, h.step, round(h.silent_s, 6), h.status) for h in found])
+            polls.append([(h.rank, h.step, h.silent_s, h.status) for h in ranks_of_poll])
     return polls
 
 
-def watch_all(lesson: Any, stories: Sequence[Any], options: dict[str, Any]) -> list[Any]:
-    """Let stories happen, each to ranks of its own; return what the polls of each tell."""
-    return [watch(lesson, num_ranks, events, options) for num_ranks, events in stories]
-
-
 def send(lesson: Any, num_ranks: int, num_steps: int) -> dict[str, list[list[str]]]:
-    """Report and poll; return the calls of the store in each report, and in each poll."""
+    """Report and poll; return the calls of the store in each report and in each poll."""
     store = CountedStore()
     ranks = [lesson.Heartbeat(store, rank) for rank in range(num_ranks)]
     monitor = lesson.HeartbeatMonitor(store, num_ranks, timeout_s=10.0, clock=Clock())
-    reports, polls = [], []
+    calls: dict[str, list[list[str]]] = {"report": [], "poll": []}
     for step in range(num_steps):
         for rank in ranks:
             store.calls.clear()
             rank.beat(step, 0.1)
-            reports.append([*store.calls])
+            calls["report"].append([*store.calls])
         store.calls.clear()
         monitor.poll()
-        polls.append([*store.calls])
-    return {"reports": reports, "polls": polls}
+        calls["poll"].append([*store.calls])
+    return calls

@@ -1,10 +1,9 @@
 """Two threads that meet at each line of a lesson, so that nothing depends on who is faster.
 
-While a thread walks through a method of the lesson, something else is done at each of its lines,
-and wherever a generator goes on within one, by a second thread, and is waited for. What can go
-wrong there so goes wrong at once, be the machine fast or slow. The second thread may have to wait
-for a lock that the first one holds: then the first one goes on, and nothing more is begun until
-that is done.
+While a thread walks through a method of the lesson, a second thread does something else at each of
+its lines, and wherever a generator goes on within one; the first one waits for it. So a race goes
+wrong at once, whether the machine is fast or slow. The second thread may have to wait for a lock
+that the first one holds: then the first one goes on, and nothing more is begun until that is done.
 """
 
 import linecache
@@ -16,10 +15,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-PATIENCE_S = 20.0  # for what is done at a line, unless it waits for a lock
+PATIENCE_S = 20.0  # longest wait at a line, unless the second thread waits for a lock
 LOOK_S = 0.01
-NUM_LOOKS = 30  # at a thread that has not moved since: then it waits for a lock
-MOST = 200  # meetings, of a lesson that walks through very many lines
+NUM_LOOKS = 30  # looks at a thread without a movement, after which it waits for a lock
+MOST = 200  # largest number of meetings
 
 
 class Meetings:
@@ -28,8 +27,8 @@ class Meetings:
     def __init__(self, file: str, event: Callable[[], None]) -> None:
         self.file, self.event = file, event
         self.is_on = False
-        self.lines: list[int] = []  # at which something was done
-        self.thread = threading.Thread()  # that does it
+        self.lines: list[int] = []  # line of each meeting
+        self.thread = threading.Thread()  # second thread
 
     @contextmanager
     def in_this_thread(self) -> Iterator[None]:
@@ -44,7 +43,7 @@ class Meetings:
 
     @contextmanager
     def in_new_threads(self) -> Iterator[None]:
-        """Watch the lines of threads that begin in here, whenever it is ``now()``."""
+        """Watch the lines of threads that begin in here, while ``now()`` is entered."""
         threading.settrace(self._trace)
         try:
             yield
@@ -53,7 +52,7 @@ class Meetings:
 
     @contextmanager
     def now(self) -> Iterator[None]:
-        """Let the threads meet, and wait in the end for what is still done."""
+        """Let the threads meet, and wait for the second one in the end."""
         self.is_on = True
         try:
             yield
@@ -62,9 +61,9 @@ class Meetings:
             if self.thread.ident is not None:
                 self.thread.join(PATIENCE_S)
 
-    def told(self, index: int) -> str:
-        """Say where the threads have met, in the words of the lesson."""
-        number = self.lines[index]
+    def line(self, place: int) -> str:
+        """Quote the line of the lesson at which the threads have met."""
+        number = self.lines[place]
         return f"line {number}, {linecache.getline(self.file, number).strip()!r}"
 
     def _trace(self, frame: FrameType, kind: str, argument: object) -> Any:
@@ -91,7 +90,7 @@ class Meetings:
         self.event()
 
     def _wait(self) -> None:
-        """Wait until it is done, or seems to wait for this thread."""
+        """Wait until the second thread has ended, or seems to wait for this one."""
         until_s, places, num_looks = time.monotonic() + PATIENCE_S, [], 0
         while self.thread.is_alive() and num_looks < NUM_LOOKS and time.monotonic() < until_s:
             self.thread.join(LOOK_S)
@@ -99,13 +98,13 @@ class Meetings:
             num_looks = num_looks + 1 if places and places == before else 0
 
     def _waiting(self) -> list[tuple[int, ...]]:
-        """Where threads are that are in the lesson, and nowhere deeper than in a lock of it."""
-        found = []
+        """Return the places of other threads that are in the lesson, or in a lock of it."""
+        places = []
         for thread, frame in sys._current_frames().items():
             is_inside = frame.f_code.co_filename in (self.file, threading.__file__)
             if is_inside and thread != threading.get_ident() and self._is_of_the_lesson(frame):
-                found.append((thread, id(frame), frame.f_lasti))
-        return found
+                places.append((thread, id(frame), frame.f_lasti))
+        return places
 
     def _is_of_the_lesson(self, frame: FrameType | None) -> bool:
         while frame is not None and frame.f_code.co_filename != self.file:

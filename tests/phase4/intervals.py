@@ -12,7 +12,7 @@ from judging.calls import case_told, typed
 
 
 class Job(NamedTuple):
-    """What decides how often to save."""
+    """The figures that decide how often to save."""
 
     save_s: float
     node_mtbf_s: float
@@ -24,7 +24,7 @@ class Job(NamedTuple):
         return self.node_mtbf_s / self.num_nodes
 
     def __str__(self) -> str:
-        """Say what it is, as the end of a sentence."""
+        """Return the end of a sentence."""
         return (
             f"for save_s={self.save_s:g}, node_mtbf_s={self.node_mtbf_s:g}, "
             f"num_nodes={self.num_nodes}"
@@ -32,23 +32,23 @@ class Job(NamedTuple):
 
 
 def intervals_s(lesson: Any, function: str, jobs: Sequence[Job]) -> list[float]:
-    """Ask the learner's ``function`` for the interval of each job."""
-    return [_asked(lesson, function, (job.save_s,), job) for job in jobs]
+    """Return the learner's interval for each job."""
+    return [_call(lesson, function, (job.save_s,), job) for job in jobs]
 
 
 def durations_s(lesson: Any, cases: Sequence[tuple[float, float, float, Job]]) -> list[float]:
-    """Ask for the expected duration of each case: work, interval, restart and job."""
+    """Return the expected duration of each case: work, interval, restart and job."""
     return [
-        _asked(lesson, "expected_duration_s", (work_s, interval_s, job.save_s, restart_s), job)
+        _call(lesson, "expected_duration_s", (work_s, interval_s, job.save_s, restart_s), job)
         for work_s, interval_s, restart_s, job in cases
     ]
 
 
-def _asked(lesson: Any, function: str, arguments: tuple[float, ...], job: Job) -> float:
+def _call(lesson: Any, function: str, arguments: tuple[float, ...], job: Job) -> float:
     nodes = () if job.num_nodes == 1 else (job.num_nodes,)  # 1 is the default
     with case_told(f"{job}"):
-        found = getattr(lesson, function)(*arguments, job.node_mtbf_s, *nodes)
-    return float(typed(function, found, float))
+        seconds = getattr(lesson, function)(*arguments, job.node_mtbf_s, *nodes)
+    return float(typed(function, seconds, float))
 
 
 class Training(NamedTuple):
@@ -61,21 +61,21 @@ class Training(NamedTuple):
 
 
 def expected_s(lesson: Any, training: Training) -> float:
-    """Ask how long the training takes with the learner's own interval."""
-    job = training.job
-    interval_s = _asked(lesson, "daly_interval_s", (job.save_s,), job)
-    arguments = (training.work_s, interval_s, job.save_s, training.restart_s)
-    return _asked(lesson, "expected_duration_s", arguments, job)
+    """Return the expected duration with the learner's own interval."""
+    interval_s = _call(lesson, "daly_interval_s", (training.job.save_s,), training.job)
+    case = training.work_s, interval_s, training.restart_s, training.job
+    return durations_s(lesson, [case])[0]
 
 
 def train(lesson: Any, training: Training, factor: float) -> int:
-    """Train with a multiple of the learner's interval; return how often a node has failed.
+    """Train with a multiple of the learner's interval; return the number of this node's failures.
 
-    After each interval all save. After a failure comes a restart, and the interval begins anew.
+    After each interval all ranks save. After a failure comes a restart, and the interval begins
+    again.
     """
     job = training.job
-    interval_s = factor * _asked(lesson, "daly_interval_s", (job.save_s,), job)
-    node, done_s = Node(training), 0.0
+    interval_s = factor * _call(lesson, "daly_interval_s", (job.save_s,), job)
+    node, done_s = _Node(training), 0.0
     while done_s < training.work_s:
         part_s = min(interval_s, training.work_s - done_s)
         if node.survives(part_s + job.save_s):
@@ -86,8 +86,8 @@ def train(lesson: Any, training: Training, factor: float) -> int:
     return node.failures
 
 
-class Node:
-    """This rank, with its failures; that of one node stops all."""
+class _Node:
+    """This rank's failures; that of one node stops all."""
 
     def __init__(self, training: Training) -> None:
         self.random = Random(f"{training.seed} {dist.get_rank()}")
@@ -96,7 +96,7 @@ class Node:
         self.fails_at_s = self.random.expovariate(self.rate)
 
     def survives(self, seconds: float) -> bool:
-        """Work so long together with the others; False: a node has failed meanwhile."""
+        """Work together with the others; False if a node has failed meanwhile."""
         first = torch.tensor(self.fails_at_s, dtype=torch.float64)
         dist.all_reduce(first, dist.ReduceOp.MIN)
         first_s, end_s = float(first), self.now_s + seconds

@@ -5,6 +5,7 @@ import pytest
 from distlab.grade import Grade, check, task
 from distlab.sim import Options
 from judging.checks import short
+from judging.expect import expect
 from phase4 import async_saves as b
 
 
@@ -17,24 +18,22 @@ def test_training_goes_on_during_the_write(grade: Grade) -> None:
         "thread, and don't join it before the next save, wait or the end of the with statement.",
     )
     check(found["unchanged"], "save has changed the state, which is the caller's.")
-
-
-@task("4.4")
-def test_what_is_written_is_the_state_of_the_save(grade: Grade) -> None:
-    found = grade.call(b.save_and_change)
-    check(
-        found["steps"] == [3] and not found["different"],
-        "the state was changed after save had returned, and before the write began. What was "
-        f"written should be as it was: {short(found['right'])}; it is {short(found['written'])}. "
+    expect("the steps that are written after a save of step 3", found["steps"], [3])
+    expect(
+        "what is written, where the state was changed after save had returned,",
+        *(found["written"], found["right"]),
         "Copy every tensor, and every dict, list and tuple; on a CPU, tensor.cpu() is no copy.",
+    )
+    check(
+        not found["is_daemon"],
+        "the write runs in a daemon thread: when the program ends, Python cuts it off.",
     )
 
 
 @task("4.4")
 def test_the_copy_is_made_before_save_returns(grade: Grade) -> None:
-    others = grade.call(b.who_reads)
     check(
-        not others,
+        not grade.call(b.who_reads),
         "another thread than training's has read the state. It must be copied before save returns: "
         "after that, training changes it.",
     )
@@ -44,15 +43,15 @@ def test_the_copy_is_made_before_save_returns(grade: Grade) -> None:
 def test_one_write_at_a_time(grade: Grade) -> None:
     run = grade.run(b.save_four, 1, options=Options(has_devices=True))
     found, num_bytes = run.results[0], 4 * b.NUM_ELEMENTS
-    check(
-        found["most_at_once"] == 1,
-        f"four steps were saved one after the other; {found['most_at_once']} writes went on at the "
-        "same time. A save waits for the write before it, so that there is one copy in memory.",
+    expect(
+        "the number of writes that go on at the same time, where four steps are saved,",
+        *(found["most_at_once"], 1),
+        "A save waits for the write before it, so that there is one copy in memory.",
     )
-    check(
-        found["steps"] == [1, 2, 3, 4] and found["values"] == [{1}, {2}, {3}, {4}],
-        f"the steps 1, 2, 3 and 4 were saved; written were {found['steps']}, with the values of "
-        f"{found['values']}. Each save is written, in the order of the saves.",
+    expect(
+        "the steps that are written, and their values,",
+        *([found["steps"], found["values"]], [[1, 2, 3, 4], [{1}, {2}, {3}, {4}]]),
+        "Each save is written, in the order of the saves.",
     )
     check(
         run.peak_bytes[0] < 2.5 * num_bytes,
@@ -64,81 +63,54 @@ def test_one_write_at_a_time(grade: Grade) -> None:
 
 @task("4.4")
 def test_a_copy_has_the_elements_alone_and_is_on_the_cpu(grade: Grade) -> None:
-    found = grade.call(b.copy_of_a_slice)
+    num_bytes, devices = grade.call(b.copy_of_a_slice)
     elements = 4 * (b.NUM_ELEMENTS + 2)
     check(
-        found["num_bytes"] < 1.5 * elements,
+        num_bytes < 1.5 * elements,
         f"two tensors of {elements:,} bytes together were saved, one of them a slice of a longer "
-        f"one; the copies hold {found['num_bytes']:,} bytes. copy.deepcopy copies the whole "
-        "storage behind a slice: copy its elements.",
+        f"one; the copies hold {num_bytes:,} bytes. copy.deepcopy copies the whole storage behind "
+        "a slice: copy its elements.",
     )
-    check(
-        set(found["devices"].values()) == {"cpu"},
-        f"all copies should be on the CPU; they are on {found['devices']}. On its own device a "
-        "copy takes the memory that training needs.",
-    )
+    cause = "On its own device a copy takes the memory that training needs."
+    expect("the devices of the copies", devices, ["cpu", "cpu"], cause)
 
 
 @task("4.4")
 def test_waiting_for_what_is_written(grade: Grade) -> None:
-    expected: list[int] = []
     found = grade.call(b.wait)
-    for when, steps in found["steps"].items():
-        expected = [*expected, len(expected) + 1]
-        check(
-            steps == expected,
-            f"after {when}, the steps {expected} should be written; they are {steps}.",
-        )
+    for count, (when, steps) in enumerate(found["steps"].items(), start=1):
+        expect(f"the steps that are written after {when}", steps, [*range(1, count + 1)])
     check(
-        found["is_told"],
-        "an error was raised inside of the with statement, and nobody saw it: __exit__ should "
-        "return nothing, for what is true there ends the error.",
+        found["comes out"],
+        "an error was raised inside of the with statement, and did not come out of it: __exit__ "
+        "should return nothing, for what is true there ends the error.",
     )
 
 
 @task("4.4")
-@pytest.mark.parametrize("how", ["save", "wait", "with"])
+@pytest.mark.parametrize("how", b.FAILURES)
 def test_an_error_is_told_once(grade: Grade, how: str) -> None:
     found = grade.call(b.fail, how)
     what = {"save": "the next save", "wait": "wait", "with": "the end of the with statement"}[how]
-    kind, text = found["first"] or ("nothing", "")
-    failure = b.FAILURES[how]
-    reason = failure.args[-1]
+    (kind, text), reason = found["first"], b.FAILURES[how].args[-1]
     check(
         kind == "RuntimeError" and "step 300" in text and reason in text,
-        f"the write of step 300 has raised {failure!r}. {what} should raise a RuntimeError that "
-        f"says 'step 300' and '{reason}'; it raises {kind} {short(text)}. A write may fail with "
-        "any error, and in a thread nobody sees it.",
+        f"the write of step 300 has raised {b.FAILURES[how]!r}. {what} should raise a RuntimeError "
+        f"that says 'step 300' and '{reason}'; it raises {kind} {short(text)}. A write may fail "
+        "with any error, and in a thread nobody sees it.",
     )
-    check(
-        not found["second"],
-        f"{what} has told of the error; wait() after that should raise nothing, it raises "
-        f"{short(found['second'])}.",
-    )
-    check(
-        found["written"] == [],
-        f"the save that raised should save nothing; written were {found['written']}.",
-    )
-    check(
-        found["afterwards"] == [302] and not found["later"],
-        f"after the error, step 302 was saved; written should be [302], but {found['afterwards']} "
-        f"were, and raised was {short(found['later'] or 'nothing')}.",
-    )
-
-
-@task("4.4")
-def test_python_waits_for_the_last_write(grade: Grade) -> None:
-    found = grade.call(b.save_and_change)
-    check(
-        not found["is_daemon"],
-        "the write runs in a daemon thread: when the program ends, Python cuts it off.",
+    expect(f"{what} has reported the error: what wait() raises then", found["second"], [])
+    expect("the steps that are written after the error", found["written"], [], "None is saved.")
+    expect(
+        "the steps that are written, and the error, when step 302 is saved after that,",
+        *([found["afterwards"], found["later"]], [[302], []]),
     )
 
 
 @task("4.4")
 def test_the_seconds_of_copy_and_write(grade: Grade) -> None:
     found = grade.call(b.seconds)
-    check(found["before"] == 0.0, "before the first save, snapshot_s and write_s should be 0.0.")
+    expect("snapshot_s + write_s before the first save", found["before"], 0.0)
     check(
         0 < found["snapshot_s"] <= found["save_s"] - 0.8 * b.LATE_S,
         f"a save took {found['save_s']:.3f} s, {b.LATE_S} s of which it waited for the write "

@@ -1,4 +1,4 @@
-"""Judges task 4.17: what is in files, whoever is killed when, and what TensorBoard draws."""
+"""Judges task 4.17: files that are cut at any moment, and what TensorBoard draws."""
 
 import json
 import math
@@ -9,72 +9,57 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.util.text import counted, joined
+from distlab.util.text import joined
 from judging.checks import short
+from judging.expect import expect
 from phase4 import exports as b
 from phase4.exports import Write
 
 # Lines of JSON
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+def _check_read(records: Sequence[Any], writes: Sequence[Write], case: str, cause: str) -> None:
+    """Check the records that read_jsonl has returned, as text, in which NaN equals NaN."""
+    right = [(step, {name: float(value) for name, value in m.items()}) for m, step in writes]
+    expect(f"{case}: what read_jsonl returns", str(records), str(right), cause)
 
 
-def _check_read(found: Sequence[Any], expected: Sequence[Write], case: str, cause: str) -> None:
-    """Check what read_jsonl has returned."""
-    right = [(step, {name: float(value) for name, value in m.items()}) for m, step in expected]
-    check(
-        str(found) == str(right),  # as text, in which NaN equals NaN
-        f"{case}, read_jsonl should return {short(str(right))}; it returns {short(str(found))}. "
-        f"{cause}",
-    )
+WRITES: list[Write] = [
+    ({"loss": 2.75, "samples_total": 64.0}, 1),
+    ({"loss/train": 1e-7, "größe": 2.0, 'a "b"': -3.5}, 2),
+    ({}, 2),
+    ({"loss": 0.1 + 0.2}, 7),
+    ({"loss": math.nan, "grad_norm": math.inf, "low": -math.inf}, 8),
+]
+STRINGS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 @task("4.17")
 def test_a_line_is_there_when_write_returns(grade: Grade) -> None:
-    writes: list[Write] = [
-        ({"loss": grade.random.uniform(1, 9), "samples_total": 64.0}, 1),
-        ({"loss/train": 1e-7, "größe": 2.0, 'a "b"': -3.5}, 2),
-        ({}, 2),
-        ({"loss": 0.1 + 0.2}, 7),
-    ]
-    found = grade.call(b.append, writes)
+    found = grade.call(b.append, WRITES)
     for count, text in enumerate(found["seen"], start=1):
-        lines = text.splitlines()
-        check(
-            len(lines) == count and text.endswith("\n"),
-            f"after {counted(count, 'write')} the file should hold {counted(count, 'line')}, each "
-            f"with a line feed; it holds {len(lines)}: {short(text)}. A process that "
-            "is killed loses Python's buffer: flush each line.",
+        expect(
+            f"the number of lines, each with a line feed, after {count} writes",
+            *([text.count("\n"), text.endswith("\n")], [count, True]),
+            "A process that is killed loses Python's buffer: flush each line.",
         )
-    for (metrics, step), line in zip(writes, found["closed"].splitlines(), strict=True):
-        check(
-            json.loads(line) == {"step": step, **metrics},
-            f"the line of write({metrics}, {step}) should be an object with the step and these "
-            f"metrics, and nothing else; it is {short(line)}.",
+    for (metrics, step), line in zip(WRITES, found["seen"][-1].splitlines(), strict=True):
+        right = {name: STRINGS.get(str(value), value) for name, value in metrics.items()}
+        expect(
+            *(f"the line of write({metrics}, {step})", _parsed(line), {"step": step, **right}),
+            "It is an object with the step and these metrics, and nothing else. Python writes NaN "
+            "and Infinity without quotes, which other readers refuse; json.dumps(…, "
+            "allow_nan=False) raises.",
         )
     check(not found["error"], f"reading what was written fails: {short(found['error'])}")
-    _check_read(found["read"], writes, "after four writes", "Values are those that were written.")
+    _check_read(found["read"], WRITES, "after five writes", "Values are those that were written.")
 
 
-@task("4.17")
-def test_numbers_that_json_does_not_have(grade: Grade) -> None:
-    metrics = {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf}
-    found = grade.call(b.append, [(metrics, 4)])
-    line = found["closed"]
+def _parsed(line: str) -> Any:
     try:
-        fields = json.loads(line, parse_constant=_no_constant)
-    except ValueError as error:
-        check(
-            False,
-            f"the line {short(line)} should be JSON: {error}. Python writes NaN and Infinity "
-            "without quotes, which other readers refuse; json.dumps(…, allow_nan=False) says so.",
-        )
-    right = {"step": 4, "loss": "NaN", "grad_norm": "Infinity", "low": "-Infinity"}
-    check(fields == right, f"the line should hold {right}; it holds {fields}.")
-    check(not found["error"], f"reading what was written fails: {short(found['error'])}")
-    _check_read(found["read"], [(metrics, 4)], "with these", "They come back as numbers.")
+        return json.loads(line, parse_constant=lambda name: f"{name}, which JSON does not have")
+    except ValueError:
+        return line
 
 
 @task("4.17")
@@ -82,91 +67,82 @@ def test_a_file_goes_on_wherever_it_was_cut(grade: Grade) -> None:
     writes: list[Write] = [({"loss": 3.25}, 1), ({"loss": math.nan, "ä": 1.0}, 2), ({"b": 3.5}, 3)]
     last: Write = ({"loss": 0.5}, 4)
     for found in grade.call(b.kill_and_go_on, writes, last):
-        count = found["left"].count("\n")
         case = f"a run was killed, which left {found['left'][-30:]!r} at the end; another went on"
         check(
             not found["error"],
             f"{case}. Reading then fails with {short(found['error'])} The file: "
             f"{short(found['text'])}. Cut an unfinished last line off before the next is written.",
         )
-        _check_read(
-            found["read"],
-            [*writes[:count], last],
-            case,
-            "All lines with a line feed stay; one without is cut off.",
-        )
+        kept = writes[: found["left"].count("\n")]
+        cause = "All lines with a line feed stay; one without is cut off."
+        _check_read(found["read"], [*kept, last], case, cause)
+
+
+STEPS: list[Write] = [
+    ({"loss": float(10 - step), "kind": float(kind)}, step)
+    for step in range(6)
+    for kind in range(1 + step % 2)
+]
 
 
 @task("4.17")
 @pytest.mark.parametrize("after", [None, -1, 0, 3, 5, 9])
-def test_no_step_is_there_twice(grade: Grade, after: int | None) -> None:
-    writes: list[Write] = [
-        ({"loss": float(10 - step), "kind": float(kind)}, step)
-        for step in range(6)
-        for kind in range(1 + step % 2)
-    ]
+@pytest.mark.parametrize("writes", [STEPS, []], ids=["steps 0 to 5", "a new file"])
+def test_no_step_is_there_twice(grade: Grade, writes: list[Write], after: int | None) -> None:
     step = 6 if after is None else after + 1
     again: list[Write] = [({"loss": 0.5}, step), ({"loss": 0.25}, step + 1)]
-    found = grade.call(b.resume, writes, after, again)
     kept = [(m, s) for m, s in writes if after is None or s <= after]
     _check_read(
-        found,
-        [*kept, *again],
-        f"lines of the steps 0 to 5, opened with resume_after={after}, and two more",
+        *(grade.call(b.resume, writes, after, again), [*kept, *again]),
+        f"{len(writes)} lines of the steps 0 to 5, opened with resume_after={after}, and two more",
         "Lines of later steps than resume_after go, all others stay.",
     )
 
 
-@task("4.17")
-def test_resume_where_no_file_is(grade: Grade) -> None:
-    last: Write = ({"loss": 0.5}, 4)
-    _check_read(grade.call(b.begin_with_resume, last), [last], "in a new file", "")
+FIRST, THIRD, HALF = '{"step": 1, "loss": 3.5}\n', '{"step": 3, "loss": 1.5}\n', '{"st'
+DAMAGED = {  # second lines
+    "half a line": '{"step": 2, "lo\n',
+    "an empty line": "\n",
+    "a line without a step": '{"loss": 2.5}\n',
+    "a value that is not a number": '{"step": 2, "loss": null}\n',
+    "a list": "[1, 2]\n",
+}
 
 
 @task("4.17")
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ('{"step": 2, "lo\n', "half a line"),
-        ("\n", "an empty line"),
-        ('{"loss": 2.5}\n', "a line without a step"),
-        ('{"step": 2, "loss": null}\n', "a value that is no number"),
-        ("[1, 2]\n", "a list"),
-    ],
-)
-def test_nothing_is_skipped_silently(grade: Grade, line: str, what: str) -> None:
-    first, third, half = '{"step": 1, "loss": 3.5}\n', '{"step": 3, "loss": 1.5}\n', '{"st'
-    cases = [([first, line, *rest], 9) for rest in ([third], [], [half])]
+@pytest.mark.parametrize("what", DAMAGED)
+def test_nothing_is_skipped_silently(grade: Grade, what: str) -> None:
+    cases = [([FIRST, DAMAGED[what], *rest], 9) for rest in ([THIRD], [], [HALF])]
     for (lines, _), found in zip(cases, grade.call(b.damage_each, cases), strict=True):
-        is_last = "" if third in lines else ", the last one with a line feed"
+        is_last = "" if THIRD in lines else ", the last one with a line feed"
         for function in ("read_jsonl", "JsonlWriter"):
-            text = found[function]
-            said = text.replace(b.NAME, "", 1)
-            check(
-                b.NAME in text and re.search(r"(?<!\d)2(?!\d)", said.partition("{")[0]),
-                f"line 2 of {b.NAME}{is_last}, is {what}. {function} should raise a ValueError "
-                f"that names the file and the line, counted from 1; it raises "
-                f"{short(text) if text else 'nothing'}.",
-            )
-        check(
-            found["file"] == "".join(lines),
-            f"line 2 of {b.NAME} is {what}. JsonlWriter should leave the file as it is when it "
-            f"raises; it held {short(''.join(lines))}, and holds {short(found['file'])}. Look at "
-            "all lines first, and cut then.",
+            _check_named(found[function], function, 2, f"line 2 of {b.NAME}{is_last}, is {what}")
+        expect(
+            f"line 2 of {b.NAME} is {what}: the file after JsonlWriter has raised",
+            *(found["file"], "".join(lines), "Look at all lines first, and cut then."),
         )
 
 
-@task("4.17")
-def test_damage_behind_the_cut(grade: Grade) -> None:
-    kept, behind = '{"step": 1, "loss": 3.5}\n', ['{"step": 5, "loss": 1.5}\n', '{"st\n', "\n"]
-    found = grade.call(b.damage, [kept, *behind], 1)
+def _check_named(text: str, function: str, line: int, case: str) -> None:
+    place = text.replace(b.NAME, "", 1).partition("{")[0]
     check(
-        not found["JsonlWriter"] and found["file"] == kept,
-        f"with resume_after=1, {b.NAME} holds a line of step 1, one of step 5 and damaged ones. "
-        "JsonlWriter should cut off the line of step 5 and all that follows it, without reading "
-        f"on; it raises {short(found['JsonlWriter']) if found['JsonlWriter'] else 'nothing'}, and "
-        f"the file then holds {short(found['file'])}.",
+        b.NAME in text and re.search(rf"(?<!\d){line}(?!\d)", place),
+        f"{case}. {function} should raise a ValueError that names the file and the line, counted "
+        f"from 1; it raises {short(text) if text else 'nothing'}.",
     )
+
+
+@task("4.17")
+def test_what_may_be_damaged(grade: Grade) -> None:
+    late = '{"step": 5, "loss": 1.5}\n'
+    cases = [([FIRST, late, HALF + "\n", "\n"], 1), ([FIRST, HALF], None)]
+    cut, unfinished = grade.call(b.damage_each, cases)
+    expect(
+        "with resume_after=1, where damaged lines follow one of step 5: error and file",
+        *([cut["JsonlWriter"], cut["file"]], ["", FIRST]),
+        "JsonlWriter cuts off the first later step and all that follows it, without reading on.",
+    )
+    _check_named(unfinished["read_jsonl"], "read_jsonl", 2, "the last line is unfinished")
 
 
 @task("4.17")
@@ -174,12 +150,12 @@ def test_damage_behind_the_cut(grade: Grade) -> None:
 def test_what_is_kept_is_always_there(grade: Grade, after: int | None) -> None:
     lines = [f'{{"step": {step}, "loss": {step / 4}}}\n' for step in (1, 2, 3, 4)]
     kept = "".join(lines[:after])
-    for held in grade.call(b.watch, "".join(lines) + '{"st', after, ({"loss": 0.5}, 5)):
+    for content in grade.call(b.watch, "".join(lines) + HALF, after, ({"loss": 0.5}, 5)):
         check(
-            held.startswith(kept),
+            content.startswith(kept),
             f"a file with the steps 1 to 4 and half a line is opened with resume_after={after}. It "
             f"should never hold less than the lines that are kept, {len(kept)} bytes; at one "
-            f"moment it held {len(held)} bytes, {short(held)}. Who is killed then loses "
+            f"moment it held {len(content)} bytes, {short(content)}. Who is killed then loses "
             "the history: cut it with os.truncate, in place, and don't write again what is there.",
         )
 
@@ -194,28 +170,17 @@ def test_files_are_closed(grade: Grade) -> None:
         )
 
 
-@task("4.17")
-def test_a_file_that_is_being_written(grade: Grade) -> None:
-    lines = ['{"step": 1, "loss": 3.5}\n', '{"step": 2, "lo']
-    text = grade.call(b.damage, lines, None)["read_jsonl"]
-    check(
-        b.NAME in text,
-        "the last line is unfinished. read_jsonl should raise a ValueError that names the file; it "
-        f"raises {short(text) if text else 'nothing'}.",
-    )
-
-
 # TensorBoard
 
 
-def _check_curves(found: Mapping[str, Any], expected: Mapping[str, Any], case: str) -> None:
-    as_lists = {name: [list(point) for point in points] for name, points in found.items()}
-    right = {name: [list(point) for point in points] for name, points in expected.items()}
-    check(
-        as_lists == right,
-        f"{case}, TensorBoard should draw {short(str(right))} (step, value); it draws "
-        f"{short(str(as_lists))}.",
-    )
+def _check_curves(curves: Mapping[str, Any], writes: Sequence[Write], case: str) -> None:
+    right: dict[str, list[list[float]]] = {}
+    for metrics, step in writes:
+        for name, value in metrics.items():
+            right.setdefault(name, []).append([step, value])
+    found = {name: [list(point) for point in points] for name, points in curves.items()}
+    what = f"{case}: the points (step, value) that TensorBoard draws"
+    expect(what, sorted(found.items()), sorted(right.items()))
 
 
 @task("4.17")
@@ -226,12 +191,8 @@ def test_tensorboard_draws_the_curves(grade: Grade) -> None:
         ({"loss/train": 2.25}, 10),
     ]
     flushed, closed = grade.call(b.draw, writes)
-    expected = {
-        "loss/train": [(1, 3.0), (2, 2.5), (10, 2.25)],
-        "accuracy": [(1, 0.25), (2, 0.5)],
-    }
-    _check_curves(flushed, expected, "after the last write, before close (is it flushed?)")
-    _check_curves(closed, expected, "after close")
+    _check_curves(flushed, writes, "after the last write, before close (is it flushed?)")
+    _check_curves(closed, writes, "after close")
 
 
 @task("4.17")
@@ -240,8 +201,6 @@ def test_tensorboard_hides_steps_that_come_again(grade: Grade, after: int | None
     writes: list[Write] = [({"loss": 4.0 - step / 4}, step) for step in range(1, 5)]
     begin = 5 if after is None else after + 1
     again: list[Write] = [({"loss": 0.5}, begin), ({"loss": 0.25}, begin + 1)]
-    found = grade.call(b.draw_on, writes, after, again)
     kept = [(m, s) for m, s in writes if after is None or s <= after]
-    expected = {"loss": [(step, metrics["loss"]) for metrics, step in [*kept, *again]]}
     case = f"steps 1 to 4, opened with resume_after={after}, and {begin} and {begin + 1}"
-    _check_curves(found, expected, case)
+    _check_curves(grade.call(b.draw_on, writes, after, again), [*kept, *again], case)

@@ -1,19 +1,18 @@
-"""Judges task 4.3: who may load what, what a crash leaves, and that all ranks end alike."""
+"""Judges task 4.3: any number of ranks loads, crashes leave whole checkpoints, ranks end alike."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Options
 from distlab.util.text import joined
-from judging.checks import check_refused, of_members, short
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.checks import check_refused, short
+from judging.expect import expect, expect_on_all_ranks, results_in_group
 from phase4 import sharded as b
-from phase4 import sharded_costs as costs
-from phase4.sharded import Broken, Cut, Plan
+from phase4.sharded import Broken, Cut, Plan, name_of
 
 STUCK = (
     "A rank that fails must say so before it raises: the others wait for it. Gather on all ranks "
@@ -22,10 +21,10 @@ STUCK = (
 DTYPES = ("float32", "bfloat16", "int64", "float64")
 
 
-@contextmanager
-def _root() -> Iterator[str]:
+def _run(grade: Grade, body: Callable[..., Any], num_ranks: int, *args: object) -> Run:
+    """Run a body on ranks with a root folder for all of them."""
     with TemporaryDirectory(prefix="distlab-") as root:
-        yield root
+        return grade.run(body, num_ranks, root, *args, if_stuck=STUCK)
 
 
 def _cuts(grade: Grade, tensors: dict[str, tuple[int, str]], num_ranks: int) -> list[list[Cut]]:
@@ -39,45 +38,24 @@ def _cuts(grade: Grade, tensors: dict[str, tuple[int, str]], num_ranks: int) -> 
         bounds = [0, *inner, numel]
         if place == 0 and num_ranks > 1:
             bounds[-2] = numel
-        for rank, mine in enumerate(by_rank):
+        for rank, cuts in enumerate(by_rank):
             start, stop = bounds[rank : rank + 2]
             if start < stop or place == 0 or grade.random.random() < 0.5:
-                mine.append((name, grade.random.randint(0, start) if place % 2 else start, stop))
+                cuts.append((name, grade.random.randint(0, start) if place % 2 else start, stop))
     return by_rank
 
 
-def _tensors(grade: Grade, longest: int = 60) -> dict[str, tuple[int, str]]:
-    random = grade.random
-    return {f"layer.{i}": (random.randint(5, longest), dtype) for i, dtype in enumerate(DTYPES)}
-
-
 def _plan(grade: Grade, num_ranks: int) -> Plan:
-    tensors = _tensors(grade)
+    tensors = {f"layer.{i}": (grade.random.randint(5, 60), d) for i, d in enumerate(DTYPES)}
     return Plan(tensors, _cuts(grade, tensors, num_ranks))
 
 
-def _check_loaded(results: list[dict[str, object]], num_writers: int, num_readers: int) -> None:
-    where = f"saved on {num_writers} ranks, loaded on {num_readers}"
-    for rank, found in enumerate(results[:num_writers]):
-        check(
-            found["path"] == "step-00000002" and found["is_there"],
-            f"{where}: when save_sharded returned {found['path']} on rank {rank}, step-00000002 "
-            f"was {'' if found['is_there'] else 'not '}there. No rank returns before rank 0 has "
-            "renamed the folder.",
-        )
-        check(found["unchanged"], f"{where}: save_sharded changed the shards of rank {rank}.")
-    for rank, found in enumerate(results[:num_readers]):
-        check(
-            found["step"] == 2 and found["loaded_path"] == "step-00000002",
-            f"{where}: rank {rank} loaded step {found['step']} of {found['loaded_path']}, not "
-            "the newest, 2.",
-        )
-        check(
-            found["values"] == found["right"],
-            f"{where}: rank {rank} should have {short(found['right'])}, it has "
-            f"{short(found['values'])}. A rank's slice may begin inside one file and end in "
-            "another, with any number of ranks, and what it wants may lie in several files.",
-        )
+def _quarters(numel: int) -> Plan:
+    cuts: list[list[Cut]] = [[("w", r * numel // 4, (r + 1) * numel // 4)] for r in range(4)]
+    return Plan({"w": (numel, "float32")}, cuts)
+
+
+# Any number of ranks
 
 
 @task("4.3")
@@ -94,38 +72,55 @@ def test_three_ranks_save_and_two_load(grade: Grade) -> None:
 def _check_resharding(grade: Grade, num_writers: int, num_readers: int) -> None:
     plan = _plan(grade, num_writers)
     wanted = _cuts(grade, dict(plan.tensors), num_readers)
-    world_size = max(num_writers, num_readers)
-    with _root() as root:
-        run = grade.run(b.save_and_load, world_size, root, plan, wanted, if_stuck=STUCK)
-    _check_loaded(run.results, num_writers, num_readers)
+    run = _run(grade, b.save_and_load, max(num_writers, num_readers), plan, wanted)
+    where = f"saved on {num_writers} ranks, loaded on {num_readers}: rank"
+    for rank, found in enumerate(run.results[:num_writers]):
+        expect(
+            f"{where} {rank}: the path that save_sharded returns, and whether it exists then",
+            *(found["saved"], [name_of(2), True]),
+            "No rank returns before rank 0 has renamed the folder.",
+        )
+        check(found["unchanged"], f"{where} {rank}: save_sharded changed its shards.")
+    for rank, found in enumerate(run.results[:num_readers]):
+        expect(f"{where} {rank}: step and path", found["loaded"], [2, name_of(2)], "The newest.")
+        _check_values(found, f"{where} {rank}")
+
+
+def _check_values(found: dict[str, Any], where: str) -> None:
+    expect(
+        *(f"{where}: the elements that are loaded", found["values"], found["right"]),
+        "A rank's slice may begin inside one file and end in another, with any number of ranks, "
+        "and what it wants may lie in several files.",
+    )
 
 
 @task("4.3")
 def test_shards_inside_a_group(grade: Grade) -> None:
-    plan = _plan(grade, 3)
-    with _root() as root:
-        run = grade.run(
-            *(inside_group, OUTER_WORLD_SIZE, b.save_once, root, plan), if_stuck=STUCK_IN_GROUP
+    with TemporaryDirectory(prefix="distlab-") as root:
+        results = results_in_group(grade, b.save_once, root, _plan(grade, 3))
+    for rank, found in enumerate(results):
+        _check_values(found, f"inside a group, rank {rank}")
+
+
+@task("4.3")
+def test_all_go_by_the_list_of_rank_0(grade: Grade) -> None:
+    for rank, found in enumerate(_run(grade, b.load_with_other_lists, 3, _plan(grade, 3)).results):
+        expect(
+            f"rank 0 sees the steps 1 and 2, and the file system shows the others an old list, "
+            f"with a step 3 too: the step that rank {rank} loads",
+            *(found["step"], 2),
+            "Let rank 0 list the folder, and broadcast what it has found.",
         )
-    for rank, found in enumerate(of_members(run)):
-        check(
-            found["values"] == found["right"],
-            f"inside a group, rank {rank} should have {short(found['right'])}, it has "
-            f"{short(found['values'])}.",
-        )
+        _check_values(found, f"rank {rank}")
+
+
+# Bytes, memory and reading
 
 
 @task("4.3")
 def test_no_element_travels(grade: Grade) -> None:
     numel = 400_000
-    cuts: list[list[Cut]] = [[("w", r * numel // 4, (r + 1) * numel // 4)] for r in range(4)]
-    plan = Plan({"w": (numel, "float32")}, cuts)
-    with _root() as root:
-        run = grade.run(costs.save_large, 4, root, plan, if_stuck=STUCK)
-    _check_costs(run, 4 * numel)
-
-
-def _check_costs(run: Run, num_bytes: int) -> None:
+    run, num_bytes = _run(grade, b.save_large, 4, _quarters(numel)), 4 * numel
     most = max(run.bytes_sent)
     check(
         most < num_bytes / 40,
@@ -141,33 +136,15 @@ def _check_costs(run: Run, num_bytes: int) -> None:
 
 @task("4.3")
 def test_a_save_takes_memory_for_one_further_copy(grade: Grade) -> None:
-    with _root() as root:
-        run = grade.run(costs.memory_of_save, 1, root, options=Options(has_devices=True))
-    held = run.results[0] + run.peak_bytes[0] - costs.NUM_BYTES
+    with TemporaryDirectory(prefix="distlab-") as root:
+        run = grade.run(b.memory_of_save, 1, root, options=Options(has_devices=True))
+    held = run.results[0] + run.peak_bytes[0] - b.NUM_BYTES
     check(
-        held < 1.5 * costs.NUM_BYTES,
-        f"shards of {costs.NUM_BYTES:,} bytes were saved, and that took {held:,} bytes more: there "
+        held < 1.5 * b.NUM_BYTES,
+        f"shards of {b.NUM_BYTES:,} bytes were saved, and that took {held:,} bytes more: there "
         "is memory for one further copy. A tensor's bytes can be written from where they lie: "
         "values.view(torch.uint8).numpy().",
     )
-
-
-@task("4.3")
-def test_each_file_is_read_by_one_rank_and_by_who_wants_it(grade: Grade) -> None:
-    numel = 4 * costs.LARGE_BYTES
-    cuts: list[list[Cut]] = [[("w", r * numel // 4, (r + 1) * numel // 4)] for r in range(4)]
-    wanted: list[list[Cut]] = [[], [], [("w", 5, 10)], []]
-    with _root() as root:
-        plan = Plan({"w": (numel, "float32")}, cuts)
-        reads = grade.run(costs.who_reads, 4, root, plan, wanted, if_stuck=STUCK).results[0]
-    for what, more in (("save", 0), ("load nothing", 0), ("load", 1)):
-        of_ranks = [sum(rank == reader for reader, _ in reads[what]) for rank in range(4)]
-        check(
-            sum(of_ranks) <= 4 + more and max(of_ranks) <= 2 + more,
-            f"a checkpoint of 4 ranks, each with a file of its own; {WHO_READS[what]}. The ranks 0 "
-            f"to 3 have read {short(of_ranks)} of these files. Let each rank check about a quarter "
-            "of them and tell the others, and then read what it wants alone.",
-        )
 
 
 WHO_READS = {
@@ -178,106 +155,109 @@ WHO_READS = {
 
 
 @task("4.3")
+def test_each_file_is_read_by_one_rank_and_by_who_wants_it(grade: Grade) -> None:
+    wanted: list[list[Cut]] = [[], [], [("w", 5, 10)], []]
+    run = _run(grade, b.who_reads, 4, _quarters(4 * b.LARGE_BYTES), wanted)
+    for what, reads in run.results[0].items():
+        more = what == "load"
+        of_ranks = [sum(rank == reader for reader, _ in reads) for rank in range(4)]
+        check(
+            sum(of_ranks) <= 4 + more and max(of_ranks) <= 2 + more,
+            f"a checkpoint of 4 ranks, each with a file of its own; {WHO_READS[what]}. The ranks 0 "
+            f"to 3 have read {short(of_ranks)} of these files. Let each rank check about a quarter "
+            "of them and tell the others, and then read what it wants alone.",
+        )
+
+
+# Crashes, broken disks and damage
+
+
+@task("4.3")
 @pytest.mark.parametrize("keep", [2, 3])
 def test_a_crash_leaves_whole_checkpoints(grade: Grade, keep: int) -> None:
     tensors = {"w": (12, "float32")}
-    plan = Plan(tensors, _cuts(grade, tensors, 3))
-    with _root() as root:
-        found = grade.run(b.crash, 3, root, plan, keep, if_stuck=STUCK).results[0]
-    for state in found["during"]:
+    loads = _run(grade, b.crash, 3, Plan(tensors, _cuts(grade, tensors, 3)), keep).results[0]
+    for step, error in loads["during"]:
         check(
-            state["step"] in (2, 3) and not state["error"],
-            f"after a crash while step 3 was saved, beside steps 1 and 2: {state['error']}. Each "
+            step in (2, 3) and not error,
+            f"after a crash while step 3 was saved, beside steps 1 and 2: {error}. Each "
             "rank syncs its own file before it reports; then rank 0 writes and syncs the manifest, "
             "syncs the folder, and renames it.",
         )
-    for state in found["after"]:
+    for step, error in loads["after"]:
         check(
-            state["step"] == 3 and not state["error"],
-            f"save_sharded of step 3 had returned on a rank, and after a crash step "
-            f"{state['step']} is the newest. {state['error']} Sync the folder after the rename, "
-            "and let no rank return before: the disk of rank 0 may be slow.",
+            step == 3 and not error,
+            f"save_sharded of step 3 had returned on a rank, and after a crash step {step} is the "
+            f"newest. {error} Sync the folder after the rename, and let no rank return before: the "
+            "disk of rank 0 may be slow.",
         )
 
 
+FULL, UNREADABLE = (28, "No space left on device"), (5, "Input/output error")
 BROKEN = {
-    "rank 0 has a full disk": Broken({0: b.FULL}),
-    "rank 2 has a full disk": Broken({2: b.FULL}),
-    "ranks 1 and 2 can't write": Broken({1: b.FULL, 2: b.UNREADABLE}),
-    "rank 0 can't sync the run's folder": Broken({0: b.UNREADABLE}, is_late=True),
+    "rank 0 has a full disk": Broken({0: FULL}),
+    "rank 2 has a full disk": Broken({2: FULL}),
+    "ranks 1 and 2 can't write": Broken({1: FULL, 2: UNREADABLE}),
+    "rank 0 can't sync the run's folder": Broken({0: UNREADABLE}, is_late=True),
 }
 
 
 @task("4.3")
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_disk_is_an_error_on_all_ranks(grade: Grade, what: str) -> None:
-    plan = _plan(grade, 3)
-    with _root() as root:
-        run = grade.run(b.save_on_a_broken_disk, 3, root, plan, BROKEN[what], if_stuck=STUCK)
-    names = [f"rank {rank}" for rank in BROKEN[what].reasons]
-    names += [reason for _, reason in BROKEN[what].reasons.values()]
-    for rank, found in enumerate(run.results):
-        text = found["error"]["text"]
+    broken = BROKEN[what]
+    names = [f"rank {rank}" for rank in broken.reasons]
+    names += [reason for _, reason in broken.reasons.values()]
+    run = _run(grade, b.save_on_a_broken_disk, 3, _plan(grade, 3), broken)
+    for rank, (text, left) in enumerate(run.results):
         check(
-            found["error"]["type"] and all(name in text for name in names),
+            text and all(name in text for name in names),
             f"{what}; rank {rank} should raise an OSError that says {joined(names)}; it "
-            f"{'raises ' + short(text) if found['error']['type'] else 'raises none'}.",
+            f"raises {short(text) if text else 'none'}.",
         )
-        check(
-            found["left"] == ["step-00000001"],
-            f"{what}; when rank {rank} raises, there should be step-00000001 alone; there are "
-            f"{found['left']}. What was written is removed first, whatever its name is by then.",
+        expect(
+            f"{what}; when rank {rank} raises, the folder",
+            *(left, [name_of(1)]),
+            "What was written is removed first, whatever its name is by then.",
         )
 
 
 @task("4.3")
 def test_damage_is_found_by_all_ranks(grade: Grade) -> None:
-    plan = _plan(grade, 3)
     damages = ["missing", "shorter", "longer", "changed"]
-    with _root() as root:
-        run = grade.run(b.load_damaged, 3, root, plan, damages, if_stuck=STUCK)
-    for rank, (is_none, *cases) in enumerate(run.results):
+    run = _run(grade, b.load_damaged, 3, _plan(grade, 3), damages)
+    for rank, (is_none, *loads) in enumerate(run.results):
         check(is_none, f"there is no checkpoint yet: load_sharded should return None on {rank}.")
-        for case in cases:
-            here = f"{case['file']} of step 2 is {case['damage']}: rank {rank}"
-            step = 1 if case["is_damaged"] else 2
+        for found in loads:
+            here = f"{found['file']} of step 2 is {found['damage']}: rank {rank}"
+            step, reasons = found["right step"], found["reasons"]
+            cause = "All ranks go by what any of them has found."
+            expect(f"{here}: the step", found["step"], step, cause)
+            _check_values(found, here)
             check(
-                case["step"] == step,
-                f"{here} should load step {step}, it loads {case['step']}. All ranks go by what "
-                "any of them has found.",
-            )
-            check(case["values"] == case["right"], f"{here} has other elements than were saved.")
-            reasons = [] if step == 2 else ["step-00000002"]
-            check(
-                [name for name, _ in case["reasons"]] == reasons
-                and all(case["file"] in why or "manifest" in why for _, why in case["reasons"]),
-                f"{here} should say in skipped which file it is; it says {case['reasons']}.",
+                [name for name, _ in reasons] == [name_of(2)] * (step == 1)
+                and all(found["file"] in why or "manifest" in why for _, why in reasons),
+                f"{here} should say in skipped which file it is; it says {reasons}.",
             )
 
 
 @task("4.3")
 def test_without_undamaged_shards_nothing_is_loaded(grade: Grade) -> None:
-    plan = _plan(grade, 3)
-    with _root() as root:
-        run = grade.run(b.load_where_all_are_damaged, 3, root, plan, if_stuck=STUCK)
+    run = _run(grade, b.load_where_all_are_damaged, 3, _plan(grade, 3))
     for rank, found in enumerate(run.results):
-        text = found["refusal"]["text"]
+        kind, text = found["refusal"]["type"], found["refusal"]["text"]
         check(
-            found["refusal"]["type"] == "RuntimeError"
-            and all(f"step-0000000{step}" in text for step in (1, 2)),
-            f"steps 1 and 2 are there, both damaged; rank {rank} should raise a RuntimeError that "
-            f"names both; it raises {found['refusal']['type'] or 'none'} {short(text)}. Who gets "
-            "None begins anew, and overwrites what might have been saved.",
-        )
-        check(
-            found["file"] in text or "manifest" in text,
-            f"{found['file']} of both steps is damaged, and the RuntimeError should say so; on "
-            f"rank {rank} it says {short(text)}.",
+            kind == "RuntimeError"
+            and all(name_of(step) in text for step in (1, 2))
+            and (found["file"] in text or "manifest" in text),
+            f"{found['file']} of steps 1 and 2 is damaged; rank {rank} should raise a RuntimeError "
+            f"that names both steps and the file; it raises {kind or 'none'} {short(text)}. Who "
+            "gets None begins anew, and overwrites what might have been saved.",
         )
         check(found["unchanged"], "load_sharded should change nothing in the folder; it has.")
 
 
-LACKS = {  # which tensor is wanted, as what, which elements; a refusal names one of the last
+LACKS = {  # tensor, its length and dtype, the slice that is wanted, and names, one of which is told
     "w[2:12] of which w[5:9] was never saved": ("w", (20, "float32"), 2, 12, ["[5:9]"]),
     "w[9:20] of which w[16:20] was never saved": ("w", (20, "float32"), 9, 20, ["[16:20]"]),
     "c[1:3] of which nothing was saved": ("c", (4, "float32"), 1, 3, ["[1:3]"]),
@@ -293,53 +273,35 @@ def test_what_a_checkpoint_lacks_is_named(grade: Grade, what: str) -> None:
     tensors = {"w": (20, "float32"), "b": (4, "float32")}
     plan = Plan(tensors, [[("w", 0, 5)], [("w", 9, 16), ("b", 0, 4)], [("w", 5, 5)]])
     wanted = Plan({**tensors, tensor: kind}, [[("b", 0, 4)], [(tensor, start, stop)], []])
-    with _root() as root:
-        run = grade.run(b.load_what_is_missing, 3, root, plan, wanted, if_stuck=STUCK)
-    refusals = [found["refusal"] for found in run.results]
+    results = _run(grade, b.load_what_is_missing, 3, plan, wanted).results
+    refusals = [found["refusal"] for found in results]
     named = [name for name in names if name in refusals[0]["text"]]
     check_refused(refusals, what, tensor, (named or names)[0], same_text=False)
-    for rank, found in enumerate(run.results):
-        check(found["unchanged"], f"{what} is refused, but rank {rank} has changed wanted.")
+    unchanged = [found["unchanged"] for found in results]
+    expect_on_all_ranks(f"{what} is refused: whether wanted is unchanged", unchanged, True)
+
+
+# What lies there already
 
 
 @task("4.3")
 def test_what_lies_there_already(grade: Grade) -> None:
-    plan = _plan(grade, 3)
-    with _root() as root:
-        run = grade.run(b.save_what_is_there, 3, root, plan, if_stuck=STUCK)
-    for rank, found in enumerate(run.results):
+    for rank, found in enumerate(_run(grade, b.save_what_is_there, 3, _plan(grade, 3)).results):
         check(
             "rank-00007.bin" not in found["names"],
             f"a killed attempt of 8 ranks had left rank-00007.bin: {found['names']} should not "
             "have it. Begin with an empty folder.",
         )
-        check(
-            found["refused"] == "FileExistsError",
-            f"step 1 is there and undamaged: rank {rank} should raise FileExistsError.",
+        expect(
+            f"step 1 is there and undamaged: the refusal of another save on rank {rank}",
+            *(found["refusal"], "FileExistsError"),
         )
-        check(
-            found["left"] == ["step-00000002", "step-00000003"],
-            f"with keep=2, steps 2 and 3 should be left; there are {found['left']}.",
-        )
-
-
-@task("4.3")
-def test_all_go_by_the_list_of_rank_0(grade: Grade) -> None:
-    plan = _plan(grade, 3)
-    with _root() as root:
-        run = grade.run(b.load_with_other_lists, 3, root, plan, if_stuck=STUCK)
-    for rank, found in enumerate(run.results):
-        check(
-            found["step"] == 2 and found["values"] == found["right"],
-            "rank 0 sees the steps 1 and 2; the file system shows the others an old list, with a "
-            f"step 3 too. All should load step 2, but rank {rank} loads step {found['step']}. Let "
-            "rank 0 list the folder, and broadcast what it has found.",
-        )
+        expect("with keep=2, the folder after step 3", found["left"], [name_of(2), name_of(3)])
 
 
 @task("4.3")
 @pytest.mark.parametrize(
-    ("there", "damaged", "step", "expected"),
+    ("there", "damaged", "step", "right"),
     [((1, 2, 3), (3,), 4, (2, 3, 4)), ((1, 5, 6), (), 3, (3, 5, 6))],
     ids=["a damaged one among them", "an earlier step than others"],
 )
@@ -348,16 +310,12 @@ def test_the_newest_undamaged_shards_stay(
     there: tuple[int, ...],
     damaged: tuple[int, ...],
     step: int,
-    expected: tuple[int, ...],
+    right: tuple[int, ...],
 ) -> None:
-    plan = _plan(grade, 2)
-    with _root() as root:
-        run = grade.run(b.save_and_keep_two, 2, root, plan, there, damaged, step, if_stuck=STUCK)
-    right = [f"step-{one:08d}" for one in expected]
-    for rank, left in enumerate(run.results):
-        check(
-            left == right,
-            f"steps {there} were there, damaged {damaged}; then step {step} was saved with "
-            f"keep=2. Rank {rank} should find the steps {expected}; there are {left}. Count "
-            "undamaged ones only, and remove what is older than all of them.",
-        )
+    run = _run(grade, b.save_and_keep_two, 2, _plan(grade, 2), there, damaged, step)
+    expect_on_all_ranks(
+        f"steps {there} were there, damaged {damaged}; then step {step} was saved with keep=2. The "
+        "folder",
+        *(run.results, [*map(name_of, right)]),
+        "Count undamaged ones only, and remove what is older than all of them.",
+    )

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.grade import WrongResult
 from judging.calls import case_told, returned
 from judging.tensors import given_group
+from phase4.compressors import reduce_one
 from phase4_production.given import Piece
 
-Shapes = dict[str, tuple[int, ...]]  # by the names of the parameters
+Shapes = dict[str, tuple[int, ...]]  # name of the parameter -> shape
 MIXED: Shapes = {
     "conv.weight": (8, 3, 3, 3),
     "conv.bias": (8,),
@@ -31,16 +31,15 @@ NEVER = -9
 
 
 class Plan(NamedTuple):
-    """What is averaged, step by step.
+    """The gradients that are averaged, step by step.
 
     Attributes:
-        shapes: of the gradients, by name.
-        rank: of PowerSGD.
-        steps: how many.
-        dtype: of the gradients.
-        low_rank: of the mean of each matrix over the ranks; 0: as large as can be.
-        zero_step: in which all gradients are zero.
-        is_fixed: whether all steps have the gradients of the first one.
+        shapes: Shapes of the gradients, by name.
+        rank: Rank of PowerSGD.
+        steps: Number of steps.
+        dtype: Dtype of the gradients.
+        low_rank: Rank of the mean of each matrix over the ranks; 0 for full rank.
+        zero_step: Step in which all gradients are zero.
     """
 
     shapes: Shapes
@@ -49,20 +48,19 @@ class Plan(NamedTuple):
     dtype: str = "float32"
     low_rank: int = 0
     zero_step: int = NEVER
-    is_fixed: bool = False
 
 
 def gradients_of(plan: Plan, rank: int, step: int, n: int) -> dict[str, Tensor]:
     """Draw the gradients of a rank in a step, by name."""
-    seed, found = 0 if plan.is_fixed else 10_000 * step, {}
+    seed, gradients = 10_000 * step, {}
     for place, (name, shape) in enumerate(plan.shapes.items()):
         seed += 100 * place
         own = _normal(shape, seed + rank)
         if plan.low_rank and len(shape) > 1 and 0 not in shape:
-            noise = own - _normal(shape, seed + (rank + 1) % n)  # of all ranks together: zero
+            noise = own - _normal(shape, seed + (rank + 1) % n)  # its sum over the ranks is zero
             own = _low(shape, plan.low_rank, seed + 50) + noise
-        found[name] = own.to(getattr(torch, plan.dtype)) * (step != plan.zero_step)
-    return found
+        gradients[name] = own.to(getattr(torch, plan.dtype)) * (step != plan.zero_step)
+    return gradients
 
 
 def _normal(shape: Sequence[int], seed: int) -> Tensor:
@@ -77,7 +75,7 @@ def _low(shape: Sequence[int], rank: int, seed: int) -> Tensor:
 
 
 def falling(shape: tuple[int, int], factor: float) -> Tensor:
-    """A matrix whose singular values fall by a factor from each to the next."""
+    """Return a matrix whose singular values fall by a factor from each to the next."""
     least = min(shape)
     left = torch.linalg.qr(_normal((shape[0], least), 1)).Q
     right = torch.linalg.qr(_normal((shape[1], least), 2)).Q
@@ -85,72 +83,52 @@ def falling(shape: tuple[int, int], factor: float) -> Tensor:
 
 
 def average(lesson: Any, plan: Plan, group: Any = None) -> list[dict[str, Any]]:
-    """Average gradients for some steps; return what came of them, step by step."""
+    """Average gradients for some steps; return the results, step by step."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     power_sgd = lesson.PowerSGD(plan.rank, **given_group(group))
-    return [_told(power_sgd, gradients_of(plan, rank, step, n)) for step in range(plan.steps)]
+    return [_average(power_sgd, gradients_of(plan, rank, step, n)) for step in range(plan.steps)]
 
 
-def _told(power_sgd: Any, gradients: dict[str, Tensor]) -> dict[str, Any]:
-    flat = _flat(gradients)
-    before = flat.clone()
-    mean, sent = _reduced(power_sgd, flat, gradients)
-    return {
-        "mean": mean.tolist(),
-        "sent": sent.tolist(),
-        "kinds": [((*part.shape,), str(part.dtype)) for part in (mean, sent)],
-        "is_only_read": flat.equal(before),
-    }
-
-
-def _flat(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([gradient.flatten() for gradient in gradients.values()])
-
-
-def _reduced(power_sgd: Any, flat: Tensor, gradients: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _average(power_sgd: Any, gradients: dict[str, Tensor]) -> dict[str, Any]:
+    """Average gradients in one flat tensor."""
     pieces = [Piece(name, gradient.shape) for name, gradient in gradients.items()]
+    flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
     with case_told(f"with pieces of the shapes {[(*p.shape,) for p in pieces]}", "PowerSGD"):
-        found = returned("PowerSGD.__call__", power_sgd(flat, pieces))
-    parts = getattr(found, "mean", None), getattr(found, "sent", None)
-    if not all(isinstance(part, Tensor) for part in parts):
-        raise WrongResult(
-            "PowerSGD.__call__ should return a Reduced (given.py) of two tensors, mean and sent; "
-            f"it returned a {type(found).__name__}, {found!r:.50}"
-        )
-    return found.mean, found.sent
+        return reduce_one("PowerSGD.__call__", flat, lambda x: power_sgd(x, pieces))
 
 
-def _mean_of(power_sgd: Any, gradients: dict[str, Tensor]) -> Tensor:
-    return _reduced(power_sgd, _flat(gradients), gradients)[0]
+def _mean_of(power_sgd: Any, gradients: dict[str, Tensor]) -> list[float]:
+    mean: list[float] = _average(power_sgd, gradients)["mean"]
+    return mean
 
 
 def repeat_a_matrix(lesson: Any, factor: float, steps: int) -> list[float]:
-    """Average one matrix again and again; return how far the mean is from it, step by step."""
+    """Average one matrix again and again; return the error of the mean, step by step."""
     matrix, power_sgd = falling(MATRIX["weight"], factor), lesson.PowerSGD(2)
     means = [_mean_of(power_sgd, {"weight": matrix}) for _ in range(steps)]
-    return [float((mean.view_as(matrix) - matrix).norm()) for mean in means]
+    return [math.dist(mean, matrix.flatten().tolist()) for mean in means]
 
 
 def change_neighbours(lesson: Any) -> list[list[float]]:
-    """Average a parameter beside others, which change from step to step, and once alone.
+    """Average a parameter beside others, which change from step to step, and alone.
 
     Returns:
         Its mean in the last step, beside the others and alone.
     """
-    plan = Plan({**BEFORE_IT, **MATRIX, **AFTER_IT}, is_fixed=True)
-    all_of_them = gradients_of(plan, dist.get_rank(), 0, dist.get_world_size())
-    weight = all_of_them["weight"]
+    plan = Plan({**BEFORE_IT, **MATRIX, **AFTER_IT})
+    gradients = gradients_of(plan, dist.get_rank(), 0, dist.get_world_size())
     beside, alone = lesson.PowerSGD(2), lesson.PowerSGD(2)
+    means: list[list[float]] = []
     for names in (["weight", "other.weight"], ["other.weight", "weight"], ["bias", "weight"]):
-        gradients = {name: all_of_them[name] for name in names}
-        sizes = [gradients[name].numel() for name in names]
-        mean = dict(zip(names, _mean_of(beside, gradients).split(sizes), strict=True))["weight"]
-        expected = _mean_of(alone, {"weight": weight})
-    return [mean.tolist(), expected.tolist()]
+        start = sum(gradients[name].numel() for name in names[: names.index("weight")])
+        mean = _mean_of(beside, {name: gradients[name] for name in names})[start:]
+        expected = _mean_of(alone, {"weight": gradients["weight"]})
+        means = [mean[: len(expected)], expected]
+    return means
 
 
 def spoil_a_step(lesson: Any, plan: Plan, spoiled: int) -> dict[str, Any]:
-    """Average with and without a step more in which rank 0 has a NaN in each matrix."""
+    """Average with and without an additional step in which rank 0 has a NaN in each matrix."""
     rank, n = dist.get_rank(), dist.get_world_size()
     steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
     nans = {name: _with_a_nan(part, rank) for name, part in steps[spoiled].items()}
@@ -158,7 +136,7 @@ def spoil_a_step(lesson: Any, plan: Plan, spoiled: int) -> dict[str, Any]:
     for how, before in (("without", []), ("with", [nans])):
         power_sgd = lesson.PowerSGD(plan.rank)
         row = [*steps[:spoiled], *before, *steps[spoiled:]]
-        means[how] = [_mean_of(power_sgd, gradients).tolist() for gradients in row]
+        means[how] = [_mean_of(power_sgd, gradients) for gradients in row]
     return means
 
 
@@ -170,53 +148,53 @@ def _with_a_nan(gradient: Tensor, rank: int) -> Tensor:
 
 
 def begin(lesson: Any) -> dict[str, Any]:
-    """Do first steps with several seeds and names; watch the generator that everybody shares."""
+    """Return the means of first steps with several seeds and names.
+
+    Also whether torch's global generator is left alone.
+    """
     matrix = falling(MATRIX["weight"], 0.9)
     torch.manual_seed(dist.get_rank())
     before = torch.get_rng_state()
-
-    def first(name: str, **seed: int) -> list[float]:
-        return _mean_of(lesson.PowerSGD(2, **seed), {name: matrix}).tolist()
-
-    first_ones = {
-        "by default": first("a"),
-        "again": first("a"),
-        "seed 0": first("a", seed=0),
-        "seed 7": first("a", seed=7),
-        "another name": first("b"),
-    }
     used = lesson.PowerSGD(2)
     _mean_of(used, {"a": matrix})
     used.load_state_dict(lesson.PowerSGD(2).state_dict())
-    first_ones["anew"] = _mean_of(used, {"a": matrix}).tolist()
-    return {**first_ones, "is_left_alone": torch.equal(torch.get_rng_state(), before)}
+    runs = {
+        "by default": (lesson.PowerSGD(2), "a"),
+        "a second time": (lesson.PowerSGD(2), "a"),
+        "with the seed 0": (lesson.PowerSGD(2, seed=0), "a"),
+        "with the state of a new PowerSGD loaded": (used, "a"),
+        "with the seed 7": (lesson.PowerSGD(2, seed=7), "a"),
+        "with another name": (lesson.PowerSGD(2), "b"),
+    }
+    means = {how: _mean_of(power_sgd, {name: matrix}) for how, (power_sgd, name) in runs.items()}
+    return {"means": means, "is left alone": torch.equal(torch.get_rng_state(), before)}
 
 
 def go_on(lesson: Any, plan: Plan, saved_after: int) -> dict[str, list[Any]]:
-    """Train to the end; and, from a state that was saved on the way, twice more.
+    """Train to the end, and twice more from a state that was saved on the way.
 
     Returns:
-        What came of the steps after the save: without a stop, and by each of the others.
+        The results of the steps after the save: without a stop, and by each of the others.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
     first = lesson.PowerSGD(plan.rank)
     for gradients in steps[:saved_after]:
-        _told(first, gradients)
+        _average(first, gradients)
     state = returned("PowerSGD.state_dict", first.state_dict())
     file = io.BytesIO()
     torch.save(state, file)
-    found = {"without a stop": [_told(first, gradients) for gradients in steps[saved_after:]]}
+    found = {"without a stop": [_average(first, gradients) for gradients in steps[saved_after:]]}
     file.seek(0)
     states = {
         "from a file": torch.load(file, weights_only=False),
         "from the state, while the first run had gone on": state,
         "from the same state once more": state,
     }
-    for how, kept in states.items():
+    for how, saved in states.items():
         other = lesson.PowerSGD(plan.rank)
-        other.load_state_dict(kept)
-        found[how] = [_told(other, gradients) for gradients in steps[saved_after:]]
+        other.load_state_dict(saved)
+        found[how] = [_average(other, gradients) for gradients in steps[saved_after:]]
     return found
 
 
@@ -230,6 +208,9 @@ COLUMNS = {
     "of rank 2 with four columns": lambda: _low((8, 4), 2, 8),
     "with a column of zeros in the middle": lambda: _normal((6, 3), 9) * torch.tensor([1, 0, 1]),
     "of zeros": lambda: torch.zeros(5, 2, dtype=torch.float64),
+    "of one column of zeros": lambda: torch.zeros(5, 1, dtype=torch.float64),
+    "whose last column is of zeros": lambda: _normal((6, 3), 9) * torch.tensor([1, 1, 0]),
+    "that is not contiguous": lambda: _normal((3, 14), 10).T[::2],
 }
 
 
@@ -246,6 +227,6 @@ def _errors(lesson: Any, matrix: Tensor) -> dict[str, float]:
     q = memory.double()
     lost = before - q @ (q.T @ before)
     return {
-        "not_orthonormal": float((q.T @ q - torch.eye(q.shape[1])).abs().max()),
+        "not orthonormal": float((q.T @ q - torch.eye(q.shape[1])).abs().max()),
         "lost": float(lost.abs().max() / before.abs().max().clamp(min=1e-300)),
     }

@@ -1,30 +1,27 @@
-"""Which files and folders a program still holds open."""
+"""The files and folders that a program still holds open."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-Identity = tuple[int, int]  # the device, and the number that a file or a folder has on it
+Identity = tuple[int, int]  # device, and number of a file or a folder on it
 
 
 def open_in(folder: Path) -> list[str]:
-    """Name what this process holds open of a folder and of what is in it, once a descriptor.
+    """Return the open files in a folder, once for each descriptor, and ``.`` for the folder.
 
-    A file without a name any more isn't found.
-
-    Returns:
-        Paths from ``folder``, of which ``.`` is itself, sorted.
+    Files that have lost their names are missing.
     """
     names = {_identity(os.stat(path)): path for path in (folder, *folder.rglob("*"))}
-    found = (names.get(identity) for identity in _open_identities())
-    return sorted(str(path.relative_to(folder)) for path in found if path is not None)
+    paths = (names.get(identity) for identity in _open_identities())
+    return sorted(str(path.relative_to(folder)) for path in paths if path is not None)
 
 
 def _open_identities() -> Iterator[Identity]:
     for descriptor in map(int, os.listdir("/dev/fd")):
         try:
             yield _identity(os.fstat(descriptor))
-        except OSError:  # the one by which they are listed is closed by now
+        except OSError:  # the descriptor of the listing itself is closed by now
             continue
 
 

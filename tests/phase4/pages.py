@@ -12,7 +12,6 @@ import itertools
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,12 +27,11 @@ from phase4.interleaved import Meetings
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
 Answer = tuple[int, str, str]  # status, content type, text
-PATIENCE_S = 20.0  # for an answer
+PATIENCE_S = 20.0  # longest wait for an answer
 LOOK_S = 0.01
-TURN_S = 1e-4  # between writes: else a lock is taken again before a request that waits for it wakes
-TRIES = 5  # of what needs a port that another process may take first
+TRIES = 5  # attempts, where another process may take the port first
 LOOPBACK = "127.0.0.1"
-FOREIGN = "192.0.2.1"  # is for documentation: no machine has it
+FOREIGN = "192.0.2.1"  # an address for documentation, which no machine has
 
 
 def _in_real_world(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,25 +76,13 @@ def show(
 
 
 @_in_real_world
-def fetch_others(lesson: Any, paths: Sequence[str]) -> dict[str, Any]:
-    """Fetch other pages too; return the answers, and what was printed meanwhile."""
-    printed = io.StringIO()
-    with (
-        redirect_stderr(printed),
-        redirect_stdout(printed),
-        closing(lesson.PrometheusExporter({"rank": "0"})) as exporter,
-    ):
-        exporter.write({"loss": 1.0}, 1)
-        answers = [_fetch(_port(exporter), path)[0] for path in ("/metrics", *paths)]
-    return {"statuses": answers, "printed": printed.getvalue()}
-
-
-@_in_real_world
-def fetch_at_each_line(lesson: Any, names: Sequence[str]) -> dict[str, Any]:
+def fetch_at_each_line(
+    lesson: Any, names: Sequence[str]
+) -> tuple[Answer, Answer, list[tuple[str, Answer]]]:
     """Let all values be 1, then 2, and fetch a page at each line of the second write.
 
     Returns:
-        The pages before, during and after it, and at which lines those during it came.
+        The pages before and after the second write, and those during it, each with its line.
     """
     with closing(lesson.PrometheusExporter({})) as exporter:
         exporter.write(*_all_are(1, names))
@@ -105,12 +91,12 @@ def fetch_at_each_line(lesson: Any, names: Sequence[str]) -> dict[str, Any]:
         first = fetch()
         with meetings.in_this_thread():
             exporter.write(*_all_are(2, names))
-        lines = [meetings.told(index) for index in range(len(during))]
-        return {"first": first, "during": during, "lines": lines, "last": fetch()}
+        by_line = [(meetings.line(place), answer) for place, answer in enumerate(during)]
+        return first, fetch(), by_line
 
 
 @_in_real_world
-def write_at_each_line(lesson: Any, names: Sequence[str]) -> dict[str, Any]:
+def write_at_each_line(lesson: Any, names: Sequence[str]) -> tuple[Answer, Answer, int]:
     """Fetch a page, and at each line of the lesson on the way let all values be greater by 1.
 
     Returns:
@@ -127,65 +113,19 @@ def write_at_each_line(lesson: Any, names: Sequence[str]) -> dict[str, Any]:
         fetch = partial(_fetch, _port(exporter))
         with meetings.now():
             during = fetch()
-        return {"during": during, "last": fetch(), "value": next(values) - 1}
+        return during, fetch(), next(values) - 1
 
 
-@_in_real_world
-def hammer(lesson: Any, names: Sequence[str], num_requests: int) -> dict[str, Any]:
-    """Fetch pages while a thread writes, time and again, one value for all metrics.
-
-    Threads may switch inside of a library here, too, where no lines are of the lesson. They need
-    not, so that what it finds in one run may not be found in another.
-
-    Returns:
-        The statuses; and of the first page with more than one value, these values.
-    """
-    is_over = threading.Event()
-    with _busy_threads(), closing(lesson.PrometheusExporter({})) as exporter:
-        exporter.write(*_all_are(0, names))
-
-        def write() -> None:
-            for value in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(1)):
-                exporter.write(*_all_are(value, names))
-                time.sleep(TURN_S)
-
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        try:
-            answers = [_fetch(_port(exporter)) for _ in range(num_requests)]
-        finally:
-            is_over.set()
-            writer.join(PATIENCE_S)
-    mixed = (values for _, _, text in answers if len(values := _values(text)) != 1)
-    return {"statuses": [status for status, _, _ in answers], "mixed": next(mixed, [])}
-
-
-def _all_are(value: int, names: Collection[str]) -> Write:
+def _all_are(value: int, names: Sequence[str]) -> Write:
     return dict.fromkeys(names, float(value)), value
 
 
-def _values(text: str) -> list[float]:
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return sorted({float(line.rpartition(" ")[2]) for line in lines})
-
-
-@contextmanager
-def _busy_threads() -> Iterator[None]:
-    """Let threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 @_in_real_world
-def vanish(lesson: Any) -> dict[str, Any]:
-    """Let clients break the connection off, in the middle of a request and before the answer.
+def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], str]:
+    """Break connections off, in the middle of a request and before the answer; then fetch paths.
 
     Returns:
-        The status that another client gets after that, and what was printed.
+        The status of each path, and the output that was printed.
     """
     printed = io.StringIO()
     with (
@@ -194,14 +134,14 @@ def vanish(lesson: Any) -> dict[str, Any]:
         closing(lesson.PrometheusExporter({})) as exporter,
     ):
         exporter.write({"loss": 1.0}, 1)
-        serving = {*threading.enumerate()}
+        serving, port = {*threading.enumerate()}, _port(exporter)
         for request in (b"", b"GET /metr", b"GET /metrics HTTP/1.0\r\n\r\n"):
-            with socket.create_connection((LOOPBACK, _port(exporter)), PATIENCE_S) as client:
+            with socket.create_connection((LOOPBACK, port), PATIENCE_S) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 client.sendall(request)  # and close sends a reset
-        status = _fetch(_port(exporter))[0]  # the clients before were accepted before
+        statuses = {path: _fetch(port, path)[0] for path in paths}  # those before were accepted
         _left_of(serving)
-    return {"status": status, "printed": printed.getvalue()}
+    return statuses, printed.getvalue()
 
 
 def _left_of(before: Collection[threading.Thread]) -> list[str]:
@@ -213,7 +153,7 @@ def _left_of(before: Collection[threading.Thread]) -> list[str]:
 
 
 @_in_real_world
-def say_nothing(lesson: Any) -> dict[str, Any]:
+def say_nothing(lesson: Any) -> tuple[bool, list[str]]:
     """Connect, say nothing, and let the exporter be closed; all timeouts of its sockets are short.
 
     Returns:
@@ -228,7 +168,7 @@ def say_nothing(lesson: Any) -> dict[str, Any]:
             time.sleep(LOOK_S)
         exporter.close()
         is_dropped = _hears(client, limit_s)
-    return {"is_dropped": is_dropped, "left": _left_of(before) if is_dropped else []}
+    return is_dropped, _left_of(before) if is_dropped else []
 
 
 def _has_accepted(port: int) -> bool:
@@ -270,12 +210,8 @@ def listen(lesson: Any) -> dict[str, Any]:
             if not tries_left:
                 raise
     with closing(exporter):
-        return {
-            "by_default": by_default,
-            "asked": port,
-            "taken": _port(exporter),
-            "given": _addresses(port),
-        }
+        ports = {"asked": port, "port": _port(exporter)}
+        return {**ports, "by default": by_default, "localhost": _addresses(port)}
 
 
 @_in_real_world
@@ -289,30 +225,29 @@ def take_ports(lesson: Any) -> dict[str, Any]:
         second.write({"loss": 2.0}, 1)
         ports = [_port(first), _port(second)]
         texts = [_fetch(port)[2] for port in ports]
-        return {"ports": ports, "texts": texts, **_refused(lesson, LOOPBACK, ports[0])}
+        return {"ports": ports, "texts": texts, "third": _refused(lesson, LOOPBACK, ports[0])}
 
 
 def _refused(lesson: Any, host: str, port: int) -> dict[str, str]:
-    """Try to listen; return the error's type and text, and the system's own reason."""
-    reason = ""
+    """Try to listen; return host and port, the error's type and text, and the system's reason."""
+    found = {"host": host, "port": f"{port}", "kind": "", "text": "", "reason": ""}
     try:
         with socket.socket() as probe:
             probe.bind((host, port))
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or f"{error}"
+        found["reason"] = getattr(error, "strerror", None) or f"{error}"
     try:
         lesson.PrometheusExporter({}, port, host).close()
     except Exception as error:
         kind = OSError if isinstance(error, OSError) else type(error)
-        return {"kind": kind.__name__, "text": f"{error}", "reason": reason}
-    return {"kind": "", "text": "", "reason": reason}
+        found |= {"kind": kind.__name__, "text": f"{error}"}
+    return found
 
 
 @_in_real_world
-def listen_where_nobody_can(lesson: Any) -> list[dict[str, Any]]:
-    """Try an address of another machine, and a port that there isn't."""
-    places = [(FOREIGN, _free_port()), (LOOPBACK, 70_000)]
-    return [{"host": h, "port": p, **_refused(lesson, h, p)} for h, p in places]
+def listen_where_nobody_can(lesson: Any) -> list[dict[str, str]]:
+    """Try an address of another machine, and a port that does not exist."""
+    return [_refused(lesson, FOREIGN, _free_port()), _refused(lesson, LOOPBACK, 70_000)]
 
 
 @_in_real_world

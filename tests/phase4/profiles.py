@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from distlab.grade import WrongResult
 from judging.calls import error_of, typed
+from judging.expect import floats
 from judging.folders import own_folder, working_in
+from judging.tensors import given_group
 
 Event = dict[str, Any]
 NAME = "made-up.json"
@@ -22,18 +24,18 @@ def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str,
     """Profile some steps on every rank.
 
     Returns:
-        The steps that were called, and in which of them the profiler was on; whether it was on
-        before and after; the file that was returned, and which files there are in the end; and from
-        the trace how many steps there are, and how often each of two operations was called.
+        The steps that were called; whether the profiler was on in each of them and afterwards; the
+        path that was returned, and the files in the end; and how often the trace holds a step and
+        each of two operations.
     """
     calls: list[int] = []
     is_on: list[bool] = []
-    options = {**counts, "group": group} if group else counts
     with _folder(group) as folder:
-        path, after = None, False
+        path = None
         for _ in _turns(group):
-            path = lesson.profile_steps(_step(calls, is_on, group), folder, **options)
-            after = _is_on()
+            step = _step(calls, is_on, group)
+            path = lesson.profile_steps(step, folder, **counts, **given_group(group))
+            is_on.append(_is_on())
         path = typed("profile_steps", path, Path)
         dist.barrier(group)
         if not path.is_file():
@@ -41,18 +43,13 @@ def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str,
                 f"profile_steps returned {path.name}, but there is no such file. The profiler's "
                 "step() tells it where a step ends; after the last one it hands over the trace."
             )
-        return {
-            "calls": calls,
-            "is_on": is_on,
-            "after": after,
-            "path": path.relative_to(folder).as_posix(),
-            "files": sorted(each.name for each in folder.iterdir()),
-            **_content(path),
-        }
+        files = sorted(file.name for file in folder.iterdir())
+        place = path.relative_to(folder).as_posix()
+        return {"calls": calls, "is_on": is_on, "path": place, "files": files, **_content(path)}
 
 
 def profile_alone(lesson: Any) -> list[int]:
-    """Profile on rank 0, while the others never come so far; return the steps that were called."""
+    """Profile on rank 0, while the others never do; return the steps that were called."""
     calls: list[int] = []
     if dist.get_rank() == 0:
         with own_folder() as folder:
@@ -61,14 +58,14 @@ def profile_alone(lesson: Any) -> list[int]:
 
 
 def profile_and_read(lesson: Any) -> list[float]:
-    """Profile, and read what was written."""
+    """Profile, and read the trace that was written."""
     with _folder(None) as folder:
-        found: list[float] = []
+        times_s: list[float] = []
         for _ in _turns(None):
             path = lesson.profile_steps(_step([], [], None), folder)
-            found = [*map(float, lesson.exposed_communication(path))]
+            times_s = _taken(lesson.exposed_communication(path))
         dist.barrier()
-        return found
+        return times_s
 
 
 def _step(calls: list[int], is_on: list[bool], group: Any) -> Callable[[int], None]:
@@ -92,7 +89,7 @@ def _is_on() -> bool:
 
 
 def _turns(group: Any) -> Iterator[None]:
-    """Let simulated ranks come one after the other: a process has one profiler."""
+    """Let simulated ranks take turns: a process has one profiler."""
     if dist.get_backend() != "sim":
         yield
         return
@@ -104,7 +101,7 @@ def _turns(group: Any) -> Iterator[None]:
 
 @contextmanager
 def _folder(group: Any) -> Iterator[Path]:
-    """A folder of all ranks, which is not there yet."""
+    """Yield the path of a folder that all ranks share, and that does not exist yet."""
     with tempfile.TemporaryDirectory() as own:
         paths = [own]
         dist.broadcast_object_list(paths, group=group, group_src=0)
@@ -118,21 +115,24 @@ def _content(path: Path) -> dict[str, Any]:
     names = [str(event["name"]) for event in events]
     return {
         "steps": sum(name.startswith("ProfilerStep#") for name in names),
-        "products": names.count("aten::mm"),
-        "collectives": names.count("gloo:all_reduce"),
+        "matrix products": names.count("aten::mm"),
+        "all-reduces": names.count("gloo:all_reduce"),
     }
 
 
-def measure(lesson: Any, events: Sequence[Event]) -> list[float]:
-    """Return what is read from a trace."""
+def measure_all(lesson: Any, traces: Sequence[Sequence[Event]]) -> list[list[float]]:
+    """Return the three times that are read from each trace."""
     with own_folder() as folder:
-        path = _written(folder, events)
-        found = lesson.exposed_communication(path)
-        return [float(found.step_s), float(found.communication_s), float(found.exposed_s)]
+        return [_taken(lesson.exposed_communication(_written(folder, trace))) for trace in traces]
+
+
+def _taken(exposed: Any) -> list[float]:
+    fields = (exposed.step_s, exposed.communication_s, exposed.exposed_s)
+    return [*floats("exposed_communication", fields)]
 
 
 def refuse(lesson: Any, events: Sequence[Event]) -> str:
-    """Return the error of a trace that can't be measured."""
+    """Return the ValueError of a trace that can't be measured, as text."""
     with own_folder() as folder:
         path = _written(folder, events)
         return error_of(lambda: lesson.exposed_communication(path))

@@ -1,10 +1,11 @@
-"""Bodies for task 4.2: a small training of all kinds of parts, which is interrupted."""
+"""Bodies for task 4.2: a small training with parts of all kinds, which is interrupted."""
 
 import hashlib
 import io
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,19 +15,19 @@ from torch import Tensor, nn
 
 from distlab.grade import WrongResult
 from judging.calls import int_list, refusal_of, returned, typed
+from judging.tensors import given_group
 
-AHEAD = 2  # batches that are asked for before they are trained on
+AHEAD = 2  # number of batches that are asked for before they are trained on
 PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "sampler")
 GENERATORS = ("random", "NumPy", "torch")
-Prints = dict[str, str]  # of parts and generators
+Prints = dict[str, str]  # fingerprints of parts and generators
 
 
 class Plan(NamedTuple):
-    """What is trained, and for how long."""
+    """Size of the dataset and of the batches, and the seed of the sampler."""
 
     num_samples: int = 7
     global_batch: int = 4
-    num_steps: int = 5  # two epochs and a step
     seed: int = 5
 
 
@@ -49,7 +50,7 @@ class Scaler:
 
 
 class Ema:
-    """A mean of the parameters of all steps, in which early ones count less and less."""
+    """A moving average of the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.count = 0
@@ -68,16 +69,16 @@ class Ema:
 
 
 class Training:
-    """A run: data with noise of ``random`` and NumPy, dropout, and all parts."""
+    """A run with noise of ``random`` and NumPy in its data, with dropout, and with all parts."""
 
     def __init__(self, lesson: Any, plan: Plan, salt: int, group: Any = None) -> None:
         """Make all objects new.
 
         Args:
-            lesson: the learner's.
-            plan: of the run.
-            salt: of all seeds, so that what is not restored is different.
-            group: of the ranks that train.
+            lesson: Lesson of the learner.
+            plan: Plan of the run.
+            salt: Summand of all seeds, so that everything that is not restored is different.
+            group: Ranks that train.
         """
         self.plan, self.group, self.rank = plan, group, dist.get_rank(group)
         torch.manual_seed(salt)
@@ -92,7 +93,7 @@ class Training:
         seed_generators(100 * salt + self.rank)
 
     def go_on(self, num_steps: int) -> None:
-        """Train for so many steps, with batches that were asked for ahead."""
+        """Train for ``num_steps``, with batches that were asked for ahead."""
         left = num_steps
         while left > 0:
             batches = ahead(self.sampler)
@@ -120,7 +121,7 @@ class Training:
         self.ema.update(self.model)
 
     def prints(self) -> Prints:
-        """Fingerprints of all parts and of this rank's generators."""
+        """Return fingerprints of all parts and of this rank's generators."""
         return {name: fingerprint(part.state_dict()) for name, part in self.parts.items()} | {
             "random": fingerprint(random.getstate()),
             "NumPy": fingerprint([*map(str, np.random.get_state()[1:])]),
@@ -130,13 +131,13 @@ class Training:
 
 def sampler_of(lesson: Any, plan: Plan, group: Any, **options: Any) -> Any:
     """Make a sampler as a caller would: without a group where all ranks take part."""
-    options = {"seed": plan.seed, **options} | ({"group": group} if group else {})
+    options = {"seed": plan.seed, **options, **given_group(group)}
     return lesson.ResumableSampler(plan.num_samples, plan.global_batch, **options)
 
 
 def state_of(lesson: Any, parts: Mapping[str, Any], group: Any) -> Any:
     """Make the learner's state of a run."""
-    return lesson.TrainingState(parts, **({"group": group} if group else {}))
+    return lesson.TrainingState(parts, **given_group(group))
 
 
 def seed_generators(seed: int) -> None:
@@ -162,7 +163,7 @@ def ahead(sampler: Any) -> Iterator[list[int]]:
 
 
 def plain(part: Any) -> Any:
-    """Write a state as what can be compared, all bits included."""
+    """Return a state as plain values that can be compared, bit for bit."""
     if isinstance(part, Tensor):
         values = part.detach().contiguous().reshape(-1)
         return [str(part.dtype), [*part.shape], values.view(torch.uint8).numpy().tobytes().hex()]
@@ -174,12 +175,12 @@ def plain(part: Any) -> Any:
 
 
 def fingerprint(part: Any) -> str:
-    """Return a few digits that are other ones if any bit is."""
+    """Return a few digits that change with any bit."""
     return hashlib.sha256(repr(plain(part)).encode()).hexdigest()[:12]
 
 
 def written(state: Any, group: Any = None) -> Any:
-    """Write the state of rank 0, and read it on all ranks: as a checkpoint is."""
+    """Write the state of rank 0 and read it on all ranks, as a checkpoint is."""
     content = [b""]
     if dist.get_rank(group) == 0:
         file = io.BytesIO()
@@ -208,46 +209,34 @@ def resumed(lesson: Any, plan: Plan, salt: int, state: Any, group: Any = None) -
     return training
 
 
-def interrupt_everywhere(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
-    """Train without a stop, then stop after each step and go on with new objects."""
+def interrupt(lesson: Any, plan: Plan, stops: Sequence[int], group: Any = None) -> dict[str, Any]:
+    """Train without a stop, and again with new objects after some of the steps.
+
+    Returns:
+        The prints and the samples after each step without a stop; those of the interrupted run,
+        each with its step and the last thing that was done; and fingerprints of the states.
+    """
     straight = Training(lesson, plan, 1, group)
     right = [straight.prints()]
-    for _ in range(plan.num_steps):
+    for _ in range(stops[-1]):
         straight.go_on(1)
         right.append(straight.prints())
-    saving, states, same = Training(lesson, plan, 1, group), [], []
-    while True:
-        states.append(written(state := state_dict(saving), group))
-        same.append(fingerprint(state))
-        if len(states) > plan.num_steps:
-            break
-        saving.go_on(1)
-    found = {"right": right, "saving": saving.prints(), "states": same, "once": [], "twice": []}
-    found["batches"] = straight.batches
-    for step, state in enumerate(states[:-1]):
-        found["once"].append(_once(lesson, plan, step, state, group))
-        found["twice"].append(_twice(lesson, plan, step, state, group))
-    return found
-
-
-def _once(lesson: Any, plan: Plan, step: int, state: Any, group: Any) -> dict[str, Any]:
-    training = resumed(lesson, plan, 2 + step, state, group)
-    loaded = training.prints()
-    training.go_on(plan.num_steps - step)
-    return {"loaded": loaded, "end": training.prints(), "batches": training.batches}
-
-
-def _twice(lesson: Any, plan: Plan, step: int, state: Any, group: Any) -> Prints:
-    first = resumed(lesson, plan, 20 + step, state, group)
-    first.go_on(1)
-    again = written(state_dict(first), group)
-    second = resumed(lesson, plan, 40 + step, again, group)
-    second.go_on(plan.num_steps - step - 1)
-    return second.prints()
+    training, prints, states, batches = Training(lesson, plan, 1, group), [], [], []
+    for start, stop in pairwise((0, *stops)):
+        state = written(saved := state_dict(training), group)
+        states.append(fingerprint(saved))
+        prints.append((start, "saved", training.prints()))
+        training = resumed(lesson, plan, 2 + start, state, group)
+        prints.append((start, "loaded", training.prints()))
+        training.go_on(stop - start)
+        prints.append((stop, "trained", training.prints()))
+        batches += training.batches
+    found = {"right": right, "prints": prints, "states": states}
+    return {**found, "batches": straight.batches, "resumed batches": batches}
 
 
 def sample(lesson: Any, plan: Plan, num_epochs: int, group: Any = None) -> dict[str, Any]:
-    """Go through some epochs; each rank's generators are in another state."""
+    """Go through some epochs; the generators of each rank are in another state."""
     seed_generators(17 + dist.get_rank(group))
     before = _generators()
     sampler, epochs, lengths = sampler_of(lesson, plan, group), [], []
@@ -269,35 +258,27 @@ def _generators() -> list[str]:
 
 
 def look_ahead(lesson: Any, plan: Plan, taken: int, trained: int) -> dict[str, Any]:
-    """Ask for more batches than are trained on; say what is saved, and what is left."""
+    """Ask for more batches than are trained on; return what is saved, and what is left."""
     sampler = sampler_of(lesson, plan, None)
-    whole = [*sampler]
-    batches = iter(sampler)
+    whole, batches = [*sampler], iter(sampler)
     for _ in range(taken):
         next(batches)
     for _ in range(trained):
         sampler.advance()
     state = returned("ResumableSampler.state_dict", sampler.state_dict())
-    rest = [*batches]
+    names = ("epoch", "position", "seed", "num_samples")
+    found = {"state": {name: state.get(name) for name in names}, "rest": [*batches]}
     before = fingerprint(state)
     other = sampler_of(lesson, plan, None, seed=plan.seed + 1)
-    other.load_state_dict(state)
     wider = sampler_of(lesson, plan._replace(global_batch=plan.global_batch + 3), None)
-    wider.load_state_dict(state)
-    names = ("epoch", "position", "seed", "num_samples")
-    return {
-        "state": {name: state.get(name) for name in names},
-        "whole": whole,
-        "rest": rest,
-        "left": [*other],
-        "wider": [*wider],
-        "unchanged": fingerprint(state) == before,
-        "length": len(other),
-    }
+    for loader in (other, wider):
+        loader.load_state_dict(state)
+    found |= {"left": [*other], "wider": [*wider], "length": len(other)}
+    return {**found, "whole": whole, "unchanged": fingerprint(state) == before}
 
 
 def other_samples(lesson: Any, plan: Plan) -> dict[str, Any]:
-    """Load the sampler's state of another dataset."""
+    """Load the state of a sampler of another dataset."""
     sampler = sampler_of(lesson, plan, None)
     sampler.advance()
     other = sampler_of(lesson, plan._replace(num_samples=plan.num_samples + 6), None)
@@ -316,13 +297,12 @@ def other_ranks(lesson: Any, plan: Plan, before: int, after: int, stop: int) -> 
         state = state_dict(first)
     state = written(state)
     if rank < after:
-        num_left = -(-plan.num_samples // plan.global_batch) - stop
         for salt, name in ((2, "draws"), (3, "draws again")):
             training = resumed(lesson, plan, salt, state, loaders)
-            found |= {"loaded": training.prints()}
-            found |= {name: [random.random(), float(np.random.rand()), float(torch.rand(()))]}
-        training.go_on(num_left)
-        found |= {"after": training.batches}
+            found["loaded"] = training.prints()
+            found[name] = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        training.go_on(-(-plan.num_samples // plan.global_batch) - stop)
+        found["after"] = training.batches
     return found
 
 
@@ -335,26 +315,23 @@ def load_again(lesson: Any, plan: Plan) -> dict[str, Any]:
     training = resumed(lesson, plan, 2, state)
     loaded = fingerprint(state)
     training.go_on(3)
+    trained = fingerprint(state)
     training.state.load_state_dict(state)
-    return {
-        "by loading": loaded != before,
-        "by training": fingerprint(state) != before,
-        "right": right,
-        "again": training.prints(),
-    }
+    changed = [loaded != before, trained != before]
+    return {"changed": changed, "right": right, "again": training.prints()}
 
 
 def load_other_parts(lesson: Any, plan: Plan, is_saved: bool) -> list[dict[str, Any]]:
-    """Load states that have a part too many, or one too few: each part in its turn."""
+    """Load states with one part too many, or one too few: each part in its turn."""
     return [_load_other_parts(lesson, plan, name, is_saved) for name in PARTS]
 
 
 def _load_other_parts(lesson: Any, plan: Plan, name: str, is_saved: bool) -> dict[str, Any]:
     training, other = Training(lesson, plan, 1), Training(lesson, plan, 2)
     other.go_on(1)
-    fewer = {key: part for key, part in training.parts.items() if key != name}
-    saver = training.state if is_saved else state_of(lesson, fewer, None)
-    rest = {key: part for key, part in other.parts.items() if key != name}
+    incomplete = training if not is_saved else other
+    rest = {key: part for key, part in incomplete.parts.items() if key != name}
+    saver = training.state if is_saved else state_of(lesson, rest, None)
     loader = state_of(lesson, rest, None) if is_saved else other.state
     state, before = saver.state_dict(), other.prints()
     refusal = refusal_of(lambda: loader.load_state_dict(state))
@@ -363,7 +340,7 @@ def _load_other_parts(lesson: Any, plan: Plan, name: str, is_saved: bool) -> dic
 
 
 class Drawing:
-    """A part that draws while it is loaded, as one that makes new weights first does."""
+    """A part that draws random numbers while it is loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -375,7 +352,7 @@ class Drawing:
 
 
 def load_what_draws(lesson: Any) -> list[bool]:
-    """Return whether each generator is as it was saved, after a part has drawn."""
+    """Return whether each generator is as it was saved, after parts have drawn."""
     parts = {"first": Drawing(), "last": Drawing()}
     seed_generators(3 + dist.get_rank())
     state, saved = state_of(lesson, parts, None).state_dict(), _generators()
@@ -384,27 +361,14 @@ def load_what_draws(lesson: Any) -> list[bool]:
     return [now == was for now, was in zip(_generators(), saved, strict=True)]
 
 
-class Large:
-    """A part of 400 kB."""
-
-    def __init__(self) -> None:
-        self.values = torch.ones(100_000)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.values = state["values"]
-
-
 def save_large(lesson: Any) -> None:
-    """Save and load; what travels is counted."""
-    training = state_of(lesson, {"model": Large()}, None)
+    """Save and load a large part."""
+    training = state_of(lesson, {"model": nn.Linear(1000, 100)}, None)  # 400 kB
     training.load_state_dict(training.state_dict())
 
 
 class PretendedCuda:
-    """Stands for the generator of a GPU, in the place of torch.cuda's functions."""
+    """A generator in the place of a GPU's, reached by torch.cuda's functions."""
 
     def __init__(self) -> None:
         self.state = torch.arange(16, dtype=torch.uint8)
@@ -431,20 +395,23 @@ class PretendedCuda:
         self.state = state.clone()
 
 
-def with_cuda(lesson: Any) -> dict[str, bool]:
-    """Save where there is a GPU; load there, and where there is none."""
+def with_cuda(lesson: Any) -> tuple[bool, str]:
+    """Save where there is a GPU; load there, and where there is none.
+
+    Returns:
+        Whether the GPU's generator is restored, and the error where there is none.
+    """
     cuda = PretendedCuda()
     cuda.install()
     training = state_of(lesson, {}, None)
     saved, before = written(training.state_dict()), cuda.state
     cuda.state = 255 - before
     training.load_state_dict(saved)
-    found = {"restored": torch.equal(cuda.state, before)}
+    is_restored = torch.equal(cuda.state, before)
     cuda.is_there = False
     seed_generators(4)
-    error = ""
     try:
         training.load_state_dict(saved)
-    except RuntimeError as raised:
-        error = str(raised)
-    return {**found, "error": error}  # type: ignore[dict-item]
+    except RuntimeError as error:
+        return is_restored, str(error)
+    return is_restored, ""

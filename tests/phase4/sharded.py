@@ -5,10 +5,12 @@ import shutil
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,126 +19,161 @@ import torch.distributed as dist
 from torch import Tensor
 
 from judging.calls import refusal_of, returned
+from judging.tensors import given_group
 from phase4.crash_states import build, crash_states, states_at_the_end
 from phase4.file_history import Recorder, Sync, listening, recorded, syncs_replaced
+from phase4.file_reads import reads_in
 from phase4_production.given import Group, Shard
 
 FULL, UNREADABLE = (28, "No space left on device"), (5, "Input/output error")
-RETURNED = "phase4.returned"  # an event for sys.audit
+RETURNED = "phase4.returned"  # name of an audit event
 Cut = tuple[str, int, int]  # tensor, start, stop
 
 
 class Plan(NamedTuple):
-    """Who saves which slices of which tensors."""
+    """The slices of tensors that each rank saves."""
 
     tensors: Mapping[str, tuple[int, str]]  # name -> number of elements, dtype
     by_rank: Sequence[Sequence[Cut]]
 
     def tensor(self, name: str, step: int) -> Tensor:
-        """The whole tensor, as it is at a step."""
+        """Return the whole tensor, as it is at a step."""
         numel, dtype = self.tensors[name]
         return (torch.arange(numel) * 7 + 3 * step).remainder(101).to(getattr(torch, dtype))
 
     def shards(self, rank: int, step: int) -> dict[str, Shard]:
-        """Views of the whole tensors, as those of a flattened parameter are."""
+        """Return views of the whole tensors, as those of a flattened parameter are."""
         cuts = self.by_rank[rank]
-        return {
-            name: Shard(self.tensor(name, step)[a:b], a, self.tensors[name][0])
-            for name, a, b in cuts
-        }
+        return {n: Shard(self.tensor(n, step)[a:b], a, self.tensors[n][0]) for n, a, b in cuts}
 
     def empty(self, cuts: Sequence[Cut]) -> dict[str, Shard]:
-        """What is to be filled: none of the numbers is right."""
-        found = {}
+        """Return shards to be filled, in which no number is right."""
+        shards = {}
         for name, a, b in cuts:
             numel, dtype = self.tensors[name]
-            found[name] = Shard(torch.full((b - a,), 113).to(getattr(torch, dtype)), a, numel)
-        return found
+            shards[name] = Shard(torch.full((b - a,), 113).to(getattr(torch, dtype)), a, numel)
+        return shards
 
 
-def own_folder(root: str, group: Group = None) -> Path:
-    """A new folder, the same on all ranks."""
-    made = [tempfile.mkdtemp(dir=root)] if dist.get_rank(group) == 0 else [""]
-    dist.broadcast_object_list(made, group=group, group_src=0)
-    return Path(made[0]) / "run"
+def values_of(shards: Mapping[str, Shard]) -> dict[str, list[float]]:
+    """Return the numbers of shards, by name."""
+    return {name: shard.values.tolist() for name, shard in shards.items()}
+
+
+class Run:
+    """The folder of a run, the same on all ranks, and the calls of this rank."""
+
+    def __init__(self, lesson: Any, root: str, plan: Plan, group: Group = None) -> None:
+        made = [tempfile.mkdtemp(dir=root)] if dist.get_rank(group) == 0 else [""]
+        dist.broadcast_object_list(made, group=group, group_src=0)
+        self.folder, self.rank = Path(made[0]) / "run", dist.get_rank(group)
+        self.lesson, self.plan, self.options = lesson, plan, given_group(group)
+
+    def save(self, *steps: int, **options: Any) -> Path:
+        """Save this rank's shards of some steps; return the last path."""
+        for step in steps:
+            shards = self.plan.shards(self.rank, step)
+            path = self.lesson.save_sharded(shards, self.folder, step, **self.options, **options)
+        return Path(returned("save_sharded", path))
+
+    def load(self, cuts: Sequence[Cut] | None = None, folder: Path | None = None) -> dict[str, Any]:
+        """Load what is wanted, by default this rank's own shards.
+
+        Returns:
+            Step and path, the values beside the right ones, and the reasons of what was skipped.
+        """
+        cuts = self.plan.by_rank[self.rank] if cuts is None else cuts
+        wanted = self.plan.empty(cuts)
+        loaded = self.lesson.load_sharded(wanted, folder or self.folder, **self.options)
+        step = returned("load_sharded", loaded).step
+        right = {name: self.plan.tensor(name, step)[a:b].tolist() for name, a, b in cuts}
+        reasons = [[path.name, reason] for path, reason in loaded.skipped.items()]
+        return {"step": step, "path": Path(loaded.path).name, "reasons": reasons} | {
+            "values": values_of(wanted),
+            "right": right,
+        }
+
+    def on_rank_0(self, do: Callable[[], object]) -> None:
+        """Let rank 0 do something while the others wait."""
+        dist.barrier()
+        if self.rank == 0:
+            do()
+        dist.barrier()
+
+    def names(self, step: int | None = None) -> list[str]:
+        """Return the names in the folder, or in the checkpoint of a step."""
+        folder = self.folder if step is None else self.folder / name_of(step)
+        return sorted(path.name for path in folder.iterdir())
+
+
+def name_of(step: int) -> str:
+    """Return the name of a checkpoint."""
+    return f"step-{step:08d}"
 
 
 def save_and_load(
     lesson: Any, root: str, plan: Plan, wanted: Sequence[Sequence[Cut]], group: Group = None
 ) -> dict[str, Any]:
     """Save steps 1 and 2 on the first ranks, and load on as many as ``wanted`` has."""
-    folder = own_folder(root, group)
-    rank = dist.get_rank(group)
-    writers = _first(len(plan.by_rank), group)
-    readers = _first(len(wanted), group)
+    rank, members = dist.get_rank(group), dist.get_process_group_ranks(group)
+    writers, readers = (dist.new_group(members[: len(r)]) for r in (plan.by_rank, wanted))
+    folder = Run(lesson, root, plan, group).folder
     result: dict[str, Any] = {}
     if rank < len(plan.by_rank):
         for step in (1, 2):
             shards = plan.shards(rank, step)
-            before = {name: shard.values.tolist() for name, shard in shards.items()}
+            before = values_of(shards)
             path = returned(
                 "save_sharded", lesson.save_sharded(shards, folder, step, group=writers)
             )
-            result |= {
-                "path": str(Path(path).relative_to(folder)),
-                "is_there": (folder / f"step-{step:08d}").is_dir(),
-                "unchanged": before == {n: s.values.tolist() for n, s in shards.items()},
-            }
+            is_there, place = (folder / name_of(step)).is_dir(), str(Path(path).relative_to(folder))
+            result |= {"saved": [place, is_there], "unchanged": before == values_of(shards)}
     dist.barrier(group)
     if rank < len(wanted):
-        mine = plan.empty(wanted[rank])
-        found = returned("load_sharded", lesson.load_sharded(mine, folder, group=readers))
-        result |= {
-            "step": found.step,
-            "loaded_path": str(Path(found.path).relative_to(folder)),
-            "skipped": len(found.skipped),
-            "values": {name: shard.values.tolist() for name, shard in mine.items()},
-            "right": {name: plan.tensor(name, 2)[a:b].tolist() for name, a, b in wanted[rank]},
-            "bytes": sum(file.stat().st_size for file in (folder / "step-00000002").iterdir()),
-        }
+        shards = plan.empty(wanted[rank])
+        loaded = returned("load_sharded", lesson.load_sharded(shards, folder, group=readers))
+        right = {name: plan.tensor(name, 2)[a:b].tolist() for name, a, b in wanted[rank]}
+        result |= {"loaded": [loaded.step, str(Path(loaded.path).relative_to(folder))]}
+        result |= {"values": values_of(shards), "right": right}
     return result
 
 
-def _first(count: int, group: Group) -> Group:
-    members = dist.get_process_group_ranks(group)
-    return dist.new_group(members[:count])
-
-
 def crash(lesson: Any, root: str, plan: Plan, keep: int) -> dict[str, Any]:
-    """Save step 3 after 1 and 2; what a load finds of all that a crash may leave.
+    """Save step 3 after 1 and 2; load from all states that a crash may leave.
 
-    The disk of rank 0 is slow, so that the others are as far ahead as they may be. What is left
-    "after" the save is what a crash leaves as soon as the first rank has returned.
+    The disk of rank 0 is slow, so that the others are as far ahead as they may be. States "after"
+    the save are those that a crash leaves as soon as the first rank has returned.
     """
-    folder, rank = own_folder(root), dist.get_rank()
-    alone = dist.new_group([0])
-    for step in (1, 2):
-        lesson.save_sharded(plan.shards(rank, step), folder, step, keep=keep)
+    run, alone = Run(lesson, root, plan), dist.new_group([0])
+    run.save(1, 2, keep=keep)
     dist.barrier()
-    if rank > 0:
+    if run.rank > 0:
         dist.barrier()
-        _save_and_say(lesson, plan, folder, keep)
+        _save_and_say(run, keep)
         dist.barrier()
         return {}
-    counts: list[int] = []  # of the events before each rank's return
+    counts: list[int] = []  # numbers of events before each rank's return
     with (
-        recorded(folder, lesson, before_sync=_sleep_on_rank_0) as recorder,
+        recorded(run.folder, lesson, before_sync=_sleep_on_rank_0) as recorder,
         listening(partial(_count_at_return, recorder, counts)),
     ):
         dist.barrier()
-        _save_and_say(lesson, plan, folder, keep)
+        _save_and_say(run, keep)
         dist.barrier()
     ended = copy(recorder)
     ended.events = recorder.events[: min(counts)]
-    during = [state for _, state in crash_states(recorder)]
-    found = {"during": [], "after": [], "steps": []}  # type: dict[str, Any]
-    for when, states in (("during", during), ("after", states_at_the_end(ended))):
-        for place, state in enumerate(states):
-            copied = folder.parent / f"{when}-{place}"
+    states = {
+        "during": [state for _, state in crash_states(recorder)],
+        "after": states_at_the_end(ended),
+    }
+    loads: dict[str, list[Any]] = {when: [] for when in states}
+    for when, found in states.items():
+        for place, state in enumerate(found):
+            copied = run.folder.parent / f"{when}-{place}"
             build(state, copied)
-            found[when].append(_loaded_alone(lesson, plan, copied, alone))
+            loads[when].append(_loaded_alone(lesson, plan, copied, alone))
             shutil.rmtree(copied)
-    return found
+    return loads
 
 
 def _sleep_on_rank_0() -> None:
@@ -145,8 +182,8 @@ def _sleep_on_rank_0() -> None:
         time.sleep(1)
 
 
-def _save_and_say(lesson: Any, plan: Plan, folder: Path, keep: int) -> None:
-    lesson.save_sharded(plan.shards(dist.get_rank(), 3), folder, 3, keep=keep)
+def _save_and_say(run: Run, keep: int) -> None:
+    run.save(3, keep=keep)
     sys.audit(RETURNED)
 
 
@@ -156,98 +193,81 @@ def _count_at_return(recorder: Recorder, counts: list[int], name: str, _: object
         counts.append(len(recorder.events))
 
 
-def _loaded_alone(lesson: Any, plan: Plan, folder: Path, alone: Group) -> dict[str, Any]:
+def _loaded_alone(lesson: Any, plan: Plan, folder: Path, alone: Group) -> tuple[int, str]:
+    """Load all of a checkpoint on one rank; return its step, and what is wrong."""
     wanted = plan.empty([(name, 0, numel) for name, (numel, _) in plan.tensors.items()])
     try:
         loaded = lesson.load_sharded(wanted, folder, group=alone)
     except Exception as error:
-        return {"step": -1, "error": f"{type(error).__name__}: {error}"}
+        return -1, f"{type(error).__name__}: {error}"
     if loaded is None:
-        return {"step": -1, "error": "it found no checkpoint"}
+        return -1, "it found no checkpoint"
     right = all(torch.equal(s.values, plan.tensor(n, loaded.step)) for n, s in wanted.items())
     damaged = [f"{path.name}: {why}" for path, why in loaded.skipped.items()]
-    error = "; ".join(damaged) if right else "other elements than were saved"
-    return {"step": int(loaded.step), "error": error}
+    return int(loaded.step), "; ".join(damaged) if right else "other elements than were saved"
 
 
 class Broken(NamedTuple):
-    """Disks that fail whenever something is synced, until the others are told."""
+    """Disks that fail whenever something is synced."""
 
     reasons: Mapping[int, tuple[int, str]]  # rank -> number and text of its OSError
-    is_late: bool = False  # only the run's folder can't be synced, once step 2 has its name
+    is_late: bool = False  # True if only the run's folder fails, once step 2 has its name
 
     def fail(self, folder: Path, sync: Sync, descriptors: tuple[int, ...]) -> None:
         """Sync, or raise in its place."""
         rank = dist.get_rank()
-        here = [os.fstat(descriptor).st_ino for descriptor in descriptors]
-        is_named = (folder / "step-00000002").exists()
-        fails_now = not self.is_late or (is_named and folder.stat().st_ino in here)
+        inodes = [os.fstat(descriptor).st_ino for descriptor in descriptors]
+        is_named = (folder / name_of(2)).exists()
+        fails_now = not self.is_late or (is_named and folder.stat().st_ino in inodes)
         if rank in self.reasons and fails_now:
             raise OSError(*self.reasons[rank])
         sync(*descriptors)
 
 
-def save_on_a_broken_disk(lesson: Any, root: str, plan: Plan, broken: Broken) -> dict[str, Any]:
-    """Save step 2 while the disks of some ranks fail; then save it again."""
-    folder, rank = own_folder(root), dist.get_rank()
-    lesson.save_sharded(plan.shards(rank, 1), folder, 1)
+def save_on_a_broken_disk(
+    lesson: Any, root: str, plan: Plan, broken: Broken
+) -> tuple[str, list[str]]:
+    """Save step 2 while the disks of some ranks fail; then save it again.
+
+    Returns:
+        The text of the OSError, and the folder when it was raised.
+    """
+    run, text = Run(lesson, root, plan), ""
+    run.save(1)
     dist.barrier()
-    error = {"type": "", "text": ""}
-    failing = syncs_replaced(partial(broken.fail, folder), lesson)
-    with failing if rank == 0 else nullcontext():  # one process: it counts for all ranks
+    failing = syncs_replaced(partial(broken.fail, run.folder), lesson)
+    with failing if run.rank == 0 else nullcontext():  # one process: it counts for all ranks
         dist.barrier()
         try:
-            lesson.save_sharded(plan.shards(rank, 2), folder, 2)
-        except OSError as raised:
-            error = {"type": "OSError", "text": f"{raised}"}
-        left = sorted(path.name for path in folder.iterdir())
+            run.save(2)
+        except OSError as error:
+            text = f"OSError: {error}"
+        left = run.names()
         dist.barrier()
     dist.barrier()
-    with suppress(FileExistsError):  # if it is left there
-        lesson.save_sharded(plan.shards(rank, 2), folder, 2)
-    return {"error": error, "left": left}
+    with suppress(FileExistsError):  # where the failed save has left it
+        run.save(2)
+    return text, left
 
 
 def load_damaged(lesson: Any, root: str, plan: Plan, damages: Sequence[str]) -> list[Any]:
-    """Damage each file of step 2 in turn; load each time, and then with step 1 damaged too."""
-    folder, rank = own_folder(root), dist.get_rank()
-    nothing = lesson.load_sharded(plan.empty(plan.by_rank[rank]), folder)
-    for step in (1, 2):
-        lesson.save_sharded(plan.shards(rank, step), folder, step)
+    """Load where there is nothing yet; then damage each file of step 2 in turn, and load."""
+    run = Run(lesson, root, plan)
+    nothing = lesson.load_sharded(plan.empty(plan.by_rank[run.rank]), run.folder)
+    run.save(1, 2)
     dist.barrier()
-    names = sorted(path.name for path in (folder / "step-00000002").iterdir())
-    found: list[Any] = [nothing is None]
-    for damage in damages:
-        for name in names:
-            file = folder / "step-00000002" / name
-            content = file.read_bytes()
-            dist.barrier()
-            if rank == 0 and content:
-                _damage(file, damage)
-            dist.barrier()
-            mine = plan.empty(plan.by_rank[rank])
-            loaded = returned("load_sharded", lesson.load_sharded(mine, folder))
-            found.append(
-                {
-                    "file": name,
-                    "damage": damage,
-                    "is_damaged": bool(content),
-                    "step": loaded.step,
-                    "reasons": [[path.name, why] for path, why in loaded.skipped.items()],
-                    "values": {n: s.values.tolist() for n, s in mine.items()},
-                    "right": {
-                        n: s.values.tolist() for n, s in plan.shards(rank, loaded.step).items()
-                    },
-                }
-            )
-            dist.barrier()
-            if rank == 0:
-                file.write_bytes(content)
-            dist.barrier()
-    return found
+    loads: list[Any] = [nothing is None]
+    for damage, name in product(damages, run.names(2)):
+        file = run.folder / name_of(2) / name
+        content = file.read_bytes()
+        run.on_rank_0(partial(_damage, file, damage) if content else int)
+        step = 1 if content else 2  # an empty file can't be damaged
+        loads.append({"file": name, "damage": damage, "right step": step, **run.load()})
+        run.on_rank_0(partial(file.write_bytes, content))
+    return loads
 
 
-def _damage(file: Path, damage: str) -> None:
+def _damage(file: Path, damage: str = "changed") -> None:
     content = bytearray(file.read_bytes())
     if damage == "missing":
         file.unlink()
@@ -261,21 +281,22 @@ def _damage(file: Path, damage: str) -> None:
     file.write_bytes(content)
 
 
+def _largest(checkpoint: Path) -> Path:
+    return max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+
+
 def load_where_all_are_damaged(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:
     """Damage the largest file of both checkpoints, and load."""
-    folder, rank = own_folder(root), dist.get_rank()
+    run = Run(lesson, root, plan)
+    run.save(1, 2)
+    dist.barrier()
+    file = _largest(run.folder / name_of(2)).name
     for step in (1, 2):
-        lesson.save_sharded(plan.shards(rank, step), folder, step)
-    dist.barrier()
-    file = _largest(folder / "step-00000002").name
-    dist.barrier()
-    if rank == 0:
-        for step in (1, 2):
-            _damage(folder / f"step-0000000{step}" / file, "changed")
-    dist.barrier()
-    before = sorted(folder.rglob("*"))
-    refusal = _refusal_of(lambda: lesson.load_sharded(plan.empty(plan.by_rank[rank]), folder))
-    return {"refusal": refusal, "file": file, "unchanged": before == sorted(folder.rglob("*"))}
+        run.on_rank_0(partial(_damage, run.folder / name_of(step) / file))
+    before = sorted(run.folder.rglob("*"))
+    refusal = _refusal_of(run.load)
+    unchanged = before == sorted(run.folder.rglob("*"))
+    return {"refusal": refusal, "file": file, "unchanged": unchanged}
 
 
 def _refusal_of(load: Callable[[], object]) -> dict[str, str]:
@@ -289,94 +310,115 @@ def _refusal_of(load: Callable[[], object]) -> dict[str, str]:
         return {"type": kind.__name__, "text": str(error)}
 
 
-def _largest(checkpoint: Path) -> Path:
-    return max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
-
-
 def load_what_is_missing(lesson: Any, root: str, plan: Plan, wanted: Plan) -> dict[str, Any]:
     """Load what the checkpoint lacks."""
-    folder, rank = own_folder(root), dist.get_rank()
-    lesson.save_sharded(plan.shards(rank, 1), folder, 1)
-    mine = wanted.empty(wanted.by_rank[rank])
-    before = {name: shard.values.tolist() for name, shard in mine.items()}
-    refusal = _refusal_of(lambda: lesson.load_sharded(mine, folder))
-    after = {name: shard.values.tolist() for name, shard in mine.items()}
-    return {"refusal": refusal, "unchanged": before == after}
+    run = Run(lesson, root, plan)
+    run.save(1)
+    shards = wanted.empty(wanted.by_rank[run.rank])
+    before = values_of(shards)
+    refusal = _refusal_of(lambda: lesson.load_sharded(shards, run.folder))
+    return {"refusal": refusal, "unchanged": before == values_of(shards)}
 
 
 def save_what_is_there(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:
-    """Save a step twice, then damaged; all with what a killed attempt of more ranks has left."""
-    folder, rank = own_folder(root), dist.get_rank()
-    if rank == 0:
-        stale = folder / ".step-00000001.partial"
-        stale.mkdir(parents=True)
-        (stale / "rank-00007.bin").write_bytes(b"old")
-    dist.barrier()
-    lesson.save_sharded(plan.shards(rank, 1), folder, 1)
-    names = sorted(path.name for path in (folder / "step-00000001").iterdir())
-    refused = ""
+    """Save a step twice, then damaged; all with the files of a killed attempt of more ranks."""
+    run, refusal = Run(lesson, root, plan), ""
+    stale = run.folder / ".step-00000001.partial"
+    run.on_rank_0(lambda: stale.mkdir(parents=True))
+    run.on_rank_0(lambda: (stale / "rank-00007.bin").write_bytes(b"old"))
+    run.save(1)
+    names = run.names(1)
     try:
-        lesson.save_sharded(plan.shards(rank, 1), folder, 1)
+        run.save(1)
     except FileExistsError:
-        refused = "FileExistsError"
+        refusal = "FileExistsError"
+    run.on_rank_0(lambda: _damage(_largest(run.folder / name_of(1))))
+    run.save(1, 2, 3, keep=2)
     dist.barrier()
-    if rank == 0:
-        _damage(_largest(folder / "step-00000001"), "changed")
-    dist.barrier()
-    for step in (1, 2, 3):
-        lesson.save_sharded(plan.shards(rank, step), folder, step, keep=2)
-    dist.barrier()
-    left = sorted(path.name for path in folder.iterdir())
-    return {"names": names, "refused": refused, "left": left}
+    return {"names": names, "refusal": refusal, "left": run.names()}
 
 
 def save_once(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, Any]:
     """Save and load the same shards."""
-    folder, rank = own_folder(root, group), dist.get_rank(group)
-    lesson.save_sharded(plan.shards(rank, 1), folder, 1, group=group)
-    mine = plan.empty(plan.by_rank[rank])
-    lesson.load_sharded(mine, folder, group=group)
-    return {
-        "values": {name: shard.values.tolist() for name, shard in mine.items()},
-        "right": {name: shard.values.tolist() for name, shard in plan.shards(rank, 1).items()},
-    }
+    run = Run(lesson, root, plan, group)
+    run.save(1)
+    return run.load()
 
 
 def load_with_other_lists(lesson: Any, root: str, plan: Plan) -> dict[str, Any]:
     """Save steps 1 to 3; load where rank 0 no longer sees step 3, and the others still do."""
-    folder, rank = own_folder(root), dist.get_rank()
-    for step in (1, 2, 3):
-        lesson.save_sharded(plan.shards(rank, step), folder, step)
-    seen = folder if rank == 0 else folder.with_name("as-the-others-see-it")
-    dist.barrier()
-    if rank == 0:
-        others = folder.with_name("as-the-others-see-it")
+    run = Run(lesson, root, plan)
+    run.save(1, 2, 3)
+    others = run.folder.with_name("as-the-others-see-it")
+
+    def hide_step_3() -> None:
         others.mkdir()
-        (folder / "step-00000003").rename(others / "step-00000003")
-        for name in ("step-00000001", "step-00000002"):
-            (others / name).symlink_to(folder / name, target_is_directory=True)
-    dist.barrier()
-    mine = plan.empty(plan.by_rank[rank])
-    loaded = returned("load_sharded", lesson.load_sharded(mine, seen))
-    return {
-        "step": loaded.step,
-        "values": {name: shard.values.tolist() for name, shard in mine.items()},
-        "right": {name: shard.values.tolist() for name, shard in plan.shards(rank, 2).items()},
-    }
+        (run.folder / name_of(3)).rename(others / name_of(3))
+        for step in (1, 2):
+            (others / name_of(step)).symlink_to(run.folder / name_of(step), True)
+
+    run.on_rank_0(hide_step_3)
+    return run.load(folder=run.folder if run.rank == 0 else others)
 
 
 def save_and_keep_two(
     lesson: Any, root: str, plan: Plan, there: Sequence[int], damaged: Sequence[int], step: int
 ) -> list[str]:
-    """Save ``step`` with keep=2 beside others, some of them damaged; return what is left."""
-    folder, rank = own_folder(root), dist.get_rank()
-    for other in there:
-        lesson.save_sharded(plan.shards(rank, other), folder, other, keep=9)
+    """Save ``step`` with keep=2 beside others, some of them damaged; return the folder."""
+    run = Run(lesson, root, plan)
+    run.save(*there, keep=9)
+    for other in damaged:
+        run.on_rank_0(partial(_damage, _largest(run.folder / name_of(other))))
     dist.barrier()
-    if rank == 0:
-        for other in damaged:
-            _damage(_largest(folder / f"step-{other:08d}"), "changed")
+    run.save(step, keep=2)
     dist.barrier()
-    lesson.save_sharded(plan.shards(rank, step), folder, step, keep=2)
-    dist.barrier()
-    return sorted(path.name for path in folder.iterdir())
+    return run.names()
+
+
+# What a sharded checkpoint takes of disk, memory and reading
+
+NUM_BYTES, NUM_SHARDS = 8_000_000, 8
+LARGE_BYTES = 10_000  # least size of a file of elements; smaller files describe others
+
+
+def save_large(lesson: Any, root: str, plan: Plan) -> int:
+    """Save; return the bytes of the checkpoint."""
+    return sum(file.stat().st_size for file in Run(lesson, root, plan).save(1).iterdir())
+
+
+def memory_of_save(lesson: Any, root: str) -> int:
+    """Save shards of NUM_BYTES on one rank; return the most bytes that Python held for that."""
+    folder = Run(lesson, root, Plan({}, [])).folder
+    parts = torch.zeros(NUM_BYTES // 4).chunk(NUM_SHARDS)
+    shards = {f"layer.{place}": Shard(part, 0, len(part)) for place, part in enumerate(parts)}
+    tracemalloc.start()
+    try:
+        lesson.save_sharded(shards, folder, 1)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def who_reads(
+    lesson: Any, root: str, plan: Plan, wanted: Sequence[Sequence[Cut]]
+) -> dict[str, list[tuple[int, str]]]:
+    """Return which rank reads which large file in a save, a load of nothing and one of a slice."""
+    run = Run(lesson, root, plan)
+    shards = plan.empty(wanted[run.rank])
+    run.save(1)
+    doing: dict[str, tuple[int, Callable[[], object]]] = {
+        "save": (1, lambda: run.save(2)),
+        "load nothing": (2, lambda: lesson.load_sharded({}, run.folder)),
+        "load": (2, lambda: lesson.load_sharded(shards, run.folder)),
+    }
+    found = {}
+    for what, (step, do) in doing.items():
+        checkpoint = run.folder / name_of(step)
+        dist.barrier()
+        with reads_in(checkpoint, dist.get_rank) if run.rank == 0 else nullcontext([]) as reads:
+            dist.barrier()
+            do()
+            dist.barrier()
+        large = {read for read in reads if (checkpoint / read.path).stat().st_size > LARGE_BYTES}
+        found[what] = sorted((read.rank, str(read.path)) for read in large)
+    return found

@@ -1,8 +1,14 @@
-"""Bodies for task 4.14: steps on a clock, and a device, of the test's own."""
+"""Bodies for task 4.14: programs of steps, on a clock and a device of the test's own.
+
+A program is a list of events: ("work", s) computes on the CPU, ("launch", s) starts kernels,
+("part", name, program) is inside of a part, ("fail", names, program) is inside of several, nested
+parts that an error leaves, and ("end",) ends a step.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from random import Random
 from typing import Any
 
 import torch
@@ -10,155 +16,156 @@ import torch.distributed as dist
 
 from distlab.grade import WrongResult
 from judging.calls import refusal_of, returned, typed
+from judging.expect import floats
+from judging.tensors import given_group
 from phase4_production.given import StepTimes
 
-# ("work", s), ("launch", s), ("part", name, events), ("fail", events), ("raise",) or ("end",)
 Event = tuple[Any, ...]
 Times = tuple[float, ...]  # step, data, compute, communication
-FIELDS = ("step_s", "data_s", "compute_s", "communication_s")
+READING_S = 2.0**-30
+PARTS = ("data", "compute", "communication")
 
 
 class Failure(Exception):
-    """What fails on purpose."""
+    """An error that is raised on purpose."""
 
 
 class Device:
-    """A clock that stands still, and kernels that have been started and take time."""
+    """A clock that work moves, and a little with each reading; and kernels that still run."""
 
     def __init__(self) -> None:
         self.now_s, self.queued_s = 1000.0, 0.0
 
     def clock(self) -> float:
-        """Tell the time."""
+        self.now_s += READING_S
         return self.now_s
 
     def work(self, seconds: float) -> None:
-        """Compute on the CPU."""
         self.now_s += seconds
 
     def launch(self, seconds: float) -> None:
-        """Start kernels, and return at once."""
         self.queued_s += seconds
 
     def synchronize(self) -> None:
-        """Wait for the kernels."""
         self.now_s += self.queued_s
         self.queued_s = 0.0
 
 
-class MovingClock:
-    """A clock that goes on by 1 s with each reading, and notes its readings."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
-
-
 class Loader:
-    """Yields 0, 1, 2, …; starting and each batch take time, and so does finding the end."""
+    """Yields 0, 1, 2, …; starting, each batch and finding the end take time."""
 
     def __init__(self, device: Device, start_s: float, waits_s: Sequence[float], end_s: float):
         self.device, self.start_s, self.waits_s, self.end_s = device, start_s, waits_s, end_s
-        self.asked = 0
-        self.fails_at = -1
+        self.asked, self.fails_at = 0, -1
 
     def __iter__(self) -> Iterator[int]:
         self.device.work(self.start_s)
-        return _Batches(self)
+        return self._batches()
 
-
-class _Batches(Iterator[int]):
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def __next__(self) -> int:
-        loader, number = self.loader, self.loader.asked
-        loader.asked += 1
-        if number >= len(loader.waits_s):
-            loader.device.work(loader.end_s)
-            raise StopIteration
-        loader.device.work(loader.waits_s[number])
-        if number == loader.fails_at:
-            raise Failure
-        return number
-
-
-def _taken(times: Any) -> Times:
-    """Take the times of a step apart.
-
-    Raises:
-        WrongResult: it is something else.
-    """
-    if type(times).__name__ != "StepTimes":
-        kind = type(returned("end_step", times)).__name__
-        raise WrongResult(f"there should be StepTimes of given.py; there is a {kind}")
-    return tuple(float(getattr(times, field)) for field in FIELDS)
-
-
-def split(lesson: Any, events: Sequence[Event], is_synchronized: bool) -> list[Times]:
-    """Let events happen; return the times of each step that was ended."""
-    device, ended = Device(), []
-    wait = {"synchronize": device.synchronize} if is_synchronized else {}
-    timer = lesson.StepTimer(clock=device.clock, **wait)
-
-    def happen(events: Sequence[Event]) -> None:
-        for what, *values in events:
-            if what in ("work", "launch"):
-                getattr(device, what)(*values)
-            elif what == "part":
-                with timer.part(values[0]):
-                    happen(values[1])
-            elif what == "end":
-                ended.append(_taken(timer.end_step()))
-            elif what == "raise":
+    def _batches(self) -> Iterator[int]:
+        for number, wait_s in enumerate(self.waits_s):
+            self.asked += 1
+            self.device.work(wait_s)
+            if number == self.fails_at:
                 raise Failure
-            else:
-                _fail(values[0])
+            yield number
+        self.device.work(self.end_s)
 
-    def _fail(events: Sequence[Event]) -> None:
+
+def draw(random: Random, num_steps: int, most: int) -> list[Event]:
+    """Draw a program of steps with at most ``most`` events each, and as many inside of parts."""
+    program = [event for _ in range(num_steps) for event in (*_draw(random, most), ("end",))]
+    return [*program, ("end",)]
+
+
+def _draw(random: Random, most: int, depth: int = 3) -> list[Event]:
+    return [_draw_event(random, most, depth) for _ in range(random.randint(1, most))]
+
+
+def _draw_event(random: Random, most: int, depth: int) -> Event:
+    kind = random.choice(("work", "launch", "part", "part", "fail") if depth else ("work",))
+    if kind in ("work", "launch"):
+        return kind, random.randrange(1, 99) / 8
+    inside = _draw(random, most, depth - 1)
+    if kind == "part":
+        return kind, random.choice(PARTS), inside
+    return kind, random.choices(PARTS, k=random.randint(1, 2)), inside
+
+
+def expected(program: Sequence[Event]) -> list[Times]:
+    """Return the right times of each step; kernels count where they were started."""
+    steps, times = list[Times](), dict.fromkeys(("step", *PARTS), 0.0)
+
+    def walk(events: Sequence[Event], part: str) -> None:
+        for kind, *values in events:
+            if kind in ("work", "launch"):
+                times["step"] += values[0]
+                times[part] = times.get(part, 0.0) + values[0]
+            elif kind == "end":
+                steps.append(tuple(times[name] for name in ("step", *PARTS)))
+                times.update(dict.fromkeys(times, 0.0))
+            else:
+                walk(values[1], values[0] if kind == "part" else values[0][-1])
+
+    walk(program, "the rest")
+    return steps
+
+
+def split(lesson: Any, programs: Sequence[Sequence[Event]]) -> list[tuple[list[Times], float]]:
+    """Run programs; return the times of each step, and how much of the time is in no step."""
+    return [_split(lesson, program) for program in programs]
+
+
+def _split(lesson: Any, program: Sequence[Event]) -> tuple[list[Times], float]:
+    device, ended = Device(), list[Times]()
+    timer = lesson.StepTimer(clock=device.clock, synchronize=device.synchronize)
+    made_s = device.now_s
+
+    def run(events: Sequence[Event]) -> None:
+        for kind, *values in events:
+            if kind in ("work", "launch"):
+                getattr(device, kind)(*values)
+            elif kind == "part":
+                with timer.part(values[0]):
+                    run(values[1])
+            elif kind == "end":
+                ended.append(_taken(timer.end_step()))
+            else:
+                fail(*values)
+
+    def fail(names: Sequence[str], events: Sequence[Event]) -> None:
         try:
-            happen(events)
+            with ExitStack() as parts:
+                for name in names:
+                    parts.enter_context(timer.part(name))
+                run(events)
+                raise Failure
         except Failure:
             return
         raise WrongResult("an error inside of a part should be passed on; part has swallowed it")
 
-    happen(events)
-    return ended
+    run(program[:-1])
+    last_s = device.now_s + READING_S  # the first reading of the last end_step
+    run(program[-1:])
+    return ended, last_s - made_s - sum(step_s for step_s, *_ in ended)
 
 
-def tick(lesson: Any, num_steps: int) -> dict[str, Any]:
-    """Time steps on a clock that moves when it is read.
-
-    Returns:
-        The sum of all ``step_s``. And between which bounds it must be if no time is lost: the first
-        step begins with one of the readings when the timer is made, the last one ends with one of
-        the readings of the last ``end_step``.
-    """
-    clock = MovingClock()
-    bounds_s = [clock.now_s + 1]
-    timer = lesson.StepTimer(clock)
-    bounds_s.append(clock.now_s)
-    sum_s = 0.0
-    for _ in range(num_steps):
-        with timer.part("compute"):
-            pass
-        last_s = clock.now_s
-        sum_s += _taken(timer.end_step())[0]
-    (first_s, made_s), ended_s = bounds_s, clock.now_s
-    return {"sum_s": sum_s, "least_s": last_s + 1 - made_s, "most_s": ended_s - first_s}
+def _taken(times: Any) -> Times:
+    """Return the numbers of a StepTimes."""
+    if type(times).__name__ != "StepTimes":
+        kind = type(returned("end_step", times)).__name__
+        raise WrongResult(f"there should be StepTimes of given.py; there is a {kind}")
+    fields = (times.step_s, times.data_s, times.compute_s, times.communication_s)
+    return floats("end_step", fields)
 
 
 def mistype(lesson: Any, name: str) -> dict[str, Any]:
-    """Enter a part that there isn't, inside of compute, and end the step.
+    """Enter an unknown part inside of compute, and end the step.
 
     Returns:
-        The error; whether what is inside has run; and the times of the step, of which 5 s are
-        compute.
+        The error; whether the inside has run; and the times of the step, of which 5 s are compute.
     """
-    device, ran, found = Device(), [], {"type": "", "text": ""}
+    device, ran, refusal = Device(), [], {"type": "", "text": ""}
     timer = lesson.StepTimer(device.clock)
 
     def enter() -> None:
@@ -166,57 +173,48 @@ def mistype(lesson: Any, name: str) -> dict[str, Any]:
             ran.append(name)
             raise Failure
 
-    with suppress(LookupError), timer.part("compute"):  # of a part that is open now, say
+    with suppress(LookupError), timer.part("compute"):  # LookupError: of the part that is open now
         device.work(1.0)
         with suppress(Failure):
-            found = refusal_of(enter)
+            refusal = refusal_of(enter)
         device.work(4.0)
-    times = [] if found["type"] != "ValueError" else [_taken(timer.end_step())]
-    return {**found, "ran": bool(ran), "times": times}
+    times = [] if refusal["type"] != "ValueError" else [_taken(timer.end_step())]
+    return {**refusal, "ran": bool(ran), "times": times}
 
 
-def loop(lesson: Any, start_s: float, waits_s: Sequence[float], end_s: float) -> dict[str, Any]:
-    """Compute with each batch for 2 s and log for 1 s, and end a step more after the loop.
+def loop(
+    lesson: Any, start_s: float, waits_s: Sequence[float], end_s: float, leave: str = ""
+) -> dict[str, Any]:
+    """Compute with each batch for 2 s and log for 1 s; after the loop, end a step with 8 s of work.
 
-    Returns:
-        The batches; how many had been asked for when each came; and the times of the steps.
+    Args:
+        lesson: Lesson of the learner.
+        start_s: Time that starting the loader takes.
+        waits_s: Time of each batch.
+        end_s: Time in which the loader finds out that there is no further batch.
+        leave: How the second batch ends the loop: "break", "error", or not at all.
     """
     device = Device()
     loader = Loader(device, start_s, waits_s, end_s)
+    loader.fails_at = 1 if leave == "error" else -1
     timer = lesson.StepTimer(device.clock)
     batches, asked, times = [], [], []
-    for batch in timer.batches(loader):
-        batches.append(batch)
-        asked.append(loader.asked)
-        with timer.part("compute"):
-            device.work(2.0)
-        device.work(1.0)
-        times.append(_taken(timer.end_step()))
-    times.append(_taken(timer.end_step()))
-    return {"batches": batches, "asked": asked, "times": times}
-
-
-def leave_loop(lesson: Any, how: str) -> list[Times]:
-    """Leave a loop over batches: by ``break``, or because the loader fails.
-
-    Returns:
-        The times of a step in which the second batch came, or failed to, and of one after it.
-    """
-    device = Device()
-    loader = Loader(device, 0.0, [1.0, 2.0, 4.0], 0.0)
-    loader.fails_at = 1 if how == "error" else -1
-    timer = lesson.StepTimer(device.clock)
     with suppress(Failure):
         for batch in timer.batches(loader):
-            if batch == 0:
-                timer.end_step()
-            elif how == "break":
+            if leave == "break" and batch == 1:
                 break
+            batches.append(batch)
+            asked.append(loader.asked)
+            with timer.part("compute"):
+                device.work(2.0)
+            device.work(1.0)
+            times.append(_taken(timer.end_step()))
         else:
-            raise WrongResult("the loader raised an error in batches, and nobody heard of it")
-    times = [timer.end_step()]
+            if leave:
+                raise WrongResult("the loader raised an error, and batches has swallowed it")
     device.work(8.0)
-    return [_taken(each) for each in (*times, timer.end_step())]
+    times.append(_taken(timer.end_step()))
+    return {"batches": batches, "asked": asked, "times": times}
 
 
 def train(lesson: Any, seconds: Sequence[float], num_steps: int) -> list[Times]:
@@ -234,7 +232,5 @@ def train(lesson: Any, seconds: Sequence[float], num_steps: int) -> list[Times]:
 def gather(lesson: Any, by_rank: Sequence[Times], group: Any = None) -> list[Times]:
     """Gather times that differ on all ranks."""
     mine = StepTimes(*by_rank[dist.get_rank(group)])
-    options = {"group": group} if group else {}
-    return [
-        _taken(each) for each in typed("gather_times", lesson.gather_times(mine, **options), list)
-    ]
+    gathered = lesson.gather_times(mine, **given_group(group))
+    return [_taken(times) for times in typed("gather_times", gathered, list)]

@@ -1,8 +1,8 @@
 """Bodies for task 4.7: training that is asked to stop.
 
-In the simulated world ranks are threads, which get no signals; so handlers are noted there, and
-called as the interpreter would. Processes get real signals. Whatever reaches somebody else than the
-request, while that should catch it, is noted too.
+In the simulated world ranks are threads, which get no signals: handlers are noted there, and called
+as the interpreter would. Processes get real signals. A signal that reaches anything but the request
+that should catch it is noted too.
 """
 
 import os
@@ -16,19 +16,20 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from judging.calls import typed
+from judging.tensors import given_group
 
 SAVE_S = 20e-3
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_handlers: dict[tuple[int, int], Any] = {}  # of simulated ranks: (thread, signal) -> handler
+_handlers: dict[tuple[int, int], Any] = {}  # (thread of a simulated rank, signal) -> handler
 
 
 class Plan(NamedTuple):
-    """When which rank is asked to stop.
+    """The signals to the ranks.
 
     Attributes:
-        arrivals: rank, step and signal; it comes while the rank computes this step.
-        signals: that are to be caught; empty: those that are by default.
-        num_steps: for which the ranks go on asking, whatever they hear.
+        arrivals: Rank, step and signal; it comes while the rank computes this step.
+        signals: Signals to be caught; empty for the default ones.
+        num_steps: Steps in which the ranks go on asking, whatever they hear.
     """
 
     arrivals: tuple[tuple[int, int, int], ...] = ()
@@ -40,8 +41,7 @@ def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
     """Train, and ask after every step whether to stop.
 
     Returns:
-        The answers; the steps that were computed to their end; the signals that are not handled as
-        before; and those that were not kept.
+        The answers, the steps that were computed to their end, and ``Signals.report``.
     """
     rank, computed, answers = dist.get_rank(group), [], []
     with _handled() as signals:
@@ -52,9 +52,7 @@ def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
                         signals.send(number)
                 computed.append(step)
                 answers.append(typed("agreed", stop.agreed(), bool))
-        changed = signals.changed()
-    found = {"answers": answers, "computed": computed, "changed": changed}
-    return {**found, "let through": signals.let_through}
+        return {"answers": answers, "computed": computed, **signals.report()}
 
 
 def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
@@ -71,30 +69,30 @@ def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
 
 
 def fail(lesson: Any) -> dict[str, Any]:
-    """Fail in a step; return the signals not handled as before, and whether the error came out."""
+    """Fail in a step; return whether the error came out, and ``Signals.report``."""
     signals, has_come_out = Signals(), False
-    mine = [_a_handler, signal.SIG_IGN, signal.getsignal(signal.SIGUSR2)]
-    signals.install(dict(zip(NUMBERS, mine, strict=True)))
+    handlers = [_a_handler, signal.SIG_IGN, signal.getsignal(signal.SIGUSR2)]
+    signals.install(dict(zip(NUMBERS, handlers, strict=True)))
     try:
         with lesson.StopRequest():
             raise ArithmeticError("in a step")
     except ArithmeticError:
         has_come_out = True
-    return {"changed": signals.changed(), "came out": has_come_out}
+    return {"came out": has_come_out, **signals.report()}
 
 
-def ask(lesson: Any, num_steps: int, group: Any = None) -> list[bool]:
-    """Ask again and again, without a signal: what that costs is counted."""
-    stop = lesson.StopRequest(group=group) if group else lesson.StopRequest()
+def ask(lesson: Any, num_steps: int) -> list[bool]:
+    """Ask again and again, without a signal."""
+    stop = lesson.StopRequest()
     return [typed("agreed", stop.agreed(), bool) for _ in range(num_steps)]
 
 
 def leave(lesson: Any, is_interrupted: bool, group: Any = None) -> dict[str, Any]:
-    """Stop as soon as all agree; each rank saves for another time.
+    """Stop as soon as all agree; each rank takes another time to save.
 
     Returns:
-        How often it has saved, when it had, when it left, with which code, None: it went on; and
-        the signals that were not kept.
+        The times of the saves and of leaving, the exit code (None: leave has returned), and
+        ``Signals.report``.
     """
     rank, saved_s, code = dist.get_rank(group), list[float](), None
     with _handled() as signals:
@@ -113,29 +111,25 @@ def leave(lesson: Any, is_interrupted: bool, group: Any = None) -> dict[str, Any
                     stop.leave(save)
         except SystemExit as exit:
             code = exit.code
-    found = {"saved_s": saved_s, "left_s": time.monotonic(), "code": code}
-    return {**found, "let through": signals.let_through}
+        left_s = time.monotonic()
+        return {"saved_s": saved_s, "left_s": left_s, "code": code, **signals.report()}
 
 
 def _request(lesson: Any, plan: Plan, group: Any) -> Any:
-    options = {"group": group} if group else {}
-    return (
-        lesson.StopRequest(plan.signals, **options)
-        if plan.signals
-        else lesson.StopRequest(**options)
-    )
+    signals = [plan.signals] if plan.signals else []
+    return lesson.StopRequest(*signals, **given_group(group))
 
 
 def _a_handler(number: int, frame: object) -> None:
-    """Do nothing: it stands for a handler of somebody else's."""
+    """Do nothing, in the place of a caller's handler."""
 
 
 class Signals:
     """Sends signals to this rank, and notes those that the request has not kept to itself.
 
     Attributes:
-        let_through: sentences about signals that reached a handler of before, or nobody.
-        before: what handles each signal outside of the with statement.
+        let_through: Sentences about signals that reached an earlier handler, or none.
+        before: Handlers outside of the with statement.
     """
 
     def __init__(self) -> None:
@@ -147,14 +141,16 @@ class Signals:
             signal.signal, signal.getsignal = _note, _noted  # type: ignore[assignment]
 
     def install(self, handlers: dict[int, Any]) -> None:
-        """Handle signals as a caller does who has his own reasons."""
+        """Handle signals as a caller does for reasons of its own."""
         for number, handler in handlers.items():
             signal.signal(number, handler)
             self.before[number] = signal.getsignal(number)
 
-    def changed(self) -> list[int]:
-        """Return the signals that are not handled as before."""
-        return [int(n) for n, was in self.before.items() if signal.getsignal(n) is not was]
+    def report(self) -> dict[str, list[str]]:
+        """Return the signals that are not handled as before, and those that were let through."""
+        changed = [n for n, handler in self.before.items() if signal.getsignal(n) is not handler]
+        names = [signal.Signals(number).name for number in changed]
+        return {"changed": names, "let through": self.let_through}
 
     def send(self, number: int) -> None:
         """Send a signal to this rank."""
@@ -168,7 +164,7 @@ class Signals:
             self._note(number, "met the default handling, which ends a process at once")
 
     def handle(self, number: int, frame: object) -> None:
-        """Stand for the handler of a caller, which might end the process."""
+        """Note a signal, in the place of a caller's handler, which might end the process."""
         self._note(number, "reached the handler that was there before the with statement")
 
     def _note(self, number: int, what: str) -> None:
@@ -177,7 +173,7 @@ class Signals:
 
 @contextmanager
 def _handled() -> Iterator[Signals]:
-    """Let a caller's own handler be there for all signals, and take it away in the end."""
+    """Install a caller's own handler for all signals, and remove it in the end."""
     signals = Signals()
     first = {number: signal.getsignal(number) for number in NUMBERS}
     signals.install(dict.fromkeys(NUMBERS, signals.handle))

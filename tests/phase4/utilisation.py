@@ -4,7 +4,6 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from judging.calls import typed
+from judging.tensors import given_group
 
 BYTES_OF_BALLAST = 160 * 2**20
 
@@ -22,21 +22,61 @@ def rate(
     lesson: Any, function: str, by_rank: Sequence[Sequence[float]], group: Any = None
 ) -> float:
     """Call ``throughput`` or ``mfu`` with this rank's arguments."""
-    options = {"group": group} if group else {}
     mine = by_rank[dist.get_rank(group)]
-    return typed(function, getattr(lesson, function)(*mine, **options), float)
+    return typed(function, getattr(lesson, function)(*mine, **given_group(group)), float)
+
+
+Step = tuple[nn.Module, Callable[[], object]]
+
+
+def _layers(frozen: int | None, m: int, k: int, h: int, n: int) -> tuple[nn.Sequential, Tensor]:
+    model = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Dropout(), nn.Linear(h, n))
+    if frozen is not None:
+        model[frozen].requires_grad_(False)
+    return model, torch.randn(m, k)
+
+
+def _trained(frozen: int | None, *sizes: int) -> Step:
+    model, x = _layers(frozen, *sizes)
+    return model, lambda: model(x).sum().backward()
+
+
+def _forward(*sizes: int) -> Step:
+    model, x = _layers(None, *sizes)
+    return model, lambda: model(x)
+
+
+def _recomputed(*sizes: int) -> Step:
+    model, x = _layers(None, *sizes)
+    recomputed: Any = checkpoint
+    return model, lambda: recomputed(lambda: model(x), use_reentrant=False).sum().backward()
+
+
+def _convolution(m: int, channels: int, filters: int, width: int) -> Step:
+    model, x = nn.Conv2d(channels, filters, 3, padding=1), torch.randn(m, channels, width, width)
+    return model, lambda: model(x).sum().backward()
+
+
+STEPS: dict[str, Callable[..., Step]] = {
+    "trained": lambda *sizes: _trained(None, *sizes),
+    "frozen first layer": lambda *sizes: _trained(0, *sizes),
+    "frozen last layer": lambda *sizes: _trained(3, *sizes),
+    "forward only": _forward,
+    "recomputed": _recomputed,
+    "convolution": _convolution,
+}
 
 
 def count(lesson: Any, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
     """Count the FLOPs of a step.
 
     Returns:
-        What was counted and printed, how often the step was called, and what is not as after a
-        step that nobody counts: gradients, the state of torch's generator.
+        The count, the output that was printed, the number of calls of the step, and the names of
+        what differs from a step that was not counted.
     """
     torch.manual_seed(5)
     model, step = STEPS[kind](*sizes)
-    calls, printed, drawn = [], StringIO(), torch.get_rng_state()
+    calls, printed, generator = [], StringIO(), torch.get_rng_state()
 
     def counted() -> None:
         calls.append(kind)
@@ -44,13 +84,14 @@ def count(lesson: Any, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
 
     with redirect_stdout(printed):
         flops = typed("count_flops", lesson.count_flops(counted), int)
-    found, counted_drawn = _taken_gradients(model), torch.get_rng_state()
-    torch.set_rng_state(drawn)
+    gradients, generator_after = _taken_gradients(model), torch.get_rng_state()
+    torch.set_rng_state(generator)
     step()
-    uncounted, uncounted_drawn = _taken_gradients(model), torch.get_rng_state()
-    is_same = len(found) == len(uncounted) and all(map(torch.equal, found, uncounted))
+    uncounted = _taken_gradients(model)
+    is_same = len(gradients) == len(uncounted) and all(map(torch.equal, gradients, uncounted))
+    is_drawn_alike = generator_after.equal(torch.get_rng_state())
     other = [] if is_same else ["the gradients"]
-    other += [] if counted_drawn.equal(uncounted_drawn) else ["the state of torch's generator"]
+    other += [] if is_drawn_alike else ["the state of torch's generator"]
     return {"flops": flops, "calls": len(calls), "printed": printed.getvalue(), "other": other}
 
 
@@ -60,67 +101,26 @@ def _taken_gradients(model: nn.Module) -> list[Tensor]:
     return gradients
 
 
-Step = Callable[[], object]
-
-
-def _two_layers(m: int, k: int, h: int, n: int) -> tuple[nn.Sequential, Tensor]:
-    model = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Dropout(), nn.Linear(h, n))
-    return model, torch.randn(m, k)
-
-
-def _trained(m: int, k: int, h: int, n: int) -> tuple[nn.Module, Step]:
-    model, x = _two_layers(m, k, h, n)
-    return model, lambda: model(x).sum().backward()
-
-
-def _frozen(layer: int, m: int, k: int, h: int, n: int) -> tuple[nn.Module, Step]:
-    model, x = _two_layers(m, k, h, n)
-    model[layer].requires_grad_(False)
-    return model, lambda: model(x).sum().backward()
-
-
-def _forward(m: int, k: int, h: int, n: int) -> tuple[nn.Module, Step]:
-    model, x = _two_layers(m, k, h, n)
-    return model, lambda: model(x)
-
-
-def _recomputed(m: int, k: int, h: int, n: int) -> tuple[nn.Module, Step]:
-    model, x = _two_layers(m, k, h, n)
-    return model, lambda: checkpoint(lambda: model(x), use_reentrant=False).sum().backward()  # type: ignore[union-attr]
-
-
-def _convolution(m: int, channels: int, filters: int, width: int) -> tuple[nn.Module, Step]:
-    model, x = nn.Conv2d(channels, filters, 3, padding=1), torch.randn(m, channels, width, width)
-    return model, lambda: model(x).sum().backward()
-
-
-STEPS: dict[str, Callable[..., tuple[nn.Module, Step]]] = {
-    "trained": _trained,
-    "frozen first layer": partial(_frozen, 0),
-    "frozen last layer": partial(_frozen, 3),
-    "forward only": _forward,
-    "recomputed": _recomputed,
-    "convolution": _convolution,
-}
-
-
-def process_memory(lesson: Any) -> dict[str, Any]:
+def process_memory(lesson: Any) -> tuple[int, int, int]:
     """Ask for the peak of this process, after it has held much more than it does now.
 
     Returns:
-        What was told; and what the system tells right before and after that.
+        The answer, between what the system says right before and right after it.
     """
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
     ballast = torch.ones(BYTES_OF_BALLAST, dtype=torch.uint8)
     del ballast
-    bounds = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes]
-    told = typed("peak_memory_bytes", lesson.peak_memory_bytes(torch.device("cpu")), int)
-    bounds.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)
-    return {"told": told, "bounds": bounds}
+    before = _max_rss_bytes()
+    answer = typed("peak_memory_bytes", lesson.peak_memory_bytes(torch.device("cpu")), int)
+    return before, answer, _max_rss_bytes()
+
+
+def _max_rss_bytes() -> int:
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def gpu_memory(lesson: Any, index: int, num_bytes: int) -> Any:
-    """Ask for the peak of a GPU that is not there, and of which torch tells what it is told to."""
+    """Ask for the peak of a GPU that is not there; torch's functions add its index to a number."""
 
     def peak(device: Any = None) -> int:
         if device is None:  # the current one, which is GPU 0

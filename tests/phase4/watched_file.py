@@ -1,6 +1,6 @@
-"""What a file has held at any moment, also between two calls of one line.
+"""The contents of a file at any moment, also between two calls of one line.
 
-Python tells of what is about to happen to a file, by audit events: it is opened and emptied, cut,
+Python announces what it is about to do to a file, by audit events: it is opened and emptied, cut,
 renamed, removed. And between two lines of Python the file is looked at.
 """
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from phase4.file_history import listening
 
-class Watched:
-    """A file, and all that was seen in it since it is watched, in order."""
 
+class _Watch:
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.seen: list[bytes] = []
-        self.is_looking = False
+        self.path, self.contents, self.is_looking = path, list[bytes](), False
 
     def look(self) -> None:
-        """Note what is there now; nothing, if there is no file."""
+        """Note the content, b"" if there is no file."""
         self._note(self._content(self.path))
 
-    def expect(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note what will be there after an event."""
+    def announce(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Note what the content will be after an event."""
+        if self.is_looking or event not in ("open", "os.truncate", "os.remove", "os.rename"):
+            return
         first, *others = arguments
         if event == "open" and (others[-1] or 0) & os.O_TRUNC and self._is_it(first):
             self._note(b"")
@@ -46,7 +46,7 @@ class Watched:
     def _is_it(self, file: Any) -> bool:
         try:
             return os.path.samefile(file, self.path)
-        except (OSError, TypeError, ValueError):  # it isn't there, or there is none
+        except (OSError, TypeError, ValueError):  # it doesn't exist, or has no name
             return False
 
     def _content(self, path: Path) -> bytes:
@@ -59,32 +59,19 @@ class Watched:
             self.is_looking = False
 
     def _note(self, content: bytes) -> None:
-        if not self.seen or self.seen[-1] != content:
-            self.seen.append(content)
-
-
-_watched: list[Watched] = []
+        if not self.contents or self.contents[-1] != content:
+            self.contents.append(content)
 
 
 @contextmanager
-def watched(path: Path) -> Iterator[Watched]:
-    """Watch a file meanwhile."""
-    if not hasattr(sys, "_watches_one_file"):
-        sys.addaudithook(_hear)  # can't be taken back
-        sys._watches_one_file = True  # type: ignore[attr-defined]
-    file, before = Watched(path), sys.gettrace()
-    file.look()
-    _watched.append(file)
-    sys.settrace(file.trace)
-    try:
-        yield file
-    finally:
-        sys.settrace(before)
-        _watched.clear()
-        file.look()
-
-
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    is_told = event in ("open", "os.truncate", "os.remove", "os.rename")
-    if is_told and _watched and not _watched[0].is_looking:
-        _watched[0].expect(event, arguments)
+def watched(path: Path) -> Iterator[list[bytes]]:
+    """Watch a file meanwhile; yield its contents, in order."""
+    watch, before = _Watch(path), sys.gettrace()
+    watch.look()
+    with listening(watch.announce):
+        sys.settrace(watch.trace)
+        try:
+            yield watch.contents
+        finally:
+            sys.settrace(before)
+    watch.look()

@@ -1,0 +1,76 @@
+"""The two things that nearly all judges do: run a body on ranks, and compare with what is right."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distlab.grade import Grade, Run, WrongResult, check
+from judging.checks import is_close, of_members, short_beside
+from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+
+
+def expect(what: str, found: Any, right: Any, cause: str = "", tolerance: float = 0.0) -> None:
+    """Check a value; the message says what was expected, what came, and the likely cause.
+
+    Args:
+        what: Subject of the message, with the rank: "rank 1 of 3: the mean".
+        found: Value of the learner's.
+        right: Expected value.
+        cause: Sentences that follow.
+        tolerance: Greatest difference between numbers.
+    """
+    check(
+        is_close(found, right, tolerance),
+        f"{what} should be {short_beside(right, found)}; it is {short_beside(found, right)}. "
+        f"{cause}",
+    )
+
+
+def expect_on_all_ranks(what: str, by_rank: Sequence[Any], right: Any, cause: str = "") -> None:
+    """Check a value that is the same on all ranks, ``what`` being its name."""
+    for rank, found in enumerate(by_rank):
+        expect(f"rank {rank} of {len(by_rank)}: {what}", found, right, cause)
+
+
+def results_in_group(grade: Grade, body: Callable[..., Any], *args: object) -> list[Any]:
+    """Run a body inside a group whose ranks have other numbers in the world; results by rank."""
+    run = grade.run(inside_group, OUTER_WORLD_SIZE, body, *args, if_stuck=STUCK_IN_GROUP)
+    return of_members(run)
+
+
+def check_small(run: Run, num_collectives: int, num_bytes: int, what: str) -> None:
+    """Check the cost of gathering or reducing a few numbers.
+
+    Args:
+        run: Run of the simulated world.
+        num_collectives: Largest number of collectives that a rank may call.
+        num_bytes: Largest number of bytes that a rank may contribute, in all.
+        what: Name of the function.
+    """
+    most = num_bytes * 2 * (len(run.results) - 1)
+    for rank, (calls, sent) in enumerate(zip(run.collectives, run.bytes_sent, strict=True)):
+        check(
+            calls <= num_collectives,
+            f"{what} should call at most {num_collectives} collectives; rank {rank} of "
+            f"{len(run.results)} called {calls}. Put all numbers into one tensor; gathering "
+            "objects takes several collectives.",
+        )
+        check(
+            sent <= most,
+            f"{what}: rank {rank} of {len(run.results)} sent {sent:g} bytes, and {most} are "
+            f"enough for {num_bytes} bytes from each rank. Send a tensor with these numbers alone.",
+        )
+
+
+def floats(function: str, values: Sequence[Any]) -> tuple[float, ...]:
+    """Return values that a lesson has returned, if they are Python's numbers.
+
+    Raises:
+        WrongResult: One of them is a tensor, say, which keeps memory and prints as a tensor.
+    """
+    for value in values:
+        if not isinstance(value, int | float):
+            raise WrongResult(
+                f"{function} should return Python's own numbers; {value!r:.50} is a "
+                f"{type(value).__name__}"
+            )
+    return tuple(map(float, values))

@@ -1,0 +1,244 @@
+"""Bodies for tasks 4.9 to 4.12: gradients that are averaged in compressed form."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.grade import WrongResult
+from distlab.util.text import counted
+from judging.calls import case_told, pair, returned, typed
+from judging.tensors import given_group
+from phase4_production.given import Reduced
+
+GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}  # inexact in fewer bits
+
+
+class Case(NamedTuple):
+    """A gradient.
+
+    Attributes:
+        n: Number of entries.
+        dtype: Name of its dtype.
+        kind: "normal" for random numbers. "zeros". "equal" for plus or minus 1. "strided" for every
+            second of twice as many random numbers. "nan" for small numbers, of which the last rank
+            has a NaN. "uneven" for random numbers below 1, but for 3r entries of rank r, which are
+            plus or minus 1 or 2.
+        seed: Seed of the numbers.
+    """
+
+    n: int
+    dtype: str = "float32"
+    kind: str = "normal"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        kind = "" if self.kind == "normal" else f" ({self.kind})"
+        return f"{counted(self.n, 'entry', 'entries')}, {self.dtype}{kind}"
+
+
+class How(NamedTuple):
+    """The function that reduces, and its argument: a fraction, a least magnitude or a codec."""
+
+    name: str
+    argument: Any
+
+
+def gradient_of(case: Case, rank: int, num_ranks: int) -> Tensor:
+    """Return a rank's gradient."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+    x = torch.randn(2 * case.n, generator=generator, dtype=torch.float64)
+    if case.kind == "uneven":
+        x = x.sign() * (x.abs() % 0.9 + 0.05)
+        count = min(3 * rank, case.n)
+        places = torch.randperm(case.n, generator=generator)[:count]
+        x[places] = (1.0 + torch.arange(count) % 2) * x[places].sign()
+    if case.kind == "equal":
+        x = x.sign()
+    if case.kind == "zeros":
+        x = torch.zeros_like(x)
+    if case.kind == "nan":
+        x = x / 100
+        x[case.n // 2] = torch.nan if rank == num_ranks - 1 else 0.5
+    x = x.to(getattr(torch, case.dtype))
+    return x[::2] if case.kind == "strided" else x[: case.n].clone()
+
+
+class Exact:
+    """A lossless codec: the codes are the bytes of each half number, and the scale is 2."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scale."""
+        return (x.float() / 2).contiguous().view(torch.uint8), torch.tensor(2.0)
+
+    def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
+        """Return the numbers that the codes stand for."""
+        return payload[: 4 * n].clone().view(torch.float32) * scale
+
+
+def reducer(lesson: Any, how: How, group: Any = None) -> Any:
+    """Return a function of a gradient that calls the learner's."""
+    options = given_group(group)
+    if how.name == "random_k":
+        generator = torch.Generator().manual_seed(7)
+        return lambda x: lesson.random_k(x, how.argument, generator, **options)
+    if how.name == "quantized":
+        codec = Exact() if how.argument == "Exact" else getattr(lesson, how.argument)()
+        return lambda x: lesson.quantized(x, codec, **options)
+    return lambda x: getattr(lesson, how.name)(x, how.argument, **options)
+
+
+def parts_of(name: str, reduced: Any) -> tuple[Tensor, Tensor]:
+    """Return the mean and what was sent.
+
+    Raises:
+        WrongResult: The learner's function returned anything but a Reduced of two tensors.
+    """
+    parts = getattr(returned(name, reduced), "mean", None), getattr(reduced, "sent", None)
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise WrongResult(
+            f"{name} should return a Reduced (given.py), with the tensors mean and sent; it "
+            f"returned a {type(reduced).__name__}, {reduced!r:.60}"
+        )
+    return parts  # type: ignore[return-value]
+
+
+def reduce_one(name: str, gradient: Tensor, reduce: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Reduce a gradient; return mean and sent, their dtypes and shapes, and whether it changed."""
+    before, memory = gradient.clone(), gradient.detach()
+    mean, sent = parts_of(name, reduce(gradient))
+    return {
+        "mean": mean.double().flatten().tolist(),
+        "sent": sent.double().flatten().tolist(),
+        "kinds": [[str(part.dtype)[6:], [*part.shape]] for part in (mean, sent)],
+        "changed": not torch.equal(memory.nan_to_num(99.0), before.nan_to_num(99.0)),
+    }
+
+
+def reduce_all(
+    lesson: Any, how: How, cases: Sequence[Case], group: Any = None
+) -> list[dict[str, Any]]:
+    """Reduce a gradient of each case."""
+    torch.manual_seed(dist.get_rank(group))  # the global generator differs between ranks
+    reduce = reducer(lesson, how, group)
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    results = []
+    for case in cases:
+        with case_told(f"of {case}"):
+            results.append(reduce_one(how.name, gradient_of(case, rank, num_ranks), reduce))
+    return results
+
+
+def reduce_long(lesson: Any, how: How, n: int, place: int) -> list[list[int]]:
+    """Reduce a long gradient with one number at ``place``; return where mean and sent have some."""
+    gradient = torch.zeros(n, dtype=torch.bfloat16)
+    gradient[place] = 4.0
+    parts = parts_of(how.name, reducer(lesson, how)(gradient))
+    return [part.nonzero().flatten().tolist() for part in parts]
+
+
+def draw_often(lesson: Any, n: int, fraction: float, calls: int) -> dict[str, Any]:
+    """Call random_k again and again; return the places of each call, and the generator's state."""
+    torch.manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(99)
+    before = generator.get_state()
+    all_sent = [
+        parts_of("random_k", lesson.random_k(torch.ones(n), fraction, generator))[1]
+        for _ in range(calls)
+    ]
+    state = generator.get_state()
+    return {
+        "places": [sent.nonzero().flatten().tolist() for sent in all_sent],
+        "is drawn from": not torch.equal(before, state),
+        "state": state.double().sum().item(),
+    }
+
+
+def targets(n: int, rank: int, num_ranks: int) -> Tensor:
+    """Return the minimum of a rank's loss: far from the others' in the first two places."""
+    far = 6.0 * (2 * rank - (num_ranks - 1))
+    target = torch.linspace(1.0, 2.0, n)
+    target[::3] *= -1
+    target[0], target[1] = far, 1 - far
+    return target
+
+
+def train(lesson: Any, how: How, n: int, num_steps: int, feedback: str) -> list[float]:
+    """Minimize the mean over all ranks of ½|x - target|², with error feedback; return x.
+
+    Args:
+        lesson: Lesson of the learner.
+        how: Compressor.
+        n: Number of parameters.
+        num_steps: Number of steps.
+        feedback: "lesson" for the learner's reduce_with_feedback, "own" for the tests'.
+    """
+    reduce = reducer(lesson, how)
+    target = targets(n, dist.get_rank(), dist.get_world_size())
+    x, residual = torch.zeros(n), torch.zeros(n)
+    for step in range(num_steps):
+        gradient = x - target
+        if feedback == "lesson":
+            mean = lesson.reduce_with_feedback(gradient, residual, reduce)
+            returned("reduce_with_feedback", mean)
+        else:
+            mean, sent = parts_of(how.name, reduce(gradient + residual))
+            residual += gradient - sent
+        x = x - 0.2 / (1 + 0.02 * step) * mean
+    return x.tolist()
+
+
+def feed(lesson: Any, n: int, dtype: str, num_steps: int) -> list[dict[str, Any]]:
+    """Call reduce_with_feedback, on one rank, with a reduce that returns random numbers.
+
+    The residual is a part of a longer tensor, and not contiguous.
+
+    Returns:
+        The tensors that went into each step and came out of it.
+    """
+    generator = torch.Generator().manual_seed(n)
+    residual = torch.zeros(2 * n, dtype=getattr(torch, dtype))[::2]
+    memory = residual.detach()
+    steps = []
+    for _ in range(num_steps):
+        gradient, sent, mean = (
+            (torch.randint(-40, 40, (n,), generator=generator) * GRAINS[dtype]).to(residual.dtype)
+            for _ in range(3)
+        )
+        step = {"gradient": gradient.tolist(), "sent": sent.tolist(), "mean": mean.tolist()}
+        step |= {"before": memory.tolist(), "calls": []}
+
+        def reduce(x: Tensor, step: Any = step, mean: Any = mean, sent: Any = sent) -> Any:
+            step["calls"].append(x.tolist())
+            return Reduced(mean, sent)
+
+        function = "reduce_with_feedback"
+        result = typed(function, lesson.reduce_with_feedback(gradient, residual, reduce), Tensor)
+        step |= {"returned": result.tolist(), "after": memory.tolist()}
+        steps.append({**step, "changed": gradient.tolist() != step["gradient"]})
+    return steps
+
+
+def code(lesson: Any, name: str, x: list[float], dtype: str) -> dict[str, Any]:
+    """Encode and decode numbers, and decode them again with more bytes after their codes."""
+    codec = getattr(lesson, name)()
+    tensor = torch.tensor(x, dtype=getattr(torch, dtype))
+    before = tensor.clone()
+    with case_told(f"of {len(x)} numbers, {dtype}"):
+        payload, scale = pair(f"{name}.encode", codec.encode(tensor), "the codes and the scale")
+        payload, scale = (typed(f"{name}.encode", part, Tensor) for part in (payload, scale))
+        longer = torch.cat([payload, torch.tensor([255, 0, 129], dtype=payload.dtype)])
+        decoded, again = (
+            typed(f"{name}.decode", codec.decode(codes, scale, len(x)), Tensor)
+            for codes in (payload, longer)
+        )
+    parts = {"codes": payload, "scale": scale, "decoded numbers": decoded}
+    return {
+        "kinds": {what: [str(part.dtype)[6:], [*part.shape]] for what, part in parts.items()},
+        "scale": float(scale.sum()),
+        "decoded": decoded.tolist(),
+        "longer": again.tolist(),
+        "changed": not torch.equal(tensor.nan_to_num(99.0), before.nan_to_num(99.0)),
+    }
