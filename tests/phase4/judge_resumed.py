@@ -38,19 +38,22 @@ def _different(prints: Mapping[str, str], right: Mapping[str, str]) -> list[str]
 
 
 def _check_runs(results: Sequence[Found], where: str = "") -> None:
-    for rank, found in enumerate(results):
-        who = f"{where}rank {rank} of {len(results)}"
+    """Check all ranks after each thing that was done, so that causes are met before effects."""
+    names = [f"{where}rank {rank} of {len(results)}" for rank in range(len(results))]
+    for name, found in zip(names, results, strict=True):
         expect(
-            f"{who}: the fingerprints of what state_dict returns, compared with rank 0's",
+            f"{name}: the fingerprints of what state_dict returns, compared with rank 0's",
             *(found["states"], results[0]["states"]),
             "The state is the same on all ranks: gather the generators of all ranks on all.",
         )
-        for step, done, prints in found["prints"]:
-            _check_prints(prints, found["right"][step], f"{who} has {done} in step {step}", results)
-        expect(
-            f"{who}: the samples of each step of the interrupted run",
-            *(found["resumed batches"], found["batches"]),
-        )
+    for by_rank in zip(*(found["prints"] for found in results), strict=True):
+        for name, found, (step, done, prints) in zip(names, results, by_rank, strict=True):
+            _check_prints(
+                prints, found["right"][step], f"{name} has {done} in step {step}", results
+            )
+    for name, found in zip(names, results, strict=True):
+        what = f"{name}: the samples of each step of the interrupted run"
+        expect(what, found["resumed batches"], found["batches"])
 
 
 def _check_prints(
@@ -65,7 +68,7 @@ def _check_prints(
     taken = [n for n in different if n in GENERATORS and prints[n] in all_of_0]
     only = [] if {*different} & {*PARTS} - {"sampler"} else [n for n in LOST if n in different]
     cause = LOST[only[0]] if only else "Every part is saved, and loaded."
-    if taken and prints is not results[0]:
+    if taken:
         cause = (
             f"The generator of {taken[0]} is that of rank 0 now. Each rank draws other numbers, "
             "so the state holds the generators of all ranks, also where rank 0 alone writes it."
