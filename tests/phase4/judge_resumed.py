@@ -68,7 +68,7 @@ def _check_prints(
     taken = [n for n in different if n in GENERATORS and prints[n] in all_of_0]
     only = [] if {*different} & {*PARTS} - {"sampler"} else [n for n in LOST if n in different]
     cause = LOST[only[0]] if only else "Every part is saved, and loaded."
-    if taken:
+    if taken and right not in results[0]["right"]:
         cause = (
             f"The generator of {taken[0]} is that of rank 0 now. Each rank draws other numbers, "
             "so the state holds the generators of all ranks, also where rank 0 alone writes it."

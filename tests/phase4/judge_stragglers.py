@@ -27,7 +27,7 @@ CAUSES = (  # of verdicts with wrong ranks, parts or ratios
 
 
 def _in_words(verdict: Verdict) -> str:
-    stragglers = (f"rank {r} by its {part}, ratio {ratio:.6g}" for r, part, ratio in verdict)
+    stragglers = (f"rank {r} by its {part}, ratio {ratio:.12g}" for r, part, ratio in verdict)
     return ", ".join(stragglers) or "no straggler"
 
 

@@ -150,13 +150,13 @@ def _split(lesson: Any, program: Sequence[Event]) -> tuple[list[Times], float]:
     return ended, last_s - made_s - sum(step_s for step_s, *_ in ended)
 
 
-def _taken(times: Any) -> Times:
+def _taken(times: Any, function: str = "end_step") -> Times:
     """Return the numbers of a StepTimes."""
     if type(times).__name__ != "StepTimes":
-        kind = type(returned("end_step", times)).__name__
+        kind = type(returned(function, times)).__name__
         raise WrongResult(f"there should be StepTimes of given.py; there is a {kind}")
     fields = (times.step_s, times.data_s, times.compute_s, times.communication_s)
-    return floats("end_step", fields)
+    return floats(function, fields)
 
 
 def mistype(lesson: Any, name: str) -> dict[str, Any]:
@@ -233,4 +233,4 @@ def gather(lesson: Any, by_rank: Sequence[Times], group: Any = None) -> list[Tim
     """Gather times that differ on all ranks."""
     mine = StepTimes(*by_rank[dist.get_rank(group)])
     gathered = lesson.gather_times(mine, **given_group(group))
-    return [_taken(times) for times in typed("gather_times", gathered, list)]
+    return [_taken(times, "gather_times") for times in typed("gather_times", gathered, list)]
