@@ -1,4 +1,4 @@
-"""What all process groups have in common: the many forms of a call become one ``Call``.
+"""Base of all process groups: the many forms of a call become one ``Call``.
 
 Each method says what must agree between the ranks, how many bytes the collective is about, which
 tensors go in and where the results go. A world adds how ranks meet and how messages travel.
@@ -37,14 +37,14 @@ class BaseGroup(dist.ProcessGroup):
     A world's own group defines ``send``, ``recv``, ``recv_anysource`` and ``_take_part``.
 
     Args:
-        rank: this rank inside the group.
-        size: how many ranks the group has.
-        name: tells groups apart; equal on all ranks that created the same one.
+        rank: Number of this rank inside the group.
+        size: Number of ranks of the group.
+        name: Name of the group, equal on all ranks that created it.
 
     Attributes:
-        counts: the collectives that this rank has called on this group.
-        adds_sparse: this world can sum sparse tensors in ``all_reduce``.
-        has_uneven_reduce_scatter: ranks may get parts of different sizes.
+        counts: Collectives that this rank has called on this group.
+        adds_sparse: True if this world can sum sparse tensors in ``all_reduce``.
+        has_uneven_reduce_scatter: True if ranks may get parts of different sizes.
     """
 
     world_name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""What one rank asks of a collective, in whatever form ``torch.distributed`` was called."""
+"""One rank's call of a collective, in whatever form ``torch.distributed`` was called."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class Call:
 
     Attributes:
         name: "all_reduce", a key of ``moves.MOVES``.
-        must_agree: what has to be equal on all ranks, by the word a report uses for it.
-        num_bytes: of the whole buffer, as in the cost formulas.
+        must_agree: Values that have to be equal on all ranks, by the word a report uses for each.
+        num_bytes: Bytes of the whole buffer, as in the cost formulas.
         inputs, outputs: this rank's tensors. Of several all-gathered or reduce-scattered at once,
             the parts of the first for all ranks, then those of the second, …
-        root: rank inside the group.
-        op: the reduction, if it is one.
-        is_coalesced: it stands for several calls, one for each of the inputs.
+        root: Number of the root inside the group.
+        op: Reduction, if it is one.
+        is_coalesced: True if it stands for several calls, one for each of the inputs.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Call:
 
 
 class Form(NamedTuple):
-    """What a report says about a tensor, without the tensor."""
+    """Shape and dtype of a tensor for a report, without the tensor."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What is refused at the call, in the rank that makes it, before another rank waits for it.
+"""Refusals at the call, in the rank that makes it, before another rank waits for it.
 
 Whatever gloo or NCCL refuse, or silently get wrong, is refused here, so that a program that runs in
 one world runs in all of them. The error is the RuntimeError that gloo raises; for a rank that the

@@ -1,4 +1,4 @@
-"""How many collectives a rank has called on a group, and of how many bytes."""
+"""Collectives that a rank has called on a group, and their bytes."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What collectives do to tensors, given the calls of all ranks in group order.
+"""Effects of collectives on tensors, given the calls of all ranks in group order.
 
 Sums are made in the order of the ranks, whichever came first, in the dtype of the tensors.
 """
@@ -103,7 +103,7 @@ def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
 
 def _write(output: Tensor, value: Tensor) -> None:
     if output.is_sparse:
-        with torch.no_grad():  # what is detached from it has elements of its own
+        with torch.no_grad():  # a detached sparse tensor would have elements of its own
             output.copy_(value)
     else:
         output.detach().copy_(value.detach().reshape(output.shape))

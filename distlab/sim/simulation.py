@@ -134,7 +134,7 @@ class Simulation:
     @contextlib.contextmanager
     def _process_prepared(self) -> Iterator[None]:
         faults = self.options.faults
-        home = patches.Home(
+        rank_host = patches.RankHost(
             self.clock,
             self.rank_states,
             self.groups,
@@ -147,7 +147,7 @@ class Simulation:
             self.mailbox.lanes,
         )
         dying = deaths.due(faults, self.scheduler, self.clock, self.rank_states)
-        with patches.installed(home), host.prepared(), dying:
+        with patches.installed(rank_host), host.prepared(), dying:
             yield
 
     def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
@@ -160,7 +160,9 @@ class Simulation:
             raise
         except BaseException as error:  # torch has some, too, such as CheckpointException
             number = rank.number
-            is_check = isinstance(error, AssertionError)  # of what was read too early?
+            is_check = isinstance(
+                error, AssertionError
+            )  # perhaps of a tensor that was read too early
             below = (
                 self.refusals.outside_note(number),
                 self.handles.note_of_failed(number) if is_check else "",
@@ -175,9 +177,9 @@ class Simulation:
         return doing_of_others(mine, self.scheduler.ranks, self.places, self._history())
 
     def _exit_process(self, status: int) -> None:
-        """End the world, because a rank calls ``os._exit``: it runs no clean-up, and nor can they.
+        """End the world, because a rank calls ``os._exit``: no rank runs a clean-up.
 
-        The other ranks' processes would go on, and fail as soon as they need this one.
+        The other ranks' processes would continue, and fail as soon as they need this one.
         """
         rank = self.rank_states.current
         site = self.places.call_site()[0]
@@ -200,7 +202,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def _in_another_thread(self) -> Iterator[None]:
-        """Be inside of what a rank's first thread is inside of."""
+        """Enter the same contexts (device, autograd mode) as the rank's first thread."""
         device = self.devices[self.rank_states.current] if self.devices else None
         self.groups.show()
         inside = device.in_another_thread() if device else contextlib.nullcontext()
@@ -210,7 +212,7 @@ class Simulation:
     # The end
 
     def _note_what_is_left(self) -> None:
-        """List operations that never met, and handles for which nobody has waited.
+        """List operations that never met, and handles that were never waited for.
 
         Raises:
             Mismatch: in strict mode, an operation never met.
@@ -276,14 +278,13 @@ def simulate(
     """Run ``fn(*args)`` on ``num_ranks`` simulated ranks, in this process.
 
     Args:
-        fn: called in every rank, inside an initialised ``torch.distributed`` world.
+        fn: Function of every rank, inside an initialised ``torch.distributed`` world.
         num_ranks: 1 to 1024.
-        cluster: a cluster, the name of a preset (as many nodes as the ranks need), or None: one
-            node with a switch and a GPU per rank.
-        options: how to simulate.
+        cluster: Cluster, name of a preset (as many nodes as the ranks need), or None: one node with
+            a switch and a GPU per rank.
         joined: False: the ranks are in no process group yet, as under torchrun.
-        running: where to note the rank that runs, followed by the thread of every rank, for a
-            supervisor in another process.
+        running: Memory in which a supervisor in another process reads the number of the running
+            rank, followed by the thread of every rank.
 
     Returns:
         Results by rank, the trace, the virtual time.

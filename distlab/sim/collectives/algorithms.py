@@ -88,11 +88,11 @@ def plan(
             is known, what NCCL would do (`protocols`). Elsewhere the plan of the table whose rounds
             take the least time (`round_s`, of shared links); among equals, the one with the fewest
             transfers.
-        gpus: of the ranks of the group, in the order of the ring.
+        gpus: GPUs of the ranks of the group, in the order of the ring.
         num_bytes: all_reduce, reduce, broadcast: of the tensor. all_gather, reduce_scatter: of
             all shards together. scatter, gather: of all that the root sends or gets, its own part
             included. all_to_all: of what one rank sends, its own part included. barrier: 0.
-        root: index into ``gpus``; of reduce, broadcast, scatter and gather.
+        root: Index into ``gpus``, for reduce, broadcast, scatter and gather.
 
     Raises: ValueError: for an unknown name or root; says what is valid.
     Cost: 1024 GPUs: below 1 ms for a ring or a tree, 3 ms where all are busy in lg p rounds, 0.1 s

@@ -1,4 +1,4 @@
-"""What NCCL does: rings and double trees over all NICs at once, and sums inside the switches.
+"""NCCL: rings and double trees over all NICs at once, and sums inside the switches.
 
     channel    one of C copies of a ring or tree; each carries 1/C of the bytes, and enters and
                leaves a node through a NIC of its own, so that all NICs are busy
@@ -35,19 +35,19 @@ from distlab.sim.collectives.phases import Transfer
 from distlab.sim.hardware.cluster import Cluster
 
 Nodes = Sequence[Sequence[int]]  # the GPUs of each node; a root is the very first
-Bytes = defaultdict[tuple[int, int], float]  # by src and dst GPU
+Bytes = defaultdict[tuple[int, int], float]  # keys: src and dst GPU
 Travelling = tuple[list[Bytes], int, int]  # rounds, hops in nodes, hops between them
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """How one byte of the whole buffer travels.
+    """The ways of one byte of the whole buffer.
 
     Attributes:
         rounds: one after the other, but without a pause; each has one transfer for a pair of GPUs,
             of all channels together.
-        hops, net_hops: one after the other on the longest way, inside of nodes and between them.
-        cluster: on which it travels.
+        hops, net_hops: Number of hops of the longest way, inside nodes and between them.
+        cluster: Cluster on which it travels.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]

@@ -1,4 +1,4 @@
-"""Who sends how much to whom: the message patterns that collectives are made of.
+"""The message patterns of collectives: which rank sends how much to which.
 
     members   the GPUs of the group in the order of their positions 0 … p-1; a root is at position 0
     n         bytes of the whole buffer; a share of it is n/p
@@ -218,7 +218,7 @@ def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
     """Make the number of members a power of two: the surplus hand their buffers to a neighbour.
 
-    p = 6:  1→0  3→2, and 0 2 4 5 go on. What comes back at the end is this, mirrored.
+    p = 6:  1→0  3→2, and 0 2 4 5 continue. What comes back at the end is this, mirrored.
     """
     p = len(members)
     surplus = p - _power_of_two_from(p + 1) // 2

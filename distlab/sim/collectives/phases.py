@@ -18,11 +18,11 @@ class Phase:
     transfer takes 6 (latency + 250 bytes / bandwidth).
 
     Attributes:
-        transfers: at least one; the bytes are those of one round.
-        repeat: how often the pattern runs in a row.
-        latency_s: of each transfer in all, if its pieces pass through several GPUs; None: that of
-            its route, in every round.
-        bytes_on_links: of each transfer, if a protocol's flags come on top of its data.
+        transfers: Transfers of one round, at least one.
+        repeat: Number of rounds in a row.
+        latency_s: Latency of each transfer in all, if its pieces pass through several GPUs. None is
+            that of its route, in every round.
+        bytes_on_links: Bytes of each transfer with the flags of its protocol, if there are any.
     """
 
     transfers: tuple[Transfer, ...]

@@ -50,7 +50,7 @@ class Way:
 
     @property
     def seconds(self) -> float:
-        """How long it takes if nothing else is on the links."""
+        """Its duration if nothing else is on the links."""
         bytes_s = self.pattern.seconds(self.efficiency, self.net_efficiency)
         return self.latency_s + self.num_bytes * bytes_s
 

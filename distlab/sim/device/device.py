@@ -37,7 +37,7 @@ _innermost_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchMod
 
 
 class Gpu(Protocol):
-    """What a device needs to know about a GPU."""
+    """A GPU, as its device sees it."""
 
     @property
     def memory_bytes(self) -> float: ...
@@ -54,13 +54,13 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     still accounted for.
 
     Args:
-        gpu: its speed; arithmetic in a dtype it does not list runs as in float32.
-        advance: called with (seconds, operation) for each operation that takes time, after it ran.
-        capacity_bytes: how much memory there is; None: as much as the GPU has, or no limit.
-        slowdown: factor on all times; may change at any moment.
+        gpu: Speed of the GPU; arithmetic in a dtype it does not list runs as in float32.
+        advance: Function called with (seconds, operation) after each operation that takes time.
+        capacity_bytes: Size of the memory; None is that of the GPU, or no limit.
+        slowdown: Factor on all times, which may change at any moment.
     Attributes:
-        memory: what is held, and the peak.
-        flops, bytes_moved: totals of the operations so far; 0 without a GPU.
+        memory: Live tensors, and the peak.
+        flops, bytes_moved: Totals of the operations so far; 0 without a GPU.
     Raises: OutOfMemory: inside an operation whose results do not fit.
     Cost: about 15 us of real time per operation, 5 of them torch's; 12 without a GPU. On meta as
         much if it was called like this before, else 100 to 400.
@@ -234,10 +234,9 @@ class Devices:
     """One device for each rank.
 
     Args:
-        num_ranks: of the world.
-        gpu: which GPU they are; None: only their memory counts.
-        advance: lets the running rank's clock go on, by seconds.
-        capacity_bytes: of each; None: as much as the GPU has, or no limit.
+        gpu: Model of all of them; None accounts for memory alone.
+        advance: Function that lets the running rank's clock pass some seconds.
+        capacity_bytes: Memory of each; None is that of the GPU, or no limit.
         slow_ranks: rank -> factor by which its computation takes longer.
     """
 

@@ -1,4 +1,4 @@
-"""What one tensor operation costs: arithmetic done, and bytes read and written.
+"""Cost of a tensor operation: arithmetic done, and bytes read and written.
 
 A multiplication and an addition are two FLOPs, as in the published formulas. Only products count:
 matrix products, convolutions and fused attention; whatever works element by element is limited by
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-Formula = Callable[[Sequence[Any], Any], int]  # of an operation's arguments and its result
+Formula = Callable[[Sequence[Any], Any], int]  # arguments: those of the operation, and its result
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _SEQUENCES, _STRIDED = (list, tuple), torch.strided  # looked up for every operation
@@ -57,12 +57,12 @@ _FACTORIES = _names(
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the schema of an operation says of it; the same for every call."""
+    """Properties of an operation by its schema, the same for every call."""
 
     name: str
     flops: Formula | None
     is_composite: bool  # made of others; comes whole only where autograd is off for good
-    is_view: bool  # of its first argument
+    is_view: bool  # its result is a view of its first argument
     is_free: bool  # a view, metadata, an allocation or communication: no data moved by the device
     is_factory: bool
     is_repeatable: bool  # the shapes of its results follow from its arguments; it only computes
@@ -237,7 +237,7 @@ _FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), _matrix_product(left=1)),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    "mkldnn_rnn_layer": _recurrent_layer,  # what nn.LSTM becomes on CPU
+    "mkldnn_rnn_layer": _recurrent_layer,  # nn.LSTM on CPU
     "mkldnn_rnn_layer_backward": lambda args, out: 2 * _recurrent_layer(args, out),
     # What F.scaled_dot_product_attention becomes on CPU; unknown to torch (pytorch#195460).
     "_scaled_dot_product_flash_attention_for_cpu": _attention,

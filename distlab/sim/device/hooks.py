@@ -25,7 +25,7 @@ _plain_resize = UntypedStorage.resize_
 
 
 class Tracker(Protocol):
-    """What is told what happens to tensors."""
+    """Receiver of reports on what happens to tensors."""
 
     def meet(self, parameter: Tensor) -> None:
         """Note a parameter."""
@@ -131,7 +131,7 @@ def _after_step(optimizer: Optimizer, *arguments: object) -> None:
 
 
 def recognise_optimizer_state() -> None:
-    """Tell this thread's tracker what the optimizer that steps, or did last, has made so far."""
+    """Report to this thread's tracker the state that the current or latest optimizer has made."""
     tracker, optimizer = this_tracker(), getattr(_thread, "optimizer", lambda: None)()
     if tracker and optimizer is not None:
         _classify_state(tracker, optimizer)

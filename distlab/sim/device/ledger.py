@@ -25,7 +25,7 @@ class Block(ref[UntypedStorage]):
     nbytes: int
     category: Category
     since: int  # the change of the account that gave it its size
-    shape: tuple[int, ...]  # of the tensor it was made for
+    shape: tuple[int, ...]  # shape of the tensor for which it was made
     dtype: torch.dtype
 
 
@@ -33,9 +33,9 @@ class Account:
     """Live bytes by category, and a copy of them from the moment when there were most.
 
     Attributes:
-        live, peak: bytes by category.
-        live_bytes, peak_bytes: their sums.
-        blocks: what is alive, by id of the storage.
+        live, peak: Bytes by category.
+        live_bytes, peak_bytes: Their sums.
+        blocks: Live blocks by id of their storage.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Account:
 
     def find(self, storage: UntypedStorage) -> Block | None:
         """Return the block of a storage; None for memory that is not in the account."""
-        self.forget_dead()  # before a lookup: a new storage may have the id of a dead one
+        self.forget_dead()  # a lookup comes next: a new storage may have the id of a dead one
         return self.blocks.get(id(storage))
 
     def add(self, tensor: Tensor, category: Category) -> None:

@@ -1,4 +1,4 @@
-"""What a rank's memory is used for, now and at the worst moment.
+"""Use of a rank's memory, now and at its peak.
 
     model = nn.Linear(1000, 1000)                          parameters       4,004,000 bytes
     model(x).sum().backward()                              gradients        4,004,000
@@ -100,7 +100,7 @@ class MemoryTracker:
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """What was held when ``peak_bytes`` were; not the peaks of the categories."""
+        """Bytes held at the time of ``peak_bytes``; not the peaks of the categories."""
         return dict(self._update().peak)
 
     def reclassify(self, tensor: Tensor, category: Category) -> None:
@@ -204,12 +204,12 @@ class MemoryTracker:
     def _require(self, nbytes: int, op_name: str) -> None:
         capacity = self.capacity_bytes
         if capacity is not None and self._account.live_bytes + nbytes > capacity:
-            hooks.recognise_optimizer_state()  # that of a first step is not known yet
+            hooks.recognise_optimizer_state()  # the state of a first step is not known yet
             raise OutOfMemory(_explain(self._update(), nbytes, capacity, op_name))
 
 
 def _is_buffer(op: Operation, inputs: list[Tensor]) -> bool:
-    """Whether a result is only shaped like a parameter, or the 1.0 that a backward starts from."""
+    """Return whether a result is only shaped like a parameter, or is the 1.0 of a backward."""
     return op.is_factory and (inputs[0].is_leaf or op.name == "ones_like")
 
 

@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call returned and cost. ``kind``: list or tuple of results; None: just the one."""
+    """Results and cost of a call. ``kind``: list or tuple of results, or None for a single one."""
 
     results: list[Result]
     kind: type | None

@@ -1,1 +1,1 @@
-"""Who runs when, what goes wrong on purpose, and what has happened."""
+"""Scheduling of ranks, injected faults, and the record of events."""

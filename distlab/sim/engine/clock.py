@@ -1,4 +1,4 @@
-"""The ranks' time: what takes some, who has to wait, and what is noted of both.
+"""The time of the ranks: computing, waiting, and the record of both.
 
 rank 0   ── computes ──┬ act: all earlier ranks go first
                        └ block · · · · · ready ── computes
@@ -14,7 +14,7 @@ from distlab.sim.engine.scheduler import Scheduler, Strand
 from distlab.sim.engine.trace import Trace
 from distlab.sim.reporting.sites import Site
 
-CLOCK_TICK_S = 1e-9  # that of time.perf_counter_ns
+CLOCK_TICK_S = 1e-9  # resolution of time.perf_counter_ns
 REFUSED_S = 1e-3  # cost of a refused call, or trying it again forever would never end
 
 
@@ -22,17 +22,16 @@ class Clock:
     """The time of the running rank, as its calls see it.
 
     Args:
-        scheduler: knows who runs.
-        trace: notes when a rank computes and when it waits.
-        faults: may have jitter.
-        overlap: what computation loses to collectives; None: nothing.
+        trace: Record of computing and waiting.
+        overlap: Loss of computation to collectives, or None.
 
     Attributes:
-        num_ranks: of the world.
-        scheduler: as given. Whoever asks for every message asks its ``current``, which is faster.
-        loses_time: whether computation loses time to collectives.
-        block: waits until ``ready`` is called for the running rank; tells whether it was, in time.
-        ready: lets a rank go on at a time or later, if it is blocked.
+        scheduler: Scheduler of the ranks. Code that runs for every message reads its ``current``,
+            which is faster.
+        loses_time: True if computation loses time to collectives.
+        block: Method that waits until ``ready`` is called for the running rank, and returns whether
+            it was, in time.
+        ready: Method that lets a blocked rank continue at a given time or later.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Clock:
         """Let all earlier ranks go first; called before anything that others can notice.
 
         Args:
-            is_progress: False: a rank may do it for ever, and nothing happens.
+            is_progress: False for calls that a rank may repeat forever although nothing happens.
         """
         rank = self.scheduler.current
         rank.patience.acts()
@@ -106,7 +105,7 @@ class Clock:
             self.scheduler.act()
 
     def when(self, time_s: float, action: Callable[[], None]) -> None:
-        """Call ``action`` at a virtual time, now or later; then ranks go on in their order."""
+        """Call ``action`` at a virtual time, now or later; then ranks continue in their order."""
         self.scheduler.at(time_s, action)
 
     def collective_begins(self, ranks: Iterable[int], at_s: float) -> None:
@@ -139,8 +138,8 @@ class Clock:
         """Let a moment pass for a rank that asks whether ``operation()`` is done.
 
         Args:
-            operation: makes what the rank asks for.
-            max_polls: so often it may ask in vain.
+            operation: Maker of the operation for which the rank asks.
+            max_polls: Number of vain questions after which the rank counts as waiting.
         """
         self.scheduler.current.clock_s += POLL_S
         self.scheduler.poll(operation, max_polls)

@@ -14,7 +14,7 @@ from distlab.util.text import unknown_name
 
 @dataclass(frozen=True)
 class Faults:
-    """What to do to a simulated world.
+    """Faults to inject into a simulated world.
 
     Attributes:
         slow_ranks: rank -> factor by which its computation takes longer.
@@ -25,7 +25,7 @@ class Faults:
             built-in collectives too.
         jitter_s: up to this many seconds are added before every communication call; each seed
             gives another order of events, which is how schedules are fuzzed.
-        seed: of the jitter.
+        seed: Seed of the jitter.
 
     Raises:
         ValueError: a time below 0, a factor that is not above 0, or a step before the first.
@@ -97,13 +97,13 @@ class Faults:
 
 @dataclass(frozen=True)
 class Form:
-    """How one kind of fault is written, and which field of ``Faults`` holds it.
+    """Syntax of one kind of fault, and the field of ``Faults`` that holds it.
 
     Attributes:
-        field: a table from what ``keys`` give to the value; of no keys, one number for all.
-        keys: what reads each word but the last.
-        value: reads the last one.
-        example: shown where a text does not fit.
+        field: Name of the field, which maps the value of ``keys`` to that of ``value``.
+        keys: Readers of all words but the last.
+        value: Reader of the last word.
+        example: Text to show where another one does not fit.
     """
 
     field: str

@@ -1,4 +1,4 @@
-"""What computation loses to collectives that run beside it, for processors and memory traffic.
+"""The processors and memory traffic that computation loses to collectives running beside it.
 
     rank 0    computes ───────────────┬──── the rest   0.15 s of 1 s more, if the cost is 0.15
     collective       ├──── 1 s ───────┤
@@ -17,8 +17,7 @@ class Overlap:
     """The computation of each rank, and what it owes.
 
     Args:
-        num_ranks: of the world.
-        cost: seconds lost in each second in which a rank computes while one of its collectives is
+        cost: Seconds lost in each second in which a rank computes while one of its collectives is
             under way.
     """
 

@@ -1,4 +1,4 @@
-"""How long a strand may wait by asking: one rule for polls, sleeps and readings of the clock.
+"""Limits on waiting by asking: one rule for polls, sleeps and readings of the clock.
 
 A program that asks "is it done?" again and again blocks nobody, so a deadlock of such programs has
 no rank that is known to wait. The rule: a strand that since its last work has done nothing but ask
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 MAX_POLLS = 10_000  # a program that gives up earlier, or sleeps in between, is patient enough
 MIN_RESTS = 100  # fewer are long sleeps, and not a loop
-PATIENCE_S = 1800.0  # of sleeping alone; as long as gloo waits for a rank that does not come
+PATIENCE_S = 1800.0  # seconds of sleeping; gloo waits as long for a rank that does not come
 STRETCH = 0.1  # share of the time slept so far by which a sleep after MAX_POLLS vain ones is longer
 POLL_S = 1e-6  # cost of is_completed(); if it were free, a polling loop would never end
 # A program that times its steps reads the clock a few times between two communication calls. One
@@ -55,7 +55,7 @@ class Patience:
         self._num_asked, self.asks, self.tried = 0, None, None
 
     def wakes(self, now_s: float) -> None:
-        """Note that a strand that has blocked goes on."""
+        """Note that a strand that has blocked continues."""
         self._worked_s = now_s
 
     def polls(self, operation: Operation, max_polls: int) -> bool:

@@ -1,4 +1,4 @@
-"""Who runs: ranks are threads, and exactly one runs at a time, the one whose clock is earliest.
+"""Ranks are threads, and exactly one runs at a time: the one whose clock is earliest.
 
 A rank computes as far ahead as it likes. Before it does something that others can notice, it calls
 ``act`` and waits until no rank is earlier. So everything that ranks do to each other happens in the
@@ -42,7 +42,7 @@ class EventSource(Protocol):
     """Something other than timers that makes things happen at a virtual time: the network.
 
     Attributes:
-        next_event_s: when the next one happens; NEVER if none is pending. Asked at every hand-over.
+        next_event_s: Time of the next event, or NEVER. Read at every hand-over.
     """
 
     next_event_s: float
@@ -67,19 +67,18 @@ class Strand:
     """A thread of a rank, its clock and its baton.
 
     Attributes:
-        rank: whose thread it is.
-        number: of the rank.
+        rank: Rank that owns the thread.
         order: 0 is the rank itself, 1 the first thread that it has started.
-        name: of the thread; that of the rank itself has none.
-        clock_s: its virtual time.
-        ident: of the thread.
-        waits_in: the operation that blocks it.
-        is_late: it has waited as long as it wanted to.
-        patience: what it asks again and again, if it does nothing else.
-        last_reading_s: last reading of its clock.
-        num_unwound: how often it was told to end.
-        is_daemon: it ends with the rank.
-        waiting: who waits for its end.
+        name: Name of the thread, or "" for the first one.
+        clock_s: Virtual time of the strand.
+        ident: Identifier of the thread.
+        waits_in: Operation that blocks it.
+        is_late: True if it has waited as long as it wanted to.
+        patience: Questions that it asks while it does nothing else.
+        last_reading_s: Latest reading of its clock.
+        num_unwound: Number of times it was told to end.
+        is_daemon: True if it ends with its rank.
+        waiting: Strands that wait for its end.
     """
 
     rank: "Rank"
@@ -111,9 +110,9 @@ class Rank(Strand):
     """One simulated rank: its first thread, and what it has once.
 
     Attributes:
-        strands: its threads, itself the first.
-        num_calls: of torch.distributed.
-        last_call: the operation.
+        strands: All its threads, the first one being the rank itself.
+        num_calls: Number of its calls of torch.distributed.
+        last_call: Operation of the latest one.
     """
 
     def __init__(self, number: int) -> None:
@@ -125,7 +124,7 @@ class Rank(Strand):
 
     @property
     def has_left(self) -> bool:
-        """Whether it has ended, with all its threads."""
+        """True once it has ended, with all its threads."""
         return all(strand.has_ended for strand in self.strands)
 
 
@@ -138,7 +137,7 @@ class Scheduler:
         self.now_s = 0.0  # no event and no act lies before this
         self.source: EventSource | None = None
         self.is_stopping = False
-        self.describe_rest: Callable[[Strand], object] = repr  # what a strand that sleeps waits in
+        self.describe_rest: Callable[[Strand], object] = repr  # maker of an operation for a sleeper
         self.on_abandoned: Callable[[Strand], None] = lambda _: None  # its rank ends before it
         self._on_switch = on_switch  # (from, to): swap what is the rank's own
         self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # clock, rank, strand
@@ -152,8 +151,8 @@ class Scheduler:
         """Run ``body`` as every rank; return when all have ended, raise what ended the world.
 
         Args:
-            body: what a rank does; called in that rank's thread.
-            on_deadlock: makes the error to raise when no rank can go on.
+            body: Function of a rank, called in that rank's thread.
+            on_deadlock: Maker of the error to raise when no rank can continue.
         """
         self._on_deadlock = on_deadlock
         self._all_ended.acquire()
@@ -186,7 +185,7 @@ class Scheduler:
 
     def _be_rank(self, rank: Rank, body: Callable[[Rank], None]) -> None:
         me: Any = threading.current_thread()
-        me._daemonic = False  # what it starts is to be no daemon either, unless it says so
+        me._daemonic = False  # inherited by threads that it starts
         self._be(rank, lambda: body(rank))
 
     def spawn(self, name: str, *, is_daemon: bool) -> Strand:
@@ -231,7 +230,7 @@ class Scheduler:
     # no other strand is ready, and no event pending, at an earlier time. `act` makes it so: it puts
     # the rank among the ready ones and hands over until nothing is earlier. So no rank can be
     # surprised from the past, and equal programs have equal histories. Between two calls of `act`
-    # a clock may run ahead of `now_s`; that rank computes, which nobody sees.
+    # a clock may run ahead of `now_s`; that rank computes, which no other rank sees.
 
     def act(self) -> None:
         """Wait until the running rank is the earliest of all, so that it may be noticed."""
@@ -308,12 +307,12 @@ class Scheduler:
         self._yield(rank)
 
     def _all_poll(self) -> bool:
-        """Whether nothing can happen but that ranks ask whether it has."""
+        """Return whether all ranks ask or wait, and no event is to come."""
         waiting = (self.ranks[number].strands[order] for _, number, order in self._ready)
         return self._next_event_s() == NEVER and all(strand.patience.asks for strand in waiting)
 
     def ready(self, rank: Strand, at_s: float) -> None:
-        """Let a rank, or a thread of it, go on at ``at_s`` or later, if it is blocked."""
+        """Let a rank, or a thread of it, continue at ``at_s`` or later, if it is blocked."""
         if rank.waits_in is None:
             return
         rank.waits_in = None
@@ -339,13 +338,13 @@ class Scheduler:
 
     def end_world(self, failure: BaseException) -> None:
         """End the world from within the running rank, which is unwound like the others."""
-        if self.is_ending():  # by what it does as it is unwound
+        if self.is_ending():  # called by code that is being unwound
             self._unwind()
         self.stop(failure)
         self._yield(self.current)
 
     def is_ending(self) -> bool:
-        """Whether the running strand has been told to end."""
+        """Return whether the running strand has been told to end."""
         return self.is_stopping or self.current.is_killed
 
     def stop(self, failure: BaseException) -> None:
@@ -431,7 +430,7 @@ class Scheduler:
     def _dismiss(self) -> bool:
         """End threads that only wait for what their rank, which has ended, would give them to do.
 
-        Python ends them too: a thread of an executor is told when the program ends.
+        Python ends them too: executors end their threads when the program ends.
         """
         idle = [
             strand

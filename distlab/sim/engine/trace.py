@@ -1,4 +1,4 @@
-"""What happened in a simulated world: events with times, and totals per rank and link."""
+"""History of a simulated world: events with times, and totals per rank and link."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -14,11 +14,11 @@ class Event(NamedTuple):
 
     Attributes:
         kind: "compute", "send", "recv", "collective" or "wait".
-        name: of the call, or of what was waited for; of computation "".
-        num_bytes: of this rank's tensors.
-        peer: global rank of the other side of a send or recv, else -1.
-        site: file, line and function of the call.
-        message: number of the message, the same at its send and its recv, else -1.
+        name: Name of the call or of the awaited operation; "" for computation.
+        num_bytes: Bytes of this rank's tensors.
+        peer: Global rank of the other side of a send or recv, else -1.
+        site: File, line and function of the call.
+        message: Number of the message, the same at its send and its recv, else -1.
     """
 
     rank: int
@@ -54,21 +54,20 @@ class Trace:
     """Collects events and totals while the world runs.
 
     Args:
-        num_ranks: of the world.
-        has_events: keep what happened, and do not only count it.
+        has_events: True to keep events; False only counts them.
 
     Attributes:
-        bytes_by_link: what has arrived over each link of the cluster; the network updates it.
+        bytes_by_link: Bytes that have arrived over each link; the network updates it.
     """
 
     def __init__(self, num_ranks: int, *, has_events: bool = True) -> None:
         self.has_events = has_events
         self.bytes_by_link: list[float] = []
-        self.leftovers: list[str] = []  # what was posted and never matched, a line each
+        self.leftovers: list[str] = []  # operations that never matched, a line each
         self.unwaited: list[str] = []  # handles that were never waited for, a line each, by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> when
         self.network_s = 0.0  # when the last bytes had arrived, or the last rank had ended
-        self._rows: list[tuple[Any, ...]] = []  # of Event's fields: plain tuples are made faster
+        self._rows: list[tuple[Any, ...]] = []  # fields of events: plain tuples are made faster
         self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # messages, by source
         self.bytes_sent = [0.0] * num_ranks
         self.bytes_received = [0.0] * num_ranks

@@ -25,14 +25,14 @@ __all__ = ["GPU", "PRESETS", "Cluster", "Link", "Route"]
 
 @dataclass(frozen=True, eq=False)
 class GPU:
-    """What one GPU can hold and do.
+    """Memory and speed of one GPU.
 
     Args:
         peak_flops: FLOP/s by name of the dtype ("bfloat16", "float16", "float32", "float64"), as on
             the data sheet, dense. Utilisation (MFU) divides by it.
         achievable_flops: FLOP/s that a large matmul really reaches. Time divides by it.
-        protocol_efficiency: share of the bandwidth of its links that each of NCCL's protocols
-            reaches, by name; those that are missing reach all of it.
+        protocol_efficiency: Share of the bandwidth of its links that each of NCCL's protocols
+            reaches, by name; protocols that are missing reach all of it.
     """
 
     name: str
@@ -100,20 +100,22 @@ class Cluster:
         cyclic             0 2 | 1 3                  on node g % nodes
 
     Args:
-        nodes, gpus_per_node: a node is what shares one switch or host; an NVL72 rack is one node.
-        gpu: what each GPU can do; None: computation takes no time and memory is unlimited.
-        nics_per_node: shared evenly, by neighbours; 0: the topology's default, see above, else one
-            NIC per GPU.
-        nvlink_bytes_per_s: of one GPU inside its node, over NVLink (ethernet: over PCIe).
-        nic_bytes_per_s: of one NIC.
-        latency_s, net_latency_s: of a message inside a node, and between nodes.
-        hop_latency_s: added for every GPU that relays and every switch beyond the first.
-        oversubscription: fat-tree: bandwidth of the NICs below a leaf / bandwidth of its up-link.
-        nodes_per_leaf: fat-tree: nodes that share a leaf switch.
-        switch_adds: the switch of a node adds up what its GPUs send (NVLS).
-        network_adds: so do the switches between the nodes (SHARP).
-        numbering: of the GPUs, and so of the ranks: "block", node by node, or "cyclic", a GPU of
-            each node in turn; what Slurm's --distribution calls them.
+        nodes, gpus_per_node: Size. GPUs of a node share one switch or host; an NVL72 rack is one
+            node.
+        gpu: Model of each GPU. None: computation takes no time and memory is unlimited.
+        nics_per_node: NICs, shared evenly by neighbours. 0 is the topology's default, see above, or
+            else one NIC per GPU.
+        nvlink_bytes_per_s: Bandwidth of one GPU inside its node, over NVLink (ethernet: over PCIe).
+        nic_bytes_per_s: Bandwidth of one NIC.
+        latency_s, net_latency_s: Latency of a message inside a node, and between nodes.
+        hop_latency_s: Latency of every GPU that relays and every switch beyond the first.
+        oversubscription: Bandwidth of the NICs below a leaf / bandwidth of its up-link, in a
+            fat-tree.
+        nodes_per_leaf: Number of nodes that share a leaf switch, in a fat-tree.
+        switch_adds: True if the switch of a node adds up what its GPUs send (NVLS).
+        network_adds: True if the switches between the nodes do so as well (SHARP).
+        numbering: Order of the GPUs, and so of the ranks: "block", node by node, or "cyclic", a GPU
+            of each node in turn; names of Slurm's --distribution.
         faults: (pattern, factor) of the links that `slowed` has slowed down.
     Raises: ValueError: for a value that makes no sense; one line, which says what would.
     """
@@ -237,7 +239,7 @@ class Cluster:
             cluster.slowed("node3.nic0.*", 10)      # both directions, a tenth of the bandwidth
 
         Args:
-            pattern: as for file names: `*` is any text, `?` any character, `[12]` either.
+            pattern: Pattern as for file names: `*` is any text, `?` any character, `[12]` either.
             factor: 1 or more.
         Raises: ValueError: if no link matches; names some that exist.
         """

@@ -47,7 +47,7 @@ Gbps = 1e9 / 8  # bytes/s
 
 
 class Protocol(NamedTuple):
-    """What a collective costs besides its bytes; see collectives/protocols.py.
+    """Cost of a collective in addition to its bytes; see collectives/protocols.py.
 
     Attributes:
         launch_s: once, the kernel's start included.

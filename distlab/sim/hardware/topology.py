@@ -30,7 +30,7 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What all topologies need to know; see `cluster.Cluster` for the fields."""
+    """Sizes and speeds that all topologies need; see `cluster.Cluster` for the fields."""
 
     nodes: int
     gpus_per_node: int

@@ -1,1 +1,1 @@
-"""One process that looks like many: what each rank has of its own."""
+"""One process that looks like many: the state of each rank, and patches of torch and Python."""

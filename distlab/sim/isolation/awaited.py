@@ -1,4 +1,4 @@
-"""What a thread of a rank waits for, read off the calls of Python's library in which it waits.
+"""Names of a thread's waits, read off the calls of Python's library in which it waits.
 
 Events, queues, semaphores, futures are all made of locks. The frames around the lock that blocks a
 thread say which of them it is, and have it at hand, with the state that a report gives.
@@ -31,9 +31,9 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
     """Say what a thread waits for that is blocked by a lock.
 
     Args:
-        frame: calls the lock's ``acquire``.
-        holder: the thread of a rank that has it, if it is known.
-        me: the thread that waits.
+        frame: Frame of the lock's ``acquire``.
+        holder: Thread of a rank that has the lock, if it is known.
+        me: Thread that waits.
     """
     if frame and _is_in_the_way(frame):
         return _lock(holder, me)
@@ -46,7 +46,7 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
 
 
 def _is_in_the_way(frame: FrameType) -> bool:
-    """Whether the lock is that of a condition itself: somebody holds it, whatever for."""
+    """Return whether the lock is a condition's own, which another thread holds for any reason."""
     while frame.f_code.co_name != _RESTORE and frame.f_globals.get("__name__") == _LOCKS:
         if frame.f_back is None:
             return False
@@ -144,7 +144,7 @@ def _results(_: Any, me: Strand) -> Awaited:
 
 
 def _result(future: Any, me: Strand) -> Awaited:
-    workers: list[Strand] = []  # of the pool in whose queue it is
+    workers: list[Strand] = []  # threads of the pool in whose queue it is
     for strand, item, tasks in _workers(me):
         if item is not None and item.future is future:
             text = f"the result of a task in {thread_name(strand)}"

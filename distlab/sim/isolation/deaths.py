@@ -16,7 +16,7 @@ from distlab.sim.isolation.rank_states import RankStates
 def due(
     faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates
 ) -> Iterator[None]:
-    """Let ranks die when and where the faults say."""
+    """Let ranks die at the times and steps of the faults."""
     for number, at_s in faults.kill_ranks.items():
         scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
     begun = [0] * clock.num_ranks

@@ -1,4 +1,4 @@
-"""Where the program of each rank has ended: at which ``return``, or after which last line.
+"""The end of each rank's program: its ``return``, or its last line.
 
 A frame that somebody holds keeps the line on which it has ended. So the outermost frame of a rank's
 program is caught as it begins, by a trace function that takes itself away then: one that looked at
@@ -14,19 +14,19 @@ from types import FrameType
 
 from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places, Site, outside
 
-OURS = str(Path(__file__).parents[2])  # what calls the program
+OURS = str(Path(__file__).parents[2])  # folder of the code that calls the program
 SCRIPT = "<module>"
 STARTERS = ("_call", "_run_program")  # functions of ours that call nothing but the program
 LEADERS = ("_on_cpu", "_be_main")  # or one of these, which lead to it
 _IS_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-MAX_CALLS = 10_000  # that are looked at: what unpickles the program may import it first
+MAX_CALLS = 10_000  # looked at: unpickling a program may import its module first
 
 
 class Exits:
-    """Where ranks have left their process group, and where their program has ended.
+    """Places at which ranks have left their process group, and at which their programs have ended.
 
     Attributes:
-        known: by rank.
+        known: Exits by rank.
     """
 
     def __init__(self, places: Places) -> None:
@@ -43,7 +43,7 @@ class Exits:
             sys.settrace(program.look)
         try:
             yield
-            program.let_go()  # if it has raised, the traceback holds it anyway, with its variables
+            program.let_go()  # after an error, the traceback holds it with its variables
         finally:
             if is_free:
                 sys.settrace(None)
@@ -55,7 +55,7 @@ class Exits:
             self.known[rank] = Exit(site, left.left_group_at if left else None)
 
     def joined(self, rank: int) -> None:
-        """Note that a rank enters the world; of a script, that is a call below its ``main()``."""
+        """Note that a rank enters the world; a script does so in a call below its ``main()``."""
         self.known.pop(rank, None)
         if rank in self._programs:
             self._programs[rank].look_for_main(outside())

@@ -23,11 +23,11 @@ class Groups:
 
     Args:
         shared: Parts of the world that all groups use.
-        tables: of the running rank, in which torch keeps its groups.
+        tables: Running rank's tables, in which torch keeps its groups.
 
     Attributes:
-        store: of the world.
-        roster: of the groups that were made.
+        store: Store of the world.
+        roster: All groups that were made.
     """
 
     def __init__(self, shared: Shared, tables: RankWorld) -> None:
@@ -75,10 +75,10 @@ class Groups:
         As on gloo, it is there when all its ranks have called for it.
 
         Args:
-            ranks: global numbers of its members.
-            key: tells it from the rank's other groups.
-            timeout: of its operations.
-            description: for reports.
+            ranks: Global numbers of its members.
+            key: Name, distinct from those of the rank's other groups.
+            timeout: Limit of its operations.
+            description: Text for reports.
 
         Raises:
             Mismatch: another rank has made a group of other ranks under this key.

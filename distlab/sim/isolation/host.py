@@ -47,7 +47,7 @@ def _few_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_preemption() -> Iterator[None]:
-    """Let this thread, and those it starts, go on when it wakes another (Linux only).
+    """Let this thread, and those it starts, keep running when it wakes another (Linux only).
 
     This affects only speed: a process with another scheduling policy keeps it.
     """
@@ -66,10 +66,10 @@ def _set_policy(name: str) -> None:
         os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))
 
 
-HAND_OVERS = 8  # in each of a few runs, of which the fastest counts
+HAND_OVERS = 8  # number in each run; the fastest run counts
 RUNS = 3
-SPARE = 0.5  # of the cores: where others compute, one core may be shared while another is idle
-FAST_S = 15e-6  # as fast as it gets between cores, or faster
+SPARE = 0.5  # cores: where others compute, one core may be shared while another is idle
+FAST_S = 15e-6  # hand-overs between cores are no faster
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def one_core() -> Iterator[None]:
 
 
 def hand_over_s() -> float:
-    """Measure how long it takes until a thread that is woken goes on, as things are now."""
+    """Measure the current time from waking a thread until it runs."""
     return min(_hand_over_s() for _ in range(RUNS))
 
 

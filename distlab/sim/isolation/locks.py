@@ -15,10 +15,10 @@ real_lock = threading.Lock  # while a world runs, ranks that ask for a lock get 
 
 
 class Threads(Protocol):
-    """What lets threads of ranks wait for each other."""
+    """The threads of ranks, as their locks see them."""
 
     def is_virtual(self) -> bool:
-        """Whether a rank's thread asks."""
+        """Return whether a rank's thread calls."""
 
     def running(self) -> Strand | None:
         """Return the thread of a rank that asks, if it is one."""
@@ -68,7 +68,7 @@ class RankLock(_Held):
         self._threads = threads
         self._lock = real_lock()
         self._waiting: deque[Strand] = deque()
-        self._holder: Strand | None = None  # if it is a thread of a rank
+        self._holder: Strand | None = None  # a thread of a rank, or None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take it, waiting in virtual time."""
@@ -82,7 +82,7 @@ class RankLock(_Held):
             self._threads.ask()
             return False
         until_s = NEVER if timeout < 0 else self._threads.now_s() + timeout
-        frame = sys._getframe()  # of this call: the report walks outwards
+        frame = sys._getframe()  # this call's: the report walks outwards
         is_taken = self._threads.wait_until(
             lambda: self._lock.acquire(False),
             self._waiting,
@@ -100,7 +100,7 @@ class RankLock(_Held):
             self._threads.wake(self._waiting)
 
     def locked(self) -> bool:
-        """Tell whether somebody has it."""
+        """Return whether a thread has it."""
         return self._lock.locked()
 
     def _at_fork_reinit(self) -> None:

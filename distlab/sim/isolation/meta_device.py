@@ -19,7 +19,7 @@ _OWNER = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 class MetaHandle:
     """Streams and events of meta tensors: the CPU's, which do nothing.
 
-    Args: undo: told how to undo what is changed in FSDP, when a program first uses it.
+    Args: undo: Stack that undoes the change to FSDP, made when a program first uses it.
     """
 
     def __init__(self, undo: contextlib.ExitStack) -> None:

@@ -1,4 +1,4 @@
-"""What is changed in torch and Python while a simulated world runs, and put back afterwards.
+"""Patches of torch and Python while a simulated world runs, undone afterwards.
 
 torch keeps one table of process groups per process and has no public way to keep one per rank. The
 attributes changed here are those that torch's own tests with threads use. They are private, so
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.nn.functional  # in a rank, its defaults would become that rank's group
+import torch.distributed.nn.functional  # a rank's import would bind its group as default
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.isolation import profiling, refusals
@@ -48,20 +48,12 @@ from distlab.util.text import rank_names
 
 
 @dataclass(frozen=True)
-class Home:
-    """What a process needs to be the home of simulated ranks.
+class RankHost:
+    """Parts of a world that the patches of torch and Python use.
 
     Attributes:
-        clock: of the ranks.
-        rank_states: tell which rank runs, and have what is its own.
-        groups: make process groups.
-        refusals: note what torch refuses.
-        handles: the operations for which nobody has waited.
-        threads: make strands of the threads that ranks start.
-        places: tell where in a program a call was made.
-        exits: note where ranks enter and leave the world.
-        exit_process: called with the status by a rank that calls ``os._exit``.
-        lanes: told of batches; None: messages have no order.
+        exit_process: Function that a rank calls with its status instead of ``os._exit``.
+        lanes: Streams of the ranks; None if messages have no order.
     """
 
     clock: Clock
@@ -76,37 +68,37 @@ class Home:
     lanes: Lanes | None
 
 
-_home = threading.Lock()  # held while this process is the home of simulated ranks
+_occupied = threading.Lock()  # held while this process hosts simulated ranks
 
 
 @contextlib.contextmanager
-def installed(home: Home) -> Iterator[None]:
-    """Make this process the home of simulated ranks.
+def installed(host: RankHost) -> Iterator[None]:
+    """Make this process host simulated ranks.
 
     Raises:
         SimulationError: it is already.
     """
-    if not _home.acquire(blocking=False):
+    if not _occupied.acquire(blocking=False):
         raise SimulationError("a process can simulate only one world at a time")
     with contextlib.ExitStack() as undo:
-        undo.callback(_home.release)
-        _replace(undo, c10d, "_world", home.rank_states.tables)
+        undo.callback(_occupied.release)
+        _replace(undo, c10d, "_world", host.rank_states.tables)
         isolate: Any = torch._C._distributed_c10d  # groups by name, per thread; not in the stubs
         isolate._set_thread_isolation_mode(True)
         undo.callback(isolate._set_thread_isolation_mode, False)
-        _register_backend(home)
-        _patch_groups(undo, home)
+        _register_backend(host)
+        _patch_groups(undo, host)
         replace = functools.partial(_replace, undo)
         refusals.install(
-            replace, home.clock, home.rank_states, home.refusals, home.exits, home.places
+            replace, host.clock, host.rank_states, host.refusals, host.exits, host.places
         )
-        _patch_clocks(undo, home)
-        home.threads.install(replace)
-        profiling.install(replace, home.rank_states)
-        _patch_process(undo, home)
-        _patch_host(undo, home.rank_states)
-        _patch_generators(undo, home.rank_states)
-        _patch_environment(undo, home.rank_states)
+        _patch_clocks(undo, host)
+        host.threads.install(replace)
+        profiling.install(replace, host.rank_states)
+        _patch_process(undo, host)
+        _patch_host(undo, host.rank_states)
+        _patch_generators(undo, host.rank_states)
+        _patch_environment(undo, host.rank_states)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
         undo.callback(delattr, torch, "meta")
         undo.callback(set_warning_state, warning_state())
@@ -132,9 +124,9 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -
     return original
 
 
-def _register_backend(home: Home) -> None:
+def _register_backend(host: RankHost) -> None:
     """Let ``new_group`` and ``DeviceMesh`` make simulated groups."""
-    _current["home"] = home
+    _current["host"] = host
     if BACKEND.upper() not in vars(dist.Backend):
         dist.Backend.register_backend(
             BACKEND, _create_group, extended_api=True, devices=["cpu", "cuda", "meta"]
@@ -146,9 +138,9 @@ _current: dict[str, Any] = {}  # the backend is registered once per process, sim
 
 def _be_no_rank() -> None:
     """Let a process that a rank forks, say a data loader's, live in real time."""
-    home: Home | None = _current.get("home")
-    if home is not None and _home.locked():
-        home.rank_states.forget()
+    host: RankHost | None = _current.get("host")
+    if host is not None and _occupied.locked():
+        host.rank_states.forget()
 
 
 os.register_at_fork(after_in_child=_be_no_rank)
@@ -160,20 +152,20 @@ def unwaited() -> list[str]:
     A handle counts as waited for when ``wait()`` was called, or ``is_completed()`` returned True;
     a barrier is not enough. Outside of a simulated rank there are none.
     """
-    home: Home | None = _current.get("home")
-    if home is None or not _home.locked() or not home.rank_states.is_in_rank():
+    host: RankHost | None = _current.get("host")
+    if host is None or not _occupied.locked() or not host.rank_states.is_in_rank():
         return []
-    rows = home.handles.rows([home.rank_states.current])
+    rows = host.handles.rows([host.rank_states.current])
     return [f"{rank_names(row.ranks)}  {row.text}  {row.where}" for row in rows]
 
 
 def _create_group(options: Any, description: str | None) -> dist.ProcessGroup:
-    home: Home = _current["home"]
+    host: RankHost = _current["host"]
     members = tuple(options.global_ranks_in_group)
-    return home.groups.make(members, options.group_id, options.timeout, description or "")
+    return host.groups.make(members, options.group_id, options.timeout, description or "")
 
 
-def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
+def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Simulate all groups, whatever backend the program names."""
 
     def init_process_group(
@@ -185,8 +177,8 @@ def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
     ) -> None:
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
-        home.exits.joined(home.rank_states.current)
-        home.groups.join(timeout)
+        host.exits.joined(host.rank_states.current)
+        host.groups.join(timeout)
 
     new_group = c10d.new_group
 
@@ -207,22 +199,22 @@ def _patch_groups(undo: contextlib.ExitStack, home: Home) -> None:
         _replace(undo, owner, "init_process_group", init_process_group)
         _replace(undo, owner, "new_group", new_simulated_group)
         _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch: gloo's only
-    _patch_insides(undo, home)
+    _patch_insides(undo, host)
 
 
-def _patch_insides(undo: contextlib.ExitStack, home: Home) -> None:
+def _patch_insides(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Change what torch's functions call inside, whatever a program has imported by name before."""
-    _patch_making_of_groups(undo, home)
-    _patch_default_group(undo, home)
-    _patch_checks(undo, home)
+    _patch_making_of_groups(undo, host)
+    _patch_default_group(undo, host)
+    _patch_checks(undo, host)
     undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
 
 
-def _patch_making_of_groups(undo: contextlib.ExitStack, home: Home) -> None:
+def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Make torch's own ``init_process_group`` and ``new_group`` work."""
 
     def rendezvous(*_: object, **__: object) -> Iterator[tuple[object, int, int]]:
-        yield home.groups.store, home.rank_states.current, home.rank_states.num_ranks
+        yield host.groups.store, host.rank_states.current, host.rank_states.num_ranks
 
     make_group = c10d._new_process_group_helper
 
@@ -230,9 +222,9 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, home: Home) -> None:
         size: int, rank: int, ranks: list[int], backend: str, *rest: Any, **settings: Any
     ) -> Any:
         if not ranks:
-            home.exits.joined(home.rank_states.current)
-            home.groups.join(settings.get("timeout"))
-            return dist.group.WORLD, home.groups.store
+            host.exits.joined(host.rank_states.current)
+            host.groups.join(settings.get("timeout"))
+            return dist.group.WORLD, host.groups.store
         # Of all that is given here, a backend of one's own sees the options, and no description.
         settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
@@ -241,9 +233,9 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, home: Home) -> None:
     _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
 
 
-def _patch_default_group(undo: contextlib.ExitStack, home: Home) -> None:
+def _patch_default_group(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Find the running rank's default group in fewer steps than torch."""
-    find_group, tables = c10d._group_or_default_group, home.rank_states.tables
+    find_group, tables = c10d._group_or_default_group, host.rank_states.tables
 
     def group_or_default(group: Any = None) -> Any:
         if group is None:
@@ -253,7 +245,7 @@ def _patch_default_group(undo: contextlib.ExitStack, home: Home) -> None:
     _replace(undo, c10d, "_group_or_default_group", group_or_default)
 
 
-def _patch_checks(undo: contextlib.ExitStack, home: Home) -> None:
+def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Note each batch where torch checks it, and let DDP hold parameters without numbers."""
 
     def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
@@ -262,15 +254,15 @@ def _patch_checks(undo: contextlib.ExitStack, home: Home) -> None:
 
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
         check(p2p_ops)
-        if home.lanes is not None:
-            home.lanes.begin_batch(home.rank_states.current, len(p2p_ops))
+        if host.lanes is not None:
+            host.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
 
     # The first call of batch_isend_irecv, by whatever name a program has imported that.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
 
 
-def _patch_clocks(undo: contextlib.ExitStack, home: Home) -> None:
+def _patch_clocks(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Clocks show a rank its virtual time; sleeping takes virtual time only."""
     for name, per_second in (
         ("perf_counter", None),
@@ -280,33 +272,35 @@ def _patch_clocks(undo: contextlib.ExitStack, home: Home) -> None:
         ("monotonic_ns", 10**9),
         ("time_ns", 10**9),
     ):
-        _replace(undo, time, name, _virtual(getattr(time, name), per_second, home))
+        _replace(undo, time, name, _virtual(getattr(time, name), per_second, host))
     sleep = time.sleep
 
     @functools.wraps(sleep)
     def virtual_sleep(seconds: float) -> None:
-        if not home.rank_states.is_in_rank():
+        if not host.rank_states.is_in_rank():
             return sleep(seconds)
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
-        return home.clock.sleep(seconds)
+        return host.clock.sleep(seconds)
 
     _replace(undo, time, "sleep", virtual_sleep)
 
 
-def _virtual(real: Callable[[], float], per_second: int | None, home: Home) -> Callable[[], float]:
+def _virtual(
+    real: Callable[[], float], per_second: int | None, host: RankHost
+) -> Callable[[], float]:
     def clock() -> float:
-        if not home.rank_states.is_in_rank():
+        if not host.rank_states.is_in_rank():
             return real()
-        now_s = home.clock.read()
+        now_s = host.clock.read()
         return round(now_s * per_second) if per_second else now_s
 
     return clock
 
 
-def _patch_process(undo: contextlib.ExitStack, home: Home) -> None:
+def _patch_process(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Let each rank have a working folder and an end, and say what only a process can have."""
-    rank_states = home.rank_states
+    rank_states = host.rank_states
     change_folder, handle, end = os.chdir, signal.signal, os._exit
 
     def chdir(path: Any) -> None:
@@ -317,7 +311,7 @@ def _patch_process(undo: contextlib.ExitStack, home: Home) -> None:
 
     def end_rank(status: int) -> None:
         if rank_states.is_in_rank():
-            home.exit_process(status)
+            host.exit_process(status)
         end(status)
 
     def refuse(number: Any, handler: Any) -> Any:
@@ -335,7 +329,7 @@ def _patch_process(undo: contextlib.ExitStack, home: Home) -> None:
 
 
 def _patch_host(undo: contextlib.ExitStack, rank_states: RankStates) -> None:
-    """Tell each rank the name of its node, so that it finds out who is on the same one."""
+    """Give each rank the name of its node, so that it can find the ranks on the same one."""
     uname = os.uname
 
     def name_of_rank(real: Callable[[], str]) -> str:
@@ -391,7 +385,7 @@ def _patch_environment(undo: contextlib.ExitStack, rank_states: RankStates) -> N
 
 
 def _put_back(process: dict[bytes, bytes], written: set[bytes]) -> None:
-    """Undo what ``os.environ`` has also told the process that child processes inherit from."""
+    """Undo changes of the real environment, from which child processes inherit."""
     for name in written:
         if name in process:
             os.putenv(name, process[name])

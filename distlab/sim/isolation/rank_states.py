@@ -1,4 +1,4 @@
-"""What a process has one of and each rank needs: c10d's tables, generators, variables, warnings.
+"""Per-rank process state, swapped when the scheduler switches ranks.
 
 Ranks are threads of one process. With this state, ``torch.manual_seed(0)`` on one rank does not
 disturb another, and ``os.environ["RANK"]`` is right.
@@ -22,7 +22,7 @@ from distlab.sim.engine.scheduler import Strand
 from distlab.sim.hardware.topology import Place
 
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
-_warnings: Any = warnings  # whose inner names the stubs do not know
+_warnings: Any = warnings  # the stubs do not know its inner names
 
 # Called at every hand-over, so not looked up each time.
 _get_torch_rng = torch.default_generator.get_state
@@ -91,7 +91,7 @@ class RankState:
         self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
         self.streams = sys.stdout, sys.stderr
         self.dtype = torch.get_default_dtype()
-        self.folder = ""  # that it has changed to; "": the one in which the world began
+        self.folder = ""  # current folder; "": the one in which the world began
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -135,7 +135,7 @@ NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # 
 
 
 class RankVariables(dict[bytes, bytes]):
-    """What ``os.environ`` reads and writes: variables of all, under those of the running rank."""
+    """Data of ``os.environ``: variables of all ranks, overlaid by those of the running one."""
 
     def __init__(self, values: dict[bytes, bytes], own: Callable[[], dict[bytes, bytes]]) -> None:
         super().__init__(values)
@@ -169,15 +169,14 @@ class RankStates:
     """The ranks of a world, each with its state; the running one's is the process's.
 
     Args:
-        places: of the ranks, in the cluster.
-        seed: of the ranks' generators.
-        running: where to note the rank that runs, followed by the thread of every rank, for a
-            supervisor in another process; None: nowhere else.
+        places: Places of the ranks in the cluster.
+        seed: Seed of the ranks' generators.
+        running: Memory in which a supervisor in another process reads the number of the running
+            rank, followed by the thread of every rank; or None.
 
     Attributes:
-        num_ranks: of the world.
-        num_local_ranks: those of the fullest node.
-        tables: what torch takes for its table of process groups: the running rank's.
+        num_local_ranks: Number of ranks of the fullest node.
+        tables: Stand-in for torch's table of process groups: the running rank's.
     """
 
     def __init__(
@@ -192,11 +191,11 @@ class RankStates:
         self._running: MutableSequence[int] | memoryview = (
             [0] * (1 + num_ranks) if running is None else running
         )
-        self._folder = self._home = ""  # where the process is, if a rank has gone there; before
+        self._folder = self._home = ""  # folder of the running rank, and of the process before
         self._states = [RankState(rank, place, seed) for rank, place in enumerate(places)]
 
     def forget(self) -> None:
-        """Be no home any more: this is a process that a rank has forked."""
+        """Host no ranks any more: this is a process that a rank has forked."""
         self._running = [0] * (1 + self.num_ranks)
 
     def begin(self) -> None:
@@ -209,7 +208,7 @@ class RankStates:
         self._running[1 + rank.number] = threading.get_ident()
 
     def switch(self, strand: Strand, next_strand: Strand) -> None:
-        """Put away what is the rank's, and bring out what is the next one's."""
+        """Put away one rank's state, and bring out that of the next one."""
         states, number = self._states, next_strand.number
         if strand.number != number:
             states[strand.number].put_away()
@@ -245,5 +244,5 @@ class RankStates:
         return self._states[self._running[0]]
 
     def is_in_rank(self) -> bool:
-        """Whether the calling thread is the rank that runs."""
+        """Return whether the calling thread is the rank that runs."""
         return self._running[1 + self._running[0]] == threading.get_ident()

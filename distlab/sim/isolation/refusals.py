@@ -1,4 +1,4 @@
-"""Calls that ``torch.distributed`` refuses: who has seen the error, and how it is worded.
+"""Calls that ``torch.distributed`` refuses: the ranks that saw the error, and its wording.
 
 A rank that catches such an error goes on or returns, while the others, which have not seen it, wait
 for it. So the last error of each rank is kept for the report.
@@ -25,7 +25,7 @@ from distlab.sim.reporting.sites import Places
 from distlab.util.text import rank_names
 
 Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
-_LISTS = {  # by call, what it names the list of one object for each rank
+_LISTS = {  # calls, and their argument that lists one object for each rank
     "all_gather_object": "object_list",
     "gather_object": "object_gather_list",
     "scatter_object_list": "scatter_object_input_list",
@@ -43,10 +43,10 @@ class Refusals:
         """Keep an error, unless it only says that the world has ended.
 
         Args:
-            rank: that got it.
-            call: which raised it.
-            error: None: there is none.
-            num_calls: that have succeeded on this rank.
+            rank: Rank on which the error was raised.
+            call: Name of the call that raised it.
+            error: Error, or None if there is none.
+            num_calls: Number of successful calls on this rank so far.
         """
         if error is not None and not isinstance(error, SimulationError | Stopped | Killed):
             self._by_rank[rank] = f"{call} raised {error_line(error)}.", num_calls
@@ -64,7 +64,7 @@ class Refusals:
         """Say which errors ranks got instead of their last call, or the one before it.
 
         Args:
-            num_calls: that have succeeded, by rank.
+            num_calls: Number of successful calls by rank.
         """
         recent = {
             rank: what
@@ -178,7 +178,7 @@ def _speak_of_groups(replace: Replace, rank_states: RankStates) -> None:
     number_in_group, tables = c10d.get_group_rank, rank_states.tables
 
     def get_group_rank(group: Any, global_rank: int) -> int:
-        if group is tables.default_pg:  # what torch does too, in several steps
+        if group is tables.default_pg:  # torch does the same in several steps
             return int(global_rank)
         members = _members(group)
         if members and global_rank not in members:

@@ -1,6 +1,6 @@
-"""What has become of the threads of ranks, as far as it may explain why others wait.
+"""Fates of the threads of ranks, as far as they may explain why others wait.
 
-Python only prints the error that ends a thread, keeps that of a future until somebody asks for it,
+Python only prints the error that ends a thread, keeps that of a future until it is asked for,
 and says nothing of a daemon that ends with its process.
 """
 
@@ -22,9 +22,9 @@ class Failure:
     """The error of a thread, or one that a future holds.
 
     Attributes:
-        rank: whose it is.
-        text: says what it is, and where.
-        is_known: the program has asked for it.
+        rank: Rank that owns the thread.
+        text: Description of the error and its place.
+        is_known: True once the program has asked for it.
     """
 
     rank: int
@@ -80,8 +80,8 @@ class ThreadNotes:
         """Keep errors of futures until the program asks for them.
 
         Args:
-            replace: puts a function in place of another.
-            running: returns the thread of a rank that asks, if it is one.
+            replace: Function that replaces an attribute and returns the original.
+            running: Function that returns the calling strand, or None if no rank's thread calls.
         """
 
         def set_exception(future: Any, error: BaseException | None) -> None:

@@ -44,7 +44,7 @@ _real_start, _real_join, _real_is_alive = (
     _real_thread.is_alive,
 )
 _real_select: Any = selectors.DefaultSelector.select
-NO_THREAD = -1  # whose start is not known: only lines that a thread itself has come to count
+NO_THREAD = -1  # a thread without a known start: only its own lines count
 MAX_PAUSE_S = 1e-3  # between two looks at files
 STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
 
@@ -53,14 +53,10 @@ class Threads:
     """Makes strands of the threads that ranks start.
 
     Args:
-        scheduler: runs them.
-        clock: of the ranks.
-        rank_states: tell whether a thread is a rank's.
-        places: tell where in a program a thread waits.
-        around: what a rank's thread is inside of while it runs, such as its device.
+        around: Context of a rank's threads while they run, such as its device.
 
     Attributes:
-        notes: what has become of threads.
+        notes: Fates of threads and tasks.
     """
 
     def __init__(
@@ -77,7 +73,7 @@ class Threads:
         self._plain = threading.local()  # set where real locks are wanted
 
     def install(self, replace: Replace) -> None:
-        """Put locks and threads of the world in place of Python's."""
+        """Replace Python's locks and threads by those of the world."""
         self._scheduler.describe_rest = self._sleep
         self._scheduler.on_abandoned = self._note_abandoned
         replace(threading, "Lock", self._lock)
@@ -97,7 +93,7 @@ class Threads:
         replace(ThreadPoolExecutor, "_counter", staticmethod(numbers))
 
     def is_virtual(self) -> bool:
-        """Whether what is made now belongs to a rank."""
+        """Return whether a lock or thread that is made now belongs to a rank."""
         return self._residents.is_in_rank() and not getattr(self._plain, "is_wanted", False)
 
     def running(self) -> Strand | None:
@@ -220,12 +216,12 @@ class Threads:
         """Let others run until ``is_done()``, or the time is up; return whether it is done.
 
         Args:
-            is_done: tried whenever the thread is woken.
-            waiting: where who changes that finds whom to wake.
-            until_s: virtual time.
-            look: says what it waits for, for a report.
+            is_done: Condition, tried whenever the thread is woken.
+            waiting: Queue of strands to wake when the condition may have changed.
+            until_s: Virtual time at which to give up.
+            look: Function that describes the wait for a report.
         """
-        self._scheduler.act()  # who comes first in virtual time goes first
+        self._scheduler.act()  # strands that are earlier go first
         current, site = self._scheduler.current, self._places.call_site()
         operation = ThreadWait(self._clock, look, site, current)
         start_s, is_in_time = current.clock_s, True
@@ -263,7 +259,7 @@ class Threads:
 
 
 def _is_for_processes() -> bool:
-    """Whether the call comes from Python's own machinery for processes, as that of a data loader.
+    """Return whether the call comes from Python's machinery for processes, say of a data loader.
 
     What such threads wait for happens outside of the simulated world, in real time.
     """
@@ -271,7 +267,7 @@ def _is_for_processes() -> bool:
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """Leave out that a thread of an executor was told to end."""
+    """Return False for the record of an executor's thread that was unwound."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, Stopped | Killed)
 

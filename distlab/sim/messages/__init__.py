@@ -1,1 +1,1 @@
-"""What ranks do to each other: messages, collectives, and the store."""
+"""Communication of ranks: messages, collectives, and the store."""

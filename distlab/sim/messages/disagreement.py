@@ -10,7 +10,7 @@ from distlab.sim.reporting.torch_calls import advice_for
 from distlab.util.text import joined, rank_names
 
 NUM_TENSORS = "number of tensors"
-MAX_SIDES = 4  # that the headline names
+MAX_SIDES = 4  # sides in the headline
 MAX_ROWS = 12
 TWO_CALLS = (
     "If these are two different calls of the program, the ranks make them in another order, or one "
@@ -19,12 +19,12 @@ TWO_CALLS = (
 
 
 class Given(NamedTuple):
-    """What one rank gave: all of ``values`` has to be the same on all ranks."""
+    """One rank's arguments: all of ``values`` has to be the same on all ranks."""
 
     rank: int
     name: str
     maker: str  # the function of torch that has made the call; "": the program
-    values: dict[str, object]  # by the word a report uses
+    values: dict[str, object]  # keys: the words of a report
     row: Row
 
     def key(self) -> str:

@@ -32,11 +32,11 @@ class Failures:
     """Keeps the first error.
 
     Args:
-        explain: makes of an error what is to be reported, while all ranks are where they were.
-        stop: ends the world with an error.
+        explain: Function that completes a report while all ranks are still where they were.
+        stop: Function that ends the world with an error.
 
     Attributes:
-        first: to be reported, whatever else happens; None: there was none.
+        first: Error to report, whatever else happens; None if there was none.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Failures:
     def note(self, error: SimulationError) -> None:
         """Keep an error that is about to be raised in the running rank.
 
-        Ranks that catch it and try again, for ever, are told to end.
+        Ranks that catch it and try again forever are ended.
         """
         self._num_errors += 1
         if self.first is None:
@@ -62,15 +62,11 @@ class Failures:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the groups of a world have in common.
+    """Parts of a world that all its groups share.
 
     Attributes:
-        clock: of the ranks.
-        places: tell where in a program a call was made.
-        mailbox: takes messages.
-        meetings: take collectives.
-        handles: which operations were not waited for.
-        failures: told of calls that cannot belong together.
+        handles: Operations that were not waited for.
+        failures: Errors of calls that cannot belong together.
     """
 
     clock: Clock
@@ -85,12 +81,12 @@ class SimGroup(BaseGroup):
     """One rank's view of a group of simulated ranks.
 
     Args:
-        shared: parts of the world that all groups use.
-        ranks: global numbers, in group order.
-        rank: this rank inside the group.
-        key: tells groups apart; equal on all ranks that created the same one.
-        name: under which torch knows it.
-        limit_s: how long an operation may take, in virtual time.
+        shared: Parts of the world that all groups use.
+        ranks: Global numbers, in group order.
+        rank: Number of this rank inside the group.
+        key: Identity of the group, equal on all ranks that created it.
+        name: Name under which torch knows it.
+        limit_s: Limit of an operation, in virtual time.
     """
 
     world_name = "sim"
@@ -167,8 +163,8 @@ class SimGroup(BaseGroup):
         """Wait for all ranks; rank 0 of the group says which of them do not come in time.
 
         Args:
-            timeout: of rank 0; None: the group's.
-            wait_all_ranks: name all of them, not only the first.
+            timeout: Limit on rank 0; None is the group's.
+            wait_all_ranks: True to name all of them, not only the first.
 
         Raises:
             RuntimeError: not all have come; also on the ranks that have.

@@ -41,14 +41,14 @@ def operation_error(rank: int, name: str, seconds: float, waited_for: str) -> Ru
 
 
 def patience_error(rank: int, seconds: float, waited_for: str) -> RuntimeError:
-    """Make the error of a collective that goes on, but for which its rank no longer waits."""
+    """Make the error of a collective that continues, but for which its rank no longer waits."""
     return RuntimeError(
         f"[rank {rank}] Operation timed out! After {milliseconds(seconds)}ms: {waited_for}"
     )
 
 
 def store_error(keys: list[str], seconds: float) -> DistStoreError:
-    """Make the error of keys that nobody has set in time."""
+    """Make the error of keys that no rank has set in time."""
     return DistStoreError(f"wait timeout after {milliseconds(seconds)}ms, keys: {', '.join(keys)}")
 
 
@@ -56,9 +56,9 @@ def closed_error(rank: int, gave_up: int, waited_for: str = "") -> RuntimeError:
     """Make the error of a connection that is closed, because a rank has waited long enough.
 
     Args:
-        rank: that gets the error.
-        gave_up: the rank that had waited.
-        waited_for: in which operation, and where; "": not known.
+        rank: Rank that gets the error.
+        gave_up: Rank that had waited.
+        waited_for: Operation, and its place; "" if not known.
     """
     waited = f" in its {waited_for}" if waited_for else ""
     if rank == gave_up:
@@ -73,8 +73,8 @@ def missing_error(missing: Sequence[int], seconds: float) -> RuntimeError:
     """Make the error of a monitored barrier on rank 0 of its group.
 
     Args:
-        missing: ranks inside the group that have not come.
-        seconds: how long rank 0 has waited.
+        missing: Ranks inside the group that have not come.
+        seconds: Time that rank 0 has waited.
     """
     if not seconds:
         return RuntimeError("Rank 0 timed out in monitoredBarrier after 0 ms.")

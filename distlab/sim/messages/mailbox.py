@@ -51,14 +51,12 @@ class Mailbox:
     """Holds what only one side has posted, first in first out per address.
 
     Args:
-        traffic: carries the bytes.
-        buffers: what messages are read from and written to.
-        eager_bytes: sends up to this size are buffered.
+        eager_bytes: Size up to which sends are buffered.
         p2p_order: "pair" or "free", as in ``Options``.
 
     Attributes:
-        lanes: hold what may not start yet; None: everything starts when it is posted.
-        closed: connections over which no message passes any more.
+        lanes: Messages that may not start yet; None if all start when they are posted.
+        closed: Connections over which no message passes any more.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Mailbox:
         self._has_any_source = False  # whether there ever was such a recv
         self._numbers = count()
         self.closed: dict[Pair, GivenUp] = {}
-        self._taken: dict[int, deque[Taken]] = {}  # by the rank that received it
+        self._taken: dict[int, deque[Taken]] = {}  # keys: receiving ranks
 
     def next_number(self) -> int:
         """Return the number of the next send."""
@@ -160,7 +158,7 @@ class Mailbox:
             raise closed_error(message.rank, *given_up)
 
     def is_open(self, key: object, rank: int, peer: int) -> bool:
-        """Tell whether messages can pass between two ranks."""
+        """Return whether messages can pass between two ranks."""
         return (key, min(rank, peer), max(rank, peer)) not in self.closed
 
     def why_closed(self, message: Message) -> str:

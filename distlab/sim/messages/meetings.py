@@ -34,13 +34,15 @@ from distlab.sim.reporting.sites import CallSite
 from distlab.util.text import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
-DISPUTE_S = 0.1  # of virtual time, for which the others are awaited if calls differ
+DISPUTE_S = 0.1  # virtual time for which the others are awaited if calls differ
 THREADS = (
     "If several threads of a rank use this group, the order of their calls is chance: give each "
     "thread a group of its own."
 )
-MAX_SHAPES = 6  # of a coalesced call, that are shown
-Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # of a call by the ranks of a group
+MAX_SHAPES = 6  # shapes of a coalesced call in a report
+Plan = Callable[
+    [Call, tuple[int, ...]], list[Phase]
+]  # arguments: the call, and the ranks of the group
 
 
 class Attendance(Pending):
@@ -57,14 +59,14 @@ class Attendance(Pending):
         site: CallSite,
     ) -> None:
         super().__init__(clock, call.name, group, nbytes(call.inputs), site)
-        self.call = call  # until it is done
+        self.call = call  # deleted when it is done
         tensors = call.inputs if call.is_coalesced else [*call.inputs, *call.outputs][:1]
         self.forms = [Form(tensor.shape, tensor.dtype) for tensor in tensors]
         self.meeting = meeting
         self.kept: list[Tensor] = []  # strict mode: the inputs as they were when posted
 
     def late(self, limit_s: float) -> Exception:
-        """Return the error for a rank that waits no longer; the collective goes on."""
+        """Return the error for a rank that waits no longer; the collective continues."""
         return patience_error(self.rank, limit_s, f"{self.text()}, {self.where()}")
 
     def expired(self, limit_s: float) -> Exception:
@@ -111,7 +113,7 @@ class Meeting:
         self.key = key
         self.group = group
         self.number = number
-        self.attendances: dict[int, Attendance] = {}  # by global rank
+        self.attendances: dict[int, Attendance] = {}  # keys: global ranks
         self._under_way = 0  # transfers of the current phase
         self._begin_s = 0.0
         self._has_begun = False
@@ -187,7 +189,7 @@ class Meeting:
         return next((strand.name for strand in attendance.waiters or just_came), "")
 
     def _has_several_threads(self) -> bool:
-        """Whether more than one thread of a rank is in a call of this group."""
+        """Return whether more than one thread of a rank is in a call of this group."""
         users = [
             strand.number
             for rank in self._world.clock.scheduler.ranks
@@ -205,7 +207,7 @@ class Meeting:
         """End it for all its ranks, also those that are still to come, if it has not begun.
 
         Args:
-            error_of: makes the error of a global rank.
+            error_of: Maker of the error of a global rank.
         """
         if self._has_begun:
             return
@@ -269,14 +271,11 @@ class Meetings:
     """All meetings that have begun and lack a rank.
 
     Args:
-        clock: of the ranks.
-        traffic: carries the bytes.
-        buffers: what goes in and comes out.
-        plan: which ranks send how much to whom.
+        plan: Function that returns the transfers of a call.
 
     Attributes:
-        closed: groups of which a rank has waited long enough, and that rank.
-        splits: calls that ranks made at different lines.
+        closed: Groups of which a rank has waited long enough, and that rank.
+        splits: Calls that ranks made at different lines.
     """
 
     clock: Clock

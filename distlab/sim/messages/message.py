@@ -131,7 +131,7 @@ class Message(Pending):
 
     @property
     def is_in_batch(self) -> bool:
-        """Whether it waits for its turn, or has it, as a part of a batch."""
+        """True while it is part of a batch that is not done."""
         return self.turn is not None and self.turn.lane.is_of_batches
 
     def toward(self) -> str:

@@ -19,16 +19,16 @@ class Pending:
     """One rank's side of a communication.
 
     Attributes:
-        rank: global number of the rank that posted it.
+        rank: Global number of the rank that posted it.
         name: "send", "recv", "all_reduce".
-        group: global numbers of the group's ranks.
-        num_bytes: of this rank's tensors.
-        posted_s: virtual time of the call.
-        done_s: virtual time of the end, once ``is_done``.
-        error: why it has failed; None: it has not.
-        site: file, line and function of the call.
-        is_by_torch: torch made the call by itself, and keeps the handle.
-        maker: the function of torch that has made it; "": the program has called it by its name.
+        group: Global numbers of the group's ranks.
+        num_bytes: Bytes of this rank's tensors.
+        posted_s: Virtual time of the call.
+        done_s: Virtual time of the end, once ``is_done``.
+        error: Reason of its failure, or None.
+        site: File, line and function of the call.
+        is_by_torch: True if torch made the call by itself, and keeps the handle.
+        maker: Function of torch that has made it; "" if the program has called it by its name.
     """
 
     __slots__ = (
@@ -38,7 +38,7 @@ class Pending:
     kind = "collective"  # or "send", "recv", "founding", "store", "thread"
     is_recorded = True  # once it is done; waiting for it is recorded anyway
     peer = -1  # global rank of the other side, of a message
-    number = -1  # of the message
+    number = -1  # number of the message
 
     def __init__(
         self, clock: Clock, name: str, group: tuple[int, ...], num_bytes: int, call: CallSite
@@ -57,7 +57,7 @@ class Pending:
         self.error: Exception | None = None
 
     def finish(self, at_s: float) -> None:
-        """Mark it done, record it, and let its rank go on if it waits."""
+        """Mark it done, record it, and let its rank continue if it waits."""
         self.is_done = True
         self.done_s = at_s
         if self.is_recorded:
@@ -75,8 +75,8 @@ class Pending:
         """Block the running rank until it is done; its clock is then at that time or later.
 
         Args:
-            limit_s: how long the rank waits at most.
-            group_limit_s: how long the operation may take.
+            limit_s: Longest time that the rank waits.
+            group_limit_s: Longest time that the operation may take.
 
         Raises:
             Exception: it has failed, or was not done in time.
@@ -107,7 +107,7 @@ class Pending:
         me = self.clock.scheduler.current
         self.waiters = (*self.waiters, me)
         is_in_time = self.clock.block(self, until_s)
-        if not self.is_done:  # otherwise nobody will be told any more
+        if not self.is_done:  # after its end no waiter is woken any more
             self.waiters = tuple(other for other in self.waiters if other is not me)
         return is_in_time
 
@@ -166,15 +166,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Buffers:
-    """What the simulator itself does with the tensors of ranks, for free.
+    """The simulator's own copies of the tensors of ranks, which cost the ranks nothing.
 
     Args:
-        is_strict: whether the buffers of operations under way are watched.
-        unnoticed: keeps what happens inside out of the running rank's account; None: there is none.
+        is_strict: True if the buffers of operations under way are watched.
+        unnoticed: Maker of a context that keeps operations out of the running rank's account, or
+            None.
 
     Attributes:
-        unnoticed: the same, for what others do with tensors.
-        copy: writes its second argument to its first.
+        unnoticed: The same, for other code that handles tensors.
+        copy: Function that writes its second argument to its first.
     """
 
     def __init__(self, *, is_strict: bool, unnoticed: Quiet | None) -> None:
@@ -198,7 +199,9 @@ def same_bytes(x: Tensor, y: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    flat = x.detach().contiguous().view(-1)  # without dims there is none to view as bytes
+    flat = (
+        x.detach().contiguous().view(-1)
+    )  # a tensor without dims has no last one to view as bytes
     if flat.numel() == 1:  # its stride may be any
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)

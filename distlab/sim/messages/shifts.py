@@ -23,8 +23,8 @@ class Split(NamedTuple):
     """A collective call that ranks made at different lines.
 
     Attributes:
-        number: of the call in its group, from 0.
-        sites: by rank, where it was made.
+        number: Number of the call in its group, from 0.
+        sites: Places of the call by rank.
     """
 
     number: int
@@ -47,7 +47,9 @@ class Splits:
 
     def __init__(self) -> None:
         self._by_group: dict[object, dict[frozenset[Site], Split]] = {}
-        self._uses: dict[object, dict[int, Counter[Site]]] = {}  # by group and rank, of such lines
+        self._uses: dict[
+            object, dict[int, Counter[Site]]
+        ] = {}  # uses of such lines, by group and rank
 
     def note(self, key: object, number: int, sites: Mapping[int, Site]) -> None:
         """Keep a call that ranks made at different lines, once for the same lines."""
@@ -63,8 +65,8 @@ class Splits:
         """Say since which call pairs may be shifted; "" if nothing points to it.
 
         Args:
-            key: of the group.
-            now: ranks, and where each makes its current or last call of the group.
+            key: Identity of the group.
+            now: Ranks, and the place of the current or last call of each on the group.
         """
         here, uses = list(now), [*self._uses.get(key, {}).values()]
         if all(use == uses[0] for use in uses):

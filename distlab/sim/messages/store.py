@@ -16,11 +16,11 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import CallSite, Places, Site
 from distlab.util.text import joined, verb
 
-MAX_KEYS = 4  # that a report names
+MAX_KEYS = 4  # keys in a report
 FREE_ANSWERS = 1000  # equal ones in a row, for which no time passes
 MAX_ANSWERS = 200_000  # equal ones after these: a second or two of real time
 MAX_ASKED = 8  # keys for which a thread's answers are kept
-MAX_VALUE_BYTES = 20  # of a value that it shows
+MAX_VALUE_BYTES = 20  # bytes of a value in a report
 _DIGITS = re.compile(r"\d+")
 NEAR = 0.7  # how alike two keys are that may be meant to be one; 1: equal
 
@@ -42,9 +42,9 @@ class KeyWait(Pending):
     """A rank that waits for keys that no rank has set yet, or for another value of one.
 
     Attributes:
-        keys: that are not set, or the one whose value has to change.
-        changes: of all keys of the store.
-        values: of those that are set.
+        keys: Keys that are not set, or the one whose value has to change.
+        changes: Latest change of each key of the store.
+        values: Values of those that are set.
     """
 
     __slots__ = ("changes", "keys", "values")
@@ -122,7 +122,7 @@ class SimStore(Store):
     def __init__(self, clock: Clock, places: Places) -> None:
         super().__init__()
         self._clock, self._places = clock, places
-        self._no_limit = self.timeout  # what torch sets, until a program says something else
+        self._no_limit = self.timeout  # torch's default
         self._values: dict[str, bytes] = {}
         self._changes: dict[str, Change] = {}
         self._waits: list[KeyWait] = []
@@ -152,7 +152,7 @@ class SimStore(Store):
         return self._values[key]
 
     def _ask(self, name: str, key: str) -> None:
-        """Let earlier ranks go first; who gets the same answer for ever waits for another one.
+        """Let earlier ranks go first; a rank that only gets equal answers waits for another.
 
         A program may well read a key many times. But from some number of equal answers on, time has
         to pass, or asking again would not help; and far more of them, while no other rank can do
@@ -180,7 +180,7 @@ class SimStore(Store):
         """Add to a counter and return it; adding 0 is asking for it."""
         if amount == 0 and key in self._values:
             self._ask("add", key)
-            if key in self._values:  # and nobody has deleted it meanwhile
+            if key in self._values:  # no other rank has deleted it meanwhile
                 return int(self._values[key])
         else:
             self._clock.act()
@@ -192,7 +192,7 @@ class SimStore(Store):
         """Set a key if it has the expected value; return what it has afterwards."""
         old = expected if isinstance(expected, bytes) else expected.encode()
         if self._values.get(key, old) != old:
-            self._ask("compare_set", key)  # until another rank has set it
+            self._ask("compare_set", key)  # it waits for another rank to set it
         else:
             self._clock.act()
         if self._values.get(key, b"") == old:
@@ -200,7 +200,7 @@ class SimStore(Store):
         return self._values.get(key, old)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys are set; a microsecond passes, or asking again would not help."""
+        """Return whether all keys are set; a microsecond passes, or asking again would be vain."""
         strand, call = self._clock.current, self._places.call_site()
         self._clock.poll(lambda: self._wait_of(strand, "check", self._missing(keys), call))
         return self._has(keys)
@@ -242,7 +242,10 @@ class SimStore(Store):
             self._note_change(key, is_deletion=True)
         return self._values.pop(key, None) is not None
 
-    getNumKeys, deleteKey = num_keys, delete_key  # what C++ calls: a PrefixStore around this one
+    getNumKeys, deleteKey = (
+        num_keys,
+        delete_key,
+    )  # names that C++ calls for a PrefixStore around this one
 
     def _wake(self) -> None:
         now_s = self._clock.current.clock_s

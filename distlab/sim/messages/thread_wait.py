@@ -2,7 +2,7 @@
 
     main ──▶ 'saver' ──▶ room in a queue         main waits for the end of the thread 'saver'
 
-An arrow is "waits for". Who waits for a lock waits for the thread that holds it.
+An arrow is "waits for". A thread that waits for a lock waits for the thread that holds it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from distlab.sim.reporting.sites import CallSite
 
 
 class Awaited(NamedTuple):
-    """What a thread waits for: what it is, and what to look for if it never comes.
+    """The lock, queue or end for which a thread waits, and advice if it never comes.
 
     Attributes:
-        by: the thread that has to go on first, if it is known.
-        is_lock: it is a lock, which ``by`` holds.
+        by: Thread that has to continue first, if it is known.
+        is_lock: True if it is a lock, which ``by`` holds.
     """
 
     text: str
@@ -28,7 +28,7 @@ class Awaited(NamedTuple):
     is_lock: bool = False
 
 
-Look: TypeAlias = Callable[[Strand], Awaited]  # what a blocked thread waits for, as it is now
+Look: TypeAlias = Callable[[Strand], Awaited]  # returns the current wait of a blocked thread
 
 
 class ThreadWait(Pending):
@@ -48,11 +48,11 @@ class ThreadWait(Pending):
 
     @property
     def awaited(self) -> Awaited:
-        """What the thread waits for, as it is now."""
+        """Current description of the wait."""
         return self._look(self.waiters[0])
 
     def waits_for(self) -> Sequence[int]:
-        """Return its own rank: another thread of it has to go on."""
+        """Return its own rank: another thread of it has to continue first."""
         return (self.rank,)
 
     def text(self) -> str:
@@ -68,7 +68,7 @@ class ThreadWait(Pending):
         return waits
 
     def following(self) -> object:
-        """Return what the thread waits in that has to go on first; None: it is not known."""
+        """Return the wait of the thread that has to continue first, or None if it is not known."""
         by = self.awaited.by
         return by.waits_in if by else None
 

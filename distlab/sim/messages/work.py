@@ -19,10 +19,10 @@ MAX_NOTES = 2
 
 
 class Handles:
-    """The operations for which nobody has called ``wait()`` yet.
+    """The operations for which their ranks have not called ``wait()`` yet.
 
     Attributes:
-        open: these operations, in the order of the calls.
+        open: These operations, in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class SimWork(dist.Work):
         return is_completed
 
     def is_success(self) -> bool:
-        """Tell whether it is done; a failed operation raises in its rank instead."""
+        """Return whether it is done; a failed operation raises in its rank instead."""
         return self.is_completed()
 
     def synchronize(self) -> None:
@@ -140,10 +140,10 @@ def work_of(
     """Make the handle of an operation that the running rank has called.
 
     Args:
-        pending: the operation.
-        tensors: what a future of it holds.
-        handles: it is one of these until it was waited for.
-        group_limit_s: how long its group lets a rank wait.
+        pending: Operation behind the handle.
+        tensors: Value of its future.
+        handles: Collection that it leaves when it is waited for.
+        group_limit_s: Limit of its group.
     """
     work = SimWork()
     work._limit_s, work._open = group_limit_s, handles.open

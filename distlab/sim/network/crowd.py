@@ -28,14 +28,14 @@ class Flow:
     """Bytes on their way over one route.
 
     Attributes:
-        links, num_bytes: as given to `Network.start`.
+        links, num_bytes: Arguments of `Network.start`.
         crowd: the crowd that it is part of, if any; until it ends, only the crowd knows the next
             three, and finish_s unless it is the next to end.
-        own_rate: bytes/s now; 0 once the flow has ended.
-        since_s, remaining_bytes: when the rate last changed, and what was left at that moment.
-        finish_s: when it ends if no rate changes any more.
-        order: number of the flow, in the order of starts.
-        tag: free for the caller.
+        own_rate: Current bytes/s; 0 once the flow has ended.
+        since_s, remaining_bytes: Time of the last change of the rate, and bytes left at that time.
+        finish_s: Time of the end if no rate changes any more.
+        order: Number of the flow, in the order of starts.
+        tag: Free for the caller.
     """
 
     __slots__ = (
@@ -91,8 +91,8 @@ class Crowd:
     def __init__(self, bytes_per_s: Sequence[float]) -> None:
         self._bytes_per_s = np.array([*bytes_per_s, inf])
         self._nowhere = len(bytes_per_s)
-        self._flows: list[Flow] = []  # by column, with those that have ended
-        self._column: dict[Flow, int] = {}  # of those that have not
+        self._flows: list[Flow] = []  # one per column, ended ones included
+        self._column: dict[Flow, int] = {}  # columns of those that have not ended
         self._routes: Links = np.empty((0, 0), dtype=np.intp)
         self._left: Floats = np.empty(0)  # infinity for those that have ended
         self._since_s: Floats = np.empty(0)
@@ -108,7 +108,7 @@ class Crowd:
 
     @property
     def is_thin(self) -> bool:
-        """Whether half of the flows have ended: the others may share nothing any more."""
+        """True if half of the flows have ended: the others may share nothing any more."""
         return 2 * len(self._column) <= len(self._flows)
 
     def rate(self, flow: Flow) -> float:
@@ -145,7 +145,7 @@ class Crowd:
         return list(self._column)
 
     def share(self, now_s: float) -> list[Flow]:
-        """Give new rates; return the flows that end next if nobody comes, with their `finish_s`.
+        """Give new rates; return the flows that end next if no flow comes, with their `finish_s`.
 
         Cost: `fill_links` for the flows whose rates may change, and about 30 operations on arrays
             with all flows, those that have ended included: 0.1 ms for 100 of them, 2 ms for 16,000.
@@ -169,7 +169,7 @@ class Crowd:
 
     def _clear_ended(self) -> None:
         slowest = self._rates[self._ended].min(initial=inf)
-        self._floor = min(self._floor, slowest / TIE)  # what ties with the slowest moves, too
+        self._floor = min(self._floor, slowest / TIE)  # flows that tie with the slowest move, too
         self._routes[:, self._ended] = self._nowhere
         self._left[self._ended] = self._ends[self._ended] = inf
         self._ended.clear()
@@ -184,7 +184,7 @@ class Crowd:
         self._levels[self._levels >= self._floor] = inf
         fill_links(routes, spare, self._levels)
         _even_out(self._levels)
-        self._floor = inf  # until somebody comes or ends
+        self._floor = inf  # no flow has come or ended yet
         rates = self._levels.take(routes).min(axis=0)
         changed = rates != self._rates[moving]
         return moving[changed], rates[changed]
@@ -201,7 +201,7 @@ def fill_links(routes: Links, spare: Floats, levels: Floats) -> None:
     """Raise the rates of all flows together until each has a full link; note the links' levels.
 
     It is `max_min_rates` of network.py with fewer, larger steps. Every round fills all links that
-    are the tightest one for each of their flows: nobody stops earlier on another link and leaves
+    are the tightest one for each of their flows: no flow stops earlier on another link and leaves
     room. Links of 10, 4 and 9 bytes/s; flow a over 0, b over 0 and 1, c over 1, d and e over 2:
 
         round    link 0 offers    link 1 offers    link 2 offers

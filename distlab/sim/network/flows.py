@@ -50,7 +50,7 @@ class Network:
     def __init__(self, bytes_per_s: Sequence[float]) -> None:
         for link, value in enumerate(bytes_per_s):
             _check_bandwidth(link, value)
-        self.bytes_by_link = [0.0] * len(bytes_per_s)  # of the flows that have ended
+        self.bytes_by_link = [0.0] * len(bytes_per_s)  # bytes of the flows that have ended
         self._bytes_per_s = list(bytes_per_s)
         self._flows_on: list[dict[Flow, None]] = [{} for _ in bytes_per_s]  # dict: an ordered set
         self._ends: list[tuple[float, int, Flow]] = []  # heap; holds outdated entries, too
@@ -225,7 +225,7 @@ def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float
     """Return fair rates in bytes/s: no flow can get more without taking it from one with no more.
 
     Progressive filling: all rates grow together until a link is full. The flows on it keep what
-    they have, the others go on. Links of 10 and 4 bytes/s, flows a and b on the first, b and c on
+    they have, the others grow on. Links of 10 and 4 bytes/s, flows a and b on the first, b and c on
     the second:
 
         level    link 0 (10)    link 1 (4)

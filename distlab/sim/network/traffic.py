@@ -19,14 +19,8 @@ class Traffic:
 
     A transfer of n bytes over an idle route takes latency + n / bandwidth seconds, exactly.
 
-    Args:
-        cluster: has the links.
-        scheduler: told when something arrives.
-        trace: counts what is sent.
-        faults: may have delays.
-
     Attributes:
-        next_event_s: when the latency of the next transfer is over, or its bytes have arrived.
+        next_event_s: Time at which the latency of a transfer is over, or its bytes have arrived.
     """
 
     def __init__(
@@ -61,8 +55,8 @@ class Traffic:
         all their bytes after all their latencies and delays.
 
         Args:
-            latency_s: of a message; None: that of the route.
-            bytes_on_links: of a message, with what its protocol adds; None: those of its data.
+            latency_s: Latency of a message; None is that of the route.
+            bytes_on_links: Bytes of a message with the flags of its protocol; None if it has none.
         """
         route, total = self.cluster.route(src, dst), repeat * num_bytes
         self._trace.carried(src, dst, total, repeat)

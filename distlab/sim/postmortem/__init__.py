@@ -1,1 +1,1 @@
-"""How a world ends that does not end well: who waits for whom, and why."""
+"""Reports of worlds that fail: which ranks wait for which, and why."""

@@ -1,4 +1,4 @@
-"""The kinds of deadlock: which mistake it is, which ranks to blame, and what to look for."""
+"""The kinds of deadlock: the mistake, the ranks to blame, and advice."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,13 +17,13 @@ from distlab.util.text import lowered, rank_names, verb
 
 
 class Cause(NamedTuple):
-    """One reason why ranks cannot go on.
+    """One reason why ranks cannot continue.
 
     Attributes:
-        ranks: to blame.
-        involved: the blocked ranks that it consists of.
-        words: who waits for whom.
-        advice: what to look for.
+        ranks: Ranks to blame.
+        involved: Blocked ranks that it consists of.
+        words: Sentence that says who waits for whom.
+        advice: Advice on what to look for.
     """
 
     kind: DeadlockKind
@@ -42,10 +42,10 @@ FOUND_TOGETHER = "Every rank of a group has to call new_group for it"
 
 
 def find_causes(still: Standstill) -> list[Cause]:
-    """Find everything that has to be fixed before all ranks can go on."""
+    """Find everything that has to be fixed before all ranks can continue."""
     knots = still.knots()
     waits = [wait for ranks in knots if isinstance(wait := still.blocked[ranks[0]], ThreadWait)]
-    alone = [wait.rank for wait in waits]  # such a rank waits for nobody else
+    alone = [wait.rank for wait in waits]  # such a rank waits for no other rank
     return [
         *(_peer_ended(still, ranks) for ranks in still.deserted()),
         *map(_thread_wait, thread_waits.alike(waits)),
@@ -152,7 +152,7 @@ def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
-    """Say who waits on which axis, where a circle is too long to be told; "" if it is not known."""
+    """Say which ranks wait on which axis, where a circle has too many clauses; "" if not known."""
     names = still.group_names.sentence(still.blocked[rank] for rank in cycle)
     is_long = len(cycle) > MAX_CLAUSES and all(len(still.mates[rank]) == 1 for rank in cycle)
     if not names or not is_long or len(cycle) > MAX_CIRCLE:

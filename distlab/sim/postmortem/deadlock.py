@@ -28,15 +28,15 @@ MAX_CAUSES = 3
 
 
 class History(NamedTuple):
-    """What ranks did before they deadlocked, and by which rules.
+    """Earlier calls of the ranks that deadlocked, and the rules in force.
 
     Attributes:
-        calls: by rank, how many calls of torch.distributed it made, and the last one.
-        arrived: by source and destination, how many messages have arrived.
-        groups: all that were made, by their keys.
-        exits: by rank, where it has left, as far as that is known.
-        splits: calls that ranks made at different lines.
-        is_in_order: messages of a pair ran one after the other (``Options.p2p_order``).
+        calls: Number of calls of torch.distributed and the last one, by rank.
+        arrived: Number of messages that have arrived, by source and destination.
+        groups: All groups that were made, by their keys.
+        exits: Place at which a rank has left, by rank, as far as it is known.
+        splits: Calls that ranks made at different lines.
+        is_in_order: True if messages of a pair ran one after the other (``Options.p2p_order``).
     """
 
     calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
@@ -57,17 +57,17 @@ def explain(
     history: History | None = None,
     beside: Iterable[Pending] = (),
 ) -> Deadlock:
-    """Make the error for a world in which no rank can go on.
+    """Make the error for a world in which no rank can continue.
 
     Args:
-        blocked: by rank, the operation in which it waits.
-        ended: ranks that have returned or were killed.
-        killed: those of them that a fault has killed.
-        unmatched: all sends and recvs that were posted and have not met.
-        queued: those that were posted but wait for others of their rank before they start.
-        waits_at: by rank, the line on which it waits; the line on which it posted is known.
-        history: what the ranks did before.
-        beside: the operations in which further threads of the ranks wait.
+        blocked: Operation in which a rank waits, by rank.
+        ended: Ranks that have returned or were killed.
+        killed: Those of them that a fault has killed.
+        unmatched: Sends and recvs that were posted and have not met.
+        queued: Those that wait for others of their rank before they start.
+        waits_at: Line on which a rank waits, by rank; the line on which it posted is known.
+        history: Earlier calls of the ranks.
+        beside: Operations in which further threads of the ranks wait.
     """
     history, beside = history or History(), list(beside)
     still = Standstill(

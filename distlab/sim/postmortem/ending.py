@@ -1,4 +1,4 @@
-"""How a world ends if it fails: with the error of a rank, or with a report of who waits for whom.
+"""Errors of a world that fails: that of a rank, or a report of a standstill.
 
 What comes first counts. When a rank has raised, the calls of its clean-up may meet ranks that wait
 for what it would have done next, and then they deadlock or disagree. The cause is what it raised.
@@ -32,13 +32,10 @@ def standstill_error(
     mailbox: Mailbox,
     history: History,
 ) -> SimulationError:
-    """Make the error for a world in which no rank can go on.
+    """Make the error for a world in which no rank can continue.
 
     Args:
-        ranks: all of the world.
-        places: tell the program's lines.
-        history: what they did before.
-        mailbox: has all sends and recvs that were posted and have not met.
+        mailbox: All sends and recvs that were posted and have not met.
     """
     blocked = {rank.number: waiting(rank) for rank in ranks}
     firsts = {number: strands[0] for number, strands in blocked.items() if strands}
@@ -76,7 +73,7 @@ def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) 
 
 
 def _is_passed_on(error: Exception) -> bool:
-    """Whether an exception goes on from where it has come to: a ``finally``, a ``with``.
+    """Return whether an exception passes on from its current frame: a ``finally``, a ``with``.
 
     An ``except`` that raises nothing has dealt with it: that is how fallbacks are written.
     """
@@ -96,8 +93,7 @@ def rank_error(
     """Make the error of a rank that has raised; its traceback is of the program's lines.
 
     Args:
-        places: tell the program's lines.
-        others: what the other ranks did meanwhile, to be reported below the traceback.
+        others: Doings of the other ranks meanwhile, reported below the traceback.
     """
     shown = traceback.TracebackException.from_exception(error)
     tracebacks.keep_frames(shown, partial(_of_program, places=places))
@@ -174,6 +170,6 @@ def waits_at(strand: Strand, places: Places, frames: Mapping[int, FrameType]) ->
 
 
 def waiting(rank: Rank) -> list[Any]:
-    """Return the blocked threads of a rank; first the one whose wait tells most."""
+    """Return the blocked threads of a rank; first the one whose wait says most."""
     blocked = [strand for strand in rank.strands if isinstance(strand.waits_in, Pending)]
     return sorted(blocked, key=lambda strand: isinstance(strand.waits_in, ThreadWait))

@@ -12,9 +12,8 @@ def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]
     """Ask whether ranks that wait in a collective gave the wrong group; "" if nothing points to it.
 
     Args:
-        still: who waits for whom.
-        involved: all ranks that this is about.
-        ranks: those of them that wait for the same.
+        involved: All ranks of the cause.
+        ranks: Those of them that wait for the same.
     """
     if hint := _other_group_on_the_line(still, involved):
         return hint
@@ -25,7 +24,7 @@ def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]
 
 
 def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
-    """Look for a rank that is where one of these waits for it, or was there last: in another group.
+    """Find a missing rank that made the same call on the same line, but on a different group.
 
     At train.py:7 in step, rank 3 calls all_reduce on ranks 0-3, and ranks 0-2 call it on ranks 0-2…
     """
@@ -85,7 +84,7 @@ def _question(*calls: tuple[Attendance, Sequence[int]]) -> str:
     wide, ranks = max(calls, key=lambda call: len(call[0].group))
     fault = _fault(wide)
     if fault == "missing" and one.site == other.site:
-        fault = "missing, or None,"  # what is written there is the same on both ranks
+        fault = "missing, or None,"  # both ranks run the same source line
     return f"is group= {fault} on {rank_names(ranks)}?"
 
 

@@ -1,4 +1,4 @@
-"""What tells groups apart in a report: the axis of a mesh, or a number if their ranks are equal."""
+"""Names of groups in a report: the axis of a mesh, or a number if their ranks are equal."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
@@ -9,7 +9,7 @@ from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.reporting.report import place
 from distlab.util.text import clauses, rank_names, verb
 
-MAX_GROUPS = 4  # in a sentence
+MAX_GROUPS = 4  # groups in a sentence
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -17,13 +17,13 @@ class GroupNames:
     """Names the groups in which ranks wait, where their ranks alone do not.
 
     Args:
-        waits: the operations of the report.
-        made: all groups that the program has made, by their keys, in this order.
+        waits: Operations of the report.
+        made: Groups that the program has made, by their keys, in this order.
     """
 
     def __init__(self, waits: Iterable[Pending], made: Mapping[object, MadeGroup]) -> None:
         self._made = made
-        self._keys: dict[tuple[int, ...], set[object]] = {}  # by members
+        self._keys: dict[tuple[int, ...], set[object]] = {}  # keys: members
         for wait in waits:
             if _is_collective(wait):
                 self._keys.setdefault(wait.group, set()).add(wait.meeting.key)

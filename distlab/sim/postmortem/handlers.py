@@ -1,7 +1,7 @@
-"""What the source says about exceptions: which ``except`` a line stands in, or may skip a line.
+"""Exceptions that ranks have caught: ``except`` clauses of the source that may have hidden one.
 
 A rank that has caught something may leave out a call, and nothing of it is seen in what it waits
-for. Python tells nobody that an exception was caught, so the report can only ask.
+for. Python does not report that an exception was caught, so the report can only ask.
 """
 
 import ast
@@ -23,11 +23,11 @@ _LOOPS = (ast.For, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _TRIES = tuple(getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name))
 _LEAVES = (ast.Return, ast.Continue, ast.Break)
-DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # of those a report has nothing to ask
+DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # caught on purpose
 
 
 class Skipper(NamedTuple):
-    """What may skip a line: the ``except`` or ``suppress`` of a line of the source."""
+    """An ``except`` or ``suppress`` of the source that may skip a line."""
 
     word: str
     line: int
@@ -39,7 +39,7 @@ def handler_around(site: Site) -> ast.ExceptHandler | None:
 
 
 def raises(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler passes on what it has caught, or something in its place, in any case."""
+    """Return whether a handler raises in any case: the exception it has caught, or another one."""
     blocks = [handler.body]
     for block in blocks:
         blocks += [node.body for node in block if isinstance(node, ast.With | ast.Try)]
@@ -53,8 +53,9 @@ def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
     loop before it comes to the line.
 
     Args:
-        site: the line.
-        is_in_loop: only one in a loop, after which the rank makes more calls.
+        site: Line that may be skipped.
+        is_in_loop: True to look only into the loop around the line, after which the rank makes more
+            calls.
     """
     line, function = site[1], _innermost(site, (ast.FunctionDef, ast.AsyncFunctionDef))
     scope = _own_nodes(function or _module(site[0]))
@@ -126,7 +127,11 @@ def _parsed(source: str) -> ast.Module:
         return ast.Module([], [])
 
 
-KINDS = ("peer ended", "missing rank", "order mismatch")  # of deadlocks: a call may be left out
+KINDS = (
+    "peer ended",
+    "missing rank",
+    "order mismatch",
+)  # deadlocks in which a call may be left out
 
 
 def suspicions(
@@ -135,10 +140,7 @@ def suspicions(
     """Ask which handler may have hidden an error of the ranks to blame, if nothing else says so.
 
     Args:
-        error: the report.
-        ranks: all of the world.
-        places: tell the program's lines.
-        exits: by rank, where it has left.
+        exits: Place at which a rank has left, by rank.
     """
     ends = {exits[rank].at for rank in error.ranks if rank in exits}  # few, also of many ranks
     if any(handler_around(site) for site in ends):

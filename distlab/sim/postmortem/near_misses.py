@@ -16,8 +16,8 @@ def near_pairs(unmatched: Iterable[Message], waiting: Iterable[Message]) -> Iter
     """Find sends and recvs that have not matched, although they have a rank in common.
 
     Args:
-        unmatched: all sends and recvs that were posted and have not met.
-        waiting: those that ranks wait in; each pair has one of them.
+        unmatched: Sends and recvs that were posted and have not met.
+        waiting: Those in which ranks wait; each pair has one of them.
     """
     by_rank, by_peer = defaultdict(list), defaultdict(list)
     for message in unmatched:
@@ -70,11 +70,9 @@ def doubtful(
     it. What a rank does not do, another thread of it may be about to do.
 
     Args:
-        pairs: sends and recvs.
-        still: who waits for whom.
-        ranks: those whose waits these are.
-        beside: in which further threads of ranks wait.
-        is_cycle: they wait for each other.
+        ranks: Ranks in whose waits the pairs were found.
+        beside: Operations in which further threads of ranks wait.
+        is_cycle: True if the ranks wait for each other.
     """
     beside = list(beside)
     first = (still.blocked[rank] for rank in ranks)
@@ -173,7 +171,7 @@ def counted_inside_the_group(pairs: Sequence[Pair]) -> str:
 
 
 def _is_number_of(number: int, message: Message) -> bool:
-    """Whether a message's rank has this number inside its group, and another one outside."""
+    """Return whether a message's rank has this number inside its group, and another one outside."""
     group = message.group
     return number != message.rank and number < len(group) and group[number] == message.rank
 
@@ -209,10 +207,10 @@ def kept_apart(
     Rank 0's irecv from rank 1 waits behind its isend to rank 1: on NCCL …
 
     Args:
-        queued: messages that have not started.
-        unmatched: messages that have started but have no match.
-        blocked: by rank, the operation in which it waits.
-        ranks: those whose messages count.
+        queued: Messages that have not started.
+        unmatched: Messages that have started but have no match.
+        blocked: Operation in which a rank waits, by rank.
+        ranks: Ranks whose messages count.
     """
     apart = list(_kept_apart([m for m in queued if m.rank in ranks], [*unmatched, *queued]))
     if not apart:

@@ -20,9 +20,8 @@ def row_of(wait: Pending, waits_at: Site | None = None, group: str = "") -> Row:
     """Return the row of a wait.
 
     Args:
-        wait: the operation.
-        waits_at: the line on which its rank waits; None: not known.
-        group: its name, if the ranks alone do not tell which one it is.
+        waits_at: Line on which its rank waits, or None if it is not known.
+        group: Name of its group, if the ranks alone do not tell which one it is.
     """
     row = wait.row()
     if group:

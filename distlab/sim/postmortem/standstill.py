@@ -1,4 +1,4 @@
-"""A world in which no rank can go on: who waits for whom, in numbers and in words.
+"""A world in which no rank can continue: which ranks wait for which, in numbers and in words.
 
     rank 4 ──▶ rank 3 ──▶ rank 1 ⇄ rank 2        ranks 1 and 2 are a knot, 3 and 4 its victims
     rank 5 ──▶ rank 0, which has returned        a second cause
@@ -16,9 +16,9 @@ from distlab.sim.messages.store import KeyWait
 from distlab.sim.postmortem.group_names import GroupNames
 from distlab.util.text import clauses, rank_names, verb
 
-MAX_CLAUSES = 3  # in a sentence; of more, the first two and the end are given
+MAX_CLAUSES = 3  # clauses of a sentence; of more, the first two and the end are given
 
-Graph = Mapping[int, Sequence[int]]  # by blocked rank, the ranks it waits for
+Graph = Mapping[int, Sequence[int]]  # keys: blocked ranks; values: the ranks they wait for
 
 
 def find_knots(waits_for: Graph) -> list[list[int]]:
@@ -60,16 +60,16 @@ def named(ahead: Sequence[Message]) -> str:
 
 
 class Standstill:
-    """Who waits for whom.
+    """The waits of all ranks.
 
     Args:
-        blocked: by rank, the operation in which it waits.
-        ended: ranks that have returned or were killed.
-        killed: those of them that a fault has killed.
-        arrived: by source and destination, how many messages have arrived.
-        calls: by rank, how many calls of torch.distributed it made, and the last one.
-        groups: all that the program has made, by their keys.
-        is_in_order: a rank's messages run one after the other, unless they are one batch.
+        blocked: Operation in which a rank waits, by rank.
+        ended: Ranks that have returned or were killed.
+        killed: Those of them that a fault has killed.
+        arrived: Number of messages that have arrived, by source and destination.
+        calls: Number of calls of torch.distributed and the last one, by rank.
+        groups: Groups that the program has made, by their keys.
+        is_in_order: True if a rank's messages run one after the other, unless they are one batch.
     """
 
     def __init__(

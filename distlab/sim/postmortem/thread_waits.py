@@ -1,4 +1,4 @@
-"""What to say of threads of a rank that wait for each other, and of locks held for too long."""
+"""Sentences on threads of a rank that wait for each other, and on locks held for too long."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def alike(waits: Iterable[ThreadWait]) -> list[list[ThreadWait]]:
 
 
 def words(ranks: Sequence[int], wait: ThreadWait) -> str:
-    """Say which thread cannot go on and which one waits for it, or which wait for each other."""
+    """Say which thread cannot continue and which one waits for it, or which wait for each other."""
     chain = wait.chain()
     told = _circle(chain) or chain[:-3:-1]
     if len(told) == 1 and not wait.waiters[0].name:

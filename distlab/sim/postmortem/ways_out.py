@@ -1,4 +1,4 @@
-"""How to get out of a deadlock of messages: advice that fits these ranks and calls, or none."""
+"""Advice on deadlocks of messages that fits their ranks and calls."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,7 +15,7 @@ _ONE_BY_ONE = (
 
 
 def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
-    """Say how ranks that wait for each other's messages can go on.
+    """Say how ranks that wait for each other's messages can continue.
 
     If messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
     """

@@ -1,1 +1,1 @@
-"""What reports are made of: errors, rows of a table, and where in a program a call was made."""
+"""Parts of reports: errors, rows of a table, and places of calls in a program."""

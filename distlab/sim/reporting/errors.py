@@ -1,4 +1,4 @@
-"""What can go wrong inside a simulated world.
+"""Errors of a simulated world.
 
 SimulationError
 ├── RankError     a rank's function raised; the first one ends the world
@@ -13,14 +13,14 @@ from typing import Literal
 MismatchKind = Literal[
     "operation mismatch",
     "shape or dtype mismatch",
-    "buffer changed",  # before its operation was done; strict mode
+    "buffer changed",  # written before its operation was done; strict mode
     "never met",  # posted, but never matched or waited for; strict mode
 ]
 DeadlockKind = Literal[
     "send/recv cycle",  # ranks wait for each other's messages in a circle
     "missing rank",  # a rank waits for a message while others wait for it in a collective
     "order mismatch",  # ranks wait in different collectives, each for the other
-    "key never set",  # of the store
+    "key never set",  # a key of the store
     "thread wait",  # a rank waits for a lock, a queue or a thread of its own
     "peer ended",  # a rank waits for one that has returned or was killed
 ]
@@ -30,8 +30,8 @@ class SimulationError(RuntimeError):
     """A simulated world that failed.
 
     Attributes:
-        ranks: the ranks to blame, in order; empty if no particular ones are.
-        advice: what to look for, as the message has it; "": it has none.
+        ranks: Ranks to blame, in order; empty if no particular ones are.
+        advice: Advice as the message has it, or "".
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -40,7 +40,7 @@ class SimulationError(RuntimeError):
         self.advice = ""
 
     def note(self, causes: Sequence[str], remarks: Sequence[str]) -> None:
-        """Add lines: causes before the advice, which is then one more guess, and others behind."""
+        """Insert causes before the advice, which becomes "Or else: …", and append remarks."""
         text = str(self)
         if causes and self.advice:
             before, _, after = text.rpartition(self.advice)
@@ -99,11 +99,11 @@ class BlockedCall:
 
 
 class Deadlock(SimulationError):
-    """No rank can ever go on.
+    """No rank can ever continue.
 
     Attributes:
-        kind: of the cause that the message names first.
-        calls: the call in which each blocked rank waits, in the order of the ranks.
+        kind: Kind of the cause that the message names first.
+        calls: Call in which each blocked rank waits, in the order of the ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How reports are written: one row per call, and two calls that disagree."""
+"""Layout of reports: one row per call, and two calls that disagree."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from distlab.sim.reporting.errors import Mismatch, MismatchKind
 from distlab.util.text import rank_names
 
-WHO = "{who}"  # in a note, for the ranks that it is about
+WHO = "{who}"  # placeholder in a note for the ranks that it is about
 
 
 class Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where in a program a call was made: its own innermost line, not a line of the machinery."""
+"""Places of calls in a program: its own innermost line, not a line of the machinery."""
 
 import os
 import re
@@ -37,11 +37,11 @@ def outside() -> FrameType:
 
 
 class Exit(NamedTuple):
-    """How a rank has left.
+    """The end of a rank.
 
     Attributes:
-        at: the last line of its program.
-        left_group_at: where it destroyed its process group; None: it did not.
+        at: Last line of its program.
+        left_group_at: Line that destroyed its process group, or None.
     """
 
     at: Site
@@ -64,11 +64,16 @@ _KINDS = (
 )
 _PUBLIC = ("forward", "backward", "step")  # methods that a program calls, by these or other names
 _OF_PARALLELISM = (_folder(dist.__file__), f"{_folder(torch.__file__)}nn{os.sep}parallel{os.sep}")
-_OF_TENSORS = f"{_folder(dist.__file__)}tensor{os.sep}"  # what happens in any operation of theirs
+_OF_TENSORS = (
+    f"{_folder(dist.__file__)}tensor{os.sep}"  # code that runs in any operation of DTensors
+)
 _WRAPS = re.compile(r"wrapper|^inner")  # names of functions that decorators make
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _LIBRARY = _folder(threading.__file__)
-_PACKAGES = ("site-packages", "dist-packages")  # inside the library's folder, and not of it
+_PACKAGES = (
+    "site-packages",
+    "dist-packages",
+)  # folders inside the library's that are not part of it
 
 
 class Places:

@@ -64,7 +64,7 @@ def advice_for(makers: Iterable[str]) -> str:
     """Say what the functions that have made calls ask of a program; "": it has made all itself.
 
     Args:
-        makers: names of torch's functions; "" for calls that the program has made.
+        makers: Names of torch's functions; "" for calls that the program has made.
     """
     names = dict.fromkeys(filter(None, makers))
     fitting = (

@@ -1,1 +1,1 @@
-"""What a run takes and gives, for people and for tools."""
+"""Options and results of a run, for people and for tools."""

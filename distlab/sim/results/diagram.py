@@ -41,9 +41,9 @@ LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
 _ARROW: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "units": "inches"}
 
-Span = tuple[float, float]  # of y, from a lane's middle; y grows downward
+Span = tuple[float, float]  # y from a lane's middle; y grows downward
 Bar = tuple[int, float, float]  # rank, from second, to second
-Interval = tuple[float, float]  # of seconds
+Interval = tuple[float, float]  # seconds
 
 
 def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> Figure:

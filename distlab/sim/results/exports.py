@@ -23,7 +23,7 @@ Json = dict[str, Any]
 Placed = tuple[Event, Json]  # an event and how a trace file writes it
 
 COMPUTE = 1  # the thread, which Kineto calls a stream; communication follows from 2 on
-WRITTEN_DIGITS = 3  # of microseconds: nanoseconds, as finely as viewers count
+WRITTEN_DIGITS = 3  # digits of microseconds: nanoseconds, as finely as viewers count
 
 
 def write_trace(simulated: Simulated[Any], path: Path) -> None:
@@ -133,7 +133,7 @@ def _arguments(event: Event, thread: int) -> Json:
 
 
 def _names(simulated: Simulated[Any], slices: Iterable[Json]) -> Iterator[Json]:
-    """Yield what the viewer writes beside processes and threads, and in which order."""
+    """Yield the names of processes and threads in the viewer, and their order."""
     cluster = simulated.cluster
     for rank in range(len(simulated.results)):
         node = f", node {cluster.node_of(rank)}" if cluster.nodes > 1 else ""

@@ -1,4 +1,4 @@
-"""What a simulation takes besides its program, and what it returns."""
+"""Options of a simulation, and its result."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -15,24 +15,25 @@ P2P_ORDERS = ("free", "pair")
 
 @dataclass(frozen=True)
 class Options:
-    """How a world is simulated.
+    """Settings of a simulation.
 
     Attributes:
-        algorithm: of the built-in collectives, one of ALGORITHMS.
+        algorithm: Algorithm of the built-in collectives, one of ALGORITHMS.
         eager_bytes: sends up to this size are buffered; -1: every send waits for its recv, as on
             NCCL.
         p2p_order: "free": point-to-point operations start when they are posted; "pair": as on
             NCCL, those of the same two ranks run one after the other unless they are batched.
-        is_strict: report a buffer that was changed before its operation was done.
-        seed: of the ranks' own generators of ``random`` and numpy.
-        has_devices: account for computation and memory; None: if the cluster describes its GPU.
-        capacity_bytes: memory of each GPU; None: as its description says.
+        is_strict: True to report a buffer that was changed before its operation was done.
+        seed: Seed of the ranks' own generators of ``random`` and numpy.
+        has_devices: True to account for computation and memory; None does if the cluster describes
+            its GPU.
+        capacity_bytes: Memory of each GPU; None is that of its description.
         overlap_cost: seconds that computation loses in each second in which a collective of its
             rank is under way: see `engine.overlap`.
         has_events: keep every event, for pictures and traces; without, a message takes less memory,
             and only totals are known.
-        faults: what goes wrong on purpose.
-        given: folders or files of the caller's own code: reports and tracebacks name the innermost
+        faults: Faults to inject.
+        given: Folders or files of the caller's own code: reports and tracebacks name the innermost
             line of the program that is in none of them.
     """
 
@@ -65,11 +66,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Simulated(Generic[T]):
-    """What a simulation returns: a result per rank, and the trace."""
+    """Outcome of a simulation: a result per rank, and the trace."""
 
     results: list[T]
     trace: Trace
-    seconds: float  # of virtual time, until the last rank had ended
+    seconds: float  # virtual time until the last rank had ended
     cluster: Cluster
     options: Options
-    flops: list[int]  # by rank; 0 without a GPU
+    flops: list[int]  # indexed by rank; 0 without a GPU

@@ -17,12 +17,12 @@ HEADINGS = ("rank", "time", "compute", "exposed", "idle", "sent", "messages", "p
 
 
 class Totals(NamedTuple):
-    """What one rank did: compute + exposed = time, and time + idle = that of the last rank.
+    """Times and bytes of a rank: compute + exposed = time, and time + idle = the last rank's time.
 
     Attributes:
-        time_s: until its function had returned, or until it was killed.
-        exposed_s: it waited for communication.
-        idle_s: it was done and others were not.
+        time_s: Time until its function had returned, or until it was killed.
+        exposed_s: Time in which it waited for communication.
+        idle_s: Time in which it was done and others were not.
     """
 
     time_s: float
@@ -93,7 +93,7 @@ def assumed(simulated: Simulated[Any]) -> list[str]:
 
 
 def has_compute(simulated: Simulated[Any]) -> bool:
-    """Tell whether computation took time."""
+    """Return whether computation took time."""
     return simulated.cluster.gpu is not None and simulated.options.has_devices is not False
 
 

@@ -11,8 +11,8 @@ from same import assert_same
 from distlab import launch
 from distlab.sim import simulate
 
-WORLD_SIZES = (1, 2, 3, 5, 8)
-TIMEOUT_S = 100.0
+WORLD_SIZES = (1, 2, 5)  # alone, even, and odd: eight processes
+TIMEOUT_S = 600.0
 
 
 def on_gloo(program: programs.Program, world_size: int, *args: object) -> list[object]:

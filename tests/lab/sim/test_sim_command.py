@@ -6,17 +6,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from distlab.cli import main
-from distlab.cli.sim import Algorithm
 from distlab.sim import Cluster, Options, RankError, SimulationError
-from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.script import run_script
 
-TIMEOUT_S = 60
+TIMEOUT_S = 600  # only what hangs takes as long, on a busy machine too
 
 
 @pytest.fixture
@@ -86,23 +83,6 @@ def test_globals_and_classes_belong_to_one_rank(write) -> None:
     )
 
 
-def test_what_the_script_defines_pickles_as_between_processes(write) -> None:
-    run(
-        write("""
-        import dataclasses
-        @dataclasses.dataclass
-        class Point:
-            x: "int"
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, Point(dist.get_rank()))
-        assert gathered == [Point(0), Point(1), Point(2)]
-        assert all(type(point) is Point for point in gathered)
-        assert dist.get_world_size() == 3
-        """),
-        ranks=3,
-    )
-
-
 @pytest.mark.parametrize("text", ["", "raise ValueError", "import sys; sys.path.append('x')"])
 def test_the_process_is_afterwards_as_before(write, text: str) -> None:
     before = sys.argv, list(sys.path), sys.modules["__main__"], dict(os.environ)
@@ -138,11 +118,6 @@ def test_a_rank_out_of_memory_gets_one_report_and_the_lines_of_the_program(write
 def test_leaving_with_success_ends_a_rank_and_no_more(write, end: str, capsys) -> None:
     run(write(f"if dist.get_rank(): {end}\nprint('still here')"))
     assert capsys.readouterr().out == "still here\n"
-
-
-def test_leaving_with_a_code_fails(write) -> None:
-    with pytest.raises(RankError, match="rank 0 of 2 raised SystemExit: 3"):
-        run(write("import sys\nsys.exit(3)"))
 
 
 def test_the_traceback_of_a_rank_shows_the_script_and_nothing_above(write) -> None:
@@ -235,17 +210,6 @@ def settings(*options: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert distlab("sim", "--ranks", 2, *options) == 0
     _, _, listed = capsys.readouterr().out.partition("\nset:\n")
     return [line.strip() for line in listed.partition("\n\n")[0].splitlines()]
-
-
-def test_jitter_is_lost_before_every_call_and_the_seed_chooses_it(write, capsys) -> None:
-    script = write("import time\ndist.barrier()\nprint(time.perf_counter(), end='')")
-    ends = set()
-    for seed in (1, 2, 1):
-        assert distlab("sim", "--ranks", 1, "--fault", "jitter 1e-3", "--seed", seed, script) == 0
-        report = capsys.readouterr().out
-        assert "every call starts up to 1.00 ms late" in report
-        ends.add(report.partition("\n")[0])
-    assert len(ends) == 2
 
 
 def test_memory_is_that_of_the_preset_or_as_set(write, capsys) -> None:
@@ -348,11 +312,6 @@ def test_a_script_that_did_nothing_is_told_so(tmp_path: Path, capsys) -> None:
     assert line not in capsys.readouterr().out
 
 
-def test_a_script_that_is_not_there_is_named(capsys) -> None:
-    assert distlab("sim", "nowhere.py") == 2
-    assert "'nowhere.py' does not exist" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "text", "report"),
     [
@@ -382,10 +341,6 @@ def test_a_world_that_does_not_end_well_gives_its_report(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert report in printed.err
-
-
-def test_the_options_name_the_algorithms_that_exist() -> None:
-    assert get_args(Algorithm) == ALGORITHMS
 
 
 def test_the_command_starts_without_torch() -> None:

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 SUITE = Path(__file__).parents[1] / "torch_suite.py"
-TIMEOUT_S = 300.0
+TIMEOUT_S = 1200.0
 NEEDS_GPU = "needs a GPU, and does not say so: fails on gloo, too"
 FAILS = {  # and why
     "test_SyncBatchNorm_process_group": "torch uses torchvision without importing it: also on gloo",

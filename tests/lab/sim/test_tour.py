@@ -33,7 +33,7 @@ DOCUMENT = ROOT / "docs/simulator.md"
 IMAGES = ROOT / "docs/images"
 SCRIPTS = ROOT / "examples/simulator"
 MAX_IMAGE_BYTES = 150_000
-TIMEOUT_S = 60
+TIMEOUT_S = 600  # only what hangs takes as long, on a busy machine too
 COMMAND = r"((?:[^\n]*\\\n)*[^\n]*)\n(.*)"  # to the first line without \\ at its end, and the rest
 PROMPT = "(Pdb) "  # of the debugger; what follows it is typed by the reader
 

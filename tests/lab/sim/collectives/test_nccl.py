@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from distlab.sim import Cluster, Options, simulate
 from distlab.sim.collectives import nccl, protocols
-from distlab.sim.collectives.algorithms import plan
 from distlab.sim.hardware.presets import PROTOCOLS, Protocol, fitted
 
 MIB, GIB = 2**20, 2**30
@@ -104,16 +103,6 @@ def test_a_network_that_adds_halves_what_a_nic_sends() -> None:
     assert (max(trees), max(adding)) == pytest.approx((2 / 8, 1 / 8))
 
 
-@pytest.mark.parametrize(("nodes", "gpus"), GRIDS)
-def test_all_to_all_sends_a_share_to_every_other_gpu(nodes: int, gpus: int) -> None:
-    p = nodes * gpus
-    rounds = pattern_of("all_to_all", "direct", nodes, gpus).rounds
-    pairs = [(src, dst) for transfers in rounds for src, dst, _ in transfers]
-    assert sorted(pairs) == [(a, b) for a in range(p) for b in range(p) if a != b]
-    assert {share for transfers in rounds for *_, share in transfers} == {1 / p}
-    assert len(rounds) == max(1, nodes - 1)
-
-
 @pytest.mark.parametrize(("algorithm", "nodes", "gpus"), all_reduces())
 def test_every_gpu_hears_of_every_other_one(algorithm: str, nodes: int, gpus: int) -> None:
     transfers = pattern_of("all_reduce", algorithm, nodes, gpus).rounds[0]
@@ -139,16 +128,6 @@ def test_a_broadcast_enters_every_gpu_once(nodes: int, gpus: int, root: int) -> 
     assert {(dst, src) for src, dst, _ in reduce.rounds[0]} == {
         (src, dst) for src, dst, _ in pattern.rounds[0]
     }
-
-
-@pytest.mark.parametrize(("nodes", "gpus"), [(2, 8), (3, 4), (4, 8), (8, 1)])
-@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
-def test_every_channel_leaves_a_node_by_a_nic_of_its_own(
-    collective: str, nodes: int, gpus: int
-) -> None:
-    cluster = machine(nodes, gpus)
-    carried = on_links(pattern_of(collective, "ring", nodes, gpus), cluster, "nic")
-    assert carried == pytest.approx([1 / gpus] * (2 * gpus * (nodes - 1)))
 
 
 # --- Trees ---------------------------------------------------------------------------------------
@@ -285,22 +264,3 @@ def test_the_choice_is_that_of_nccls_log(
     cluster = Cluster.preset(preset, nodes)
     way = protocols.cheapest("all_reduce", "auto", range(cluster.num_gpus), num_bytes, cluster)
     assert (way.algorithm, way.protocol) == (algorithm, protocol)
-
-
-@pytest.mark.parametrize(("p", "algorithm"), [(2, "ring"), (8, "nvls")])
-def test_two_gpus_need_no_switch_that_adds(p: int, algorithm: str) -> None:
-    cluster = Cluster.preset("dgx-h200")
-    way = protocols.cheapest("all_reduce", "auto", range(p), 8 * GIB, cluster)
-    assert way.algorithm == algorithm
-
-
-def test_a_group_with_unequal_parts_of_nodes_runs_in_rings_and_trees() -> None:
-    cluster = Cluster.preset("dgx-h100", 2)
-    members = (0, 1, 2, 8)
-    assert nccl.algorithms("all_reduce", members, cluster) == ["ring", "tree"]
-    phases = plan("all_reduce", "auto", members, 64 * MIB, cluster)
-    assert {gpu for src, dst, _ in phases[0].transfers for gpu in (src, dst)} == set(members)
-
-
-def test_a_group_of_one_sends_nothing() -> None:
-    assert plan("all_reduce", "auto", [3], 1e6, Cluster.preset("dgx-h100")) == []

@@ -140,19 +140,6 @@ def test_a_convolution_skips_the_gradient_of_its_input_if_nobody_needs_it() -> N
     assert flops(lambda: layer(x).sum().backward()) == 2 * forward
 
 
-def test_an_operation_that_only_torch_knows_is_counted_as_torch_does() -> None:
-    q = torch.ones(2, 3, 8, 16, device="meta")
-    attend = aten._scaled_dot_product_flash_attention
-    assert flops(lambda: attend(q, q, q)) == 4 * 2 * 3 * 8 * 8 * 16
-
-
-def test_work_element_by_element_has_no_flops() -> None:
-    x = torch.ones(4, 4, requires_grad=True)
-    program = lambda: (F.layer_norm(F.gelu(x), (4,)).softmax(-1) + x).sum().backward()  # noqa: E731
-    assert flops(program) == 0
-    assert moved(program) > 0
-
-
 # --- bytes ---------------------------------------------------------------------------------------
 
 N = 4 * 100  # bytes of a vector of 100 float32
@@ -200,11 +187,6 @@ def test_bytes_read_and_written(operation: Callable[[], object], expected: int) 
 )
 def test_views_metadata_and_bare_allocations_move_nothing(operation: Callable[[], object]) -> None:
     assert moved(operation) == 0
-
-
-def test_communication_is_not_the_devices_work() -> None:
-    assert describe(torch.ops._c10d_functional.all_reduce.default).is_free
-    assert describe(torch.ops.c10d.allreduce_.default).is_free
 
 
 def test_the_worked_example_of_the_module() -> None:

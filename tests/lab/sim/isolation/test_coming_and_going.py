@@ -113,12 +113,6 @@ def counts_to(bound: int) -> list[int]:
     return gathered
 
 
-def test_worlds_come_one_after_the_other() -> None:
-    for num_ranks in (4, 2, 7):
-        expected = [10 * rank for rank in range(num_ranks)]
-        assert simulate(counts_to, num_ranks, 10).results == [expected] * num_ranks
-
-
 def test_a_world_is_simulated_in_any_thread() -> None:
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.extend(simulate(counts_to, 3, 1).results))
@@ -201,10 +195,6 @@ def makes_other_groups_in_its_second_world() -> float:
 
 def test_groups_of_a_world_that_was_left_are_not_compared_with_new_ones() -> None:
     assert simulate(makes_other_groups_in_its_second_world, 4).results == [2.0, 4.0, 2.0, 4.0]
-
-
-def test_nccl_may_be_named_where_there_is_none() -> None:
-    assert simulate(lambda: script("nccl"), 2, joined=False).results[0][1] == 2.0
 
 
 def test_who_has_not_joined_is_told_so() -> None:

@@ -4,15 +4,13 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import distlab
 from distlab.sim import Deadlock, RankError, SimulationError, simulate
 from distlab.sim.hardware.cluster import choose_cluster
 from distlab.sim.results.simulated import Options
@@ -202,15 +200,6 @@ def test_a_rank_that_ends_itself_while_the_world_ends(fn: Callable[[], None], sa
         simulate(fn, 3)
 
 
-def test_a_generator_is_not_closed() -> None:
-    numbers = iter([1, 2, 3])
-
-    def generate() -> Iterator[int]:
-        yield from numbers
-
-    assert simulate(generate().__next__, 2).results == [1, 2]
-
-
 def test_the_variables_of_a_rank_that_has_raised_are_kept() -> None:
     def program() -> None:
         secret = 42
@@ -230,18 +219,3 @@ def test_a_decorated_program_is_not_traced() -> None:
         return sys.gettrace()
 
     assert simulate(tracer, 2).results == [None, None]
-
-
-def test_of_a_decorated_program_no_line_is_made_up() -> None:
-    @torch.no_grad()
-    def program() -> None:
-        if dist.get_rank():
-            dist.barrier()
-
-    assert "  rank 0         returned without communicating\n" in f"{report(program)}\n"
-
-
-def test_a_program_of_our_own_is_not_traced() -> None:
-    file, names = Path(distlab.__file__).parent / "own.py", dict[str, Any]()
-    exec(compile("import sys\ndef program(): return sys.gettrace()", file, "exec"), names)
-    assert simulate(names["program"], 2).results == [None, None]

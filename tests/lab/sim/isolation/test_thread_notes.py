@@ -24,11 +24,6 @@ def saves() -> None:
     dist.barrier()
 
 
-def never_asks() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(saves)
-
-
 def asks() -> None:
     with ThreadPoolExecutor(1) as pool:
         task = pool.submit(saves)
@@ -44,39 +39,9 @@ def catches() -> None:
                 task.result()
 
 
-def test_the_error_of_a_task_is_told_if_nobody_has_asked_for_it() -> None:
-    note = next(
-        line for line in report(never_asks).splitlines() if line.startswith("On rank 0, what ")
-    )
-    assert note.startswith(
-        "On rank 0, what ran in thread 'ThreadPoolExecutor-0_0' ended with OSError: disk full, "
-        "test_thread_notes.py:"
-    )
-    assert note.endswith("in saves, and nobody has asked for it.")
-
-
 @pytest.mark.parametrize("fn", [asks, catches])
 def test_an_error_that_the_program_knows_is_not_told(fn: Callable[[], None]) -> None:
     assert "disk full" not in report(fn)
-
-
-def sends_later() -> None:
-    time.sleep(1)
-    dist.send(torch.ones(1), 1)
-
-
-def forgets_to_join() -> None:
-    if dist.get_rank() == 0:
-        threading.Thread(target=sends_later, name="sender", daemon=True).start()
-        time.sleep(0.1)
-    else:
-        dist.recv(torch.ones(1), 0)
-
-
-def test_a_daemon_that_has_ended_with_its_rank_is_named() -> None:
-    note = report(forgets_to_join).splitlines()[-1]
-    assert note.startswith("Rank 0 ended, and daemon thread 'sender' with it, which was at test_th")
-    assert note.endswith("in sends_later.")
 
 
 def test_of_daemons_nothing_is_said_if_their_rank_is_not_to_blame() -> None:

@@ -1,7 +1,6 @@
 """Threads of a rank: they wait in virtual time, and what is the rank's is theirs."""
 
 import asyncio
-import contextlib
 import multiprocessing
 import os
 import queue
@@ -18,7 +17,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from distlab.sim import Cluster, Deadlock, Faults, Options, RankError, simulate
+from distlab.sim import Cluster, Faults, Options, RankError, simulate
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -78,30 +77,6 @@ def computes_beside_a_heartbeat() -> list[float]:
 def test_a_heartbeat_beats_while_the_rank_computes() -> None:
     [beats] = simulate(computes_beside_a_heartbeat, 1, cluster="dgx-h100").results
     assert beats == pytest.approx([1.0, 2.0, 3.0], abs=1e-3)
-
-
-def test_what_two_threads_do_has_one_order() -> None:
-    first = simulate(sleeps_beside_others, 3, [0.3, 0.1, 0.2, 0.1])
-    again = simulate(sleeps_beside_others, 3, [0.3, 0.1, 0.2, 0.1])
-    assert first.results == again.results
-    assert first.trace.digest() == again.trace.digest()
-
-
-def test_summaries_count_what_threads_do() -> None:
-    def program() -> None:
-        x = torch.ones(250_000)
-        if dist.get_rank():
-            for tag in (1, 2):
-                dist.recv(x, 0, tag=tag)
-            return
-        thread = threading.Thread(target=dist.send, args=(x, 1), kwargs={"tag": 1})
-        thread.start()
-        dist.send(x, 1, tag=2)
-        thread.join()
-
-    trace = simulate(program, 2).trace
-    assert trace.messages == [2, 0]
-    assert trace.bytes_sent == [2e6, 0]
 
 
 # Waiting
@@ -168,21 +143,6 @@ def test_a_barrier_of_threads_opens_for_the_last() -> None:
     assert simulate(passes_a_barrier_of_threads, 2).results == [[2.0, 2.0, 2.0]] * 2
 
 
-def joins_with_a_limit() -> list[object]:
-    is_over = threading.Event()
-    thread = threading.Thread(target=is_over.wait)
-    thread.start()
-    thread.join(1.5)
-    after = round(time.monotonic(), 6), thread.is_alive()
-    is_over.set()
-    thread.join()
-    return [*after, thread.is_alive()]
-
-
-def test_a_join_has_a_limit() -> None:
-    assert simulate(joins_with_a_limit, 1).results == [[1.5, True, False]]
-
-
 def joins_itself() -> object:
     def join() -> str:
         with pytest.raises(RuntimeError, match="cannot join current thread"):
@@ -229,25 +189,6 @@ def test_a_thread_that_yields_lets_others_go_on() -> None:
 
     [looked] = simulate(program, 1).results
     assert 900 < looked < 1100
-
-
-@pytest.mark.parametrize("is_queue", [True, False])
-def test_sleeping_for_ever_is_a_deadlock(is_queue: bool) -> None:
-    def program() -> None:
-        nothing = queue.Queue[int]()
-        while dist.get_rank() == 0:
-            if is_queue:
-                with contextlib.suppress(queue.Empty):
-                    nothing.get(timeout=10)
-            else:
-                time.sleep(10)
-        dist.barrier()
-
-    with pytest.raises(Deadlock) as caught:
-        simulate(program, 2)
-    text = str(caught.value)
-    assert "rank 0 waits for something, and only sleeps" in text
-    assert "test_threads.py" in text
 
 
 # What is the rank's is theirs
@@ -406,21 +347,6 @@ def test_locks_of_a_world_work_after_its_end() -> None:
     assert not isinstance(threading.Lock(), type(made[0]))
 
 
-def test_a_deadlock_lists_what_other_threads_wait_for() -> None:
-    def program() -> None:
-        thread = threading.Thread(target=dist.recv, args=(torch.ones(1), 1), name="receiver")
-        if dist.get_rank() == 0:
-            thread.start()
-            thread.join()
-
-    with pytest.raises(Deadlock) as caught:
-        simulate(program, 2)
-    assert caught.value.kind == "peer ended"
-    text = " ".join(str(caught.value).split())
-    assert "rank 0 recv from rank 1, (1,) float32 test_threads.py:" in text
-    assert "other threads wait too: rank 0 waits for the end of thread 'receiver'" in text
-
-
 # Processes of a rank
 
 
@@ -461,26 +387,3 @@ def passes_through_a_queue_of_processes() -> list[int]:
 
 def test_a_queue_of_processes_works_in_a_rank() -> None:
     assert simulate(passes_through_a_queue_of_processes, 2).results == [[0, 1, 2]] * 2
-
-
-def loses_the_error_of_a_thread() -> None:
-    def sends_what_is_not_there() -> None:
-        dist.send({"weight": torch.ones(1)}["grad"], 1)
-
-    if dist.get_rank() == 0:
-        threading.Thread(target=sends_what_is_not_there, name="sender").start()
-    else:
-        dist.recv(torch.ones(1), 0)
-
-
-def test_the_error_that_has_ended_a_thread_is_in_the_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # Python's only prints
-    with pytest.raises(Deadlock) as caught:
-        simulate(loses_the_error_of_a_thread, 2)
-    note = str(caught.value).splitlines()[-2]  # before the advice
-    assert note.startswith(
-        "On rank 0, thread 'sender' ended with KeyError: 'grad', test_threads.py"
-    )
-    assert note.endswith("in sends_what_is_not_there.")

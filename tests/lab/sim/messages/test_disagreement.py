@@ -125,19 +125,6 @@ def test_who_never_comes_is_awaited_for_a_moment_only() -> None:
         simulate(differs_while_a_heart_beats, 3)
 
 
-def differs_within_a_limit(seconds: float) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
-    if me() == 2:
-        time.sleep(10.0)
-    dist.all_reduce(torch.ones(4 + me() % 2), group=group)
-
-
-@pytest.mark.parametrize("limit_s", [0.01, 5.0])
-def test_a_limit_does_not_hide_that_calls_differ(limit_s: float) -> None:
-    with pytest.raises(Mismatch, match="size 4 on rank 0, but with size 5 on rank 1"):
-        simulate(differs_within_a_limit, 3, limit_s)
-
-
 def swallows_and_another_waits() -> None:
     group = dist.new_group(timeout=timedelta(seconds=5))
     if me() == 2:
@@ -149,17 +136,6 @@ def swallows_and_another_waits() -> None:
 def test_a_meeting_that_has_failed_is_in_dispute_no_more() -> None:
     with pytest.raises(Mismatch, match="size 4 on rank 0, but with size 5 on rank 1"):
         simulate(swallows_and_another_waits, 3)
-
-
-def alone() -> int:
-    group = dist.new_group([me()], use_local_synchronization=True)
-    for _ in range(20):
-        dist.all_reduce(torch.ones(1), group=group)
-    return me()
-
-
-def test_a_group_of_one_is_never_awaited() -> None:
-    assert simulate(alone, 2).trace.leftovers == []
 
 
 def comes_too_late() -> None:

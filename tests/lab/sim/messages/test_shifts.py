@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.sim import Deadlock, Mismatch, SimulationError, simulate
-from distlab.sim.messages.shifts import MAX_KEPT, Splits
+from distlab.sim.messages.shifts import Splits
 
 A, B, C = (("/train.py", line, "step") for line in (10, 20, 30))
 
@@ -39,15 +39,6 @@ def test_the_first_of_several_calls_with_these_lines_is_told() -> None:
     )
 
 
-def test_only_a_few_are_kept() -> None:
-    splits = Splits()
-    for line in range(MAX_KEPT + 1):
-        splits.note("group", line, {0: ("/train.py", line, "f"), 1: C})
-    last = ("/train.py", MAX_KEPT, "f")
-    assert splits.shift("group", [(1, ("/train.py", 0, "f"))])
-    assert splits.shift("group", [(1, last)]) == ""
-
-
 def logs_large_losses() -> None:
     for step in range(3):
         dist.all_reduce(torch.ones(1))
@@ -77,8 +68,8 @@ def test_the_call_that_one_rank_makes_more_is_named(
     with pytest.raises(kind) as caught:
         simulate(fn, 3)
     text = str(caught.value)
-    assert "Call 2 of the group was made by ranks 0 and 1 at test_shifts.py:53" in text
-    assert "and by rank 2 at test_shifts.py:55 in logs_large_losses" in text
+    assert "Call 2 of the group was made by ranks 0 and 1 at test_shifts.py:44" in text
+    assert "and by rank 2 at test_shifts.py:46 in logs_large_losses" in text
 
 
 def test_a_line_of_its_own_for_the_root_is_no_shift() -> None:

@@ -96,26 +96,6 @@ def filled_rates(routes: list[tuple[int, ...]], bytes_per_s: list[float]) -> lis
 # ---------------------------------------------------------------------------------- fill_links
 
 
-def test_levels_of_the_example_in_the_docstring(work: Work) -> None:
-    routes = [(0,), (0, 1), (1,), (2,), (2,)]
-    columns = np.array([[0, 0, 1, 2, 2], [3, 1, 3, 3, 3]])
-    levels = np.full(4, inf)
-    crowd.fill_links(columns, np.array([10.0, 4.0, 9.0, inf]), levels)
-    assert levels.tolist() == [8.0, 2.0, 4.5, inf]
-    assert work.rounds == [2]
-    assert max_min_rates(routes, [10.0, 4.0, 9.0]) == [8.0, 2.0, 2.0, 4.5, 4.5]
-
-
-def test_links_that_only_rounding_keeps_apart_are_filled_in_one_round(work: Work) -> None:
-    # 0.3 / 3 is a little less than 0.2 / 2; the second flow is on both links.
-    columns = np.array([[0, 0, 0, 1], [2, 2, 1, 2]])
-    levels = np.full(3, inf)
-    crowd.fill_links(columns, np.array([0.3, 0.2, inf]), levels)
-    assert levels.tolist() == [0.3 / 3, 0.2 / 2, inf]
-    assert 0.3 / 3 < 0.2 / 2
-    assert work.rounds == [1]
-
-
 @any_seed(100)
 def test_filled_rates_equal_those_of_the_reference(seed: int) -> None:
     bytes_per_s, arrivals = random_case(seed, num_flows=20)
@@ -165,28 +145,6 @@ def test_two_runs_in_crowds_are_bitwise_equal() -> None:
     assert list(run_in(2, *all_to_all(8)).items()) == list(run_in(2, *all_to_all(8)).items())
 
 
-def test_equal_flows_of_a_crowd_end_at_one_instant_in_the_order_of_their_starts() -> None:
-    net = Network([1e9] * 64)
-    flows = [net.start((src, 32 + dst), 1e6, 0.0) for src, dst in permutations(range(32), 2)]
-    assert flows[0].crowd is None
-    assert net.next_finish_s() == pytest.approx(31e-3)
-    assert flows[0].crowd is flows[-1].crowd is not None
-    assert net.pop_finished(net.next_finish_s()) == flows
-    assert net.next_finish_s() == inf
-
-
-def test_rounding_does_not_part_what_is_equal_in_a_crowd(work: Work) -> None:
-    # As in test_network.py: 0.7 and 0.7000000000000001 bytes/s are left for the two on their own;
-    # the flow over both links makes them one crowd, and takes nothing that counts.
-    net = Network([1.0, 1.0, 0.3, 0.1, 0.1, 0.1, 1e-9])
-    alone = [net.start((link,), 7.0, 0.0) for link in (0, 1)]
-    for links in [(0, 2), (0, 2), (0, 2), (1, 3), (1, 4), (1, 5), (0, 1, 6)]:
-        net.start(links, 100.0, 0.0)
-    assert net.next_finish_s() == pytest.approx(10.0)
-    assert alone[0].rate == alone[1].rate == pytest.approx(0.7)
-    assert net.pop_finished(net.next_finish_s()) == alone
-
-
 def test_an_end_stays_exact_while_the_rate_stays(work: Work) -> None:
     # Newcomers on link 1 come and go; both flows on link 0 keep half of it all the time.
     net = Network([1.0, 100.0])
@@ -206,28 +164,6 @@ def crowds_of(flows: list[Flow]) -> int:
     return len({id(flow.crowd) for flow in flows})
 
 
-def test_newcomers_join_the_crowd_that_they_disturb(work: Work) -> None:
-    net = Network([10.0, 10.0, 10.0])
-    flows = [net.start((0, 1), size, 0.0) for size in (100.0, 200.0)]
-    assert net.next_finish_s() == 20.0
-    flows.append(net.start((1, 2), 100.0, 8.0))
-    assert net.next_finish_s() == pytest.approx(8 + 60 / (10 / 3))
-    assert crowds_of(flows) == 1
-    assert work.filled == [2, 3]
-
-
-def test_a_flow_between_two_crowds_makes_them_one(work: Work) -> None:
-    net = Network([10.0, 10.0])
-    flows = [net.start((link,), 100.0 + size, 0.0) for link in (0, 1) for size in (0.0, 1.0, 2.0)]
-    net.next_finish_s()
-    assert crowds_of(flows) == 2
-    flows.append(net.start((0, 1), 100.0, 1.0))
-    net.next_finish_s()
-    assert crowds_of(flows) == 1
-    assert work.filled == [3, 3, 7]
-    assert [flow.rate for flow in flows] == [2.5] * 7
-
-
 def test_what_is_left_of_a_crowd_falls_apart_into_its_components(work: Work) -> None:
     # The flow over both links ends first; once half have ended, each link is on its own.
     net = Network([10.0, 10.0])
@@ -243,16 +179,6 @@ def test_what_is_left_of_a_crowd_falls_apart_into_its_components(work: Work) -> 
     net.next_finish_s()
     assert work.filled[:3] == [7, 6, 4]
     assert [flow.crowd for flow in flows] == [None] * 7
-
-
-def test_a_flow_alone_on_its_links_stays_out_of_the_crowd(work: Work) -> None:
-    net = Network([10.0, 10.0])
-    for size in (100.0, 200.0):
-        net.start((0,), size, 0.0)
-    net.next_finish_s()
-    assert net.start((1,), 100.0, 1.0).crowd is None
-    assert net.next_finish_s() == 11.0
-    assert work.filled == [2]
 
 
 # ---------------------------------------------------------------------------------------- work

@@ -1,9 +1,7 @@
 """Groups of a report are told apart by the axis of a mesh, or by their number."""
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from distlab.sim import Deadlock, simulate
 from distlab.sim.messages.roster import MadeGroup
@@ -42,15 +40,6 @@ def test_a_group_is_not_numbered_without_another_of_the_same_ranks() -> None:
             dist.barrier(groups[1])
 
     assert "group for" not in headline(report_of(program))
-
-
-def test_axes_without_names_have_numbers() -> None:
-    def program() -> None:
-        mesh = init_device_mesh("cpu", (2, 2))
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(1), group=mesh.get_group(1))
-
-    assert "(call 1 of ranks 0 and 1) on axis 1 for rank 1" in headline(report_of(program, 4))
 
 
 def test_a_described_group_has_its_description() -> None:

@@ -1,11 +1,9 @@
 """Threads of a rank that wait for each other: which one a report names, and what it advises."""
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from distlab.sim import Deadlock, simulate
@@ -38,28 +36,6 @@ def test_ranks_whose_threads_wait_alike_are_told_once() -> None:
     assert text.endswith("Is its set() missing, or does the thread end that sets it?")
 
 
-def test_threads_that_join_each_other_are_named() -> None:
-    def program() -> None:
-        threads: dict[str, threading.Thread] = {}
-        for name, other in (("a", "b"), ("b", "a")):
-
-            def join(other: str = other) -> None:
-                time.sleep(0.1)
-                threads[other].join()
-
-            threads[name] = threading.Thread(target=join, name=name)
-        for thread in threads.values():
-            thread.start()
-        threads["a"].join()
-
-    _, text = deadlock_of(program, 1)
-    assert (
-        "on rank 0 thread 'a' waits for the end of thread 'b', and thread 'b' waits for the end of "
-        "thread 'a'" in text
-    )
-    assert text.endswith("one of them must not wait.")
-
-
 def test_a_lock_is_to_be_released_before_a_join() -> None:
     def program() -> None:
         lock = threading.Lock()
@@ -76,33 +52,6 @@ def test_a_lock_is_to_be_released_before_a_join() -> None:
     _, text = deadlock_of(program, 1)
     assert "thread 'saver' waits for a lock of its own, held by the main thread" in text
     assert text.endswith("Release the lock before waiting for a thread that needs it.")
-
-
-def test_a_lock_held_while_a_rank_communicates_is_named() -> None:
-    def program() -> None:
-        if dist.get_rank() == 0:
-            dist.recv(torch.zeros(1), 1)
-            dist.barrier()
-            return
-        lock = threading.Lock()
-
-        def push() -> None:
-            with lock:
-                dist.send(torch.zeros(1), 0)
-
-        with lock:
-            threading.Thread(target=push, name="pusher").start()
-            dist.barrier()
-
-    deadlock, text = deadlock_of(program, 2)
-    assert deadlock.kind == "missing rank"
-    assert (
-        "; on rank 1 thread 'pusher' waits for a lock of its own, held by the main thread" in text
-    )
-    assert (
-        "On rank 1 the main thread holds a lock while it waits in barrier. If a rank waits for "
-        "what thread 'pusher' does with that lock, release it before communicating. If not:" in text
-    )
 
 
 def test_many_threads_at_one_line_are_counted() -> None:

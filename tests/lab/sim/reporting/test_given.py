@@ -181,15 +181,3 @@ def test_so_has_that_of_every_link_of_a_chain(tmp_path: Path, lesson: Any, body:
     text = str(report(tmp_path, body.call, lesson.chained))
     assert frames(text) == ["chained", "chained"]
     assert "The above exception was the direct cause" in text
-
-
-def test_a_traceback_without_any_keeps_all(tmp_path: Path, lesson: Any, body: Any) -> None:
-    with pytest.raises(RankError) as caught:
-        simulate(body.asserts, 2, lesson, options=options(tmp_path))
-    assert frames(str(caught.value)) == ["asserts"]
-
-
-def test_nothing_is_given_unless_said(tmp_path: Path, lesson: Any, body: Any) -> None:
-    with pytest.raises(Deadlock) as caught:
-        simulate(body.sends_through_a_recorder, 2, lesson)
-    assert {call.where for call in caught.value.calls} == {"body.py:10 in recorded_send"}

@@ -82,13 +82,6 @@ def test_the_label_names_the_preset_and_the_assumed_numbers() -> None:
     assert label(run(ring, 2, cluster=None)) == "simulated, custom cluster, not measured"
 
 
-def test_without_devices_nothing_is_said_about_the_gpu() -> None:
-    text = summary(run(ring, 2, has_devices=False))
-    assert "computation takes no time" in text
-    assert "gpu." not in text
-    assert "peak memory of" not in text
-
-
 def test_what_was_set_and_broken_on_purpose_is_listed() -> None:
     faults = Faults(
         slow_ranks={1: 2.0}, slow_links={"node0.gpu0.*": 10}, delays_s={(0, 1): 1e-3}, jitter_s=1e-6
@@ -110,7 +103,3 @@ def test_the_busiest_links_and_the_fullest_memory_are_named() -> None:
     text = summary(run(ring, 4, 1 << 20, cluster=cluster))
     assert "busiest links: node0.gpu2.out 9" in text
     assert "peak memory of rank 0: 3.00 MiB other" in text
-
-
-def test_a_run_in_which_nothing_happens_has_a_summary() -> None:
-    assert "0 s" in summary(run(int, 2, cluster="laptop"))
