@@ -19,8 +19,8 @@ from judging.models import DOUBLE
 
 ROWS, WIDTH = 512, 64
 UNIT = 4 * ROWS * WIDTH  # bytes of an activation
-LAYERS, BLOCKS = 6, 6  # of a chain: layers in a block, blocks
-LAYER_FLOPS = 2 * ROWS * WIDTH * WIDTH  # of a forward pass
+LAYERS, BLOCKS = 6, 6  # layers in a block, and blocks of a chain
+LAYER_FLOPS = 2 * ROWS * WIDTH * WIDTH  # a layer's forward pass
 TWICE = "backward through the graph a second time"
 PARAMETERS_ONLY = (
     "No argument of fn requires a gradient here, only its parameters do. The result must require "
@@ -88,8 +88,8 @@ def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
     loss.backward()  # type: ignore[no-untyped-call]
     tensors: dict[str, Tensor] = {}
     for name, value in leaves.items():
-        own = {"": value} if isinstance(value, Tensor) else dict(value.named_parameters())
-        tensors |= {f"{name}.{key}".rstrip("."): x for key, x in own.items()}
+        by_key = {"": value} if isinstance(value, Tensor) else dict(value.named_parameters())
+        tensors |= {f"{name}.{key}".rstrip("."): x for key, x in by_key.items()}
     gradients = {
         name: [0.0] * x.numel() if x.grad is None else x.grad.flatten().tolist()
         for name, x in tensors.items()
@@ -380,7 +380,7 @@ def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
 
 Autocast = tuple[str, bool]  # dtype, whether it is enabled
 OFF = ("bfloat16", False)
-CASTS: list[tuple[Autocast, Autocast]] = [  # of the forward pass, of the backward pass
+CASTS: list[tuple[Autocast, Autocast]] = [  # autocast in the forward pass and in the backward pass
     (("float16", True), OFF),
     (("bfloat16", True), ("float16", True)),
     (OFF, ("bfloat16", True)),

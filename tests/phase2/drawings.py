@@ -140,7 +140,9 @@ def why_stopped(schedule: Schedule) -> str:
     return f"{why} {marks} that never {'starts' if is_one else 'start'}."
 
 
-Waits = Mapping[int, tuple[Action, int, Action]]  # by stage: what waits; where is what it waits for
+Waits = Mapping[
+    int, tuple[Action, int, Action]
+]  # stage: the action that waits, and the stage and action it needs
 
 
 def _waits(schedule: Schedule) -> Waits:

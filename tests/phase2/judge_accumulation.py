@@ -65,7 +65,7 @@ def _check_split(grade: Grade, rows: int, size: int, count: int) -> None:
     check(
         found["types"][0] == "list" and {*found["types"][1:]} <= {"tuple"},
         f"{here}: split_micro_batches should return a list of tuples; yours returned "
-        f"{_types_told(found['types'])}.",
+        f"{_types_in_words(found['types'])}.",
     )
     _check_sizes(here, found["values"], [min(size, rows - i) for i in range(0, rows, size)], count)
     parts = [[tensor[i : i + size] for tensor in batch] for i in range(0, rows, size)]
@@ -79,7 +79,7 @@ def _check_split(grade: Grade, rows: int, size: int, count: int) -> None:
         )
 
 
-def _types_told(types: list[str]) -> str:
+def _types_in_words(types: list[str]) -> str:
     """Write ``a generator``, or with what is in it ``a list of lists and tuples``."""
     outer, *inner = types
     return " of ".join(filter(None, [f"a {outer}", joined([f"{one}s" for one in inner])]))
@@ -129,7 +129,7 @@ def test_micro_batches_need_a_size_and_equal_rows(grade: Grade) -> None:
         check_refused(run.results, f"A batch of tensors with {rows} rows", *numbers)
 
 
-STEPS_ALONE, STEPS = 3, 2  # of a rank by itself, of several ranks
+STEPS_ALONE, STEPS = 3, 2  # one rank alone, several ranks
 TRAINABLE = sum(p.numel() for p in trainable(Worn()))
 GONE = "Are gradients from before the step gone?"
 ALONE = Contract(
@@ -156,8 +156,8 @@ UNEQUALLY_OFTEN = (
     "the last one, where every rank comes exactly once."
 )
 IN_ONE_BUCKET = "All gradients go into one flat bucket, which is summed after the last micro-batch."
-SIZES = {"one": 1, "two": 2, "three": 3, "whole": 8, "larger": 11}  # of batches of 7 or 8 rows
-WIDTH, ROWS, COUNTS = 32, 2048, (1, 2, 4, 8)  # of a model whose memory is measured
+SIZES = {"one": 1, "two": 2, "three": 3, "whole": 8, "larger": 11}  # a batch has 7 or 8 rows
+WIDTH, ROWS, COUNTS = 32, 2048, (1, 2, 4, 8)  # the model whose memory is measured
 
 
 # 2.2
@@ -287,10 +287,10 @@ def _judge_ranks(grade: Grade, n: int) -> None:
     check_steps(ON_RANKS, run.results, shares, STEPS)
     check_same_on_all(described(shares), run.results, "losses")
     if grade.is_simulated:
-        _check_nothing_besides(run)
+        _check_nothing_else(run)
 
 
-def _check_nothing_besides(run: Run) -> None:
+def _check_nothing_else(run: Run) -> None:
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     check(
         all(STEPS <= count <= 2 * STEPS for count in run.collectives) and not sends,

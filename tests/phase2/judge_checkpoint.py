@@ -22,7 +22,7 @@ COUNTING = Cluster(
     1,
     gpu=GPU("toy", 1e15, 1e30, {"float32": FLOPS_PER_S}, {"float32": FLOPS_PER_S}),
 )
-SLACK = 0.5 * b.UNIT  # for generators' states, gradients of parameters and other small things
+SLACK = 0.5 * b.UNIT  # generators' states, gradients of parameters and other small things
 
 
 def alone(body: Callable[..., Any], *args: object) -> Any:

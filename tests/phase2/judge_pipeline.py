@@ -30,7 +30,7 @@ STUCK = (
     "Both ranks of a message must come to it at the same point of one order that all ranks know. A "
     "rank that first sends what it has while its neighbour does the same waits forever."
 )
-TOLERANCES = {"bfloat16": 0.05}  # of gradients that 16 bits have rounded
+TOLERANCES = {"bfloat16": 0.05}  # gradients rounded to 16 bits
 Result = dict[str, Any]
 
 
@@ -222,7 +222,9 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, text: str, kin
     run, (sizes,) = _pipelines(grade, schedule, kinds=(kind,))
     p, num_blocks = len(schedule), len(schedule) * _chunks(schedule)
     links = [(block % p, (block + 1) % p) for block in range(num_blocks - 1)]
-    gradients = [link[::-1] for link in links if kind != "frozen"]  # in which only the last learns
+    gradients = [
+        link[::-1] for link in links if kind != "frozen"
+    ]  # there, only the last block learns
     expected = Counter([*links, *gradients])
     for rows in sizes:
         found = edges_with(run, num_bytes := _bytes_of(rows, kind))
@@ -235,7 +237,7 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, text: str, kin
                 f"{counted(wanted, 'message')} of that size, each output and each gradient once, "
                 f"and no gradient for an output that requires none; it sent {got}.",
             )
-    _check_nothing_besides(run, links, [_bytes_of(rows, kind) for rows in sizes])
+    _check_nothing_else(run, links, [_bytes_of(rows, kind) for rows in sizes])
 
 
 def _bytes_of(rows: int, kind: str) -> int:
@@ -243,9 +245,7 @@ def _bytes_of(rows: int, kind: str) -> int:
     return (2 if kind == "bfloat16" else 8) * rows * 2 * WIDTH
 
 
-def _check_nothing_besides(
-    run: Run, links: list[tuple[int, int]], num_bytes: Sequence[int]
-) -> None:
+def _check_nothing_else(run: Run, links: list[tuple[int, int]], num_bytes: Sequence[int]) -> None:
     check(
         run.collectives == [b.CALLS] * len(run.results),
         "one broadcast in each call is enough: the last rank knows loss and number of targets. In "

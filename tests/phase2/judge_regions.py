@@ -11,7 +11,7 @@ from distlab.grade import Grade, check, task
 from judging.checks import check_refused, of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import regions as b
-from phase2.sharding import own
+from phase2.sharding import rank_part
 from phase2.sharding_checks import (
     Calls,
     check_calls,
@@ -29,11 +29,13 @@ OPERATIONS = {  # forward and backward
     GATHER: ("join", "scatter"),
     SCATTER: ("scatter", "join"),
 }
-RESULTS: dict[str, Callable[[list[Tensor], int], Tensor]] = {  # of all ranks' tensors, on a rank
+RESULTS: dict[
+    str, Callable[[list[Tensor], int], Tensor]
+] = {  # all ranks' tensors and a rank: the result
     "pass on": lambda xs, rank: xs[rank],
     "sum": lambda xs, rank: sum(xs[1:], xs[0]),
     "join": lambda xs, rank: torch.cat(xs, 1),
-    "scatter": lambda xs, rank: own(sum(xs[1:], xs[0]), rank, len(xs), 1),
+    "scatter": lambda xs, rank: rank_part(sum(xs[1:], xs[0]), rank, len(xs), 1),
 }
 COLLECTIVES = {"sum": "all_reduce", "join": "all_gather", "scatter": "reduce_scatter"}
 OF_POSITIONS = (
@@ -52,7 +54,7 @@ OF_CALLS = (
     "Send what each rank keeps, and no more: an all-reduce sends twice the bytes of a "
     "reduce-scatter.",
 )
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of what goes in, and of what comes out
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # the input's and the output's
 
 
 def _is_of_positions(function: str) -> bool:

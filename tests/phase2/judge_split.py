@@ -15,7 +15,7 @@ from distlab.util.text import counted
 from judging.checks import check_refused, of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import split as b
-from phase2.sharding import own
+from phase2.sharding import rank_part
 from phase2.sharding_checks import (
     Calls,
     check_calls,
@@ -67,7 +67,7 @@ class Causes(NamedTuple):
 
     output: str
     x: str
-    gradients: Mapping[str, str] = {}  # by the name of the parameter
+    gradients: Mapping[str, str] = {}  # parameter: cause
 
 
 CAUSES = {
@@ -186,7 +186,7 @@ def _known(
     for cause, change in _mistakes(case, place[1]).items():
         tensor = getattr(_whole(case, change), what)[step]
         if tensor is not None:
-            found[cause] = own(tensor, *place, dim)
+            found[cause] = rank_part(tensor, *place, dim)
     return found
 
 
@@ -208,7 +208,7 @@ def _check_pass(
     here: str, case: Case, step: int, found: Any, whole: Whole, place: tuple[int, int]
 ) -> None:
     causes, n, full = CAUSES[case.function], place[1], whole.outputs[step]
-    wanted = own(full, *place, case.y_dim)
+    wanted = rank_part(full, *place, case.y_dim)
     known = partial(_known, case, step, place)
     check_same(
         *(here, "the output", wanted, found["output"], n, causes.output),
@@ -224,7 +224,7 @@ def _check_pass(
         return
     check_graph(here, found["has_graph"])
     x_grad, dim = whole.inputs[step], case.kind.x_dim
-    wanted_x = None if x_grad is None else own(x_grad, *place, dim)
+    wanted_x = None if x_grad is None else rank_part(x_grad, *place, dim)
     check_same(
         *(here, "the gradient of x", wanted_x, found["input"], n, causes.x),
         partial(known, dim, "inputs"),

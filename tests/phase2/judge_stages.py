@@ -37,9 +37,9 @@ FIXED: list[tuple[list[float], int]] = [
     ([7, 7, 4, 9, 1, 5], 3),  # stages of 7, 11 and 15 have the smallest sum of squares
 ]
 FREE: list[tuple[list[float], int]] = [([0, 0, 5, 0, 0], 4), ([0, 0, 0], 2), ([7, 0, 0, 0], 3)]
-UNITS = (1, 1e-7)  # of costs, which may be seconds
-FACTOR = 1 + 1e-9  # of rounding
-FEW_TIMES = 10  # as many steps as L²·stages are still about as many
+UNITS = (1, 1e-7)  # costs may be seconds
+FACTOR = 1 + 1e-9  # rounding
+FEW_TIMES = 10  # so many times L²·stages are still about as many steps
 ONLY_ONCE = "Work out each part of the model only once."
 
 
@@ -104,7 +104,7 @@ def _check_largest(costs: Costs, p: int, cut: b.Cut) -> None:
 def _least_largest(costs: Costs, p: int) -> float:
     """The cost of the most expensive stage in the best cut."""
     before = [0, *accumulate(costs)]
-    best = [0.0, *[inf] * len(costs)]  # of the layers before i
+    best = [0.0, *[inf] * len(costs)]  # best[i]: the layers before i
     for _ in range(p):
         best = [
             min((max(best[i], before[end] - before[i]) for i in range(end)), default=inf)
@@ -153,7 +153,7 @@ SENDS_STUCK = (
     "Every rank calls send_tensors first, and recv_tensors before it waits for the works: "
     "send_tensors must not wait for the receiver."
 )
-HEADER_BYTES, MORE_BYTES = 1024, 256  # of up to four tensors, for each more
+HEADER_BYTES, MORE_BYTES = 1024, 256  # up to four tensors; each one more
 HEADER = 2  # messages at most
 
 
@@ -171,7 +171,7 @@ def _check_arrived(by_rank: Sequence[Any]) -> None:
     for rank, result in enumerate(by_rank):
         check(all(result["unchanged"]), f"rank {rank}: send_tensors changed what it was given.")
         src = (rank - 1) % len(by_rank)
-        for wanted, got in zip(b.told_of(src), result["arrived"], strict=True):
+        for wanted, got in zip(b.descriptions_from(src), result["arrived"], strict=True):
             _check_list(f"rank {rank} of {len(by_rank)}, from rank {src}", wanted, got)
 
 
@@ -232,9 +232,9 @@ def _check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int
     """Check the messages of several ``send_tensors`` from one rank to another.
 
     Args:
-        here: which ranks, for the message.
-        found: bytes of all messages, in order.
-        sent: bytes of the tensors of each call, in order.
+        here: The two ranks, for the message.
+        found: Bytes of all messages, in order.
+        sent: Bytes of the tensors of each call, in order.
     """
     expected = Counter(size for sizes in sent for size in sizes)
     missing, more = expected - Counter(found), Counter(found) - expected

@@ -10,7 +10,7 @@ from distlab.grade import Grade, Run, check, task
 from judging.checks import of_members
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import vocabulary as b
-from phase2.sharding import own
+from phase2.sharding import rank_part
 from phase2.sharding_checks import calls_of, check_same, sizes_for
 from phase2.vocabulary import LOSS, Scores
 
@@ -30,7 +30,13 @@ def _check_losses(case: Scores, by_rank: Sequence[Any], where: str = "") -> None
         here = f"{LOSS}, {case}, rank {rank} of {n}{where}"
         check_same(here, "the losses", losses, got["losses"], n, CAUSE)
         check_same(
-            *(here, "the gradient of logits", own(logits.grad, rank, n, -1), got["logits"], n),  # type: ignore[arg-type]
+            *(
+                here,
+                "the gradient of logits",
+                rank_part(logits.grad, rank, n, -1),
+                got["logits"],
+                n,
+            ),  # type: ignore[arg-type]
             "It is softmax over the whole vocabulary, minus 1 at the target, times the gradient of "
             "the loss. Every rank has all that it takes.",
         )

@@ -16,14 +16,14 @@ from judging.models import DOUBLE
 from phase2.drawings import drawn
 from phase2_advanced.given import Action, Batch, LossSum, Schedule, cross_entropy_sum
 
-Rows = list[list[list[Any]]]  # by stage its actions, each [kind, micro-batch, chunk]
+Rows = list[list[list[Any]]]  # a row of [kind, micro-batch, chunk] for each stage
 
 
 def rows_of_each(lesson: Any, function: str, sizes: list[list[int]]) -> list[Rows]:
     """The schedules that a function returns for several sizes.
 
     Raises:
-        TypeError: one is no schedule.
+        WrongResult: One of them is not a schedule.
     """
     return [_rows_of(lesson, function, *size) for size in sizes]
 
@@ -241,7 +241,7 @@ def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
         calls.append(count)
         return loss, count
 
-    noted.__name__ = "loss_sum"  # as messages call it
+    noted.__name__ = "loss_sum"  # the name in messages
     return noted
 
 
@@ -282,7 +282,7 @@ def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[
 
 NARROW, WIDE, DEPTH, ROWS = 2, 64, 5, 8
 BLOCK_BYTES = 4 * ROWS * WIDE * DEPTH  # the activations of one micro-batch in one block
-BLOCK_FLOPS = 2 * ROWS * WIDE * (2 * NARROW + WIDE * (DEPTH - 1))  # of a forward pass
+BLOCK_FLOPS = 2 * ROWS * WIDE * (2 * NARROW + WIDE * (DEPTH - 1))  # a block's forward pass
 ENDLESS, FLOPS_PER_S = 1e30, 1e6
 SPEED = {"float32": FLOPS_PER_S}
 IDEAL_GPU = GPU("ideal", ENDLESS, ENDLESS, SPEED, SPEED)
@@ -327,7 +327,7 @@ def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -
 # Memory: one micro-batch at a time, so that all that may be kept is the last message
 
 KEPT_ROWS, KEPT_WIDTH = 2_000, 8
-KEPT_BYTES = 4 * KEPT_ROWS * KEPT_WIDTH  # of each output and each gradient
+KEPT_BYTES = 4 * KEPT_ROWS * KEPT_WIDTH  # an output, or a gradient
 
 
 def one_at_a_time(num_stages: int, num_micro_batches: int) -> Schedule:

@@ -18,7 +18,7 @@ def laid_out(x: Tensor, is_transposed: bool) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1) if is_transposed else x
 
 
-def own(full: Tensor, rank: int, n: int, dim: int | None) -> Tensor:
+def rank_part(full: Tensor, rank: int, n: int, dim: int | None) -> Tensor:
     """The rank's part of a dim; None: all of it."""
     return full if dim is None else full.chunk(n, dim)[rank]
 
@@ -40,10 +40,10 @@ def listed(tensor: Any) -> Any:
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """Values, gradients, dtypes and memory of the parameters, by name."""
-    return {name: _about(p) for name, p in module.named_parameters()}
+    return {name: _description_of(p) for name, p in module.named_parameters()}
 
 
-def _about(parameter: nn.Parameter) -> dict[str, Any]:
+def _description_of(parameter: nn.Parameter) -> dict[str, Any]:
     return {
         "values": listed(parameter),
         "gradient": listed(parameter.grad),

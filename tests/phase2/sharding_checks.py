@@ -8,10 +8,10 @@ from torch import Tensor
 
 from distlab.grade import Grade, Run, check
 from judging.checks import is_close, short_beside
-from phase2.sharding import own
+from phase2.sharding import rank_part
 
 SIZES = (2, 3, 4, 5, 8, 1)  # numbers of ranks
-REAL_SIZES = (3,)  # in processes
+REAL_SIZES = (3,)  # real processes
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 Calls = list[tuple[str, int]]  # name and bytes of each collective and message
@@ -161,9 +161,9 @@ def check_state(
         dim = part_of(name)
         what = "all of it" if dim is None else f"this rank's part of dim {dim}"
         _check_parameter(f"{here}: {name}", parameter, state[name])
-        values = own(parameter, *place, dim)
+        values = rank_part(parameter, *place, dim)
         check_same(here, name, values, state[name]["values"], place[1], f"It should be {what}.")
-        gradient = None if parameter.grad is None else own(parameter.grad, *place, dim)
+        gradient = None if parameter.grad is None else rank_part(parameter.grad, *place, dim)
         cause = f"It should be that of the full module, {what}. {causes.get(name, '')}"
         got = state[name]["gradient"]
         check_same(here, f"the gradient of {name}", gradient, got, place[1], cause)
@@ -229,7 +229,7 @@ def check_calls(
         what: The function and the case.
         expected: The calls of each stage, by its name.
         cause: The likely one.
-        small_bytes: The bytes that may be all-reduced backward besides.
+        small_bytes: Further bytes that may be all-reduced backward.
     """
     for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():
         here = f"{what}, rank {rank} of {len(run.results)}"
@@ -248,11 +248,11 @@ def check_calls(
                 )
             check(
                 sorted(rest) == sorted(wanted),
-                f"{here}: {stage} needs {_told(wanted)}; it made {_told(calls)}. {cause}",
+                f"{here}: {stage} needs {_in_words(wanted)}; it made {_in_words(calls)}. {cause}",
             )
 
 
-def _told(calls: Calls) -> str:
+def _in_words(calls: Calls) -> str:
     if not calls:
         return "no communication"
     texts = [f"{name} of {num_bytes:,} bytes" for name, num_bytes in calls]

@@ -19,8 +19,8 @@ from phase2.sharding import (
     is_alone_summed,
     laid_out,
     listed,
-    own,
     place,
+    rank_part,
     state_of,
 )
 from phase2_advanced.given import MLP, Attention, Block
@@ -146,7 +146,9 @@ class Case:
 
 def split_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
     """Split a module and pass inputs through it, and gradients back; barriers lie between."""
-    torch.manual_seed(place(group)[0])  # what is drawn anew is not the full module's
+    torch.manual_seed(
+        place(group)[0]
+    )  # a layer that draws new weights has others than the full one
     made, about, memory = _made(lesson, case, group)
     gc.collect()
     about["is_freed"] = all(storage.expired() for storage in memory)
@@ -177,8 +179,10 @@ def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], lis
 def _passed(made: Any, case: Case, step: int, group: Any) -> dict[str, Any]:
     """Output and gradient of one pass, and what has been changed."""
     place_ = place(group)
-    x = _input(own(case.x(step), *place_, case.kind.x_dim).clone(), case)
-    gradient = laid_out(own(case.weights(step), *place_, case.y_dim).clone(), case.is_transposed)
+    x = _input(rank_part(case.x(step), *place_, case.kind.x_dim).clone(), case)
+    gradient = laid_out(
+        rank_part(case.weights(step), *place_, case.y_dim).clone(), case.is_transposed
+    )
     with noting_changes(x=x, gradient=gradient) as changed:
         dist.barrier(group)
         output = returned(f"{case.function}.forward", made(x))
@@ -218,7 +222,7 @@ def _is_untouched_by(full: nn.Module, made: nn.Module) -> bool:
 def _wrong_shapes(made: nn.Module, case: Case, place: tuple[int, int]) -> str:
     """Say which parameters have not the shape of the rank's part; "" if all have."""
     expected = {
-        name: [*own(p, *place, case.kind.part_of(name)).shape]
+        name: [*rank_part(p, *place, case.kind.part_of(name)).shape]
         for name, p in case.full().named_parameters()
     }
     wrong = [

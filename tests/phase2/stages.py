@@ -17,7 +17,7 @@ from phase2.sharding import group_argument
 from phase2_advanced.given import group_device
 
 NUM_BLOCKS, VOCABULARY, NUM_CLASSES, LR = 9, 11, 5, 0.1
-WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # of what the blocks but the last return
+WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # what each block but the last returns
 
 
 class Plan(NamedTuple):
@@ -146,14 +146,14 @@ def state_of(blocks: nn.ModuleList, numbers: Iterable[int]) -> dict[str, Any]:
 class Alone(NamedTuple):
     """What one process finds."""
 
-    outputs: list[Any]  # by step
-    has_graph: list[list[bool]]  # by step, of each output: whether it requires a gradient
+    outputs: list[Any]  # one for each step
+    has_graph: list[list[bool]]  # step by step: whether each output requires a gradient
     losses: list[float]
     input_gradients: list[Any]
     state: dict[str, Any]
     passed: list[
         list[list[tuple[int, bool]]]
-    ]  # by step and block: bytes, whether it has a gradient
+    ]  # bytes, and whether it requires a gradient, by step and block
 
 
 @cache
@@ -286,14 +286,14 @@ def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
     arrived, kept = [], []
     for tensors in lists_of(rank):
         sent = [tensor.to(group_device(group)) for tensor in tensors]
-        before = [_told(x) for x in sent]
+        before = [_description_of(x) for x in sent]
         works = lesson.send_tensors(sent, (rank + 1) % size, **group_argument(group))
-        kept.append([_told(x) for x in sent] == before)
+        kept.append([_description_of(x) for x in sent] == before)
         del tensors, sent
         found = lesson.recv_tensors((rank - 1) % size, **group_argument(group))
         for work in returned("send_tensors", works):
             work.wait()
-        arrived.append([_told(x) for x in _list_of(found)])
+        arrived.append([_description_of(x) for x in _list_of(found)])
     return {"arrived": arrived, "unchanged": kept}
 
 
@@ -305,12 +305,12 @@ def _list_of(found: Any) -> list[Tensor]:
     return [*found]
 
 
-def told_of(rank: int) -> list[list[dict[str, Any]]]:
+def descriptions_from(rank: int) -> list[list[dict[str, Any]]]:
     """What should arrive from ``rank``."""
-    return [[_told(x) | {"leaf": True} for x in tensors] for tensors in lists_of(rank)]
+    return [[_description_of(x) | {"leaf": True} for x in tensors] for tensors in lists_of(rank)]
 
 
-def _told(x: Tensor) -> dict[str, Any]:
+def _description_of(x: Tensor) -> dict[str, Any]:
     return {
         "dtype": str(x.dtype).removeprefix("torch."),
         "shape": list(x.shape),

@@ -15,7 +15,7 @@ from phase2.steps import LENGTH, LR, WEIGHT_DECAY, Share
 TOLERANCE = 1e-12
 CLIPPED = 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
 
-Shares = tuple[Share, ...]  # by rank
+Shares = tuple[Share, ...]  # one for each rank
 
 
 class Contract(NamedTuple):
@@ -134,8 +134,8 @@ def _directions(shares: Shares, rank: int) -> dict[str, list[float]]:
             [(total, 1 / hypot(*total)) for total, _ in sums]
         ),
     }
-    own = _added([(part.gradient, 1.0) for part in by_rank[rank]])
-    return {**known, **({"that of this rank alone: all-reduce it": own} if own else {})}
+    alone = _added([(part.gradient, 1.0) for part in by_rank[rank]])
+    return {**known, **({"that of this rank alone: all-reduce it": alone} if alone else {})}
 
 
 def _targets(parts: Sequence[reference.Part]) -> int:

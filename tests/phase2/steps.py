@@ -47,7 +47,7 @@ class Share(NamedTuple):
     """What one rank gets in a step."""
 
     rows: int
-    size: int  # of a micro-batch; 0: the batch is not split
+    size: int  # rows of a micro-batch; 0: the batch is not split
 
     def starts(self) -> range:
         """The first rows of the micro-batches."""
@@ -448,7 +448,7 @@ def step_noted(lesson: Any, dtype: str) -> dict[str, Any]:
         return cross_entropy(model(whole[0]), whole[1], reduction="sum"), len(whole[1])
 
     whole = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
-    chosen = {} if dtype == "float16" else {"dtype": DTYPES[dtype]}  # that is the default
+    chosen = {} if dtype == "float16" else {"dtype": DTYPES[dtype]}  # float16 is the default
     _result(
         lesson.mixed_precision_step(model, sgd(model), scaler, whole, loss_sum=loss_sum, **chosen)
     )
@@ -468,8 +468,8 @@ class Small(NamedTuple):
 
     start: float
     lr: float
-    factors: Sequence[float]  # the sizes of the gradients by rank
-    rows: Sequence[int]  # by rank
+    factors: Sequence[float]  # one size of gradients for each rank
+    rows: Sequence[int]  # one for each rank
     reduce_dtype: str = "float32"
     num_steps: int = 1
 

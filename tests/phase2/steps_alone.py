@@ -25,7 +25,7 @@ from phase2.steps import (
 )
 from phase2_advanced.given import cross_entropy_sum
 
-Shares = tuple[Share, ...]  # by rank
+Shares = tuple[Share, ...]  # one for each rank
 
 
 @cache

@@ -11,7 +11,7 @@ from distlab.grade import WrongResult
 from judging.calls import returned
 from judging.comparing import noting_changes
 from judging.models import IGNORED
-from phase2.sharding import drawn, group_argument, listed, own, place
+from phase2.sharding import drawn, group_argument, listed, place, rank_part
 
 LOSS = "vocab_parallel_cross_entropy"
 
@@ -63,7 +63,7 @@ def loss_case(lesson: Any, case: Scores, group: Any = None) -> dict[str, Any]:
 
     Transposed logits are no leaf, so that nothing hinders a write into them.
     """
-    part = own(case.logits(), *place(group), -1)
+    part = rank_part(case.logits(), *place(group), -1)
     logits = (part if case.is_transposed else part.clone()).detach().requires_grad_()
     leaf, targets = logits, case.targets()
     logits = leaf.clone() if case.is_transposed else leaf
