@@ -135,7 +135,7 @@ def why_not_the_sum(got: Any, parts: Sequence[Tensor], rank: int, advice: str) -
         if got == numbers_of(_sum([parts[rank] for rank in ranks])):
             return (
                 f"That is the sum of what ranks {list(ranks)} brought: is every rank's x added "
-                "exactly once, and passed on?"
+                f"exactly once, and passed on? {advice}"
             )
     return (
         "It is not the sum of any set of ranks, at least not in every place: is a rank's x added "

@@ -25,7 +25,7 @@ SUM = AllReduce(
     "that reduce_scatter returned, a view of x, in place, and the all-gather collects those chunks "
     "in x.",
 )
-SHAPES = [(1, 1), (1, 4), (5, 1), (2, 3), (3, 2)]
+SHAPES = [(2, 3), (3, 2), (1, 4), (5, 1), (1, 1)]
 
 
 def _hosts(nodes: int, gpus: int, numbering: str = "block") -> list[str]:
