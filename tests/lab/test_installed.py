@@ -16,7 +16,7 @@ NO_PYTEST = "import sys; sys.modules['pytest'] = None; "  # as if it were not in
 def distlab(folder: Path, *arguments: str, before: str = "") -> "subprocess.CompletedProcess[str]":
     code = f"{before}from distlab.cli import main; main({list(arguments)})"
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("command", ["check 1.4", "grade"])
@@ -53,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def distlab_of(wheel: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     code = f"{WHEEL}from distlab.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, str(wheel), *arguments]
-    return subprocess.run(command, cwd=wheel, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=wheel, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("command", ["train", "bench all_reduce"])

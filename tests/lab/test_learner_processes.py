@@ -31,7 +31,7 @@ from distlab.learner import grading, state, watch
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grader_server import WarmGrader
 
-LONGEST_S = 120.0  # how long a test waits for what must happen; no verdict depends on it otherwise
+LONGEST_S = 600.0  # how long a test waits for what must happen; no verdict depends on it otherwise
 
 
 @pytest.fixture

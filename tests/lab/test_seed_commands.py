@@ -18,7 +18,7 @@ from phase2_advanced import programs
 ROOT = Path(__file__).parents[2]
 LESSONS = ("model_parallel", "pipeline_parallel", "tensor_parallel")
 SAME_WEIGHTS = ", and the weights of one process\n"
-TIMEOUT_S = 240
+TIMEOUT_S = 1200
 
 
 def python(*arguments: object, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":

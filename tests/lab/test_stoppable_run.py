@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-NUM_STEPS, TIMEOUT_S = 150, 600
+NUM_STEPS, TIMEOUT_S = 150, 1200
 
 
 def start(folder: Path) -> subprocess.Popen[str]:

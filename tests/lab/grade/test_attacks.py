@@ -108,7 +108,7 @@ def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass")
 def survivors() -> list[psutil.Process]:
     """What is left of the worlds a moment later: below the fork servers, or come to us."""
     servers = {home.process.pid for home in fork_server._idle}
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while True:
         left = [child for child in processes.children() if child.pid not in servers]
         if not left or time.monotonic() > deadline:

@@ -97,7 +97,7 @@ def test_a_pipe_gets_the_report_and_stays(tmp_path: Path) -> None:
             break
         except OSError:  # the reader is not there yet
             continue
-    reader.join(timeout=10)
+    reader.join(timeout=60)
     assert got[0].startswith("## 10 of 10 points")
     assert path.is_fifo()
 
@@ -115,7 +115,7 @@ def test_standard_output_goes_on_where_it_is_also_in_a_file(tmp_path: Path) -> N
         "r.write(path, 'report\\n'); print('after')"
     )
     with (tmp_path / "out").open("w") as out:
-        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=240)
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
     assert (tmp_path / "out").read_text() == "before\nreport\nafter\n"
     assert os.path.lexists("/dev/stdout")
 

@@ -22,7 +22,7 @@ from distlab.learner import child_processes, folder, grading
 from distlab.learner.grader_server import WarmGrader
 
 ROOT = Path(__file__).parents[3]
-LONGEST_S = 120.0  # how long a test waits for what must happen
+LONGEST_S = 300.0  # how long a test waits for what must happen
 
 
 def returns_after(seconds: float) -> int:
