@@ -144,6 +144,13 @@ class Crowd:
             flow.crowd = None
         return list(self._column)
 
+    # Between two calls of `share`, a column of the arrays holds the truth of its flow as of
+    # `since_s`: the bytes left then, and a rate that has not changed since. So nothing is updated
+    # until a rate changes. Only the flows that end next have a `finish_s` outside of the arrays,
+    # all others have infinity there: the network's heap holds one instant of each crowd. Flows with
+    # a rate below the floor are limited by links that no ended flow has crossed (a newcomer sets
+    # the floor to 0), and keep their rates and ends to the last bit.
+
     def share(self, now_s: float) -> list[Flow]:
         """Give new rates; return the flows that end next if no flow comes, with their `finish_s`.
 
