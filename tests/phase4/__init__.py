@@ -1,1 +1,1 @@
-"""What tests/test_phase4.py runs on the ranks. No body asserts: it returns what is to be judged."""
+"""Bodies and judges of tests/test_phase4.py. Bodies run on the ranks, and assert nothing."""

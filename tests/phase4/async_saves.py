@@ -15,7 +15,7 @@ LATE_S = 0.3
 TRAINING_S = 600.0
 NUM_ELEMENTS = 100_000
 FULL = "No space left on device"
-FAILURES = {  # of a write, by the call that reports it: writes may raise anything
+FAILURES = {  # errors of writes, by the call that reports them
     "save": OSError(28, FULL),
     "wait": ValueError("the manifest is too long"),
     "with": RuntimeError("enforce fail at inline_container.cc"),

@@ -11,14 +11,14 @@ from judging.expect import expect, results_in_group
 from phase4 import compressors as b
 from phase4.compressors import Case, How
 
-RING = Options(algorithm="ring")  # for all-reduces and all-gathers
+RING = Options(algorithm="ring")  # algorithm of all-reduces and all-gathers
 LITTLE_BYTES = 16  # allowance for lengths and scales, to each other rank
 EPSILON = {"float32": 1e-6, "float64": 1e-6, "bfloat16": 1e-2}
 STUCK = (
     "All ranks call the same collectives in the same order, with tensors of the same length: agree "
     "on the length first where it depends on a rank's own values, also where it is 0."
 )
-CheckSent = Callable[[str, Case, list[float], list[float]], None]  # where, case, gradient, sent
+CheckSent = Callable[[str, Case, list[float], list[float]], None]  # (where, case, gradient, sent)
 CASES = [
     *(Case(n, seed=n) for n in (41, 5, 2, 1, 0)),
     *(Case(23, dtype, seed=3) for dtype in ("float64", "bfloat16")),

@@ -63,7 +63,7 @@ class Tree:
     """The folder as it is seen while the program runs."""
 
     names: dict[tuple[int, str], int] = field(default_factory=dict)
-    contents: dict[int, bytes] = field(default_factory=dict)  # of files
+    contents: dict[int, bytes] = field(default_factory=dict)  # node of a file -> content
     nodes: dict[int, int] = field(default_factory=dict)  # inode -> node
 
 

@@ -8,7 +8,7 @@ from phase4.heartbeats import Event, Poll
 
 DEFAULTS = {"slow_factor": 2.0, "patience": 3}
 OPTIONS: Sequence[Mapping[str, float]] = ({}, {"patience": 2}, {"slow_factor": 4.0, "patience": 1})
-CAUSES = {  # of a wrong status, by the right one
+CAUSES = {  # likely causes of a wrong status, by the right one
     "silent": "No rank has a lower step, so it is gone, or all pause. A rank that has never "
     "reported has the step -1, and timeout_s from the start of the monitor.",
     "waiting": "It has come to the collective of a later step, and waits there for the rank that "
@@ -53,13 +53,13 @@ def draw(random: Random, num_events: int) -> Story:
 
 
 class _Rank:
-    """What a monitor knows of a rank."""
+    """The knowledge of a monitor about a rank."""
 
     def __init__(self) -> None:
         self.seen_s, self.step = 0.0, -1
         self.unseen: tuple[int, float] | None = None  # step and busy_s of a newer report
         self.busy_s: float | None = None
-        self.comparisons: list[str] = []  # with the median, one for each report that was seen
+        self.comparisons: list[str] = []  # comparison of each report with the median
 
 
 def expected(story: Story) -> Iterator[tuple[int, Poll, list[str]]]:

@@ -184,7 +184,7 @@ def test_clients_that_vanish_or_ask_for_other_paths(grade: Grade) -> None:
     right = {"/metrics": 200, "/metrics?name=loss": 200, **dict.fromkeys(OTHERS, 404)}
     expect(
         "the statuses of GET, after clients that have gone before their answer,",
-        *(statuses, right, "In self.path, a query is behind the path."),
+        *(statuses, right, "In self.path, a query follows the path."),
     )
     check(
         not printed,

@@ -257,7 +257,7 @@ def test_without_undamaged_shards_nothing_is_loaded(grade: Grade) -> None:
         check(found["unchanged"], "load_sharded should change nothing in the folder; it has.")
 
 
-LACKS = {  # tensor, its length and dtype, the slice that is wanted, and names, one of which is told
+LACKS = {  # tensor, its length and dtype, wanted slice, and texts of which the error has one
     "w[2:12] of which w[5:9] was never saved": ("w", (20, "float32"), 2, 12, ["[5:9]"]),
     "w[9:20] of which w[16:20] was never saved": ("w", (20, "float32"), 9, 20, ["[16:20]"]),
     "c[1:3] of which nothing was saved": ("c", (4, "float32"), 1, 3, ["[1:3]"]),

@@ -17,7 +17,7 @@ from phase4.step_times import Event, Times
 
 NAMES = ("step_s", "data_s", "compute_s", "communication_s")
 STUCK = "All ranks gather their times together, by one collective that all of them call."
-CAUSES = {  # of wrong times, by what a program has in it: the first that fits
+CAUSES = {  # likely causes of wrong times, by the events of a program: the first that fits
     "fail": "An error ends the parts that it leaves: put what comes after yield into finally.",
     "launch": "Starting kernels takes no time, and the device works on them until synchronize has "
     "returned. Call synchronize first and read the clock then: when the timer is made, when a part "

@@ -15,7 +15,7 @@ from phase4 import stragglers as b
 from phase4.stragglers import Story, Verdict
 
 STUCK = "All ranks call add after every step, and gather their medians in the same one."
-CAUSES = (  # of verdicts with wrong ranks, parts or ratios
+CAUSES = (  # likely causes of wrong ranks, parts and ratios
     "The own work, data_s + compute_s, is added up step by step before its median is taken over "
     "the window, which begins empty; a rank is slow if that is above factor times the median of "
     "all ranks. Of two in the middle, the lower one counts: median_low. Stragglers are ordered by "

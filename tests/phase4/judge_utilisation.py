@@ -23,7 +23,7 @@ CAUSES = {
     "mfu": "All FLOPs, over the time of the slowest rank times the sum of all peaks; float32 "
     "rounds.",
 }
-BYTES = {"throughput": 16, "mfu": 24}  # of a rank
+BYTES = {"throughput": 16, "mfu": 24}  # contribution of a rank
 
 
 def _draw(grade: Grade, function: str, num_ranks: int) -> Given:

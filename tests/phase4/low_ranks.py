@@ -21,7 +21,7 @@ MIXED: Shapes = {
     "norm.scale": (),
     "wide.weight": (10, 14),
     "empty.weight": (0, 4),
-    "head.weight": (4, 4),  # with r = 2, its factors are as large as it is itself
+    "head.weight": (4, 4),  # no smaller as two factors with r = 2
     "tall.weight": (30, 6),
 }
 MATRIX: Shapes = {"weight": (12, 10)}

@@ -145,7 +145,7 @@ def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], s
 
 
 def _left_of(before: Collection[threading.Thread]) -> list[str]:
-    """Wait for new threads to end; return the names of those that don't."""
+    """Wait for new threads to end; return the names of the others."""
     until_s = time.monotonic() + PATIENCE_S
     while (left := {*threading.enumerate()} - {*before}) and time.monotonic() < until_s:
         time.sleep(LOOK_S)
@@ -177,13 +177,13 @@ def _has_accepted(port: int) -> bool:
 
 
 def _hears(client: socket.socket, timeout_s: float) -> bool:
-    """Whether something comes, or the connection ends."""
+    """Return whether data comes, or the connection ends."""
     return bool(select.select([client], [], [], timeout_s)[0])
 
 
 @contextmanager
 def _short_timeouts(port: int) -> Iterator[None]:
-    """Let timeouts that are set for sockets at this port be a tenth of a second at most."""
+    """Shorten the timeouts of sockets at this port to a tenth of a second."""
 
     def settimeout(self: socket.socket, value: float | None) -> None:
         is_cut = value is not None and self.getsockname()[1] == port
@@ -252,9 +252,10 @@ def listen_where_nobody_can(lesson: Any) -> list[dict[str, str]]:
 
 @_in_real_world
 def close(lesson: Any) -> dict[str, Any]:
-    """Close an exporter, and take its port again; return which threads are none of a daemon's.
+    """Close an exporter, and take its port again, which another process seldom takes first.
 
-    Another process may take the port first. It seldom does so, and not each time.
+    Returns:
+        The threads that are not daemons, those that are left, and whether the port is free.
     """
     for _ in range(TRIES):
         found = _close(lesson)
@@ -277,7 +278,9 @@ def _close(lesson: Any) -> dict[str, Any]:
         lesson.PrometheusExporter({}, port).close()
     except OSError as error:
         text = f"{error}"
-    left = [] if threads else _left_of(before)  # those that are no daemons' stay, and are told of
+    left = (
+        [] if threads else _left_of(before)
+    )  # threads that are not daemons stay, and are reported
     return {"threads": threads, "left": left, "is_open": is_open, "text": text}
 
 

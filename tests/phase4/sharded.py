@@ -245,7 +245,7 @@ def save_on_a_broken_disk(
         left = run.names()
         dist.barrier()
     dist.barrier()
-    with suppress(FileExistsError):  # where the failed save has left it
+    with suppress(FileExistsError):  # a failed save may have left it
         run.save(2)
     return text, left
 
