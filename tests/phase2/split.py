@@ -152,25 +152,25 @@ def split_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
     made, about, memory = _made(lesson, case, group)
     gc.collect()
     about["is_freed"] = all(storage.expired() for storage in memory)
-    seen = list[list[int]]()
-    for name in NORMS if case.function == BLOCK_SPLIT else ():
-        getattr(made, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     wrong = _wrong_shapes(made, case, place(group))
     passes = []
     for step in range(case.num_passes):
         with case_told(f"of {case}{wrong}", "a pass"):
             passes.append(_passed(made, case, step, group))
-    return {**about, "passes": passes, "norms": seen, "state": state_of(made)}
+    return {**about, "passes": passes, "state": state_of(made)}
 
 
 def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], list[Any]]:
     """What is made of the full module, how it depends on it, and the memory of the full one."""
     full = case.full()
     before, more = state_of(full), {"gather_output": True} if case.gathers else {}
+    seen = list[list[int]]()
+    for name in NORMS if case.function == BLOCK_SPLIT else ():  # before the hooks of the split
+        getattr(full, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     with case_told(f"of {case}"):
         result = getattr(lesson, case.function)(full, **group_argument(group), **more)
     if case.function not in LAYERS:
-        return full, {}, []
+        return full, {"norms": seen}, []
     is_kept, is_own = before == state_of(full), _is_untouched_by(full, result)
     memory = [StorageWeakRef(p.untyped_storage()) for p in full.parameters()]
     return result, {"is_kept": is_kept, "is_own": is_own}, memory
