@@ -32,18 +32,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from distlab import lessons
-from distlab.production.comparing import counted, differences
+from distlab.chaos.bits import counted, differences
+from distlab.chaos.gantt import Blow, draw_gantt
+from distlab.chaos.observer import Observer
 from distlab.production.config import split_arguments
 from distlab.production.errors import EXIT_CANNOT_SAVE, EXIT_WRONG, ConfigError
-from distlab.production.gantt import Blow, draw_gantt
 from distlab.production.launching import config_of, environment
-from distlab.production.observer import Observer
-from solutions.phase4_production.checkpoint import load_checkpoint
 
 KINDS = ("kill", "pause", "stop", "agent")
-GAP_S = (2.0, 8.0)  # from when all ranks run to the next blow
-STOPPED_S = {"pause": 2.0, "stop": math.inf}  # or until another rank has ended because of it
-KEYS = {"heartbeat_timeout_s": "10", "save_every": "20"}  # unless others are given
+GAP_S = (2.0, 8.0)  # time between the moment when all ranks run and the next blow
+STOPPED_S = {"pause": 2.0, "stop": math.inf}  # at most: until another rank ends because of it
+KEYS = {"heartbeat_timeout_s": "10", "save_every": "20"}  # defaults
 HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # a new start does not help
 MAX_STARTS = 200
 LOOK_S = 0.1
@@ -104,11 +103,11 @@ class Blows:
     def __init__(self, kinds: Iterable[str], seed: int, num_ranks: int, duration_s: float) -> None:
         self.random, self.num_ranks, self.duration_s = Random(seed), num_ranks, duration_s
         self.kinds, self.given = iter(kinds), list[Blow]()
-        self.next_s: float | None = None  # None: not all ranks run
-        self.stopped: list[tuple[float, psutil.Process]] = []  # until when, at most
+        self.next_s: float | None = None  # None while not all ranks run
+        self.stopped: list[tuple[float, psutil.Process]] = []  # latest end, process
 
     def look(self, observer: Observer, agent: int) -> None:
-        """Let those go on that have been stopped for long enough, and strike if it is time to."""
+        """Continue the processes that were stopped for long enough, and strike if it is time to."""
         now_s = observer.now_s
         for until_s, process in self.stopped[:]:
             if now_s >= until_s or observer.any_is_down:
@@ -142,14 +141,14 @@ def _send(process: psutil.Process, number: int) -> None:
 
 
 class TrainingFailedError(Exception):
-    """A training has not come to its end; says where its log is."""
+    """A training has not come to its end; the message says where its log is."""
 
 
 class Chaos:
     """Trains one configuration as often as asked to, each time in a folder of its own.
 
     Attributes:
-        starts: how many processes of torchrun the last training has needed.
+        starts: Number of times that the last training had to be started.
     """
 
     def __init__(self, given: dict[str, str], num_ranks: int, out: Path) -> None:
@@ -181,9 +180,9 @@ class Chaos:
                 observer.look(agent.pid)
                 if blows:
                     blows.look(observer, agent.pid)
-                told = f"{name}, {len(blows.given)} blows" if blows else name
+                text = f"{name}, {len(blows.given)} blows" if blows else name
                 total = observer.num_steps or None
-                bar.update(task, description=told, completed=observer.step, total=total)
+                bar.update(task, description=text, completed=observer.step, total=total)
                 time.sleep(LOOK_S)
         finally:
             _end(agent, observer)
@@ -209,17 +208,17 @@ class Chaos:
         return self.out / f"{name}.log"
 
     def _check(self, name: str) -> None:
-        """Give up where starting anew does not help."""
+        """Give up where another start does not help."""
         left = self.out / name / "exit_code"
         code = left.read_text(encoding="utf-8").strip() if left.exists() else ""
         if code in HOPELESS or self.starts > MAX_STARTS:
             raise TrainingFailedError(f"the training says {code or 1}: see {self._log(name)}")
 
     def compare(self, blows: Blows) -> int:
-        """Compare the last checkpoints, and tell; return 0 if they are equal bit for bit."""
+        """Compare the last checkpoints, and report; return 0 if they are equal bit for bit."""
         counts = Counter(blow.kind for blow in blows.given)
-        told = ", ".join(f"{number} x {kind}" for kind, number in sorted(counts.items()))
-        print(f"{len(blows.given)} blows ({told}); torchrun was started {self.starts} times")
+        kinds = ", ".join(f"{number} x {kind}" for kind, number in sorted(counts.items()))
+        print(f"{len(blows.given)} blows ({kinds}); torchrun was started {self.starts} times")
         print(f"what happened: {self.out}/gantt.png")
         expected, found = (_last_state(self.out / name) for name in ("undisturbed", "disturbed"))
         if wrong := differences(expected, found):
@@ -239,7 +238,7 @@ def _end(agent: "subprocess.Popen[bytes]", observer: Observer) -> None:
 
 
 def _last_state(run_dir: Path) -> dict[str, Any]:
-    loaded = load_checkpoint(run_dir / "checkpoints")
+    loaded = lessons.solution("checkpoint").load_checkpoint(run_dir / "checkpoints")
     if loaded is None:
         raise TrainingFailedError(f"{run_dir} has no checkpoint")
     return {"step": loaded.step, **loaded.state}

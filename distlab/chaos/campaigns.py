@@ -1,6 +1,7 @@
-"""Both campaigns, one after the other, with a bar for each, and what came of them."""
+"""Both campaigns, one after the other, with a bar for each, and their results."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from tempfile import mkdtemp
@@ -8,29 +9,31 @@ from tempfile import mkdtemp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from distlab import chosen
-from distlab.chaos import corruptions, kills, processes
+from distlab import chosen, launch
+from distlab.chaos import corruptions, kills
 from distlab.chaos.corruptions import Corruptions
-from distlab.chaos.kills import Kills
+from distlab.chaos.kills import CampaignError, Kills
 from distlab.chaos.victim import Training
 from distlab.grade.submission import Submission
 
 SHOWN = 5  # failures
+CHUNK = 25  # corruptions in one process
+LONGEST_S = 600.0  # of a chunk
 TASK = "4.1"
 
 
 def run(num_kills: int, num_corruptions: int, impl: str, seed: int) -> list[str]:
-    """Kill trainings and damage checkpoints, and print what came of it.
+    """Kill trainings and damage checkpoints, and print the results.
 
     Args:
         impl: "solution" or "mine".
 
     Returns:
-        A line for each of the first failures, and where to find what was left; empty: none.
+        A line for each of the first failures, and the folder of what was left.
 
     Raises:
-        NotThereError, LearnerError: as ``chosen.find``.
-        CampaignError: the training fails undisturbed, or hangs.
+        NotThereError, LearnerError: As raised by ``chosen.find``.
+        CampaignError: The training fails undisturbed, or hangs.
     """
     lessons = chosen.find(impl, [TASK])
     scratch = Path(mkdtemp(prefix="distlab-chaos-"))
@@ -54,10 +57,9 @@ def _with_bars(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         damaging = progress.add_task("corruptions", total=num_corruptions)
         killing = progress.add_task("kills", total=num_kills)
-        damaged = processes.call(
-            corruptions.run,
-            *(lessons, num_corruptions, seed, scratch / "corruptions"),
-            advance=lambda: progress.advance(damaging),
+        damaged = damage(
+            *(lessons, num_corruptions, seed, scratch),
+            lambda number: progress.advance(damaging, number),
         )
         training = Training(lessons, scratch / "run")
         killed = kills.run(
@@ -66,8 +68,33 @@ def _with_bars(
     return damaged, killed
 
 
+def damage(
+    lessons: Submission, count: int, seed: int, scratch: Path, advance: Callable[[int], None]
+) -> Corruptions:
+    """Damage checkpoints in processes of their own, where learners' code may do anything.
+
+    Raises:
+        CampaignError: A process has failed.
+    """
+    total = Corruptions({}, [])
+    for first in range(0, count, CHUNK):
+        number = min(CHUNK, count - first)
+        arguments = (lessons, number, f"{seed}-{first}", scratch / f"corruptions-{first}")
+        try:
+            (part,) = launch.run(
+                corruptions.run, 1, *arguments, backend="gloo", timeout_s=LONGEST_S
+            )
+        except launch.LaunchError as error:
+            raise CampaignError(str(error)) from None
+        for kind, times in part.by_kind.items():
+            total.by_kind[kind] = total.by_kind.get(kind, 0) + times
+        total.failures.extend(part.failures)
+        advance(number)
+    return total
+
+
 def _report_kills(killed: Kills) -> None:
-    """Say how often a process was killed, and what came of it."""
+    """Print how often a process was killed, and what was lost."""
     lost = f"; {mean(killed.lost_steps):.1f} steps lost on average" if killed.lost_steps else ""
     good = "each left a whole checkpoint, not older than what was reported as saved"
     print(f"{killed.kills} kills, {killed.inside_saves} of them inside a save{lost}")
@@ -76,7 +103,7 @@ def _report_kills(killed: Kills) -> None:
 
 
 def _report_corruptions(damaged: Corruptions) -> None:
-    """Say what was damaged, and whether that was noticed."""
+    """Print what was damaged, and whether that was noticed."""
     print(f"{sum(damaged.by_kind.values())} corruptions")
     for kind, number in sorted(damaged.by_kind.items()):
         print(f"  {number:5d}  {kind}")

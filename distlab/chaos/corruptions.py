@@ -10,55 +10,53 @@ from typing import Any, NamedTuple
 import torch
 
 from distlab import chosen
-from distlab.chaos.victim import digest
+from distlab.chaos.bits import digest
 from distlab.grade.submission import Submission
 
 NEWEST, BEFORE, OLDEST = 3, 2, 1
 
 
 class Corruptions(NamedTuple):
-    """What came of a campaign."""
+    """The results of a campaign."""
 
     by_kind: dict[str, int]
     failures: list[str]
 
 
 class _Damaged(NamedTuple):
-    """What was done to the newest of three checkpoints, and what must be loaded nevertheless."""
+    """The damage to the newest of three checkpoints, and the step that must still be loaded."""
 
     what: str
     expected: int = BEFORE
 
 
-def run(
-    lessons: Submission, count: int, seed: int, scratch: Path, advance: Callable[[], None]
-) -> Corruptions:
+def run(lessons: Submission, count: int, seed: str, scratch: Path) -> Corruptions:
     """Damage the newest of three checkpoints, again and again, and load.
 
     Each time the damage must be noticed, with a reason, and the checkpoint before be loaded, bit
     for bit; where two were damaged, the one before both.
 
     Args:
-        lessons: whose ``save_checkpoint`` and ``load_checkpoint``.
-        scratch: a folder that is not there yet.
-        advance: called after each one.
+        lessons: Submission with ``save_checkpoint`` and ``load_checkpoint``.
+        count: Number of damages.
+        seed: Seed of the damages.
+        scratch: Folder that does not exist yet.
     """
     lesson: Any = chosen.lesson(lessons, "checkpoint")
     random, whole, damaged = Random(seed), scratch / "whole", scratch / "damaged"
     scratch.mkdir()
     for step in (OLDEST, BEFORE, NEWEST):
         lesson.save_checkpoint(_state_of(step), whole, step)
-    found = Corruptions({}, [])
+    results = Corruptions({}, [])
     for _ in range(count):
         shutil.copytree(whole, damaged)
         kind = random.choice(list(KINDS))
         damage = KINDS[kind](random, damaged)
         if failure := _failure(lesson, damaged, damage):
-            found.failures.append(f"{kind}: {damage.what}: {failure}")
-        found.by_kind[kind] = found.by_kind.get(kind, 0) + 1
+            results.failures.append(f"{kind}: {damage.what}: {failure}")
+        results.by_kind[kind] = results.by_kind.get(kind, 0) + 1
         shutil.rmtree(damaged)
-        advance()
-    return found
+    return results
 
 
 def _state_of(step: int) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def _state_of(step: int) -> dict[str, Any]:
 
 
 def _failure(lesson: Any, folder: Path, damage: _Damaged) -> str:
-    """Load, and say what is wrong with that; "": nothing."""
+    """Load; return what is wrong with the result, or ""."""
     try:
         loaded = lesson.load_checkpoint(folder)
     except Exception as error:
@@ -114,7 +112,7 @@ def _remove(random: Random, folder: Path) -> _Damaged:
 
 
 def _zero(random: Random, folder: Path) -> _Damaged:
-    """Lose a part of a file, as a disk does that has lost a block."""
+    """Zero a part of a file, as a disk does that has lost a block."""
     path = _any_file(random, folder)
     content = bytearray(path.read_bytes())
     first = random.randrange(len(content))

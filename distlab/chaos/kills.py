@@ -1,33 +1,38 @@
-"""Kill training processes at random moments, and look at what they have left."""
+"""Kill training processes at random moments, and check the checkpoints that are left."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import NamedTuple
 
-from distlab.chaos import processes, victim
-from distlab.chaos.attempt import Attempt
-from distlab.chaos.processes import CampaignError
-from distlab.chaos.victim import Told, Training
+from distlab import launch
+from distlab.chaos import victim
+from distlab.chaos.victim import Death, Event, Left, Training
 from distlab.util.text import counted
+
+LONGEST_S = 300.0  # a training that takes longer hangs
+
+
+class CampaignError(Exception):
+    """A campaign cannot continue; one line, and a traceback where there is one."""
 
 
 class Kills(NamedTuple):
-    """What came of a campaign."""
+    """The results of a campaign."""
 
     kills: int
     inside_saves: int
     ended: int  # trainings that came to their end, after kills
-    lost_steps: list[int]  # at each kill: that must be trained again
+    lost_steps: list[int]  # steps that must be trained again, for each kill
     failures: list[str]
 
 
 class Undisturbed(NamedTuple):
-    """A training that nobody disturbs."""
+    """A training without kills."""
 
-    digests: dict[int, str]  # of what is saved after a step
+    digests: Mapping[int, str]  # of the saved state, by step
     duration_s: float
     save_s: float
 
@@ -39,122 +44,141 @@ def run(
 
     After each kill the newest checkpoint must be there, undamaged, not older than what was
     reported as saved, and bit for bit that of the undisturbed training after the same step. The
-    next start goes on from it; in the end the parameters must be those of the undisturbed training.
+    next start continues from it; in the end the parameters must be those of the undisturbed
+    training.
 
     Args:
-        count: how many kills; about every second one is aimed at a save, so that at least a third
+        training: Training to disturb.
+        count: Number of kills; about every second one is aimed at a save, so that at least a third
             of all hit one.
-        scratch: a folder for other files, which is not there yet.
-        advance: called after each kill.
+        seed: Seed of victims and moments.
+        scratch: Folder for other files, which does not exist yet.
+        advance: Called after each kill.
 
     Raises:
-        CampaignError: the training fails undisturbed, or hangs.
+        CampaignError: The training fails undisturbed, or hangs.
     """
     if not count:
         return Kills(0, 0, 0, [], [])
-    undisturbed = _undisturbed(training, scratch / "undisturbed")
+    scratch.mkdir(parents=True)
+    undisturbed = _undisturbed(training._replace(folder=scratch / "run"), scratch / "undisturbed")
     return _Campaign(training, undisturbed, Random(seed), scratch).run(count, advance)
 
 
-def _undisturbed(training: Training, scratch: Path) -> Undisturbed:
-    """Train to the end once, for what is right and how long it takes."""
-    (scratch / "attempt").mkdir(parents=True)
-    alone = training._replace(folder=scratch / "run")
-    with Attempt(alone, scratch / "attempt") as attempt:
-        is_well = attempt.wait()
-    if not is_well:
-        raise CampaignError(f"the training fails undisturbed: {attempt.log.read_text()[-2000:]}")
-    digests = {told.step: told.digest for told in attempt.told if told.what == "saved"}
-    return Undisturbed(digests, attempt.lasted_s, median(_saves_s(attempt)))
+def _undisturbed(training: Training, log: Path) -> Undisturbed:
+    """Train to the end once, for the right results and the time that they take."""
+    try:
+        seconds = _start(training, log, None)
+    except launch.LaunchError as error:
+        raise CampaignError(f"the training fails undisturbed: {error}") from None
+    noted = victim.events(log)
+    begun_s = {event.step: event.at_s for event in noted if event.what == "saving"}
+    saved = [event for event in noted if event.what == "saved"]
+    save_s = median(event.at_s - begun_s[event.step] for event in saved)
+    return Undisturbed({event.step: event.digest for event in saved}, seconds, save_s)
 
 
-def _saves_s(attempt: Attempt) -> list[float]:
-    """Return how long each save took."""
-    names = [(told.what, told.step) for told in attempt.told]
-    heard_s = dict(zip(names, attempt.heard_s, strict=True))
-    steps = [told.step for told in attempt.told if told.what == "saved"]
-    return [heard_s["saved", step] - heard_s["saving", step] for step in steps]
+def _start(training: Training, log: Path, death: Death | None) -> float:
+    """Run all ranks; return the seconds of rank 0."""
+    arguments = (training, log, death)
+    size = training.world_size
+    return launch.run(victim.train, size, *arguments, backend="gloo", timeout_s=LONGEST_S)[0]
 
 
 class _Campaign:
-    """The trainings that are killed, and what was found."""
+    """Trainings that are killed, and the results so far."""
 
     def __init__(
         self, training: Training, undisturbed: Undisturbed, random: Random, scratch: Path
     ) -> None:
         self.training, self.right, self.random = training, undisturbed, random
-        self.scratch = scratch
-        self.found = Kills(0, 0, 0, [], [])
-        self.saved = 0  # the newest step in the folder that was reported as saved
+        self.log = scratch / "events"
+        self.results = Kills(0, 0, 0, [], [])
+        self.saved = 0  # newest step that was reported as saved
 
     def run(self, count: int, advance: Callable[[], None]) -> Kills:
-        while self.found.kills < count and not self.found.failures:
-            if self._attempt(is_disturbed=True):
+        while self.results.kills < count and not self.results.failures:
+            if self._attempt(self._death()):
                 advance()
-        while not self.found.failures and not self.found.ended:
-            self._attempt(is_disturbed=False)
-        return self.found
+        while not self.results.failures and not self.results.ended:
+            self._attempt(None)
+        return self.results
 
-    def _attempt(self, is_disturbed: bool) -> bool:
-        """Start the training; return whether a rank was killed before its end."""
-        place = self.scratch / "attempt"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        with Attempt(self.training, place) as attempt:
-            was_killed = is_disturbed and self._kill(attempt)
-            is_well = was_killed or attempt.wait()
-        self._note(attempt.told)
-        if was_killed:
-            self._check_after_kill(attempt.told)
-        elif is_well:
-            self._check_end()
+    def _death(self) -> Death:
+        """Choose any rank at any moment of what is left to train, or rank 0 in a save."""
+        random, steps = self.random, self.training.num_steps
+        left = steps - self.saved
+        if 2 * self.results.inside_saves > self.results.kills:
+            rank = random.randrange(self.training.world_size)
+            return Death(rank, random.uniform(0, self.right.duration_s * left / steps))
+        saves = max(1, min(4, left // self.training.save_every))
+        return Death(0, random.uniform(0, self.right.save_s), random.randint(1, saves))
+
+    def _attempt(self, death: Death | None) -> bool:
+        """Start the training; return True if a rank was killed before its end."""
+        self.log.unlink(missing_ok=True)
+        try:
+            _start(self.training, self.log, death)
+        except launch.RankHung as error:
+            raise CampaignError(str(error)) from None
+        except launch.LaunchError as error:
+            was_killed = death is not None and "SIGALRM" in str(error)
+            problem = "" if was_killed else str(error)
         else:
-            self._fail(f"a training that nobody killed has failed: {attempt.log.read_text()}")
+            was_killed, problem = False, ""
+        noted = victim.events(self.log)
+        self.saved = max([self.saved, *(event.step for event in noted if event.what == "saved")])
+        if was_killed:
+            self._check_after_kill(noted)
+        elif problem:
+            self._fail(f"a training that was not killed has failed: {problem}")
+        else:
+            self._check_end()
         return was_killed
 
-    def _kill(self, attempt: Attempt) -> bool:
-        """Kill any rank at any moment, or rank 0 in a save."""
-        if 2 * self.found.inside_saves > self.found.kills:
-            rank = self.random.randrange(self.training.world_size)
-            return attempt.kill_after(rank, self.random.uniform(0, self.right.duration_s))
-        number = self.random.randint(1, 4)
-        return attempt.kill_in_save(0, number, self.random.uniform(0, self.right.save_s))
-
-    def _note(self, told: list[Told]) -> None:
-        self.saved = max([self.saved, *(each.step for each in told if each.what == "saved")])
-
-    def _check_after_kill(self, told: list[Told]) -> None:
-        is_inside = bool(told) and told[-1].what == "saving"
-        reached = max((each.step for each in told), default=self.saved)
+    def _check_after_kill(self, noted: list[Event]) -> None:
+        is_inside = bool(noted) and noted[-1].what == "saving"
+        reached = max((event.step for event in noted), default=self.saved)
         left = self._check_left("after a kill in a save" if is_inside else "after a kill")
-        self.found.lost_steps.append(max(0, reached - left))
-        self.found = self.found._replace(
-            kills=self.found.kills + 1, inside_saves=self.found.inside_saves + is_inside
+        self.results.lost_steps.append(max(0, reached - left.step))
+        self.results = self.results._replace(
+            kills=self.results.kills + 1, inside_saves=self.results.inside_saves + is_inside
         )
 
-    def _check_left(self, when: str) -> int:
-        """Look at what the next start will find; return its step."""
-        left = processes.call(victim.look, self.training, advance=lambda: None)
-        if left.error:
-            self._fail(f"{when}, load_checkpoint raises {left.error}")
-        elif left.step < self.saved:
-            step = f"step {left.step}" if left.step else "nothing"
-            self._fail(f"{when}, step {self.saved} is gone, which was saved: {step} is found")
-        elif left.damaged:
-            self._fail(f"{when}, a damaged checkpoint has its final name: {left.damaged}")
-        elif left.step and left.digest != self.right.digests[left.step]:
-            self._fail(
-                f"{when}, step {left.step} is not that of the undisturbed training, bit for bit"
-            )
-        return left.step
+    def _check_left(self, when: str) -> Left:
+        """Check the checkpoint that the next start will find."""
+        (left,) = launch.run(victim.look, 1, self.training, backend="gloo", timeout_s=LONGEST_S)
+        if problem := problem_of(left, self.saved, self.right.digests):
+            self._fail(f"{when}, {problem}")
+        return left
 
     def _check_end(self) -> None:
-        """Compare what a training has reached over all its starts; the next begins anew."""
+        """Compare the result of a training over all its starts, and begin a new training."""
         self._check_left("at the end")
-        self.found = self.found._replace(ended=self.found.ended + 1)
-        if not self.found.failures:
+        self.results = self.results._replace(ended=self.results.ended + 1)
+        if not self.results.failures:
             shutil.rmtree(self.training.folder)
             self.saved = 0
 
     def _fail(self, text: str) -> None:
-        self.found.failures.append(f"{text} ({counted(self.found.kills, 'kill')} before)")
+        self.results.failures.append(f"{text} ({counted(self.results.kills, 'kill')} before)")
+
+
+def problem_of(left: Left, saved: int, digests: Mapping[int, str]) -> str:
+    """Return what is wrong with the checkpoint that was left, or "".
+
+    Args:
+        left: Checkpoint that the next start finds.
+        saved: Newest step that was reported as saved.
+        digests: Digests of the undisturbed training by step.
+    """
+    if left.error:
+        return f"load_checkpoint raises {left.error}"
+    if left.step < saved:
+        step = f"step {left.step}" if left.step else "nothing"
+        return f"step {saved} is gone, which was saved: {step} is found"
+    if left.damaged:
+        return f"a damaged checkpoint has its final name: {left.damaged}"
+    if left.step and left.digest != digests[left.step]:
+        return f"step {left.step} is not that of the undisturbed training, bit for bit"
+    return ""

@@ -1,11 +1,8 @@
-"""A small training whose processes are killed at any moment, and what it tells meanwhile."""
+"""A small training that dies at a chosen moment, and the events that it writes meanwhile."""
 
-import hashlib
-import os
-import sys
-from collections.abc import Mapping
-from datetime import timedelta
-from multiprocessing.connection import Connection
+import json
+import signal
+import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,19 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 from distlab import chosen
+from distlab.chaos.bits import digest
 from distlab.grade.submission import Submission
 
-PHASE_4 = "phase4_production"
 BALLAST_BYTES = 4 * 2**20  # a save takes some milliseconds, so that kills hit it
-PATIENCE = timedelta(seconds=60)
 
 
 class Training(NamedTuple):
-    """What is trained, and who saves it.
+    """A training, and the functions that save it.
 
     Attributes:
-        lessons: whose ``save_checkpoint`` and ``load_checkpoint``.
-        folder: of the checkpoints.
+        lessons: Submission with ``save_checkpoint`` and ``load_checkpoint``.
+        folder: Folder of the checkpoints.
     """
 
     lessons: Submission
@@ -35,46 +31,75 @@ class Training(NamedTuple):
     num_steps: int = 160
     save_every: int = 8
 
+    @property
+    def lesson(self) -> Any:
+        """The lesson with the functions that save and load."""
+        return chosen.lesson(self.lessons, "checkpoint")
 
-class Told(NamedTuple):
-    """What rank 0 says: it has loaded, begins to save, or has saved the state after a step."""
+
+class Death(NamedTuple):
+    """The moment at which a rank dies.
+
+    Attributes:
+        rank: Rank that dies.
+        seconds: Delay of its death.
+        save: Number of the save whose beginning starts the delay; 0: the training starts it.
+    """
+
+    rank: int
+    seconds: float
+    save: int = 0
+
+
+class Event(NamedTuple):
+    """Rank 0 has loaded, begins to save, or has saved the state after a step."""
 
     what: Literal["loaded", "saving", "saved"]
     step: int
+    at_s: float  # since the start of the training
     digest: str = ""
 
 
-def train(training: Training, rank: int, meeting: Path, log: Path, teller: Connection) -> None:
-    """Train in a process of its own, from the newest checkpoint to the end.
+def events(log: Path) -> list[Event]:
+    """Return the events of one start, as far as they were written."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [Event(*json.loads(line)) for line in lines]
 
-    Args:
-        meeting: a file through which the ranks find each other; it is not there yet.
-        log: where the errors go of a rank that loses its partner.
-        teller: takes what rank 0 says.
-    """
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+
+def train(training: Training, log: Path, death: Death | None) -> float:
+    """Train on one rank, from the newest checkpoint to the end; return the seconds."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=training.world_size,
-        timeout=PATIENCE,
-    )
-    _Run(training, teller).to_the_end()
-    dist.destroy_process_group()
+    run = _Run(training, log, death)
+    run.to_the_end()
+    die_after(0)  # alive
+    return run.now_s
+
+
+def die_after(seconds: float) -> None:
+    """Let the kernel end this process at once after a delay; 0: never.
+
+    No Python code runs then: SIGALRM has its default effect, which is that of SIGKILL.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 class _Run:
-    """Model, optimizer and generator of a rank, and where they stand."""
+    """Model, optimizer and generator of a rank."""
 
-    def __init__(self, training: Training, teller: Connection) -> None:
-        self.training, self.teller = training, teller
-        self.lesson: Any = chosen.lesson(training.lessons, "checkpoint")
+    def __init__(self, training: Training, log: Path, death: Death | None) -> None:
+        self.training, self.log, self.lesson = training, log, training.lesson
+        self.begun_s, self.num_saves = time.monotonic(), 0
+        self.death = death if death and death.rank == dist.get_rank() else None
         self.generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
         self.model = nn.Linear(8, 1)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
+        self._maybe_die()
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self.begun_s
 
     def to_the_end(self) -> None:
         first = self._load()
@@ -83,19 +108,23 @@ class _Run:
             if step % self.training.save_every == 0 or step == self.training.num_steps:
                 self._save(step)
 
+    def _maybe_die(self) -> None:
+        if self.death and self.death.save == self.num_saves:
+            die_after(max(self.death.seconds, 1e-6))
+
     def _load(self) -> int:
-        """Go on from the newest checkpoint; all ranks read it themselves."""
+        """Continue from the newest checkpoint, which all ranks read."""
         loaded = self.lesson.load_checkpoint(self.training.folder)
         if loaded is not None:
             self.model.load_state_dict(loaded.state["model"])
             self.optimizer.load_state_dict(loaded.state["optimizer"])
             self.generator.set_state(loaded.state["generator"])
         step = loaded.step if loaded else 0
-        self._tell(Told("loaded", step))
+        self._note("loaded", step)
         return int(step)
 
     def _step(self) -> None:
-        """Average the gradients of all ranks; what a rank draws depends on all draws before."""
+        """Average the gradients of all ranks; each draw depends on all draws before it."""
         x = torch.randn(dist.get_world_size(), 16, 8, generator=self.generator)[dist.get_rank()]
         self.optimizer.zero_grad()
         loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -114,55 +143,38 @@ class _Run:
                 "generator": self.generator.get_state(),
                 "ballast": torch.full((BALLAST_BYTES // 4,), step, dtype=torch.int32),
             }
-            self._tell(Told("saving", step))
+            self._note("saving", step)
+            self.num_saves += 1
+            self._maybe_die()
             self.lesson.save_checkpoint(state, self.training.folder, step)
-            self._tell(Told("saved", step, digest(state)))
-        dist.barrier()  # no rank is ahead of what is saved
+            self._note("saved", step, digest(state))
+        dist.barrier()  # no rank is ahead of the checkpoint
 
-    def _tell(self, told: Told) -> None:
+    def _note(self, *event: object) -> None:
+        """Append an event to the log; it is in the system's hands when this returns."""
         if dist.get_rank() == 0:
-            self.teller.send(told)
+            what, step, *digests = event
+            line = json.dumps([what, step, self.now_s, *digests])
+            with open(self.log, "ab", buffering=0) as file:
+                file.write(f"{line}\n".encode())
 
 
 class Left(NamedTuple):
-    """What the next start of a training will find."""
+    """The checkpoint that the next start of a training will find."""
 
-    step: int = 0  # 0: nothing
+    step: int = 0  # 0: none
     digest: str = ""
-    damaged: str = ""  # the checkpoints that were skipped, with the reasons
+    damaged: str = ""  # newer checkpoints that were skipped, with the reasons
     error: str = ""
 
 
-def look(training: Training, advance: object) -> Left:
+def look(training: Training) -> Left:
     """Load as the next start will."""
-    lesson: Any = chosen.lesson(training.lessons, "checkpoint")
     try:
-        loaded = lesson.load_checkpoint(training.folder)
+        loaded = training.lesson.load_checkpoint(training.folder)
     except Exception as error:
         return Left(error=f"{type(error).__name__}: {error}")
     if loaded is None:
         return Left()
     damaged = "; ".join(f"{path.name}: {why}" for path, why in loaded.skipped.items())
     return Left(int(loaded.step), digest(loaded.state), damaged)
-
-
-def digest(state: object) -> str:
-    """Return a hash of all names, numbers and bits in a state."""
-    found = hashlib.sha256()
-    _add(found, state)
-    return found.hexdigest()
-
-
-def _add(found: Any, part: object) -> None:
-    if isinstance(part, torch.Tensor):
-        found.update(f"{part.dtype} {tuple(part.shape)}".encode())
-        found.update(part.detach().contiguous().view(-1).view(torch.uint8).numpy())
-    elif isinstance(part, Mapping):
-        for key, value in part.items():
-            found.update(repr(key).encode())
-            _add(found, value)
-    elif isinstance(part, list | tuple):
-        for value in part:
-            _add(found, value)
-    else:
-        found.update(repr(part).encode())

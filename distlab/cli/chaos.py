@@ -22,7 +22,7 @@ def chaos(
 ) -> None:
     """Kill trainings at random moments and damage checkpoints; nothing may be lost."""
     from distlab.chaos import campaigns
-    from distlab.chaos.processes import CampaignError
+    from distlab.chaos.kills import CampaignError
 
     try:
         failures = campaigns.run(kills, corruptions, impl, seed)

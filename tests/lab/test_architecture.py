@@ -42,7 +42,7 @@ MAY_IMPORT = {
         *("chosen", "grade", "launch", "lessons", "plot", "production", "shared_memory", "sim")
     },
     "planning": {"chosen", "lessons", "sim"},
-    "chaos": {"chosen", "grade"},
+    "chaos": {"chosen", "grade", "launch"},
     "cli": {
         *(
             "bench",

@@ -10,15 +10,16 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from rich.progress import Progress
 
-from distlab.production.comparing import counted, differences
-from distlab.production.gantt import COLOURS, MARKS, Blow, draw_gantt
-from distlab.production.observer import STATES, Observer, Span
+from distlab.chaos.bits import counted, differences
+from distlab.chaos.gantt import COLOURS, MARKS, Blow, draw_gantt
+from distlab.chaos.observer import STATES, Observer, Span
 from scripts import chaos
 from scripts.chaos import Blows, Chaos, TrainingFailedError
 
@@ -129,6 +130,24 @@ def test_what_one_of_them_lacks_is_a_difference() -> None:
     )
 
 
+def test_a_rank_is_stopped_and_continues_when_another_is_down(
+    sleeper: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    observer = Observer(tmp_path, tmp_path / "log", 2, 1)
+    process = observer.processes[0] = psutil.Process(sleeper.pid)
+    observer.spans = [[Span("training", 0, 1)], [Span("training", 0, 1)]]
+    blows = Blows(["stop"], 0, 1, 600.0)
+    blows.look(observer, os.getpid())
+    blows.next_s = 0.0
+    blows.look(observer, os.getpid())
+    os.waitpid(sleeper.pid, os.WUNTRACED)
+    assert (blows.given[0].kind, process.status()) == ("stop", psutil.STATUS_STOPPED)
+    observer.spans[1].append(Span("down", 1, 2))
+    blows.look(observer, os.getpid())
+    os.waitpid(sleeper.pid, os.WCONTINUED)
+    assert process.status() != psutil.STATUS_STOPPED
+
+
 def test_each_kind_comes_before_any_comes_again() -> None:
     kinds = chaos._endless(chaos.KINDS, Random(0))
     first = [next(kinds) for _ in range(20)]
@@ -139,17 +158,17 @@ def test_each_kind_comes_before_any_comes_again() -> None:
 # --- a training ----------------------------------------------------------------------------------
 
 
-def test_a_kill_and_a_stop_change_no_bit(
+def test_a_kill_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(chaos, "GAP_S", (0.2, 0.4))
-    run = Chaos({**TINY, "epochs": "4"}, 2, tmp_path / "out")
-    blows = Blows(["kill", "stop"], 0, 2, 600.0)
+    run = Chaos({**TINY, "epochs": "2"}, 2, tmp_path / "out")
+    blows = Blows(["kill"], 0, 2, 600.0)
     run.train("undisturbed", Progress(disable=True))
     run.train("disturbed", Progress(disable=True), blows)
-    assert [blow.kind for blow in blows.given] == ["kill", "stop"]
+    assert [blow.kind for blow in blows.given] == ["kill"]
     assert run.compare(blows) == 0
-    assert "2 blows (1 x kill, 1 x stop)" in capsys.readouterr().out
+    assert "1 blows (1 x kill)" in capsys.readouterr().out
     assert (tmp_path / "out/gantt.png").stat().st_size > 10_000
 
     latest = max((tmp_path / "out/disturbed/checkpoints").glob("step-*"))

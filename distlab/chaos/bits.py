@@ -1,5 +1,6 @@
-"""Whether two checkpoints hold the same bits."""
+"""Comparing the bits of two checkpoints."""
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ def differences(a: Any, b: Any) -> list[str]:
 
 
 def counted(state: Any) -> str:
-    """Say how much a state holds, as in ``62 tensors with 432,086 numbers, 40 other values``."""
+    """Count the values of a state, as in ``62 tensors with 432,086 numbers, 40 other values``."""
     leaves = [*_leaves(state).values()]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     numbers = sum(tensor.numel() for tensor in tensors)
@@ -32,10 +33,23 @@ def _leaves(state: Any) -> dict[str, Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two values have the same bits, NaN and signs of 0 included."""
+    """Return True if two values have the same bits, NaN and signs of 0 included."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         is_like = a.dtype == b.dtype and a.shape == b.shape
         return is_like and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.tobytes() == b.tobytes()
     return type(a) is type(b) and bool(a == b)
+
+
+def digest(state: Any) -> str:
+    """Return a hash of all names, numbers and bits in a state."""
+    total = hashlib.sha256()
+    for path, leaf in _leaves(state).items():
+        total.update(path.encode())
+        if isinstance(leaf, torch.Tensor):
+            total.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            total.update(leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(repr(leaf).encode())
+    return total.hexdigest()

@@ -1,4 +1,4 @@
-"""The picture of a run that was disturbed: what each rank did, and what happened to it."""
+"""The picture of a disturbed run: the states of each rank, and the blows that it got."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from distlab.production.observer import Span
+from distlab.chaos.observer import Span
 
 COLOURS = {
     "starting": "#e3c567",
@@ -20,7 +20,7 @@ MARKS = {"kill": "X", "stop": "s", "pause": "P", "agent": "v"}
 
 
 class Blow(NamedTuple):
-    """What was done to a rank; ``agent`` hits torchrun itself, and is drawn over all ranks."""
+    """One disturbance of a rank; ``agent`` hits torchrun itself, and is drawn over all ranks."""
 
     kind: str
     rank: int
@@ -50,7 +50,7 @@ def draw_gantt(spans: Sequence[Sequence[Span]], blows: Sequence[Blow], path: Pat
 
 
 def _legend(figure: Figure, kinds: set[str]) -> None:
-    """Name the colours, and the marks that are there."""
+    """Explain the colours, and the marks that were drawn."""
     says = {
         "kill": "killed (SIGKILL)",
         "stop": "stopped (SIGSTOP) until others gave up",

@@ -1,4 +1,4 @@
-"""Looks at a training from outside: in which state is each rank, and since when."""
+"""Observing a training from outside: the state of each rank, and since when it lasts."""
 
 import re
 import time
@@ -13,7 +13,7 @@ STEP, EPOCH = re.compile(r"^step ([\d,]+) of ([\d,]+) "), re.compile(r"^epoch \d
 
 @dataclass
 class Span:
-    """A time in which a rank was in one state; seconds since the observer began."""
+    """An interval in one state of a rank, in seconds since the observer began."""
 
     state: str
     begin_s: float
@@ -27,13 +27,13 @@ class Observer:
     heartbeat; evaluating after the last step of an epoch, until the accuracy is printed.
 
     Attributes:
-        spans: of each rank, without gaps.
-        step, num_steps: of the last line that was printed.
-        processes: of each rank, the last one that was seen.
+        spans: Intervals of each rank, without gaps.
+        step, num_steps: Numbers in the last line that was printed.
+        processes: Last process that was seen of each rank.
     """
 
     def __init__(self, run_dir: Path, log: Path, num_ranks: int, num_epochs: int) -> None:
-        """Begin; the log is what the training prints."""
+        """Begin to observe; the log holds what the training prints."""
         self.run_dir, self.num_epochs = run_dir, num_epochs
         self.log, self.offset = log, 0
         self.begun_s, self.is_evaluating = time.monotonic(), False
@@ -41,7 +41,7 @@ class Observer:
         self.spans: list[list[Span]] = [[] for _ in range(num_ranks)]
         self.processes: dict[int, psutil.Process] = {}
         self.known: set[int] = set()
-        self.beats_before = [0] * num_ranks  # when the last heartbeat before the process was
+        self.beats_before = [0] * num_ranks  # last heartbeat before the process began
 
     @property
     def now_s(self) -> float:
@@ -50,16 +50,16 @@ class Observer:
 
     @property
     def all_run(self) -> bool:
-        """Whether all ranks trained or evaluated when it looked last."""
+        """True if all ranks trained or evaluated at the last look."""
         return all(spans and spans[-1].state in STATES[1:3] for spans in self.spans)
 
     @property
     def any_is_down(self) -> bool:
-        """Whether a rank had no process when it looked last."""
+        """True if a rank had no process at the last look."""
         return any(spans and spans[-1].state == "down" for spans in self.spans)
 
     def look(self, agent: int) -> None:
-        """Note the states of the ranks that a process of torchrun has started, and has now."""
+        """Note the states of the ranks that a process of torchrun has started."""
         self._find(agent)
         self._read()
         for rank, spans in enumerate(self.spans):
@@ -70,7 +70,7 @@ class Observer:
                 spans.append(Span(state, now_s, now_s))
 
     def _find(self, agent: int) -> None:
-        """Learn which process is which rank: by its environment, once."""
+        """Find the rank of each new process, by its environment."""
         try:
             children = psutil.Process(agent).children()
         except psutil.NoSuchProcess:
@@ -80,13 +80,13 @@ class Observer:
                 rank = child.environ().get("RANK", "")
             except psutil.Error:
                 continue
-            if rank:  # else it has not begun to be torchrun's worker
+            if rank:  # otherwise it is not torchrun's worker yet
                 self.processes[int(rank)] = child
                 self.beats_before[int(rank)] = self._last_beat_ns(int(rank))
                 self.known.add(child.pid)
 
     def _read(self) -> None:
-        """Read what has been printed since it looked last."""
+        """Read what has been printed since the last look."""
         with open(self.log, encoding="utf-8") as log:
             log.seek(self.offset)
             lines = log.readlines()
@@ -113,9 +113,9 @@ class Observer:
         return "evaluating" if self.is_evaluating else "training"
 
     def _last_beat_ns(self, rank: int) -> int:
-        """Return when a rank's heartbeat was last touched; 0: never.
+        """Return the time of a rank's last heartbeat, or 0 if there was none.
 
-        It is compared with itself alone: when a process began, the system tells to a second or so.
+        It is only compared with itself: the system knows the start of a process to a second or so.
         """
         heartbeat = self.run_dir / f"heartbeat.rank{rank}"
         return heartbeat.stat().st_mtime_ns if heartbeat.exists() else 0
