@@ -8,6 +8,7 @@ one thread each, so two cores suffice. Times are medians over steps that take tu
 """
 
 import ast
+import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ class Method:
     name: str
     tasks: str
     solution: str  # file:function
-    what: str  # is measured
+    what: str  # measured quantity
     formula: str
     predicted: float
     body: Callable[[], float]
@@ -71,125 +72,27 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 p, m, v, n, s = RANKS, MICRO_BATCHES, CHUNKS, LAYERS, SEGMENTS
-METHODS = (
-    Method(
-        "gradient accumulation",
-        "2.1, 2.2",
-        "gradient_accumulation:accumulate_step",
-        "activations, m micro-batches / 1",
-        "1/m",
-        1 / m,
-        bodies.accumulate,
-    ),
-    Method(
-        "accumulation over ranks",
-        "2.3",
-        "gradient_accumulation:accumulate_step_over_ranks",
-        "all-reduces in a step",
-        "1",
-        1,
-        bodies.accumulate_over_ranks,
-    ),
-    Method(
-        "mixed precision",
-        "2.4, 2.5",
-        "mixed_precision:mixed_precision_step",
-        "activations, bfloat16 / float32",
-        "1/2 + E/2B",
-        1 / 2 + WIDTH / ROWS / 2,
-        bodies.mixed,
-    ),
-    Method(
-        "checkpointing a function",
-        "2.6",
-        "activation_checkpointing:checkpoint",
-        "time, recomputed / kept",
-        "4/3",
-        4 / 3,
-        bodies.checkpoint_time,
-    ),
-    Method(
-        "checkpointing in s segments",
-        "2.7",
-        "activation_checkpointing:checkpoint_sequential",
-        "activations, s segments / kept",
-        "(s + L/s)/L",
-        (s + n / s) / n,
-        bodies.checkpoint_memory,
-    ),
-    Method(
-        "model parallelism",
-        "2.8, 2.9",
-        "model_parallel:StageRunner",
-        "time, p ranks / 1",
-        "1",
-        1,
-        bodies.in_stages,
-    ),
-    Method(
-        "GPipe",
-        "2.10, 2.12",
-        "pipeline_parallel:gpipe_schedule",
-        "time, p ranks / 1",
-        "(m+p-1)/mp",
-        (m + p - 1) / (m * p),
-        bodies.gpipe,
-    ),
-    Method(
-        "1F1B",
-        "2.11, 2.12",
-        "pipeline_parallel:one_f_one_b_schedule",
-        "activations of rank 0, 1F1B / GPipe",
-        "p/m",
-        p / m,
-        bodies.one_f_one_b,
-    ),
-    Method(
-        "interleaved 1F1B",
-        "2.12, 2.13",
-        "pipeline_parallel:interleaved_schedule",
-        "time, p ranks / 1",
-        "(m+(p-1)/v)/mp",
-        (m + (p - 1) / v) / (m * p),
-        bodies.interleaved,
-    ),
-    Method(
-        "split attention",
-        "2.14 to 2.17",
-        "tensor_parallel:parallelize_attention",
-        "all-reduces, forward and backward",
-        "2",
-        2,
-        bodies.attention,
-    ),
-    Method(
-        "split MLP",
-        "2.14 to 2.17",
-        "tensor_parallel:parallelize_mlp",
-        "time, p ranks / 1",
-        "1/p",
-        1 / p,
-        bodies.mlp,
-    ),
-    Method(
-        "split vocabulary",
-        "2.18",
-        "tensor_parallel:vocab_parallel_cross_entropy",
-        "numbers all-reduced per target",
-        "3",
-        3,
-        bodies.vocabulary,
-    ),
-    Method(
-        "sequence parallelism",
-        "2.19",
-        "tensor_parallel:parallelize_block",
-        "activations of the norms, split / whole",
-        "1/p",
-        1 / p,
-        bodies.sequence,
-    ),
-)
+PREDICTED = {
+    bodies.accumulate: 1 / m,
+    bodies.accumulate_over_ranks: 1,
+    bodies.mixed: 1 / 2 + WIDTH / ROWS / 2,
+    bodies.checkpoint_time: 4 / 3,
+    bodies.checkpoint_memory: (s + n / s) / n,
+    bodies.in_stages: 1,
+    bodies.gpipe: (m + p - 1) / (m * p),
+    bodies.one_f_one_b: p / m,
+    bodies.interleaved: (m + (p - 1) / v) / (m * p),
+    bodies.attention: 2,
+    bodies.mlp: 1 / p,
+    bodies.vocabulary: 3,
+    bodies.sequence: 1 / p,
+}
+with Path(__file__).with_suffix(".csv").open() as file:
+    ROWS = csv.DictReader(file, delimiter=";")
+    METHODS = tuple(
+        Method(**row, predicted=predicted, body=body)
+        for row, (body, predicted) in zip(ROWS, PREDICTED.items(), strict=True)
+    )
 
 
 def main() -> None:

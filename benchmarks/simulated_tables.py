@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lab" / "sim"))
 
@@ -24,23 +22,11 @@ import pipelines
 import seven_billion as large
 import zero_states
 
+from distlab.bench import harness
 from distlab.sim import Cluster, Options, simulate
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 Ranks = Annotated[int, typer.Option("--ranks", help="how many simulated GPUs")]
-
-
-def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table, numbers to the right; as wide as it is, not cut where nobody sees a window."""
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    if not console.is_terminal:
-        console.width = console.measure(table, options=console.options.update(width=1000)).maximum
-    console.print(table)
 
 
 def gigabytes(num_bytes: float) -> str:
@@ -72,7 +58,9 @@ def zero(
             row += [gigabytes(sum(live.values())), gigabytes(sum(peak.values()))]
         rows.append(row)
     columns = [f"{name}{what}" for name in STAGES.values() for what in ("", ", peak")]
-    show("GB on each rank after a step of 7.5 billion parameters", ["ranks", *columns], rows)
+    harness.print_table(
+        "GB on each rank after a step of 7.5 billion parameters", ["ranks", *columns], rows
+    )
 
 
 # --- pipelines -----------------------------------------------------------------------------------
@@ -88,7 +76,7 @@ def pipeline() -> None:
                 if m >= p or schedule == "GPipe":
                     rows.append(pipeline_row(schedule, stages, p, m))
     columns = ["schedule", "p", "m", "idle / total", "formula", "held by rank 0", "by the last"]
-    show("Pipelines of p ranks, m micro-batches", columns, rows)
+    harness.print_table("Pipelines of p ranks, m micro-batches", columns, rows)
 
 
 def pipeline_row(schedule: str, stages: int, p: int, m: int) -> list[str]:
@@ -128,7 +116,7 @@ def seven_billion(ranks: Ranks = 64, layers: int = large.LAYERS) -> None:
     title = (
         f"One step of {step.parameters / 1e9:.2f} billion parameters on {ranks} H100; GB at peak"
     )
-    show(title, [*columns, "CPU s", "real s"], rows)
+    harness.print_table(title, [*columns, "CPU s", "real s"], rows)
 
 
 if __name__ == "__main__":

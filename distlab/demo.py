@@ -35,7 +35,7 @@ def run_demo(folder: Path) -> None:
     """Train with each number of workers, print both histories beside each other, draw them.
 
     Args:
-        folder: where ``demo.png`` goes; made if it is missing.
+        folder: Folder for ``demo.png``; created if it is missing.
 
     Raises:
         ConfigError: nothing can be written there, or mpirun or torchrun started this process and

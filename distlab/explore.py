@@ -1,4 +1,4 @@
-"""What the notebooks of all phases share: whose functions they show, and how they are measured."""
+"""Helpers of all notebooks: whose functions they show, and how passes are measured."""
 
 import re
 import time
@@ -66,7 +66,7 @@ def _why(error: Exception, names: str) -> str:
     return f"not working yet ({first})"
 
 
-Span = tuple[float, float]  # from second, to second
+Span = tuple[float, float]  # first and last second
 
 
 def watch_passes(module: nn.Module, spans: list[Span]) -> None:

@@ -1,4 +1,4 @@
-"""What `distlab plan` plans: known models, and simulated clusters as the planner sees them."""
+"""Models and clusters of `distlab plan`, as the planner of Phase 3 takes them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ RING = "Simple"  # NCCL's protocol for long messages
 
 
 class Shape(NamedTuple):
-    """What a model is made of; ``is_gpt`` is False if it is counted as a GPT but is none."""
+    """Shape of a model; ``is_gpt`` is False for a model that is only approximated as a GPT."""
 
     layers: int
     width: int

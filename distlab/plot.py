@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distlab.lessons import EpochResult
 
 STYLES = ("-", "--", ":", "-.")  # curves that coincide must both be seen
-POINT_SIZES = (8, 5, 3)  # and so must points
+POINT_SIZES = (8, 5, 3)  # likewise
 PASSES = {"F": ("forward", "#3b6fb6"), "B": ("backward", "#e6842a")}
 BUBBLE, ALARM, FORMULA = "#e4e4e4", "#c1121f", "#666666"
 
@@ -61,9 +61,9 @@ def curves(axes: Axes, xs: Sequence[int], named: Mapping[str, Curve], **texts: s
     """Draw points for what was measured at some sizes, and grey lines for the formulas.
 
     Args:
-        axes: of a picture of its own or part of one.
+        axes: Axes of a picture.
         xs: the sizes, each of which gets a tick, on a log scale unless ``texts`` say otherwise.
-        named: what the legend says -> the curve; without a formula, lines join the points.
+        named: Text of the legend -> curve; without a formula, lines join the points.
         texts: title, xlabel and ylabel, perhaps xscale and yscale.
     """
     for (name, curve), size in zip(named.items(), cycle(POINT_SIZES), strict=False):
@@ -148,10 +148,10 @@ def stacks(
     """Draw a bar for each name, made of parts in a colour each.
 
     Args:
-        axes: of a picture of its own or part of one.
-        names: what is written below the bars.
-        parts: what the legend says -> how high this part is in each bar.
-        formula: how high the bars should be; a mark on each.
+        axes: Axes of a picture.
+        names: Texts below the bars.
+        parts: Text of the legend -> height of this part in each bar.
+        formula: Expected heights of the bars, marked on each.
         texts: title and ylabel.
     """
     bottom = np.zeros(len(names))
@@ -160,5 +160,5 @@ def stacks(
         bottom += heights
     if formula:
         axes.plot(names, formula, "D", color=FORMULA, markersize=5, label="formula")
-    axes.set(ylim=(0, 1.2 * bottom.max()), **texts)  # with room for the legend
+    axes.set(ylim=(0, 1.2 * bottom.max()), **texts)  # leaves room for the legend
     axes.legend(fontsize=9, ncols=len(parts) + 1, loc="upper left")

@@ -1,4 +1,4 @@
-"""The course's own trainer, run on real data: what `distlab train` and `distlab demo` do."""
+"""The course's own trainer on real data, for `distlab train` and `distlab demo`."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class TrainConfig:
 
     dataset: str
     model: str
-    parallelism: Parallelism  # of all ranks; dp alone: each holds the whole model
+    parallelism: Parallelism  # dp alone: each rank holds the whole model
     epochs: int
-    batch_size: int  # of all ranks together
+    batch_size: int  # samples of all ranks together
     lr: float
     lessons: Submission = SOLVED  # whose trainer
     all_reduce: str = "native"  # key of ALL_REDUCES
@@ -113,8 +113,8 @@ def make_config(
     Args:
         model: None: cnn, or gpt where ``parallelism`` names stages or shards, even one: then
             the training of one process is there to compare with.
-        parallelism: as ``Parallelism.parse`` reads it; None: all workers hold the whole model.
-        impl: whose trainer: "solution", or "mine", what the learner has written.
+        parallelism: Sizes as ``Parallelism.parse`` reads them; None: no split model.
+        impl: "solution", or "mine": the trainer that the learner has written.
         others: further fields of ``TrainConfig``, taken as they are.
 
     Raises:
@@ -331,7 +331,7 @@ def _trainer(config: TrainConfig, part: Part, device: torch.device) -> Any:
 class Diverged:
     """Where a rank has met a loss that is not finite: the same step on all ranks."""
 
-    step: int  # of the training, from 1 on
+    step: int  # number of the step, from 1
     loss: float
     is_mine: bool  # this rank's own outputs were not finite
 

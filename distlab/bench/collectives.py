@@ -1,4 +1,4 @@
-"""Which collectives a rank calls, on any backend and inside a DTensor too."""
+"""Counting the collectives that a rank calls, on any backend and inside a DTensor too."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NAMESPACES = ("c10d", "_c10d_functional")  # of torch.distributed, and of DTensor
+NAMESPACES = ("c10d", "_c10d_functional")  # torch.distributed's, and DTensor's
 NO_COLLECTIVES = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
 
 
@@ -16,8 +16,8 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the collectives of the thread that enters it.
 
     Attributes:
-        calls: how many.
-        num_bytes: of all tensors that they are called with, those for results included.
+        calls: Number of calls.
+        num_bytes: Size of all their tensors, those for results included.
     """
 
     def __init__(self) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -19,13 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from distlab import chosen, launch
-from distlab.bench import rivals, rivals_record
-from distlab.bench.rivals import Column, Contestant, Measured
-from distlab.grade.submission import Submission
+from distlab.bench import contest
+from distlab.bench.contest import Contest, Contestant, Lesson, Measured
 from distlab.util.text import bytes_text, counted
 
-TASKS = ("4.9", "4.11", "4.12", "4.13")
 OUR_POWER_SGD, OUR_TOP_K = "ours, PowerSGD", "ours, top-k 1 %"
 OUR_INT8, OUR_SIGN = "ours, int8", "ours, sign"
 PLAIN, FP16, POWER_SGD = "torch's, plain", "torch's, fp16", "torch's PowerSGD"
@@ -39,10 +34,12 @@ gradients in its first two steps, and its bytes are those after that. There is o
 several, torch's PowerSGD starts their second all-reduces in different orders on gloo. Torch's
 quantization_pertensor_hook fails on gloo, whose all-gathers return other futures than those of
 NCCL."""
+SENT: contest.Column = ("bytes sent", "sent_bytes", bytes_text)
+LOSS: contest.Column = ("loss", "loss", "{:.4g}".format)
 
 
 class Sizes(NamedTuple):
-    """Of a network that learns what another one computes, and of the compressors."""
+    """Shape of a network that learns what another one computes, and of the compressors."""
 
     rows: int = 64
     width: int = 512
@@ -53,134 +50,61 @@ class Sizes(NamedTuple):
     bucket_mib: float = 64.0  # one bucket
 
 
-SIZES = Sizes()
-PHASE = "phase4_production"
+# Hooks: ours reduce a flat gradient, and one of the lessons makes a hook of that.
+
+TORCHS = {PLAIN: allreduce_hook, FP16: fp16_compress_hook}
+NAMES = (OUR_POWER_SGD, OUR_TOP_K, OUR_INT8, OUR_SIGN, PLAIN, FP16, POWER_SGD)
 
 
-@dataclass(frozen=True)
-class Compressed(Measured):
-    """A step, and what so many of them have led to.
-
-    Attributes:
-        sent_bytes: by one rank in a step.
-        loss: after all steps, the mean over the ranks.
-    """
-
-    sent_bytes: float
-    loss: float
+def hook_of(name: str, lesson: Lesson, module: nn.Module, sizes: Sizes) -> tuple[object, Any]:
+    """Return the state and the hook of a contestant, as ``register_comm_hook`` takes them."""
+    if name == POWER_SGD:
+        state = PowerSGDState(None, sizes.rank, start_powerSGD_iter=2, min_compression_rate=1)
+        return state, powerSGD_hook
+    if name in TORCHS:
+        return None, TORCHS[name]
+    return None, lesson("comm_hook").CompressionHook(module, _reduce(name, lesson, sizes))
 
 
-SENT: Column[Compressed] = ("bytes sent", lambda found: found.sent_bytes, bytes_text)
-LOSS: Column[Compressed] = ("loss", lambda found: found.loss, "{:.4g}".format)
-COLUMNS: tuple[Column[Compressed], ...] = (rivals.STEP, rivals.COLLECTIVES, SENT, LOSS)
-Reduce = Callable[[Tensor, Any], Any]  # as phase4_production/given.py has it
-Register = Callable[[Any, nn.Module, Any, Sizes], None]  # lessons, module, ddp, sizes
+def _reduce(name: str, lesson: Lesson, sizes: Sizes) -> Callable[[Tensor, Any], Any]:
+    """Return what averages a gradient in compressed form."""
+    if name == OUR_POWER_SGD:
+        power_sgd: Callable[[Tensor, Any], Any] = lesson("power_sgd").PowerSGD(sizes.rank)
+        return power_sgd
+    compression = lesson("gradient_compression")
+    if name == OUR_TOP_K:
+        return lambda gradient, _: compression.top_k(gradient, sizes.fraction)
+    codec = compression.Int8() if name == OUR_INT8 else compression.Sign()
+    return lambda gradient, _: compression.quantized(gradient, codec)
 
 
-def _torchs(hook: Callable[..., Any]) -> Register:
-    return lambda lessons, module, ddp, sizes: ddp.register_comm_hook(None, hook)
+# Measurements
 
 
-def _torchs_power_sgd(lessons: Any, module: nn.Module, ddp: Any, sizes: Sizes) -> None:
-    state = PowerSGDState(None, sizes.rank, start_powerSGD_iter=2, min_compression_rate=1)
-    ddp.register_comm_hook(state, powerSGD_hook)
-
-
-def _our_power_sgd(lessons: Any, sizes: Sizes) -> Reduce:
-    reduce: Reduce = chosen.lesson(lessons, "power_sgd").PowerSGD(sizes.rank)
-    return reduce
-
-
-def _our_top_k(lessons: Any, sizes: Sizes) -> Reduce:
-    lesson: Any = chosen.lesson(lessons, "gradient_compression")
-    return lambda gradient, _: lesson.top_k(gradient, sizes.fraction)
-
-
-def _our_codec(name: str) -> Callable[[Any, Sizes], Reduce]:
-    def make(lessons: Any, sizes: Sizes) -> Reduce:
-        lesson: Any = chosen.lesson(lessons, "gradient_compression")
-        return lambda gradient, _: lesson.quantized(gradient, getattr(lesson, name)())
-
-    return make
-
-
-OUR_REDUCES: dict[str, Callable[[Any, Sizes], Reduce]] = {
-    OUR_POWER_SGD: _our_power_sgd,
-    OUR_TOP_K: _our_top_k,
-    OUR_INT8: _our_codec("Int8"),
-    OUR_SIGN: _our_codec("Sign"),
-}
-
-
-def _ours(make_reduce: Callable[[Any, Sizes], Reduce]) -> Register:
-    def register(lessons: Any, module: nn.Module, ddp: Any, sizes: Sizes) -> None:
-        lesson: Any = chosen.lesson(lessons, "comm_hook")
-        reduce = make_reduce(lessons, sizes)
-        ddp.register_comm_hook(None, lesson.CompressionHook(module, reduce))
-
-    return register
-
-
-CONTESTANTS: dict[str, Register] = {
-    **{name: _ours(make_reduce) for name, make_reduce in OUR_REDUCES.items()},
-    PLAIN: _torchs(allreduce_hook),
-    FP16: _torchs(fp16_compress_hook),
-    POWER_SGD: _torchs_power_sgd,
-}
-
-
-def print_table(ranks: int, repeats: int, impl: str, folder: Path | None = None) -> None:
-    """Train a model in all ways; print, and if wanted save, what a step needs and the loss.
-
-    Args:
-        ranks: two or more.
-        repeats: timed steps of each way.
-        impl: "solution" or "mine".
-        folder: where to save all figures and a picture.
-
-    Raises:
-        NotThereError: there are no solutions here, or one of the functions is a TODO.
-        LearnerError: ``impl`` is "mine" outside of the course's folder.
-        LaunchError: a rank failed.
-    """
-    lessons = chosen.find(impl, TASKS)
-    measured, *_ = launch.run(measure_on_rank, ranks, lessons, SIZES, repeats, backend="gloo")
-    where = f"{SIZES.layers} layers on {counted(ranks, 'gloo rank')}, r = {SIZES.rank}"
-    title = f"{where}: median of {repeats} steps, loss after {SIZES.steps}"
-    Console().print(rivals.table(title, measured, RIVALS, COLUMNS))
-    print(rivals.WHOSE[impl], NOTES, rivals.PARENTHESES, sep="\n")
-    if folder is not None:
-        arguments = {"ranks": ranks, "repeats": repeats, "impl": impl, **SIZES._asdict()}
-        rivals_record.save(folder, "compression", title, measured, RIVALS, COLUMNS, arguments)
-
-
-def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Compressed]:
+def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
     """Train all contestants on the batches of this rank, and then time their steps in turn."""
-    contestants, sent, losses, counts = {}, {}, {}, []
-    for name, register in CONTESTANTS.items():
-        contestant = contestants[name] = _contestant(lessons, register, sizes)
+    contestants, counts, results = {}, {}, {}
+    for name in NAMES:
+        contestant = contestants[name] = _contestant(lesson, name, sizes)
         for _ in range(sizes.steps):
             loss = contestant.run()
         with counted_calls() as calls:
             contestant.run()
-        sent[name], losses[name] = calls.sent_bytes, _mean(loss or 0.0)
-        counts.append((0, calls.calls, calls.num_bytes))
-    found = rivals.timed(contestants, counts, repeats)
-    return {
-        name: Compressed(**asdict(one), sent_bytes=sent[name], loss=losses[name])
-        for name, one in found.items()
-    }
+        counts[name] = {"collectives": calls.calls, "collective_bytes": calls.num_bytes}
+        results[name] = {"sent_bytes": calls.sent_bytes, "loss": _mean(loss or 0.0)}
+    measured = contest.timed(contestants, counts, repeats)
+    return {name: {**row, **results[name]} for name, row in measured.items()}
 
 
-def _contestant(lessons: Submission, register: Register, sizes: Sizes) -> Contestant:
+def _contestant(lesson: Lesson, name: str, sizes: Sizes) -> Contestant:
     """Return a model that learns with one of the hooks, always from the same start."""
     torch.manual_seed(0)
     teacher, module = _model(sizes), _model(sizes)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(sizes.rows, sizes.width)
     y = teacher(x).detach()
-    ddp = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=sizes.bucket_mib)
-    register(lessons, module, ddp, sizes)
+    ddp: Any = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=sizes.bucket_mib)
+    ddp.register_comm_hook(*hook_of(name, lesson, module, sizes))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
     def step() -> float:
@@ -205,7 +129,7 @@ def _mean(loss: float) -> float:
 
 @dataclass
 class Calls:
-    """The collectives of a rank: how many, of which bytes, and sent over a ring."""
+    """The collectives of a rank: their number, bytes, and the bytes that a ring sends for them."""
 
     calls: int = 0
     num_bytes: int = 0
@@ -214,9 +138,9 @@ class Calls:
 
 @contextmanager
 def counted_calls() -> Iterator[Calls]:
-    """Count what hooks call, in whichever thread: torch's go on in those of the backend."""
-    found, n = Calls(), dist.get_world_size()
-    sent = {  # which argument, and how many times its bytes
+    """Count the collectives of hooks in all threads: torch's continue in those of the backend."""
+    total, n = Calls(), dist.get_world_size()
+    sent = {  # name of an argument, and how many times its bytes are sent
         "all_reduce": ("tensor", 2 * (n - 1) / n),
         "all_gather": ("tensor", n - 1),
         "all_gather_into_tensor": ("input_tensor", n - 1),
@@ -231,9 +155,9 @@ def counted_calls() -> Iterator[Calls]:
         def call(*args: Any, **kwargs: Any) -> Any:
             argument, factor = sent[name]
             num_bytes = signature.bind(*args, **kwargs).arguments[argument].nbytes
-            found.calls += 1
-            found.num_bytes += num_bytes
-            found.sent_bytes += factor * num_bytes
+            total.calls += 1
+            total.num_bytes += num_bytes
+            total.sent_bytes += factor * num_bytes
             return originals[name](*args, **kwargs)
 
         return call
@@ -241,7 +165,22 @@ def counted_calls() -> Iterator[Calls]:
     for name in originals:
         setattr(dist, name, counting(name))
     try:
-        yield found
+        yield total
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+CONTEST = Contest(
+    "compression",
+    ("4.9", "4.11", "4.12", "4.13"),
+    RIVALS,
+    Sizes(),
+    lambda sizes, ranks, repeats: (
+        f"{sizes.layers} layers on {counted(ranks, 'gloo rank')}, r = {sizes.rank}: "
+        f"median of {repeats} steps, loss after {sizes.steps}"
+    ),
+    measure,
+    ((contest.STEP, contest.COLLECTIVES, SENT, LOSS),),
+    (NOTES, contest.PARENTHESES),
+)

@@ -1,49 +1,45 @@
 """How long a gloo world takes to start, do nothing and end."""
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 from distlab import launch
+from distlab.bench import harness
 from distlab.launch import fork_server
 from distlab.util.text import counted
 
-SPAWN_REPEATS = 3  # of seconds each
+WARM = "launch.run, fork server running (warm)"
+COLD = "launch.run, first call (cold)"
+SPAWN = "torch.multiprocessing.spawn"
+SLOW_REPEATS = 3  # rounds with those that take seconds
 
 
 def print_table(ranks: int, repeats: int) -> None:
     """Measure and print; rows in seconds, and as multiples of the warm start."""
-    cold = _seconds(lambda: _cold(ranks), min(repeats, SPAWN_REPEATS))
-    warm = _seconds(lambda: launch.run(dist.get_rank, ranks, backend="gloo"), repeats)
-    rival = _seconds(lambda: _spawn(ranks), min(repeats, SPAWN_REPEATS))
-    base = statistics.median(warm)
-    table = Table("", "median s", "min … max s", "times warm", title=counted(ranks, "gloo rank"))
-    table.columns[0].no_wrap = True
-    for name, seconds in (
-        ("launch.run, fork server running (warm)", warm),
-        ("launch.run, first call (cold)", cold),
-        ("torch.multiprocessing.spawn", rival),
-    ):
-        middle = statistics.median(seconds)
-        spread = f"{min(seconds):.2f} … {max(seconds):.2f}"
-        table.add_row(name, f"{middle:.2f}", spread, f"{middle / base:.1f}")
-    Console().print(table)
-
-
-def _seconds(action: Callable[[], object], repeats: int) -> list[float]:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return times
+    warm = {WARM: partial(launch.run, dist.get_rank, ranks, backend="gloo")}
+    slow: dict[str, Callable[[], object]] = {
+        COLD: partial(_cold, ranks),
+        SPAWN: partial(_spawn, ranks),
+    }
+    rounds = min(repeats, SLOW_REPEATS)
+    launch.run(dist.get_rank, ranks, backend="gloo")  # starts the server
+    seconds = {
+        WARM: harness.in_turns(warm, repeats)[0].tolist(),
+        **dict(zip(slow, harness.in_turns(slow, rounds).tolist(), strict=True)),
+    }
+    base = median(seconds[WARM])
+    rows = [
+        (name, f"{median(s):.2f}", f"{min(s):.2f} … {max(s):.2f}", f"{median(s) / base:.1f}")
+        for name, s in seconds.items()
+    ]
+    headings = ("", "median s", "min … max s", "times warm")
+    harness.print_table(counted(ranks, "gloo rank"), headings, rows)
 
 
 def _cold(ranks: int) -> None:
@@ -52,7 +48,7 @@ def _cold(ranks: int) -> None:
 
 
 def _spawn(ranks: int) -> None:
-    """The rival: the same world by torch's own launcher."""
+    """Start the same world by torch's own launcher."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{Path(folder) / 'rendezvous'}"
         spawn(_spawned_rank, (rendezvous, ranks), nprocs=ranks)  # type: ignore[no-untyped-call]

@@ -3,77 +3,57 @@
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import psutil
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
-from distlab.sim import Options, Simulated, simulate
+from distlab.bench import harness
+from distlab.sim import Options, simulate
 from distlab.sim.isolation.host import hand_over_s, one_core
 from distlab.util.text import bytes_text, seconds_text
 
 RING_RANKS = 256
 MANY_RANKS = 1024
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Real seconds and memory of one simulation."""
-
-    what: str
-    seconds: float
-    grown_bytes: int
-    simulated: Simulated[object]
+HEADINGS = ("", "real s", "memory", "messages", "µs each", "simulated s")
 
 
 def print_table() -> None:
     """Measure and print."""
     simulate(_nothing, 2)  # imports and first allocations are not the simulator's
-    table = Table("", "real s", "memory", "messages", "µs each", "simulated s")
-    table.columns[0].no_wrap = True
-    for measured in (
-        _measure(f"{MANY_RANKS:,} idle ranks", _nothing, MANY_RANKS),
-        _measure(f"ring by hand, {RING_RANKS} ranks", _ring, RING_RANKS),
-        _measure("the same, only counted", _ring, RING_RANKS, Options(has_events=False)),
-        _measure(f"all_reduce, {MANY_RANKS:,} ranks", _built_in, MANY_RANKS),
-    ):
-        sent = sum(measured.simulated.trace.messages)
-        table.add_row(
-            measured.what,
-            f"{measured.seconds:.2f}",
-            bytes_text(measured.grown_bytes),
-            f"{sent:,}",
-            f"{measured.seconds / sent * 1e6:.1f}" if sent else "",
-            f"{measured.simulated.seconds:.6f}",
-        )
-    Console().print(table)
-    print("Ring by hand: an all-reduce by isend and recv. all_reduce: the built-in one.")
-    print(
-        "To hand over from one thread to another takes "
-        f"{seconds_text(hand_over_s())} here, {_on_one_core()} on one core."
+    rows = (
+        _row(f"{MANY_RANKS:,} idle ranks", _nothing, MANY_RANKS),
+        _row(f"ring by hand, {RING_RANKS} ranks", _ring, RING_RANKS),
+        _row("the same, only counted", _ring, RING_RANKS, Options(has_events=False)),
+        _row(f"all_reduce, {MANY_RANKS:,} ranks", _built_in, MANY_RANKS),
     )
-    total = bytes_text(psutil.Process().memory_info().rss)
-    print(f"The whole process, torch included, now holds {total}.")
-
-
-def _on_one_core() -> str:
     with one_core():
-        return seconds_text(hand_over_s())
+        on_one_core = seconds_text(hand_over_s())
+    harness.print_table(
+        "",
+        HEADINGS,
+        rows,
+        "Ring by hand: an all-reduce by isend and recv. all_reduce: the built-in one.",
+        "To hand over from one thread to another takes "
+        f"{seconds_text(hand_over_s())} here, {on_one_core} on one core.",
+        "The whole process, torch included, now holds "
+        f"{bytes_text(psutil.Process().memory_info().rss)}.",
+    )
 
 
-def _measure(
-    what: str, program: Callable[[], object], ranks: int, options: Options | None = None
-) -> Measured:
+def _row(
+    name: str, program: Callable[[], object], ranks: int, options: Options | None = None
+) -> tuple[str, ...]:
     gc.collect()
     before = psutil.Process().memory_info().rss
     start = time.perf_counter()
     simulated = simulate(program, ranks, options=options)
     seconds = time.perf_counter() - start
     grown = psutil.Process().memory_info().rss - before
-    return Measured(what, seconds, grown, simulated)
+    sent = sum(simulated.trace.messages)
+    each = f"{seconds / sent * 1e6:.1f}" if sent else ""
+    numbers = (f"{sent:,}", each, f"{simulated.seconds:.6f}")
+    return name, f"{seconds:.2f}", bytes_text(grown), *numbers
 
 
 def _nothing() -> None:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any, NamedTuple, TextIO
 
-from rich.console import Console
-from rich.table import Table
+import torch
+import torch.distributed as dist
 
-from distlab import chosen, launch
-from distlab.bench import saving
-from distlab.bench.rivals import WHOSE
-from distlab.bench.trainer_measured import Compared, Rival, Speed, measure_on_rank
-from distlab.bench.trainer_rivals import (
-    data_parallel,
-    pipeline,
-    sharded,
-    tensor_parallel,
-    zero_redundancy,
-)
+from distlab import chosen, launch, lessons
+from distlab.bench import harness, trainer_contestants
+from distlab.bench.contest import WHOSE
+from distlab.bench.trainer_contestants import Losses, Rival, Setting, Train
 from distlab.production.config import Config, make_config
 from distlab.production.errors import ConfigError
-from distlab.production.lessons import find_lessons
+from distlab.production.lessons import Lessons, find_lessons
+from distlab.production.telemetry import measure
 from distlab.util.text import counted
 
 HOUR_S = 3600.0
+LARGEST_DIFFERENCE = 0.02  # relative, of the mean losses of the first steps
 COMMON = {
     "data": "synthetic",
     "augment": "none",
@@ -48,10 +44,11 @@ time. Torch's: a plain loop, with the same model, batches, loader and optimizer,
 All in one line of the table train in turns; images/s are of all ranks, medians of {repeats} rounds.
 Ratio: ours over torch's, of the medians; in parentheses, between which half of the rounds have it.
 torch has no parameter server."""
+HEADINGS = ("ours", "images/s", "torch's", "images/s", "ratio", "MFU", "torch's")
 
 
 class Sizes(NamedTuple):
-    """What is trained; the transformer is a small ViT, and the data are synthetic."""
+    """Model and data, which are synthetic; the transformer is a small ViT."""
 
     model: str = "transformer"
     image_size: int = 16
@@ -61,21 +58,24 @@ class Sizes(NamedTuple):
     steps: int = 16
 
     def config(self, run_dir: Path, strategy: Mapping[str, Any]) -> Config:
-        """Return what ours trains with."""
+        """Return the configuration of the trainer."""
         sizes = {name: value for name, value in self._asdict().items() if name != "steps"}
         own = {"channels_last": self.device == "cuda", "run_dir": run_dir}
         return make_config({**COMMON, **sizes, **own, **strategy}, "distlab bench trainer")
 
+    def title(self, ranks: int) -> str:
+        """Return the line above the table."""
+        return (
+            f"{self.model}, {self.image_size} x {self.image_size}, batches of {self.batch_size}, "
+            f"{self.precision}, {counted(ranks, f'{self.device} rank')}"
+        )
+
 
 class Match(NamedTuple):
-    """Ways of the trainer, by name, which train in turns with a loop of torch's, if it has one."""
+    """Ways of the trainer that train in turns with a loop of torch's, if torch has one."""
 
-    ours: Mapping[str, Mapping[str, Any]]  # keys of the configuration
+    ours: Mapping[str, Mapping[str, Any]]  # name of a way -> keys of the configuration
     theirs: Rival | None
-
-    def of(self, names: Container[str]) -> Match:
-        """Return those of ours which have these names, and the same rival."""
-        return Match({name: self.ours[name] for name in self.ours if name in names}, self.theirs)
 
 
 def _course(**keys: Any) -> dict[str, Any]:
@@ -91,26 +91,27 @@ FREED = {"fsdp": {"strategy": "fsdp"}, "ZeRO 3": _course(zero_redundancy=3)}
 
 
 def matches(ranks: int, model: str) -> list[Match]:
-    """Return who trains beside whom; what needs several ranks, or a ViT, only where it can be."""
+    """Return the matches that this number of ranks and this model allow."""
+    loops = trainer_contestants
     found = [
-        Match(REPLICATED, ("DistributedDataParallel", data_parallel)),
+        Match(REPLICATED, ("DistributedDataParallel", loops.data_parallel)),
         Match(
             {"ZeRO 1": _course(zero_redundancy=1)},
-            ("ZeroRedundancyOptimizer", zero_redundancy),
+            ("ZeroRedundancyOptimizer", loops.zero_redundancy),
         ),
         Match(
             {"ZeRO 2": _course(zero_redundancy=2)},
-            ("fully_shard, kept whole", partial(sharded, is_freed=False)),
+            ("fully_shard, kept whole", partial(loops.sharded, is_freed=False)),
         ),
-        Match(FREED, ("fully_shard", partial(sharded, is_freed=True))),
+        Match(FREED, ("fully_shard", partial(loops.sharded, is_freed=True))),
     ]
     if ranks > 1:
-        found.append(Match({"pipeline": _course(pipeline_parallelism=ranks)}, ("1F1B", pipeline)))
+        stages = {"pipeline": _course(pipeline_parallelism=ranks)}
+        found.append(Match(stages, ("1F1B", loops.pipeline)))
         if not model.startswith("resnet"):
             split = {"tensor": _course(tensor_parallelism=ranks)}
-            found.append(Match(split, ("ColwiseParallel", tensor_parallel)))
-        server = {"server": _course(communication_pattern="parameter_server")}
-        found.append(Match(server, None))
+            found.append(Match(split, ("ColwiseParallel", loops.tensor_parallel)))
+        found.append(Match({"server": _course(communication_pattern="parameter_server")}, None))
     return found
 
 
@@ -118,15 +119,19 @@ def matches_of(names: Sequence[str], ranks: int, model: str) -> list[Match]:
     """Return the matches of these ways of the trainer; without names, all.
 
     Raises:
-        ConfigError: there is no such way here; it names those that there are.
+        ConfigError: A name is unknown; the message has those that are known here.
     """
-    found = matches(ranks, model)
-    known = [name for match in found for name in match.ours]
+    every = matches(ranks, model)
+    known = [name for match in every for name in match.ours]
     for name in names:
         if name not in known:
             raise ConfigError(f"no way {name!r} here: use {', '.join(known)}")
-    wanted = [match.of(names or known) for match in found]
-    return [match for match in wanted if match.ours]
+    wanted = names or known
+    kept = [
+        Match({name: keys for name, keys in match.ours.items() if name in wanted}, match.theirs)
+        for match in every
+    ]
+    return [match for match in kept if match.ours]
 
 
 def print_table(
@@ -140,89 +145,160 @@ def print_table(
     """Let the trainer and torch's loops train in turns; print, and if wanted save, images/s.
 
     Args:
-        ranks: one or more; with ``device`` cuda, each has a GPU of its own, and talks by NCCL.
-        repeats: rounds.
-        impl: "solution" or "mine": whose lessons the trainer uses.
-        folder: where to save all figures.
-        only: the ways of the trainer to measure, as the table calls them; all by default.
+        ranks: Number of ranks; with ``device`` cuda, each has a GPU of its own, and uses NCCL.
+        repeats: Number of rounds.
+        impl: "solution" or "mine": the lessons that the trainer uses.
+        sizes: Model and data.
+        folder: Where to save all figures.
+        only: Ways of the trainer to measure, as the table names them; all by default.
 
     Raises:
-        NotThereError: there are no solutions here, or one of the functions is a TODO.
+        NotThereError: There are no solutions here, or one of the functions is a TODO.
         LearnerError: ``impl`` is "mine" outside of the course's folder.
-        ConfigError: the trainer cannot train so.
-        LaunchError: a rank failed, or ours learns something else than its rival.
+        ConfigError: The trainer cannot train so.
+        LaunchError: A rank failed, or ours learns something else than its rival.
     """
     chosen.check_solutions()  # the trainer itself is one of them
-    compared: dict[str, Compared] = {}
+    measured: dict[str, dict[str, Any]] = {}
     wanted = matches_of(only, ranks, sizes.model)
     for place, match in enumerate(wanted, start=1):
         rival = f", beside {match.theirs[0]}" if match.theirs else ""
         print(f"{place} of {len(wanted)}: {', '.join(match.ours)}{rival}", file=sys.stderr)
-        compared |= _measure(match, ranks, repeats, impl, sizes)
-    title = (
-        f"{sizes.model}, {sizes.image_size} x {sizes.image_size}, batches of {sizes.batch_size}, "
-        f"{sizes.precision}, {counted(ranks, f'{sizes.device} rank')}"
+        measured |= _measure(match, ranks, repeats, impl, sizes)
+    has_mfu = any(row["ours"]["mfu"] is not None for row in measured.values())
+    width = len(HEADINGS) if has_mfu else 5
+    harness.print_table(
+        sizes.title(ranks),
+        HEADINGS[:width],
+        [_cells(name, row)[:width] for name, row in measured.items()],
+        WHOSE[impl],
+        NOTES.format(steps=sizes.steps, repeats=repeats),
+        texts=(0, 2),
+        box=None,
+        pad_edge=False,
     )
-    Console().print(_table(title, compared))
-    print(WHOSE[impl], NOTES.format(steps=sizes.steps, repeats=repeats), sep="\n")
-    if folder is not None:
-        arguments = {"ranks": ranks, "repeats": repeats, "impl": impl, **sizes._asdict()}
-        saving.save(
-            folder, "trainer", {"title": title, "arguments": arguments, "measured": _rows(compared)}
-        )
+    arguments = {"ranks": ranks, "repeats": repeats, "impl": impl, **sizes._asdict()}
+    results = {"title": sizes.title(ranks), "arguments": arguments, "measured": measured}
+    harness.save(folder, "trainer", results)
 
 
 def _measure(
     match: Match, ranks: int, repeats: int, impl: str, sizes: Sizes
-) -> dict[str, Compared]:
+) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         configs = {
             name: sizes.config(Path(folder) / str(place), keys)
             for place, (name, keys) in enumerate(match.ours.items())
         }
-        lessons = {name: find_lessons(impl, config) for name, config in configs.items()}
+        found = {name: find_lessons(impl, config) for name, config in configs.items()}
         backend = "nccl" if sizes.device == "cuda" else "gloo"
-        arguments = (configs, lessons, match.theirs, sizes.steps, repeats)
+        arguments = (configs, found, match.theirs, sizes.steps, repeats)
         speeds, *_ = launch.run(
             measure_on_rank, ranks, *arguments, backend=backend, timeout_s=HOUR_S
         )
     rival = match.theirs[0] if match.theirs else None
-    return {name: Compared(speeds[name], rival, speeds.get(rival)) for name in configs}
+    return {name: compared(speeds[name], rival, speeds.get(rival)) for name in configs}
 
 
-HEADINGS = ("ours", "images/s", "torch's", "images/s", "ratio")
+Speed = dict[str, Any]  # images_per_s: of all ranks, by round; mfu: None where no peak is known
 
 
-def _table(title: str, compared: Mapping[str, Compared]) -> Table:
-    """Lay out a line for each way of the trainer; the MFU of both, where it is known."""
-    has_mfu = any(one.ours.mfu is not None for one in compared.values())
-    table = Table(title=title, box=None, pad_edge=False)
-    for heading in (*HEADINGS, *(("MFU", "torch's") if has_mfu else ())):
-        is_text = heading in ("ours", "torch's")
-        table.add_column(heading, no_wrap=True, justify="left" if is_text else "right")
-    for name, one in compared.items():
-        mfus = (_mfu(one.ours), _mfu(one.theirs)) if has_mfu else ()
-        table.add_row(name, _rate(one.ours), one.rival or "", _rate(one.theirs), _ratio(one), *mfus)
-    return table
-
-
-def _rate(speed: Speed | None) -> str:
-    return f"{speed.median:,.0f}" if speed else ""
-
-
-def _mfu(speed: Speed | None) -> str:
-    return f"{speed.mfu:.1%}" if speed and speed.mfu is not None else ""
-
-
-def _ratio(one: Compared) -> str:
-    if one.ratios is None:
-        return ""
-    return f"{one.ratio:.3f} ({one.ratios['q1']:.2f}–{one.ratios['q3']:.2f})"
-
-
-def _rows(compared: Mapping[str, Compared]) -> dict[str, object]:
-    """Return all that was measured, for JSON."""
+def compared(ours: Speed, rival: str | None, theirs: Speed | None) -> dict[str, Any]:
+    """Return a line of the table: the ratio of the medians, and the quartiles of the ratios."""
+    row = {"ours": ours, "rival": rival, "theirs": theirs, "ratio": None, "ratios": None}
+    if theirs is None:
+        return row
+    rounds = zip(ours["images_per_s"], theirs["images_per_s"], strict=True)
     return {
-        name: {**asdict(one), "ratio": one.ratio, "ratios": one.ratios}
-        for name, one in compared.items()
+        **row,
+        "ratio": median(ours["images_per_s"]) / median(theirs["images_per_s"]),
+        "ratios": harness.quartiles([mine / rivals for mine, rivals in rounds]),
     }
+
+
+def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
+    ratios = row["ratios"]
+    ratio = f"{row['ratio']:.3f} ({ratios['q1']:.2f}–{ratios['q3']:.2f})" if ratios else ""
+    speeds = [row["ours"], row["theirs"]]
+    ours, theirs = (f"{median(speed['images_per_s']):,.0f}" if speed else "" for speed in speeds)
+    mfus = (f"{speed['mfu']:.1%}" if speed and speed["mfu"] is not None else "" for speed in speeds)
+    return [name, ours, row["rival"] or "", theirs, ratio, *mfus]
+
+
+# On every rank
+
+
+def measure_on_rank(
+    configs: Mapping[str, Config],
+    found: Mapping[str, Lessons],
+    rival: Rival | None,
+    steps: int,
+    repeats: int,
+) -> dict[str | None, Speed]:
+    """Measure the trainer in all its ways, and its rival, in turns.
+
+    Raises:
+        ValueError: The mean losses of the first steps differ.
+    """
+    device = torch.device(launch.context().device)
+    terminal = sys.stderr  # while trainers are open, they have another
+    with ExitStack() as stack:
+        contestants: dict[str, Train] = {}
+        for name, config in configs.items():
+            setting = Setting(config, found[name], device)
+            contestants[name] = stack.enter_context(trainer_contestants.trainer(setting))
+        if rival:
+            contestants[rival[0]] = rival[1](setting)
+        check({name: _mean(train(steps)) for name, train in contestants.items()})  # warms up, too
+        rounds = {name: partial(_finish, train, steps) for name, train in contestants.items()}
+        tell = partial(_tell, terminal, repeats)
+        seconds = harness.in_turns(rounds, repeats, harness.together, tell)
+        slowest = harness.of_all_ranks(seconds.to(lessons.given_4.group_device())).cpu()
+        mfu_of_1 = _mfu_of_an_image(setting)
+    rates = (steps * setting.config.batch_size / slowest).tolist()
+    return {
+        name: {"images_per_s": rate, "mfu": mfu_of_1 and mfu_of_1 * median(rate)}
+        for name, rate in zip(contestants, rates, strict=True)
+    }
+
+
+def _finish(train: Train, steps: int) -> None:
+    train(steps)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _tell(terminal: TextIO, repeats: int, number: int, seconds: float) -> None:
+    if dist.get_rank() == 0:
+        print(f"round {number} of {repeats}: {seconds:.0f} s", file=terminal, flush=True)
+
+
+def _mfu_of_an_image(setting: Setting) -> float | None:
+    """Return the share of the peak of all ranks that one image per second needs."""
+    if setting.device.type != "cuda":
+        return None
+    costs = measure(setting.model(), setting.config, setting.lessons)
+    return costs.flops_per_image / (costs.peak_flops_per_s * dist.get_world_size())
+
+
+def _mean(losses: Losses) -> float:
+    """Return the mean over the images of all ranks."""
+    sums = torch.tensor([float(losses.total), losses.num_images], dtype=torch.float64)
+    sums = sums.to(lessons.given_4.group_device())
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def check(means: Mapping[str, float]) -> None:
+    """Check that all contestants learn the same.
+
+    Raises:
+        ValueError: One of the mean losses is another one.
+    """
+    expected = [*means.values()][-1]
+    for name, mean in means.items():
+        if not abs(mean - expected) <= LARGEST_DIFFERENCE * expected:
+            raise ValueError(
+                f"they do not learn the same: in the first steps, the mean loss of {name} is "
+                f"{mean:.4g}, and another's is {expected:.4g}"
+            )

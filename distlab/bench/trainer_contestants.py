@@ -1,8 +1,9 @@
-"""The production trainer, a few steps at a time, and what all that train beside it share."""
+"""The production trainer, a few steps at a time, and plain loops with what torch has."""
 
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from itertools import islice
@@ -11,6 +12,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from distlab import lessons
 from distlab.production.batches import on_device
@@ -18,17 +30,25 @@ from distlab.production.config import Config
 from distlab.production.images import open_images
 from distlab.production.lessons import Lessons
 from distlab.production.loading import Keys, loader_of
-from distlab.production.models import build_model
+from distlab.production.models import build_model, layer_flops, layers_of, split_heads
 from distlab.production.optimization import optimizer_of
 from distlab.production.strategies.base import DTYPES
+from distlab.production.strategies.replicated import OWN_BUFFERS
+from distlab.production.strategies.sharded import dtype_of_whole
+from distlab.production.strategies.split import MICRO_BATCHES_PER_STAGE
 from distlab.production.types import Group
 
-CLASSES = 10  # of synthetic data
+with warnings.catch_warnings():  # it shares a module with what torch itself has deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+CLASSES = 10  # classes of synthetic data
 Batch = tuple[Tensor, Tensor]  # images (b, 3, S, S) and classes (b,), on the device
+Step = Callable[[Tensor, Tensor], "Losses"]
 
 
 class Losses(NamedTuple):
-    """The sum of the losses of some images on this rank, and how many they are."""
+    """The sum of the losses of some images on this rank, and the number of these images."""
 
     total: Tensor | float = 0.0
     num_images: int = 0
@@ -39,9 +59,9 @@ class Losses(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What all contestants have in common."""
+    """The configuration, lessons and device that all contestants share."""
 
-    config: Config  # its strategy is that of ours
+    config: Config  # its strategy is ours
     lessons: Lessons
     device: torch.device
 
@@ -61,14 +81,15 @@ class Setting(NamedTuple):
         return nullcontext() if is_whole else torch.autocast(self.device.type, dtype)
 
 
-Contestant = Callable[[int], Losses]  # trains for so many steps
+Train = Callable[[int], Losses]  # trains for a number of steps
+Rival = tuple[str, Callable[[Setting], Train]]  # its name, and the function that makes it
 
 # Ours
 
 
 @contextmanager
-def trainer(setting: Setting) -> Iterator[Contestant]:
-    """Open a training with all that watches it; what it tells people is made, and not shown."""
+def trainer(setting: Setting) -> Iterator[Train]:
+    """Open a training with all that watches it; its messages are written, and not shown."""
     with redirect_stderr(io.StringIO()), ExitStack() as stack:
         training: Any = lessons.imagenet_trainer.Training(*setting)
         few = training.batches = _Few(training.batches, setting)
@@ -85,7 +106,7 @@ def trainer(setting: Setting) -> Iterator[Contestant]:
             losses[0], end = Losses(), training.progress.step + num_steps
             while training.progress.step < end:
                 few.num_steps = end - training.progress.step
-                training.train_epoch()  # or what is left of it
+                training.train_epoch()  # continues the epoch
             return losses[0]
 
         training.train_step = counted_step
@@ -93,24 +114,25 @@ def trainer(setting: Setting) -> Iterator[Contestant]:
 
 
 class _Few:
-    """The trainer's batches, but no more than asked for; on a GPU, one that is there already."""
+    """The trainer's batches, no more than asked for; on a GPU, one batch that is already there."""
 
     def __init__(self, batches: Any, setting: Setting) -> None:
         self.batches, self.setting, self.num_steps = batches, setting, 0
         self.bad_images = 0
 
     def of_epoch(self, strategy: Any) -> Iterator[Batch]:
-        """Yield what is wanted of what is left of the epoch."""
+        """Yield as many of the remaining batches of the epoch as wanted."""
         left = self.batches.of_epoch(strategy)
         if self.setting.device.type == "cuda":
             left = [fixed_batch(self.setting, strategy.replicas)] * len(self.batches.sampler)
         return islice(left, self.num_steps)
 
 
-# What they train on
+# Batches
 
 
 def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
+    """Yield the batches that the trainer has, too, without end."""
     config, lesson, device = setting
     if device.type == "cuda":
         fixed = fixed_batch(setting, group)
@@ -128,10 +150,135 @@ def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
 
 
 def fixed_batch(setting: Setting, group: Group) -> Batch:
-    """Return a made-up batch, which a GPU need not wait for."""
+    """Return a random batch that a GPU need not wait for."""
     config, _, device = setting
     random = torch.Generator(device).manual_seed(dist.get_rank(group))
     shape = (config.batch_size // dist.get_world_size(group), 3, *2 * [config.image_size])
     images = torch.randn(shape, device=device, generator=random)
     labels = torch.randint(CLASSES, shape[:1], device=device, generator=random)
     return on_device(images, config, device), labels
+
+
+# Torch's loops
+
+
+def _loop(setting: Setting, step: Step, group: Group = None) -> Train:
+    """Return a loop that takes a step on the batches that the trainer has in the same steps."""
+    batches = batches_of(setting, group)
+
+    def run(num_steps: int) -> Losses:
+        losses = Losses()
+        for images, labels in islice(batches, num_steps):
+            losses = losses.and_of(*step(images, labels))
+        return losses
+
+    return run
+
+
+def _plain(
+    setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group = None
+) -> Train:
+    """Return the loop of torchvision's references, without their meters of accuracy."""
+
+    def step(images: Tensor, labels: Tensor) -> Losses:
+        with setting.autocast():
+            loss = cross_entropy(model(images), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return Losses(loss.item() * len(labels), len(labels))
+
+    return _loop(setting, step, group)
+
+
+def data_parallel(setting: Setting) -> Train:
+    """DistributedDataParallel; as in the trainer, no rank waits for the buffers of another."""
+    model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
+    return _plain(setting, model, setting.optimizer(model.parameters()))
+
+
+def zero_redundancy(setting: Setting) -> Train:
+    """DistributedDataParallel with ZeroRedundancyOptimizer."""
+    model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
+    kind, options = optimizer_of(setting.config)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), kind, parameters_as_bucket_view=True, **options
+    )
+    return _plain(setting, model, optimizer)
+
+
+def sharded(setting: Setting, *, is_freed: bool) -> Train:
+    """fully_shard; ``is_freed``: parameters are gathered again in the backward pass."""
+    model, mesh = setting.model(), _mesh(setting)
+    dtype = dtype_of_whole(setting.config)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
+    )
+    for module in (*layers_of(model)[1:-1], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=is_freed)
+    return _plain(setting, model, setting.optimizer(model.parameters()))
+
+
+def _mesh(setting: Setting) -> Any:
+    return init_device_mesh(setting.device.type, (dist.get_world_size(),))
+
+
+def pipeline(setting: Setting) -> Train:
+    """Schedule1F1B, with the same stages and micro-batches."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, num_stages = dist.get_rank(), dist.get_world_size()
+    stage, is_last = _stage(setting, rank, num_stages), rank == num_stages - 1
+    optimizer = setting.optimizer(stage.parameters())
+    staged = PipelineStage(stage, rank, num_stages, setting.device)
+    count = MICRO_BATCHES_PER_STAGE * num_stages
+    schedule = Schedule1F1B(staged, count, loss_fn=cross_entropy)
+
+    def step(images: Tensor, labels: Tensor) -> Losses:
+        inputs, losses = (images,) if rank == 0 else (), list[Tensor]()
+        optimizer.zero_grad(set_to_none=True)
+        with setting.autocast():
+            target = labels if is_last else None
+            schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        optimizer.step()
+        mean = torch.stack(losses).mean().item() if is_last else 0.0
+        return Losses(mean * len(labels), len(labels) if is_last else 0)
+
+    return _loop(setting, step, _alone())
+
+
+def _alone() -> Group:
+    """Return a group of this rank alone: all ranks of a replica read the same batch."""
+    own: Group
+    own, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
+    return own
+
+
+def _stage(setting: Setting, rank: int, num_stages: int) -> nn.Sequential:
+    """Return this rank's stage, cut as the trainer cuts the model."""
+    layers = layers_of(setting.model())
+    partition = setting.lessons("model_parallel").partition_layers
+    mine = partition(layer_flops(layers, setting.config.image_size), num_stages)[rank]
+    return nn.Sequential(*layers[mine.start : mine.stop], _Contiguous())
+
+
+class _Contiguous(nn.Module):
+    """Makes the output of a stage contiguous, because gloo refuses to receive other layouts."""
+
+    def forward(self, x: Tensor) -> Tensor:  # any shape -> the same
+        return x.contiguous()
+
+
+def tensor_parallel(setting: Setting) -> Train:
+    """ColwiseParallel and RowwiseParallel; gradients of an attention's input are summed once."""
+    vit: Any = setting.model()
+    split_heads(vit)
+    attention, same = "self_attention", (Replicate(), None, None)
+    columns = (*(f"{attention}.{name}" for name in ("query", "key", "value")), "mlp.up")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in (f"{attention}.out", "mlp.down")}
+    plan[attention] = PrepareModuleInput(input_layouts=same, desired_input_layouts=same)
+    mesh = _mesh(setting)
+    for block in vit.encoder.layers:
+        parallelize_module(block, mesh, plan)
+    return _plain(setting, vit, setting.optimizer(vit.parameters()), _alone())

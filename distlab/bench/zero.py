@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from distlab import chosen, launch
-from distlab.bench import rivals, rivals_record
+from distlab import launch
+from distlab.bench import contest
 from distlab.bench.collectives import Collectives
-from distlab.bench.rivals import Column, Counts, Measured
-from distlab.bench.zero_contestants import CONTESTANTS, RIVALS, SIZES, Sizes, Trained, model_of
-from distlab.grade.submission import Submission
+from distlab.bench.contest import Contest, Contestant, Lesson, Measured
 from distlab.sim.device.device import Device
 from distlab.util.text import bytes_text, counted
 
-TASKS = ("3.18", "3.19", "3.20")
-LARGEST_DIFFERENCE = 1e-3  # of two updates, as a part of one: float32, summed in another order
-WARM_UP = 3  # steps: in the first, Adam makes its state
-STATUS = Path("/proc/self/status")  # of Linux
+with warnings.catch_warnings():  # it shares a module with what torch itself has deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+STATE, GRADIENTS, PARAMETERS = "stage 1", "stage 2", "stage 3"
+REDUNDANCY, KEPT, FREED = "ZeroRedundancyOptimizer", "FSDP2, kept whole", "FSDP2"
+RIVALS = {REDUNDANCY: STATE, KEPT: GRADIENTS, FREED: PARAMETERS}
+ADAM: dict[str, Any] = {"lr": 1e-3, "fused": True}
+LARGEST_DIFFERENCE = 1e-3  # share of an update: float32, summed in another order
+WARM_UP = 3  # steps; Adam makes its state in the first
+STATUS = Path("/proc/self/status")  # exists on Linux
 NOTES = """\
 A step: zero_grad, forward, backward and fused AdamW, all in float32. FSDP2 has no stage 2; nearest
 is reshard_after_forward=False, which keeps the parameters whole from the forward to the backward
@@ -33,85 +41,172 @@ bytes are those of all tensors that they are called with, results in memory of t
 Peak memory: most bytes in tensors at once during two steps, parameters and optimizer included, on
 the rank with most. Of what a collective needs inside, only the process knows.
 Process: how far the resident memory of a fresh process rises, from before there is a model."""
+PROCESS: contest.Column = ("process", "resident_bytes", bytes_text)
 
 
-@dataclass(frozen=True)
-class Sharded(Measured):
-    """A step, and the memory of a process.
+class Sizes(NamedTuple):
+    """Shape of the network: layers of Linear + LayerNorm, and the size of its buckets."""
 
-    Attributes:
-        resident_bytes: by which a process grows at most; 0 where the system does not tell.
-    """
-
-    resident_bytes: int
+    rows: int = 64
+    width: int = 512
+    layers: int = 16
+    bucket_mib: float = 2.0
 
 
-PROCESS: Column[Sharded] = ("process", lambda measured: measured.resident_bytes, bytes_text)
-COLUMNS: tuple[tuple[Column[Sharded], ...], ...] = (  # of two tables: one would be too wide
-    (rivals.STEP, rivals.PEAK, PROCESS),
-    (rivals.COLLECTIVES, rivals.BYTES),
-)
+def model_of(sizes: Sizes) -> nn.Sequential:
+    """Return the same model on all ranks."""
+    torch.manual_seed(0)
+    width = sizes.width
+    layers = (
+        nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(sizes.layers)
+    )
+    return nn.Sequential(*layers)
 
 
-def print_table(ranks: int, repeats: int, impl: str, folder: Path | None = None) -> None:
-    """Train a model in all six ways; print, and if wanted save, what a step needs.
-
-    Raises:
-        NotThereError: there are no solutions here, or one of the functions is a TODO.
-        LearnerError: ``impl`` is "mine" outside of the course's folder.
-        LaunchError: a rank failed, or ours trains something else than torch's.
-    """
-    lessons = chosen.find(impl, TASKS)
-    steps, *_ = launch.run(measure_on_rank, ranks, lessons, SIZES, repeats, backend="gloo")
-    measured = {name: _with_process(one, name, ranks, lessons) for name, one in steps.items()}
-    where = f"{counted(SIZES.layers, 'layer')} on {counted(ranks, 'gloo rank')}"
-    title = f"{where}: median of {repeats} steps"
-    for columns in COLUMNS:
-        Console().print(rivals.table(title, measured, RIVALS, columns))
-    print(rivals.WHOSE[impl], NOTES, rivals.PARENTHESES, sep="\n")
-    if folder is not None:
-        arguments = {"ranks": ranks, "repeats": repeats, "impl": impl, **SIZES._asdict()}
-        rivals_record.save(folder, "zero", title, measured, RIVALS, COLUMNS[0], arguments)
+# Contestants
 
 
-def _with_process(steps: Measured, name: str, ranks: int, lessons: Submission) -> Sharded:
-    rises = launch.run(resident_on_rank, ranks, lessons, SIZES, name, backend="gloo")
-    return Sharded(**asdict(steps), resident_bytes=max(rises))
+class Trained(NamedTuple):
+    """A contestant whose steps also update, and a collective call for its whole parameters."""
+
+    contestant: Contestant
+    whole: Callable[[], Mapping[str, Tensor]]
 
 
-def measure_on_rank(lessons: Submission, sizes: Sizes, repeats: int) -> dict[str, Measured]:
+def _stage_1(lesson: Any, sizes: Sizes, x: Tensor) -> Trained:
+    model = model_of(sizes)
+    optimizer = lesson.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAM)
+    return Trained(_trained_by(model, optimizer, x), partial(_copies, model))
+
+
+def _stage_2(lesson: Any, sizes: Sizes, x: Tensor) -> Trained:
+    model, limit = model_of(sizes), {"bucket_bytes": int(sizes.bucket_mib * 2**20)}
+    cls = lesson.ShardedGradientOptimizer
+    optimizer = cls(model.parameters(), torch.optim.AdamW, **limit, **ADAM)
+    return Trained(_trained_by(model, optimizer, x), partial(_copies, model))
+
+
+def _stage_3(lesson: Any, sizes: Sizes, x: Tensor) -> Trained:
+    model = lesson.FullyShardedDataParallel(model_of(sizes), compute_dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    return Trained(_trained_by(model, optimizer, x), model.full_state_dict)
+
+
+def _redundancy(_: Any, sizes: Sizes, x: Tensor) -> Trained:
+    plain = model_of(sizes)
+    model = nn.parallel.DistributedDataParallel(
+        plain, bucket_cap_mb=sizes.bucket_mib, gradient_as_bucket_view=True
+    )
+    optimizer = ZeroRedundancyOptimizer(
+        plain.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAM
+    )
+    return Trained(_trained_by(model, optimizer, x), partial(_copies, plain))
+
+
+def _fsdp2(is_freed: bool, _: Any, sizes: Sizes, x: Tensor) -> Trained:
+    model, mesh = model_of(sizes), init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=is_freed)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    return Trained(_trained_by(model, optimizer, x), partial(_gathered, model))
+
+
+CONTESTANTS: dict[str, Callable[[Any, Sizes, Tensor], Trained]] = {
+    STATE: _stage_1,
+    REDUNDANCY: _redundancy,
+    GRADIENTS: _stage_2,
+    KEPT: partial(_fsdp2, False),
+    PARAMETERS: _stage_3,
+    FREED: partial(_fsdp2, True),
+}
+
+
+def _trained_by(model: nn.Module, optimizer: Any, x: Tensor) -> Contestant:
+    backward = contest.plain(model, x).step
+
+    def step() -> float | None:
+        optimizer.zero_grad()
+        loss = backward()
+        optimizer.step()
+        return loss
+
+    return Contestant(model, step)
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def _gathered(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: param.full_tensor() for name, param in named if isinstance(param, DTensor)}
+
+
+# Measurements
+
+
+def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
     """Measure steps of all contestants, with one model, and a batch of this rank.
 
     Raises:
-        ValueError: after two steps, ours has other parameters than its rival.
+        ValueError: After two steps, ours has other parameters than its rival.
     """
-    lesson, x = _lesson_and_batch(lessons, sizes)
-    contestants, counts, values = {}, [], {}
-    for name in CONTESTANTS:
-        trained, count = _count(name, lesson, sizes, x)
+    zero, x = lesson("zero"), _batch(sizes)
+    contestants, counts, values = {}, {}, {}
+    for name, make in CONTESTANTS.items():
+        with Device(None, advance=lambda *_: None) as device:
+            trained = make(zero, sizes, x)
+            device.memory.restart_peak()
+            trained.contestant.run()
+            with Collectives() as collectives:
+                trained.contestant.run()
         contestants[name], values[name] = trained.contestant, trained.whole()
-        counts.append(count)
+        counts[name] = contest.counts_of(device, collectives)
     for rival, ours in RIVALS.items():
-        _check_values(values[ours], values[rival], sizes, f"{ours} and {rival}")
-    return rivals.timed(contestants, counts, repeats)
+        check_values(values[ours], values[rival], sizes, f"{ours} and {rival}")
+    return contest.timed(contestants, counts, repeats)
 
 
-def resident_on_rank(lessons: Submission, sizes: Sizes, name: str) -> int:
-    """Return by how many bytes this process rises at most while one contestant trains."""
-    lesson, x = _lesson_and_batch(lessons, sizes)
+def _batch(sizes: Sizes) -> Tensor:
+    torch.manual_seed(dist.get_rank())
+    return torch.randn(sizes.rows, sizes.width)
+
+
+def check_values(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sizes: Sizes, who: str
+) -> None:
+    """Check that two ways to train have led to the same parameters.
+
+    Raises:
+        ValueError: The difference is too large a share of what has changed.
+    """
+    for name, first in model_of(sizes).named_parameters():
+        update = (theirs[name] - first).norm().item()
+        difference = (theirs[name] - ours[name]).norm().item()
+        if not difference <= LARGEST_DIFFERENCE * update:
+            raise ValueError(
+                f"{who} do not train the same: on rank {dist.get_rank()}, after two steps, {name} "
+                f"differs by {difference:.3g}, and it was updated by {update:.3g}"
+            )
+
+
+def add_processes(measured: dict[str, Measured], ranks: int, lesson: Lesson, sizes: Sizes) -> None:
+    """Add how much the memory of a fresh process grows with each contestant."""
+    for name in measured:
+        grown = launch.run(resident_on_rank, ranks, lesson, sizes, name, backend="gloo")
+        measured[name]["resident_bytes"] = max(grown)
+
+
+def resident_on_rank(lesson: Lesson, sizes: Sizes, name: str) -> int:
+    """Return by how many bytes this process grows at most while one contestant trains."""
+    zero, x = lesson("zero"), _batch(sizes)
     small = sizes._replace(width=8, layers=1)  # imports what is imported on first use
-    CONTESTANTS[name](lesson, small, x[:, :8]).contestant.run()
+    CONTESTANTS[name](zero, small, x[:, :8]).contestant.run()
     before = _resident("VmRSS")
-    trained = CONTESTANTS[name](lesson, sizes, x)
+    trained = CONTESTANTS[name](zero, sizes, x)
     for _ in range(WARM_UP):
         trained.contestant.run()
     return _resident("VmHWM") - before
-
-
-def _lesson_and_batch(lessons: Submission, sizes: Sizes) -> tuple[Any, Tensor]:
-    torch.manual_seed(dist.get_rank())
-    x = torch.randn(sizes.rows, sizes.width)
-    return chosen.lesson(lessons, "zero"), x
 
 
 def _resident(key: str) -> int:
@@ -121,25 +216,18 @@ def _resident(key: str) -> int:
     return 1024 * int(rows[key].split()[0])
 
 
-def _count(name: str, lesson: Any, sizes: Sizes, x: Tensor) -> tuple[Trained, Counts]:
-    """Return the peak over two steps, and the collectives of the second."""
-    with Device(None, advance=lambda *_: None) as device:
-        trained = CONTESTANTS[name](lesson, sizes, x)
-        device.memory.restart_peak()
-        trained.contestant.run()
-        with Collectives() as collectives:
-            trained.contestant.run()
-    return trained, (device.memory.peak_bytes, collectives.calls, collectives.num_bytes)
-
-
-def _check_values(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sizes: Sizes, who: str
-) -> None:
-    for name, first in model_of(sizes).named_parameters():
-        update = (theirs[name] - first).norm().item()
-        difference = (theirs[name] - ours[name]).norm().item()
-        if not difference <= LARGEST_DIFFERENCE * update:
-            raise ValueError(
-                f"{who} do not train the same: on rank {dist.get_rank()}, after two steps, {name} "
-                f"differs by {difference:.3g}, and it was updated by {update:.3g}"
-            )
+CONTEST = Contest(
+    "zero",
+    ("3.18", "3.19", "3.20"),
+    RIVALS,
+    Sizes(),
+    lambda sizes, ranks, repeats: (
+        f"{counted(sizes.layers, 'layer')} on {counted(ranks, 'gloo rank')}: "
+        f"median of {repeats} steps"
+    ),
+    measure,
+    # One table of all columns would be too wide.
+    ((contest.STEP, contest.PEAK, PROCESS), (contest.COLLECTIVES, contest.BYTES)),
+    (NOTES, contest.PARENTHESES),
+    add_processes,
+)

@@ -18,7 +18,7 @@ from distlab.grade.submission import Submission
 
 SHOWN = 5  # failures
 CHUNK = 25  # corruptions in one process
-LONGEST_S = 600.0  # of a chunk
+LONGEST_S = 600.0  # limit for a chunk
 TASK = "4.1"
 
 

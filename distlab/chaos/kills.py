@@ -32,7 +32,7 @@ class Kills(NamedTuple):
 class Undisturbed(NamedTuple):
     """A training without kills."""
 
-    digests: Mapping[int, str]  # of the saved state, by step
+    digests: Mapping[int, str]  # step -> digest of the saved state
     duration_s: float
     save_s: float
 

@@ -1,23 +1,24 @@
 """`distlab bench`: measurements of the course's own machinery, beside what it replaces."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from distlab.cli.train import Impl
 from distlab.cli.whole_help import Group
 
+if TYPE_CHECKING:
+    from distlab.bench.contest import Contest
+
 Whose = Annotated[
     Impl, typer.Option("--impl", help="Whose functions; mine: what you have written.")
-]
-Steps = Annotated[
-    int, typer.Option("--repeats", min=1, help="Number of timed steps; the median counts.")
 ]
 Folder = Annotated[
     Path | None,
     typer.Option("--save", help="Folder for a JSON file with all figures, and for a picture."),
 ]
+STEPS = "Number of timed steps; the median counts."
 
 app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure the course's own machinery.")
 
@@ -56,14 +57,10 @@ def all_reduce(
     save: Folder = None,
 ) -> None:
     """Time the all-reduces of a phase beside the library's own, and α and β of one message."""
-    if phase == "3":
-        from distlab.bench import host_all_reduce
+    from distlab.bench import all_reduce as measurement
 
-        host_all_reduce.print_table(ranks, repeats, impl, int(max_mib * 2**20), save)
-    else:
-        from distlab.bench import all_reduce as measurement
-
-        measurement.print_table(ranks, repeats, impl, int(max_mib * 2**20), save)
+    measure = measurement.phase_1 if phase == "1" else measurement.phase_3
+    measure(ranks, repeats, impl, int(max_mib * 2**20), save)
 
 
 @app.command("sim")
@@ -74,79 +71,58 @@ def sim() -> None:
     measurement.print_table()
 
 
-@app.command("pipeline")
-def pipeline(
-    ranks: int = typer.Option(4, "--ranks", min=2, help="Number of stages."),
-    repeats: Steps = 11,
-    impl: Whose = "solution",
-) -> None:
-    """Compare the pipelines of Phase 2 with torch.distributed.pipelining: time and memory."""
-    from distlab.bench import pipeline as measurement
+# Contests: trainings of ours beside torch's, on a number of ranks
 
-    measurement.print_table(ranks, repeats, impl)
+COMPARISONS = {
+    "pipeline": "the pipelines of Phase 2 with torch.distributed.pipelining: time and memory",
+    "tensor_parallel": "tensor parallelism of Phase 2 with torch's: time, collectives, their bytes",
+    "ddp": "data parallelism of Phase 3 with torch's: time, collectives, bytes and memory",
+    "zero": "ZeRO of Phase 3 with torch's: time, memory, collectives and bytes",
+    "compression": "compressed gradients of Phase 4 with torch's hooks: time, bytes and loss",
+}
+NUM_RANKS = {"pipeline": 4}  # default; 2 for the others
+LEAST_RANKS = {"pipeline": 2, "compression": 2}  # 1 for the others
+NUM_STEPS = {"pipeline": 11, "tensor_parallel": 11}  # default; 21 for the others
+
+
+def _contest(name: str) -> "Contest":
+    from distlab.bench import compression, ddp, phase2, zero
+
+    contests = (
+        *(phase2.PIPELINE, phase2.MEMORY, phase2.TENSOR_PARALLEL),
+        *(ddp.CONTEST, zero.CONTEST, compression.CONTEST),
+    )
+    return next(contest for contest in contests if contest.name == name)
+
+
+def _add_comparison(name: str) -> None:
+    least = LEAST_RANKS.get(name, 1)
+
+    @app.command(name, help=f"Compare {COMPARISONS[name]}.")
+    def hold(
+        ranks: Annotated[int, typer.Option("--ranks", min=least)] = NUM_RANKS.get(name, 2),
+        repeats: Annotated[int, typer.Option("--repeats", min=1, help=STEPS)] = NUM_STEPS.get(
+            name, 21
+        ),
+        impl: Whose = "solution",
+        save: Folder = None,
+    ) -> None:
+        _contest(name).hold(ranks, repeats, impl, save)
+
+
+for comparison in COMPARISONS:
+    _add_comparison(comparison)
 
 
 @app.command("memory")
 def memory(
     layers: int = typer.Option(36, "--layers", min=1, help="Number of layers, √L segments."),
-    repeats: Steps = 11,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help=STEPS)] = 11,
     impl: Whose = "solution",
+    save: Folder = None,
 ) -> None:
     """Compare the checkpoints of Phase 2 with torch's and with none: time and memory."""
-    from distlab.bench import memory as measurement
-
-    measurement.print_table(layers, repeats, impl)
-
-
-@app.command("tensor_parallel")
-def tensor_parallel(
-    ranks: int = typer.Option(2, "--ranks", min=1),
-    repeats: Steps = 11,
-    impl: Whose = "solution",
-) -> None:
-    """Compare tensor parallelism of Phase 2 with torch's: time, collectives and their bytes."""
-    from distlab.bench import tensor_parallel as measurement
-
-    measurement.print_table(ranks, repeats, impl)
-
-
-@app.command("ddp")
-def ddp(
-    ranks: int = typer.Option(2, "--ranks", min=1),
-    repeats: Steps = 21,
-    impl: Whose = "solution",
-    save: Folder = None,
-) -> None:
-    """Compare data parallelism of Phase 3 with torch's: time, collectives, bytes and memory."""
-    from distlab.bench import ddp as measurement
-
-    measurement.print_table(ranks, repeats, impl, save)
-
-
-@app.command("zero")
-def zero(
-    ranks: int = typer.Option(2, "--ranks", min=1),
-    repeats: Steps = 21,
-    impl: Whose = "solution",
-    save: Folder = None,
-) -> None:
-    """Compare ZeRO of Phase 3 with torch's: time, memory, collectives and bytes."""
-    from distlab.bench import zero as measurement
-
-    measurement.print_table(ranks, repeats, impl, save)
-
-
-@app.command("compression")
-def compression(
-    ranks: int = typer.Option(2, "--ranks", min=2),
-    repeats: Steps = 21,
-    impl: Whose = "solution",
-    save: Folder = None,
-) -> None:
-    """Compare compressed gradients of Phase 4 with torch's hooks: time, bytes and loss."""
-    from distlab.bench import compression as measurement
-
-    measurement.print_table(ranks, repeats, impl, save)
+    _contest("memory").hold(1, repeats, impl, save, layers=layers)
 
 
 @app.command("trainer")

@@ -11,7 +11,7 @@ from torch import Tensor
 from distlab.data.splits import DataError, ImageTensors, Splits
 
 _WHITE = 16  # pixels count the dark points of a 4 x 4 cell: 0 to 16
-_MEAN, _STD = (0.3059,), (0.3766,)  # of the training images, scaled to [0, 1]
+_MEAN, _STD = (0.3059,), (0.3766,)  # training images, scaled to [0, 1]
 _TEST_PER_CLASS = 36
 _SPLIT_SEED = 0
 

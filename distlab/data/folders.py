@@ -9,7 +9,7 @@ import torch
 from distlab.data.splits import DataError, Splits
 from distlab.torchvision_repair import import_torchvision
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 _CROP = 0.875  # share of the shorter side that the centre crop keeps
 
 

@@ -15,7 +15,7 @@ from distlab.models.gpt import GPT, Attention, FeedForward
 from distlab.parallel.pipeline import Lesson, Pipeline, cut_into_stages, num_parameters
 from distlab.parallel.sizes import Parallelism
 
-DIMS = ("dp", "pp", "tp")  # of the mesh: shards talk most, so their ranks are neighbours
+DIMS = ("dp", "pp", "tp")  # dims of the mesh: shards talk most, so their ranks are neighbours
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def split(gpt: GPT, sizes: Parallelism, lesson: Lesson) -> Part:
 
     Args:
         gpt: whole and the same on every rank. The part keeps some of its modules, and changes them.
-        sizes: that ``check`` accepts; their product is the number of ranks.
+        sizes: Sizes that ``check`` accepts; their product is the number of ranks.
         lesson: imports a lesson of Phase 2, whose functions split the model, by its name.
     """
     mesh = init_device_mesh(_mesh_device(), (sizes.dp, sizes.pp, sizes.tp), mesh_dim_names=DIMS)

@@ -46,7 +46,7 @@ class Pipeline(nn.Module):
 
     Args:
         stage: this rank's, as ``cut_into_stages`` makes it.
-        vocab_size: of the tokens.
+        vocab_size: Number of different tokens.
         group: the ranks of the pipeline, in the order of their stages.
         ends: the first and the last of them; not used on the ranks in between.
         lesson: imports the lessons whose functions run the pipeline.

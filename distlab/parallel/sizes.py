@@ -1,4 +1,4 @@
-"""How many ways a training is split, and which splits a model and a world allow."""
+"""The sizes of a training's mesh of ranks, and the sizes that a model and a world allow."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -51,7 +51,7 @@ class Parallelism:
 
     @property
     def num_ranks(self) -> int:
-        """Of all replicas together."""
+        """Number of ranks of all replicas together."""
         return self.dp * self.pp * self.tp
 
     @property
@@ -68,9 +68,9 @@ class Parallelism:
         """Refuse a world of another size.
 
         Args:
-            num_ranks: of the world that is there or asked for.
+            num_ranks: Number of ranks of the world.
             who: starts a clause that ends with that number, as "torchrun started".
-            advice: what to do, as "start 8".
+            advice: Advice for the user, such as "start 8".
 
         Raises:
             ValueError: with both numbers.
@@ -103,7 +103,7 @@ class Parallelism:
         """Refuse a batch that gives a replica fewer samples than it has stages to keep busy.
 
         Args:
-            batch_size: of all replicas together; they share it equally.
+            batch_size: Samples of all replicas together, which share them equally.
 
         Raises:
             ValueError: with the numbers, and the smallest batch that fits.

@@ -1,1 +1,1 @@
-"""What the production trainer is made of: solutions/phase4_production/imagenet_trainer.py."""
+"""The parts of the production trainer, solutions/phase4_production/imagenet_trainer.py."""

@@ -18,7 +18,7 @@ class Batches:
     """This rank's parts of the global batches, as far as a sampler says.
 
     Attributes:
-        bad_images: how many of this epoch could not be read, on this rank.
+        bad_images: Number of images that this rank could not read in this epoch.
     """
 
     def __init__(self, data: ImageData, sampler: Any, config: Config, device: torch.device) -> None:

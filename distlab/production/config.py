@@ -40,19 +40,19 @@ class Config(BaseModel):
     data: Data = "digits"
     data_dir: Path | None = None
     image_size: int = Field(32, ge=8, le=1024)
-    progressive_resize: dict[int, int] = {}  # from which epoch on, which side of training images
+    progressive_resize: dict[int, int] = {}  # first epoch -> side of training images
     augment: Literal["none", "crop", "crop_flip"] = "crop_flip"
     mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution; 0: off
     cutmix: float = Field(0.0, ge=0)
     num_workers: int = Field(2, ge=0)  # processes that load images, for each rank
-    max_bad_images: int = Field(0, ge=0)  # of an epoch
+    max_bad_images: int = Field(0, ge=0)  # limit per epoch
 
     # how long, and how
     epochs: int = Field(10, ge=1)
-    batch_size: int = Field(128, ge=1)  # of all ranks together
+    batch_size: int = Field(128, ge=1)  # images of all ranks together
     accumulate: int = Field(1, ge=1)  # micro-batches of a rank's share
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    lr: float = Field(0.1, gt=0)  # for lr_batch_size images; scaled to batch_size
+    lr: float = Field(0.1, gt=0)  # rate for lr_batch_size images, scaled to batch_size
     lr_batch_size: int = Field(256, ge=1)
     warmup_epochs: float = Field(1.0, ge=0)
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -79,7 +79,7 @@ class Config(BaseModel):
     tensor_parallelism: int = Field(1, ge=1)
     sharding_strategy: Literal["auto", "manual"] = "manual"
     compression: Compression = "none"
-    compression_ratio: float = Field(0.01, gt=0, le=1)  # of top_k and random_k; power_sgd: rank 4
+    compression_ratio: float = Field(0.01, gt=0, le=1)  # top_k and random_k; power_sgd: rank 4
 
     # what is left behind
     run_dir: Path = Path("out/run")
@@ -275,7 +275,7 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Confi
     """Read a configuration.
 
     Args:
-        path: of the YAML file.
+        path: YAML file.
         overrides: keys of the command line, whose values are read as YAML.
 
     Raises:
@@ -290,7 +290,7 @@ def make_config(values: Mapping[str, Any], where: str, options: Container[str] =
     """Check values; ``where`` begins the message of what is wrong with one that is no option.
 
     Raises:
-        ConfigError: as for ``load_config``.
+        ConfigError: As raised by ``load_config``.
     """
     try:
         return Config(**values)
@@ -343,7 +343,7 @@ def _key(problem: Any) -> str:
     return ".".join(str(part) for part in problem["loc"][:1])
 
 
-EXPECTED = {  # by the beginning of pydantic's names of problems
+EXPECTED = {  # beginning of pydantic's name of a problem -> what is expected
     "int": "expected a whole number",
     "float": "expected a number",
     "bool": "expected true or false",

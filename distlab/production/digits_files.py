@@ -9,7 +9,7 @@ from typing import Any
 from distlab import data
 from distlab.data import DataError
 
-SIDE = 32  # of the files: four times the 8 of the digits
+SIDE = 32  # side of the files, four times that of the digits
 MARK = "distlab-digits"  # a file by which the folder is known
 
 
@@ -34,7 +34,7 @@ def digits_folder(folder: Path) -> Path:
             _write(partial)
             partial.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process was faster
+            if not folder.exists():  # otherwise another process was faster
                 raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -26,7 +26,7 @@ from distlab.production.simulated_step import Step, simulated_step
 from distlab.sim import GPU, Cluster, SimulationError
 from distlab.util.text import bytes_text, counted, seconds_text
 
-EFFICIENCY = 0.61  # of the roofline; fitted, see ASSUMED
+EFFICIENCY = 0.61  # share of the roofline; fitted, see ASSUMED
 ASSUMED = """\
 Assumed: GPUs reach {:.0%} of the roofline of their data sheets, which is fitted to one figure,
 NVIDIA's 2,470 images/s of ResNet-50 on an A100 of 80 GB in 16 bits (DeepLearningExamples, ConvNets,
@@ -56,10 +56,10 @@ class Prediction:
     """What is to be expected of a recipe.
 
     Attributes:
-        step: of most epochs.
-        images_per_s: of all GPUs, in such a step.
+        step: Step of most epochs.
+        images_per_s: Rate of all GPUs in such a step.
         mfu: model FLOPs utilisation of it.
-        training_s, evaluation_s: of all epochs together.
+        training_s, evaluation_s: Seconds of all epochs together.
     """
 
     step: Step

@@ -21,8 +21,8 @@ from distlab.production.config import Config
 from distlab.production.digits_files import digits_folder
 from distlab.torchvision_repair import import_torchvision
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-KEPT_OF_SIDE = 0.875  # by the centre crop of evaluation, where images are larger than SMALL
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+KEPT_OF_SIDE = 0.875  # centre crop of evaluation, where images are larger than SMALL
 SMALL = 64  # images up to this side are not cropped when a model is evaluated
 BAD = -100  # the label of an image that cannot be read: cross_entropy leaves it out
 Key = tuple[int, int]  # epoch, index: what decides how an image is augmented
@@ -127,7 +127,7 @@ def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
     return augmented
 
 
-_transforms: dict[tuple[Any, ...], Any] = {}  # of this process: building one takes longer than one
+_transforms: dict[tuple[Any, ...], Any] = {}  # cache: building one takes longer than one
 
 
 def _transform(config: Config, side: int, is_training: bool) -> Any:

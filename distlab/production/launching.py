@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab import lessons
 from distlab.chosen import NotThereError
+from distlab.launch.starting import num_cores
 from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import EXIT_STOPPED, EXIT_WRONG, ConfigError
 from distlab.production.lessons import find_lessons
@@ -39,7 +40,7 @@ from distlab.production.program import DEFAULT, impl_of
 from distlab.production.saving import say
 from distlab.production.world import stop_signals
 
-CRASHED = 1  # of all exit codes the one after which a new start may help
+CRASHED = 1  # exit code after which a new start may help
 
 
 class Ended(NamedTuple):
@@ -124,12 +125,12 @@ def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
         "--rdzv-backend=c10d",
         "--rdzv-id=training",
         f"--rdzv-endpoint={nodes.rendezvous}",
-        f"--rdzv-conf=is_host={nodes.rank == 0}",  # else guessed from the host's name
+        f"--rdzv-conf=is_host={nodes.rank == 0}",  # otherwise guessed from the host's name
     ]
 
 
 def environment(processes: int) -> dict[str, str]:
-    """Return what torchrun and its workers find in their environment.
+    """Return environment variables for torchrun and its workers.
 
     The cores are shared by the ranks of a node. Without the second one, workers that are restarted
     find the addresses of those before them in torchrun's store, and fail once or twice.
@@ -147,12 +148,6 @@ def processes_of(config: Config) -> int:
     return min(2, num_cores())
 
 
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    is_linux = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-
-
 # The command line
 
 
@@ -167,7 +162,7 @@ def config_of(given: Mapping[str, str]) -> Config:
 
 
 def _nodes(given: dict[str, str]) -> Nodes:
-    """Take out what the trainer does not know."""
+    """Take the options of the nodes out; the trainer does not know them."""
     count = _whole(given, "nodes", "1")
     names = {"node_rank", "rendezvous"}
     if count > 1 and not names <= {*given}:

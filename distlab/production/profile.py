@@ -19,7 +19,7 @@ def profile(
 
     Args:
         step: does one step.
-        folder: of the traces, one for each rank.
+        folder: Folder of the traces, one for each rank.
         unchanged: keeps the state of the training.
     """
     lesson = lessons("profiling")

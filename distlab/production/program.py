@@ -1,4 +1,4 @@
-"""The trainer as a program: what the command line says, and how it ends."""
+"""The trainer as a program: its command line and its exit codes."""
 
 import os
 import sys
@@ -59,7 +59,7 @@ def run_program(
 
 
 def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:
-    """Return the run directory of the command line, where the configuration can't tell it."""
+    """Return the run directory in the command line, where the configuration cannot be read."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     return [Path(value) for key, value in pairwise(words) if key == "--run_dir"]
 
@@ -79,10 +79,10 @@ def _read(arguments: Sequence[str]) -> tuple[Config, str]:
 
 
 def impl_of(given: Mapping[str, str]) -> str:
-    """Return whose lessons a command line asks for.
+    """Return the choice of lessons in a command line.
 
     Raises:
-        ConfigError: it is neither solution nor mine.
+        ConfigError: The choice is neither solution nor mine.
     """
     impl = given.get("impl", IMPLS[0])
     if impl not in IMPLS:

@@ -1,4 +1,4 @@
-"""How far a run is, and what has come since it was last told."""
+"""Progress of a run, and the steps since the last line of its log."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Steps, evaluated epochs and what came of them: a part of each checkpoint.
+    """Steps, evaluated epochs and their results: a part of each checkpoint.
 
     Attributes:
-        step: how many steps have been done.
-        evaluated: after how many epochs the model was evaluated last.
-        history: epoch, accuracy, and accuracy among the five likeliest, of each evaluation.
+        step: Number of steps done.
+        evaluated: Number of epochs before the last evaluation.
+        history: Epoch, accuracy, and accuracy among the five likeliest, of each evaluation.
     """
 
     def __init__(self) -> None:
@@ -28,21 +28,21 @@ class Progress:
 
     @property
     def accuracy(self) -> float:
-        """Of the last evaluation; 0: there was none."""
+        """Accuracy of the last evaluation; 0 before the first one."""
         return self.history[-1][1] if self.history else 0.0
 
     @property
     def top5_accuracy(self) -> float:
-        """Of the last evaluation: the right class is among the five likeliest."""
+        """Share of images whose class was among the five likeliest in the last evaluation."""
         return self.history[-1][2] if self.history else 0.0
 
     def note(self, epoch: int, top1: float, top5: float) -> None:
-        """Take an evaluation in."""
+        """Add an evaluation."""
         self.evaluated = epoch
         self.history.append((epoch, top1, top5))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the whole state."""
         return {"step": self.step, "evaluated": self.evaluated, "history": [*self.history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Progress:
 
 
 class OfAllRanks(NamedTuple):
-    """What all ranks know after they have told each other."""
+    """Sums and means over all ranks."""
 
     loss: float  # mean over the samples
     step_s: float  # mean over the ranks, of a step of the interval
@@ -68,12 +68,12 @@ class Interval:
         self.times: list[StepTimes] = []
 
     def add(self, loss_sum: Tensor, num_own: int) -> None:
-        """Take a step in, in which this rank had so many images; nothing waits for a GPU here."""
+        """Add a step with ``num_own`` images of this rank; nothing waits for a GPU here."""
         self.loss_sum += loss_sum
         self.num_own += num_own
 
     def add_times(self, times: StepTimes, *, is_exact: bool) -> None:
-        """Take the times of a step in; only those of exact ones tell about its parts."""
+        """Add the times of a step; only exact times say how long its parts took."""
         self.num_steps += 1
         self.all_s += times.step_s
         if is_exact:
@@ -90,7 +90,7 @@ class Interval:
         )
 
     def seconds(self) -> dict[str, float]:
-        """Return the mean seconds of this rank's exact steps and of their parts; without, zeros."""
+        """Return the mean seconds of this rank's exact steps and of their parts, or zeros."""
         names = ("step_s", "data_s", "compute_s", "communication_s")
         return {name: _mean([getattr(times, name) for times in self.times]) for name in names}
 

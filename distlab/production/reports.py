@@ -23,7 +23,7 @@ METRICS = (
     *("bad_images_total", "checkpoint_s", "failed_saves_total", "straggler_ratio"),
 )
 LOG_EVERY = 10  # steps
-PORT_S = 10.0  # for which a port may still be taken
+PORT_S = 10.0  # time for which a port may still be taken
 PEAK_FLOPS_PER_S = {  # dense, in 16 bits; NVIDIA's data sheets
     "V100": 125e12,
     "T4": 65e12,

@@ -11,8 +11,9 @@ from distlab.production.errors import ConfigError
 from distlab.production.evaluation import as_one_model
 from distlab.production.optimization import ModelMean
 from distlab.production.progress import Progress
-from distlab.production.saving import say, write_whole
+from distlab.production.saving import say
 from distlab.production.strategies import Strategy
+from distlab.util import files
 from distlab.util.text import counted
 
 
@@ -32,7 +33,7 @@ def begin(config: Config, progress: Progress) -> None:
     if progress.evaluated == config.epochs:
         say(f"{config.run_dir} is complete: raise epochs to go on, or choose another run_dir")
     if dist.get_rank() == 0:
-        write_whole(config.run_dir / "config.yaml", to_yaml(config))
+        files.write_whole(config.run_dir / "config.yaml", to_yaml(config).encode())
 
 
 def conclude(config: Config, progress: Progress, strategy: Strategy, mean: ModelMean) -> None:
@@ -53,6 +54,6 @@ def conclude(config: Config, progress: Progress, strategy: Strategy, mean: Model
             "steps": progress.step,
             "epochs": config.epochs,
         }
-        write_whole(config.run_dir / "result.json", f"{json.dumps(found)}\n")
+        files.write_whole(config.run_dir / "result.json", f"{json.dumps(found)}\n".encode())
         draw_curve(config.run_dir)
         say(f"{progress.accuracy:.2%} of the test images are right: {config.run_dir}/curve.png")

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: all ranks give their state, rank 0 writes it while they go on."""
+"""Checkpoints of a training: all ranks give their state, and rank 0 writes it meanwhile."""
 
 import os
 import sys
@@ -15,13 +15,14 @@ from distlab.production.config import Config
 from distlab.production.errors import CannotSaveError, ConfigError
 from distlab.production.lessons import Lessons
 from distlab.production.types import HasState
+from distlab.util import files
 
 
 class Checkpoints:
     """Saves and loads the whole state of a run: ``run_dir``/checkpoints/step-….
 
     Attributes:
-        failed_saves: how many could not be written, as rank 0 knows; training went on.
+        failed_saves: Number of saves that failed, known to rank 0; training continued.
         last_s: seconds for which the last save has held up the training, on rank 0.
     """
 
@@ -31,7 +32,7 @@ class Checkpoints:
         self.state = lessons("training_state").TrainingState(parts)
         self.saver = self.lesson.AsyncCheckpointer(self._write)
         self.failed_saves, self.last_s = 0, 0.0
-        self.given_step = self.durable_step = -1  # as rank 0 knows
+        self.given_step = self.durable_step = -1  # known to rank 0
 
     def _write(self, state: dict[str, Any], step: int) -> None:
         self.lesson.save_checkpoint(state, self.folder, step, keep=self.config.keep)
@@ -158,13 +159,6 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file: whoever reads it finds the old text or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def leave_code(run_dir: Path, code: int) -> None:
     """Leave the exit code of a rank in ``run_dir``/exit_code, unless there is a better reason.
 
@@ -176,4 +170,4 @@ def leave_code(run_dir: Path, code: int) -> None:
         if "RANK" in os.environ:  # nobody else can tell the launcher
             run_dir.mkdir(parents=True, exist_ok=True)
         if code != 1 or not path.exists():
-            write_whole(path, f"{code}\n")
+            files.write_whole(path, f"{code}\n".encode())

@@ -11,8 +11,8 @@ from torch import nn
 from distlab.production.config import Config
 from distlab.production.saving import say
 
-SHARE = 0.5  # of a rank's memory for its states; activations and buffers need the rest
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container: a number, or "max"
+SHARE = 0.5  # states' share of a rank's memory; activations and buffers need the rest
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's limit: a number, or "max"
 
 
 def choose_stage(config: Config, model: nn.Module) -> Config:

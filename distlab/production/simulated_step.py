@@ -22,7 +22,7 @@ from distlab.production.strategies.base import DTYPES
 from distlab.sim import Cluster, Event, Options, simulate
 
 META = torch.device("meta")
-OVERLAP_COST = 0.15  # what distlab.sim calls usual
+OVERLAP_COST = 0.15  # usual value, as in distlab.sim
 STEPS = 2  # the first one makes the optimizer's state
 
 
@@ -30,13 +30,13 @@ class Step(NamedTuple):
     """What a step needs.
 
     Attributes:
-        strategy: that was simulated.
+        strategy: Strategy that was simulated.
         step_s: its duration.
-        exposed_s: of that, how long a GPU waits for communication; the mean over all.
-        evaluation_s: of a batch, forward.
-        peak_bytes: of the GPU that needs most memory.
-        peak_by_category: what fills it then.
-        forward_flops: of an image.
+        exposed_s: Part in which a GPU waits for communication; the mean over all GPUs.
+        evaluation_s: Seconds of the forward pass of a batch.
+        peak_bytes: Peak of the GPU that needs most memory.
+        peak_by_category: Contents of the memory at that peak.
+        forward_flops: FLOPs of the forward pass of one image.
     """
 
     strategy: str

@@ -17,13 +17,13 @@ def on_cpu(state: Any) -> Any:
 
 
 class PerRank:
-    """A part whose state is another one on each rank: a shard, or a stage.
+    """A part whose state differs from rank to rank: a shard, or a stage.
 
     Cost: one all-gather of all states; each rank holds all of them meanwhile.
     """
 
     def __init__(self, part: HasState, *, is_optional: bool = False) -> None:
-        """Args: is_optional: on another number of ranks, the part begins anew."""
+        """Take a part; if ``is_optional``, another number of ranks resets it instead of failing."""
         self.part, self.is_optional = part, is_optional
 
     def state_dict(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class PerRank:
         """Take over this rank's.
 
         Raises:
-            ValueError: it is of another number of ranks, and not optional.
+            ValueError: It was saved by another number of ranks, and is not optional.
         """
         if len(state) == dist.get_world_size():
             self.part.load_state_dict(state[str(dist.get_rank())])
@@ -65,13 +65,13 @@ class OwnBuffers:
 
 
 class Buffers(PerRank):
-    """The buffers of all ranks, each of which computes its own; others than saved take rank 0's."""
+    """The buffers of all ranks, each of which computes its own."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(OwnBuffers(module))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's; on another number of ranks, rank 0's."""
+        """Take over this rank's buffers, or rank 0's if another number of ranks saved them."""
         rank = dist.get_rank() if len(state) == dist.get_world_size() else 0
         self.part.load_state_dict(state[str(rank)])
 

@@ -1,4 +1,4 @@
-"""What a training tells about itself: whether it lives, how fast it is, and how well it goes."""
+"""Reports of a training: heartbeats, speed, loss and accuracy."""
 
 import math
 from contextlib import AbstractContextManager
@@ -22,18 +22,18 @@ AGREE_EVERY_S = 1.0
 
 
 class Costs(NamedTuple):
-    """What MFU is made of, on this rank's device."""
+    """The quantities behind MFU, for this rank's device."""
 
     device: torch.device
-    flops_per_image: float  # that the model needs: forward, and twice as many backward
-    peak_flops_per_s: float  # that the device could do
+    flops_per_image: float  # needed by the model: forward, and twice as many backward
+    peak_flops_per_s: float  # limit of the device
 
 
 def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
     """Count the FLOPs of a model, and find the peak of the device that it is on."""
     device, side = next(model.parameters()).device, config.image_size
     image = torch.zeros(1, 3, side, side, device=device)
-    model.eval()  # with gradients: without, torch's attention takes a path that is not counted
+    model.eval()  # gradients stay on: without, torch's attention takes a path that is not counted
     forward = lessons("monitoring").count_flops(lambda: model(image))
     model.train()
     return Costs(device, 3.0 * forward, peak_flops_per_s(device, DTYPES[config.precision]))
@@ -50,7 +50,7 @@ class Telemetry:
         sampler: Any,
         costs: Costs,
     ) -> None:
-        num_steps = progress.step + len(sampler)  # left of this epoch, and of those that follow
+        num_steps = progress.step + len(sampler)  # the rest of this epoch
         num_steps += (config.epochs - sampler.epoch - 1) * steps_of_epoch(sampler)
         self.monitoring = lessons("monitoring")
         self.config, self.progress, self.sampler, self.costs = config, progress, sampler, costs
@@ -70,23 +70,26 @@ class Telemetry:
         self.reports.close()
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Count the time inside for a part of the step."""
+        """Add the time inside to a part of the step."""
         counted: AbstractContextManager[None] = self.timer.part(name)
         return counted
 
     @property
     def is_gpu(self) -> bool:
-        """Whether kernels run on after the call that starts them has returned."""
+        """True if kernels continue after the call that starts them has returned."""
         return self.costs.device.type == "cuda"
 
     @property
     def epoch(self) -> float:
-        """How many epochs have been trained."""
+        """Number of epochs that have been trained."""
         sampler = self.sampler
         return float(sampler.epoch + sampler.position / sampler.num_samples)
 
     def _is_exact(self) -> bool:
-        """Whether the parts of this step are measured: on a GPU of one in ten, for it must wait."""
+        """Return True if this step is timed in parts.
+
+        On GPUs only every tenth step is, because timing forces a synchronization.
+        """
         return not self.is_gpu or (self.progress.step + 1) % LOG_EVERY == 0
 
     def _synchronize(self) -> None:
@@ -94,27 +97,27 @@ class Telemetry:
             torch.cuda.synchronize(self.costs.device)
 
     def alive(self) -> None:
-        """Show that this rank lives, where something else than a step takes long."""
+        """Report that this rank is alive while something other than a step takes long."""
         self.watch.beat(self.progress.step)
 
     def tell_accuracy(self, accuracy: Accuracy, num_images: int) -> None:
-        """Tell the result of an evaluation, whose time counts for no step."""
+        """Report the result of an evaluation, whose time counts for no step."""
         self.timer.end_step()
         epoch = self.sampler.epoch
-        found = {"accuracy": accuracy.top1, "top5_accuracy": accuracy.top5, "epoch": float(epoch)}
-        self.reports.write(found, self.progress.step)
+        results = {"accuracy": accuracy.top1, "top5_accuracy": accuracy.top5, "epoch": float(epoch)}
+        self.reports.write(results, self.progress.step)
         self.reports.say(
             f"epoch {epoch} of {self.config.epochs}: {accuracy.top1:.2%} of {num_images:,} test "
             f"images right, {accuracy.top5:.2%} among the five likeliest"
         )
 
     def end_step(self, loss_sum: Tensor, num_images: int, *, counts: bool) -> None:
-        """Take a step in.
+        """Add a step.
 
         Args:
-            loss_sum: of this rank's images.
-            num_images: of this rank.
-            counts: whether they count: not where another rank of the replica has the same.
+            loss_sum: Sum of the losses of this rank's images.
+            num_images: Number of this rank's images.
+            counts: False if another rank of the replica has the same images.
         """
         times = self.timer.end_step()
         is_exact = not self.is_gpu or self.progress.step % LOG_EVERY == 0
@@ -128,28 +131,28 @@ class Telemetry:
             self.reports.write({"straggler_ratio": slow.ratio}, self.progress.step)
 
     def is_due(self) -> bool:
-        """Whether it is time to tell; the same on all ranks."""
+        """Return True if it is time to report; the same on all ranks."""
         step = self.progress.step
         return step % LOG_EVERY == 0 or self.sampler.position == 0
 
     def is_time_to_agree(self) -> bool:
-        """Whether to ask all ranks if any shall stop; the same on all ranks.
+        """Return True if the ranks ask each other whether to stop; the same on all ranks.
 
-        After each step, but of short ones after as many as take a second, up to ten: a collective
-        for which all ranks wait takes a millisecond on a CPU.
+        They do after each step, or after as many short steps as take a second, up to ten: a
+        collective that all ranks wait for takes a millisecond on a CPU.
         """
         return self.progress.step % self.steps_per_agreement == 0
 
     def tell(self, lr: float, bad_images: int, checkpoints: Checkpoints) -> int:
-        """Write the means over the steps since the last time; all ranks call it.
+        """Write the means over the steps since the last report; called on all ranks.
 
         Returns:
-            How many images of this epoch cannot be read, on all ranks.
+            The number of images of this epoch that could not be read, on all ranks.
         """
         step, interval, device = self.progress.step, self.interval, self.costs.device
         seconds, of_all = interval.seconds(), interval.of_all_ranks(bad_images)
         self.steps_per_agreement = steps_in(AGREE_EVERY_S, of_all.step_s)
-        found = {
+        results = {
             "loss": of_all.loss,
             "lr": lr,
             "epoch": self.epoch,
@@ -161,12 +164,12 @@ class Telemetry:
             "checkpoint_s": checkpoints.last_s,
             "failed_saves_total": checkpoints.failed_saves,
         }
-        self.reports.write(found, step)
-        self.reports.show(step, _line(found))
-        if not math.isfinite(found["loss"]):
+        self.reports.write(results, step)
+        self.reports.show(step, _line(results))
+        if not math.isfinite(results["loss"]):
             lr = self.config.lr
             raise ConfigError(
-                f"step {step}: the loss is {found['loss']}: try a smaller lr than {lr:g}"
+                f"step {step}: the loss is {results['loss']}: try a smaller lr than {lr:g}"
             )
         self.interval = Interval(self.costs.device)
         return of_all.bad_images
@@ -181,17 +184,17 @@ class Telemetry:
 
 
 def steps_in(seconds: float, step_s: float) -> int:
-    """Return how many steps take so long, from 1 to LOG_EVERY: 3 of 0.3 s, in a second."""
+    """Return how many steps fit into ``seconds``, from 1 to LOG_EVERY: 3 of 0.3 s in a second."""
     return LOG_EVERY if LOG_EVERY * step_s < seconds else max(int(seconds / step_s), 1)
 
 
 def steps_of_epoch(sampler: Any) -> int:
-    """Return how many global batches a whole epoch has."""
+    """Return the number of global batches of a whole epoch."""
     return -(-int(sampler.num_samples) // int(sampler.global_batch))
 
 
-def _line(found: dict[str, float]) -> str:
+def _line(results: dict[str, float]) -> str:
     return (
-        f"epoch {found['epoch']:.2f}  loss {found['loss']:.3f}  "
-        f"{found['images_per_s']:,.0f} images/s  MFU {found['mfu']:.1%}"
+        f"epoch {results['epoch']:.2f}  loss {results['loss']:.3f}  "
+        f"{results['images_per_s']:,.0f} images/s  MFU {results['mfu']:.1%}"
     )

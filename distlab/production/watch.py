@@ -1,4 +1,4 @@
-"""A thread that ends this process when a rank has gone silent, so that a launcher starts anew."""
+"""A thread that ends this process when a rank has gone silent, so that a launcher restarts it."""
 
 import math
 import os
@@ -24,17 +24,17 @@ EXIT_SILENT = 1  # restarting helps
 
 
 class Watch:
-    """Reports that this rank lives, and looks whether the others do.
+    """Reports that this rank is alive, and checks that the others are.
 
-    A collective waits for a rank that was stopped or hangs, for ever or for half an hour; a
+    A collective waits for a rank that was stopped or hangs, forever or for half an hour, and the
     launcher sees that all processes exist. So ranks 0 and 1 watch all heartbeats, and end their
     process when one has been missing for ``heartbeat_timeout_s``; torchrun then ends and restarts
-    all. Each rank watches its launcher, too: if that is killed, the next run must not meet ranks of
-    this one in the same folder. ``run_dir``/heartbeat.rank<r> is for whoever watches from outside.
+    all. Each rank also watches its launcher: if that is killed, the next run must not meet ranks of
+    this one in the same folder. ``run_dir``/heartbeat.rank<r> is for observers outside.
     """
 
     def __init__(self, config: Config, lessons: Lessons) -> None:
-        """Meet in a store; all ranks call it."""
+        """Meet in a store; called on all ranks."""
         self.rank, self.timeout_s = dist.get_rank(), config.heartbeat_timeout_s
         self.run_dir = config.run_dir
         self.file = config.run_dir / f"heartbeat.rank{self.rank}"
@@ -44,7 +44,7 @@ class Watch:
         self.heart = lesson.Heartbeat(store, self.rank)
         self.parent, self.ended = os.getppid(), threading.Event()
         self.beat(0)
-        self.silent, self.polled_s = "", math.inf  # no monitor, no answer that is late
+        self.silent, self.polled_s = "", math.inf  # without a monitor no answer is late
         if self.rank < WATCHERS and dist.get_world_size() > 1:
             own = store.clone()  # one connection is not for two threads
             size = dist.get_world_size()
@@ -54,7 +54,7 @@ class Watch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self, step: int, busy_s: float = 0.0) -> None:
-        """Report that this rank lives."""
+        """Report that this rank is alive."""
         with self.lock:
             self.step = step
             self.heart.beat(step, busy_s)
@@ -63,7 +63,7 @@ class Watch:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Report by itself meanwhile: for what takes long and must not be ended, as a last save."""
+        """Report automatically during long work that must not be ended, such as a last save."""
         self.is_busy = True
         try:
             yield
@@ -72,17 +72,17 @@ class Watch:
             self.beat(self.step)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self.ended.set()
 
     def _poll(self, monitor: Any) -> None:
-        """Look at the heartbeats: for ever, if the rank that holds the store is stopped."""
+        """Look at the heartbeats; blocks forever if the rank that holds the store is stopped."""
         while not self.ended.wait(POLL_S) and not self.silent:
-            self.silent = self._told_by(monitor)
+            self.silent = self._silent_ranks(monitor)
             self.polled_s = time.monotonic()
 
-    def _told_by(self, monitor: Any) -> str:
-        """Tell which ranks have been silent for too long; "": none."""
+    def _silent_ranks(self, monitor: Any) -> str:
+        """Describe the ranks that have been silent for too long; "" if there are none."""
         try:
             silent = [health for health in monitor.poll() if health.status == "silent"]
         except RuntimeError as error:  # the store's own rank is gone
@@ -99,12 +99,12 @@ class Watch:
                 return
 
     def _unanswered(self) -> str:
-        """Tell whether rank 0, which holds the heartbeats, does not answer; "": it does."""
+        """Return a text if rank 0, which holds the heartbeats, does not answer; otherwise ""."""
         is_late = time.monotonic() > self.polled_s + self.timeout_s
         return f"rank 0 does not answer for more than {self.timeout_s:g} s" if is_late else ""
 
     def _orphaned(self) -> str:
-        """Tell whether the launcher has died: the ranks it had started would go on for ever."""
+        """Return a text if the launcher has died: its ranks would run forever; otherwise ""."""
         is_launched = "TORCHELASTIC_RUN_ID" in os.environ
         return "its launcher has died" if is_launched and os.getppid() != self.parent else ""
 
@@ -116,13 +116,13 @@ class Watch:
         try:
             _end_workers()
         finally:
-            os._exit(EXIT_SILENT)  # the main thread waits in a collective, and hears no exception
+            os._exit(EXIT_SILENT)  # exceptions do not reach the main thread in a collective
 
 
 def _end_workers() -> None:
-    """Kill who loads for this process: one that hangs in its start would outlive it for ever.
+    """Kill the loader's workers: one that hangs in its start would outlive this process forever.
 
-    Multiprocessing's tracker stays: it ends by itself, when it has removed their semaphores.
+    Multiprocessing's tracker stays: it ends by itself after it has removed their semaphores.
     """
     for worker in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -131,7 +131,7 @@ def _end_workers() -> None:
 
 
 def _store(timeout_s: float) -> Any:
-    """Return a store that rank 0 holds, and that does not answer for so long at most."""
+    """Return a store held by rank 0; its operations time out after ``timeout_s``."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     is_host = dist.get_rank() == 0
     timeout = timedelta(seconds=max(timeout_s, 5.0))

@@ -1,4 +1,4 @@
-"""This process among the others of a training: its group and its device."""
+"""The process group and the device of this rank."""
 
 import fcntl
 import os
@@ -21,12 +21,12 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 
 LOCK_S = 10.0
-JOIN_S = 60.0  # at least, for Python has much to import
+JOIN_S = 60.0  # lower bound: Python has much to import
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return what asks a training to stop, without what its starter ignores: nohup does, SIGHUP."""
+    """Return the signals that stop a training, except those ignored at its start."""
     return [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -41,7 +41,7 @@ def joined(config: Config) -> Iterator[torch.device]:
             that is less.
     """
     device = _device(config)
-    if dist.is_initialized():  # by whoever calls the trainer as a function
+    if dist.is_initialized():  # the trainer is called as a function
         yield device
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -73,12 +73,12 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return a group for small messages of all ranks, for which no GPU has to stop."""
+    """Return a group of all ranks for small messages that make no GPU wait."""
     return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
 
 
 def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
-    """Let each replica draw other numbers, for dropout and mixup, and the same in the next run.
+    """Seed the generators: each replica draws other numbers, and the same ones in the next run.
 
     The ranks of a replica draw alike: the first stage mixes images, and the last one their labels.
     """
@@ -90,9 +90,9 @@ def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
 
 @contextmanager
 def alone_in(run_dir: Path) -> Iterator[None]:
-    """Be the only training in a folder, which is made; rank 0 holds a lock until its process ends.
+    """Create a folder if needed and lock it for this training, until rank 0's process ends.
 
-    What an earlier start has left as its exit code goes.
+    The exit code that an earlier start has left is removed.
 
     Raises:
         ConfigError: on all ranks: the folder can't be made, or another training is in it.
@@ -106,7 +106,7 @@ def alone_in(run_dir: Path) -> Iterator[None]:
 
 
 def _enter(run_dir: Path, stack: ExitStack) -> str:
-    """Make and lock the folder; return why that can't be done, "" if it is."""
+    """Make and lock the folder; return the reason why that failed, or ""."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context((run_dir / "lock").open("w"))

@@ -20,12 +20,12 @@ from distlab.shared_memory.region import Group, check_host, map_region, world_ra
 from distlab.shared_memory.staging import SLOTS, Stage, block_bytes_for
 from distlab.util.text import rank_names
 
-CACHE_BYTES = 2**18  # what is added up at once: with N tensors, some of a core's own cache
+CACHE_BYTES = 2**18  # bytes added up at once: with N tensors, part of a core's own cache
 SMALL_BYTES = 2**16  # up to here, everybody sums everything: one meeting less
 TIMEOUT_S = 300.0
 
 Chunks = Sequence[Tensor]
-Step = Callable[[Chunks, int, int], None]  # what to do with a piece of the chunks, in a slot
+Step = Callable[[Chunks, int, int], None]  # called with a piece of the chunks and a slot
 
 
 class SharedMemory:
@@ -55,8 +55,8 @@ class SharedMemory:
 
         Args:
             group: ranks of one host; all by default. Its backend is gloo.
-            timeout_s: how long a rank waits for one that runs. One whose process has ended is
-                found within about a tenth of a second.
+            timeout_s: Time for which a rank waits for a rank that runs. A rank whose process has
+                ended is found within about a tenth of a second.
 
         Raises:
             ValueError: on all ranks: another backend, or several hosts.

@@ -40,8 +40,8 @@ class Call(NamedTuple):
         operation: position in OPERATIONS; below 0: what its rank has refused, REFUSED.
         numel: number of elements.
         dtype: position in DTYPES.
-        buffer: which registered buffer the tensor lies in, from 1; 0: in none.
-        offset_bytes: where it begins there.
+        buffer: Number of the registered buffer that holds the tensor, from 1; 0: none.
+        offset_bytes: Place of the tensor in that buffer.
     """
 
     operation: int
@@ -85,7 +85,7 @@ class Meeting:
         self.count = 0
         weakref.finalize(self, os.close, self._region.file)
         fcntl.lockf(self._region.file, fcntl.LOCK_EX, 1, self._rank)
-        dist.barrier(group)  # from now on, a byte without a lock is a rank that has ended
+        dist.barrier(group)  # after this, a byte without a lock is a rank that has ended
 
     def begin(self, call: Call) -> None:
         """Say what this rank calls; the first meeting of a call compares it with the others'.
@@ -104,7 +104,7 @@ class Meeting:
         """Say that this rank refuses the call that the others make, and wait for nobody.
 
         Args:
-            what: of REFUSED.
+            what: Key of REFUSED.
         """
         self.begin(Call(what))
         self._come()

@@ -23,7 +23,7 @@ class Region:
     """Memory with a part for each rank, mapped by all.
 
     Attributes:
-        parts: by rank: (part_bytes,), uint8, zero at first. All ranks may read and write all of it.
+        parts: Parts by rank, (part_bytes,), uint8, zero at first; all ranks may read and write all.
         file: its descriptor, open as long as the process lives.
     """
 
@@ -72,7 +72,7 @@ def map_region(part_bytes: int, group: Group) -> Region:
     file = os.memfd_create("distlab") if rank == 0 else -1
     offer = [(f"/proc/{os.getpid()}/fd/{file}", token, part_bytes)]
     if rank == 0:
-        os.ftruncate(file, world_size * part_bytes)  # of zeros, which take no memory yet
+        os.ftruncate(file, world_size * part_bytes)  # zeros, which take no memory yet
         os.write(file, token)
     dist.broadcast_object_list(offer, group=group, group_src=0)
     path, token, expected_bytes = offer[0]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-STAGE_BYTES = 96 * 2**20  # of all ranks: in smaller pieces, waiting takes longer than copying
+STAGE_BYTES = 96 * 2**20  # all ranks'; in smaller pieces, waiting takes longer than copying
 SLOTS = 3  # one is filled, one is summed, one is read
-LINE_BYTES = 64  # of a cache: what two ranks write is not in one line
+LINE_BYTES = 64  # a cache line; two ranks never write into the same one
 
 
 def block_bytes_for(world_size: int) -> int:
@@ -21,7 +21,7 @@ class Stage:
     rank r's part, N = 2:   slot 0: chunk 0, chunk 1   slot 1: chunk 0, chunk 1   slot 2: …
 
     Attributes:
-        block_bytes: of a block, and of a piece of a chunk.
+        block_bytes: Size of a block, and of a piece of a chunk.
     """
 
     def __init__(self, parts: Sequence[Tensor], block_bytes: int) -> None:

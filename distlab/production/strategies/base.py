@@ -1,4 +1,4 @@
-"""What all strategies have in common: one process that trains alone is the simplest of them."""
+"""The base of all strategies, which is also the simplest one: one process that trains alone."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,16 +28,16 @@ class Strategy:
         strategy.step()                                                  # changes the parameters
 
     Attributes:
-        module: what this rank holds of the model.
-        optimizer: of what this rank updates; schedulers change its rate.
-        replicas: the ranks that share a batch, each with a part of it.
+        module: Part of the model that this rank holds.
+        optimizer: Optimizer of what this rank updates; schedulers change its rate.
+        replicas: Group of the ranks that share a batch.
     """
 
     module: nn.Module
     called: Any  # the module as training calls it: wrapped, compiled
     optimizer: torch.optim.Optimizer
     replicas: Group = None
-    reorders_buckets = False  # after the first step, by the order in which gradients came
+    reorders_buckets = False  # True: the first step decides the order of the buckets
 
     def __init__(
         self, model: nn.Module, config: Config, loss_sum: LossSum, lessons: Lessons
@@ -59,7 +59,7 @@ class Strategy:
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks share a batch."""
+        """Number of ranks that share a batch."""
         return dist.get_world_size(self.replicas)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -80,13 +80,13 @@ class Strategy:
         Args:
             images: (b, 3, S, S), this rank's part; 1 image at least.
             targets: (b,) classes, or (b, classes) their shares.
-            num_samples: of all ranks' parts together.
+            num_samples: Number of images of all ranks together.
 
         Returns:
             The sum of this rank's losses.
         """
         total = torch.zeros((), device=self.device)
-        scale = self.num_replicas / num_samples  # for the gradients become means over replicas
+        scale = self.num_replicas / num_samples  # the gradients become means over replicas
         micro_batches = list(self._cut(images, targets))
         for place, (x, y) in enumerate(micro_batches, start=1):
             with self.accumulating(is_last=place == len(micro_batches)):

@@ -31,7 +31,7 @@ class ParameterServer(Strategy):
         self.module = self.called = model
         self.flat = nn.utils.parameters_to_vector(model.parameters()).detach()
         dist.broadcast(self.flat, src=SERVER)
-        nn.utils.vector_to_parameters(self.flat, self.module.parameters())  # as views of it
+        nn.utils.vector_to_parameters(self.flat, self.module.parameters())  # views of it
         kind, options = optimizer_of(self.config)
         self.optimizer = kind([self.flat], **options)
 

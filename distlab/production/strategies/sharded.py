@@ -175,5 +175,5 @@ class FullySharded(Strategy):
 
     def parts(self) -> Mapping[str, HasState]:
         """Parameters as they are sharded: each rank's own."""
-        model = PerRank(Parameters(self.module))  # which are this rank's shards
+        model = PerRank(Parameters(self.module))  # this rank's shards
         return {**super().parts(), "model": model, "optimizer": PerRank(self.optimizer)}

@@ -1,0 +1,252 @@
+"""Training steps of ours beside torch's own: their time, memory, and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distlab import chosen, launch
+from distlab.bench import harness
+from distlab.bench.collectives import Collectives
+from distlab.sim.device.device import Device
+from distlab.util.text import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WHOSE = {
+    "solution": "Ours: the solutions; --impl mine takes what you have written.",
+    "mine": "Ours: what you have written.",
+}
+PARENTHESES = "In parentheses: ours as a multiple of it. Below 1, ours is faster or needs less."
+PEAK_MEMORY = (
+    "Peak memory: most bytes alive at once, beside parameters and data, on the rank with most."
+)
+RELATIVE, ABSOLUTE = 1e-3, 1e-6  # tolerances: float32, summed in another order
+OURS_COLOR, RIVAL_COLOR = "C0", "C7"
+
+Column = tuple[str, str, Callable[[float], str]]  # heading, key of a result, text of a number
+Measured = dict[str, Any]  # results of the slowest rank and of the rank with most, by key
+Lesson = Callable[[str], Any]  # imports a lesson of those that are measured, by its name
+STEP: Column = ("step", "seconds", seconds_text)
+PEAK: Column = ("peak memory", "peak_bytes", bytes_text)
+COLLECTIVES: Column = ("collectives", "collectives", "{:.0f}".format)
+BYTES: Column = ("bytes", "collective_bytes", bytes_text)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A model, and the function that trains it.
+
+    Attributes:
+        model: This rank's part; after a step, its parameters have their gradients.
+        step: One forward and one backward pass; returns the mean loss, or None on a rank that does
+            not know it.
+    """
+
+    model: nn.Module
+    step: Callable[[], float | None]
+
+    def run(self) -> float | None:
+        """Do a step without gradients from earlier steps."""
+        self.model.zero_grad()
+        return self.step()
+
+
+def plain(model: nn.Module, x: Tensor, finish: Callable[[], object] | None = None) -> Contestant:
+    """Return a contestant whose loss is the mean square of the outputs."""
+
+    def step() -> float:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if finish is not None:
+            finish()
+        return loss.item()
+
+    return Contestant(model, step)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A table of ``distlab bench``.
+
+    Attributes:
+        name: Name of the command and of the saved files.
+        tasks: Ids of the tasks that are measured.
+        rivals: Name of a contestant of torch's -> name of ours that it is compared with.
+        sizes: NamedTuple with the sizes of the model.
+        title: Text above the table, made of the sizes, the number of ranks and of repeats.
+        measure: Measures all contestants on every rank; called with lessons, sizes, repeats.
+        tables: Columns of each table.
+        notes: Lines below the tables.
+        complete: Adds results that need worlds of their own.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    rivals: Mapping[str, str]
+    sizes: Any
+    title: Callable[[Any, int, int], str]
+    measure: Callable[[Lesson, Any, int], dict[str, Measured]]
+    tables: tuple[tuple[Column, ...], ...]
+    notes: tuple[str, ...]
+    complete: Callable[[dict[str, Measured], int, Lesson, Any], None] | None = None
+
+    def hold(
+        self, ranks: int, repeats: int, impl: str, folder: Path | None = None, **sizes: int
+    ) -> None:
+        """Measure and print; with a folder, also save a JSON file and a picture there.
+
+        Args:
+            ranks: Number of gloo ranks.
+            repeats: Number of timed steps of each contestant.
+            impl: "solution" or "mine".
+            folder: Where to save.
+            sizes: Sizes that replace those of the contest.
+
+        Raises:
+            NotThereError: There are no solutions here, or one of the functions is a TODO.
+            LearnerError: ``impl`` is "mine" outside of the course's folder.
+            LaunchError: A rank failed, or ours computes something else than torch's.
+        """
+        lesson: Lesson = partial(chosen.lesson, chosen.find(impl, self.tasks))
+        chosen_sizes = self.sizes._replace(**sizes)
+        arguments = (lesson, chosen_sizes, repeats)
+        measured, *_ = launch.run(self.measure, ranks, *arguments, backend="gloo")
+        if self.complete:
+            self.complete(measured, ranks, lesson, chosen_sizes)
+        title = self.title(chosen_sizes, ranks, repeats)
+        for columns in self.tables:
+            headings = ("", *(heading for heading, _, _ in columns))
+            harness.print_table(title, headings, self.rows(measured, columns))
+        print(WHOSE[impl], *self.notes, sep="\n")
+        if folder:
+            run = {"ranks": ranks, "repeats": repeats, "impl": impl, **chosen_sizes._asdict()}
+            results = {"title": title, "arguments": run, "measured": measured}
+            harness.save(folder, self.name, results, self.figure(title, measured))
+
+    def rows(
+        self, measured: Mapping[str, Measured], columns: tuple[Column, ...]
+    ) -> list[tuple[str, ...]]:
+        """Return a row for each contestant; a rival's cells also have ours as multiples of them."""
+        return [
+            (name, *(self._cell(measured, name, column) for column in columns)) for name in measured
+        ]
+
+    def _cell(self, measured: Mapping[str, Measured], name: str, column: Column) -> str:
+        _, key, text = column
+        number = measured[name][key]
+        if name not in self.rivals:
+            return text(number)
+        return f"{text(number)} ({measured[self.rivals[name]][key] / number:.2f})"
+
+    def figure(self, title: str, measured: Mapping[str, Measured]) -> Figure:
+        """Draw a panel for each column of the first table, with a bar for each contestant."""
+        from matplotlib.figure import Figure
+
+        columns = self.tables[0]
+        figure = Figure(figsize=(2 + 2.5 * len(columns), 3.2), layout="constrained")
+        figure.suptitle(title)
+        colors = [RIVAL_COLOR if name in self.rivals else OURS_COLOR for name in measured]
+        axes = figure.subplots(1, len(columns), sharey=True)
+        for ax, (heading, key, text) in zip(axes, columns, strict=True):
+            numbers = [result[key] for result in measured.values()]
+            bars = ax.barh([*measured], numbers, color=colors)
+            ax.bar_label(bars, [text(number) for number in numbers], padding=2)
+            ax.set_title(heading, fontsize="medium")
+            ax.set_xticks([])  # the bars are labelled, in units that are easy to read
+            ax.margins(x=0.4)
+        axes[0].invert_yaxis()
+        return figure
+
+
+# On every rank
+
+
+def measure(
+    contestants: Mapping[str, Contestant], rivals: Mapping[str, str], repeats: int
+) -> dict[str, Measured]:
+    """Measure contestants that train the same model on the same data and have not run yet.
+
+    Args:
+        contestants: Contestants by name.
+        rivals: Name of a rival -> name of ours, which must compute the same.
+        repeats: Number of timed steps of each contestant.
+
+    Raises:
+        ValueError: Ours computes another loss or other gradients than its rival.
+    """
+    losses, counts = {}, {}
+    for name, contestant in contestants.items():  # this also warms up
+        with Device(None, advance=lambda *_: None) as device:
+            contestant.run()
+            with Collectives() as collectives:
+                losses[name] = contestant.run()
+        counts[name] = counts_of(device, collectives)
+    for rival, ours in rivals.items():
+        who = f"{ours} and {rival} do not compute the same"
+        _check_losses(losses[ours], losses[rival], who)
+        _check_gradients(contestants[ours].model, contestants[rival].model, who)
+    return timed(contestants, counts, repeats)
+
+
+def counts_of(device: Device, collectives: Collectives) -> Measured:
+    """Return the peak of the memory, and the collectives that were called."""
+    return {
+        "peak_bytes": device.memory.peak_bytes,
+        "collectives": collectives.calls,
+        "collective_bytes": collectives.num_bytes,
+    }
+
+
+def _check_losses(ours: float | None, theirs: float | None, who: str) -> None:
+    if ours is not None and theirs is not None and abs(ours - theirs) > RELATIVE * abs(theirs):
+        raise ValueError(f"{who}: the losses are {ours:.6g} and {theirs:.6g}")
+
+
+def _check_gradients(ours: nn.Module, theirs: nn.Module, who: str) -> None:
+    pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
+    for (name, mine), rival in pairs:
+        gradient, wanted = _local(mine.grad), _local(rival.grad)
+        if not torch.allclose(gradient, wanted, RELATIVE, ABSOLUTE):
+            raise ValueError(
+                f"{who}: on rank {dist.get_rank()}, the gradients of {name} have the norms "
+                f"{gradient.norm():.6g} and {wanted.norm():.6g}"
+            )
+
+
+def _local(gradient: Any) -> Tensor:
+    """Return what this rank holds of a gradient; a zero if there is none."""
+    local: Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return torch.zeros(()) if local is None else local
+
+
+def timed(
+    contestants: Mapping[str, Contestant], counts: Mapping[str, Measured], repeats: int
+) -> dict[str, Measured]:
+    """Time steps of contestants; add the counts, each of the rank with most."""
+
+    def start(name: str) -> float:
+        contestants[name].model.zero_grad()
+        dist.barrier()
+        return perf_counter()
+
+    steps = {name: contestant.step for name, contestant in contestants.items()}
+    seconds = harness.of_all_ranks(harness.in_turns(steps, repeats, start)).tolist()
+    rows = torch.tensor([[*counts[name].values()] for name in contestants], dtype=torch.float64)
+    most = harness.of_all_ranks(rows).tolist()
+    measured = {}
+    for name, times, row in zip(contestants, seconds, most, strict=True):
+        cuts = harness.quartiles(times)
+        own = dict(zip(counts[name], (int(number) for number in row), strict=True))
+        measured[name] = {"seconds": cuts["median"], **own, "quartiles_s": [cuts["q1"], cuts["q3"]]}
+    return measured
