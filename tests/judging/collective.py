@@ -443,9 +443,17 @@ class Contract:
         for _, kind in product(variants, self.kinds):
             for length, count in self.messages(kind.num_elements, n).items():
                 expected[length * kind.item_bytes] += count
-        if "segment_bytes" not in self.collective.keywords:
+        segment_bytes = self.collective.keywords.get("segment_bytes")
+        if segment_bytes is None:
             check_sizes(run, expected)
             return
+        longest = max(sizes_of(run), default=0)
+        check(
+            longest <= segment_bytes,
+            f"with segment_bytes={segment_bytes}, a message of {longest} bytes was sent. A message "
+            "should hold at most segment_bytes: an element of x has x.element_size() of them, 1 to "
+            "8 here.",
+        )
         wanted, got = (
             sum(size * count for size, count in sizes.items())
             for sizes in (expected, sizes_of(run))
