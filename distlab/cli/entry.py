@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from distlab import interrupts
 from distlab.cli.streams import INTERRUPTED, complain, drop, print_line
+from distlab.util import processes
 
 FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
 OF_OPTIONS = ("ConfigError", "SetupError")
@@ -110,7 +110,7 @@ def _end(seen: Sequence[int]) -> None:
 
     After a ctrl-C that reached it inside ``exec``, Python would end itself with that signal.
     """
-    interrupts.ignore()
+    processes.ignore_ctrl_c()
     gc.freeze()  # spares Python 0.4 s for a last look for garbage in all of torch
     if seen:
         os._exit(INTERRUPTED)

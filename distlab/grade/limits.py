@@ -9,7 +9,7 @@ solutions, a piece of work whose usual time is known replaces the reference.
 import torch
 
 from distlab.launch import Limits
-from distlab.launch.meter import Used
+from distlab.launch.limits import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
 COMPUTING_SHARE = 0.2  # share of the limit by the clock; the solutions compute a twentieth of that

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from distlab import garbage, interrupts
+from distlab.util import processes
 
-interrupts.end_at_once()  # otherwise pytest would show where it was importing
-garbage.pause()
+processes.end_at_ctrl_c()  # otherwise pytest would show where it was importing
+processes.pause_collection()
 
 from distlab.launch import fork_server  # noqa: E402
 
 PACKAGE = Path(__file__).parents[1]
 
-fork_server.start_ahead("distlab.launch.simulation_process", "distlab.grade.running")
+fork_server.start_ahead("distlab.launch.simulation", "distlab.grade.running")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
     """From here on, pytest deals with ctrl-C; the grader and torch are there."""
-    interrupts.raise_again()
-    garbage.resume()
+    processes.raise_at_ctrl_c()
+    processes.resume_collection()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -22,7 +22,7 @@ from distlab.grade.outcomes import OUTSIDE
 from distlab.grade.submission import GIVEN, Submission
 from distlab.launch import LaunchError, Limits, RankExited, RankHung
 from distlab.launch.fork_server import load_ahead
-from distlab.launch.meter import metered
+from distlab.launch.limits import metered
 from distlab.launch.stacks import is_of_program
 from distlab.lessons import COURSE
 from distlab.sim import Cluster, Options, Trace

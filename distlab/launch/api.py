@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from distlab.launch import choices, fork_server, plain, simulation_process, verdict
+from distlab.launch import choices, fork_server, plain, verdict
 from distlab.launch.errors import LaunchError, RankFailed, SetupError
 from distlab.launch.external_launchers import run_joined, run_under_mpirun
 from distlab.launch.launchers import launched
 from distlab.launch.limits import FOREVER_S, Exceeded, Limits
 from distlab.launch.protocol import SimulationSpec, Spec, WorldFolder
-from distlab.launch.rank import RankProcess
-from distlab.launch.rank_report import SLOW_IMPORTS
+from distlab.launch.rank import SLOW_IMPORTS, RankProcess
+from distlab.launch.simulation import check_simulation, given_of, read_outcome
 from distlab.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -155,13 +155,13 @@ def _simulated(
     limits: Limits,
     plain_results: bool,
 ) -> object:
-    simulation_process.check(simulation)
+    check_simulation(simulation)
     with _refusals():
-        given = simulation_process.given_of(simulation)
+        given = given_of(simulation)
         spec = _spec(fn, args, "sim", ("cpu",), limits, given, plain_results)
         spec = replace(spec, simulation=simulation)
         with _world(spec, limits, None) as ((process,), folder, exceeded):
-            outcome = simulation_process.read_outcome(
+            outcome = read_outcome(
                 process,
                 simulation,
                 folder,

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from distlab.launch import srun
 from distlab.launch.errors import SetupError
-from distlab.launch.launchers import Launched, launched
+from distlab.launch.launchers import Launched, has_own_gpus, launched
 from distlab.launch.limits import Limits
 from distlab.launch.protocol import pickled
 
@@ -128,7 +127,7 @@ def own_device(backend: str, device: str, found: Launched) -> tuple[str, torch.d
     """
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if found.launcher == "srun" and srun.has_own_gpus():
+    if found.launcher == "srun" and has_own_gpus():
         num_local, local_rank = 1, 0
     chosen, of_ranks = devices(backend, device, num_local)
     return chosen, torch.device(of_ranks[local_rank])

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # if first loaded later, it keeps the process group alive
 
-from distlab.launch import choices, srun, world
+from distlab.launch import choices, world
 from distlab.launch.errors import SetupError
-from distlab.launch.launchers import Launched, speaks_for_its_machine
+from distlab.launch.launchers import Launched, Task, speaks_for_its_machine, this_task
 from distlab.util.text import counted
 from distlab.util.tracebacks import is_message_enough
 
@@ -42,7 +42,7 @@ def run_joined(
             too few GPUs, or the ranks do not find each other.
     """
     _check_size(found, world_size)
-    if found.launcher == "srun" and (task := srun.this_task()):
+    if found.launcher == "srun" and (task := this_task()):
         _describe_as_torchrun_does(task)
     chosen, own = choices.own_device(backend, device, found)
     if not dist.is_initialized():
@@ -64,7 +64,7 @@ def _check_size(found: Launched, world_size: int) -> None:
         )
 
 
-def _describe_as_torchrun_does(task: srun.Task) -> None:
+def _describe_as_torchrun_does(task: Task) -> None:
     os.environ.update(task.torchrun_variables())
     if task.is_on_one_node:
         world.use_loopback()

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from distlab import interrupts
 from distlab.launch import fork_server_main
 from distlab.launch.errors import SetupError
 from distlab.launch.protocol import WorldFolder
+from distlab.util import processes
 
 START_TIMEOUT_S = 120.0  # a cold disk may take long to read torch
 KILL_TIMEOUT_S = 5.0  # a killed process is gone in milliseconds, unless it is in a disk access
@@ -340,7 +340,7 @@ def _leave() -> None:
     """End all fork servers, also those that are still loading; nobody waits for them any more."""
     global _is_leaving
     _is_leaving = True
-    interrupts.ignore()  # this process is ending as it is
+    processes.ignore_ctrl_c()  # this process is ending as it is
     for fork_server in list(_beginning):
         fork_server.abandon()
     close_idle()

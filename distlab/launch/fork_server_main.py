@@ -31,9 +31,8 @@ from types import FrameType
 
 import psutil
 
-from distlab import garbage
-from distlab.launch import huge_pages, prctl
 from distlab.launch.protocol import DUMP_FROM_C_SIGNAL, DUMP_SIGNAL
+from distlab.util import processes
 
 START, PRELOAD, PING = b"s", b"p", b"?"
 RECORD = struct.Struct("=cqq")  # kind, pid, wait status
@@ -59,7 +58,7 @@ def main() -> None:
     if method == "fork":
         with _ended_without(parent, signal.SIG_DFL):
             _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
-    prctl.adopt_orphans()
+    processes.adopt_orphans()
     exits = _wake_on_exit()
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -121,7 +120,7 @@ def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
     elif request == PING:
         parent.sendall(RECORD.pack(READY, 0, 0))
         if next(_uses) == MANY_USES:  # and none runs now: shared pages stay as they are
-            huge_pages.collapse()
+            processes.collapse_memory()
     return bool(request)
 
 
@@ -135,11 +134,11 @@ def _read_line(parent: socket.socket) -> str:
 
 def _preload(names: list[str]) -> None:
     """Import what ranks will need; what cannot be imported here will be reported by a rank."""
-    garbage.pause()
+    processes.pause_collection()
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    garbage.resume()  # the ranks' collectors leave these objects alone, and their pages stay shared
+    processes.resume_collection()
 
 
 def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:

@@ -1,5 +1,14 @@
-"""What a world may use before it is stopped, and which of these limits stopped it."""
+"""What a world may use, how long it may take to start, and how much it has used.
 
+with metered() as used:
+    launch.run(fn, 4)
+used.cpu_s     # of the rank that has computed most
+"""
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
@@ -65,3 +74,73 @@ class Exceeded:
             "idle": " in which no rank computed",
         }
         return f"{self.seconds:g} s{behind[self.limit]}"
+
+
+@dataclass
+class Used:
+    """What the worlds inside a ``metered`` block have used, the largest of each.
+
+    Attributes:
+        cpu_s: processor time of the process that has computed most, after all ranks were up.
+        wall_s: from then until the last rank had reported.
+    """
+
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+
+
+_current: contextvars.ContextVar[Used | None] = contextvars.ContextVar("used", default=None)
+
+
+@contextlib.contextmanager
+def metered() -> Iterator[Used]:
+    """Note what every world that is run inside the block uses."""
+    used = Used()
+    token = _current.set(used)
+    try:
+        yield used
+    finally:
+        _current.reset(token)
+
+
+def note_use(cpu_s: float, wall_s: float) -> None:
+    """Note what one world has used, if somebody asked."""
+    used = _current.get()
+    if used is not None:
+        used.cpu_s, used.wall_s = max(used.cpu_s, cpu_s), max(used.wall_s, wall_s)
+
+
+MAX_PER_CORE = 4
+START_TIMEOUT_S = 120.0  # for all ranks to join the process group
+# For each rank beyond MAX_PER_CORE of a core: ten times what 200 ranks took on two busy cores.
+START_MORE_S = 2.0
+
+
+def start_timeout_s(world_size: int, num_cores: int) -> float:
+    """Return how long ranks may take to join the process group: longer if many share a core."""
+    return START_TIMEOUT_S + START_MORE_S * max(0.0, world_size / num_cores - MAX_PER_CORE)
+
+
+def start_explained(world_size: int, num_cores: int) -> str:
+    """Say how ``start_timeout_s`` comes about, and what to do."""
+    return (
+        f"All ranks must have started within {START_TIMEOUT_S:g} s, and {START_MORE_S:g} s more "
+        f"for each rank beyond {MAX_PER_CORE} of a core. {crowd(world_size, num_cores)}"
+    ).rstrip()
+
+
+def crowd(world_size: int, num_cores: int) -> str:
+    """Return a warning if there are many ranks for each core, "" if not."""
+    if world_size <= MAX_PER_CORE * num_cores:
+        return ""
+    cores = f"{num_cores} core" + "s" * (num_cores != 1)
+    return (
+        f"{world_size} workers share {cores}, more than {MAX_PER_CORE} a core: they start slowly "
+        f"and wait for each other. Use at most {MAX_PER_CORE * num_cores}, or backend sim"
+    )
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -3,9 +3,14 @@
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 
+from distlab.launch.limits import crowd, num_cores
+
 LAST_BYTES, LAST_LINES = 4096, 10
+QUIET_S = 1.0  # a world that is up sooner needs no words
+REDRAW_S = 0.2
 
 
 @contextlib.contextmanager
@@ -69,3 +74,35 @@ class Screen:
 def _is_open() -> bool:
     """Whether there is an output: a program without a console has none, others close theirs."""
     return sys.stdout is not None and not sys.stdout.closed
+
+
+class Display:
+    """One line on the terminal: how many ranks have joined; erased when all have."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._is_on = sys.stderr is not None and sys.stderr.isatty()
+        self._next_draw = time.monotonic() + QUIET_S
+        self._has_drawn = False
+        if self._is_on and (warning := crowd(world_size, num_cores())):
+            self._write(f"{warning}\n")
+
+    def show(self, num_forked: int, num_joined: int) -> None:
+        """Draw the state anew, a few times a second at most."""
+        now = time.monotonic()
+        if not self._is_on or now < self._next_draw:
+            return
+        self._next_draw, self._has_drawn = now + REDRAW_S, True
+        self._write(
+            f"\r\x1b[Kstarting {self._world_size} ranks: {num_forked} have a process, "
+            f"{num_joined} have joined the group"
+        )
+
+    def close(self) -> None:
+        """Erase the line; nothing is shown any more."""
+        if self._has_drawn:
+            self._write("\r\x1b[K")
+        self._is_on = self._has_drawn = False
+
+    def _write(self, text: str) -> None:
+        print(text, end="", file=sys.stderr, flush=True)

@@ -16,10 +16,10 @@ from typing import IO
 
 import psutil
 
-from distlab.launch import meter, output, plain, stacks, starting
+from distlab.launch import output, plain, stacks
 from distlab.launch.errors import SetupError
 from distlab.launch.fork_server import ForkServer
-from distlab.launch.limits import Exceeded, Limits
+from distlab.launch.limits import Exceeded, Limits, note_use, num_cores, start_timeout_s
 from distlab.launch.protocol import (
     DUMP_FROM_C_SIGNAL,
     DUMP_SIGNAL,
@@ -68,7 +68,7 @@ class Supervisor:
         self.ranks: list[RankProcess] = []
         self.exceeded: Exceeded | None = None  # the limit that ended the world, if one did
         # From the last start of the clock on.
-        self.limit_s: float | None = starting.timeout_s(spec.world_size, starting.num_cores())
+        self.limit_s: float | None = start_timeout_s(spec.world_size, num_cores())
         self._clock_started = time.monotonic()
         self._has_gone = False  # all ranks were told to call the function
         self._next_look = 0.0
@@ -80,7 +80,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
         self._screen = output.Screen(MAX_SHOWN_BYTES if is_plain else None)
-        self._display = starting.Display(0)
+        self._display = output.Display(0)
 
     def run(self) -> list[RankProcess]:
         """Start the ranks, watch them to the end, and return what is known of each.
@@ -88,7 +88,7 @@ class Supervisor:
         Afterwards no process that they started is left, whatever happened, ctrl-C included.
         """
         self._clock_started = time.monotonic()
-        self._display = starting.Display(self.spec.world_size)
+        self._display = output.Display(self.spec.world_size)
         try:
             for number in range(self.spec.world_size):
                 self._start(number)
@@ -182,7 +182,7 @@ class Supervisor:
                 self._go()
         if REPORTED in words:
             rank.report = self._read_report(rank)
-            meter.note(rank.cpu_s() - rank.baseline_cpu_s, time.monotonic() - self._clock_started)
+            note_use(rank.cpu_s() - rank.baseline_cpu_s, time.monotonic() - self._clock_started)
         if not words:  # the rank's end is closed; its exit comes through the fork server
             self._selector.unregister(rank.control)
 

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from distlab.launch import stacks, starting
+from distlab.launch import limits, stacks
 from distlab.launch.errors import (
     LaunchError,
     RankCrashed,
@@ -124,7 +124,7 @@ def _hang(ranks: Sequence[RankProcess], exceeded: Exceeded) -> RankHung:
 
 def _advice(exceeded: Exceeded, world_size: int, *, all_wait: bool) -> list[str]:
     if exceeded.limit == "start":
-        return [starting.explained(world_size, starting.num_cores())]
+        return [limits.start_explained(world_size, limits.num_cores())]
     if not all_wait:
         return []
     return [

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.launch import prctl, rank_report, world
+from distlab.launch import world
 from distlab.launch.protocol import (
     CANNOT_REPORT,
     DUMP_FROM_C_SIGNAL,
@@ -35,6 +35,8 @@ from distlab.launch.protocol import (
     Spec,
     WorldFolder,
 )
+from distlab.launch.rank import encoded, report_of_error, report_of_result
+from distlab.util import processes
 
 # A rank that has returned stays connected for so long while others still work. Then it closes, and
 # anyone who waits for it learns at once that it has gone.
@@ -49,7 +51,7 @@ def main_of_fresh_process() -> None:
 
 def main(control: socket.socket) -> None:
     """Be the rank that the other end of ``control`` names. Does not return."""
-    prctl.die_with_parent()
+    processes.die_with_parent()
     folder_name, rank_text = control.recv(4096).decode().split("\n")
     folder, rank = WorldFolder(Path(folder_name)), int(rank_text)
     stacks = folder.stacks(rank).open("w")
@@ -69,13 +71,11 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
     try:
         if spec.simulation:
             from distlab.launch import (
-                simulation_process,  # with all of the simulator: only where needed
+                simulation,  # with all of the simulator: only where needed
             )
 
             _start_together(control)
-            return rank_report.of_result(
-                simulation_process.simulate_in_child(spec, spec.simulation, folder)
-            )
+            return report_of_result(simulation.simulate_in_child(spec, spec.simulation, folder))
         with world.on_device(device):
             world.init_process_group(
                 spec.backend,
@@ -87,10 +87,10 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
             )
             _start_together(control)
             fn, args = spec.function_and_arguments()
-            result = rank_report.encoded(fn(*args), plain_results=spec.plain_results)
-            return rank_report.of_result(result)
+            result = encoded(fn(*args), plain_results=spec.plain_results)
+            return report_of_result(result)
     except BaseException as error:
-        return rank_report.of_error(error, __file__, spec.given)
+        return report_of_error(error, __file__, spec.given)
 
 
 def _start_together(control: socket.socket) -> None:

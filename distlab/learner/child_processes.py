@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from distlab.launch import prctl
+from distlab.util import processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5
@@ -34,7 +34,7 @@ def command(code: str, *arguments: str) -> list[str]:
 
 def stay_with(parent: int) -> None:
     """End when the parent does; the first act of a child."""
-    prctl.die_with_parent()
+    processes.die_with_parent()
     if os.getppid() != parent:  # it had ended before the line above
         sys.exit(1)
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 from mpi4py import MPI
 from torch._C._distributed_c10d import Store
 
-from distlab import interrupts
+from distlab.util import processes
 from distlab.util.tracebacks import is_message_enough
 
 FAILED, INTERRUPTED = 1, 130
@@ -53,7 +53,7 @@ class Ending:
 
     def _end_the_job(self, error: BaseException) -> NoReturn:
         """Say why, if no other rank has; end all ranks. mpirun returns the exit code."""
-        interrupts.ignore()
+        processes.ignore_ctrl_c()
         code = _exit_code(error)
         if not self._is_first():
             time.sleep(PATIENCE_S)

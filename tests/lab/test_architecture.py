@@ -61,7 +61,7 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
 }
-TOOLS = {"garbage", "interrupts", "torchvision_repair", "util"}
+TOOLS = {"torchvision_repair", "util"}
 # The one module that imports phases and solutions, and the modules that import what is not written
 # in them: packages with lazy names, hand-ins, and what a fork server preloads.
 FINDER = "distlab.lessons"

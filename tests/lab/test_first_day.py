@@ -14,7 +14,7 @@ from commands import COURSE, ROOT, distlab
 
 from distlab import training
 from distlab.cli import completion
-from distlab.launch import starting
+from distlab.launch import limits, output
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ class Terminal(io.StringIO):
 
 def test_ranks_are_counted_while_a_long_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(starting, "QUIET_S", 0.0)
-    display = starting.Display(3)
+    monkeypatch.setattr(output, "QUIET_S", 0.0)
+    display = output.Display(3)
     display.show(2, 1)
     display.close()
     display.show(3, 3)
@@ -107,13 +107,13 @@ def test_ranks_are_counted_while_a_long_start_takes(monkeypatch: pytest.MonkeyPa
 
 
 def test_few_workers_are_not_warned_of() -> None:
-    assert starting.crowd(8, num_cores=2) == ""
-    assert starting.crowd(9, num_cores=2).startswith("9 workers share 2 cores, more than 4 a core")
+    assert limits.crowd(8, num_cores=2) == ""
+    assert limits.crowd(9, num_cores=2).startswith("9 workers share 2 cores, more than 4 a core")
 
 
 def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    display = starting.Display(10_000)
-    time.sleep(starting.QUIET_S)
+    display = output.Display(10_000)
+    time.sleep(output.QUIET_S)
     display.show(3, 1)
     display.close()
     assert capsys.readouterr() == ("", "")

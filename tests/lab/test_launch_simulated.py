@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import simulation_process
+from distlab.launch import api
 from distlab.launch.rank import RankProcess
 from distlab.sim import Cluster, Faults, Options
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
@@ -205,14 +205,14 @@ def test_a_trace_that_nobody_asked_for_stays_in_the_process_of_the_simulation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
-    read = simulation_process.read_outcome
+    read = api.read_outcome
 
     def noted(process: RankProcess, *rest: Any, **options: Any) -> object:
         assert process.report
         sizes.append(len(process.report.result))
         return read(process, *rest, **options)
 
-    monkeypatch.setattr(simulation_process, "read_outcome", noted)
+    monkeypatch.setattr(api, "read_outcome", noted)
     launch.run(total, 16, "recursive_doubling", backend="sim")
     launch.simulate(total, 16, "recursive_doubling")
     assert sizes[0] < 1000 < sizes[1]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch, training
-from distlab.launch import choices, launchers, srun
+from distlab.launch import choices, launchers
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -60,7 +60,7 @@ print(f"rank {dist.get_rank()} agrees\\n", end="", flush=True)  # in one write
 def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     monkeypatch.setenv("FAKE_JOB_ID", str(os.getpid()))  # its port is one of its own
-    path = tmp_path / "srun.py"
+    path = tmp_path / "launchers.py"
     path.write_text(FAKE_SRUN)
 
     def run(num_tasks: int, *command: str) -> subprocess.CompletedProcess[str]:
@@ -115,7 +115,7 @@ def test_the_train_command_trains_under_srun(fake_srun: Any) -> None:
 
 def test_a_task_is_described_as_torchrun_would(as_task: Any) -> None:
     as_task()
-    task = srun.this_task()
+    task = launchers.this_task()
     assert task
     assert task.torchrun_variables() == {
         "RANK": "3",
@@ -123,7 +123,9 @@ def test_a_task_is_described_as_torchrun_would(as_task: Any) -> None:
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "node01",
-        "MASTER_PORT": str(srun.FIRST_PORT + (4711 * srun.STEPS_APART + 2) % srun.NUM_PORTS),
+        "MASTER_PORT": str(
+            launchers.FIRST_PORT + (4711 * launchers.STEPS_APART + 2) % launchers.NUM_PORTS
+        ),
     }
 
 
@@ -131,7 +133,7 @@ def test_where_the_tasks_meet_can_be_chosen(as_task: Any, monkeypatch: pytest.Mo
     as_task()
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    task = srun.this_task()
+    task = launchers.this_task()
     assert task
     variables = task.torchrun_variables()
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "29500")
@@ -139,7 +141,7 @@ def test_where_the_tasks_meet_can_be_chosen(as_task: Any, monkeypatch: pytest.Mo
 
 def test_tasks_of_one_node_meet_on_the_loopback(as_task: Any) -> None:
     as_task(SLURM_STEP_NUM_NODES="1", SLURM_STEP_TASKS_PER_NODE="4", SLURM_NODEID="0")
-    task = srun.this_task()
+    task = launchers.this_task()
     assert task
     assert (task.master_address, task.local_world_size) == ("127.0.0.1", 4)
 
@@ -147,7 +149,7 @@ def test_tasks_of_one_node_meet_on_the_loopback(as_task: Any) -> None:
 def test_a_batch_script_is_no_task_of_srun(as_task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     as_task()
     monkeypatch.delenv("SLURM_STEP_NODELIST")
-    assert srun.this_task() is None
+    assert launchers.this_task() is None
     assert launch.run(dist.get_rank, 2) == [0, 1]
 
 
@@ -163,7 +165,7 @@ def test_the_variables_that_older_versions_lack_are_not_needed(
     as_task()
     for name in ("NUM_NODES", "TASKS_PER_NODE", "ID"):
         monkeypatch.delenv(f"SLURM_STEP_{name}")
-    task = srun.this_task()
+    task = launchers.this_task()
     assert task
     assert (task.rank, task.world_size, task.master_address) == (3, 4, "node01")
 
@@ -173,7 +175,7 @@ def test_two_jobs_and_two_steps_have_ports_of_their_own(as_task: Any) -> None:
     for job in range(100, 110):
         for step in range(5):
             as_task(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))
-            task = srun.this_task()
+            task = launchers.this_task()
             assert task
             ports.add(task.master_port)
     assert len(ports) == 50
@@ -192,14 +194,14 @@ def test_two_jobs_and_two_steps_have_ports_of_their_own(as_task: Any) -> None:
     ],
 )
 def test_the_first_host_of_a_list_is_written_out(nodes: str, first: str) -> None:
-    assert srun.first_host(nodes) == first
+    assert launchers.first_host(nodes) == first
 
 
 @pytest.mark.parametrize(
     ("counts", "expanded"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,12(x2)", [1, 12, 12])]
 )
 def test_the_tasks_of_each_node_are_written_out(counts: str, expanded: list[int]) -> None:
-    assert srun.tasks_per_node(counts) == expanded
+    assert launchers.tasks_per_node(counts) == expanded
 
 
 # What does not fit
@@ -261,7 +263,7 @@ def test_a_task_takes_a_gpu_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     as_task(**variables)
-    task, found = srun.this_task(), launchers.launched()
+    task, found = launchers.this_task(), launchers.launched()
     assert task
     assert found
     for name, value in task.torchrun_variables().items():

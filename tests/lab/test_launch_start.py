@@ -20,8 +20,9 @@ import pytest
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import Limits, fork_server, fork_server_main, starting
+from distlab.launch import Limits, fork_server, fork_server_main, limits, output
 from distlab.launch.rank import RankProcess
+from distlab.util import processes as own_processes
 
 MiB = 2**20
 
@@ -110,7 +111,7 @@ def test_a_rank_killed_while_others_are_started_is_the_one_to_blame(
 def test_a_start_that_takes_too_long_says_how_long_it_may_take(
     on_start: Callable[[Callable[[int, int], None]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(limits, "START_TIMEOUT_S", 0.5)
     on_start(lambda number, pid: os.kill(pid, signal.SIGSTOP) if number == 1 else None)
     with pytest.raises(launch.RankHung, match=r"^time is up after 0\.5 s to start: ") as caught:
         launch.run(dist.get_rank, 2)
@@ -120,11 +121,14 @@ def test_a_start_that_takes_too_long_says_how_long_it_may_take(
 
 
 def test_many_ranks_on_few_cores_may_take_longer_to_start() -> None:
-    assert starting.timeout_s(8, num_cores=2) == starting.TIMEOUT_S
-    assert starting.timeout_s(200, num_cores=2) == starting.TIMEOUT_S + 96 * starting.MORE_S
-    assert starting.timeout_s(200, num_cores=64) == starting.TIMEOUT_S
-    assert "200 workers share 2 cores" in starting.explained(200, num_cores=2)
-    assert starting.explained(2, num_cores=2).endswith("of a core.")
+    assert limits.start_timeout_s(8, num_cores=2) == limits.START_TIMEOUT_S
+    assert (
+        limits.start_timeout_s(200, num_cores=2)
+        == limits.START_TIMEOUT_S + 96 * limits.START_MORE_S
+    )
+    assert limits.start_timeout_s(200, num_cores=64) == limits.START_TIMEOUT_S
+    assert "200 workers share 2 cores" in limits.start_explained(200, num_cores=2)
+    assert limits.start_explained(2, num_cores=2).endswith("of a core.")
 
 
 class Terminal(io.StringIO):
@@ -140,8 +144,8 @@ def test_who_is_at_a_terminal_sees_how_far_the_start_is(
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(1.0, os.kill, [pid, signal.SIGCONT]).start()
 
-    monkeypatch.setattr(starting, "QUIET_S", 0.0)
-    monkeypatch.setattr(starting, "REDRAW_S", 0.0)
+    monkeypatch.setattr(output, "QUIET_S", 0.0)
+    monkeypatch.setattr(output, "REDRAW_S", 0.0)
     on_start(hold_back)
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert launch.run(dist.get_rank, 2) == [0, 1]
@@ -447,3 +451,20 @@ def test_the_last_lines_of_a_rank_on_a_terminal_arrive() -> None:
         "launch.run(lambda: print('x' * 60_000 + ' end'), 1)"
     )
     assert python(script).stdout.count("x" * 60_000 + " end\n") == 1
+
+
+MAPS = """\
+55d0c0a00000-55d0c0a01000 r--p 00000000 08:01 1234                       /usr/bin/python3.11
+55d0c1c00000-55d0c6e00000 rw-p 00000000 00:00 0                          [heap]
+7f0000000000-7f0000021000 rw-p 00000000 00:00 0
+7f1000000000-7f1002600000 rw-p 00000000 00:00 0
+7f2000000000-7f2002600000 rw-s 00000000 00:01 77                         /dev/zero (deleted)
+7f3000000000-7f3002600000 r--p 00000000 00:00 0
+7ffc1c000000-7ffc1c800000 rw-p 00000000 00:00 0                          [stack]
+"""
+
+
+def test_the_heap_and_large_areas_without_a_file_move_into_huge_pages() -> None:
+    heap, arena = own_processes._private_areas(MAPS)
+    assert heap == (0x55D0C1C00000, 0x5200000)
+    assert arena == (0x7F1000000000, 0x2600000)

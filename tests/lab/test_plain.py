@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab import launch, sim
-from distlab.launch import plain, simulation_report
+from distlab.launch import plain, simulation
 from distlab.launch.protocol import Outcome, Report, SimulationSpec, WorldFolder
 from distlab.sim import Cluster  # noqa: F401 (the name in a string below)
 
@@ -199,7 +199,7 @@ def sends_its_rank() -> list[int]:
 def test_what_is_not_a_simulation_is_refused(sent: object) -> None:
     spec = SimulationSpec(2, None, None, wants_trace=True)
     with pytest.raises(plain.NotPlainError, match="no simulation"):
-        simulation_report.read(plain.dumps(sent), spec, plain_results=True)
+        simulation.read(plain.dumps(sent), spec, plain_results=True)
 
 
 def returns_on_rank_1(make: str) -> object:

@@ -22,7 +22,7 @@ from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission, reference
 from distlab.launch import Limits, RankHung
-from distlab.launch.meter import Used
+from distlab.launch.limits import Used
 
 ROOT = Path(__file__).parents[3]
 HEAD = """import torch.distributed as dist

@@ -1,36 +1,48 @@
 """The world ``sim``, supervised: the simulated cluster runs in a process of its own.
 
-So an endless loop, a crash or ``os._exit`` in a simulated rank is one clear error in time, as in
-the other worlds, and a simulation leaves nothing behind in the process that asked for it.
+An endless loop, a crash or ``os._exit`` in a simulated rank is one clear error in time, as in the
+other worlds, and a simulation leaves nothing behind in the calling process. Its process reports
+plain data:
+
+    {"results": [bytes of each], "seconds": …, "flops": […], "trace": {…} or None}
+    {"error": "RankHung", "kind": …, "message": …, "rank": … or None, "exception": …,
+     "advice": …}
+
+Results are encoded separately, because they may have to be pickled.
 """
 
 import gc
 import mmap
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from distlab import sim
-from distlab.launch import plain, simulation_report, stacks, verdict, world
+from distlab.launch import plain, stacks, verdict, world
 from distlab.launch.errors import (
     LaunchError,
+    RankExited,
     RankFailed,
     RankHung,
+    RankOutOfMemory,
     SetupError,
 )
 from distlab.launch.limits import Exceeded
-from distlab.launch.protocol import WORD_BYTES, SimulationSpec, Spec, WorldFolder
-from distlab.launch.rank import RankProcess
+from distlab.launch.protocol import MAX_TEXT, WORD_BYTES, SimulationSpec, Spec, WorldFolder
+from distlab.launch.rank import RankProcess, encoded
+from distlab.sim.engine.trace import Event
+from distlab.sim.reporting.errors import EXIT
 from distlab.util.text import rank_names
 
 T = TypeVar("T")
 
 
-def check(simulation: SimulationSpec) -> None:
+def check_simulation(simulation: SimulationSpec) -> None:
     """Refuse too many ranks, a cluster that does not exist or is too small, faults of no rank.
 
     Raises:
@@ -61,8 +73,8 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
             running=running,
         )
     except sim.SimulationError as error:
-        return simulation_report.of_error(error)
-    return simulation_report.of_simulation(
+        return of_error(error)
+    return of_simulation(
         simulated, wants_trace=simulation.wants_trace, plain_results=spec.plain_results
     )
 
@@ -119,9 +131,7 @@ def read_outcome(
     """
     if process.has_returned and process.report:
         try:
-            return simulation_report.read(
-                process.report.result, simulation, plain_results=plain_results
-            )
+            return read(process.report.result, simulation, plain_results=plain_results)
         except plain.NotPlainError as error:
             return RankFailed(f"a simulated rank returned {error}")
     return _lost_simulation(process, simulation, folder, exceeded)
@@ -171,3 +181,133 @@ def _lost_simulation(
     error, headline = verdict.cause(process)
     where = f" {place}" if place.frame else ""
     return error(f"{who} was running when its process {headline}{where}", rank=number)
+
+
+ROWS = "_rows"  # the events in a trace's state
+REPEATED = [Event._fields.index(name) for name in ("kind", "name", "site")]
+
+_KINDS = {kind.__name__: kind for kind in (RankFailed, RankHung, RankExited, RankOutOfMemory)}
+_KIND_OF: dict[type, str] = {sim.Deadlock: "deadlock", sim.Mismatch: "mismatch"}
+_BY_EXCEPTION = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited, EXIT: RankExited}
+
+
+def of_simulation(
+    simulated: "sim.Simulated[Any]", *, wants_trace: bool, plain_results: bool
+) -> bytes:
+    """Pack what a simulation gave.
+
+    Raises:
+        TypeError: A result cannot be pickled.
+    """
+    outcome = {
+        "results": _encoded(simulated.results, plain_results=plain_results),
+        "seconds": simulated.seconds,
+        "flops": simulated.flops,
+        "trace": _packed(simulated.trace.state()) if wants_trace else None,
+    }
+    return plain.dumps(outcome)
+
+
+def _packed(state: dict[str, Any]) -> dict[str, Any]:
+    """Turn the rows of a trace, of which there are many, into columns; names and sites repeat."""
+    columns = [list(column) for column in zip(*state[ROWS], strict=True)]
+    tables = []
+    for place in REPEATED if columns else ():
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(columns[place]))}
+        columns[place] = [numbers[value] for value in columns[place]]
+        tables.append(list(numbers))
+    return {**state, ROWS: columns, "tables": tables}
+
+
+def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``_packed`` was given."""
+    columns = state[ROWS]
+    for place, table in zip(REPEATED, state.pop("tables"), strict=False):
+        columns[place] = [table[number] for number in columns[place]]
+    return {**state, ROWS: list(zip(*columns, strict=True))}
+
+
+def _encoded(results: list[Any], *, plain_results: bool) -> list[bytes]:
+    sent = []
+    for rank, result in enumerate(results):
+        try:
+            sent.append(encoded(result, plain_results=plain_results))
+        except TypeError as error:
+            raise TypeError(f"rank {rank}: {error}") from None
+    return sent
+
+
+def of_error(error: sim.SimulationError) -> bytes:
+    """Pack the error that ended a simulation, as one of all worlds."""
+    kind: type[LaunchError] = RankHung if isinstance(error, sim.Deadlock) else RankFailed
+    exception = error.exception if isinstance(error, sim.RankError) else ""
+    outcome = {
+        "error": _BY_EXCEPTION.get(exception, kind).__name__,
+        "kind": _KIND_OF.get(type(error), ""),
+        "message": str(error),
+        "rank": error.ranks[0] if len(error.ranks) == 1 else None,
+        "exception": "" if exception == EXIT else exception,
+        "advice": error.advice if isinstance(error, sim.Deadlock) else "",
+    }
+    return plain.dumps(outcome)
+
+
+def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> object:
+    """Return the simulation, its results alone if no trace was asked for, or its LaunchError.
+
+    Raises:
+        NotPlainError: something else was sent than the above; or in a result, if these must be
+            plain.
+    """
+    try:
+        values: Any = plain.loads(sent)
+        return (
+            _error(values) if "error" in values else _simulated(values, simulation, plain_results)
+        )
+    except RankFailed as error:
+        return error
+    except plain.NotPlainError:
+        raise
+    except Exception as error:  # whatever what was sent may lead to
+        raise plain.NotPlainError(f"no simulation ({error})") from None
+
+
+def _own_results(pickled: list[bytes]) -> list[Any]:
+    return [pickle.loads(result) for result in pickled]
+
+
+def _plain_results(pickled: list[bytes]) -> list[Any]:
+    results = []
+    for rank, result in enumerate(pickled):
+        try:
+            results.append(plain.loads_result(result))
+        except plain.NotPlainError as error:
+            who = f"rank {rank} of {len(pickled)}"
+            raise RankFailed(f"{who} returned {error}", rank=rank) from None
+    return results
+
+
+def _error(values: dict[str, Any]) -> LaunchError:
+    rank = None if values["rank"] is None else int(values["rank"])
+    return _KINDS[values["error"]](
+        str(values["message"])[:MAX_TEXT],
+        kind=str(values["kind"]),
+        rank=rank,
+        exception=str(values["exception"]),
+        advice=str(values["advice"])[:MAX_TEXT],
+    )
+
+
+def _simulated(values: dict[str, Any], simulation: SimulationSpec, plain_results: bool) -> object:
+    load = _plain_results if plain_results else _own_results
+    results = load(values["results"])
+    if not simulation.wants_trace:
+        return results
+    return sim.Simulated(
+        results,
+        sim.Trace.of_state(_unpacked(values["trace"])),
+        float(values["seconds"]),
+        sim.choose_cluster(simulation.cluster, simulation.num_ranks),
+        simulation.options or sim.Options(),
+        [int(flops) for flops in values["flops"]],
+    )
