@@ -6,7 +6,7 @@ from pathlib import Path
 from distlab.course import Task, label_width
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
-from distlab.util.text import joined, sentence
+from distlab.util.text import clipped, joined, sentence
 
 WIDTH = 100
 DETAILS = 25  # lines shown without -v
@@ -78,7 +78,7 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
             yield from _whole(task, verbose=verbose)
         elif not cause:
             first, *more = message(task).splitlines()
-            yield first if len(first) <= WIDTH and not more else f"{first[: WIDTH - 2]} …"
+            yield f"{clipped(first, WIDTH - 2)} …" if more else clipped(first, WIDTH)
     if len(wrong) > 1 and not verbose:
         yield f"({len(wrong) - 1} more, one line each; {IN_FULL} shows them in full)"
     yield from _next_to_write(result)

@@ -1,5 +1,7 @@
 """Where every rank is: read faulthandler's dumps and say it in one sentence."""
 
+import ast
+import contextlib
 import linecache
 import os
 import re
@@ -9,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import distlab
+from distlab.util import files
 from distlab.util.text import rank_names, verb
 
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
 _MAIN = re.compile(r"^main (?P<ident>0x[0-9a-f]+)$", re.MULTILINE)
 _ASKS = re.compile(r"get_|is_")  # get_rank and the like never wait
@@ -31,7 +34,7 @@ def is_of_program(file: str, given: Sequence[str] = ()) -> bool:
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack."""
+    """One line of a stack; line 0: which one is unknown."""
 
     file: str
     line: int
@@ -48,7 +51,8 @@ class Frame:
         return is_of_program(self.file)
 
     def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}"
+        name = Path(self.file).name
+        return f"{name}:{self.line}" if self.line else name
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,24 @@ def _thread(dump: str, ident: int | None) -> list[Frame]:
         if thread := _THREAD.match(line):
             current = stacks.setdefault(int(thread["ident"], 16), [])
         elif frame := _FRAME.match(line):
-            current.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+            current.append(_frame(frame["file"], frame["line"], frame["function"]))
     return stacks.get(ident, []) if ident is not None else []
+
+
+def _frame(file: str, line: str, function: str) -> Frame:
+    """Read a frame; one at an instruction that has no line is at its function's first."""
+    return Frame(file, int(line) if line.isdecimal() else _first_line(file, function), function)
+
+
+def _first_line(file: str, function: str) -> int:
+    """Find where a function is defined; 0 if no place or several are possible."""
+    with contextlib.suppress(Exception):  # the program may have replaced its file by anything
+        source = files.read_regular(Path(file), files.MAX_SOURCE_BYTES)
+        nodes = ast.walk(ast.parse(source))
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        lines = [node.lineno for node in nodes if isinstance(node, kinds) and node.name == function]
+        return lines[0] if len(lines) == 1 else 0
+    return 0
 
 
 def _operation(callees: Sequence[Frame], caller: Frame) -> str:

@@ -21,7 +21,7 @@ from distlab.launch.errors import (
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import CANNOT_REPORT, Outcome
 from distlab.launch.rank import RankProcess
-from distlab.util.text import rank_names, signal_name, verb
+from distlab.util.text import clipped, rank_names, signal_name, verb
 
 OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
 FATE_CHARACTERS = 120
@@ -184,7 +184,7 @@ def _hints(rank: RankProcess) -> list[str]:
 
 def _output(rank: RankProcess) -> list[str]:
     lines = rank.text().rstrip().splitlines()[-OUTPUT_LINES:]
-    shown = [f"  {_clipped(line, OUTPUT_CHARACTERS)}" for line in lines]
+    shown = [f"  {clipped(line, OUTPUT_CHARACTERS)}" for line in lines]
     return ["\n".join([f"The last output of rank {rank.number}:", *shown])] if shown else []
 
 
@@ -211,8 +211,4 @@ def _what(rank: RankProcess) -> str:
     if rank.was_stopped and rank.place:
         doing = "" if not rank.place.frame else "waiting " if rank.place.operation else "running "
         return f"stopped while {doing}{rank.place}"
-    return _clipped(cause(rank)[1].splitlines()[0], FATE_CHARACTERS)
-
-
-def _clipped(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return clipped(cause(rank)[1].splitlines()[0], FATE_CHARACTERS)

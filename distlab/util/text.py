@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import re
 import signal
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 
@@ -36,6 +37,14 @@ def sentence(text: str) -> str:
     """Add a full stop to a text that lacks a final punctuation mark."""
     text = text.rstrip()
     return text if text.endswith((".", "?", "!", ":", "…")) else f"{text}."
+
+
+def clipped(text: str, limit: int) -> str:
+    """Shorten a line to ``limit`` characters: first the folders of its paths, then its middle."""
+    if len(text) > limit:
+        text = re.sub(r"/(?:[^/\s:'\"]+/)+", "…/", text)
+    end = limit // 2
+    return text if len(text) <= limit else f"{text[: limit - end - 1]}…{text[-end:]}"
 
 
 def lowered(text: str) -> str:

@@ -48,6 +48,18 @@ def test_other_threads_do_not_count() -> None:
     assert place.frame == Frame(LESSON, 5, "mine")
 
 
+def test_a_frame_without_a_line_is_named_by_its_function(tmp_path: Path) -> None:
+    """Some instructions have no line: Python's dump then says ``line ???``."""
+    lesson = tmp_path / "tree.py"
+    lesson.write_text("x = 1\n\ndef broadcast():\n    while True: x if x else 0\n")
+    text = dump((str(lesson), 4, "broadcast")).replace("line 4", "line ???")
+    assert str(read_place(text)) == "at tree.py:3 in broadcast"
+    lesson.write_text(lesson.read_text() * 2)  # which of the two functions, the dump cannot say
+    assert str(read_place(text)) == "at tree.py in broadcast"
+    lesson.unlink()
+    assert str(read_place(text)) == "at tree.py in broadcast"
+
+
 def test_without_a_dump_the_place_is_unknown() -> None:
     for text in ("", "main 0x7f01\n", "garbage"):
         assert str(read_place(text)) == "at an unknown place: it did not answer"

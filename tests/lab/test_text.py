@@ -7,6 +7,7 @@ import pytest
 from distlab.util.text import (
     bytes_text,
     clauses,
+    clipped,
     counted,
     did_you_mean,
     joined,
@@ -104,3 +105,10 @@ def test_a_sentence_ends_once() -> None:
     assert sentence("It is wrong ") == "It is wrong."
     for text in ("It is wrong.", "Why?", "Thus:", "And …"):
         assert sentence(text) == text
+
+
+def test_a_line_is_shortened_in_its_paths_before_its_reason() -> None:
+    line = "raised OSError: /home/learner/course/phase4/step-3.pt: the file is damaged"
+    assert clipped(line, len(line)) == line
+    assert clipped(line, 60) == "raised OSError: …/step-3.pt: the file is damaged"
+    assert clipped("raised OSError: it is damaged", 20) == "raised OS…is damaged"
