@@ -94,6 +94,11 @@ def load(bank: Path) -> list[Answer]:
     ]
 
 
+def path_of(bank: Path, task: Task) -> Path:
+    """Return the file of a bank that holds the answers to a task."""
+    return bank / f"phase{task.id.partition('.')[0]}" / f"{task.id.replace('.', '_')}.toml"
+
+
 def load_equivalents() -> list[Answer]:
     """Read the mutants of solutions that no test can tell from them, ``["1.5".NAME]``."""
     return [

@@ -3,10 +3,12 @@
 import importlib
 import inspect
 import multiprocessing
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from distlab.course import Task
 from distlab.grade.outcomes import Outcome, Verdict, verdict_on
@@ -63,6 +65,33 @@ def verdicts_on_processes(submission: Submission, task: Task) -> Iterator[Found]
     for test in find_tests(task):
         if test.is_real:
             yield test.name, _verdict(submission, task, "gloo", test, test.cases[-1])
+
+
+class Rejection(NamedTuple):
+    """Verdict of a test on a submission that it rejects, and the line of a judge that raised it."""
+
+    verdict: Verdict
+    place: str
+
+
+def rejections(
+    submission: Submission, task: Task, tests: Iterable[TaskTest]
+) -> Iterator[Rejection]:
+    """Run all cases of some of a task's tests in the simulated world, and yield the rejections."""
+    for test in tests:
+        for case in test.cases:
+            grade = Grade(submission, task, "sim", TIMEOUT_S, reference=reference(ROOT))
+            try:
+                test.body(grade, **case)
+            except Exception as error:
+                yield Rejection(verdict_on(error), _place_of(error))
+
+
+def _place_of(error: Exception) -> str:
+    """Return the innermost line of a judge in a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    judges = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT / "tests")]
+    return f"{Path(judges[-1].filename).name}:{judges[-1].lineno}"
 
 
 def first_rejection(submission: Submission, task: Task) -> Found | None:

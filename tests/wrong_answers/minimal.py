@@ -1,0 +1,101 @@
+"""Find the fewest wrong answers of our own bank that prove all that it proves.
+
+python tests/wrong_answers/minimal.py --only 1.4 --jobs 2         # prints which may go
+python tests/wrong_answers/minimal.py --jobs 2 --write            # also removes them from the bank
+
+An answer proves that its test can fail, that a line of a judge is reached, and that a sentence of
+advice is given. Answers are taken, the one that proves most first and the shortest of equals, until
+all of this is proved; the others may go. No choice is made by eye.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from wrong_answers import bank  # noqa: E402
+from wrong_answers.bank import Answer  # noqa: E402
+from wrong_answers.grading import find_tests, pool, rejections  # noqa: E402
+
+_VALUE = re.compile(r"\[.*?\]|\(.*?\)|'.*?'|[-+]?\d[\d.,e+-]*")
+_SENTENCE = re.compile(r"(?<=[.?!:;])\s+(?=[A-Z])")
+
+
+def main() -> None:
+    """Choose the answers that stay, task by task."""
+    options = _options()
+    answers = [
+        answer
+        for answer in bank.load(bank.OWN)
+        if not answer.is_right and options.only in ("", answer.task.id)
+    ]
+    superfluous: list[Answer] = []
+    with pool(options.jobs) as processes:
+        proved = processes.map(proofs_of, answers)
+        for task, group in groupby(zip(answers, proved, strict=True), lambda pair: pair[0].task):
+            proofs = dict(group)
+            stay = chosen(proofs)
+            superfluous += (others := [answer for answer in proofs if answer not in stay])
+            names = ", ".join(answer.name for answer in others)
+            print(f"{task.id}: {len(stay)} of {len(proofs)} stay; may go: {names}", flush=True)
+    print(f"{len(answers) - len(superfluous)} of {len(answers)} answers stay")
+    if options.write:
+        _remove(superfluous)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", metavar="TASK", default="", help="one task, such as 1.4")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes")
+    parser.add_argument("--write", action="store_true", help="remove the others from the bank")
+    return parser.parse_args()
+
+
+def proofs_of(answer: Answer) -> frozenset[str]:
+    """Return the test that must reject an answer, the line of a judge, and its advice.
+
+    Raises:
+        LookupError: the test does not reject it as the bank says.
+    """
+    tests = [test for test in find_tests(answer.task) if test.name == answer.rejected_by]
+    with tempfile.TemporaryDirectory() as folder:
+        submission = bank.hand_in(answer.task, answer.lesson(), Path(folder))
+        for rejection in rejections(submission, answer.task, tests):
+            message = rejection.verdict.message
+            if answer.phrase in message:
+                # The first sentence has expected and got, for which the line of the judge stands.
+                _, *advice = _SENTENCE.split(_VALUE.sub("#", message))
+                return frozenset({answer.rejected_by, rejection.place, *advice})
+    raise LookupError(f"{answer.id}: {answer.rejected_by} does not say {answer.phrase!r}")
+
+
+def chosen(proofs: Mapping[Answer, frozenset[str]]) -> set[Answer]:
+    """Return few answers that prove all that is proved, greedily."""
+    missing = frozenset[str]().union(*proofs.values())
+    stay: set[Answer] = set()
+    while missing:
+        best = max(proofs, key=lambda a: (len(proofs[a] & missing), -len(a.change + a.whole)))
+        stay.add(best)
+        missing -= proofs[best]
+    return stay
+
+
+def _remove(answers: Sequence[Answer]) -> None:
+    """Remove answers from the files of the bank."""
+    for task, group in groupby(answers, key=attrgetter("task")):
+        path = bank.path_of(bank.OWN, task)
+        text = path.read_text(encoding="utf-8")
+        for answer in group:
+            table = rf"^\[wrong\.{re.escape(answer.name)}\]\n.*?(?=^\[(?:wrong|right)\.|\Z)"
+            text = re.sub(table, "", text, count=1, flags=re.MULTILINE | re.DOTALL)
+        path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
