@@ -48,52 +48,9 @@ def metrics(query: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("query", "names"),
-    [
-        ('sum by (loss) (rate(step_s{run="accuracy"}[5m])) / 2', {"step_s"}),
-        ("a / on (run) group_left () quantile by (run) (0.5, (b + c))", {"a", "b", "c"}),
-    ],
-)
-def test_names_are_read_from_a_query(query: str, names: set[str]) -> None:
-    assert metrics(query) == names
-
-
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
 def test_panels_show_what_the_trainer_exports(query: str) -> None:
     assert metrics(query) <= {*METRICS, STEP}
-
-
-@pytest.mark.parametrize(
-    ("title", "names"),
-    [
-        ("Images per second", {"images_per_s"}),
-        ("Loss", {"loss"}),
-        ("Accuracy", {"accuracy"}),
-        ("MFU", {"mfu"}),
-        ("Step by part", {"data_s", "compute_s", "communication_s"}),
-        ("Stragglers: own time of each rank", {"data_s", "compute_s"}),
-        ("Checkpoint", {"checkpoint_s"}),
-        ("Failed checkpoints", {"failed_saves_total"}),
-        ("Peak memory by rank", {"peak_memory_bytes"}),
-    ],
-)
-def test_what_one_wants_to_see_is_there(title: str, names: set[str]) -> None:
-    shown = {name for target in PANELS[title]["targets"] for name in metrics(target["expr"])}
-    assert shown == names
-
-
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
-    panels = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels) == len(PANELS)
-    cells = [cell for panel in panels for cell in cells_of(panel["gridPos"])]
-    assert len(cells) == len({*cells})
-    assert {x for x, _ in cells} == {*range(24)}
-
-
-def cells_of(position: dict[str, int]) -> Iterator[tuple[int, int]]:
-    x, y, w, h = (position[key] for key in "xywh")
-    yield from ((column, row) for column in range(x, x + w) for row in range(y, y + h))
 
 
 def test_grafana_finds_the_dashboard_and_prometheus() -> None:
