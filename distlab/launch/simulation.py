@@ -57,7 +57,7 @@ def check_simulation(simulation: SimulationSpec) -> None:
 
 
 def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolder) -> bytes:
-    """Run the simulation that ``spec`` describes; return what ``simulation_report`` makes of it.
+    """Run the simulation that ``spec`` describes; return its report.
 
     Raises:
         TypeError: a result cannot be pickled.

@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab import lessons
 from distlab.chosen import NotThereError
-from distlab.launch.starting import num_cores
+from distlab.launch.limits import num_cores
 from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import EXIT_STOPPED, EXIT_WRONG, ConfigError
 from distlab.production.lessons import find_lessons
