@@ -1,6 +1,5 @@
 """Locks for the threads of ranks: who waits for one waits in virtual time."""
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Protocol
 from distlab.sim.engine.scheduler import NEVER, Strand
 from distlab.sim.isolation import awaited
 from distlab.sim.messages.thread_wait import Look
+from distlab.sim.reporting.sites import outside
 
 real_lock = threading.Lock  # while a world runs, ranks that ask for a lock get one of their own
 
@@ -82,7 +82,9 @@ class RankLock(_Held):
             self._threads.ask()
             return False
         until_s = NEVER if timeout < 0 else self._threads.now_s() + timeout
-        frame = sys._getframe()  # this call's: the report walks outwards
+        # The caller's frame. This call's own would hold itself by the lambda below, and with it all
+        # that its callers hold, until the garbage collector comes by.
+        frame = outside()
         is_taken = self._threads.wait_until(
             lambda: self._lock.acquire(False),
             self._waiting,

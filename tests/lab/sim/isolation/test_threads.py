@@ -1,11 +1,13 @@
 """Threads of a rank: they wait in virtual time, and what is the rank's is theirs."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -99,6 +101,36 @@ def test_a_lock_is_given_on_in_virtual_time() -> None:
         return taken
 
     assert simulate(program, 2).results == [[(0, 0.0), (1, 1.0), (2, 2.0)]] * 2
+
+
+def waits_beside_a_tensor(lock: Any) -> "weakref.ref[torch.Tensor]":
+    tensor = torch.ones(1)
+    with lock:
+        return weakref.ref(tensor)
+
+
+def holds_nothing_after_a_wait() -> bool:
+    lock, has_it = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            has_it.set()
+            time.sleep(1)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has_it.wait()
+    gc.disable()
+    try:
+        return waits_beside_a_tensor(lock)() is None
+    finally:
+        gc.enable()
+        thread.join()
+
+
+def test_a_lock_that_was_waited_for_keeps_nothing_of_its_caller() -> None:
+    """A frame that holds itself would keep its caller's tensors, and count them as memory."""
+    assert simulate(holds_nothing_after_a_wait, 1).results == [True]
 
 
 def tries_a_lock() -> list[object]:
