@@ -31,7 +31,7 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
     """Say what a thread waits for that is blocked by a lock.
 
     Args:
-        frame: Frame of the lock's ``acquire``.
+        frame: Frame that has called the lock's ``acquire``.
         holder: Thread of a rank that has the lock, if it is known.
         me: Thread that waits.
     """

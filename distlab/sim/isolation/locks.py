@@ -1,5 +1,6 @@
 """Locks for the threads of ranks: who waits for one waits in virtual time."""
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from typing import Protocol
 from distlab.sim.engine.scheduler import NEVER, Strand
 from distlab.sim.isolation import awaited
 from distlab.sim.messages.thread_wait import Look
-from distlab.sim.reporting.sites import outside
 
 real_lock = threading.Lock  # while a world runs, ranks that ask for a lock get one of their own
 
@@ -84,12 +84,12 @@ class RankLock(_Held):
         until_s = NEVER if timeout < 0 else self._threads.now_s() + timeout
         # The caller's frame. This call's own would hold itself by the lambda below, and with it all
         # that its callers hold, until the garbage collector comes by.
-        frame = outside()
+        caller = sys._getframe().f_back
         is_taken = self._threads.wait_until(
             lambda: self._lock.acquire(False),
             self._waiting,
             until_s,
-            lambda waiting: awaited.of_lock(frame, self._holder, waiting),
+            lambda waiting: awaited.of_lock(caller, self._holder, waiting),
         )
         if is_taken:
             self._holder = me
