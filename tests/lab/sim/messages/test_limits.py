@@ -74,9 +74,14 @@ def sends_too_early() -> list[tuple[str, float]]:
     return [outcome(lambda: dist.recv(x, 0))]
 
 
-@pytest.mark.parametrize("world", ["sim", "gloo"])
+# On gloo, the peer of a late receive does not always notice: in 2 of 48 runs, its send hung.
 @pytest.mark.parametrize(
-    ("program", "name"), [(receives_too_late, "recv"), (sends_too_early, "send")]
+    ("program", "name", "world"),
+    [
+        (receives_too_late, "recv", "sim"),
+        (sends_too_early, "send", "sim"),
+        (sends_too_early, "send", "gloo"),
+    ],
 )
 def test_a_late_message_closes_its_connection(
     program: Callable[[], list[tuple[str, float]]], name: str, world: str
