@@ -1,7 +1,6 @@
 """Hold the simulator's NCCL against published runs of NCCL.
 
-    python benchmarks/fidelity.py        writes the tables of docs/fidelity.md anew
-    python benchmarks/fidelity_fit.py    fits the constants of presets.py to one half of the tables
+    python benchmarks/fidelity.py        writes the tables of docs/fidelity.md again
 
 A table is what one source says of one collective on one machine: seconds by size. Of each
 collective, every second table, in alphabetical order, belongs to the half that was fitted; the

@@ -17,7 +17,7 @@ NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to,
     "uint8": (16, 32, 1),
 }
 FRACTIONS = ("float32", "float16", "bfloat16", "float64")
-LONG = 128  # elements; longer tensors are compared by a digest
+LONG = 128  # elements; longer tensors are compared by a checksum
 LARGE = 1_050_000, 1_100_000  # range of element counts: more than 2^20, and than 2^20 bytes
 EVEN = 240  # 1 to 6, 8 and 16 ranks share it evenly
 PLACES = 7  # elements that ``powers`` tells apart
@@ -86,12 +86,12 @@ def unwritten(kind: Kind, rank: int) -> Tensor:
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """Return the numbers in nested lists; of a long tensor both ends, and a digest of all."""
+    """Return the numbers in nested lists; of a long tensor, both ends and a checksum of all."""
     if tensor.numel() <= LONG:
         return tensor.tolist()
     digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
     ends = tensor.view(-1)[:2].tolist(), tensor.view(-1)[-2:].tolist()
-    return [*ends[0], "…", *ends[1], f"digest {digest[:8]}"]
+    return [*ends[0], "…", *ends[1], f"checksum of all {digest[:8]}"]
 
 
 def plain(tensors: Sequence[Tensor]) -> list[Any]:
