@@ -198,26 +198,6 @@ def logs_large_losses_only() -> None:
 
 @deadlock(
     4,
-    ENDED,
-    (0,),
-    "ranks 1 and 2 wait for rank 0 to send",
-    "rank 0 returned after 4 calls, the last: send to rank 3",
-    "Or do ranks 1 and 2 receive once too often?",
-)
-def replies_to_the_last_client_only() -> None:
-    """The reply of the server is outside of its loop."""
-    if me() == 0:
-        for _ in range(3):
-            client = dist.recv(empty())
-        dist.send(empty(), client)
-    else:
-        time.sleep(me())
-        dist.send(empty(), 0)
-        dist.recv(empty(), 0)
-
-
-@deadlock(
-    4,
     CYCLE,
     (0, 1, 2, 3),
     "Does rank 0, which waits for any rank, receive once too often before it sends?",
@@ -423,65 +403,6 @@ def lock_held_in_a_collective() -> None:
     with lock:
         thread.start()
         dist.all_reduce(data())
-    thread.join()
-
-
-@deadlock(
-    3,
-    CYCLE,
-    (0, 1, 2),
-    "on rank 0 thread 'serve 2' waits for a lock of its own, held by thread 'serve 1'",
-    "On rank 0 thread 'serve 1' holds a lock while it waits in recv.",
-)
-def lock_held_in_a_recv() -> None:
-    """A server locks its model before it receives; client 1 pushes only after client 2."""
-    lock = threading.Lock()
-
-    def serve(client: int) -> None:
-        with lock:
-            dist.recv(empty(), client)
-            dist.send(empty(), client)
-
-    if me() == 0:
-        threads = [
-            threading.Thread(target=serve, args=(client,), name=f"serve {client}")
-            for client in (1, 2)
-        ]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.01)
-        for thread in threads:
-            thread.join()
-    elif me() == 1:
-        dist.recv(empty(), 2)
-        dist.send(empty(), 0)
-    else:
-        dist.send(empty(), 0)
-        dist.recv(empty(), 0)
-        dist.send(empty(), 1)
-
-
-@deadlock(
-    2,
-    CYCLE,
-    (0, 1),
-    "on rank 0 the main thread waits for a lock of its own, held by thread 'receiver'",
-    "If a rank waits for what the main thread does with that lock, release it",
-)
-def lock_held_by_a_receiver() -> None:
-    """A thread holds a lock while it receives, which the main thread needs before it sends."""
-    lock, started = threading.Lock(), threading.Event()
-
-    def receive() -> None:
-        with lock:
-            started.set()
-            dist.recv(empty(), 1 - me())
-
-    thread = threading.Thread(target=receive, name="receiver")
-    thread.start()
-    started.wait()
-    with lock:
-        dist.send(empty(), 1 - me())
     thread.join()
 
 

@@ -1,6 +1,6 @@
 """Broken programs: calls that do not belong together, reported when they are posted.
 
-Over gloo ``sum_and_maximum`` and ``sends_half_precision`` return wrong numbers.
+Over gloo ``sum_and_maximum`` returns wrong numbers.
 """
 
 import torch
@@ -24,46 +24,16 @@ def another_collective() -> None:
         dist.all_reduce(data())
 
 
-@mismatch(3, OPERATION, (0,), "barrier", "all_reduce", "call 2 of ranks 0-2")
-def extra_barrier() -> None:
-    """One rank has a barrier more, between two reductions."""
-    dist.all_reduce(data())
-    if me() == 0:
-        dist.barrier()
-    dist.all_reduce(data())
-    dist.all_reduce(data())
-
-
 @mismatch(2, OPERATION, (0, 1), "broadcast with root 0 on rank 0, but with root 1 on rank 1")
 def every_rank_its_own_root() -> None:
     """The root of a broadcast is the rank itself."""
     dist.broadcast(data(), me())
 
 
-@mismatch(4, OPERATION, (2, 3), "broadcast with root 2 on rank 2, but with root 3 on rank 3")
-def own_roots_in_a_group() -> None:
-    """The same inside a group, whose ranks have other numbers there."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    dist.broadcast(data(), me() if me() >= 2 else 0, group=pairs[me() // 2])
-
-
 @mismatch(2, OPERATION, (0, 1), "all_reduce with op SUM on rank 0, but with op MAX on rank 1")
 def sum_and_maximum() -> None:
     """One rank sums, the other takes the maximum."""
     dist.all_reduce(data(), op=dist.ReduceOp.MAX if me() else dist.ReduceOp.SUM)
-
-
-@mismatch(2, SHAPE, (0, 1), "all_reduce with size 4 on rank 0, but with size 3 on rank 1")
-def last_batch_is_smaller() -> None:
-    """Tensors of different lengths are reduced."""
-    dist.all_reduce(data(4 - me()))
-
-
-@mismatch(2, SHAPE, (0, 1), "with dtype float32 on rank 0, but with dtype float64 on rank 1")
-def single_and_double() -> None:
-    """One rank counts in float64."""
-    counts = data() if me() == 0 else data().double()
-    dist.all_gather([counts.clone() for _ in range(2)], counts)
 
 
 @mismatch(2, SHAPE, (0, 1), "all_reduce with device cpu on rank 0, but with device meta on rank 1")
@@ -106,15 +76,6 @@ def tags_of_two_tensors_swapped() -> None:
         work.wait()
 
 
-@mismatch(2, SHAPE, (0, 1), "rank 0 sends (4,) float16, and rank 1 receives (4,) float32")
-def sends_half_precision() -> None:
-    """A message is sent in half precision and received in single."""
-    if me() == 0:
-        dist.send(data().half(), 1)
-    else:
-        dist.recv(data(), 0)
-
-
 @mismatch(
     4,
     OPERATION,
@@ -130,14 +91,6 @@ def new_group_by_its_members_only() -> None:
         dist.new_group([0, 1])
     everybody = dist.new_group(range(4))
     dist.barrier(everybody)
-
-
-@mismatch(3, OPERATION, (), "new_group of ranks 0 and 1", "new_group of ranks 1 and 2")
-def new_groups_in_another_order() -> None:
-    """Two groups are created, on one rank in another order."""
-    members = [[0, 1], [1, 2]]
-    for ranks in members if me() < 2 else reversed(members):
-        dist.new_group(ranks)
 
 
 @mismatch(

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from catalogue import ENDED, MISSING, ORDER, PASSES, data, deadlock, me, size
+from catalogue import ENDED, MISSING, ORDER, data, deadlock, me
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,18 +24,6 @@ def waits_for_a_report_first() -> None:
     dist.all_reduce(data())
     if me() == 3:
         dist.send(data(), 0)
-
-
-@deadlock(4, MISSING, (1, 2, 3), "rank 0 waits in all_gather (call 1 of ranks 0-3) for ranks 1-3")
-def evaluates_on_rank_0() -> None:
-    """Rank 0 gathers the predictions in an evaluation that the others do not enter."""
-    score = torch.zeros(1)
-    if me() == 0:
-        dist.all_gather([torch.zeros(1) for _ in range(size())], score)
-        for rank in range(1, size()):
-            dist.send(score, rank)
-    else:
-        dist.recv(score, 0)
 
 
 @deadlock(
@@ -76,28 +64,6 @@ def server_without_an_end() -> None:
     dist.barrier()
 
 
-@deadlock(4, MISSING, (1, 3), "ranks 0 and 2 wait in barrier", "rank 1 waits for rank 0 to send")
-def barrier_of_the_leaders() -> None:
-    """The leaders of two nodes meet in a barrier of all ranks instead of one of the leaders."""
-    leader = me() // 2 * 2
-    if me() == leader:
-        dist.barrier()
-        dist.send(data(), leader + 1)
-    else:
-        dist.recv(data(), leader)
-        dist.barrier()
-
-
-@deadlock(4, MISSING, (0,), "ranks 1-3 wait in broadcast", "rank 0 waits for rank 1 to send")
-def root_wants_an_answer_first() -> None:
-    """The root waits for an acknowledgement before it broadcasts what is to be acknowledged."""
-    if me() == 0:
-        dist.recv(data(), 1)
-    dist.broadcast(data(), 0)
-    if me() == 1:
-        dist.send(data(), 0)
-
-
 @deadlock(
     3, MISSING, (2,), "barrier (call 1 of ranks 0-2) for rank 2", "rank 2 waits for rank 0 to send"
 )
@@ -106,20 +72,6 @@ def monitored_barrier_without_one() -> None:
     if me() == 2:
         dist.recv(data(), 0)
     dist.monitored_barrier()
-
-
-@deadlock(
-    3,
-    MISSING,
-    (2,),
-    "rank 0 waits in barrier (call 1 of ranks 0-2) for ranks 1 and 2, but rank 2 waits for rank 0",
-)
-def absent_for_the_absent() -> None:
-    """Rank 2 is missing, since it waits for rank 0; rank 1 is so, since it waits for rank 2."""
-    if me() > 0:
-        dist.recv(data(), (me() + 1) % size())
-        dist.send(data(), (me() - 1) % size())
-    dist.barrier()
 
 
 @deadlock(
@@ -157,22 +109,6 @@ def two_groups_of_the_same_ranks() -> None:
 
 
 @deadlock(
-    4,
-    ORDER,
-    (0, 1, 2, 3),
-    "rank 0 waits in all_reduce (call 1 of ranks 0 and 2) for rank 2",
-    "rank 1 waits in all_reduce (call 1 of ranks 0 and 1) for rank 0",
-)
-def tensor_then_data_parallel() -> None:
-    """On a 2×2 mesh two ranks reduce along the columns first, and two along the rows."""
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    both = [rows[me() // 2], columns[me() % 2]]
-    for group in both if me() in (1, 2) else reversed(both):
-        dist.all_reduce(data(), group=group)
-
-
-@deadlock(
     3,
     ENDED,
     (1,),
@@ -201,14 +137,6 @@ def group_made_too_late() -> None:
         dist.new_group(range(4))
 
 
-@deadlock(3, ORDER, (0, 1, 2), "call 1 of ranks 1 and 2", "call 1 of ranks 0 and 2")
-def circle_of_groups() -> None:
-    """Three pairs, and everybody begins with the pair to the right."""
-    pairs = [dist.new_group([rank, (rank + 1) % 3]) for rank in range(3)]
-    dist.barrier(pairs[me()])
-    dist.barrier(pairs[me() - 1])
-
-
 @deadlock(
     4,
     ORDER,
@@ -222,33 +150,6 @@ def group_forgotten_on_one_rank() -> None:
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][me() // 2]
     dist.all_reduce(data(), group=None if me() == 1 else half)
     dist.all_reduce(data())
-
-
-@deadlock(
-    4,
-    ENDED,
-    (2, 3),
-    "rank 1 calls all_reduce on ranks 0-3, and rank 0 calls it on ranks 0 and 1: is group= "
-    "missing, or None, on rank 1? If not: why did ranks 2 and 3 return before call 1",
-)
-def group_forgotten_and_others_are_done() -> None:
-    """The same, and the ranks that are not in the group have returned."""
-    pair = dist.new_group([0, 1])
-    if me() < 2:
-        dist.all_reduce(data(), group=None if me() == 1 else pair)
-
-
-@deadlock(
-    4,
-    ENDED,
-    (0, 1, 2),
-    "rank 3 calls all_reduce on ranks 0-3, and ranks 0-2 call it on ranks 0-2: is group= missing, "
-    "or None, on rank 3? If not: why did ranks 0-2 return",
-)
-def group_looked_up_for_a_rank_without_one() -> None:
-    """Rank 3 is in no group, and None is the world."""
-    groups = dict.fromkeys(range(3), dist.new_group([0, 1, 2]))
-    dist.all_reduce(data(), group=groups.get(me()))
 
 
 @deadlock(
@@ -308,20 +209,3 @@ def group_forgotten_by_all() -> None:
     dist.new_group([0, 1])
     if me() < 2:
         dist.all_reduce(data())
-
-
-@deadlock(
-    2,
-    MISSING,
-    (0,),
-    "Rank 0 cannot go on until rank 1 receives, and rank 1 waits for rank 0 in this barrier. Let "
-    "rank 1 receive before the barrier, or let rank 0 send after it.",
-    if_buffered=PASSES,
-)
-def barrier_before_the_recv() -> None:
-    """Rank 0 sends and meets the barrier; rank 1 meets the barrier and receives."""
-    if me() == 0:
-        dist.send(data(), 1)
-    dist.barrier()
-    if me() == 1:
-        dist.recv(data(), 0)

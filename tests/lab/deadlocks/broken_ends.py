@@ -4,7 +4,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from catalogue import ENDED, KEY, PASSES, data, deadlock, me, rank_error, size
+from catalogue import ENDED, KEY, PASSES, data, deadlock, me, rank_error
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
@@ -49,55 +49,6 @@ def uneven_batches_in_ddp() -> None:
         model(torch.ones(1, 2)).sum().backward()
 
 
-@deadlock(3, ENDED, (2,), "ranks 0 and 1 wait in all_reduce (call 1 of ranks 0-2) for rank 2")
-def leaves_when_its_loss_is_bad() -> None:
-    """A rank returns for a reason that only it knows."""
-    loss = torch.tensor(float("nan") if me() == 2 else 1.0)
-    if loss.isnan():
-        return
-    dist.all_reduce(loss)
-
-
-@deadlock(
-    3,
-    ENDED,
-    (2,),
-    "rank 1 waits for rank 2 to send, but rank 2 has returned",
-    "rank 0 recv from rank 1",
-    "Is a send missing on rank 2, or is there an early return? Or does rank 1 receive once too "
-    "often?",
-)
-def forgets_the_last_backward() -> None:
-    """The last stage of a pipeline returns without a gradient for its last micro-batch."""
-    micro_batches, x = 2, data()
-    for _ in range(micro_batches):
-        if me() > 0:
-            dist.recv(x, me() - 1)
-        if me() < size() - 1:
-            dist.send(x, me() + 1)
-    for _ in range(micro_batches - (me() == size() - 1)):
-        if me() < size() - 1:
-            dist.recv(x, me() + 1)
-        if me() > 0:
-            dist.send(x, me() - 1)
-
-
-@deadlock(
-    4,
-    ENDED,
-    (1, 2, 3),
-    "rank 0 waits for any rank to send, but ranks 1-3 have returned",
-    "does rank 0 receive once too often?",
-)
-def one_recv_too_many() -> None:
-    """The root of a gather counts itself among those that send."""
-    if me() == 0:
-        for _ in range(size()):
-            dist.recv(data())
-    else:
-        dist.send(data(), 0)
-
-
 @deadlock(
     3,
     ENDED,
@@ -132,35 +83,6 @@ def send_that_nobody_receives() -> None:
 
 
 @deadlock(
-    3,
-    ENDED,
-    (2,),
-    "rank 1 waits for rank 2 to send, but rank 2 has returned",
-    "Rank 0 sends to rank 1, but rank 1 receives from rank 2: is one of the peers wrong?",
-)
-def wrong_peer() -> None:
-    """Rank 0 sends to rank 1, which receives from rank 2."""
-    if me() == 0:
-        dist.send(data(), 1)
-    elif me() == 1:
-        dist.recv(data(), 2)
-
-
-@deadlock(
-    4,
-    ENDED,
-    (3,),
-    "rank 2 waits for rank 3 to send",
-    "rank 0 recv from rank 1",
-    "rank 3 returned",
-)
-def chain_of_victims() -> None:
-    """Everybody waits for the next; the last one has returned."""
-    if me() < size() - 1:
-        dist.recv(data(), me() + 1)
-
-
-@deadlock(
     4,
     ENDED,
     (2,),
@@ -174,36 +96,6 @@ def loses_a_rank() -> None:
     for _ in range(4):
         time.sleep(0.1)
         dist.all_reduce(data())
-
-
-@deadlock(
-    2,
-    ENDED,
-    (1,),
-    "but rank 1 has returned",
-    "Why did rank 1 return before call 1",
-    faults=Faults(kill_ranks={1: 1.0}),
-)
-def returns_before_its_death() -> None:
-    """A rank has returned when the fault comes that would have killed it."""
-    if me() == 0:
-        time.sleep(2)
-        dist.barrier()
-
-
-@deadlock(
-    4,
-    ENDED,
-    (2, 3),
-    "rank 0 waits in barrier (call 1 of ranks 0-3) for ranks 1-3, but ranks 2 and 3 have returned "
-    "(rank 1 waits for rank 0 to send)",
-)
-def some_left_and_some_wait() -> None:
-    """A barrier lacks two ranks that have returned and one that waits elsewhere."""
-    if me() == 0:
-        dist.barrier()
-    elif me() == 1:
-        dist.recv(data(), 0)
 
 
 @deadlock(
@@ -254,17 +146,6 @@ def misspelt_key() -> None:
         store.wait(["ready"])
 
 
-@deadlock(2, KEY, (1,), "and rank 0 waits in barrier (call 1 of ranks 0 and 1) for rank 1")
-def key_behind_a_barrier() -> None:
-    """Rank 0 would set the key after a barrier that rank 1 never reaches."""
-    store = _get_default_store()
-    if me() == 1:
-        store.get("ready")
-    dist.barrier()
-    if me() == 0:
-        store.set("ready", "1")
-
-
 @deadlock(
     3,
     ENDED,
@@ -307,14 +188,6 @@ def ring_without_modulo() -> None:
     work = dist.isend(data(), me() + 1)
     dist.recv(data(), me() - 1)
     work.wait()
-
-
-@rank_error(3, "ZeroDivisionError", (1,), "rank 1 of 3 raised ZeroDivisionError", "in raises")
-def raises() -> None:
-    """The others wait in a barrier for a rank that has failed: its error is the one to see."""
-    if me() == 1:
-        1 / 0  # noqa: B018
-    dist.barrier()
 
 
 @rank_error(2, "ValueError", (), "Invalid destination rank")

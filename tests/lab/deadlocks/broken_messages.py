@@ -26,79 +26,6 @@ def head_to_head_sends() -> None:
     2,
     CYCLE,
     (0, 1),
-    "rank 0 waits for rank 1 to send, and rank 1 waits for rank 0 to send",
-    "Both wait to receive, and neither has a send under way.",
-)
-def head_to_head_recvs() -> None:
-    """Both receive before they send."""
-    dist.recv(data(), 1 - me())
-    dist.send(data(), 1 - me())
-
-
-@deadlock(
-    4,
-    CYCLE,
-    (0, 1, 2, 3),
-    "rank 1 waits for rank 2 to receive, …, rank 3 waits for rank 0 to receive",
-    "none gets as far as a recv. On every rank, start the send with isend, receive, and only then "
-    "wait for the send, or give both to batch_isend_irecv.",
-    if_buffered=PASSES,
-)
-def ring_of_sends() -> None:
-    """Everybody sends to the right before receiving from the left."""
-    dist.send(data(), (me() + 1) % size())
-    dist.recv(data(), (me() - 1) % size())
-
-
-@deadlock(
-    5,
-    CYCLE,
-    (0, 1, 2, 3, 4),
-    "rank 0 waits for rank 4 to send",
-    ", …, ",
-    "All of them wait to receive, and none has a send under way. If each has a send further down",
-    "If not, a send is missing.",
-)
-def ring_of_recvs() -> None:
-    """Everybody receives from the left before sending to the right."""
-    dist.recv(data(), (me() - 1) % size())
-    dist.send(data(), (me() + 1) % size())
-
-
-@deadlock(
-    3,
-    CYCLE,
-    (0, 1, 2),
-    "send to rank 1, (4,) float32",
-    "waits at line",
-    if_buffered=PASSES,
-)
-def waits_before_it_receives() -> None:
-    """isend and an immediate wait are a send."""
-    work = dist.isend(data(), (me() + 1) % size())
-    work.wait()
-    dist.recv(data(), (me() - 1) % size())
-
-
-@deadlock(
-    4,
-    CYCLE,
-    (0, 1, 2, 3),
-    "also posted, and never matched:",
-    "Rank 0 receives from rank 3, but rank 3 sends to rank 2: is one of the peers wrong?",
-)
-def one_neighbour_for_both() -> None:
-    """The ring takes the left neighbour for the right one, too."""
-    left = right = (me() - 1) % size()
-    work = dist.isend(data(), right)
-    dist.recv(data(), left)
-    work.wait()
-
-
-@deadlock(
-    2,
-    CYCLE,
-    (0, 1),
     "send to rank 1, (4,) float32, tag 1",
     "Rank 0 sends to rank 1 with tag 1, but rank 1 receives with tag 2: give both the same tag, or",
     if_buffered=ENDED,
@@ -171,41 +98,6 @@ def everybody_listens() -> None:
     """All receive from any source, so nobody sends."""
     dist.recv(data())
     dist.send(data(), (me() + 1) % size())
-
-
-@deadlock(
-    2,
-    CYCLE,
-    (0, 1),
-    "in one_f_one_b",
-    if_buffered=PASSES,
-)
-def one_f_one_b() -> None:
-    """A pipeline sends an activation forward while the next stage sends a gradient back."""
-    activation, gradient = data(), data()
-    if me() == 0:
-        dist.send(activation, 1)
-        dist.send(activation, 1)
-        dist.recv(gradient, 1)
-        dist.recv(gradient, 1)
-    else:
-        for _ in range(2):
-            dist.recv(activation, 0)
-            dist.send(gradient, 0)
-
-
-@deadlock(
-    4,
-    CYCLE,
-    (0, 1, 2, 3),
-    "rank 0 waits for rank 1 to receive, and rank 1 waits for rank 0 to receive",
-    "and also (send/recv cycle): rank 2 waits for rank 3 to receive",
-    if_buffered=PASSES,
-)
-def two_pairs() -> None:
-    """Partners send to each other: two cycles, one mistake."""
-    dist.send(data(), me() ^ 1)
-    dist.recv(data(), me() ^ 1)
 
 
 @deadlock(

@@ -20,7 +20,6 @@ from catalogue import (
     deadlock,
     me,
     mismatch,
-    size,
 )
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -129,15 +128,6 @@ def a_saver_waits_for_the_step_after() -> None:
         dist.send(data(), 2)
 
 
-@deadlock(2, CYCLE, (0, 1), "rank 0 waits for rank 1 to receive, and rank 1 waits for rank 0")
-def threads_send_head_to_head() -> None:
-    """Each rank sends in a thread, and waits for its end before it receives."""
-    thread = threading.Thread(target=dist.send, args=(data(1 << 19), 1 - me()))
-    thread.start()
-    thread.join()
-    dist.recv(data(1 << 19), 1 - me())
-
-
 @mismatch(2, SHAPE, (0, 1), "all_reduce with size 2 on rank 0, but with size 3 on rank 1")
 def a_thread_reduces_another_size() -> None:
     """The sizes differ between the ranks, in a thread whose exceptions nobody sees."""
@@ -147,14 +137,6 @@ def a_thread_reduces_another_size() -> None:
 
 
 # Swallowed errors
-
-
-@mismatch(2, SHAPE, (0, 1), "all_reduce with size 2 on rank 0, but with size 3 on rank 1")
-def both_swallow_a_mismatch() -> None:
-    """The sizes differ, and whoever learns of it goes on."""
-    with suppress(Exception):
-        dist.all_reduce(torch.ones(2 + me()))
-    dist.barrier()
 
 
 @mismatch(3, OPERATION, (2,), "operation mismatch: ", "broadcast on rank 2")
@@ -208,16 +190,6 @@ def both_poll_for_a_message() -> None:
         pass
 
 
-@deadlock(3, ENDED, (2,), "ranks 0 and 1 wait in all_reduce (call 1 of ranks 0-2) for rank 2")
-def polls_with_pauses() -> None:
-    """Rank 2 has left; the others ask again and again, and sleep in between."""
-    if me() == 2:
-        return
-    work = dist.all_reduce(data(), async_op=True)
-    while not work.is_completed():
-        time.sleep(0.001)
-
-
 @deadlock(2, KEY, (0,), "rank 0 waits for the key 'ready', which no rank has set")
 def polls_for_a_key() -> None:
     """Rank 0 asks for a key that rank 1 does not set."""
@@ -234,24 +206,6 @@ def one_polls_while_its_thread_waits() -> None:
     work = dist.irecv(data(), 1)
     while not work.is_completed():
         pass
-
-
-@deadlock(
-    2,
-    MISSING,
-    (1,),
-    "rank 0 waits in barrier (call 1 of ranks 0 and 1) for rank 1, but rank 1 waits for rank 0",
-    "in polls_beside_a_barrier, waits at line",
-)
-def polls_beside_a_barrier() -> None:
-    """Rank 1 polls for a message that rank 0 would send after its barrier."""
-    if me() == 1:
-        work = dist.irecv(data(), size() - 2)
-        while not work.is_completed():
-            pass
-    dist.barrier()
-    if me() == 0:
-        dist.send(data(), 1)
 
 
 @deadlock(1, THREAD, (0,), "rank 0 waits for a semaphore of its own", "Is a release() missing")

@@ -1,4 +1,4 @@
-"""What the programs of the bank are entered in, and what they share.
+"""The catalogue of broken and of correct programs, and the helpers that they share.
 
 Broken programs cannot end well: each makes one mistake, and the table says what its report must
 say. Read them as a catalogue of the ways in which programs hang; over gloo, in real processes, they
@@ -33,17 +33,18 @@ PASSES = "passes"
 
 @dataclass(frozen=True)
 class Broken:
-    """What has to be reported.
+    """A program that makes a mistake, and the report that it must get.
 
     Attributes:
-        num_ranks: in which the mistake shows.
-        error: its class.
-        kind: of the error; of a RankError the name of the exception.
-        ranks: to blame; of a Mismatch and a race, some that are among those to blame.
-        says: phrases of the message.
-        if_buffered: the kind if sends are buffered, where it is another one.
-        or_else: the other kind of a program whose end depends on who comes first.
-        faults: what happens to it on purpose.
+        num_ranks: Size of the world.
+        error: Class of the error.
+        kind: Kind of the error; of a RankError, the name of the exception.
+        ranks: Ranks to blame; of a Mismatch and a race, some of them.
+        says: Phrases of the message.
+        never: Phrases that the message must not have.
+        if_buffered: Kind if sends are buffered, where it is another one.
+        or_else: Other kind of a program whose end depends on the order of events.
+        faults: Faults of the simulation.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class Broken:
     kind: str
     ranks: tuple[int, ...]
     says: tuple[str, ...]
+    never: tuple[str, ...]
     if_buffered: str
     or_else: str
     faults: Faults = field(default_factory=Faults)
@@ -61,7 +63,7 @@ class Broken:
         return self.program.__name__
 
     def kinds(self, *, is_buffered: bool) -> set[str]:
-        """The kinds that are right."""
+        """Return the kinds that are right."""
         return {self.if_buffered if is_buffered else self.kind, self.or_else} - {""}
 
 
@@ -76,6 +78,7 @@ def _entry(error: type[SimulationError]) -> Callable[..., Callable[[Program], Pr
         kind: str,
         ranks: tuple[int, ...],
         *says: str,
+        never: tuple[str, ...] = (),
         if_buffered: str = "",
         or_else: str = "",
         faults: Faults | None = None,
@@ -89,6 +92,7 @@ def _entry(error: type[SimulationError]) -> Callable[..., Callable[[Program], Pr
                     kind,
                     ranks,
                     says,
+                    never,
                     if_buffered or kind,
                     or_else,
                     faults or Faults(),
@@ -108,7 +112,7 @@ rank_error = _entry(RankError)
 
 @dataclass(frozen=True)
 class Correct:
-    """A program and what it returns, by rank."""
+    """A program and its result on each rank."""
 
     program: Program
     results: list[object]
@@ -134,7 +138,7 @@ def returns(
     return enter
 
 
-# What programs use
+# Helpers of programs
 
 
 def me() -> int:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch.distributed as dist
-from catalogue import data, empty, me, received, reduced, returns, size, value
+from catalogue import empty, me, received, reduced, returns, value
 from torch.distributed.distributed_c10d import _get_default_store
 
 SECOND = timedelta(seconds=1)
@@ -76,28 +76,6 @@ def a_loader_behind_a_queue() -> object:
         seen.append(batch)
         dist.barrier()
     return seen
-
-
-@returns([6, 2, 4, 6])
-def a_server_with_a_thread_for_each_client() -> object:
-    """Rank 0 answers each of the others in a thread of its own."""
-    total, lock = [0.0], threading.Lock()
-
-    def serve(client: int) -> None:
-        x = received(client)
-        with lock:
-            total[0] += x
-        dist.send(value(2 * x), client)
-
-    if me():
-        dist.send(value(me()), 0)
-        return received(0)
-    threads = [threading.Thread(target=serve, args=(client,)) for client in range(1, size())]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return total[0]
 
 
 @returns([1, 0])
@@ -186,44 +164,6 @@ def a_collective_that_goes_on() -> object:
         work.wait()
     assert x.item() == 1
     return outcome
-
-
-@returns(["no key", "no key"])
-def a_key_that_nobody_sets() -> object:
-    """Both wait for a key for a second."""
-    try:
-        _get_default_store().wait(["nobody sets it"], SECOND)
-    except RuntimeError:
-        dist.barrier()
-        return "no key"
-    return "a key"
-
-
-@returns(["Ranks 1, 2", "absent", "absent", "Rank 3 successfully reached monitoredBarrier"])
-def a_monitored_barrier_names_who_is_missing() -> object:
-    """Ranks 1 and 2 do not come; rank 0 says so to all."""
-    if me() in (1, 2):
-        time.sleep(2)
-        return "absent"
-    try:
-        dist.monitored_barrier(timeout=SECOND, wait_all_ranks=True)
-    except RuntimeError as error:
-        words = str(error).removeprefix("[Rank 0]: ")
-        return words.split(" failed")[0].split(", but")[0]
-    return "passed"
-
-
-@returns(["late", "closed"])
-def a_group_with_a_limit() -> object:
-    """A group lets its operations take a second, and rank 1 comes later."""
-    group = dist.new_group(timeout=SECOND)
-    if me() == 1:
-        time.sleep(2)
-    try:
-        dist.all_reduce(data(), group=group)
-    except RuntimeError as error:
-        return "late" if "Timed out" in str(error) else "closed"
-    return "in time"
 
 
 @returns([10, 0])
