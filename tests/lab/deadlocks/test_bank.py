@@ -13,6 +13,7 @@ import broken_calls  # noqa: F401
 import broken_collectives  # noqa: F401
 import broken_ends  # noqa: F401
 import broken_messages  # noqa: F401
+import broken_notes  # noqa: F401
 import broken_threads  # noqa: F401
 import correct_programs  # noqa: F401
 import correct_threads  # noqa: F401

@@ -127,36 +127,6 @@ def send_and_recv_of_every_dtype_and_shape() -> object:
 
 
 @call
-def ring_in_which_odd_ranks_receive_first() -> object:
-    right, left = neighbours()
-    x, y = values(2), torch.zeros(2)
-    if size() == 1:
-        return refusal(lambda: dist.send(x, right)), refusal(lambda: dist.send(x, group_dst=right))
-    steps = [lambda: dist.send(x, right), lambda: dist.recv(y, left)]
-    return [step() for step in (steps[::-1] if me() % 2 else steps)], y
-
-
-@call
-def ring_of_isend_and_irecv() -> object:
-    if size() == 1:
-        return None
-    right, left = neighbours()
-    y = torch.zeros(5)
-    sending, receiving = dist.isend(values(5), right), dist.irecv(y, left)
-    return waited(receiving), waited(sending), y
-
-
-@call
-def irecv_waited_for_in_the_other_order() -> object:
-    if me() == 0:
-        buffers = blanks(3)
-        works = [dist.irecv(buffers[rank], rank) for rank in others()]
-        return [waited(work) for work in works[::-1]], buffers
-    dist.send(values(3), 0)
-    return None
-
-
-@call
 def messages_of_one_tag_stay_in_order() -> object:
     if me() == 0 and size() > 1:
         return [waited(w) for w in [dist.isend(torch.tensor([k]), 1) for k in range(4)]]
@@ -264,16 +234,6 @@ def what_is_not_contiguous_is_not_sent() -> object:
 
 
 @call
-def rows_of_a_tensor_are_sent_and_received_in_place() -> object:
-    x = values(3, 2)
-    if size() > 1:
-        right, left = neighbours()
-        works = [dist.isend(x[1], right), dist.irecv(x[2], left)]
-        return [waited(work) for work in works], x
-    return x
-
-
-@call
 def lists_of_objects_are_sent_and_received() -> object:
     objects: list[Any] = [{"rank": me()}, "text", torch.tensor([me()])]
     arrived: list[Any] = [None] * 3
@@ -331,13 +291,6 @@ def all_reduce_of_the_mean() -> object:
 
 
 @call
-def all_reduce_in_place_of_a_view() -> object:
-    x = values(4, 3)
-    dist.all_reduce(x[1:3])
-    return x
-
-
-@call
 def images_are_reduced_and_broadcast_as_they_lie() -> object:
     x, y = (values(2, 3, 2, 2).to(memory_format=torch.channels_last) for _ in range(2))
     dist.all_reduce(x)
@@ -351,13 +304,6 @@ def all_reduce_of_a_leaf_that_requires_grad() -> object:
     dist.all_reduce(x)
     (x * 2).sum().backward()
     return x.detach(), x.grad, x.requires_grad, x.is_leaf
-
-
-@call
-def all_reduce_of_several_tensors_at_once() -> object:
-    tensors = [values(3), values(2, 2)]
-    result = dist.all_reduce_coalesced(tensors)
-    return result, tensors
 
 
 @call
@@ -399,13 +345,6 @@ def all_gather_of_every_dtype_and_shape() -> object:
             outputs = blanks(*shape, dtype=dtype)
             results.append((dist.all_gather(outputs, values(*shape, dtype=dtype)), outputs))
     return results
-
-
-@call
-def all_gather_into_views_of_one_tensor() -> object:
-    whole = torch.zeros(size(), 3)
-    dist.all_gather(list(whole.unbind()), whole[me()] + values(3))
-    return whole
 
 
 @call
@@ -591,13 +530,6 @@ def futures_hold_the_outputs_and_call_back() -> object:
 
 
 @call
-def futures_are_collected() -> object:
-    works = [dist.all_reduce(values(k), async_op=True) for k in (1, 2)]
-    collected = torch.futures.collect_all([work.get_future() for work in works]).wait()
-    return [future.value() for future in collected]
-
-
-@call
 def collectives_are_coalesced() -> object:
     x, y, z = values(2), values(3), torch.zeros(2 * size())
     with c10d._coalescing_manager():
@@ -715,13 +647,6 @@ def subgroups_of_equal_size() -> object:
     if size() % 2:
         return refusal(lambda: dist.new_subgroups(2))
     mine, groups = dist.new_subgroups(2)
-    return sums(mine), len(groups)
-
-
-@call
-def subgroups_by_enumeration() -> object:
-    columns = [list(range(k, size(), 2)) for k in range(min(2, size()))]
-    mine, groups = dist.new_subgroups_by_enumeration(columns)
     return sums(mine), len(groups)
 
 

@@ -22,19 +22,14 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
-
-from solutions.phase1_data_parallel import collectives
-from solutions.phase1_data_parallel.trainer import Trainer, train_step
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # it still uses it
@@ -118,27 +113,6 @@ def ddp_with_several_buckets() -> object:
     return trained(model, momentum(model))
 
 
-@training
-def ddp_starts_from_rank_0() -> object:
-    model = layers()
-    with torch.no_grad():
-        model[0].weight += me()
-    return trained(DistributedDataParallel(model), momentum(model))
-
-
-@training
-def ddp_accumulates_gradients() -> object:
-    model = DistributedDataParallel(layers(), bucket_cap_mb=SMALL_BUCKETS)
-    gradients = []
-    *first, last = batches()
-    with model.no_sync():
-        for inputs, targets in first:
-            mse_loss(model(inputs), targets).backward()
-            gradients.append([p.grad.clone() for p in model.parameters()])
-    mse_loss(model(last[0]), last[1]).backward()
-    return gradients, [p.grad for p in model.parameters()]
-
-
 class Branches(nn.Module):
     """Two layers of which each rank and step uses another one, and one that nobody uses."""
 
@@ -177,38 +151,6 @@ def ddp_with_communication_hooks() -> object:
 
 
 @training
-def ddp_with_checkpointing() -> object:
-    results = []
-    for reentrant in (False, True):
-        blocks = layers(4)
-
-        class Checkpointed(nn.Module):
-            def __init__(self, blocks: nn.Sequential, reentrant: bool) -> None:
-                super().__init__()
-                self.blocks, self.reentrant = blocks, reentrant
-
-            def forward(self, x: Tensor) -> Tensor:
-                for k in range(0, len(self.blocks), 2):
-                    x = checkpoint(self.blocks[k : k + 2], x, use_reentrant=self.reentrant)
-                return x
-
-        model = DistributedDataParallel(Checkpointed(blocks, reentrant), static_graph=reentrant)
-        inputs, targets = next(batches())
-        mse_loss(model(inputs.requires_grad_()), targets).backward()
-        results.append((inputs.grad, [p.grad for p in model.parameters()]))
-    return results
-
-
-@training
-def ddp_with_buffers_and_dropout() -> object:
-    """BatchNorm's statistics are those of rank 0; dropout draws from a generator of its own."""
-    torch.manual_seed(me())
-    model = nn.Sequential(layers(1), nn.BatchNorm1d(WIDTH, dtype=torch.float64), nn.Dropout(0.5))
-    parallel = DistributedDataParallel(model)
-    return trained(parallel, momentum(model))
-
-
-@training
 def ddp_joins_uneven_inputs() -> object:
     model = DistributedDataParallel(layers(2))
     optimizer = momentum(model)
@@ -217,15 +159,6 @@ def ddp_joins_uneven_inputs() -> object:
             mse_loss(model(inputs), targets).backward()
             optimizer.step()
     return state_of(model)
-
-
-@training
-def synchronised_batch_norm_needs_a_gpu() -> object:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(WIDTH, dtype=torch.float64))
-    try:
-        return model(next(batches())[0])
-    except (ValueError, RuntimeError) as error:
-        return type(error).__name__, str(error)
 
 
 # --- shards of states, parameters and tensors ----------------------------------------------------
@@ -259,30 +192,6 @@ def fsdp_reshards_or_not() -> object:
 
 
 @training
-def fsdp_clips_gradients() -> object:
-    model = fully_sharded(layers(), mesh=init_device_mesh("cpu", (size(),)))
-    optimizer = momentum(model)
-    norms = []
-    for inputs, targets in batches():
-        optimizer.zero_grad()
-        mse_loss(model(inputs), targets).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        optimizer.step()
-    return norms, state_of(model)
-
-
-@training
-def fsdp_accumulates_gradients() -> object:
-    model = fully_sharded(layers(), mesh=init_device_mesh("cpu", (size(),)))
-    pairs = list(batches())
-    for k, (inputs, targets) in enumerate(pairs):
-        model.set_requires_gradient_sync(k == len(pairs) - 1)
-        mse_loss(model(inputs), targets).backward()
-    return [p.grad.full_tensor() for p in model.parameters()]
-
-
-@training
 def fsdp_in_mixed_precision_over_two_dims() -> object:
     rows = 2 if size() > 2 else 1
     mesh = init_device_mesh("cpu", (rows, size() // rows), mesh_dim_names=("replicas", "shards"))
@@ -291,22 +200,6 @@ def fsdp_in_mixed_precision_over_two_dims() -> object:
     inputs, targets = next(batches())
     mse_loss(model(inputs.float()).double(), targets).backward()
     return [p.grad.full_tensor() for p in model.parameters()]
-
-
-@training
-def tensors_are_redistributed() -> object:
-    mesh = init_device_mesh("cpu", (size(),))
-    whole = numbers(2 * size(), 3 * size(), seed=1)
-    rows, columns, copies = [Shard(0)], [Shard(1)], [Replicate()]
-    x = distribute_tensor(whole, mesh, rows)
-    product = distribute_tensor(whole.t().contiguous(), mesh, rows)
-    return [
-        x.to_local(),
-        x.redistribute(mesh, columns).to_local(),
-        x.redistribute(mesh, copies).to_local(),
-        x.sum(0).full_tensor(),
-        (x.redistribute(mesh, columns) @ product).full_tensor(),
-    ]
 
 
 class Block(nn.Module):
@@ -334,16 +227,6 @@ def tensor_parallel_layers() -> object:
         p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
     ]
     return y.detach(), x.grad, whole
-
-
-@training
-def sequence_parallel_layers() -> object:
-    mesh = init_device_mesh("cpu", (size(),))
-    model = nn.Sequential(nn.LayerNorm(WIDTH, dtype=torch.float64), layers(1)[0])
-    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
-    x = numbers(2, 2 * size(), WIDTH, seed=8)
-    y = parallelize_module(model, mesh, plan)(x.chunk(size(), dim=1)[me()])
-    return y.detach()
 
 
 # --- pipelines -----------------------------------------------------------------------------------
@@ -383,62 +266,3 @@ training_schedules = {
     "pipeline_interleaved_1f1b": (ScheduleInterleaved1F1B, 2, 4),
 }
 TRAININGS |= {name: partial(pipelined, *how) for name, how in training_schedules.items()}
-
-
-# --- the solutions of phase 1 --------------------------------------------------------------------
-
-
-@training
-def phase1_collectives() -> object:
-    results: dict[str, object] = {}
-    right, left = (me() + 1) % size(), (me() - 1) % size()
-    incoming = torch.zeros(5, dtype=torch.float64)
-    if size() > 1:
-        collectives.exchange(numbers(5, seed=me()), right, incoming, left)
-    for src in range(size()):
-        x = numbers(5, seed=me())
-        collectives.broadcast(x, src)
-        results[f"broadcast from {src}"] = x
-    for name, all_reduce in collectives.ALL_REDUCES.items():
-        x = numbers(7, seed=me())
-        all_reduce(x, None)
-        results[name] = x
-    return incoming, results
-
-
-@training
-def phase1_train_step_with_every_all_reduce() -> object:
-    results = {}
-    for name, all_reduce in collectives.ALL_REDUCES.items():
-        model = layers()
-        optimizer = momentum(model)
-        generator = torch.Generator().manual_seed(me())
-        losses = [
-            train_step(
-                model,
-                optimizer,
-                (inputs[: 1 + me()], torch.randint(WIDTH, (1 + me(),), generator=generator)),
-                all_reduce=all_reduce,
-            )
-            for inputs, _ in batches()
-        ]
-        results[name] = losses, state_of(model)
-    return results
-
-
-class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return numbers(WIDTH, seed=index), torch.tensor(index % WIDTH)
-
-
-@training
-def phase1_trainer_fits() -> object:
-    model = layers()
-    trainer = Trainer(model, momentum(model))
-    history = trainer.fit(Digits(), Digits(), epochs=2, global_batch_size=8, seed=3)
-    return [(r.epoch, r.step_losses, r.test_loss, r.test_accuracy) for r in history], state_of(
-        model
-    )

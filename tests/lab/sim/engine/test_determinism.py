@@ -9,8 +9,6 @@ from collections.abc import Iterator
 import pytest
 from everything import a_bit_of_everything
 from programs import me
-from torch.nn.parallel import DistributedDataParallel
-from trainings import layers, momentum, trained
 
 from distlab import launch
 from distlab.sim import Faults, Options, simulate
@@ -25,11 +23,6 @@ def noisy() -> list[object]:
     results = a_bit_of_everything()
     really_sleep(noise.random() * 2e-3)
     return results
-
-
-def trains() -> object:
-    model = DistributedDataParallel(layers())
-    return trained(model, momentum(model))[0]
 
 
 @contextlib.contextmanager
@@ -52,11 +45,6 @@ def test_history_and_results_are_the_same_every_time(cluster: str | None) -> Non
     assert len({run.trace.digest() for run in runs}) == 1
     assert all(run.results == runs[0].results for run in runs)
     assert len({run.seconds for run in runs}) == 1
-
-
-def test_training_has_the_same_history_every_time() -> None:
-    runs = [simulate(trains, 4) for _ in range(3)]
-    assert len({run.trace.digest() for run in runs}) == 1
 
 
 def test_history_is_the_same_in_another_process() -> None:

@@ -62,16 +62,6 @@ def test_a_slow_link_and_a_delay_take_the_time_they_say() -> None:
     assert simulate(sends_a_megabyte, 2, cluster=cluster, options=options).seconds == usual_s
 
 
-def sleeps() -> str:
-    time.sleep(10.0)
-    return "awake"
-
-
-def test_nobody_misses_a_killed_rank_that_nobody_waits_for() -> None:
-    simulated = simulate(sleeps, 3, options=Options(faults=Faults(kill_ranks={1: 4.5})))
-    assert simulated.results == ["awake", None, "awake"]
-
-
 def test_jitter_changes_the_history_and_not_the_results() -> None:
     usual = simulate(a_bit_of_everything, 5)
     jittered = [
@@ -103,9 +93,17 @@ def test_impossible_faults_are_refused_when_they_are_made(
         Faults(**faults)
 
 
-def test_an_algorithm_that_does_not_exist_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="there is no algorithm 'rign'; valid: auto"):
-        Options(algorithm="rign")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "rign"}, "there is no algorithm 'rign'; valid: auto"),
+        ({"p2p_order": "nccl"}, "p2p_order 'nccl'; valid: free, pair"),
+        ({"overlap_cost": -0.1}, "overlap_cost must be 0 or more"),
+    ],
+)
+def test_impossible_options_are_too(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options(**options)
 
 
 def trains(steps: int) -> int:
@@ -129,17 +127,13 @@ def test_a_rank_dies_as_it_begins_the_step_that_is_named(step: int) -> None:
     assert f"call {step + 1} of" in str(caught.value)  # it has taken part in those before
 
 
-def test_a_rank_that_does_not_come_to_the_step_lives() -> None:
-    faults = Faults(kill_at_steps={1: 5})
-    run = simulate(trains, 3, 4, options=Options(faults=faults))
-    assert run.results == [4, 4, 4]
-    assert run.trace.killed_in_step_s == {}
-
-
-def test_the_last_step_may_be_the_deadly_one_and_nobody_misses_the_rank() -> None:
-    run = simulate(trains, 3, 4, options=Options(faults=Faults(kill_at_steps={1: 4})))
-    assert run.results == [4, None, 4]
-    assert list(run.trace.killed_in_step_s) == [1]
+@pytest.mark.parametrize(("step", "killed"), [(4, [1]), (5, [])])
+def test_nobody_misses_a_rank_that_dies_in_its_last_step_or_not_at_all(
+    step: int, killed: list[int]
+) -> None:
+    run = simulate(trains, 3, 4, options=Options(faults=Faults(kill_at_steps={1: step})))
+    assert run.results == [4, None if killed else 4, 4]
+    assert list(run.trace.killed_in_step_s) == killed
 
 
 def test_steps_count_from_one_and_ranks_must_exist() -> None:

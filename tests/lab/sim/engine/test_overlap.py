@@ -46,8 +46,7 @@ def seconds(cost: float, collective_ms: float, *computing_ms: float) -> float:
 def test_computation_beside_a_collective_takes_longer(
     cost: float, collective_ms: float, computing_ms: tuple[float, ...], expected_ms: float
 ) -> None:
-    found_s = seconds(cost, collective_ms, *computing_ms)
-    assert found_s == pytest.approx(expected_ms * MS, rel=1e-6)
+    assert seconds(cost, collective_ms, *computing_ms) == pytest.approx(expected_ms * MS, rel=1e-6)
 
 
 def overlaps_with_several(collectives: int) -> None:
@@ -72,19 +71,9 @@ def one_after_the_other() -> None:
     compute(2.0)
 
 
-def test_computation_alone_loses_nothing() -> None:
+def test_computation_alone_loses_nothing_and_what_is_lost_counts_as_computation() -> None:
     options = Options(algorithm="ring", overlap_cost=0.5)
-    assert simulate(one_after_the_other, 2, cluster=WORLD, options=options).seconds == (
-        pytest.approx(3 * MS)
-    )
-
-
-def test_what_is_lost_counts_as_computation() -> None:
-    options = Options(algorithm="ring", overlap_cost=0.5)
-    run = simulate(overlaps, 2, 1.0, (2.0,), cluster=WORLD, options=options)
-    assert run.trace.compute_s == pytest.approx([2.5 * MS] * 2)
-
-
-def test_a_cost_below_0_is_refused() -> None:
-    with pytest.raises(ValueError, match="overlap_cost must be 0 or more"):
-        Options(overlap_cost=-0.1)
+    alone = simulate(one_after_the_other, 2, cluster=WORLD, options=options)
+    assert alone.seconds == pytest.approx(3 * MS)
+    beside = simulate(overlaps, 2, 1.0, (2.0,), cluster=WORLD, options=options)
+    assert beside.trace.compute_s == pytest.approx([2.5 * MS] * 2)

@@ -194,7 +194,7 @@ def modelled(steps: list[list[Step]]) -> list[object]:
 
 
 @given(programs())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_random_programs_do_what_a_model_without_threads_does(steps: list[list[Step]]) -> None:
     assert scheduled(steps) == modelled(steps)
 

@@ -1,8 +1,7 @@
-"""What a report says of the locks, queues and tasks that a thread of a rank waits for."""
+"""Reports name the locks, queues and tasks that a thread waits for; see also broken_threads."""
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 
@@ -18,43 +17,10 @@ def report(program: Callable[[], object]) -> str:
     return " ".join(str(caught.value).split())
 
 
-def takes_from_an_empty_queue() -> None:
-    queue.Queue[int]().get()
-
-
-def puts_into_a_full_queue() -> None:
-    full = queue.Queue[int](maxsize=2)
-    for number in range(3):
-        full.put(number)
-
-
 def joins_a_queue_that_nobody_empties() -> None:
     tasks = queue.Queue[int]()
     tasks.put(1)
     tasks.join()
-
-
-def joins_a_queue_whose_task_is_not_done() -> None:
-    tasks = queue.Queue[int]()
-    tasks.put(1)
-    tasks.get()
-    tasks.join()
-
-
-def takes_a_semaphore_that_is_used_up() -> None:
-    semaphore = threading.Semaphore(2)
-    for _ in range(3):
-        semaphore.acquire()
-
-
-def comes_alone_to_a_barrier() -> None:
-    threading.Barrier(3).wait()
-
-
-def takes_its_lock_again() -> None:
-    lock = threading.Lock()
-    with lock, lock:
-        pass
 
 
 def takes_a_lock_that_an_ended_thread_had() -> None:
@@ -65,7 +31,7 @@ def takes_a_lock_that_an_ended_thread_had() -> None:
     lock.acquire()
 
 
-def waits_for_a_future_that_nobody_sets() -> None:
+def waits_for_a_future_that_no_thread_sets() -> None:
     Future[int]().result()
 
 
@@ -76,17 +42,6 @@ def waits_for_several_futures() -> None:
 def iterates_over_several_futures() -> None:
     for _ in as_completed([Future[int]()]):
         pass
-
-
-def waits_in_a_task_for_another_one() -> None:
-    pool = ThreadPoolExecutor(2, thread_name_prefix="saver")
-
-    def save() -> object:
-        time.sleep(0.1)
-        return pool.submit(int).result()
-
-    for task in [pool.submit(save), pool.submit(save)]:
-        task.result()
 
 
 def waits_for_the_task_behind_one_that_waits() -> None:
@@ -101,33 +56,19 @@ def has_an_idle_pool() -> None:
     threading.Event().wait()
 
 
+TASK = "the result of a task of its own"
 SAID: dict[Callable[[], object], tuple[str, ...]] = {
-    takes_from_an_empty_queue: ("rank 0 waits for an item of a queue of its own,", "put() missing"),
-    puts_into_a_full_queue: ("room in a queue of its own, which is full (2 of 2)", "Is a get()"),
     joins_a_queue_that_nobody_empties: (
         "(1 items still in it, 0 without task_done())",
         "Is a get() missing",
     ),
-    joins_a_queue_whose_task_is_not_done: (
-        "(0 items still in it, 1 without task_done())",
-        "Is a task_done() missing",
-    ),
-    takes_a_semaphore_that_is_used_up: ("a semaphore of its own, which is at 0", "Is a release()"),
-    comes_alone_to_a_barrier: ("a barrier of its own, where 1 of 3 have come", "as many threads"),
-    takes_its_lock_again: ("a lock of its own, which it holds itself", "only once"),
     takes_a_lock_that_an_ended_thread_had: (
         "a lock of its own, which thread 'loader' still held when it ended",
         "Is a release() missing in thread 'loader'?",
     ),
-    waits_for_a_future_that_nobody_sets: ("the result of a task of its own",),
-    waits_for_several_futures: ("the result of a task of its own",),
-    iterates_over_several_futures: ("the result of a task of its own",),
-    waits_in_a_task_for_another_one: (
-        "on rank 0 thread 'saver_0' waits for the result of a task that has not started, because "
-        "no thread of its pool is free (0 of 2), and the main thread waits for the result of a "
-        "task in thread 'saver_0'",
-        "A task must not wait for another one of the same pool",
-    ),
+    waits_for_a_future_that_no_thread_sets: (TASK,),
+    waits_for_several_futures: (TASK,),
+    iterates_over_several_futures: (TASK,),
     waits_for_the_task_behind_one_that_waits: (
         "a task that has not started, because no thread of its pool is free (0 of 1)",
         "rank 0 waits for an event of its own",

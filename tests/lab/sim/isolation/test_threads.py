@@ -1,4 +1,4 @@
-"""Threads of a rank: they wait in virtual time, and what is the rank's is theirs."""
+"""Threads of a rank: they wait in virtual time, and share the state of their rank."""
 
 import asyncio
 import gc
@@ -19,18 +19,16 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from distlab.sim import Cluster, Faults, Options, RankError, simulate
-
-SIZES = (1, 2, 3, 5, 8)
+from distlab.sim import Faults, Options, RankError, simulate
 
 
 def in_thread(call: Callable[[], object], **settings: Any) -> object:
-    """What a call returns in a thread of its own."""
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(call()), **settings)
+    """Return the result of a call in a thread of its own."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(call()), **settings)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 # Time
@@ -51,9 +49,8 @@ def sleeps_beside_others(seconds: list[float]) -> list[float]:
     return [*woken, time.monotonic()]
 
 
-@pytest.mark.parametrize("num_ranks", SIZES)
-def test_threads_sleep_at_the_same_time(num_ranks: int) -> None:
-    for woken in simulate(sleeps_beside_others, num_ranks, [3.0, 1.0, 2.0]).results:
+def test_threads_sleep_at_the_same_time() -> None:
+    for woken in simulate(sleeps_beside_others, 3, [3.0, 1.0, 2.0]).results:
         assert woken == pytest.approx([1.0, 2.0, 3.0, 3.0], abs=1e-6)
 
 
@@ -175,19 +172,6 @@ def test_a_barrier_of_threads_opens_for_the_last() -> None:
     assert simulate(passes_a_barrier_of_threads, 2).results == [[2.0, 2.0, 2.0]] * 2
 
 
-def joins_itself() -> object:
-    def join() -> str:
-        with pytest.raises(RuntimeError, match="cannot join current thread"):
-            threading.current_thread().join()
-        return "refused"
-
-    return in_thread(join)
-
-
-def test_a_thread_cannot_wait_for_its_own_end() -> None:
-    assert simulate(joins_itself, 1).results == ["refused"]
-
-
 async def reduces_in_a_thread() -> float:
     x = torch.ones(1)
     await asyncio.to_thread(dist.all_reduce, x)
@@ -195,13 +179,12 @@ async def reduces_in_a_thread() -> float:
     return x.item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_asyncio_waits_for_threads(num_ranks: int) -> None:
+def test_asyncio_waits_for_threads() -> None:
     def program() -> tuple[float, float]:
         return asyncio.run(reduces_in_a_thread()), time.monotonic()
 
-    for total, now_s in simulate(program, num_ranks).results:
-        assert total == num_ranks
+    for total, now_s in simulate(program, 3).results:
+        assert total == 3
         assert now_s == pytest.approx(2.0, abs=0.01)
 
 
@@ -223,46 +206,25 @@ def test_a_thread_that_yields_lets_others_go_on() -> None:
     assert 900 < looked < 1100
 
 
-# What is the rank's is theirs
+# The state of their rank
 
 
 def looks_around() -> list[object]:
-    return [dist.get_rank(), os.environ["RANK"], dist.get_world_size()]
+    total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)  # finds it by its name
+    return [dist.get_rank(), os.environ["RANK"], dist.get_world_size(), total.item()]
 
 
-@pytest.mark.parametrize("num_ranks", SIZES)
-def test_a_thread_is_in_its_ranks_world(num_ranks: int) -> None:
-    results = simulate(lambda: in_thread(looks_around), num_ranks).results
-    assert results == [[rank, str(rank), num_ranks] for rank in range(num_ranks)]
-
-
-def sums_by_name() -> object:
-    def add() -> list[float]:
-        total = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
-        return (total + 0).tolist()  # type: ignore[no-any-return]
-
-    return in_thread(add)
-
-
-def test_a_thread_finds_groups_by_name() -> None:
-    assert simulate(sums_by_name, 3).results == [[3.0, 3.0]] * 3
-
-
-def trains_in_a_thread() -> object:
-    def train() -> list[float]:
-        torch.manual_seed(0)
-        model = nn.Linear(8, 8)
-        model(torch.ones(4, 8)).sum().backward()
-        assert model.weight.grad is not None
-        return [model.weight.grad.sum().item()]
-
-    return in_thread(train)
+def test_a_thread_is_in_its_ranks_world() -> None:
+    results = simulate(lambda: in_thread(looks_around), 3).results
+    assert results == [[rank, str(rank), 3, 3.0] for rank in range(3)]
 
 
 def test_memory_and_time_of_a_thread_are_its_ranks() -> None:
-    cluster = Cluster.preset("dgx-h100")
-    simulated = simulate(trains_in_a_thread, 2, cluster=cluster)
-    assert simulated.results == [[256.0]] * 2
+    def train() -> None:
+        model = nn.Linear(8, 8)
+        model(torch.ones(4, 8)).sum().backward()
+
+    simulated = simulate(lambda: in_thread(train), 2, cluster="dgx-h100")
     assert min(simulated.trace.peak_bytes) > 8 * 8 * 4
     assert min(simulated.flops) > 0
 
@@ -290,16 +252,6 @@ def test_what_a_thread_raises_ends_the_thread_alone(
     assert shown.count("Exception in thread unlucky") == 2
     assert "ZeroDivisionError: in a thread" in shown
     assert "threads.py" not in shown.replace("test_threads.py", "").replace("threading.py", "")
-
-
-def test_an_executors_thread_is_told_to_end_without_a_word(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def program() -> int:
-        return ThreadPoolExecutor(1).submit(lambda: 7).result()
-
-    assert simulate(program, 3).results == [7] * 3
-    assert capsys.readouterr().err == ""
 
 
 def test_a_daemon_ends_with_its_rank() -> None:
@@ -401,21 +353,17 @@ def loads_in_a_process(began_s: float) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_data_loaders_process_lives_in_real_time(num_ranks: int) -> None:
-    began_s = time.monotonic()
-    assert simulate(loads_in_a_process, num_ranks, began_s).results == [[2, 2]] * num_ranks
-
-
-def passes_through_a_queue_of_processes() -> list[int]:
-    numbers: multiprocessing.Queue[int] = multiprocessing.Queue()
-    for number in range(3):
-        numbers.put(number)
-    found = [numbers.get() for _ in range(3)]
-    numbers.close()
-    numbers.join_thread()
-    return found
+def test_a_data_loaders_process_lives_in_real_time() -> None:
+    assert simulate(loads_in_a_process, 2, time.monotonic()).results == [[2, 2]] * 2
 
 
 def test_a_queue_of_processes_works_in_a_rank() -> None:
-    assert simulate(passes_through_a_queue_of_processes, 2).results == [[0, 1, 2]] * 2
+    def program() -> int:
+        numbers: multiprocessing.Queue[int] = multiprocessing.Queue()
+        numbers.put(7)
+        number = numbers.get()
+        numbers.close()
+        numbers.join_thread()
+        return number
+
+    assert simulate(program, 2).results == [7, 7]

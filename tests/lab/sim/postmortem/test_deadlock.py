@@ -1,7 +1,7 @@
 """The verdict on a deadlock is exact and its words are English, for few and many ranks."""
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,13 +75,6 @@ def collective(present: Iterable[int], group: Sequence[int], number: int = 0) ->
     return dict(meeting.attendances)
 
 
-def key(rank: int, *keys: str, size: int = 4) -> KeyWait:
-    made: KeyWait = hand_made(
-        KeyWait, rank, "store.wait", range(size), keys=list(keys), changes={}, values={}
-    )
-    return made
-
-
 def waits(*waits: Message | KeyWait) -> dict[int, Pending]:
     return {wait.rank: wait for wait in waits}
 
@@ -98,7 +91,7 @@ def advice(report: Deadlock) -> str:
 # Kinds
 
 
-def test_who_sends_to_itself_is_told_so_among_many_too() -> None:
+def test_ranks_that_send_to_themselves_are_one_row() -> None:
     report = explain(waits(*(send(rank, rank, size=20) for rank in range(20))))
     assert "ranks 0-19  send to themselves" in str(report)
 
@@ -110,13 +103,6 @@ def test_the_collective_with_the_fewest_absent_ranks_is_the_one_to_look_at() -> 
     assert "rank 1 waits in all_reduce (call 1 of ranks 1 and 2) for rank 2" in first_line(report)
 
 
-def test_a_key_in_a_world_of_one() -> None:
-    report = explain(waits(key(0, "ready", size=1)))
-    assert first_line(report) == (
-        "deadlock (key never set): rank 0 waits for the key 'ready', which no rank has set"
-    )
-
-
 # Hints
 
 
@@ -124,19 +110,9 @@ def test_a_key_in_a_world_of_one() -> None:
     ("blocked", "hint"),
     [
         (
-            [send(0, 1, tag=7), recv(1, 0)],
-            "Rank 0 sends to rank 1 with tag 7, but rank 1 receives with tag 0: give both the same "
-            "tag, or, if both tags are used, use them in the same order on both ranks.",
-        ),
-        (
             [send(0, 1, tag=7), recv(1, ANY_SOURCE)],
             "Rank 0 sends to rank 1 with tag 7, but rank 1 receives with tag 0: give both the same "
             "tag, or, if both tags are used, use them in the same order on both ranks.",
-        ),
-        (
-            [send(0, 1, group=(0, 1)), recv(1, 0)],
-            "Rank 0 sends to rank 1 on the group of ranks 0 and 1, but rank 1 receives on the "
-            "group of ranks 0-3: give both the same group.",
         ),
         (
             [send(0, 1), recv(1, 0)],
@@ -147,17 +123,6 @@ def test_a_key_in_a_world_of_one() -> None:
 )
 def test_what_keeps_a_send_from_its_recv(blocked: list[Message], hint: str) -> None:
     assert advice(explain(waits(*blocked), ended=[2, 3], unmatched=blocked)) == hint
-
-
-def test_a_send_that_nobody_waits_in_is_a_hint_too() -> None:
-    idle, mine = send(0, 1, tag=3), recv(1, 0, tag=4)
-    report = explain(waits(mine, recv(0, 1)), unmatched=[mine, idle])
-    lines = str(report).splitlines()
-    assert lines[3:5] == [
-        "also posted, and never matched:",
-        "  rank 0  send to rank 1, (4,) float32, tag 3  ring.py:41 in exchange",
-    ]
-    assert "with tag 3, but rank 1 receives with tag 4" in advice(report)
 
 
 @pytest.mark.parametrize(
@@ -249,12 +214,6 @@ def test_of_too_many_rows_those_to_blame_are_kept() -> None:
     assert len(report.splitlines()) <= SCREEN_LINES
 
 
-def test_equal_messages_of_a_rank_are_counted() -> None:
-    idle = [send(0, 1) for _ in range(3)]
-    report = str(explain(waits(recv(0, 1), recv(1, 2), recv(2, 0)), unmatched=idle))
-    assert "  rank 0  send to rank 1, (4,) float32 (3 times)  ring.py:41 in exchange" in report
-
-
 # What is not said where it would not help
 
 
@@ -275,15 +234,9 @@ def test_one_side_is_advised_to_go_first_only_where_there_are_two(num_ranks: int
         assert "batch_isend_irecv" in words
 
 
-@pytest.mark.parametrize("posts", [(send,), (recv,), (send, recv)])
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_where_messages_run_in_order_only_a_batch_is_advised(
-    num_ranks: int, posts: tuple[Callable[..., Message], ...]
-) -> None:
-    circle = [
-        posts[rank % len(posts)](rank, (rank + 1) % num_ranks, size=num_ranks)
-        for rank in range(num_ranks)
-    ]
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_where_messages_run_in_order_only_a_batch_is_advised(num_ranks: int) -> None:
+    circle = [send(rank, (rank + 1) % num_ranks, size=num_ranks) for rank in range(num_ranks)]
     words = advice(explain(waits(*circle), history=History(is_in_order=True)))
     assert "batch_isend_irecv" in words
     assert "isend and" not in words
