@@ -1,8 +1,6 @@
 """``distlab sim``: a script runs on every rank as under torchrun, and says what it took."""
 
 import os
-import pty
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -56,13 +54,6 @@ def test_a_script_is_main_and_sees_its_own_arguments(write, capsys) -> None:
         "0 ['--lr', '0.1'] 0 2",
         "1 ['--lr', '0.1'] 1 2",
     ]
-
-
-def test_modules_beside_the_script_can_be_imported(write, capsys) -> None:
-    beside = write("", "beside_the_script.py")
-    beside.write_text("ANSWER = 42")
-    run(write("from beside_the_script import ANSWER; print(ANSWER)"))
-    assert capsys.readouterr().out == "42\n42\n"
 
 
 def test_globals_and_classes_belong_to_one_rank(write) -> None:
@@ -120,21 +111,6 @@ def test_leaving_with_success_ends_a_rank_and_no_more(write, end: str, capsys) -
     assert capsys.readouterr().out == "still here\n"
 
 
-def test_the_traceback_of_a_rank_shows_the_script_and_nothing_above(write) -> None:
-    script = write("""
-        def layer():
-            raise KeyError("weight")
-        if dist.get_rank() == 1:
-            layer()
-        """)
-    with pytest.raises(RankError) as failed:
-        run(script)
-    lines = str(failed.value).splitlines()
-    assert lines[0] == "rank 1 of 2 raised KeyError: 'weight'"
-    files = [line for line in lines if line.startswith("  File")]
-    assert [str(script) in file for file in files] == [True, True]
-
-
 def test_a_script_that_is_no_python_is_refused_with_the_line(write) -> None:
     with pytest.raises(SimulationError, match=r"program.py cannot be run\n.*line 4") as failed:
         run(write("x = = 3"))
@@ -172,8 +148,6 @@ def test_the_command_prints_the_output_then_the_summary_and_writes_files(
     ("docstring", "options", "title"),
     [
         ('"""Sum by pairs.\n\nMore of it."""', [], "Sum by pairs"),
-        ('"""Who waits?"""', [], "Who waits?"),
-        ('""" """', [], "script"),
         ("", [], "script"),
         ('"""Sum by pairs."""', ["--title", "Three rounds"], "Three rounds"),
     ],
@@ -187,7 +161,7 @@ def test_a_picture_is_titled_as_asked_or_as_the_script_says(
     assert f"<!-- {title} -->" in picture.read_text()
 
 
-@pytest.mark.parametrize("option", ["--ranks 4", "--ranks=4", "--eager-bytes 8", "--strict"])
+@pytest.mark.parametrize("option", ["--ranks 4", "--ranks=4", "--strict"])
 def test_an_option_of_the_command_behind_the_script_is_explained_before_anything_runs(
     write, option: str, capsys
 ) -> None:
@@ -233,7 +207,6 @@ def test_a_trace_without_ending_is_a_folder_with_a_file_per_rank(write, tmp_path
     [
         ([], "8 ranks on 1 x 8 GPUs (H100-80GB)"),
         (["--nodes", 2], "16 ranks on 2 x 8 GPUs (H100-80GB)"),
-        (["--ranks", 9], "9 ranks on 2 x 8 GPUs (H100-80GB)"),
         (["--ranks", 3, "--nodes", 3], "3 ranks on 3 x 8 GPUs (H100-80GB)"),
         (["--ranks", 3, "--cluster", "ethernet-10g"], "3 ranks on 3 x 1 GPUs, ethernet"),
     ],
@@ -256,20 +229,13 @@ def test_ranks_fill_the_nodes(write, options: list[object], size: str, capsys) -
         (["--nodes", "129"], "has 1 to 1,024 ranks, got 1,032: take fewer nodes or ranks"),
         (["--algorithm", "rng"], "'rng' is not one of 'auto', 'ring'"),
         (["--fault", "slow_rank 3"], "--fault: 'slow_rank 3' must be like 'slow_rank 3 2.0'"),
-        (["--fault", "slow_link node0"], "must be like 'slow_link node0.nic* 10'"),
-        (["--fault", "kill_at_step 1 2.5"], "must be like 'kill_at_step 5 3'"),
-        (["--fault", "slow_rank x 2"], "'slow_rank x 2' must be like 'slow_rank 3 2.0'"),
         (["--fault", "slow_rnk 3 2"], "unknown fault 'slow_rnk'; valid: slow_rank, slow_link"),
-        (["--fault", ""], "unknown fault ''"),
         (["--fault", "slow_rank 8 2"], "--fault: slow_rank: there is no rank 8; ranks are 0 to 7"),
-        (["--fault", "kill_at_step 8 1"], "kill_at_step: there is no rank 8; ranks are 0 to 7"),
-        (["--fault", "kill_rank 8 0.1"], "kill_rank: there is no rank 8; ranks are 0 to 7"),
         (["--fault", "delay 0 8 0.1"], "delay: there is no rank 8; ranks are 0 to 7"),
         (["--fault", "slow_link nvlink* 2"], "no link matches 'nvlink*'"),
         (["--fault", "slow_link node0.* 0.5"], "expected 1 or more, got 0.5"),
         (["--fault", "jitter -1"], "the seconds of 'jitter_s' must be 0 or more, got -1.0"),
         (["--memory-gib", "0"], "--memory-gib 0 must be above 0"),
-        (["--memory-gib", "nan"], "--memory-gib nan must be above 0"),
         (["--memory-gib", "1", "--no-devices"], "--memory-gib needs devices"),
         (["--plot", "x.jpg"], "--plot x.jpg must end in .png or .svg or .pdf"),
         (["--trace", "x.txt"], "--trace x.txt must end in .json or nothing (a folder)"),
@@ -293,12 +259,9 @@ def test_a_script_that_has_said_why_it_exits_is_not_repeated(write, capsys) -> N
     assert capsys.readouterr().err == "why\n"
     assert distlab("sim", "--ranks", 2, write("import sys\nsys.exit(3)")) == 1
     assert capsys.readouterr().err == "rank 0 of 2 raised SystemExit: 3, program.py:5 in <module>\n"
-
-
-def test_an_error_is_told_whatever_the_script_has_said(write, capsys) -> None:
     script = write("import sys\nprint('why', file=sys.stderr)\nraise ValueError('this')")
-    assert distlab("sim", "--ranks", 1, script) == 1
-    assert "rank 0 of 1 raised ValueError: this" in capsys.readouterr().err
+    assert distlab("sim", "--ranks", 2, script) == 1
+    assert "rank 0 of 2 raised ValueError: this" in capsys.readouterr().err
 
 
 def test_a_script_that_did_nothing_is_told_so(tmp_path: Path, capsys) -> None:
@@ -320,8 +283,6 @@ def test_a_script_that_did_nothing_is_told_so(tmp_path: Path, capsys) -> None:
             "dist.send(torch.ones(4), 1 - dist.get_rank())",
             "deadlock (send/recv cycle): rank 0 waits",
         ),
-        ([], "dist.all_reduce(torch.ones(1 + dist.get_rank()))", "but with size 2 on rank 1"),
-        ([], "1 / 0", "raised ZeroDivisionError"),
         (
             ["--fault", "kill_rank 1 0.001"],
             "import time\ntime.sleep(1)\ndist.barrier()",
@@ -341,32 +302,3 @@ def test_a_world_that_does_not_end_well_gives_its_report(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert report in printed.err
-
-
-def test_the_command_starts_without_torch() -> None:
-    code = "import sys, distlab.cli.sim; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
-
-
-def test_a_breakpoint_stops_in_its_rank_at_the_terminal(write) -> None:
-    script = write("""
-        def step(secret):
-            if dist.get_rank() == 2:
-                breakpoint()
-            dist.barrier()
-            return secret
-        print("rank", dist.get_rank(), "got", step(100 + dist.get_rank()))
-        """)
-    command = [sys.executable, "-m", "distlab", "sim", "--ranks", "4", str(script)]
-    ours, theirs = pty.openpty()
-    try:
-        os.write(ours, b"p 'rank', dist.get_rank(), secret\nc\n")
-        process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, text=True)
-        printed, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert process.returncode == 0
-    assert "('rank', 2, 102)" in printed
-    assert all(f"rank {rank} got {100 + rank}" in printed for rank in range(4))
-    assert "simulated, preset dgx-h100" in printed

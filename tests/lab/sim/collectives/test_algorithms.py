@@ -1,4 +1,4 @@
-"""Plans of collectives: seconds as in the textbooks, bytes, rounds, who hears of whom."""
+"""Plans of collectives: seconds as in the textbooks, bytes, and who hears of whom."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -211,28 +211,6 @@ def test_the_simulated_time_lies_between_the_two_estimates(cluster: Cluster) -> 
 
 # --- Bytes ---------------------------------------------------------------------------------------
 
-SENT: list[tuple[str, str, Callable[[int], float], Sequence[int]]] = [
-    ("all_reduce", "ring", lambda p: 2 * (p - 1) / p, ODD_SIZES),
-    ("all_reduce", "halving_doubling", lambda p: 2 * (p - 1) / p, POWERS),
-    ("all_reduce", "recursive_doubling", lg, POWERS),
-    ("all_gather", "ring", lambda p: (p - 1) / p, ODD_SIZES),
-    ("all_gather", "recursive_doubling", lambda p: (p - 1) / p, ODD_SIZES),
-    ("reduce_scatter", "ring", lambda p: (p - 1) / p, ODD_SIZES),
-    ("reduce_scatter", "halving_doubling", lambda p: (p - 1) / p, ODD_SIZES),
-    ("all_to_all", "direct", lambda p: (p - 1) / p, ODD_SIZES),
-    ("all_to_all", "recursive_doubling", lambda p: lg(p) / 2, POWERS),
-]
-
-
-@pytest.mark.parametrize(("collective", "algorithm", "share", "sizes"), SENT)
-def test_every_rank_sends_the_documented_bytes(
-    collective: str, algorithm: str, share: Callable[[int], float], sizes: Sequence[int]
-) -> None:
-    for p in sizes:
-        sent = bytes_sent(plan(collective, algorithm, range(p), 5040.0, uniform(p)))
-        expected = {gpu: pytest.approx(share(p) * 5040.0) for gpu in range(p)} if p > 1 else {}
-        assert sent == expected
-
 
 def must_send(collective: str, p: int, is_root: bool) -> float:
     """What a rank cannot do without, in units of n: others need its data, or its sum."""
@@ -278,7 +256,7 @@ def test_no_rank_sends_or_receives_less_than_it_must(collective: str, algorithm:
 
 
 def heard_of(phases: Sequence[Phase], gpus: Sequence[int]) -> dict[int, set[int]]:
-    """Whose data may have reached each GPU, passed on from message to message."""
+    """Return the GPUs whose data may have reached each GPU, from message to message."""
     known = {gpu: {gpu} for gpu in gpus}
     for phase in phases:
         for _ in range(phase.repeat):
@@ -333,16 +311,12 @@ def test_a_broadcast_enters_each_node_once_whatever_the_root(algorithm: str) -> 
 
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
 def test_auto_is_the_best_of_the_row_on_links_that_are_shared(cluster: Cluster) -> None:
+    gpus, names = range(cluster.num_gpus), {name for _, name in STEP_BY_STEP} - {"auto"}
     for collective, size in itertools.product(COLLECTIVES, (1e3, 1e5, 1e7, 1e9)):
-        gpus = range(cluster.num_gpus)
-        names = {name for _, name in STEP_BY_STEP} - {"auto"}
-        plans = {name: plan(collective, name, gpus, size, cluster) for name in names}
+        plans = [plan(collective, name, gpus, size, cluster) for name in names]
         chosen = plan(collective, "auto", gpus, size, cluster)
-        estimates = [estimate_s(phases, cluster, shared=True) for phases in plans.values()]
+        estimates = [estimate_s(phases, cluster, shared=True) for phases in plans]
         assert estimate_s(chosen, cluster, shared=True) == min(estimates)
-        assert chosen == plan(collective, "auto", gpus, size, cluster)
-        fastest_s = min(simulated_s(phases, cluster) for phases in plans.values())
-        assert simulated_s(chosen, cluster) <= 1.05 * fastest_s
 
 
 def test_hierarchical_gives_way_where_nodes_have_unequally_many_ranks() -> None:
@@ -350,12 +324,3 @@ def test_hierarchical_gives_way_where_nodes_have_unequally_many_ranks() -> None:
     for collective, natural in (("all_reduce", "ring"), ("broadcast", "tree")):
         given = plan(collective, "hierarchical", gpus, 1e3, cluster)
         assert given == plan(collective, natural, gpus, 1e3, cluster)
-
-
-def test_unknown_names_and_roots_are_answered_with_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match=r"^unknown algorithm 'rign': use one of auto, ring, tree"):
-        plan("all_reduce", "rign", range(4), 1.0, uniform(4))
-    with pytest.raises(ValueError, match=r"^unknown collective 'allreduce': use one of all_reduce"):
-        plan("allreduce", "ring", range(4), 1.0, uniform(4))
-    with pytest.raises(ValueError, match=r"^root must be an index of the 4 ranks .*, got 4$"):
-        plan("reduce", "tree", range(4), 1.0, uniform(4), root=4)

@@ -1,4 +1,4 @@
-"""NCCL's patterns: what each GPU and each NIC carries, hops, who hears of whom, what is chosen."""
+"""NCCL's patterns, and the choice among them; docs/fidelity.md shows what they take."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,9 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.sim import Cluster, Options, simulate
+from distlab.sim import Cluster, Faults, Options, simulate
 from distlab.sim.collectives import nccl, protocols
-from distlab.sim.hardware.presets import PROTOCOLS, Protocol, fitted
 
 MIB, GIB = 2**20, 2**30
 GRIDS = [(1, 2), (1, 8), (2, 8), (3, 4), (4, 8), (8, 1), (5, 3)]  # nodes, GPUs per node
@@ -43,64 +42,7 @@ def pattern_of(collective: str, algorithm: str, nodes: int, gpus: int) -> nccl.P
     return nccl.pattern(collective, algorithm, tuple(range(nodes * gpus)), machine(nodes, gpus))
 
 
-def sent(pattern: nccl.Pattern) -> dict[int, float]:
-    """What each GPU sends, for each byte of the buffer."""
-    by_gpu: defaultdict[int, float] = defaultdict(float)
-    for transfers in pattern.rounds:
-        for src, _, share in transfers:
-            by_gpu[src] += share
-    return by_gpu
-
-
-def on_links(pattern: nccl.Pattern, cluster: Cluster, kind: str) -> list[float]:
-    """What each link whose name contains ``kind`` carries."""
-    carried: defaultdict[str, float] = defaultdict(float)
-    for transfers in pattern.rounds:
-        for src, dst, share in transfers:
-            for link in cluster.route(src, dst).links:
-                carried[cluster.links[link].name] += share
-    return [share for name, share in carried.items() if kind in name]
-
-
 # --- What is carried -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("nodes", "gpus"), GRIDS)
-@pytest.mark.parametrize(("collective", "laps"), [("all_reduce", 2), ("all_gather", 1)])
-def test_in_a_ring_all_gpus_send_as_much_as_any_algorithm_without_help_must(
-    collective: str, laps: int, nodes: int, gpus: int
-) -> None:
-    p = nodes * gpus
-    shares = sent(pattern_of(collective, "ring", nodes, gpus))
-    assert shares == pytest.approx(dict.fromkeys(range(p), laps * (p - 1) / p))
-
-
-@pytest.mark.parametrize(("nodes", "gpus"), [grid for grid in GRIDS if grid[0] > 1])
-def test_rings_use_all_nics_equally(nodes: int, gpus: int) -> None:
-    cluster, p = machine(nodes, gpus), nodes * gpus
-    carried = on_links(pattern_of("all_reduce", "ring", nodes, gpus), cluster, "nic")
-    assert carried == pytest.approx([2 * (p - 1) / p / gpus] * (2 * p))  # in and out
-
-
-@pytest.mark.parametrize(("nodes", "gpus"), [(2, 8), (4, 8), (8, 1), (3, 4), (5, 3), (16, 2)])
-def test_two_trees_send_no_more_than_twice_the_buffer_out_of_a_node(nodes: int, gpus: int) -> None:
-    cluster = machine(nodes, gpus)
-    carried = on_links(pattern_of("all_reduce", "tree", nodes, gpus), cluster, "nic")
-    most = {2: 1, 3: 1.5}.get(nodes, 2)
-    assert max(carried) == pytest.approx(most / gpus)
-
-
-@pytest.mark.parametrize("gpus", [2, 4, 8])
-def test_a_switch_that_adds_halves_what_a_gpu_sends(gpus: int) -> None:
-    shares = sent(pattern_of("all_reduce", "nvls", 1, gpus))
-    assert shares == pytest.approx(dict.fromkeys(range(gpus), 1 + 1 / gpus))
-
-
-def test_a_network_that_adds_halves_what_a_nic_sends() -> None:
-    cluster = machine(4, 8)
-    trees = on_links(pattern_of("all_reduce", "nvls_tree", 4, 8), cluster, "nic")
-    adding = on_links(pattern_of("all_reduce", "collnet", 4, 8), cluster, "nic")
-    assert (max(trees), max(adding)) == pytest.approx((2 / 8, 1 / 8))
 
 
 @pytest.mark.parametrize(("algorithm", "nodes", "gpus"), all_reduces())
@@ -161,27 +103,6 @@ def children(parents: Sequence[int]) -> list[int]:
 # --- Time ----------------------------------------------------------------------------------------
 
 
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every protocol be perfect: no launch, hops as long as the cluster's latencies."""
-    perfect = Protocol(fitted(0.0), fitted(1.0), fitted(1.0), fitted(1.0))
-    for name in PROTOCOLS:
-        monkeypatch.setitem(PROTOCOLS, name, perfect)
-
-
-@pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (4, 8), (8, 1)])
-def test_a_perfect_ring_takes_what_the_textbook_says(
-    nodes: int, gpus: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain(monkeypatch)
-    cluster = replace(machine(nodes, gpus), gpu=None)
-    p, n = nodes * gpus, 1e9
-    way = protocols.cheapest("all_reduce", "ring", range(p), n, cluster)
-    hops_s = 2 * (p - nodes) * cluster.latency_s + 2 * (nodes - 1) * cluster.net_latency_s
-    inside_s = 2 * n * (p - 1) / p / cluster.nvlink_bytes_per_s * (gpus > 1)
-    across_s = 2 * n * (p - 1) / p / gpus / cluster.nic_bytes_per_s * (nodes > 1)
-    assert way.seconds == pytest.approx(hops_s + max(inside_s, across_s))
-
-
 def takes(collective: str, num_bytes: int) -> float:
     x = torch.empty(num_bytes // 4, device="meta")
     p = dist.get_world_size()
@@ -198,7 +119,7 @@ def takes(collective: str, num_bytes: int) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize(("preset", "nodes"), [("dgx-h100", 1), ("dgx-h100", 2), ("dgx-a100", 3)])
+@pytest.mark.parametrize(("preset", "nodes"), [("dgx-h100", 2), ("dgx-a100", 1)])
 @pytest.mark.parametrize("num_bytes", [48 * 1024, 48 * MIB])
 @pytest.mark.parametrize(
     "collective", ["all_reduce", "all_gather", "broadcast", "all_to_all", "barrier"]
@@ -217,7 +138,7 @@ def test_a_simulation_takes_as_long_as_the_tuner_expects(
 @pytest.mark.parametrize("algorithm", ALL_REDUCES)
 def test_an_algorithm_can_be_chosen_by_hand(algorithm: str) -> None:
     cluster = replace(Cluster.preset("dgx-h100", 2), network_adds=True)
-    usual = algorithm if algorithm != "nvls" else "ring"  # not across nodes: a ring takes its place
+    usual = algorithm if algorithm != "nvls" else "ring"  # which cannot cross nodes
     run = simulate(
         takes,
         16,
@@ -232,8 +153,6 @@ def test_an_algorithm_can_be_chosen_by_hand(algorithm: str) -> None:
 
 
 def test_a_delayed_message_delays_the_collective() -> None:
-    from distlab.sim import Faults
-
     runs = [
         simulate(
             takes, 8, "all_reduce", MIB, cluster="dgx-h100", options=Options(faults=faults)

@@ -1,6 +1,5 @@
 """The virtual clock and the arithmetic of a device; its memory is in test_memory."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from distlab.models.gpt import Block
 from distlab.sim.device.device import Device
@@ -22,7 +20,7 @@ from distlab.sim.device.memory import OutOfMemory
 
 @dataclass
 class ToyGpu:
-    """Breaks even at 1 FLOP per byte in float32, at 4 in bfloat16."""
+    """A GPU that breaks even at 1 FLOP per byte in float32, at 4 in bfloat16."""
 
     memory_bytes: float = 1e15
     memory_bytes_per_s: float = 1000.0
@@ -32,7 +30,7 @@ class ToyGpu:
 
 
 class Clock:
-    """Remembers how it was advanced."""
+    """A clock that remembers how it was advanced."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[float, str]] = []
@@ -136,38 +134,6 @@ def test_a_wrapper_is_charged_for_the_tensors_inside() -> None:
         pair.neg()
         assert device.memory.live_bytes == 2 * 400
     assert clock.calls == [(0.8, "neg"), (0.8, "neg")]
-
-
-# --- threads -------------------------------------------------------------------------------------
-
-
-def test_each_thread_has_its_own_device() -> None:
-    first, second, meet = Clock(), Clock(), threading.Barrier(2, timeout=10)
-
-    def run_first() -> None:
-        with Device(ToyGpu(), advance=first.advance):
-            meet.wait()
-            for _ in range(200):
-                torch.empty(250).zero_()
-            meet.wait()
-        meet.wait()
-
-    def run_second() -> None:  # enters second, leaves last
-        meet.wait()
-        with Device(ToyGpu(), advance=second.advance):
-            for _ in range(200):
-                torch.empty(500).zero_()
-            meet.wait()
-            meet.wait()
-
-    threads = [threading.Thread(target=target) for target in (run_first, run_second)]
-    for thread in threads:
-        thread.start()
-    torch.ones(10)  # this thread has no device
-    for thread in threads:
-        thread.join()
-    assert (first.now_s, second.now_s) == (200.0, 400.0)
-    assert not is_in_torch_dispatch_mode()
 
 
 # --- transformers --------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +23,7 @@ repeatable = settings(
 
 
 class Recorder(TorchDispatchMode):
-    """Adds up the cost of the operations inside it, by name."""
+    """A mode that adds up the cost of the operations inside it, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,18 +79,6 @@ batch_a, batch_b = torch.ones(4, 2, 3), torch.ones(4, 3, 5)
 )
 def test_matrix_products_of_every_kind(product: Callable[[], object], expected: int) -> None:
     assert flops(product) == expected
-
-
-@given(sizes, sizes, sizes, st.booleans(), st.booleans())
-@repeatable
-def test_linear_costs_the_same_again_for_each_gradient(
-    batch: int, width: int, out_width: int, has_bias: bool, input_needs_gradient: bool
-) -> None:
-    layer = nn.Linear(width, out_width, has_bias)
-    x = torch.ones(batch, width, requires_grad=input_needs_gradient)
-    forward = 2 * batch * width * out_width
-    assert flops(lambda: layer(x)) == forward
-    assert flops(lambda: layer(x).sum().backward()) == forward * (3 if input_needs_gradient else 2)
 
 
 @given(sizes, sizes, sizes, sizes)
@@ -198,14 +186,3 @@ def test_a_sparse_gradient_is_counted_by_its_parts() -> None:
     layer = nn.Embedding(1000, 25, sparse=True)
     assert moved(lambda: layer(torch.tensor([1, 2])).sum().backward()) < 1000
     assert tensors_in([layer.weight.grad, [x, (y,)], 3]) == [x, y]
-
-
-@given(st.lists(sizes, min_size=1, max_size=3), st.data())
-@repeatable
-def test_a_broadcast_tensor_counts_as_many_elements_as_it_has(
-    shape: list[int], data: st.DataObject
-) -> None:
-    small = [data.draw(st.sampled_from([1, size])) for size in shape]
-    value: Tensor = torch.ones(small).expand(shape)
-    elements = torch.Size(small).numel() + torch.Size(shape).numel()
-    assert moved(lambda: value.neg()) == 4 * elements

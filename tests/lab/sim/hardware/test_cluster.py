@@ -146,50 +146,19 @@ def test_torus_takes_the_shorter_way_round() -> None:
     assert farthest == 4 // 2 + 5 // 2
 
 
-def test_torus_axes_have_the_speeds_of_nvlink_and_of_the_network() -> None:
-    cluster = Cluster(3, 3, topology="torus", nvlink_bytes_per_s=7.0, nic_bytes_per_s=2.0)
-    assert speeds(cluster)["node1.gpu1.x-"] == 7.0
-    assert speeds(cluster)["node1.gpu1.y+"] == 2.0
-    assert len(cluster.links) == 9 * 4
-
-
 # --------------------------------------------------------------------------------------- presets
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("nodes", [1, 4])
-def test_every_preset_builds(name: str, nodes: int) -> None:
-    cluster = Cluster.preset(name, nodes)
-    assert (cluster.name, cluster.nodes) == (name, nodes)
+def test_every_preset_builds_and_lists_what_is_assumed(name: str) -> None:
+    cluster = Cluster.preset(name, nodes=4)
+    assert (cluster.name, cluster.nodes) == (name, 4)
     assert cluster.route(0, cluster.num_gpus - 1).latency_s >= 0
-
-
-def test_the_presets_of_the_course_are_there() -> None:
-    assert set(PRESETS) == {
-        "laptop",
-        "dgx-a100",
-        "dgx-h100",
-        "dgx-h200",
-        "hgx-b200",
-        "gb200-nvl72",
-        "p4d",
-        "p5",
-        "a3-mega",
-        "ethernet-10g",
-        "ethernet-25g",
-    }
-
-
-@pytest.mark.parametrize("name", [*CLUSTERS, *GPUS])
-def test_every_number_has_a_source_and_a_status(name: str) -> None:
-    table = GPUS[name] if name in GPUS else vars(CLUSTERS[name])
-    for key, number in table.items():
-        if key in ("topology", "gpu", "switch_adds"):
-            continue
-        assert isinstance(number, Number), key
-        assert number.value >= 0, key
-        assert number.status in ("spec", "measured", "fitted", "assumed"), key
-        assert len(number.source) > 5, key
+    preset = CLUSTERS[name]
+    numbers = {key: n for key, n in vars(preset).items() if isinstance(n, Number)}
+    numbers |= {f"gpu.{key}": n for key, n in GPUS.get(preset.gpu or "", {}).items()}
+    listed = {line.split(" = ")[0] for line in cluster.assumptions()}
+    assert listed == {key for key, number in numbers.items() if number.status == "assumed"}
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -198,16 +167,6 @@ def test_every_gpu_knows_four_dtypes_and_never_beats_its_peak(name: str) -> None
     assert set(gpu.peak_flops) == set(gpu.achievable_flops) == DTYPES
     for dtype in DTYPES:
         assert 0.5 * gpu.peak_flops[dtype] < gpu.achievable_flops[dtype] < gpu.peak_flops[dtype]
-    assert gpu.numbers() == {key: number.value for key, number in GPUS[name].items()}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_what_is_assumed_is_listed_and_what_is_known_is_not(name: str) -> None:
-    listed = {line.split(" = ")[0] for line in Cluster.preset(name, nodes=2).assumptions()}
-    preset = CLUSTERS[name]
-    numbers = {key: n for key, n in vars(preset).items() if isinstance(n, Number)}
-    numbers |= {f"gpu.{key}": n for key, n in GPUS.get(preset.gpu or "", {}).items()}
-    assert listed == {key for key, number in numbers.items() if number.status == "assumed"}
 
 
 def test_numbers_that_the_caller_gives_count_as_assumed() -> None:

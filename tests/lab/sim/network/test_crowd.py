@@ -2,14 +2,13 @@
 
 import random
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import permutations
 from math import inf
 
 import numpy as np
 import pytest
 from random_flows import any_seed, random_case, run
-from reference_solver import Arrival, fair_rates, finish_times
+from reference_solver import Arrival, finish_times
 
 from distlab.sim.hardware.cluster import Cluster
 from distlab.sim.network import crowd
@@ -97,14 +96,6 @@ def filled_rates(routes: list[tuple[int, ...]], bytes_per_s: list[float]) -> lis
 
 
 @any_seed(100)
-def test_filled_rates_equal_those_of_the_reference(seed: int) -> None:
-    bytes_per_s, arrivals = random_case(seed, num_flows=20)
-    routes = [arrival.links for arrival in arrivals]
-    exact = fair_rates(routes, [Fraction(value) for value in bytes_per_s])
-    assert filled_rates(routes, bytes_per_s) == pytest.approx(list(map(float, exact)), rel=1e-12)
-
-
-@any_seed(100)
 def test_filled_rates_of_many_flows_equal_those_of_max_min_rates(seed: int) -> None:
     bytes_per_s, arrivals = many_flows(seed)
     routes = [arrival.links for arrival in arrivals]
@@ -124,7 +115,7 @@ def test_a_crowd_of_any_size_ends_when_the_reference_does(seed: int) -> None:
         assert [ended[i] for i in range(len(ended))] == pytest.approx(exact, rel=1e-12, abs=0)
 
 
-@any_seed(60)
+@any_seed(20)
 def test_many_flows_end_in_crowds_as_they_do_one_by_one(seed: int) -> None:
     bytes_per_s, arrivals = many_flows(seed)
     expected = run_in(inf, bytes_per_s, arrivals)
@@ -132,17 +123,6 @@ def test_many_flows_end_in_crowds_as_they_do_one_by_one(seed: int) -> None:
         ended = run_in(size, bytes_per_s, arrivals)
         assert ended == pytest.approx(expected, rel=1e-12, abs=0)
         assert list(ended) == list(expected)
-
-
-def test_an_all_to_all_ends_in_crowds_as_it_does_one_by_one() -> None:
-    expected = run_in(inf, *all_to_all(16))
-    ended = run_in(network.CROWD, *all_to_all(16))
-    assert ended == pytest.approx(expected, rel=1e-12, abs=0)
-    assert list(ended) == list(expected)
-
-
-def test_two_runs_in_crowds_are_bitwise_equal() -> None:
-    assert list(run_in(2, *all_to_all(8)).items()) == list(run_in(2, *all_to_all(8)).items())
 
 
 def test_an_end_stays_exact_while_the_rate_stays(work: Work) -> None:

@@ -1,7 +1,6 @@
 """Trace files: every event is in its place, every message an arrow; links add up."""
 
 import csv
-import json
 import re
 from collections import defaultdict
 from itertools import pairwise
@@ -18,8 +17,6 @@ from distlab.sim.results.exports import (
     chrome_trace,
     kineto_traces,
     write_links,
-    write_trace,
-    write_traces,
 )
 
 NANOSECOND = 1.001e-3  # in microseconds: what is written is rounded to it
@@ -131,14 +128,6 @@ def test_every_message_is_an_arrow_from_its_send_to_its_recv(simulated: Simulate
         assert (send["args"]["peer"], recv["args"]["peer"]) == (recv["pid"], send["pid"])
 
 
-def test_arrows_join_what_belongs_together_whatever_the_order() -> None:
-    simulated = run(out_of_order, 2)
-    sends = {e.message: e.num_bytes for e in simulated.trace.events if e.kind == "send"}
-    recvs = {e.message: e.num_bytes for e in simulated.trace.events if e.kind == "recv"}
-    assert sends == recvs
-    assert sorted(sends.values()) == [4, 8, 12]
-
-
 def test_processes_and_threads_have_names_and_the_file_says_what_it_is() -> None:
     trace = chrome_trace(run(ring, 4, cluster="ethernet-10g"))
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
@@ -161,17 +150,6 @@ def test_analysers_find_a_file_per_rank_with_kernels_they_know() -> None:
         assert [what["name"] for what in communication] == ["ncclDevKernel_AllReduce"] * 2
         computed_us = sum(w["dur"] for w in kernels if w not in communication)
         assert computed_us == pytest.approx(simulated.trace.compute_s[rank] * 1e6, abs=0.01)
-
-
-def test_files_are_written(tmp_path: Path) -> None:
-    simulated = run(ring, 2)
-    write_trace(simulated, tmp_path / "all.json")
-    assert json.loads((tmp_path / "all.json").read_text()) == chrome_trace(simulated)
-    write_traces(simulated, tmp_path / "each")
-    assert sorted(path.name for path in (tmp_path / "each").iterdir()) == [
-        "rank0.json",
-        "rank1.json",
-    ]
 
 
 def links_of(simulated: Simulated[Any], tmp_path: Path) -> dict[str, dict[str, str]]:

@@ -6,32 +6,14 @@ import pytest
 import torch.distributed as dist
 from pictured import compute, overlapped, ring, run
 
-from distlab.sim import Cluster, Faults, Simulated
-from distlab.sim.results.summary import label, summary, totals
+from distlab.sim import Cluster, Faults
+from distlab.sim.results.summary import summary, totals
 from distlab.util.text import seconds_text
 
 
 def uneven() -> None:
     """Rank r computes r + 1 times as long as rank 0, and nobody waits."""
     compute(1 + dist.get_rank())
-
-
-def row(simulated: Simulated[Any], name: str) -> list[str]:
-    """The cells of a line of the table: times, bytes, messages, memory."""
-    (line,) = [line for line in summary(simulated).splitlines() if line.split()[:1] == [name]]
-    return line.split()[1:]
-
-
-def test_totals_are_those_of_the_trace() -> None:
-    simulated = run(ring, 4)
-    trace = simulated.trace
-    for rank, what in enumerate(totals(simulated)):
-        assert what.compute_s == trace.compute_s[rank]
-        assert what.exposed_s == trace.exposed_s[rank]
-        assert what.bytes_sent == trace.bytes_sent[rank]
-        assert what.messages == trace.messages[rank]
-        assert what.peak_bytes == trace.peak_bytes[rank]
-        assert what.time_s + what.idle_s == pytest.approx(simulated.seconds)
 
 
 @pytest.mark.parametrize("fn", [ring, overlapped, uneven])
@@ -50,19 +32,6 @@ def test_a_rank_that_is_done_early_is_idle() -> None:
     assert second.idle_s == 0
 
 
-def test_the_table_has_a_line_per_rank_in_readable_units() -> None:
-    simulated = run(uneven, 4)
-    assert row(simulated, "rank")[:4] == ["time", "compute", "exposed", "idle"]
-    step_s = simulated.seconds / 4
-    assert row(simulated, "1") == [
-        *seconds_text(2 * step_s).split(),
-        *seconds_text(2 * step_s).split(),
-        *("0", "s"),
-        *seconds_text(2 * step_s).split(),
-        *("0", "B", "0", "2.00", "MiB"),
-    ]
-
-
 def test_of_many_ranks_the_spread_and_the_slowest_are_listed() -> None:
     simulated = run(overlapped, 20, faults=Faults(slow_ranks={7: 50.0}))
     lines = summary(simulated).splitlines()
@@ -71,15 +40,6 @@ def test_of_many_ranks_the_spread_and_the_slowest_are_listed() -> None:
     assert names == ["min", "median", "max", "7"]
     largest = max(simulated.trace.exposed_s)
     assert seconds_text(largest) in lines[start + 3]
-
-
-def test_the_label_names_the_preset_and_the_assumed_numbers() -> None:
-    simulated = run(ring, 2)
-    text = summary(simulated)
-    assert text.startswith("simulated, preset dgx-h100, not measured\n2 ranks on 1 x 8 GPUs")
-    for line in simulated.cluster.assumptions():
-        assert line in text
-    assert label(run(ring, 2, cluster=None)) == "simulated, custom cluster, not measured"
 
 
 def test_what_was_set_and_broken_on_purpose_is_listed() -> None:
