@@ -1,6 +1,5 @@
 """Bodies for task 4.13: two kinds of data parallelism, with a hook and known gradients."""
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from distlab.grade import WrongResult
 from judging.calls import refusal_of, returned
+from phase4.compressors import UNDISTURBED, runs_from_state
 from phase4_production.given import Piece, Reduced
 
 SHAPES = {
@@ -36,12 +36,12 @@ class Plan(NamedTuple):
 
     Attributes:
         door: TORCHS or COURSES.
-        reduce: Name of one of ``REDUCES``.
+        reduce: Kind of compressor, as in ``sent_of``.
         steps: Number of steps.
         dtype: Dtype of parameters and gradients.
         seed: Seed of the gradients.
         unused: Parameters of which rank 1 has no gradients in odd steps.
-        restart: Step before which everything begins again from a state; -1 for never.
+        restart: Step before which new objects load the state; -1 for none.
         spoiled: Step in which each gradient of rank 0 holds a NaN; -1 for never.
     """
 
@@ -76,12 +76,26 @@ def is_unused(plan: Plan, name: str, rank: int, step: int) -> bool:
 # Compressors
 
 
-class Coarse:
-    """Sends multiples of ``GRAIN``, and notes what it got; without a state of its own."""
+def sent_of(reduce: str, part: Tensor, call: int) -> Tensor:
+    """Return what a compressor sends of a part: multiples of ``GRAIN``, unless it is "exact".
 
-    def __init__(self, group: Any) -> None:
-        self.group, self.got = group, dict[str, Tensor]()
+    A "blind" one sends 0 for a NaN, like a compressor that happens to leave this entry out. An
+    "alternating" one sends nothing in every second call.
+    """
+    if reduce == "exact":
+        return part.clone()
+    if reduce == "blind":
+        part = part.nan_to_num(0.0)
+    return (part / GRAIN).round() * GRAIN * (reduce != "alternating" or call % 2 == 0)
+
+
+class Compressor:
+    """Notes what it gets, and sends a part of it; it has no state of its own."""
+
+    def __init__(self, reduce: str, group: Any) -> None:
+        self.reduce, self.group, self.got = reduce, group, dict[str, Tensor]()
         self.dtypes = set[str]()
+        self.calls = dict[str, int]()
 
     def __call__(self, gradient: Tensor, pieces: Sequence[Piece]) -> Reduced:
         sizes = [piece.shape.numel() for piece in pieces]
@@ -98,47 +112,18 @@ class Coarse:
         return mean_of(sent, self.group)
 
     def _sent(self, name: str, part: Tensor) -> Tensor:
-        return (part / GRAIN).round() * GRAIN
+        self.calls[name] = self.calls.get(name, -1) + 1
+        return sent_of(self.reduce, part, self.calls[name])
 
 
-class Exact(Coarse):
-    """Sends everything."""
-
-    def _sent(self, name: str, part: Tensor) -> Tensor:
-        return part.clone()
-
-
-class Blind(Coarse):
-    """Sends 0 for a NaN, like a compressor that happens to leave this entry out."""
-
-    def _sent(self, name: str, part: Tensor) -> Tensor:
-        return super()._sent(name, part.nan_to_num(0.0))
-
-
-class Alternating(Coarse):
-    """Sends nothing in every second call of a parameter, and so has a state."""
-
-    def __init__(self, group: Any) -> None:
-        super().__init__(group)
-        self.calls: dict[str, int] = {}
-
-    def _sent(self, name: str, part: Tensor) -> Tensor:
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return super()._sent(name, part * (self.calls[name] % 2))
+class WithState(Compressor):
+    """A compressor whose numbers of calls are a state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": dict(self.calls)}
 
     def load_state_dict(self, state: Any) -> None:
         self.calls = dict(state["calls"])
-
-
-REDUCES: dict[str, type[Coarse]] = {
-    "coarse": Coarse,
-    "exact": Exact,
-    "blind": Blind,
-    "alternating": Alternating,
-}
 
 
 def mean_of(sent: Tensor, group: Any = None) -> Reduced:
@@ -245,12 +230,16 @@ class Training:
 
     def __init__(self, lesson: Any, plan: Plan, group: Any = None) -> None:
         self.plan, self.group = plan, group
-        self.module, self.reduce = Parts(getattr(torch, plan.dtype)), REDUCES[plan.reduce](group)
+        kind = WithState if plan.reduce == "alternating" else Compressor
+        self.module, self.reduce = Parts(getattr(torch, plan.dtype)), kind(plan.reduce, group)
         self.hook = lesson.CompressionHook(self.module, self.reduce)
         self.parallel = DOORS[plan.door](self.module, self.hook, plan, group)
 
-    def step(self, step: int) -> dict[str, Any]:
-        """Do a step; return what reduce got, and what the gradients became."""
+    def steps(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Do steps; return what reduce got in each, and what the gradients became."""
+        return [self._step(step) for step in numbers]
+
+    def _step(self, step: int) -> dict[str, Any]:
         plan, rank, dtype = self.plan, dist.get_rank(self.group), getattr(torch, self.plan.dtype)
         drawn = gradients_of(plan, rank, step)
         factors = {n: g.to(dtype) for n, g in drawn.items() if not is_unused(plan, n, rank, step)}
@@ -263,68 +252,27 @@ class Training:
         }
 
 
-def train(lesson: Any, plan: Plan, group: Any = None) -> list[dict[str, Any]]:
-    """Train; at ``plan.restart``, a new module, hook and data parallelism load the old state."""
-    training, steps = Training(lesson, plan, group), []
-    for step in range(plan.steps):
-        if step == plan.restart:
-            file = io.BytesIO()
-            torch.save(returned("CompressionHook.state_dict", training.hook.state_dict()), file)
-            file.seek(0)
-            training = Training(lesson, plan, group)
-            training.hook.load_state_dict(torch.load(file, weights_only=False))
-        steps.append(training.step(step))
-    return steps
-
-
-def keep_a_state(lesson: Any, plan: Plan) -> list[list[dict[str, Any]]]:
-    """Load one state twice, each time for the same steps, while the first hook goes on.
+def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, list[dict[str, Any]]]:
+    """Train; from ``plan.restart`` on also with new objects that load the state.
 
     Returns:
-        The steps after the state, without a stop and from the state, twice.
+        All steps without a stop, and those after each of the loads.
     """
-    training = Training(lesson, plan)
-    training.step(0)
-    state = training.hook.state_dict()
-    runs = [[training.step(step) for step in range(1, plan.steps)]]
-    for _ in range(2):
-        other = Training(lesson, plan)
-        other.hook.load_state_dict(state)
-        runs.append([other.step(step) for step in range(1, plan.steps)])
-    return runs
-
-
-def descend(lesson: Any, door: str, target: float, steps: int) -> float:
-    """Minimise ½ (x - target)² of a parameter x that begins at 0; return x."""
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(module.weight)
-    hook = lesson.CompressionHook(module, _whole)
-    model: Any = module
-    if door == TORCHS:
-        model = nn.parallel.DistributedDataParallel(module)
-        model.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss: Tensor = 0.5 * (model(torch.ones(1, 1)) - target).square().sum()
-        loss.backward()
-        if door == COURSES:
-            flat = module.weight.grad.view(-1)
-            hook.all_reduce(flat).wait()
-            flat /= dist.get_world_size()
-        optimizer.step()
-    return module.weight.item()
-
-
-def _whole(gradient: Tensor, pieces: Sequence[Piece]) -> Reduced:
-    """Send whole numbers; a plain function, without a state."""
-    return mean_of(gradient.round())
+    training, later = Training(lesson, plan, group), range(plan.restart, plan.steps)
+    if plan.restart < 0:
+        return {UNDISTURBED: training.steps(range(plan.steps))}
+    before = training.steps(range(plan.restart))
+    runs = runs_from_state(
+        *(training, lambda: Training(lesson, plan, group), lambda one: one.hook),
+        lambda one: one.steps(later),
+    )
+    return runs | {UNDISTURBED: before + runs[UNDISTURBED]}
 
 
 def foreign_bucket(lesson: Any) -> dict[str, str]:
     """Pass a bucket with elements that belong to no gradient; return the refusal."""
     module = nn.Linear(3, 2)
-    hook = lesson.CompressionHook(module, _whole)
+    hook = lesson.CompressionHook(module, lambda gradient, _: mean_of(gradient))
     flat = torch.zeros(9)
     module.weight.grad, module.bias.grad = flat[:6].view(2, 3), flat[6:8]
     return refusal_of(lambda: hook.all_reduce(flat))

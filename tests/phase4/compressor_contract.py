@@ -1,12 +1,19 @@
-"""The contract of every compressor: sent and mean belong together, on all ranks, in few bytes."""
+"""The contract of every compressor as data, and the tests that hold an answer to it.
+
+What the ranks have sent averages to the mean, bit for bit the same on all ranks, in few bytes.
+"""
 
 from collections.abc import Callable, Sequence
-from math import inf, isnan
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from math import isnan
+from random import Random
+from typing import Any
 
-from distlab.grade import Grade, check
+import pytest
+
+from distlab.grade import Grade, check, task
 from distlab.sim import Options
-from judging.checks import distance, is_close, short, short_beside, uneven
+from judging.checks import distance, is_close, short_beside, uneven
 from judging.expect import expect, results_in_group
 from phase4 import compressors as b
 from phase4.compressors import Case, How
@@ -18,113 +25,135 @@ STUCK = (
     "All ranks call the same collectives in the same order, with tensors of the same length: agree "
     "on the length first where it depends on a rank's own values, also where it is 0."
 )
-CheckSent = Callable[[str, Case, list[float], list[float]], None]  # (where, case, gradient, sent)
-CASES = [
-    *(Case(n, seed=n) for n in (41, 5, 2, 1, 0)),
+Numbers = list[float]
+CASES = (
+    *(Case(n, seed=n) for n in (41, 5, 1, 0)),
     *(Case(23, dtype, seed=3) for dtype in ("float64", "bfloat16")),
     *(Case(23, kind=kind, seed=4) for kind in ("zeros", "equal", "strided")),
-]
-NUM_STEPS, NUM_PARAMETERS = 300, 12
+)
 FAR = 2**24 + 1  # a place that float32 can't tell from its neighbours
 
 
-class Compressor(NamedTuple):
-    """A function with its argument, and the check of what each rank has sent.
+def draw_numbers(random: Random, case: Case, num_ranks: int, argument: Any) -> Case:
+    """Return the case with other numbers."""
+    del num_ranks, argument
+    return case._replace(seed=case.seed + random.randrange(10**6))
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """A function that averages gradients in compressed form, and what its task promises.
 
     Attributes:
-        how: Function and argument.
-        check_sent: Check of what a rank has sent of a gradient.
+        task: Task that asks for it.
+        name: Name of the function.
+        worlds: Numbers of ranks, each with the argument of the function.
+        check_sent: Check of what a rank sent, called with the place in words, the argument, the
+            case, the gradients of all ranks, the rank and what it sent.
+        costs: Numbers of ranks, arguments and gradients whose bytes are counted.
+        most_bytes: Function of one of the costs that returns the bytes that a rank may send, and
+            what they consist of.
         cases: Gradients to be reduced.
+        far: Argument with which the one number of a long gradient travels; None: no place does.
         if_apart: Likely cause where the ranks' means differ.
+        draw: Function that gives a case other numbers.
     """
 
-    how: How
-    check_sent: CheckSent
+    task: str
+    name: str
+    worlds: Sequence[tuple[int, Any]]
+    check_sent: Callable[[str, Any, Case, Sequence[Numbers], int, Numbers], None]
+    costs: Sequence[tuple[int, Any, Case]]
+    most_bytes: Callable[[int, Any, Case], tuple[float, str]]
     cases: Sequence[Case] = CASES
+    far: Any = None
     if_apart: str = (
         "Add in the same order on all ranks, and let all of them decode the same bytes, or their "
         "models drift apart."
     )
+    draw: Callable[[Random, Case, int, Any], Case] = draw_numbers
 
-    def check(self, grade: Grade, num_ranks: int) -> None:
-        """Reduce gradients of each case, with other numbers each time."""
-        cases = [
-            case._replace(seed=case.seed + grade.random.randrange(10**6)) for case in self.cases
-        ]
-        options = uneven(grade.random, num_ranks)
-        run = grade.run(b.reduce_all, num_ranks, self.how, cases, options=options, if_stuck=STUCK)
-        self._check_all(run.results, cases)
+    def tests(self) -> dict[str, Callable[..., None]]:
+        """Return the tests of a suite by name, marked as those of the task."""
+        tests = {
+            "averages_what_ranks_send": _over(self.worlds, self._test_world),
+            "sends_few_bytes": _over(self.costs, self._test_bytes),
+            "inside_a_group": _over(self.worlds[-1:], self._test_group),
+        }
+        if self.far is not None:
+            tests["of_odd_gradients"] = _over([self.worlds[-1]], self._test_odd)
+        return {
+            f"test_{self.name}_{promise}": task(self.task, real=promise.startswith("averages"))(
+                test
+            )
+            for promise, test in tests.items()
+        }
 
-    def check_in_group(self, grade: Grade) -> None:
-        """Reduce gradients inside a group whose ranks have other numbers in the world."""
-        results = results_in_group(grade, b.reduce_all, self.how, self.cases)
-        self._check_all(results, self.cases)
+    def _test_world(self, grade: Grade, world: tuple[int, Any]) -> None:
+        n, argument = world
+        cases = [self.draw(grade.random, case, n, argument) for case in self.cases]
+        options = uneven(grade.random, n)
+        run = grade.run(
+            b.reduce_all, n, How(self.name, argument), cases, options=options, if_stuck=STUCK
+        )
+        self._check_all(run.results, argument, cases)
 
-    def _check_all(self, by_rank: Sequence[Any], cases: Sequence[Case]) -> None:
-        num_ranks = len(by_rank)
+    def _test_group(self, grade: Grade, world: tuple[int, Any]) -> None:
+        n, argument = 3, world[1]
+        cases = [self.draw(grade.random, case, n, argument) for case in self.cases]
+        results = results_in_group(grade, b.reduce_all, How(self.name, argument), cases)
+        self._check_all(results, argument, cases)
+
+    def _check_all(self, by_rank: Sequence[Any], argument: Any, cases: Sequence[Case]) -> None:
+        n = len(by_rank)
         for place, case in enumerate(cases):
             results = [of_rank[place] for of_rank in by_rank]
-            what = f"{self.how.name} of {case}"
+            what = f"{self.name} of {case}"
             check_reduced(what, results, case.dtype, case.n, self.if_apart)
+            gradients = [b.gradient_of(case, rank, n).double().tolist() for rank in range(n)]
             for rank, result in enumerate(results):
-                gradient = b.gradient_of(case, rank, num_ranks).double().tolist()
-                where = f"{what}, rank {rank} of {num_ranks}"
-                self.check_sent(where, case, gradient, result["sent"])
-            check_mean(what, results, EPSILON[case.dtype], self.how.name == "quantized")
+                where = f"{what}, rank {rank} of {n}"
+                self.check_sent(where, argument, case, gradients, rank, result["sent"])
+            check_mean(what, results, EPSILON[case.dtype])
 
-    def check_bytes(self, grade: Grade, num_ranks: int, case: Case, most: float, what: str) -> None:
-        """Check that no rank sends more than ``most`` bytes, but for a little."""
-        args = self.how, [case]
-        run = grade.run(b.reduce_all, num_ranks, *args, options=RING, if_stuck=STUCK)
+    def _test_bytes(self, grade: Grade, cost: tuple[int, Any, Case]) -> None:
+        n, argument, case = cost
+        how, (most, what) = How(self.name, argument), self.most_bytes(*cost)
+        run = grade.run(b.reduce_all, n, how, [case], options=RING, if_stuck=STUCK)
         for rank, sent in enumerate(run.bytes_sent):
             check(
-                sent <= most + LITTLE_BYTES * (num_ranks - 1),
-                f"{self.how.name} of {case}: rank {rank} of {num_ranks} sent {sent:,.0f} bytes; "
-                f"{most:,.0f} are enough: {what}",
+                sent <= most + LITTLE_BYTES * (n - 1),
+                f"{self.name} of {case}: rank {rank} of {n} sent {sent:,.0f} bytes; {most:,.0f} "
+                f"are enough: {what}",
             )
 
-    def check_nan(self, grade: Grade) -> None:
-        """Check that all ranks see the NaN of one of them."""
-        n = 20
-        run = grade.run(b.reduce_all, 3, self.how, [Case(n, kind="nan")], if_stuck=STUCK)
+    def _test_odd(self, grade: Grade, world: tuple[int, Any]) -> None:
+        """Check that all ranks see the NaN of one, and that a place beyond 2^24 arrives."""
+        n, how = 20, How(self.name, world[1])
+        run = grade.run(b.reduce_all, 3, how, [Case(n, kind="nan")], if_stuck=STUCK)
         for rank, (result,) in enumerate(run.results):
             check(
                 isnan(result["mean"][n // 2]),
-                f"{self.how.name}: entry {n // 2} of the last rank's gradient is NaN, but the mean "
+                f"{self.name}: entry {n // 2} of the last rank's gradient is NaN, but the mean "
                 f"there is {result['mean'][n // 2]:g} on rank {rank}. A NaN must travel, or the "
                 "ranks train on while one of them is broken. Comparisons with NaN are always "
                 "false.",
             )
-
-    def check_far_places(self, grade: Grade) -> None:
-        """Check that a place beyond 2^24 arrives."""
-        results = grade.call(b.reduce_long, self.how, FAR + 2, FAR)
         expect(
-            f"{self.how.name} of {FAR + 2:,} entries, all 0 but one: its place in mean and sent",
-            *(results, [[FAR], [FAR]]),
+            f"{self.name} of {FAR + 2:,} entries, all 0 but one: its place in mean and sent",
+            *(grade.call(b.reduce_long, How(self.name, self.far), FAR + 2, FAR), [[FAR], [FAR]]),
             "Indices of 4 bytes are int32: float32 knows no odd number above 2^24.",
         )
 
-    def check_training(
-        self, grade: Grade, num_ranks: int, tolerance: float, feedback: str = "own"
-    ) -> None:
-        """Check that all ranks come to the mean of their targets, with error feedback."""
-        n, name = NUM_PARAMETERS, self.how.name
-        args = self.how, n, NUM_STEPS, feedback
-        by_rank = grade.run(b.train, num_ranks, *args, if_stuck=STUCK).results
-        targets = [b.targets(n, rank, num_ranks).tolist() for rank in range(num_ranks)]
-        best = [sum(column) / num_ranks for column in zip(*targets, strict=True)]
-        for rank, x in enumerate(by_rank):
-            what = f"after training with {name}, the parameters of rank {rank} of {num_ranks}"
-            expect(what, x, by_rank[0], "The mean must have the same bits on all ranks.")
-            off = max((abs(a - w) for a, w in zip(x, best, strict=True)), default=inf)
-            check(
-                off <= tolerance,
-                f"{num_ranks} ranks train {n} parameters for {NUM_STEPS} steps with {name} and "
-                f"error feedback: rank {rank} ends {off:.3g} away from the best ones, "
-                f"{short(best)}; {tolerance} is allowed. What is not sent must be added to the "
-                "next gradient, once.",
-            )
+
+def _over(cases: Sequence[Any], check_case: Callable[[Grade, Any], None]) -> Callable[..., None]:
+    """Make a test that checks each of the cases."""
+
+    @pytest.mark.parametrize("case", cases, ids=str)
+    def test(grade: Grade, case: Any) -> None:
+        check_case(grade, case)
+
+    return test
 
 
 def check_reduced(what: str, by_rank: Sequence[Any], dtype: str, n: int, if_apart: str) -> None:
@@ -149,36 +178,27 @@ def check_reduced(what: str, by_rank: Sequence[Any], dtype: str, n: int, if_apar
         )
 
 
-def check_mean(
-    what: str, by_rank: Sequence[Any], epsilon: float, is_rounded_twice: bool = False
-) -> None:
+def check_mean(what: str, by_rank: Sequence[Any], epsilon: float) -> None:
     """Check that the mean is that of what the ranks have sent."""
     num_ranks = len(by_rank)
     sums = [sum(column) for column in zip(*(result["sent"] for result in by_rank), strict=True)]
     right = [total / num_ranks for total in sums]
-    most = max((abs(x) for result in by_rank for x in result["sent"]), default=0.0)
-    slack = epsilon * most
+    slack = epsilon * max((abs(x) for result in by_rank for x in result["sent"]), default=0.0)
     for rank, result in enumerate(by_rank):
         mean = result["mean"]
         check(
             is_close(mean, right, slack),
             f"{what}, rank {rank} of {num_ranks}: the ranks' `sent` average to "
             f"{short_beside(right, mean)}, but mean is {short_beside(mean, right)}. "
-            f"{_why_not(result, sums, right, slack, is_rounded_twice)}",
+            f"{_why_not(result, sums, right, slack)}",
         )
 
 
-def _why_not(result: Any, sums: Any, right: Any, slack: float, is_rounded_twice: bool) -> str:
+def _why_not(result: Any, sums: Any, right: Any, slack: float) -> str:
     if is_close(result["mean"], sums, slack * 9) and distance(sums, right) > slack:
         return "That is the sum: divide by the number of ranks."
     if is_close(result["mean"], result["sent"], slack):
         return "That is what this rank has sent: where do the others' values come in?"
-    if is_rounded_twice:
-        return (
-            "A rank has sent what its codes stand for. If the second rounding takes d from the "
-            "mean of a chunk, its owner has sent N · d less, in its own chunk: what is lost "
-            "otherwise never comes again."
-        )
     return (
         "What travels counts as sent, and nothing else. Each rank's values belong to its own "
         "places, and the sum is divided by the number of ranks, once."

@@ -1,7 +1,8 @@
-"""Bodies for tasks 4.9 to 4.12: gradients that are averaged in compressed form."""
+"""Bodies for tasks 4.9 to 4.13: gradients that are averaged in compressed form."""
 
+import io
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -156,40 +157,6 @@ def draw_often(lesson: Any, n: int, fraction: float, calls: int) -> dict[str, An
     }
 
 
-def targets(n: int, rank: int, num_ranks: int) -> Tensor:
-    """Return the minimum of a rank's loss: far from the others' in the first two places."""
-    far = 6.0 * (2 * rank - (num_ranks - 1))
-    target = torch.linspace(1.0, 2.0, n)
-    target[::3] *= -1
-    target[0], target[1] = far, 1 - far
-    return target
-
-
-def train(lesson: Any, how: How, n: int, num_steps: int, feedback: str) -> list[float]:
-    """Minimize the mean over all ranks of ½|x - target|², with error feedback; return x.
-
-    Args:
-        lesson: Lesson of the learner.
-        how: Compressor.
-        n: Number of parameters.
-        num_steps: Number of steps.
-        feedback: "lesson" for the learner's reduce_with_feedback, "own" for the tests'.
-    """
-    reduce = reducer(lesson, how)
-    target = targets(n, dist.get_rank(), dist.get_world_size())
-    x, residual = torch.zeros(n), torch.zeros(n)
-    for step in range(num_steps):
-        gradient = x - target
-        if feedback == "lesson":
-            mean = lesson.reduce_with_feedback(gradient, residual, reduce)
-            returned("reduce_with_feedback", mean)
-        else:
-            mean, sent = parts_of(how.name, reduce(gradient + residual))
-            residual += gradient - sent
-        x = x - 0.2 / (1 + 0.02 * step) * mean
-    return x.tolist()
-
-
 def feed(lesson: Any, n: int, dtype: str, num_steps: int) -> list[dict[str, Any]]:
     """Call reduce_with_feedback, on one rank, with a reduce that returns random numbers.
 
@@ -221,17 +188,53 @@ def feed(lesson: Any, n: int, dtype: str, num_steps: int) -> list[dict[str, Any]
     return steps
 
 
-def code(lesson: Any, name: str, x: list[float], dtype: str) -> dict[str, Any]:
-    """Encode and decode numbers, and decode them again with more bytes after their codes."""
-    codec = getattr(lesson, name)()
-    tensor = torch.tensor(x, dtype=getattr(torch, dtype))
-    before = tensor.clone()
-    with case_told(f"of {len(x)} numbers, {dtype}"):
-        payload, scale = pair(f"{name}.encode", codec.encode(tensor), "the codes and the scale")
+UNDISTURBED = "without a stop"
+T = TypeVar("T")
+Result = TypeVar("Result")
+
+
+def runs_from_state(
+    first: T, make: Callable[[], T], owner_of: Callable[[T], Any], run: Callable[[T], Result]
+) -> dict[str, Result]:
+    """Run on without a stop, and three times from the state that ``first`` has now.
+
+    Args:
+        first: Training that has a state by now.
+        make: Function that makes a new training.
+        owner_of: Function that returns the object of the learner's that has the state.
+        run: Function that trains to the end, and returns the results.
+    """
+    state = returned("state_dict", owner_of(first).state_dict())
+    file = io.BytesIO()
+    torch.save(state, file)
+    runs = {UNDISTURBED: run(first)}
+    file.seek(0)
+    states = {
+        "from a file": torch.load(file, weights_only=False),
+        "from the state, while the first run had gone on": state,
+        "from the same state once more": state,
+    }
+    for how, saved in states.items():
+        training = make()
+        owner_of(training).load_state_dict(saved)
+        runs[how] = run(training)
+    return runs
+
+
+def code(lesson: Any, name: str, rows: Sequence[list[float]], dtype: str) -> list[dict[str, Any]]:
+    """Encode and decode rows of numbers, and decode them again with more bytes after the codes."""
+    return [_code(getattr(lesson, name)(), name, row, dtype) for row in rows]
+
+
+def _code(codec: Any, name: str, row: list[float], dtype: str) -> dict[str, Any]:
+    x = torch.tensor(row, dtype=getattr(torch, dtype))
+    before = x.clone()
+    with case_told(f"of {len(row)} numbers, {dtype}"):
+        payload, scale = pair(f"{name}.encode", codec.encode(x), "the codes and the scale")
         payload, scale = (typed(f"{name}.encode", part, Tensor) for part in (payload, scale))
         longer = torch.cat([payload, torch.tensor([255, 0, 129], dtype=payload.dtype)])
         decoded, again = (
-            typed(f"{name}.decode", codec.decode(codes, scale, len(x)), Tensor)
+            typed(f"{name}.decode", codec.decode(codes, scale, len(row)), Tensor)
             for codes in (payload, longer)
         )
     parts = {"codes": payload, "scale": scale, "decoded numbers": decoded}
@@ -240,5 +243,5 @@ def code(lesson: Any, name: str, x: list[float], dtype: str) -> dict[str, Any]:
         "scale": float(scale.sum()),
         "decoded": decoded.tolist(),
         "longer": again.tolist(),
-        "changed": not torch.equal(tensor.nan_to_num(99.0), before.nan_to_num(99.0)),
+        "changed": not torch.equal(x.nan_to_num(99.0), before.nan_to_num(99.0)),
     }

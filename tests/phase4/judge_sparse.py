@@ -1,6 +1,6 @@
 """Judges tasks 4.9 and 4.10: which entries travel, in how many bytes, and that the rest comes."""
 
-from functools import partial
+from collections.abc import Sequence
 
 import pytest
 
@@ -9,24 +9,24 @@ from distlab.util.text import counted
 from judging.checks import short
 from judging.expect import expect
 from phase4 import compressors as b
-from phase4.compressor_contract import CASES, STUCK, Compressor
-from phase4.compressors import Case, How
+from phase4.compressor_contract import CASES, STUCK, Compressor, Numbers
+from phase4.compressors import Case
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 INDEX_BYTES = 4
-FRACTION, LEAST = 0.2, 1.0
-Numbers = list[float]
+FRACTION, LEAST, RARE = 0.2, 1.0, 1e-9
 
 
-def number_of(n: int, fraction: float = FRACTION) -> int:
+def number_of(n: int, fraction: float) -> int:
     """Return the number of entries that travel."""
     return min(n, max(1, round(fraction * n)))
 
 
 def _check_drawn(
-    where: str, case: Case, gradient: Numbers, sent: Numbers, fraction: float = FRACTION
+    where: str, fraction: float, case: Case, own: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
     """Check that what was sent is the gradient at as many places as should travel."""
+    gradient = own[rank]
     wrong = [i for i, x in enumerate(sent) if x not in (0, gradient[i])]
     first = wrong[0] if wrong else -1
     check(
@@ -45,11 +45,11 @@ def _check_drawn(
 
 
 def _check_largest(
-    where: str, case: Case, gradient: Numbers, sent: Numbers, fraction: float = FRACTION
+    where: str, fraction: float, case: Case, own: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
-    _check_drawn(where, case, gradient, sent, fraction)
+    _check_drawn(where, fraction, case, own, rank, sent)
     kept = [abs(x) for x in sent if x]
-    left = max((abs(x) for x, y in zip(gradient, sent, strict=True) if x != y), default=0.0)
+    left = max((abs(x) for x, y in zip(own[rank], sent, strict=True) if x != y), default=0.0)
     check(
         not kept or left <= min(kept),
         f"{where}: sent holds {short([x for x in sent if x])}, but {left:.4g} (without its sign) "
@@ -58,79 +58,71 @@ def _check_largest(
     )
 
 
-def _check_large(where: str, case: Case, gradient: Numbers, sent: Numbers) -> None:
-    right = [x if abs(x) >= LEAST else 0.0 for x in gradient]
-    expect(f"{where}, least {LEAST}: sent", sent, right, "The entries with |x| ≥ least travel.")
+def _check_large(
+    where: str, least: float, case: Case, own: Sequence[Numbers], rank: int, sent: Numbers
+) -> None:
+    right = [x if abs(x) >= least else 0.0 for x in own[rank]]
+    expect(f"{where}, least {least}: sent", sent, right, "The entries with |x| ≥ least travel.")
 
 
-UNEVEN = [
-    *(Case(n, kind="uneven", seed=n) for n in (0, 1, 2, 7, 41)),
-    *(Case(41, dtype, "uneven", seed=2) for dtype in ("float64", "bfloat16")),
-]
-TOP = Compressor(How("top_k", FRACTION), _check_largest)
-RANDOM = Compressor(
-    How("random_k", FRACTION),
-    _check_drawn,
-    if_apart="All ranks draw the same places, from generators in one state: draw from nothing "
-    "else, and nothing that depends on the values.",
-)
-THRESHOLD = Compressor(How("threshold", LEAST), _check_large, [*UNEVEN, *CASES])
-WORLDS = pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-
-
-# 4.9 top_k and reduce_with_feedback
-
-
-@task("4.9", real=True)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_top_k_averages_the_largest_of_each_rank(grade: Grade, num_ranks: int) -> None:
-    TOP.check(grade, num_ranks)
-
-
-@task("4.9")
-@pytest.mark.parametrize("num_ranks", [5, 8])
-def test_top_k_on_more_ranks(grade: Grade, num_ranks: int) -> None:
-    TOP.check(grade, num_ranks)
-
-
-@task("4.9")
-@pytest.mark.parametrize("fraction", [1e-9, 0.29, 0.3, 1.0])
-def test_top_k_of_other_fractions(grade: Grade, fraction: float) -> None:
-    check_sent = partial(_check_largest, fraction=fraction)
-    cases = [Case(n) for n in (100, 3, 1, 0)]
-    Compressor(How("top_k", fraction), check_sent, cases).check(grade, 2)
-
-
-@task("4.9")
-@DTYPES
-@WORLDS
-def test_top_k_sends_values_and_short_indices(grade: Grade, num_ranks: int, dtype: str) -> None:
-    n = grade.random.randrange(400, 600)
-    k, item = number_of(n), ITEM_BYTES[dtype]
-    TOP.check_bytes(
-        *(grade, num_ranks, Case(n, dtype), (item + INDEX_BYTES) * k * (num_ranks - 1)),
+def _bytes_with_places(n: int, fraction: float, case: Case) -> tuple[float, str]:
+    k, item = number_of(case.n, fraction), ITEM_BYTES[case.dtype]
+    return (item + INDEX_BYTES) * k * (n - 1), (
         f"{k} values of {item} bytes and {k} indices of {INDEX_BYTES} to each other rank. topk "
         "returns indices of 8 bytes: .int() makes them shorter. A tensor full of zeros costs as "
-        "much as a dense one.",
+        "much as a dense one."
     )
 
 
-@task("4.9")
-def test_top_k_of_odd_gradients(grade: Grade) -> None:
-    TOP.check_nan(grade)
-    Compressor(How("top_k", 1e-9), _check_largest).check_far_places(grade)
+def _bytes_of_values(n: int, fraction: float, case: Case) -> tuple[float, str]:
+    k, item = number_of(case.n, fraction), ITEM_BYTES[case.dtype]
+    what = f"those of an all-reduce of {k} values of {item} bytes, without places."
+    return 2 * item * k * (n - 1) / n, what
 
 
-@task("4.9")
-def test_top_k_inside_a_group(grade: Grade) -> None:
-    TOP.check_in_group(grade)
+def _bytes_of_the_fullest(n: int, least: float, case: Case) -> tuple[float, str]:
+    most, item = 3 * (n - 1), ITEM_BYTES[case.dtype]
+    return most * (item + INDEX_BYTES) * (n - 1), (
+        f"{most} values of {item} bytes and {most} indices of {INDEX_BYTES} to each other rank, "
+        "and a little for the numbers of entries."
+    )
 
 
-@task("4.9")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_top_k_trains_with_feedback(grade: Grade, num_ranks: int) -> None:
-    Compressor(How("top_k", 1 / 12), _check_largest).check_training(grade, num_ranks, 0.6, "lesson")
+TOP = Compressor(
+    "4.9",
+    "top_k",
+    worlds=[(1, 1.0), (2, FRACTION), (3, 0.29), (5, RARE), (8, FRACTION)],
+    check_sent=_check_largest,
+    costs=[(2, FRACTION, Case(431, "bfloat16")), (5, FRACTION, Case(563))],
+    most_bytes=_bytes_with_places,
+    far=RARE,
+)
+RANDOM = Compressor(
+    "4.10",
+    "random_k",
+    worlds=[(1, FRACTION), (2, RARE), (3, 0.29), (5, FRACTION)],
+    check_sent=_check_drawn,
+    costs=[(2, FRACTION, Case(2431, "bfloat16")), (5, FRACTION, Case(1563))],
+    most_bytes=_bytes_of_values,
+    if_apart="All ranks draw the same places, from generators in one state: draw from nothing "
+    "else, and nothing that depends on the values.",
+)
+THRESHOLD = Compressor(
+    "4.10",
+    "threshold",
+    worlds=[(1, LEAST), (2, LEAST), (3, LEAST), (5, LEAST)],
+    check_sent=_check_large,
+    costs=[(2, LEAST, Case(231, "bfloat16", "uneven")), (5, LEAST, Case(263, kind="uneven"))],
+    most_bytes=_bytes_of_the_fullest,
+    cases=[
+        *(Case(n, kind="uneven", seed=n) for n in (0, 1, 2, 41)),
+        *(Case(41, dtype, "uneven", seed=2) for dtype in ("float64", "bfloat16")),
+        *CASES,
+    ],
+    far=LEAST,
+)
+for compressor in (TOP, RANDOM, THRESHOLD):
+    globals().update(compressor.tests())
 
 
 @task("4.9")
@@ -156,32 +148,6 @@ def test_feedback_adds_what_was_not_sent(grade: Grade, dtype: str) -> None:
                 "Fewer bits make it another number.",
             )
             check(not step["changed"], f"{where}: the gradient was changed. It is the caller's.")
-
-
-# 4.10 random_k
-
-
-@task("4.10", real=True)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_random_k_averages_the_same_places(grade: Grade, num_ranks: int) -> None:
-    RANDOM.check(grade, num_ranks)
-
-
-@task("4.10")
-@pytest.mark.parametrize("num_ranks", [5, 8])
-def test_random_k_on_more_ranks(grade: Grade, num_ranks: int) -> None:
-    RANDOM.check(grade, num_ranks)
-
-
-@task("4.10")
-@DTYPES
-@WORLDS
-def test_random_k_sends_no_indices(grade: Grade, num_ranks: int, dtype: str) -> None:
-    n = grade.random.randrange(1500, 2500)
-    k, item = number_of(n), ITEM_BYTES[dtype]
-    most = 2 * item * k * (num_ranks - 1) / num_ranks
-    what = f"those of an all-reduce of {k} values of {item} bytes, without places."
-    RANDOM.check_bytes(grade, num_ranks, Case(n, dtype), most, what)
 
 
 @task("4.10")
@@ -212,55 +178,3 @@ def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
             found["is drawn from"] and found["state"] == by_rank[0]["state"],
             f"rank {rank}: the generator should be drawn from, equally often on all ranks.",
         )
-
-
-@task("4.10")
-def test_random_k_inside_a_group(grade: Grade) -> None:
-    RANDOM.check_in_group(grade)
-
-
-# 4.10 threshold
-
-
-@task("4.10", real=True)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_threshold_averages_what_is_large(grade: Grade, num_ranks: int) -> None:
-    THRESHOLD.check(grade, num_ranks)
-
-
-@task("4.10")
-@pytest.mark.parametrize("num_ranks", [5, 8])
-def test_threshold_on_more_ranks(grade: Grade, num_ranks: int) -> None:
-    THRESHOLD.check(grade, num_ranks)
-
-
-@task("4.10")
-@DTYPES
-@WORLDS
-def test_threshold_sends_what_the_fullest_rank_has(
-    grade: Grade, num_ranks: int, dtype: str
-) -> None:
-    n, most, item = grade.random.randrange(200, 300), 3 * (num_ranks - 1), ITEM_BYTES[dtype]
-    THRESHOLD.check_bytes(
-        *(grade, num_ranks, Case(n, dtype, "uneven")),
-        most * (item + INDEX_BYTES) * (num_ranks - 1),
-        f"{most} values of {item} bytes and {most} indices of {INDEX_BYTES} to each other rank, "
-        "and a little for the numbers of entries.",
-    )
-
-
-@task("4.10")
-def test_threshold_of_odd_gradients(grade: Grade) -> None:
-    THRESHOLD.check_nan(grade)
-    THRESHOLD.check_far_places(grade)
-
-
-@task("4.10")
-def test_threshold_inside_a_group(grade: Grade) -> None:
-    THRESHOLD.check_in_group(grade)
-
-
-@task("4.10")
-def test_these_train_with_feedback(grade: Grade) -> None:
-    Compressor(How("random_k", 0.25), _check_drawn).check_training(grade, 4, 0.1)
-    Compressor(How("threshold", 4.0), _check_large).check_training(grade, 2, 0.3)

@@ -1,6 +1,5 @@
 """Bodies for task 4.12: gradients that travel as products of thin matrices."""
 
-import io
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from judging.calls import case_told, returned
+from judging.calls import case_told
 from judging.tensors import given_group
-from phase4.compressors import reduce_one
+from phase4.compressors import reduce_one, runs_from_state
 from phase4_production.given import Piece
 
 Shapes = dict[str, tuple[int, ...]]  # name of the parameter -> shape
@@ -24,9 +23,8 @@ MIXED: Shapes = {
     "head.weight": (4, 4),  # no smaller as two factors with r = 2
     "tall.weight": (30, 6),
 }
-MATRIX: Shapes = {"weight": (12, 10)}
+MATRIX = 12, 10
 NOT_WORTH_IT: Shapes = {"bias": (5,), "head.weight": (4, 4), "flat.weight": (2, 40)}
-BEFORE_IT, AFTER_IT = {"bias": (3,)}, {"other.weight": (12, 10)}
 NEVER = -9
 
 
@@ -74,11 +72,11 @@ def _low(shape: Sequence[int], rank: int, seed: int) -> Tensor:
     return (factors[0] @ factors[1]).reshape(tuple(shape))
 
 
-def falling(shape: tuple[int, int], factor: float) -> Tensor:
+def falling(shape: tuple[int, int], factor: float, seed: int = 1) -> Tensor:
     """Return a matrix whose singular values fall by a factor from each to the next."""
     least = min(shape)
-    left = torch.linalg.qr(_normal((shape[0], least), 1)).Q
-    right = torch.linalg.qr(_normal((shape[1], least), 2)).Q
+    left = torch.linalg.qr(_normal((shape[0], least), seed)).Q
+    right = torch.linalg.qr(_normal((shape[1], least), seed + 1)).Q
     return (left * factor ** torch.arange(least)) @ right.T
 
 
@@ -102,29 +100,21 @@ def _mean_of(power_sgd: Any, gradients: dict[str, Tensor]) -> list[float]:
     return mean
 
 
-def repeat_a_matrix(lesson: Any, factor: float, steps: int) -> list[float]:
-    """Average one matrix again and again; return the error of the mean, step by step."""
-    matrix, power_sgd = falling(MATRIX["weight"], factor), lesson.PowerSGD(2)
-    means = [_mean_of(power_sgd, {"weight": matrix}) for _ in range(steps)]
-    return [math.dist(mean, matrix.flatten().tolist()) for mean in means]
-
-
-def change_neighbours(lesson: Any) -> list[list[float]]:
-    """Average a parameter beside others, which change from step to step, and alone.
+def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[float]]:
+    """Average two matrices of one shape again and again, in turn the one and the other first.
 
     Returns:
-        Its mean in the last step, beside the others and alone.
+        The error of the mean of each, step by step.
     """
-    plan = Plan({**BEFORE_IT, **MATRIX, **AFTER_IT})
-    gradients = gradients_of(plan, dist.get_rank(), 0, dist.get_world_size())
-    beside, alone = lesson.PowerSGD(2), lesson.PowerSGD(2)
-    means: list[list[float]] = []
-    for names in (["weight", "other.weight"], ["other.weight", "weight"], ["bias", "weight"]):
-        start = sum(gradients[name].numel() for name in names[: names.index("weight")])
-        mean = _mean_of(beside, {name: gradients[name] for name in names})[start:]
-        expected = _mean_of(alone, {"weight": gradients["weight"]})
-        means = [mean[: len(expected)], expected]
-    return means
+    power_sgd = lesson.PowerSGD(2)
+    matrices = {name: falling(MATRIX, factor, seed) for name, seed in (("a", 1), ("b", 5))}
+    errors: dict[str, list[float]] = {name: [] for name in matrices}
+    for step in range(steps):
+        names = ["a", "b"] if step % 2 else ["b", "a"]
+        mean = torch.tensor(_mean_of(power_sgd, {name: matrices[name] for name in names}))
+        for name, part in zip(names, mean.split(MATRIX[0] * MATRIX[1]), strict=True):
+            errors[name].append(math.dist(part.tolist(), matrices[name].flatten().tolist()))
+    return errors
 
 
 def spoil_a_step(lesson: Any, plan: Plan, spoiled: int) -> dict[str, Any]:
@@ -152,7 +142,7 @@ def begin(lesson: Any) -> dict[str, Any]:
 
     Also whether torch's global generator is left alone.
     """
-    matrix = falling(MATRIX["weight"], 0.9)
+    matrix = falling(MATRIX, 0.9)
     torch.manual_seed(dist.get_rank())
     before = torch.get_rng_state()
     used = lesson.PowerSGD(2)
@@ -171,31 +161,16 @@ def begin(lesson: Any) -> dict[str, Any]:
 
 
 def go_on(lesson: Any, plan: Plan, saved_after: int) -> dict[str, list[Any]]:
-    """Train to the end, and twice more from a state that was saved on the way.
-
-    Returns:
-        The results of the steps after the save: without a stop, and by each of the others.
-    """
+    """Train, and return the results of the last steps: without a stop, and from a state."""
     rank, n = dist.get_rank(), dist.get_world_size()
     steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
     first = lesson.PowerSGD(plan.rank)
     for gradients in steps[:saved_after]:
         _average(first, gradients)
-    state = returned("PowerSGD.state_dict", first.state_dict())
-    file = io.BytesIO()
-    torch.save(state, file)
-    found = {"without a stop": [_average(first, gradients) for gradients in steps[saved_after:]]}
-    file.seek(0)
-    states = {
-        "from a file": torch.load(file, weights_only=False),
-        "from the state, while the first run had gone on": state,
-        "from the same state once more": state,
-    }
-    for how, saved in states.items():
-        other = lesson.PowerSGD(plan.rank)
-        other.load_state_dict(saved)
-        found[how] = [_average(other, gradients) for gradients in steps[saved_after:]]
-    return found
+    return runs_from_state(
+        *(first, lambda: lesson.PowerSGD(plan.rank), lambda one: one),
+        lambda one: [_average(one, gradients) for gradients in steps[saved_after:]],
+    )
 
 
 COLUMNS = {
