@@ -8,30 +8,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from catalogue import empty, me, received, reduced, returns, value
-from torch.distributed.distributed_c10d import _get_default_store
 
 SECOND = timedelta(seconds=1)
 
 # Threads
-
-
-@returns([5, 5])
-def heartbeats() -> object:
-    """A thread beats once a second, while the rank computes for five and a half."""
-    store, is_over, beats = _get_default_store(), threading.Event(), [0]
-
-    def beat() -> None:
-        while not is_over.wait(1.0):
-            beats[0] += 1
-            store.set(f"beat{me()}", str(beats[0]))
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    time.sleep(5.5)
-    is_over.set()
-    thread.join()
-    dist.barrier()
-    return int(store.get(f"beat{1 - me()}"))
 
 
 @returns([(6, 10)] * 4)
@@ -86,17 +66,6 @@ def sends_in_one_thread_and_receives_in_another() -> object:
     x = received(1 - me())
     thread.join()
     return x
-
-
-@returns(["no batch"] * 2)
-def a_queue_that_stays_empty() -> object:
-    """Who waits for a second and gets nothing goes on."""
-    try:
-        queue.Queue[int]().get(timeout=1.0)
-    except queue.Empty:
-        dist.barrier()
-        return "no batch"
-    return "a batch"
 
 
 @returns([None, 3])
@@ -164,20 +133,3 @@ def a_collective_that_goes_on() -> object:
         work.wait()
     assert x.item() == 1
     return outcome
-
-
-@returns([10, 0])
-def polls_for_a_while() -> object:
-    """Rank 0 asks ten times, then does without; rank 1 is there, but sends nothing."""
-    asked = 0
-    if me() == 0:
-        work = dist.irecv(empty(), 1, tag=7)
-        while not work.is_completed() and asked < 10:
-            asked += 1
-            time.sleep(0.1)
-    dist.barrier()
-    if me() == 1:
-        dist.send(value(1), 0, tag=7)
-    elif me() == 0:
-        work.wait()
-    return asked

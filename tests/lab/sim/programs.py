@@ -127,16 +127,6 @@ def send_and_recv_of_every_dtype_and_shape() -> object:
 
 
 @call
-def messages_of_one_tag_stay_in_order() -> object:
-    if me() == 0 and size() > 1:
-        return [waited(w) for w in [dist.isend(torch.tensor([k]), 1) for k in range(4)]]
-    if me() == 1:
-        buffers = blanks(1, count=4, dtype=torch.int64)
-        return [dist.recv(buffer, 0) for buffer in buffers], buffers
-    return None
-
-
-@call
 def tags_tell_messages_apart() -> object:
     if me() == 0 and size() > 1:
         return [waited(w) for w in [dist.isend(torch.tensor([k]), 1, tag=k) for k in range(3)]]
@@ -169,18 +159,6 @@ def recv_into_another_shape() -> object:
         return dist.send(values(2, 3), 1)
     x = torch.zeros(3, 2)
     return dist.recv(x, 0) if me() == 1 else None, x
-
-
-@call
-def batch_between_all_pairs() -> object:
-    arrived = blanks(2)
-    operations = [
-        dist.P2POp(*operation)
-        for peer in others()
-        for operation in [(dist.irecv, arrived[peer], peer), (dist.isend, values(2) * peer, peer)]
-    ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return [waited(work) for work in works], arrived
 
 
 @call
@@ -266,11 +244,6 @@ def all_reduce_with_every_operator() -> object:
             result = dist.all_reduce(x, getattr(dist.ReduceOp, name))
             results[f"{name} {dtype}"] = result, x
     return results
-
-
-@call
-def all_reduce_of_every_shape() -> object:
-    return [(dist.all_reduce(x), x) for shape in SHAPES for x in [values(*shape)]]
 
 
 @call
@@ -363,19 +336,6 @@ def all_gather_refuses_what_does_not_fit() -> object:
         is_refused(lambda: dist.all_gather_into_tensor(torch.zeros(2 * size() + 1, 3), x)),
         is_refused(lambda: dist.all_gather_into_tensor(torch.zeros(2 * size(), 3).int(), x)),
     )
-
-
-@call
-def all_gather_into_one_tensor() -> object:
-    results = []
-    for shape in ((1,), (0,), (3, 2)):
-        x = values(*shape)
-        joined = torch.zeros(shape[0] * size(), *shape[1:])
-        results.append((dist.all_gather_into_tensor(joined, x), joined))
-    own = torch.zeros(size() * 2)
-    own[2 * me() : 2 * me() + 2] = values(2)
-    dist.all_gather_into_tensor(own, own[2 * me() : 2 * me() + 2])  # in place
-    return results, own
 
 
 @call
@@ -477,11 +437,6 @@ def all_to_all_refuses_what_does_not_fit() -> object:
 
 
 @call
-def barriers() -> object:
-    return dist.barrier(), finished(dist.barrier(async_op=True))
-
-
-@call
 def monitored_barrier() -> object:
     return dist.monitored_barrier()
 
@@ -554,31 +509,11 @@ def thing() -> dict[str, object]:
 
 
 @call
-def objects_are_gathered() -> object:
-    everybodys: list[Any] = [None] * size()
-    result = dist.all_gather_object(everybodys, thing())
-    roots = [[None] * size() if me() == root else None for root in range(size())]
-    for root, objects in enumerate(roots):
-        dist.gather_object(thing(), objects, root)
-    return result, everybodys, roots
-
-
-@call
 def objects_are_broadcast() -> object:
     results = []
     for root in range(size()):
         objects = [thing(), me(), None] if me() == root else [None, None, None]
         results.append((dist.broadcast_object_list(objects, src=root), objects))
-    return results
-
-
-@call
-def objects_are_scattered() -> object:
-    results = []
-    for root in range(size()):
-        mine: list[Any] = [None]
-        objects = [{"for": rank} for rank in range(size())] if me() == root else None
-        results.append((dist.scatter_object_list(mine, objects, src=root), mine))
     return results
 
 
@@ -612,21 +547,6 @@ def groups_named_in_another_order_overlapping_and_nested() -> object:
 
 
 @call
-def groups_that_only_members_make() -> object:
-    half = [rank for rank in range(size()) if (rank < size() // 2) == (me() < size() // 2)]
-    return sums(dist.new_group(half, use_local_synchronization=True))
-
-
-@call
-def a_rank_outside_takes_no_part() -> object:
-    group = dist.new_group([0])
-    if me() == 0:
-        return sums(group)
-    x = values(2)
-    return dist.get_rank(group), dist.get_world_size(group), x
-
-
-@call
 def roots_of_a_group_are_global_or_of_the_group() -> object:
     last = size() - 1
     group = dist.new_group([0, last] if last else [0])
@@ -640,14 +560,6 @@ def roots_of_a_group_are_global_or_of_the_group() -> object:
     z = values(2)
     dist.reduce(z, group=group, group_dst=0)
     return x, y, gathered, z if me() == 0 else None
-
-
-@call
-def subgroups_of_equal_size() -> object:
-    if size() % 2:
-        return refusal(lambda: dist.new_subgroups(2))
-    mine, groups = dist.new_subgroups(2)
-    return sums(mine), len(groups)
 
 
 @call

@@ -54,6 +54,7 @@ CHANGED_OBJECTS: dict[str, Callable[[], object]] = {
     "stack of new threads": threading.stack_size,
     "initialised": dist.is_initialized,
     "working folder": os.getcwd,
+    "cores": lambda: getattr(os, "sched_getaffinity", lambda _: None)(0),
 }
 
 

@@ -6,7 +6,6 @@ import random
 import socket
 import subprocess
 import sys
-import threading
 import warnings
 
 import numpy as np
@@ -74,24 +73,6 @@ def test_dropout_does_not_depend_on_the_order_in_which_ranks_run() -> None:
     for seed in range(3):
         options = Options(faults=Faults(jitter_s=1e-3, seed=seed))
         assert simulate(drops_out, 3, options=options).results == first
-
-
-def other_threads_draw() -> tuple[float, float]:
-    drawn: list[float] = []
-    thread = threading.Thread(target=lambda: drawn.append(random.random()))
-    thread.start()
-    thread.join()
-    return random.random(), drawn[0]
-
-
-def test_a_thread_of_a_rank_draws_from_the_ranks_generator() -> None:
-    drawn = [[first, second] for second, first in simulate(other_threads_draw, 2).results]
-    assert drawn == simulate(draws_twice, 2).results
-    assert drawn[0] != drawn[1]
-
-
-def draws_twice() -> list[float]:
-    return [random.random(), random.random()]
 
 
 def reads_environment() -> dict[str, str]:
