@@ -15,8 +15,8 @@ from distlab.sim.engine.overlap import Overlap
 from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped
 from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
-from distlab.sim.isolation import deaths, host, patches
-from distlab.sim.isolation.exits import Exits
+from distlab.sim.isolation import host, patches
+from distlab.sim.isolation.exits import Exits, deaths_due
 from distlab.sim.isolation.groups import Groups
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.refusals import Refusals
@@ -28,7 +28,6 @@ from distlab.sim.messages.pending import Buffers, Pending
 from distlab.sim.messages.work import Handles
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.postmortem import handlers, rows
-from distlab.sim.postmortem.deadlock import History
 from distlab.sim.postmortem.ending import (
     doing_of_others,
     exit_error,
@@ -36,6 +35,7 @@ from distlab.sim.postmortem.ending import (
     rank_error,
     standstill_error,
 )
+from distlab.sim.postmortem.standstill import History
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
@@ -146,7 +146,7 @@ class Simulation:
             self._exit_process,
             self.mailbox.lanes,
         )
-        dying = deaths.due(faults, self.scheduler, self.clock, self.rank_states)
+        dying = deaths_due(faults, self.scheduler, self.clock, self.rank_states)
         with patches.installed(rank_host), host.prepared(), dying:
             yield
 

@@ -64,11 +64,9 @@ class Clock:
             is_progress: False for calls that a rank may repeat forever although nothing happens.
         """
         rank = self.scheduler.current
-        rank.patience.acts()
         if self._overlap:
             rank.clock_s += self._overlap.pay(rank.number)
-        if is_progress:
-            rank.patience.works(rank.clock_s)
+        rank.patience.acts(rank.clock_s, is_progress=is_progress)
         if self._jitter:
             rank.clock_s += self._jitter[rank.number].random() * self._jitter_s
         if rank.clock_s > self._computed_until[rank.number]:

@@ -91,9 +91,17 @@ class Patience:
         """
         return STRETCH * (now_s - self._worked_s)
 
-    def acts(self) -> None:
-        """Note a communication call, after which the clock may be read for free again."""
+    def acts(self, now_s: float, *, is_progress: bool) -> None:
+        """Note a communication call, after which the clock may be read for free again.
+
+        Args:
+            now_s: Virtual time of the call.
+            is_progress: False for a call that counts as asking.
+        """
         self._num_readings = 0
+        if is_progress:  # as in `works`; once for every message
+            self._worked_s, self._num_asked = now_s, 0
+            self.asks = self.tried = None
 
     def reading_s(self) -> float:
         """Note a reading of the clock; return its cost.

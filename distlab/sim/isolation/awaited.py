@@ -17,7 +17,7 @@ from distlab.sim.engine.scheduler import Strand
 from distlab.sim.messages.thread_wait import Awaited, thread_name
 
 Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (what a method is called on, who waits)
-_LOCKS, _RESTORE = f"{__package__}.locks", "_acquire_restore"
+_LOCKS, _RESTORE = f"{__package__}.threads", "_acquire_restore"
 _MODULES = (
     _LOCKS,
     *(module.__name__ for module in (threading, queue, futures, pools)),

@@ -9,9 +9,16 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.faults import Faults
+from distlab.sim.engine.scheduler import Scheduler
+from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places, Site, outside
 
 OURS = str(Path(__file__).parents[2])  # folder of the code that calls the program
@@ -114,3 +121,29 @@ class _Program:
         self._frame = self._main = None
         for frame in filter(None, frames):
             frame.clear()
+
+
+@contextlib.contextmanager
+def deaths_due(
+    faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates
+) -> Iterator[None]:
+    """Let faults kill ranks: at a time, or as they begin an optimizer step."""
+    for number, at_s in faults.kill_ranks.items():
+        scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
+    begun = [0] * clock.num_ranks
+
+    def begin_step(*_: object) -> None:
+        if not rank_states.is_in_rank():
+            return
+        rank = clock.current.rank
+        begun[rank.number] += 1
+        if begun[rank.number] == faults.kill_at_steps.get(rank.number):
+            clock.trace.killed_in_step_s[rank.number] = rank.clock_s
+            scheduler.kill(rank)
+            scheduler.act()
+
+    hook = register_optimizer_step_pre_hook(begin_step)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -253,6 +253,11 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
             verify(group, tensors, *rest)
 
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
+        if not p2p_ops:
+            raise IndexError(
+                "batch_isend_irecv got an empty list: leave the call out where a rank has nothing "
+                "to send or receive"
+            )
         check(p2p_ops)
         if host.lanes is not None:
             host.lanes.begin_batch(host.rank_states.current, len(p2p_ops))

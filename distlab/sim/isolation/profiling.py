@@ -8,9 +8,7 @@ from typing import Any
 
 import torch.autograd.profiler
 
-from distlab.sim.isolation.rank_states import RankStates
-
-Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
+from distlab.sim.isolation.rank_states import RankStates, Replace
 
 
 def install(replace: Replace, rank_states: RankStates) -> None:

@@ -21,6 +21,7 @@ import torch
 from distlab.sim.engine.scheduler import Strand
 from distlab.sim.hardware.topology import Place
 
+Replace = Callable[[Any, str, object], Any]  # (owner, name, value): the value before
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 _warnings: Any = warnings  # the stubs do not know its inner names
 

@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -18,13 +18,12 @@ import torch.distributed.distributed_c10d as c10d
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.scheduler import Killed, Stopped
 from distlab.sim.isolation.exits import Exits
-from distlab.sim.isolation.rank_states import RankStates
+from distlab.sim.isolation.rank_states import RankStates, Replace
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.report import WHO, error_line, place, told_once
 from distlab.sim.reporting.sites import Places
 from distlab.util.text import rank_names
 
-Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
 _LISTS = {  # calls, and their argument that lists one object for each rank
     "all_gather_object": "object_list",
     "gather_object": "object_gather_list",
@@ -91,17 +90,6 @@ def install(
     _speak_of_groups(replace, rank_states)
     _note_outsiders(replace, rank_states, refusals, places)
     _speak_of_the_end(replace, rank_states, exits)
-    check_operations = c10d._check_p2p_op_list
-
-    def check_batch(operations: list[Any]) -> None:
-        if not operations:
-            raise IndexError(
-                "batch_isend_irecv got an empty list: leave the call out where a rank has nothing "
-                "to send or receive"
-            )
-        check_operations(operations)
-
-    replace(c10d, "_check_p2p_op_list", check_batch)
 
 
 def _note_refusals(

@@ -22,22 +22,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import _base as futures
 from itertools import count
+from types import TracebackType
 from typing import Any, TypeAlias
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.patience import POLL_S
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
 from distlab.sim.isolation import awaited
-from distlab.sim.isolation.locks import RankLock, RankRLock, real_lock
-from distlab.sim.isolation.rank_states import RankStates
+from distlab.sim.isolation.rank_states import RankStates, Replace
 from distlab.sim.isolation.thread_notes import ThreadNotes
 from distlab.sim.messages.thread_wait import Look, ThreadWait
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.sites import Places, outside
 
-Replace: TypeAlias = Callable[[Any, str, object], Any]  # (owner, name, value): what was there
 Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
-_real_thread = threading.Thread
+_real_thread, _real_lock = threading.Thread, threading.Lock
 _real_start, _real_join, _real_is_alive = (
     _real_thread.start,
     _real_thread.join,
@@ -102,7 +101,7 @@ class Threads:
 
     def _lock(self) -> Any:
         is_ranks = self.is_virtual() and not _is_for_processes()
-        return RankLock(self) if is_ranks else real_lock()
+        return RankLock(self) if is_ranks else _real_lock()
 
     def _rlock(self) -> Any:
         is_ranks = self.is_virtual() and not _is_for_processes()
@@ -275,3 +274,118 @@ def _says_something(record: logging.LogRecord) -> bool:
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function of the class: a bound method would not be given the thread."""
     return lambda thread, *args, **kwargs: function(thread, *args, **kwargs)
+
+
+class _Held:
+    """A lock as ``with`` uses it."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give it back."""
+        raise NotImplementedError
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class RankLock(_Held):
+    """``threading.Lock`` for the threads of ranks."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._lock = _real_lock()
+        self._waiting: deque[Strand] = deque()
+        self._holder: Strand | None = None  # a thread of a rank, or None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it, waiting in virtual time."""
+        me = self._threads.running()
+        if self._lock.acquire(False):
+            self._holder = me
+            return True
+        if me is None or self._holder is None:  # a thread that is no rank's waits for it, or has it
+            return self._lock.acquire(blocking, timeout)
+        if not blocking:
+            self._threads.ask()
+            return False
+        until_s = NEVER if timeout < 0 else self._threads.now_s() + timeout
+        # The caller's frame. This call's own would hold itself by the lambda below, and with it all
+        # that its callers hold, until the garbage collector comes by.
+        caller = sys._getframe().f_back
+        is_taken = self._threads.wait_until(
+            lambda: self._lock.acquire(False),
+            self._waiting,
+            until_s,
+            lambda waiting: awaited.of_lock(caller, self._holder, waiting),
+        )
+        if is_taken:
+            self._holder = me
+        return is_taken
+
+    def release(self) -> None:
+        """Give it back, and wake who waits for it."""
+        self._lock.release()
+        if self._threads.is_virtual():
+            self._threads.wake(self._waiting)
+
+    def locked(self) -> bool:
+        """Return whether a thread has it."""
+        return self._lock.locked()
+
+    def _at_fork_reinit(self) -> None:
+        self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self._waiting.clear()
+
+
+class RankRLock(_Held):
+    """``threading.RLock`` for the threads of ranks."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._block = RankLock(threads)
+        self._owner, self._count = 0, 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take it, once more if it is the thread's own."""
+        me = threading.get_ident()
+        if self._owner == me:
+            self._count += 1
+            return True
+        is_taken = self._block.acquire(blocking, timeout)
+        if is_taken:
+            self._owner, self._count = me, 1
+        return is_taken
+
+    def release(self) -> None:
+        """Give it back, if it was taken once."""
+        if self._owner != threading.get_ident():
+            raise RuntimeError("cannot release un-acquired lock")
+        self._count -= 1
+        if not self._count:
+            self._owner = 0
+            self._block.release()
+
+    # What threading.Condition asks for
+
+    def _is_owned(self) -> bool:
+        return self._owner == threading.get_ident()
+
+    def _release_save(self) -> tuple[int, int]:
+        state = self._count, self._owner
+        self._count = self._owner = 0
+        self._block.release()
+        return state
+
+    def _acquire_restore(self, state: tuple[int, int]) -> None:
+        self._block.acquire()
+        self._count, self._owner = state

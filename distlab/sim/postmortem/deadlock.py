@@ -7,44 +7,20 @@ Both wait in a send, which is done only when it is received. Let one of the two 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
 
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
-from distlab.sim.messages.roster import MadeGroup
-from distlab.sim.messages.shifts import Splits
 from distlab.sim.postmortem import near_misses, rows
 from distlab.sim.postmortem.causes import Cause, find_causes
-from distlab.sim.postmortem.standstill import Standstill
+from distlab.sim.postmortem.standstill import History, Standstill
 from distlab.sim.reporting.errors import BlockedCall, Deadlock
 from distlab.sim.reporting.report import table
-from distlab.sim.reporting.sites import Exit, Site
+from distlab.sim.reporting.sites import Site
 from distlab.util.text import lowered
 
 MAX_ROWS = 12
 MAX_CAUSES = 3
-
-
-class History(NamedTuple):
-    """Earlier calls of the ranks that deadlocked, and the rules in force.
-
-    Attributes:
-        calls: Number of calls of torch.distributed and the last one, by rank.
-        arrived: Number of messages that have arrived, by source and destination.
-        groups: All groups that were made, by their keys.
-        exits: Place at which a rank has left, by rank, as far as it is known.
-        splits: Calls that ranks made at different lines.
-        is_in_order: True if messages of a pair ran one after the other (``Options.p2p_order``).
-    """
-
-    calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
-    arrived: Mapping[tuple[int, int], int] = MappingProxyType({})
-    groups: Mapping[object, MadeGroup] = MappingProxyType({})
-    exits: Mapping[int, Exit] = MappingProxyType({})
-    splits: Splits = Splits()
-    is_in_order: bool = False
 
 
 def explain(
@@ -70,15 +46,7 @@ def explain(
         beside: Operations in which further threads of the ranks wait.
     """
     history, beside = history or History(), list(beside)
-    still = Standstill(
-        blocked,
-        ended,
-        killed,
-        history.arrived,
-        calls=history.calls,
-        groups=history.groups,
-        is_in_order=history.is_in_order,
-    )
+    still = Standstill(blocked, ended, killed, history)
     unmatched = sorted(unmatched, key=lambda message: message.rank)
     queued = sorted(queued, key=lambda message: message.rank)
     causes = find_causes(still)
@@ -89,13 +57,11 @@ def explain(
         for rank, wait in still.blocked.items()
     ]
     advice = "\n".join(_advice(causes[0], still, unmatched, queued, beside))
-    if shift := _shift(causes[0], still, history):
+    if shift := _shift(causes[0], still):
         advice = f"{shift}\nIf not: {lowered(advice)}"
     lines = [
         *_headlines(causes),
-        *table(
-            rows.fitting(calls, MAX_ROWS, ranks) + rows.ends(still, history.calls, history.exits)
-        ),
+        *table(rows.fitting(calls, MAX_ROWS, ranks) + rows.ends(still)),
         *rows.in_other_threads(beside),
         *rows.also_posted(
             [m for m in unmatched if m not in beside], still.blocked, "never matched"
@@ -114,13 +80,13 @@ def _headlines(causes: Sequence[Cause]) -> list[str]:
     return lines
 
 
-def _shift(cause: Cause, still: Standstill, history: History) -> str:
+def _shift(cause: Cause, still: Standstill) -> str:
     """Say since which call the ranks of a group may be at different ones; "" if nothing says so."""
-    last = {rank: call for rank, (_, call) in history.calls.items() if rank in still.ended}
+    last = {rank: call for rank, (_, call) in still.history.calls.items() if rank in still.ended}
     calls = [call for call in {**last, **still.blocked}.values() if isinstance(call, Attendance)]
     for key in dict.fromkeys(call.meeting.key for call in calls if call.rank in cause.involved):
         now = ((call.rank, call.site) for call in calls if call.meeting.key == key)
-        if shift := history.splits.shift(key, now):
+        if shift := still.history.splits.shift(key, now):
             return shift
     return ""
 

@@ -17,9 +17,9 @@ from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.thread_wait import ThreadWait
 from distlab.sim.postmortem import rows
-from distlab.sim.postmortem.deadlock import MAX_ROWS, History, explain
+from distlab.sim.postmortem.deadlock import MAX_ROWS, explain
 from distlab.sim.postmortem.handlers import exceptions_of, handler_around, raises
-from distlab.sim.postmortem.standstill import Standstill
+from distlab.sim.postmortem.standstill import History, Standstill
 from distlab.sim.reporting.errors import EXIT, RankError, SimulationError
 from distlab.sim.reporting.report import Row, place, table
 from distlab.sim.reporting.sites import PROGRAM, SIMULATOR, Places, Site
@@ -137,8 +137,8 @@ def doing_of_others(
     ]
     ended = [other.number for other in ranks if other.has_left and other.number not in mine]
     killed = [other.number for other in ranks if other.is_killed]
-    still = Standstill({}, ended, killed)
-    told = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still, history.calls, history.exits)]
+    still = Standstill({}, ended, killed, history)
+    told = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still)]
     running = [
         other
         for other in ranks

@@ -44,7 +44,7 @@ def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
 def _elsewhere(still: Standstill, wait: Attendance) -> Iterator[Attendance]:
     """Yield the calls of the ranks that are missing: the same one on the same line, elsewhere."""
     for peer in still.waits_for[wait.rank]:
-        call = still.blocked.get(peer) or still.calls.get(peer, (0, None))[1]
+        call = still.blocked.get(peer) or still.history.calls.get(peer, (0, None))[1]
         if (
             isinstance(call, Attendance)
             and (call.site, call.name) == (wait.site, wait.name)
@@ -92,7 +92,7 @@ def _fitting_group(still: Standstill, ranks: Sequence[int], wait: Attendance) ->
     """Look for a group that has those who are there and none of those who are not."""
     absent = set(still.waits_for[ranks[0]])
     present = set(wait.group) - absent
-    groups = {made.members for made in still.groups.values()}
+    groups = {made.members for made in still.history.groups.values()}
     fitting = [group for group in groups if present.issubset(group) and absent.isdisjoint(group)]
     if not fitting or len(present) < 2:
         return ""

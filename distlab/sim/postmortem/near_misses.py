@@ -86,7 +86,7 @@ def doubtful(
         and not any(
             still.blocked.get(message.rank) is message
             and message.rank in ranks
-            and still.arrived.get(_ends(message))
+            and still.history.arrived.get(_ends(message))
             and _address(message) not in repeated
             for message in pair
         )

@@ -76,10 +76,9 @@ def _relative(row: Row, wait: Pending) -> str:
     return row.text.replace(f"rank {wait.peer}", there, 1)
 
 
-def ends(
-    still: Standstill, calls: Mapping[int, tuple[int, Pending]], exits: Mapping[int, Exit]
-) -> list[Row]:
+def ends(still: Standstill) -> list[Row]:
     """Say how and where ranks have ended, and how far those that returned had come."""
+    calls, exits = still.history.calls, still.history.exits
     returned = still.ended - still.killed
     caught = {site: _caught(site) for site in {end.at for end in exits.values()}}
     quiet = [

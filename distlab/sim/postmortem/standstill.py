@@ -8,12 +8,16 @@ An arrow is "waits for". A knot is a set of ranks that wait for each other and f
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
 
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.messages.roster import MadeGroup
+from distlab.sim.messages.shifts import Splits
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.postmortem.group_names import GroupNames
+from distlab.sim.reporting.sites import Exit
 from distlab.util.text import clauses, rank_names, verb
 
 MAX_CLAUSES = 3  # clauses of a sentence; of more, the first two and the end are given
@@ -59,6 +63,26 @@ def named(ahead: Sequence[Message]) -> str:
     return f"batch with the {name}" if first.is_in_batch else name
 
 
+class History(NamedTuple):
+    """Earlier calls of the ranks that deadlocked, and the rules in force.
+
+    Attributes:
+        calls: Number of calls of torch.distributed and the last one, by rank.
+        arrived: Number of messages that have arrived, by source and destination.
+        groups: All groups that were made, by their keys.
+        exits: Place at which a rank has left, by rank, as far as it is known.
+        splits: Calls that ranks made at different lines.
+        is_in_order: True if messages of a pair ran one after the other (``Options.p2p_order``).
+    """
+
+    calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
+    arrived: Mapping[tuple[int, int], int] = MappingProxyType({})
+    groups: Mapping[object, MadeGroup] = MappingProxyType({})
+    exits: Mapping[int, Exit] = MappingProxyType({})
+    splits: Splits = Splits()
+    is_in_order: bool = False
+
+
 class Standstill:
     """The waits of all ranks.
 
@@ -66,28 +90,18 @@ class Standstill:
         blocked: Operation in which a rank waits, by rank.
         ended: Ranks that have returned or were killed.
         killed: Those of them that a fault has killed.
-        arrived: Number of messages that have arrived, by source and destination.
-        calls: Number of calls of torch.distributed and the last one, by rank.
-        groups: Groups that the program has made, by their keys.
-        is_in_order: True if a rank's messages run one after the other, unless they are one batch.
+        history: Earlier calls of the ranks.
     """
 
     def __init__(
         self,
         blocked: Mapping[int, Pending],
-        ended: Iterable[int] = (),
-        killed: Iterable[int] = (),
-        arrived: Mapping[tuple[int, int], int] | None = None,
-        *,
-        calls: Mapping[int, tuple[int, Pending]] | None = None,
-        groups: Mapping[object, MadeGroup] | None = None,
-        is_in_order: bool = False,
+        ended: Iterable[int],
+        killed: Iterable[int],
+        history: History,
     ) -> None:
-        self.is_in_order = is_in_order
-        self.arrived = arrived or {}
-        self.calls = calls or {}
-        self.groups = groups or {}
-        self.group_names = GroupNames(blocked.values(), self.groups)
+        self.history = history
+        self.group_names = GroupNames(blocked.values(), history.groups)
         self.blocked = dict(sorted(blocked.items()))
         self.killed = set(killed)
         self.ended = set(ended)

@@ -20,10 +20,10 @@ def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
     If messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
     """
     if len(ranks) == 1:
-        both = "in one batch_isend_irecv" if still.is_in_order else "posted before the wait"
+        both = "in one batch_isend_irecv" if still.history.is_in_order else "posted before the wait"
         return f"A message to oneself needs both ends, isend and irecv, {both}."
     names = {still.blocked[rank].name for rank in ranks}
-    if still.is_in_order:
+    if still.history.is_in_order:
         return " ".join(filter(None, [_all_together(names), _counts(still, ranks)]))
     if len(names) == 2:
         return (
@@ -77,7 +77,7 @@ def _counts(still: Standstill, ranks: Sequence[int]) -> str:
     """Compare how many messages went each way before: unequal counts also lead to a cycle."""
     if len(ranks) != 2:
         return ""
-    arrived = still.arrived
+    arrived = still.history.arrived
     src, dst = max((ranks, ranks[::-1]), key=lambda ends: arrived.get((ends[0], ends[1]), 0))
     there, back = arrived.get((src, dst), 0), arrived.get((dst, src), 0)
     if there == back:

@@ -15,7 +15,8 @@ from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.store import KeyWait
-from distlab.sim.postmortem.deadlock import History, explain
+from distlab.sim.postmortem.deadlock import explain
+from distlab.sim.postmortem.standstill import History
 
 SCREEN_LINES = 24
 SITE = ("/home/me/ring.py", 41, "exchange")
