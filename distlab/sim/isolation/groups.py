@@ -16,6 +16,8 @@ from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.sites import CallSite
 
 BACKEND = "sim"
+BACKEND_CONFIG = ",".join(f"{device}:{BACKEND}" for device in ("cpu", "cuda", "meta"))
+TAG = "ptd:0"  # torch's tag of a group that the user gave none
 
 
 class Groups:
@@ -45,17 +47,16 @@ class Groups:
         self._joins[number] += 1
         key, limit_s = (self._joins[number], "0"), group_limit_s(timeout)
         group = SimGroup(self._shared, self._everyone, number, key, "0", limit_s)
-        c10d._register_pg_in_world(
-            group,
-            backend_name=BACKEND,
-            store=self.store,
-            group_name=GroupName("0"),
-            backend_config=",".join(f"{device}:sim" for device in ("cpu", "cuda", "meta")),
-            add_to_default_tag=True,
-        )
         tables: dict[str, Any] = self._tables.__dict__
+        tables["pg_map"][group] = (BACKEND, self.store)
+        tables["pg_names"][group] = GroupName("0")
+        tables["pg_backend_config"][group] = BACKEND_CONFIG
         tables["pg_group_ranks"][group] = self._global_ranks
+        tables["pg_to_tag"][group] = TAG
+        for tag in ("", TAG):
+            tables["tags_to_pg"].setdefault(tag, []).append(group)
         tables.update(default_pg=group, group_count=1)
+        self.show()
 
     def show(self) -> None:
         """Let functional collectives in the calling thread find the rank's groups by name."""

@@ -126,6 +126,11 @@ def test_worlds_are_not_nested() -> None:
     assert simulate(counts_to, 2, 1).results == [[0, 1]] * 2
 
 
+def test_a_world_is_joined_without_what_torch_2_11_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(c10d, "_register_pg_in_world", raising=False)
+    assert simulate(counts_to, 2, 1).results == [[0, 1]] * 2
+
+
 def test_a_real_process_group_lives_on() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
