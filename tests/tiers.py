@@ -32,6 +32,7 @@ SECOND_TIER = (
     "lab/test_deployment_monitoring.py",
     "lab/test_deployment_processes.py",
     "lab/test_elastic.py",
+    "lab/test_gpu_script.py",
     "lab/test_handout.py",
     "lab/test_heartbeats.py",
     "lab/test_launch_scripts.py",

@@ -1,0 +1,351 @@
+"""Run the course on one GPU: costs of the machine, the trainer, the lessons' steps, the suites.
+
+    python benchmarks/gpu.py out/gpu              everything, eight minutes at most
+    python benchmarks/gpu.py out/gpu costs        one part or more
+    python benchmarks/gpu.py out/gpu --dry        tiny, on the CPU: whether the script itself runs
+
+Where the course is not installed, PYTHONPATH=. takes it from the folder.
+
+Each part is a process with a limit of its own, and writes what it has found after every step: what
+fails in one loses nothing of the others. All ends up in ``gpu.json``. One GPU means one rank on
+NCCL. Several ranks share it over gloo, which only has collectives there, and in the simulator.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import gpu_cases as cases
+import gpu_training as training
+import torch
+
+from distlab import launch
+from distlab.bench import harness
+from distlab.bench.trainer import Sizes
+from distlab.production.lessons import find_lessons
+
+ROOT = Path(__file__).resolve().parents[1]
+Tell = Callable[[str, object], None]  # keeps a result
+PHASES = (1, 2, 3, 4)
+LIMIT_OF_A_WORLD_S = 25.0
+GPT_SIZES = {"vocab_size": 50304, "context": 1024, "width": 768, "layers": 12, "heads": 12}
+TINY_GPT = {"vocab_size": 64, "context": 16, "width": 32, "layers": 2, "heads": 2}
+WAYS = {
+    "ours, ddp": {"strategy": "ddp"},
+    "ours, course": {"strategy": "course", "communication_pattern": "native"},
+    "ours, ZeRO 3": {"strategy": "course", "zero_redundancy": 3},
+}
+
+
+# What the machine takes
+
+
+def costs(is_dry: bool, tell: Tell) -> None:
+    """Measure what a launch, a kernel, a read and a copy take."""
+    tell("versions", {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()})
+    device = torch.device("cpu" if is_dry else "cuda")
+    if not is_dry:
+        about = torch.cuda.get_device_properties(device)
+        tell("gpu", [about.name, about.total_memory / 2**30, about.multi_processor_count])
+        tell("nccl", torch.cuda.nccl.version())
+    one, square = torch.zeros(1, device=device), torch.zeros(64, 64, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "add to one number": lambda: one.add_(1),
+        "64 x 64 matmul": lambda: square @ square,
+        "view": lambda: square.view(-1),
+        "empty": lambda: torch.empty(64, device=device),
+        "Python alone": lambda: None,
+    }
+    for name, call in calls.items():
+        tell(f"host us, {name}", spent_us(call, 100 if is_dry else 3000))
+    tell("us until .item() returns, idle GPU", median(spent_us(one.item, 1) for _ in range(200)))
+    if not is_dry:
+        tell("gpu us, add to one number, in a graph", graph_us(lambda: one.add_(1)))
+        tell("gpu us, 64 x 64 matmul, in a graph", graph_us(lambda: square @ square))
+    for num_bytes in (4, 2**20, 2**26)[: 1 if is_dry else 3]:
+        there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        for kind in ("pageable",) if is_dry else ("pageable", "pinned"):
+            here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=kind == "pinned")
+            copies = {"to": partial(there.copy_, here), "from": partial(here.copy_, there)}
+            for way, copy in copies.items():
+                tell(f"us, {num_bytes} bytes {way} the GPU, {kind}", copy_us(copy))
+    side, dtype = 128 if is_dry else 8192, torch.bfloat16
+    a, b = torch.randn(2, side, side, device=device, dtype=dtype)
+    whole_us = median(whole_spent_us(lambda: a @ b) for _ in range(10))
+    tell("TFLOP/s, bf16 matmul", 2 * side**3 / whole_us / 1e6)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def spent_us(call: Callable[[], object], count: int) -> float:
+    """Return how long the host needs for a call, in the mean; the GPU may still be busy then."""
+    call()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    seconds = time.perf_counter() - start
+    synchronize()
+    return seconds / count * 1e6
+
+
+def whole_spent_us(call: Callable[[], object]) -> float:
+    """Return how long a call takes until the GPU is done."""
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return (time.perf_counter() - start) * 1e6
+
+
+def copy_us(copy: Callable[..., object]) -> dict[str, float]:
+    """Return when the call returns, and when the copy is done; medians."""
+    waits = partial(copy, non_blocking=True)
+    returned = [spent_us(waits, 1) for _ in range(20)]
+    return {"returns": median(returned), "done": median(whole_spent_us(waits) for _ in range(20))}
+
+
+def graph_us(call: Callable[[], object], count: int = 1000) -> float:
+    """Return what a kernel takes if nothing has to launch it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return median(whole_spent_us(graph.replay) for _ in range(10)) / count
+
+
+# Training
+
+
+def images(is_dry: bool, tell: Tell) -> None:
+    """Train ResNet-50 at 224 in bfloat16: the trainer, torch's DDP, and the barest loops."""
+    sizes = Sizes("resnet50", 224, 256, "bf16", "cuda", 8)
+    sizes = Sizes("resnet18", 32, 4, steps=1) if is_dry else sizes
+    with tempfile.TemporaryDirectory() as folder:
+        configs = {
+            name: sizes.config(Path(folder, str(place)), keys)
+            for place, (name, keys) in enumerate(WAYS.items())
+        }
+        found = {name: find_lessons("solution", config) for name, config in configs.items()}
+        rounds = (sizes.steps, 1 if is_dry else 5)
+        run = partial(launch.run, training.train_images, 1, configs, found, *rounds)
+        tell("images", run(backend="gloo" if is_dry else "nccl", timeout_s=None)[0])
+
+
+def tokens(is_dry: bool, tell: Tell) -> None:
+    """Train GPT-2's smallest size with the lessons' steps."""
+    sizes = (TINY_GPT, 2, 1, 1) if is_dry else (GPT_SIZES, 8, 8, 5)
+    run = partial(launch.run, training.train_tokens, 1, *sizes, timeout_s=None)
+    tell("tokens", run(backend="gloo" if is_dry else "nccl")[0])
+
+
+# The lessons
+
+
+def lessons(is_dry: bool, tell: Tell) -> None:
+    """Call the solutions on the GPU, and hold what comes of it against the CPU's results."""
+    gpu, alone = ("cpu", "gloo") if is_dry else ("cuda:0", "nccl")
+    messages = [name for name in cases.CASES if name in cases.MESSAGES]
+    collective = [name for name in cases.CASES if name not in messages]
+    simulated = [name for name in (*messages, *collective) if name != "4.18"]  # no profiler there
+    worlds = [
+        (alone, 1, collective),
+        ("gloo", 2, collective),
+        ("sim", 2, simulated),
+        *(("gloo", 2, [name]) for name in messages),
+        ("gloo", 4, collective),
+        ("sim", 4, simulated),
+    ]
+    for backend, ranks, names in worlds[: 4 if is_dry else None]:
+        world = f"{backend}, {ranks} ranks"
+        expected = in_world("gloo", ranks, names, "cpu")
+        for name, found in in_world(backend, ranks, names, gpu).items():
+            tell(f"{world}: {name}", beside(found, expected.get(name, {})))
+
+
+def in_world(backend: str, ranks: int, names: list[str], device: str) -> dict[str, Any]:
+    """Call the cases in one world, or in smaller and smaller parts if it breaks; of rank 0."""
+    kind = {} if backend == "sim" else {"device": device.partition(":")[0]}
+    run = partial(launch.run, cases.run_cases, ranks, names, device, backend=backend, **kind)
+    try:
+        return run(timeout_s=LIMIT_OF_A_WORLD_S)[0]
+    except launch.LaunchError as error:
+        if len(names) == 1:
+            return {names[0]: {"error": f"{type(error).__name__}: {error}"[:400]}}
+    half = len(names) // 2
+    return {
+        name: result
+        for part in (names[:half], names[half:])
+        for name, result in in_world(backend, ranks, part, device).items()
+    }
+
+
+def beside(found: dict[str, Any], on_cpu: dict[str, Any]) -> dict[str, Any]:
+    """Replace a case's values by their largest difference from those on the CPU."""
+    if "values" not in found or "values" not in on_cpu:
+        missing = {} if "error" in found else {"error on the CPU": on_cpu.get("error")}
+        return {**found, **missing, "values": None}
+    pairs = zip(found.pop("values"), on_cpu["values"], strict=True)
+    apart = [float((mine - other).abs().max()) for mine, other in pairs if len(mine)]
+    return {**found, "difference": max(apart, default=0.0)}
+
+
+# Programs and suites
+
+
+def programs(is_dry: bool, tell: Tell) -> None:
+    """Run the course's commands as a user with one GPU would."""
+    gpu, nccl = ("cpu", "gloo") if is_dry else ("cuda", "nccl")
+    out = tempfile.mkdtemp()
+    python, config = sys.executable, "configs/imagenet_resnet50.yaml"
+    distlab, two = f"{python} -m distlab", "--num-workers 2 --epochs 1"
+    torchrun = f"{python} -m torch.distributed.run --nproc-per-node"
+    trainer = f"{python} -m solutions.phase4_production.imagenet_trainer --config"
+    commands = [
+        f"{distlab} doctor",
+        f"{distlab} train --num-workers 1 --epochs 1 --device {gpu}",
+        f"{distlab} train {two}",
+        f"{distlab} train {two} --backend gloo --device {gpu}",
+        f"{distlab} train {two} --backend {nccl}",
+        f"{distlab} train --model gpt --num-workers 1 --epochs 1 --device {gpu}",
+        f"{distlab} train --parallelism tp=2 --epochs 1 --backend gloo --device {gpu}",
+        f"{distlab} train --parallelism pp=2 --epochs 1 --backend gloo --device {gpu}",
+        f"{distlab} sim --ranks 4 scripts/phase3.py ring_all_reduce",
+        f"{trainer} configs/digits_cpu.yaml --device {gpu} --epochs 1 --run_dir {out}/digits",
+        f"{torchrun} 2 -m solutions.phase2_advanced.tensor_parallel",
+        f"{torchrun} 1 scripts/phase1.py broadcast",
+        f"{trainer} {config} --data synthetic --epochs 1 --batch_size 256 --run_dir {out}/224",
+        f"{trainer} {config} --data synthetic --epochs 1 --batch_size 256 --run_dir {out}/compiled"
+        " --compile true",
+    ]
+    for command in commands[: 2 if is_dry else None]:
+        shown = command.replace(f"{python} ", "").replace(out, "out")
+        start = time.monotonic()
+        code, output = finished(command.split(), Path(out, "log"), 100)
+        tell(shown, {"exit": code, "s": time.monotonic() - start, "ends": output[-1500:]})
+
+
+def suites(is_dry: bool, tell: Tell) -> None:
+    """Grade the solutions, as by default and on NCCL; all suites at once."""
+    folder, runs = Path(tempfile.mkdtemp()), dict[str, subprocess.Popen[bytes]]()
+    chosen = ["-k", "1.5"] if is_dry else []
+    for backend in ("auto", "gloo" if is_dry else "nccl"):
+        for phase in PHASES[: 1 if is_dry else None]:
+            name = f"phase {phase}, {backend}"
+            report = f"--report=json={folder / name}.json"
+            command = f"-m pytest tests/test_phase{phase}.py --impl solution --backend {backend}"
+            with Path(folder, f"{name}.log").open("wb") as log:
+                runs[name] = subprocess.Popen(
+                    [sys.executable, *command.split(), report, *chosen], stdout=log, stderr=log
+                )
+    for name, process in runs.items():
+        process.wait()
+        tell(
+            name, graded(folder / f"{name}.json") or Path(folder, f"{name}.log").read_text()[-900:]
+        )
+
+
+def graded(report: Path) -> dict[str, Any]:
+    """Return what did not pass."""
+    if not report.exists():
+        return {}
+    tasks = json.loads(report.read_text())["tasks"]
+    tests = [test for task in tasks for test in task["tests"]]
+    bad = [test for test in tests if test["outcome"] != "passed"]
+    texts = {test["name"]: f"{test['kind']}: {test['message'][:300]}" for test in bad}
+    points = f"{sum(t['points'] for t in tasks)} of {sum(t['max_points'] for t in tasks)}"
+    return {"tests": len(tests), "failed": len(bad), "points": points, "texts": texts}
+
+
+# Parts
+
+
+Part = Callable[[bool, Tell], None]
+PARTS: dict[str, tuple[Part, float]] = {  # and the limit in seconds
+    "costs": (costs, 40),
+    "images": (images, 110),
+    "tokens": (tokens, 80),
+    "lessons": (lessons, 230),
+    "programs": (programs, 230),
+    "suites": (suites, 230),
+}
+AT_ONCE = (("costs",), ("images",), ("tokens",), ("lessons", "programs", "suites"))
+
+
+def run_part(name: str, path: Path, is_dry: bool) -> None:
+    """Run a part, and write what it has found after each result."""
+    found: dict[str, object] = {}
+
+    def tell(key: str, value: object) -> None:
+        found[key] = value
+        path.write_text(json.dumps(found, default=str))
+
+    PARTS[name][0](is_dry, tell)
+
+
+def finished(command: Iterable[str], log: Path, limit_s: float) -> tuple[int | str, str]:
+    """Run a command within a limit, and end all that it has started; return code and output."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command], stdout=output, stderr=output, cwd=ROOT, start_new_session=True
+        )
+        code: int | str
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {limit_s:.0f} s"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return code, log.read_text(errors="replace")
+
+
+def main() -> None:
+    """Run the parts, those that measure time one after the other, and write what they find."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    folder: Path = options.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.inside:
+        run_part(options.parts[0], folder / f"{options.parts[0]}.json", options.dry)
+        return
+    found: dict[str, object] = {}
+
+    def run(name: str) -> None:
+        start = time.monotonic()
+        flags = ["--inside", *["--dry"] * options.dry]
+        command = [sys.executable, str(Path(__file__).resolve()), str(folder), name, *flags]
+        limit_s = PARTS[name][1] * (5 if options.dry else 1)  # two busy cores are slow
+        code, log = finished(command, folder / f"{name}.log", limit_s)
+        path = folder / f"{name}.json"
+        results: Mapping[str, object] = json.loads(path.read_text()) if path.exists() else {}
+        spent_s = time.monotonic() - start
+        found[name] = {"exit": code, "s": spent_s, "log": log[-2000:] if code else "", **results}
+        harness.save(folder, "gpu", found)
+
+    for together in AT_ONCE:
+        chosen = [name for name in together if name in (options.parts or PARTS)]
+        with ThreadPoolExecutor(len(together)) as pool:
+            list(pool.map(run, chosen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Calls of the solutions on tensors of any device, with which benchmarks/gpu.py tries a GPU.
+
+A case prepares a call; what the call returns should be the same on every device. All numbers are
+drawn on the CPU, so that they are the same, too.
+"""
+
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from phase2_advanced.given import MLP, Block, cross_entropy_sum
+from phase3_multi_node.given import node_groups
+from phase4_production.given import Piece
+from solutions.phase1_data_parallel import collectives as by_hand
+from solutions.phase1_data_parallel import data_loader, trainer
+from solutions.phase2_advanced import activation_checkpointing as checkpointing
+from solutions.phase2_advanced import gradient_accumulation as accumulation
+from solutions.phase2_advanced import mixed_precision, model_parallel
+from solutions.phase2_advanced import pipeline_parallel as pipeline
+from solutions.phase2_advanced import tensor_parallel as tensors
+from solutions.phase3_multi_node import ddp, topology, zero
+from solutions.phase3_multi_node import ring_allreduce as ring
+from solutions.phase3_multi_node import tree_allreduce as tree
+from solutions.phase4_production import (
+    checkpoint,
+    comm_hook,
+    fault_tolerance,
+    monitoring,
+    power_sgd,
+    profiling,
+    training_state,
+)
+from solutions.phase4_production import gradient_compression as compression
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("solutions/", "phase", "distlab/")
+CPU = torch.device("cpu")
+Batch = tuple[Tensor, Tensor]
+Call = Callable[[], Sequence[Tensor]]
+Case = Callable[[torch.device], Call]
+
+
+def numbers(device: torch.device, *shape: int, rank: int | None = None) -> Tensor:
+    """Draw numbers: other ones on each rank, unless a rank is named."""
+    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def rows(device: torch.device, rank: int | None = None) -> Batch:
+    """Return 32 inputs and their classes."""
+    inputs = numbers(device, 32, 64, rank=rank)
+    return inputs, inputs[:, :10].argmax(1)
+
+
+def mlp(device: torch.device) -> nn.Sequential:
+    """Return a model for ``rows``, the same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+
+
+# Steps of training, which gpu_training.py times on a large model
+
+
+Start = Callable[[nn.Module], tuple[nn.Module, Any, Callable[[], object]]]
+
+
+def alone(model: nn.Module) -> Any:
+    return model, torch.optim.AdamW(model.parameters()), lambda: None
+
+
+def torchs_ddp(model: nn.Module) -> Any:
+    return alone(nn.parallel.DistributedDataParallel(model))
+
+
+def our_ddp(model: nn.Module, **options: Any) -> Any:
+    parallel = ddp.DistributedDataParallel(model, **options)
+    return *alone(parallel)[:2], parallel.finish_gradient_synchronization
+
+
+def zero_1_or_2(model: nn.Module, kind: Any = zero.ShardedOptimizer) -> Any:
+    optimizer = kind(model.parameters(), torch.optim.AdamW)
+    return model, optimizer, optimizer.reduce_gradients
+
+
+def zero_3(model: nn.Module, **options: Any) -> Any:
+    return alone(zero.FullyShardedDataParallel(model, **options))
+
+
+def step_of(start: Start, model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
+    """Return a step that returns the loss, still on the device."""
+    parallel, optimizer, finish = start(model)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(parallel(batch[0]).flatten(0, -2), batch[1].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        finish()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+# Cases
+
+
+def started(start: Start) -> Case:
+    """Steps of data parallelism; their losses."""
+    return lambda device: (lambda step: lambda: [step()])(step_of(start, mlp(device), rows(device)))
+
+
+def trained(step: Callable[..., object]) -> Case:
+    """A step that is one function; the parameters after it."""
+
+    def case(device: torch.device) -> Call:
+        model, batch = mlp(device), rows(device)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return lambda: (step(model, sgd, batch), [*model.parameters()])[1]
+
+    return case
+
+
+def on_numbers(use: Callable[[Tensor], Any]) -> Case:
+    """A collective, in place or with a result."""
+
+    def case(device: torch.device) -> Call:
+        x = numbers(device, 10_000)
+        return lambda: (lambda found: [x if found is None else found])(use(x))
+
+    return case
+
+
+def differentiated(
+    make: Callable[[], nn.Module], *shape: int, use: Callable[[nn.Module], Any] = lambda m: m
+) -> Case:
+    """A module of which ``use`` makes something else, forward and backward; its gradients."""
+
+    def case(device: torch.device) -> Call:
+        torch.manual_seed(0)
+        module, x = make().to(device), numbers(device, *shape, rank=0)
+        parallel = use(module) or module
+
+        def call() -> list[Tensor]:
+            module.zero_grad()
+            parallel(x).sum().backward()
+            return [p.grad for p in module.parameters() if p.grad is not None]
+
+        return call
+
+    return case
+
+
+def scatter(device: torch.device) -> Call:
+    batch = rows(device) if dist.get_rank() == 0 else None
+    return lambda: data_loader.scatter_batch(batch, device=device)
+
+
+def exchange(x: Tensor) -> Tensor:
+    rank, size, incoming = dist.get_rank(), dist.get_world_size(), torch.zeros_like(x)
+    by_hand.exchange(x, (rank + 1) % size, incoming, (rank - 1) % size)
+    return incoming
+
+
+def broadcast_parameters(model: nn.Module, *_: object) -> None:
+    trainer.broadcast_parameters(model)
+
+
+def evaluate(device: torch.device) -> Call:
+    model, data = mlp(device), TensorDataset(*rows(CPU, rank=0))
+    options = {"batch_size": 8, "device": device}
+    return lambda: [torch.tensor(trainer.evaluate(model, data, **options).loss)]
+
+
+def own_stage(device: torch.device) -> nn.Module:
+    """Return this rank's part of a model of as many layers as there are ranks."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(dist.get_world_size())]
+    return layers[dist.get_rank()].to(device)
+
+
+def in_stages(device: torch.device) -> Call:
+    runner = model_parallel.StageRunner(own_stage(device))
+
+    def call() -> list[Tensor]:
+        output = runner.forward(*[numbers(device, 32, 64, rank=0)][: dist.get_rank() == 0])
+        runner.backward(output.sum() if isinstance(output, Tensor) else None)
+        return [p.grad for p in runner.stage.parameters() if p.grad is not None]
+
+    return call
+
+
+def in_a_pipeline(device: torch.device) -> Call:
+    stage = own_stage(device)
+    batches = [*zip(*(part.chunk(4) for part in rows(device, rank=0)), strict=True)]
+    schedule = pipeline.one_f_one_b_schedule(dist.get_world_size(), len(batches))
+
+    def call() -> list[Tensor]:
+        pipeline.run_schedule(schedule, [stage], batches, cross_entropy_sum)
+        return [p.grad for p in stage.parameters() if p.grad is not None]
+
+    return call
+
+
+def block(device: torch.device) -> Call:
+    case = differentiated(
+        *(lambda: Block(64, 4), 2, 16 // dist.get_world_size(), 64), use=tensors.parallelize_block
+    )
+    return case(device)
+
+
+def vocabulary(device: torch.device) -> Call:
+    logits = numbers(device, 32, 48 // dist.get_world_size()).requires_grad_()
+    targets = numbers(device, 32, 48, rank=0).argmax(1)
+    return lambda: [tensors.vocab_parallel_cross_entropy(logits, targets)]
+
+
+def hierarchical(device: torch.device) -> Call:
+    size = dist.get_world_size()
+    groups = node_groups([f"node{rank // max(size // 2, 1)}" for rank in range(size)])
+    return on_numbers(lambda x: topology.hierarchical_all_reduce(x, *groups))(device)
+
+
+def resumed(model: nn.Module, sgd: torch.optim.Optimizer, _batch: Batch) -> None:
+    state = training_state.TrainingState({"model": model, "optimizer": sgd})
+    state.load_state_dict(state.state_dict())
+
+
+def saved(device: torch.device) -> Call:
+    model, found = mlp(device), list[Tensor]()
+
+    def call() -> list[Tensor]:
+        with checkpoint.AsyncCheckpointer(lambda state, _: found.extend(state.values())) as saver:
+            saver.save(model.state_dict(), 1)
+        return found[-4:]
+
+    return call
+
+
+def hook(model: nn.Module) -> comm_hook.CompressionHook:
+    return comm_hook.CompressionHook(model, lambda flat, _: compression.top_k(flat, 0.1))
+
+
+def hooked(model: nn.Module) -> Any:
+    parallel = nn.parallel.DistributedDataParallel(model)
+    parallel.register_comm_hook(None, hook(model))
+    return alone(parallel)
+
+
+def profiled(device: torch.device) -> Call:
+    step, folder = CASES["3.12"](device), Path(tempfile.mkdtemp())
+    run = partial(profiling.profile_steps, lambda _: step(), folder)
+    return lambda: (profiling.exposed_communication(run()), [])[1]
+
+
+CASES: dict[str, Case] = {  # by task
+    "1.3": scatter,
+    "1.4": on_numbers(exchange),
+    "1.5": on_numbers(by_hand.broadcast),
+    "1.6": on_numbers(by_hand.all_reduce_naive),
+    "1.7": on_numbers(by_hand.all_reduce_recursive_doubling),
+    "1.9": trained(broadcast_parameters),
+    "1.11": trained(trainer.train_step),
+    "1.11 flat": trained(partial(trainer.train_step, average=trainer.average_gradients_flat)),
+    "1.12": evaluate,
+    "2.2": trained(lambda *step: accumulation.accumulate_step(*step, 8)),
+    "2.3": trained(lambda *step: accumulation.accumulate_step_over_ranks(*step, 8, max_norm=1.0)),
+    "2.5": trained(
+        lambda model, sgd, batch: mixed_precision.mixed_precision_step(
+            *(model, sgd, mixed_precision.LossScaler(256.0), batch), dtype=torch.bfloat16
+        )
+    ),
+    "2.6": differentiated(
+        lambda: mlp(CPU), 32, 64, use=lambda model: partial(checkpointing.checkpoint, model)
+    ),
+    "2.9": in_stages,
+    "2.12": in_a_pipeline,
+    "2.17": differentiated(lambda: MLP(64), 2, 16, 64, use=tensors.parallelize_mlp),
+    "2.18": vocabulary,
+    "2.19": block,
+    "3.3": on_numbers(ring.ring_all_reduce),
+    "3.4": on_numbers(partial(ring.segmented_ring_all_reduce, segment_bytes=4096)),
+    "3.5": on_numbers(tree.tree_all_reduce),
+    "3.6": on_numbers(tree.double_binary_tree_all_reduce),
+    "3.8": hierarchical,
+    "3.12": started(our_ddp),
+    "3.18": started(zero_1_or_2),
+    "3.19": started(partial(zero_1_or_2, kind=zero.ShardedGradientOptimizer)),
+    "3.20": started(partial(zero_3, compute_dtype=torch.float32)),
+    "4.2": trained(resumed),
+    "4.4": saved,
+    "4.7": on_numbers(lambda _: torch.tensor(fault_tolerance.StopRequest().agreed())),
+    "4.9": on_numbers(lambda x: compression.top_k(x, 0.1).mean),
+    "4.10": on_numbers(lambda x: compression.random_k(x, 0.1, torch.Generator()).mean),
+    "4.10 threshold": on_numbers(lambda x: compression.threshold(x, 1.0).mean),
+    "4.11": on_numbers(lambda x: compression.quantized(x, compression.Int8()).mean),
+    "4.12": on_numbers(
+        lambda x: power_sgd.PowerSGD(4)(x, [Piece("weight", torch.Size([100, 100]))]).mean
+    ),
+    "4.13": started(lambda model: our_ddp(model, all_reduce=hook(model).all_reduce)),
+    "4.13 in torch's": started(hooked),
+    "4.15": on_numbers(lambda _: torch.tensor(monitoring.throughput(8, 1.0))),
+    "4.18": profiled,
+}
+MESSAGES = ("1.3", "1.4", "1.5", "1.6", "1.7", "2.9", "2.12", "3.3", "3.4", "3.5", "3.6")
+
+
+# On every rank
+
+
+def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any]]:
+    """Call each case twice; return what came of it, and where the second call made the host wait.
+
+    An error is the result of its case, and the next one goes on.
+    """
+    device, found = torch.device(device_name), dict[str, dict[str, Any]]()
+    for name in names:
+        try:
+            call = CASES[name](device)
+            call()
+            with host_syncs(device) as sites:
+                results = call()
+            values = [result.detach().double().flatten().cpu() for result in results]
+            found[name] = {"values": values, "syncs": {**sites}}
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:300]}
+    return found
+
+
+@contextmanager
+def host_syncs(device: torch.device) -> Iterator[Counter[str]]:
+    """Count the operations that make the host wait for the GPU, by line of the course's code."""
+    sites: Counter[str] = Counter()
+    with warnings.catch_warnings():  # of the whole process: simulated ranks would share it
+        if device.type == "cuda" and dist.get_backend() != "sim":
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_: _note(f"{message}", sites)
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield sites
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def _note(warning: str, sites: Counter[str]) -> None:
+    if "called a synchronizing" not in warning:
+        return
+    frame, path = sys._getframe(1), ""
+    while (caller := frame.f_back) and not path.startswith(OURS):
+        frame = caller
+        path = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+    sites[f"{path}:{frame.f_lineno}"] += 1
