@@ -8,14 +8,14 @@ def program() -> float:
 simulated = simulate(program, 8, cluster="dgx-h100")
 simulated.results, simulated.seconds, simulated.trace.bytes_sent
 
-    rank       a thread with a virtual clock; of all ranks one runs, the one whose clock is earliest
+    rank       a thread with a virtual clock; only the one whose clock is earliest runs
     device     a rank's virtual GPU: how long an operation takes, what its memory holds
     cluster    GPUs, and the links between them, in a topology
     message    one side of a send or a recv, which waits in the mailbox for the other side
     meeting    one collective call of a group, until all of its ranks attend
     flow       bytes under way, which share links with other flows
-    fault      what a run is to suffer: a slow rank or link, a rank that dies, a delay
-    trace      what happened: events with virtual times, bytes and messages per rank
+    fault      a disturbance to inject: a slow rank or link, a rank that dies, a delay
+    trace      the history: events with virtual times, bytes and messages per rank
 """
 
 from distlab.sim.engine.faults import Faults

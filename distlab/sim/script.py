@@ -31,7 +31,7 @@ def run_script(
     so does ``exit(0)``. Ranks see no GPUs, whatever the machine has.
 
     Raises:
-        SimulationError: one of ``errors``, or the script is not valid Python; it says where.
+        SimulationError: the world failed, or the script is not valid Python.
     """
     code = _compiled(script)
     with _as_program(script, arguments) as mains:
@@ -80,7 +80,7 @@ def _as_program(script: Path, arguments: Sequence[str]) -> Iterator[_Mains]:
 
 
 def _dispatcher(mains: _Mains) -> ModuleType:
-    """Make a module that is the running thread's ``__main__``, for pickle and its like."""
+    """Make a module that stands in for the running thread's ``__main__``, as pickle needs it."""
 
     class Main(ModuleType):
         def __getattribute__(self, name: str) -> object:
@@ -93,7 +93,7 @@ def _dispatcher(mains: _Mains) -> ModuleType:
 
 
 def _run_program(code: CodeType, names: dict[str, object]) -> None:
-    """Call the script and nothing else, so that its frame is known."""
+    """Call the script and nothing else, so that ``isolation.exits`` can recognise its frame."""
     exec(code, names)
 
 

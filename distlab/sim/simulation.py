@@ -1,4 +1,4 @@
-"""One simulated world: its parts are made and joined here. ``simulate`` runs a function in it."""
+"""Builds a simulated world from its parts. ``simulate`` runs a function in one."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, MutableSequence
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Simulation:
-    """A world while it runs: from here, every part is given what it needs of the others."""
+    """A running world, which hands every part the other parts that it uses."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Simulation:
     # The run
 
     def run(self, fn: Callable[..., T], args: tuple[object, ...], *, joined: bool) -> Simulated[T]:
-        """Run ``fn(*args)`` on every rank; ``joined``: inside an initialised world."""
+        """Run ``fn(*args)`` on every rank, inside an initialised world if ``joined``."""
         results: list[Any] = [None] * self.num_ranks
 
         def body(rank: Rank) -> None:
@@ -123,7 +123,7 @@ class Simulation:
         with self._process_prepared():
             self.rank_states.begin()
             self.scheduler.run(body, self._standstill_error)
-        if self.failures.first:  # ranks caught it, and went on as if it had not been
+        if self.failures.first:  # ranks caught it and continued
             raise self.failures.first
         self._note_what_is_left()
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
@@ -158,28 +158,27 @@ class Simulation:
             raise self.failures.first or self._explained(error) from None
         except (Stopped, Killed):
             raise
-        except BaseException as error:  # torch has some, too, such as CheckpointException
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             number = rank.number
-            is_check = isinstance(
-                error, AssertionError
-            )  # perhaps of a tensor that was read too early
+            # A failed assertion may be about a tensor that was read too early.
+            is_check = isinstance(error, AssertionError)
             below = (
                 self.refusals.outside_note(number),
                 self.handles.note_of_failed(number) if is_check else "",
                 self._others([number]),
             )
-            own = rank_error(
+            wrapped = rank_error(
                 number, self.num_ranks, error, self.places, "\n\n".join(filter(None, below))
             )
-            raise self.failures.first or own from error
+            raise self.failures.first or wrapped from error
 
-    def _others(self, mine: Collection[int]) -> str:
-        return doing_of_others(mine, self.scheduler.ranks, self.places, self._history())
+    def _others(self, failed: Collection[int]) -> str:
+        return doing_of_others(failed, self.scheduler.ranks, self.places, self._history())
 
     def _exit_process(self, status: int) -> None:
-        """End the world, because a rank calls ``os._exit``: no rank runs a clean-up.
+        """End the world, because a rank has called ``os._exit``, so that it runs no clean-up.
 
-        The other ranks' processes would continue, and fail as soon as they need this one.
+        Real processes of other ranks would continue, and fail as soon as they need this one.
         """
         rank = self.rank_states.current
         site = self.places.call_site()[0]
@@ -188,7 +187,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def _on_device(self, rank: Rank) -> Iterator[None]:
-        """Let the thread's operations run on the rank's device; note what it held."""
+        """Run the thread's operations on the rank's device, and then record its peak memory."""
         if self.devices is None:
             yield
             return
@@ -215,7 +214,7 @@ class Simulation:
         """List operations that never met, and handles that were never waited for.
 
         Raises:
-            Mismatch: in strict mode, an operation never met.
+            Mismatch: an operation never met, in strict mode.
         """
         messages = (*self.mailbox.unmatched(), *self.mailbox.waiting())
         alone: list[Pending] = [*messages, *self.meetings.leftovers()]
@@ -249,10 +248,10 @@ class Simulation:
         )
 
     def _noted(self, error: SimulationError) -> SimulationError:
-        """Add what ranks have caught, which is the cause if there is any, and what else is odd."""
+        """Add the errors that ranks have caught, which are probably the cause, and other notes."""
         if isinstance(error, Deadlock | Mismatch):
             ranks, places = self.scheduler.ranks, self.places
-            gone = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]
+            ended = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]
             causes = (
                 *handlers.handled(ranks, places),
                 *self.refusals.notes({rank: ranks[rank].num_calls for rank in error.ranks}),
@@ -261,8 +260,8 @@ class Simulation:
             questions = (
                 () if causes else handlers.suspicions(error, ranks, places, self.exits.known)
             )
-            daemons = self.threads.notes.of_daemons(gone)
-            error.note(causes, (*questions, *self.handles.notes(gone), *daemons))
+            daemons = self.threads.notes.of_daemons(ended)
+            error.note(causes, (*questions, *self.handles.notes(ended), *daemons))
         return error
 
 
@@ -278,11 +277,11 @@ def simulate(
     """Run ``fn(*args)`` on ``num_ranks`` simulated ranks, in this process.
 
     Args:
-        fn: Function of every rank, inside an initialised ``torch.distributed`` world.
+        fn: Function to run on every rank, inside an initialised ``torch.distributed`` world.
         num_ranks: 1 to 1024.
         cluster: Cluster, name of a preset (as many nodes as the ranks need), or None: one node with
             a switch and a GPU per rank.
-        joined: False: the ranks are in no process group yet, as under torchrun.
+        joined: False for ranks that are in no process group yet, as under torchrun.
         running: Memory in which a supervisor in another process reads the number of the running
             rank, followed by the thread of every rank.
 
@@ -290,7 +289,7 @@ def simulate(
         Results by rank, the trace, the virtual time.
 
     Raises:
-        SimulationError: one of ``errors``.
+        SimulationError: the world failed; its subclasses are in ``reporting.errors``.
     """
     options = options or Options()
     chosen = choose_cluster(cluster, num_ranks)

@@ -15,7 +15,7 @@ from distlab.sim.engine.trace import Trace
 from distlab.sim.reporting.sites import Site
 
 CLOCK_TICK_S = 1e-9  # resolution of time.perf_counter_ns
-REFUSED_S = 1e-3  # cost of a refused call, or trying it again forever would never end
+REFUSED_S = 1e-3  # cost of a refused call; if it were free, a loop of retries would never end
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
             which is faster.
         loses_time: True if computation loses time to collectives.
         block: Method that waits until ``ready`` is called for the running rank, and returns whether
-            it was, in time.
+            that happened in time.
         ready: Method that lets a blocked rank continue at a given time or later.
     """
 
@@ -54,11 +54,11 @@ class Clock:
 
     @property
     def current(self) -> Strand:
-        """The rank that runs, or the thread of it that does."""
+        """The running strand: a rank's first thread, or another thread of it."""
         return self.scheduler.current
 
     def act(self, *, is_progress: bool = True) -> None:
-        """Let all earlier ranks go first; called before anything that others can notice.
+        """Let all earlier ranks go first; called before anything that other ranks can notice.
 
         Args:
             is_progress: False for calls that a rank may repeat forever although nothing happens.
@@ -88,9 +88,9 @@ class Clock:
         return rank.last_reading_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass for the running rank, which computes.
+        """Advance the running rank's clock by the time of a computation.
 
-        Other threads of the rank see what it does, so those that are earlier go first.
+        The rank's other threads share its memory, so those that are earlier go first.
         """
         strand = self.scheduler.current
         start_s = strand.clock_s
@@ -113,22 +113,22 @@ class Clock:
                 self._overlap.begins(rank, at_s)
 
     def collective_ends(self, ranks: Iterable[int], at_s: float) -> None:
-        """Note that they have arrived; who has computed meanwhile has lost time."""
+        """Note that they have arrived: ranks that have computed meanwhile have lost time."""
         if self._overlap:
             for rank in ranks:
                 self._overlap.ends(rank, at_s)
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass, and see what others have done meanwhile: it may be what it waits for."""
+        """Let time pass, and let other ranks act meanwhile: the sleeper may wait for them."""
         self.scheduler.current.clock_s += max(seconds, POLL_S)
         self.scheduler.rest()
 
     def gave_up(self, operation: object) -> None:
-        """Note that the running rank has waited as long as it wanted: it may wait again."""
+        """Note that a wait of the running rank has timed out: it may wait again."""
         self.scheduler.rest(lambda: operation)
 
     def refused(self, operation: object) -> None:
-        """Let time pass for a rank whose operation can never be done: it may try it again."""
+        """Let time pass for a rank whose operation can never be done: it may retry forever."""
         self.scheduler.current.clock_s += REFUSED_S
         self.scheduler.rest(lambda: operation)
 
@@ -137,13 +137,13 @@ class Clock:
 
         Args:
             operation: Maker of the operation for which the rank asks.
-            max_polls: Number of vain questions after which the rank counts as waiting.
+            max_polls: Number of unsuccessful polls after which the rank counts as waiting.
         """
         self.scheduler.current.clock_s += POLL_S
         self.scheduler.poll(operation, max_polls)
 
     def settle(self, since_s: float) -> float:
-        """Return since when the running rank has really waited, which has lost time before."""
+        """Charge the running rank for its lost time; return when its wait really began."""
         if self._overlap:
             strand = self.scheduler.current
             since_s += self._overlap.pay(strand.number)
@@ -162,7 +162,7 @@ class Clock:
         self._computed_until[number] = now_s
 
     def note_compute(self, rank: Strand, until_s: float) -> None:
-        """Note that a rank has computed since it last waited; of other threads nothing is noted."""
+        """Record that a rank has computed since it last waited; its other threads do not count."""
         if rank.order:
             return
         since_s = self._computed_until[rank.number]

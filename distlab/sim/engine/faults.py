@@ -23,8 +23,8 @@ class Faults:
         kill_at_steps: rank -> number of the optimizer step, counted from 1, that kills it.
         delays_s: (source, destination) -> seconds added to every message between them, those of
             built-in collectives too.
-        jitter_s: up to this many seconds are added before every communication call; each seed
-            gives another order of events, which is how schedules are fuzzed.
+        jitter_s: Longest random delay before a communication call. Each seed gives another order
+            of events, which is how schedules are fuzzed.
         seed: Seed of the jitter.
 
     Raises:
@@ -46,7 +46,7 @@ class Faults:
             Faults.parse(["slow_rank 3 2.0", "kill_rank 5 0.01"])
 
         Raises:
-            ValueError: there is no such fault, or its values do not fit; one line.
+            ValueError: there is no such fault, or its values do not fit.
         """
         tables: dict[str, Any] = {form.field: {} for form in FORMS.values()}
         for text in texts:
@@ -75,7 +75,7 @@ class Faults:
         """Refuse faults of ranks that do not exist.
 
         Raises:
-            ValueError: with the ranks that do.
+            ValueError: a fault names such a rank; the text says which ranks exist.
         """
         named = {
             "slow_rank": list(self.slow_ranks),
@@ -91,7 +91,7 @@ class Faults:
                     )
 
     def jitter(self, rank: int) -> random.Random:
-        """Return the rank's own source of jitter."""
+        """Return a generator of jitter for one rank."""
         return random.Random(self.seed * 1_000_003 + rank)
 
 
@@ -103,7 +103,7 @@ class Form:
         field: Name of the field, which maps the value of ``keys`` to that of ``value``.
         keys: Readers of all words but the last.
         value: Reader of the last word.
-        example: Text to show where another one does not fit.
+        example: Well-formed text, shown in errors.
     """
 
     field: str
@@ -112,7 +112,7 @@ class Form:
     example: str
 
     def read(self, text: str, words: list[str]) -> tuple[Any, Any]:
-        """Return key and value of the words behind a fault's name."""
+        """Parse the words after a fault's name into a key and a value."""
         readers = (*self.keys, self.value)
         try:
             *keys, value = (read(word) for read, word in zip(readers, words, strict=True))

@@ -3,8 +3,8 @@
     rank 0    computes ───────────────┬──── the rest   0.15 s of 1 s more, if the cost is 0.15
     collective       ├──── 1 s ───────┤
 
-The loss is charged when the collective ends, and paid in what the rank does next. If it waits by
-then, it has begun to wait so much later.
+The loss is charged when the collective ends, and paid at the rank's next call. If the rank is
+already waiting, its wait counts as having begun that much later.
 
 Source: a cost of 0.15 on NVLink and 0.02 between nodes is what Calculon assumes for H100 (Isaev et
 al. 2023); NCCL runs on 16 to 32 of the 132 processors of such a GPU.
@@ -14,7 +14,7 @@ from collections import deque
 
 
 class Overlap:
-    """The computation of each rank, and what it owes.
+    """Intervals in which each rank computes, and the seconds that it owes.
 
     Args:
         cost: Seconds lost in each second in which a rank computes while one of its collectives is
@@ -25,13 +25,13 @@ class Overlap:
         self._cost = cost
         self._computed: list[deque[tuple[float, float]]] = [deque() for _ in range(num_ranks)]
         self._under_way = [0] * num_ranks
-        self._charged_until_s = [0.0] * num_ranks  # or when the first one under way began
+        self._charged_until_s = [0.0] * num_ranks  # at least the start of those under way
         self._owed_s = [0.0] * num_ranks
 
     def computed(self, rank: int, start_s: float, end_s: float, now_s: float) -> None:
         """Note when a rank computes; ``now_s`` is the time of the world."""
         intervals = self._computed[rank]
-        # What begins from now on does not meet what has ended, and what is charged is charged once.
+        # Intervals before `done_s` are charged already, or no collective can overlap them any more.
         done_s = self._charged_until_s[rank] if self._under_way[rank] else now_s
         while intervals and intervals[0][1] <= done_s:
             intervals.popleft()
@@ -46,7 +46,7 @@ class Overlap:
         self._under_way[rank] += 1
 
     def ends(self, rank: int, at_s: float) -> None:
-        """Charge a rank for the time since another of its collectives has ended, or this began."""
+        """Charge a rank for what it has computed since the last charge, or since this one began."""
         self._under_way[rank] -= 1
         begin_s, self._charged_until_s[rank] = self._charged_until_s[rank], at_s
         self._owed_s[rank] += self._cost * sum(
@@ -55,6 +55,6 @@ class Overlap:
         )
 
     def pay(self, rank: int) -> float:
-        """Return what a rank owes, which is then paid."""
+        """Return the seconds that a rank owes, and clear the debt."""
         owed_s, self._owed_s[rank] = self._owed_s[rank], 0.0
         return owed_s

@@ -1,9 +1,9 @@
 """Limits on waiting by asking: one rule for polls, sleeps and readings of the clock.
 
-A program that asks "is it done?" again and again blocks nobody, so a deadlock of such programs has
-no rank that is known to wait. The rule: a strand that since its last work has done nothing but ask
-or sleep, for long enough, counts as waiting for what it asks. If all others wait as well, and no
-event is to come, asking can never help, and the world is deadlocked.
+A program that asks "is it done?" again and again never blocks, so in a deadlock of such programs no
+rank is known to wait. The rule: a strand that has done nothing but ask or sleep since its last
+work, for long enough, counts as waiting for what it asks about. If all others wait as well, and no
+event is pending, asking can never help, and the world is deadlocked.
 
     work      poll, poll, poll, …         MAX_POLLS times, whatever that takes
     work      sleep, sleep, …             more than MIN_RESTS, and longer than PATIENCE_S in all
@@ -12,10 +12,10 @@ event is to come, asking can never help, and the world is deadlocked.
 
 from collections.abc import Callable
 
-MAX_POLLS = 10_000  # a program that gives up earlier, or sleeps in between, is patient enough
-MIN_RESTS = 100  # fewer are long sleeps, and not a loop
+MAX_POLLS = 10_000  # more than a program makes that gives up, or sleeps in between
+MIN_RESTS = 100  # fewer sleeps may be long ones, and not a loop
 PATIENCE_S = 1800.0  # seconds of sleeping; gloo waits as long for a rank that does not come
-STRETCH = 0.1  # share of the time slept so far by which a sleep after MAX_POLLS vain ones is longer
+STRETCH = 0.1  # lengthening of sleeps after MAX_POLLS vain ones, per second slept so far
 POLL_S = 1e-6  # cost of is_completed(); if it were free, a polling loop would never end
 # A program that times its steps reads the clock a few times between two communication calls. One
 # that reads it more often is polling. torch never reads it during a step.
@@ -28,8 +28,8 @@ class Patience:
     """The questions that a strand has asked since it last worked.
 
     Attributes:
-        asks: Maker of the operation that counts as what it waits for, or None if it does not wait.
-        tried: Maker of the operation for which it has waited as long as it wanted, or None.
+        asks: Maker of the operation that it counts as waiting for, or None if it does not wait.
+        tried: Maker of the operation whose wait has timed out, or None.
     """
 
     __slots__ = ("_num_asked", "_num_readings", "_worked_s", "asks", "tried")
@@ -47,7 +47,7 @@ class Patience:
     tried: Operation | None
 
     def waits(self) -> None:
-        """Note that the strand blocks, with a limit."""
+        """Note that the strand blocks, with a time limit."""
         self.asks = None
 
     def blocks(self) -> None:
@@ -68,7 +68,7 @@ class Patience:
         """Note a sleep; return whether the strand has slept so often that it counts as waiting.
 
         Args:
-            operation: Maker of what it has waited for meanwhile, if it was something.
+            operation: Maker of the operation that it has waited for meanwhile, or None.
             describe: Maker of an operation for a strand that only sleeps.
             now_s: Virtual time after the sleep.
         """
@@ -81,11 +81,11 @@ class Patience:
         return True
 
     def is_over(self, now_s: float) -> bool:
-        """Return whether it has slept for longer than anybody waits."""
+        """Return whether the strand has slept for longer than PATIENCE_S."""
         return now_s - self._worked_s > PATIENCE_S
 
     def stretch_s(self, now_s: float) -> float:
-        """Return the time by which a sleep becomes longer if nothing can happen meanwhile.
+        """Return the seconds to add to a sleep if nothing can happen meanwhile.
 
         Half an hour in milliseconds is two million sleeps; this way it takes thousands.
         """

@@ -1,8 +1,9 @@
 """Ranks are threads, and exactly one runs at a time: the one whose clock is earliest.
 
-A rank computes as far ahead as it likes. Before it does something that others can notice, it calls
-``act`` and waits until no rank is earlier. So everything that ranks do to each other happens in the
-order of the virtual clock, ties by rank, and what a program does never depends on the machine.
+A rank computes as far ahead as it likes. Before it does something that other ranks can notice, it
+calls ``act`` and waits until no rank is earlier. So everything that ranks do to each other happens
+in the order of the virtual clock, ties by rank, and a program's behaviour never depends on the
+machine.
 
     rank 0   ── compute ──┐act  send          block · · · · ·  ready ── compute
     rank 1   ── compute ─────────────┐act  recv  block · · · ·  ready ──
@@ -12,7 +13,7 @@ There is no thread for the scheduler: the rank that stops picks the next one and
 baton. When no rank is ready and no event is pending, the world is known to be deadlocked.
 
 A rank may start threads of its own. Each is a strand with a clock and a baton; a rank is its first
-strand. Of all strands of all ranks one runs, so what holds for ranks holds for them.
+strand. Exactly one strand of all ranks runs at a time, so what holds for ranks holds for strands.
 """
 
 import heapq
@@ -39,7 +40,7 @@ class Killed(BaseException):
 
 
 class EventSource(Protocol):
-    """Something other than timers that makes things happen at a virtual time: the network.
+    """A source of events at virtual times, other than timers: the network.
 
     Attributes:
         next_event_s: Time of the next event, or NEVER. Read at every hand-over.
@@ -48,14 +49,14 @@ class EventSource(Protocol):
     next_event_s: float
 
     def run_events(self, now_s: float) -> None:
-        """Do what happens at ``now_s``."""
+        """Run the events that are due at ``now_s``."""
 
 
-_new_baton = threading.Lock  # while a world runs, ranks that ask for a lock get one of their own
+_new_baton = threading.Lock  # the real one: while a world runs, the name gives ranks virtual locks
 
 
 class Timer:
-    """Something that is to happen at a virtual time; without an action, it does not."""
+    """An action due at a virtual time; None once it is cancelled."""
 
     __slots__ = ("action",)
 
@@ -72,11 +73,11 @@ class Strand:
         name: Name of the thread, or "" for the first one.
         clock_s: Virtual time of the strand.
         ident: Identifier of the thread.
-        waits_in: Operation that blocks it.
-        is_late: True if it has waited as long as it wanted to.
-        patience: Questions that it asks while it does nothing else.
+        waits_in: Operation that blocks it, or None.
+        is_late: True if its latest wait has timed out.
+        patience: Polls and sleeps since it last worked.
         last_reading_s: Latest reading of its clock.
-        num_unwound: Number of times it was told to end.
+        num_unwound: Number of its calls that raised Stopped or Killed.
         is_daemon: True if it ends with its rank.
         waiting: Strands that wait for its end.
     """
@@ -107,7 +108,7 @@ class Strand:
 
 
 class Rank(Strand):
-    """One simulated rank: its first thread, and what it has once.
+    """One simulated rank: its first thread, and what its threads share.
 
     Attributes:
         strands: All its threads, the first one being the rank itself.
@@ -134,12 +135,12 @@ class Scheduler:
     def __init__(self, num_ranks: int, on_switch: Callable[[Strand, Strand], None]) -> None:
         self.ranks = [Rank(number) for number in range(num_ranks)]
         self.current: Strand = self.ranks[0]
-        self.now_s = 0.0  # no event and no act lies before this
+        self.now_s = 0.0  # time of the latest event or `act`
         self.source: EventSource | None = None
         self.is_stopping = False
         self.describe_rest: Callable[[Strand], object] = repr  # maker of an operation for a sleeper
-        self.on_abandoned: Callable[[Strand], None] = lambda _: None  # its rank ends before it
-        self._on_switch = on_switch  # (from, to): swap what is the rank's own
+        self.on_abandoned: Callable[[Strand], None] = lambda _: None  # called for killed daemons
+        self._on_switch = on_switch  # (from, to): swaps the state of two ranks
         self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # clock, rank, strand
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = count()
@@ -148,7 +149,7 @@ class Scheduler:
         self.failure: BaseException | None = None
 
     def run(self, body: Callable[[Rank], None], on_deadlock: Callable[[], BaseException]) -> None:
-        """Run ``body`` as every rank; return when all have ended, raise what ended the world.
+        """Run ``body`` as every rank until all have ended; raise the error that ended the world.
 
         Args:
             body: Function of a rank, called in that rank's thread.
@@ -198,9 +199,9 @@ class Scheduler:
         return strand
 
     def be(self, strand: Strand, body: Callable[[], None]) -> None:
-        """Be a strand that was spawned: run ``body`` when it is its turn, to the end.
+        """Run ``body`` as a spawned strand, when it is that strand's turn.
 
-        What ``body`` raises ends the world.
+        An error in ``body`` ends the world.
         """
         self._be(strand, body)
 
@@ -233,7 +234,7 @@ class Scheduler:
     # a clock may run ahead of `now_s`; that rank computes, which no other rank sees.
 
     def act(self) -> None:
-        """Wait until the running rank is the earliest of all, so that it may be noticed."""
+        """Wait until the running rank is the earliest of all, and so may affect the others."""
         rank = self.current
         while rank.clock_s > self.now_s and not rank.is_killed:
             if not self._someone_is_earlier(rank):
@@ -245,7 +246,7 @@ class Scheduler:
             self._unwind()
 
     def block(self, operation: object, until_s: float = NEVER) -> bool:
-        """Wait until ``ready`` is called for the running rank; tell whether it was, in time."""
+        """Wait until ``ready`` is called for the running rank; return whether that was in time."""
         rank = self.current
         if self.is_stopping or rank.is_killed:
             self._unwind()
@@ -275,7 +276,7 @@ class Scheduler:
 
         Args:
             operation: Maker of the operation for which the rank asks.
-            max_polls: Number of vain questions after which it counts as waiting.
+            max_polls: Number of unsuccessful polls after which it counts as waiting.
         """
         rank = self.current
         if rank.patience.polls(operation, max_polls):
@@ -286,7 +287,7 @@ class Scheduler:
         """Do what ``act`` does, for a rank that has slept.
 
         Args:
-            operation: Maker of the operation for which it has waited as long as it wanted.
+            operation: Maker of the operation whose wait has timed out, or None.
         """
         rank, patience = self.current, self.current.patience
         if patience.rests(operation, partial(self.describe_rest, rank), rank.clock_s):
@@ -307,12 +308,12 @@ class Scheduler:
         self._yield(rank)
 
     def _all_poll(self) -> bool:
-        """Return whether all ranks ask or wait, and no event is to come."""
+        """Return whether every rank polls or waits, and no event is pending."""
         waiting = (self.ranks[number].strands[order] for _, number, order in self._ready)
         return self._next_event_s() == NEVER and all(strand.patience.asks for strand in waiting)
 
     def ready(self, rank: Strand, at_s: float) -> None:
-        """Let a rank, or a thread of it, continue at ``at_s`` or later, if it is blocked."""
+        """Let a strand continue at ``at_s`` or later, if it is blocked."""
         if rank.waits_in is None:
             return
         rank.waits_in = None
@@ -321,13 +322,13 @@ class Scheduler:
         heapq.heappush(self._ready, (rank.clock_s, rank.number, rank.order))
 
     def at(self, time_s: float, action: Callable[[], None]) -> Timer:
-        """Call ``action`` when the virtual time is ``time_s``, unless it is taken away before."""
+        """Call ``action`` when the virtual time is ``time_s``, unless the timer is cancelled."""
         timer = Timer(action)
         heapq.heappush(self._timers, (time_s, next(self._order), timer))
         return timer
 
     def kill(self, rank: Rank) -> None:
-        """Let a rank end where it is, without notifying the others."""
+        """End a rank where it is, without notifying the others."""
         for strand in rank.strands:
             self._kill(strand)
 
@@ -344,7 +345,7 @@ class Scheduler:
         self._yield(self.current)
 
     def is_ending(self) -> bool:
-        """Return whether the running strand has been told to end."""
+        """Return whether the running strand is to unwind."""
         return self.is_stopping or self.current.is_killed
 
     def stop(self, failure: BaseException) -> None:
@@ -353,10 +354,10 @@ class Scheduler:
         if not self.is_stopping:
             self.is_stopping = True
             self.now_s = NEVER  # no rank has to wait any more
-            left = [strand for strand in self._strands() if not strand.has_ended]
-            for strand in left:
+            running = [strand for strand in self._strands() if not strand.has_ended]
+            for strand in running:
                 strand.waits_in = None
-            self._ready = [(0.0, strand.number, strand.order) for strand in left]
+            self._ready = [(0.0, strand.number, strand.order) for strand in running]
 
     def _strands(self) -> Iterator[Strand]:
         for rank in self.ranks:
@@ -412,7 +413,7 @@ class Scheduler:
             next_rank.baton.release()
 
     def _next(self) -> Strand | None:
-        """Let events happen until a rank is the earliest, and return it; None if all have ended."""
+        """Run events until a strand is the earliest, and return it; None if all have ended."""
         while True:
             event_s = NEVER if self.is_stopping else self._next_event_s()
             if self._ready and self._ready[0][0] < event_s:
@@ -428,7 +429,7 @@ class Scheduler:
                 self._stop_deadlock()
 
     def _dismiss(self) -> bool:
-        """End threads that only wait for what their rank, which has ended, would give them to do.
+        """End threads that only wait for work from their rank, which has ended.
 
         Python ends them too: executors end their threads when the program ends.
         """
@@ -442,7 +443,7 @@ class Scheduler:
         return bool(idle)
 
     def _run_events(self, now_s: float) -> None:
-        """Do what happens now; what it raises ends the world, and is not the waiting rank's."""
+        """Run the events due now. An error in one ends the world: it is not the waiting rank's."""
         self.now_s = now_s
         try:
             while self._timers and self._timers[0][0] <= now_s:

@@ -33,7 +33,7 @@ class Event(NamedTuple):
 
 
 class Done(Protocol):
-    """An operation that is done, as far as it is recorded.
+    """A finished operation, as the trace sees it.
 
     Attributes: rank, kind, name, posted_s, done_s, num_bytes, peer, site, number: fields of an
         ``Event``, in that order.
@@ -65,8 +65,8 @@ class Trace:
         self.bytes_by_link: list[float] = []
         self.leftovers: list[str] = []  # operations that never matched, a line each
         self.unwaited: list[str] = []  # handles that were never waited for, a line each, by rank
-        self.killed_in_step_s: dict[int, float] = {}  # rank -> when
-        self.network_s = 0.0  # when the last bytes had arrived, or the last rank had ended
+        self.killed_in_step_s: dict[int, float] = {}  # rank -> virtual time
+        self.network_s = 0.0  # time at which the last bytes had arrived, or the last rank ended
         self._rows: list[tuple[Any, ...]] = []  # fields of events: plain tuples are made faster
         self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # messages, by source
         self.bytes_sent = [0.0] * num_ranks
@@ -79,7 +79,7 @@ class Trace:
         self.peak_by_category: list[dict[str, int]] = [{} for _ in range(num_ranks)]
 
     def state(self) -> dict[str, Any]:
-        """Return all that was collected as plain data, to be sent to another process."""
+        """Return everything collected as plain data, to be sent to another process."""
         return dict(vars(self))
 
     @classmethod
@@ -87,7 +87,7 @@ class Trace:
         """Return the trace that another process has sent.
 
         Raises:
-            ValueError: it is not a ``state``.
+            ValueError: ``state`` is not one that ``Trace.state`` returned.
         """
         trace = cls(1)
         wanted = {name: type(value) for name, value in vars(trace).items()}
@@ -101,7 +101,7 @@ class Trace:
         """All events, in the order in which they ended.
 
         Raises:
-            ValueError: they were only counted.
+            ValueError: the trace has only counted them.
         """
         if not self.has_events:
             raise ValueError("events were only counted: simulate with Options(has_events=True)")
@@ -114,7 +114,7 @@ class Trace:
         self.messages[src] += messages
 
     def record(self, done: Done) -> None:
-        """Record an operation that is done."""
+        """Record a finished operation."""
         rank, kind, peer = done.rank, done.kind, done.peer
         if kind == "collective":
             self.collectives[rank] += 1
@@ -170,7 +170,7 @@ class Trace:
 
 
 def departure_s(send: Event, recv: Event) -> float:
-    """Return when the bytes set out: at once if the send was buffered, otherwise with the recv."""
+    """Return when the bytes set out: at the send if it was buffered, else once both were posted."""
     is_buffered = send.end_s == send.start_s
     return send.start_s if is_buffered else max(send.start_s, recv.start_s)
 

@@ -1,7 +1,7 @@
-"""Names of a thread's waits, read off the calls of Python's library in which it waits.
+"""Descriptions of a thread's waits, read off the calls of Python's library in which it waits.
 
-Events, queues, semaphores, futures are all made of locks. The frames around the lock that blocks a
-thread say which of them it is, and have it at hand, with the state that a report gives.
+Events, queues, semaphores and futures are all built on locks. The frames around the lock that
+blocks a thread show which of them it is, and hold the object itself, whose state a report gives.
 """
 
 import queue
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from distlab.sim.engine.scheduler import Strand
 from distlab.sim.messages.thread_wait import Awaited, thread_name
 
-Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (what a method is called on, who waits)
+Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (self of the method, waiting strand)
 _LOCKS, _RESTORE = f"{__package__}.threads", "_acquire_restore"
 _MODULES = (
     _LOCKS,
@@ -28,25 +28,25 @@ RESULT = Awaited(
 
 
 def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Awaited:
-    """Say what a thread waits for that is blocked by a lock.
+    """Describe what a thread waits for when a lock blocks it.
 
     Args:
         frame: Frame that has called the lock's ``acquire``.
-        holder: Thread of a rank that has the lock, if it is known.
+        holder: Strand that holds the lock, or None if it is unknown.
         me: Thread that waits.
     """
     if frame and _is_in_the_way(frame):
         return _lock(holder, me)
-    found: Awaited | None = None
+    description: Awaited | None = None
     while frame and frame.f_globals.get("__name__") in _MODULES and frame.f_code is not _RUN:
         if describe := _MADE_OF_LOCKS.get(frame.f_code):
-            found = describe(frame.f_locals.get("self"), me)
+            description = describe(frame.f_locals.get("self"), me)
         frame = frame.f_back
-    return found or _lock(holder, me)
+    return description or _lock(holder, me)
 
 
 def _is_in_the_way(frame: FrameType) -> bool:
-    """Return whether the lock is a condition's own, which another thread holds for any reason."""
+    """Return whether the lock is the one inside a condition, which may be held for any reason."""
     while frame.f_code.co_name != _RESTORE and frame.f_globals.get("__name__") == _LOCKS:
         if frame.f_back is None:
             return False
@@ -55,13 +55,13 @@ def _is_in_the_way(frame: FrameType) -> bool:
 
 
 def end_of(thread: Strand) -> Awaited:
-    """Say that a thread waits for the end of another one."""
+    """Describe a wait for the end of another thread."""
     advice = "That thread cannot end: see what it waits for."
     return Awaited(f"the end of thread {thread.name!r}", advice, thread)
 
 
 def sleeps(_: Strand) -> Awaited:
-    """Say that a thread only sleeps."""
+    """Describe the wait of a thread that only sleeps."""
     return Awaited(
         "something, and only sleeps",
         "No rank will do anything any more: what it looks for between its sleeps, a file, a flag "
@@ -105,10 +105,10 @@ def _room(full: Any, me: Strand) -> Awaited:
 
 
 def _done(worked_on: Any, me: Strand) -> Awaited:
-    left, taken = worked_on._qsize(), worked_on.unfinished_tasks - worked_on._qsize()
+    queued, taken = worked_on._qsize(), worked_on.unfinished_tasks - worked_on._qsize()
     is_taken = "Is a task_done() missing after one of the get()?"
     return Awaited(
-        f"the end of the work on a queue of its own ({left} items still in it, {taken} without "
+        f"the end of the work on a queue of its own ({queued} items still in it, {taken} without "
         "task_done())",
         is_taken if taken else "Is a get() missing, or does the thread end that takes items out?",
     )
@@ -144,7 +144,7 @@ def _results(_: Any, me: Strand) -> Awaited:
 
 
 def _result(future: Any, me: Strand) -> Awaited:
-    workers: list[Strand] = []  # threads of the pool in whose queue it is
+    workers: list[Strand] = []  # threads of the pool that has queued the task
     for strand, item, tasks in _workers(me):
         if item is not None and item.future is future:
             text = f"the result of a task in {thread_name(strand)}"
@@ -167,7 +167,7 @@ def _result(future: Any, me: Strand) -> Awaited:
 
 
 def _workers(me: Strand) -> Iterator[tuple[Strand, Any, list[Any]]]:
-    """Yield the threads of pools of a rank, what each works on, and what is queued for it."""
+    """Yield each pool thread of a rank with the task that it works on and those in its queue."""
     frames = sys._current_frames()
     for strand in me.rank.strands:
         frame, item = frames.get(strand.ident), None

@@ -1,8 +1,8 @@
 """The end of each rank's program: its ``return``, or its last line.
 
-A frame that somebody holds keeps the line on which it has ended. So the outermost frame of a rank's
-program is caught as it begins, by a trace function that takes itself away then: one that looked at
-every call would make programs slow.
+A frame that is kept alive keeps the line on which it has ended. So a trace function catches the
+outermost frame of a rank's program as it begins. It then removes itself, because tracing every call
+would make programs slow.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places,
 
 OURS = str(Path(__file__).parents[2])  # folder of the code that calls the program
 SCRIPT = "<module>"
-STARTERS = ("_call", "_run_program")  # functions of ours that call nothing but the program
-LEADERS = ("_on_cpu", "_be_main")  # or one of these, which lead to it
+STARTERS = ("_call", "_run_program")  # our functions that call the program
+LEADERS = ("_on_cpu", "_be_main")  # our functions that a starter may call instead
 _IS_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-MAX_CALLS = 10_000  # looked at: unpickling a program may import its module first
+MAX_CALLS = 10_000  # calls traced at most; unpickling a program may import its module first
 
 
 class Exits:
-    """Places at which ranks have left their process group, and at which their programs have ended.
+    """Places at which ranks left their process group, and at which their programs ended.
 
     Attributes:
         known: Exits by rank.
@@ -43,14 +43,14 @@ class Exits:
 
     @contextlib.contextmanager
     def watched(self, rank: int) -> Iterator[None]:
-        """Note where the program ends that runs inside. A debugger, or coverage, goes first."""
+        """Note where the program run inside ends, unless a debugger or coverage traces already."""
         program = self._programs[rank] = _Program(self._places)
         is_free = sys.gettrace() is None
         if is_free:
             sys.settrace(program.look)
         try:
             yield
-            program.let_go()  # after an error, the traceback holds it with its variables
+            program.let_go()  # not after an error, whose traceback needs the frames
         finally:
             if is_free:
                 sys.settrace(None)
@@ -58,8 +58,8 @@ class Exits:
 
     def _note(self, rank: int, site: Site | None) -> None:
         if site is not None:
-            left = self.known.get(rank)
-            self.known[rank] = Exit(site, left.left_group_at if left else None)
+            known = self.known.get(rank)
+            self.known[rank] = Exit(site, known.left_group_at if known else None)
 
     def joined(self, rank: int) -> None:
         """Note that a rank enters the world; a script does so in a call below its ``main()``."""
@@ -85,7 +85,7 @@ class _Program:
         self._num_calls = 0
 
     def look(self, frame: FrameType, *_: object) -> None:
-        """Be the trace function of a thread, until the program is there."""
+        """Trace a thread's calls until the program's frame appears."""
         self._num_calls += 1
         code, caller = frame.f_code, frame.f_back.f_code if frame.f_back else None
         kind = (
@@ -96,10 +96,10 @@ class _Program:
         if is_called and kind == PROGRAM and not code.co_flags & _IS_SUSPENDED:
             self._frame = frame
         if is_called or kind == GIVEN or self._num_calls == MAX_CALLS:
-            sys.settrace(None)  # also if it is of ours, or decorated by something of torch
+            sys.settrace(None)  # even if the function is ours, or decorated by one of torch's
 
     def look_for_main(self, frame: FrameType | None) -> None:
-        """Find what a script has called, in a call below it."""
+        """Find the function that the script has called, given a frame further in."""
         script = self._frame
         if self._main or script is None or script.f_code.co_name != SCRIPT:
             return
@@ -108,14 +108,14 @@ class _Program:
         self._main, self._main_called_at = frame, script.f_lineno
 
     def last_line(self) -> Site | None:
-        """Return the line on which it has ended; None if it is not known."""
+        """Return the line on which the program ended, or None if it is not known."""
         return self._last
 
     def let_go(self) -> None:
-        """Note the last line, and let go of the frames: they hold what the program has held."""
+        """Note the last line, and drop the frames, which keep the program's variables alive."""
         last, frames = self._frame, [self._frame, self._main]
         if self._main and self._frame and self._frame.f_lineno == self._main_called_at:
-            last = self._main  # the script has done nothing after it
+            last = self._main  # the script did nothing after the call
         if last:
             self._last = last.f_code.co_filename, last.f_lineno, last.f_code.co_name
         self._frame = self._main = None

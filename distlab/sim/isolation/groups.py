@@ -39,10 +39,10 @@ class Groups:
         num_ranks = shared.clock.num_ranks
         self._everyone = tuple(range(num_ranks))
         self._global_ranks = {rank: rank for rank in self._everyone}
-        self._joins = [0] * num_ranks  # how often each rank has made its default group
+        self._joins = [0] * num_ranks  # number of times that each rank has joined
 
     def join(self, timeout: timedelta | None = None) -> None:
-        """Make the default process group of the running rank; ``timeout``: of its operations."""
+        """Make the default process group of the running rank, with a limit for its operations."""
         number = self._shared.clock.current.number
         self._joins[number] += 1
         key, limit_s = (self._joins[number], "0"), group_limit_s(timeout)
@@ -71,9 +71,9 @@ class Groups:
         timeout: timedelta | None = None,
         description: str = "",
     ) -> SimGroup:
-        """Make the running rank's view of a new group; of no ``ranks``, of all.
+        """Make the running rank's view of a new group; without ``ranks``, it has all ranks.
 
-        As on gloo, it is there when all its ranks have called for it.
+        As on gloo, the call returns when all members have made it.
 
         Args:
             ranks: Global numbers of its members.
@@ -85,7 +85,7 @@ class Groups:
             Mismatch: another rank has made a group of other ranks under this key.
         """
         members, number = ranks or self._everyone, self._shared.clock.current.number
-        place = (self._joins[number], key)  # groups of a world that was left are others
+        place = (self._joins[number], key)  # a rank that joins again makes other groups
         call_site = self._shared.places.call_site()
         try:
             self.roster.enter(place, MadeGroup(members, call_site[0], description, number))

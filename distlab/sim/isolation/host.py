@@ -14,19 +14,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-YOUNG_OBJECTS = 50_000  # between two collections; the default of 700 doubles the time per message
+YOUNG_OBJECTS = 50_000  # threshold of the collector; its default, 700, doubles the time per message
 
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Arrange for all three; restored afterwards."""
+    """Set up all three, and restore the machine's state afterwards."""
     with _few_collections(), _no_preemption(), one_core():
         yield
 
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Leave out of collections what exists already, and collect rarely.
+    """Exclude existing objects from garbage collections, and collect rarely.
 
     If the caller has frozen objects itself, nothing more is frozen.
     """
@@ -66,15 +66,15 @@ def _set_policy(name: str) -> None:
         os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))
 
 
-HAND_OVERS = 8  # number in each run; the fastest run counts
-RUNS = 3
-SPARE = 0.5  # cores: where others compute, one core may be shared while another is idle
+HAND_OVERS = 8  # hand-overs timed in each run
+RUNS = 3  # timed runs; the fastest one counts
+SPARE = 0.5  # idle cores needed: on a busy machine, a core may be shared while another is idle
 FAST_S = 15e-6  # hand-overs between cores are no faster
 
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Keep this thread, and those it starts, on the core on which it is, if that is fast there."""
+    """Pin this thread, and those it starts, to its present core, if hand-overs are fast there."""
     free = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     if len(free) < 2 or os.getloadavg()[0] > len(free) - SPARE:
         yield
@@ -89,26 +89,26 @@ def one_core() -> Iterator[None]:
 
 
 def hand_over_s() -> float:
-    """Measure the current time from waking a thread until it runs."""
+    """Measure the time from waking a thread until it runs."""
     return min(_hand_over_s() for _ in range(RUNS))
 
 
 def _hand_over_s() -> float:
-    mine, others = threading.Lock(), threading.Lock()
-    mine.acquire()
-    others.acquire()
+    ping, pong = threading.Lock(), threading.Lock()
+    ping.acquire()
+    pong.acquire()
 
     def answer() -> None:
         for _ in range(HAND_OVERS):
-            others.acquire()
-            mine.release()
+            ping.acquire()
+            pong.release()
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     start = time.perf_counter()
     for _ in range(HAND_OVERS):
-        others.release()
-        mine.acquire()
+        ping.release()
+        pong.acquire()
     seconds = time.perf_counter() - start
     thread.join()
     return seconds / (2 * HAND_OVERS)

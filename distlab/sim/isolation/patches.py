@@ -76,7 +76,7 @@ def installed(host: RankHost) -> Iterator[None]:
     """Make this process host simulated ranks.
 
     Raises:
-        SimulationError: it is already.
+        SimulationError: it hosts another world already.
     """
     if not _occupied.acquire(blocking=False):
         raise SimulationError("a process can simulate only one world at a time")
@@ -112,7 +112,7 @@ def installed(host: RankHost) -> Iterator[None]:
 
 
 def _set_deterministic(wanted: bool) -> None:
-    """Set it only if a rank has changed it, because torch then loads its compiler for a second."""
+    """Restore the setting only if a rank changed it: torch then loads its compiler for a second."""
     if torch.are_deterministic_algorithms_enabled() != wanted:
         torch.use_deterministic_algorithms(wanted)
 
@@ -133,11 +133,11 @@ def _register_backend(host: RankHost) -> None:
         )
 
 
-_current: dict[str, Any] = {}  # the backend is registered once per process, simulations come and go
+_current: dict[str, Any] = {}  # host of the current world; the backend is registered only once
 
 
 def _be_no_rank() -> None:
-    """Let a process that a rank forks, say a data loader's, live in real time."""
+    """Let a process that a rank forks, such as a data loader's, live in real time."""
     host: RankHost | None = _current.get("host")
     if host is not None and _occupied.locked():
         host.rank_states.forget()
@@ -198,12 +198,12 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     for owner in (dist, c10d):
         _replace(undo, owner, "init_process_group", init_process_group)
         _replace(undo, owner, "new_group", new_simulated_group)
-        _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch: gloo's only
+        _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch's works only on gloo
     _patch_insides(undo, host)
 
 
 def _patch_insides(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Change what torch's functions call inside, whatever a program has imported by name before."""
+    """Patch inner functions of torch, so that names which a program imported before work too."""
     _patch_making_of_groups(undo, host)
     _patch_default_group(undo, host)
     _patch_checks(undo, host)
@@ -225,7 +225,7 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
             host.exits.joined(host.rank_states.current)
             host.groups.join(settings.get("timeout"))
             return dist.group.WORLD, host.groups.store
-        # Of all that is given here, a backend of one's own sees the options, and no description.
+        # A custom backend is not given the description, so the options carry it.
         settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
@@ -246,10 +246,10 @@ def _patch_default_group(undo: contextlib.ExitStack, host: RankHost) -> None:
 
 
 def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Note each batch where torch checks it, and let DDP hold parameters without numbers."""
+    """Note each batch where torch checks it, and let DDP hold parameters on the meta device."""
 
     def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
-        if not tensors[0].is_meta:  # DDP compares shapes as the numbers in a tensor
+        if not tensors[0].is_meta:  # DDP compares shapes by their values in a tensor
             verify(group, tensors, *rest)
 
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
@@ -262,13 +262,13 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
         if host.lanes is not None:
             host.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
 
-    # The first call of batch_isend_irecv, by whatever name a program has imported that.
+    # batch_isend_irecv calls this first, whatever name a program has imported it by.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
 
 
 def _patch_clocks(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Clocks show a rank its virtual time; sleeping takes virtual time only."""
+    """Make clocks show a rank its virtual time, and sleeping take virtual time only."""
     for name, per_second in (
         ("perf_counter", None),
         ("monotonic", None),
@@ -304,7 +304,7 @@ def _virtual(
 
 
 def _patch_process(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Let each rank have a working folder and an end, and say what only a process can have."""
+    """Give each rank a working folder and an exit of its own, and refuse it signal handlers."""
     rank_states = host.rank_states
     change_folder, handle, end = os.chdir, signal.signal, os._exit
 
@@ -341,8 +341,8 @@ def _patch_host(undo: contextlib.ExitStack, rank_states: RankStates) -> None:
         return rank_states.state().host if rank_states.is_in_rank() else real()
 
     def uname_of_rank() -> os.uname_result:
-        system, _, *rest = found = uname()
-        return os.uname_result((system, name_of_rank(lambda: found.nodename), *rest))
+        system, node, *rest = uname()
+        return os.uname_result((system, name_of_rank(lambda: node), *rest))
 
     for owner, name in ((socket, "gethostname"), (platform, "node")):
         _replace(undo, owner, name, functools.partial(name_of_rank, getattr(owner, name)))
@@ -390,7 +390,7 @@ def _patch_environment(undo: contextlib.ExitStack, rank_states: RankStates) -> N
 
 
 def _put_back(process: dict[bytes, bytes], written: set[bytes]) -> None:
-    """Undo changes of the real environment, from which child processes inherit."""
+    """Undo changes to the real environment, which child processes inherit."""
     for name in written:
         if name in process:
             os.putenv(name, process[name])

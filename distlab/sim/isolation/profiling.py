@@ -1,6 +1,6 @@
-"""torch's profiler: a process has one, so one rank at a time can have it.
+"""torch's profiler: a process has only one, so only one rank at a time can use it.
 
-Two that are started in different threads end the process by SIGSEGV.
+Starting it in two threads crashes the process (SIGSEGV).
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from distlab.sim.isolation.rank_states import RankStates, Replace
 
 
 def install(replace: Replace, rank_states: RankStates) -> None:
-    """Refuse the profiler to a rank while another one has it.
+    """Refuse the profiler to a rank while another one uses it.
 
     Raises, in the rank:
-        RuntimeError: who has it, and what to do instead.
+        RuntimeError: another rank uses it; the text names that rank, and says what to do instead.
     """
     profiler: Any = torch.autograd.profiler
-    owner: list[int] = []  # the rank that has it, if one does
+    owner: list[int] = []  # rank that uses it; empty if none does
 
     def take(begin: Callable[..., Any]) -> Callable[..., Any]:
         def begin_alone(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Per-rank process state, swapped when the scheduler switches ranks.
 
-Ranks are threads of one process. With this state, ``torch.manual_seed(0)`` on one rank does not
+Ranks are threads of one process. Because of the swap, ``torch.manual_seed(0)`` on one rank does not
 disturb another, and ``os.environ["RANK"]`` is right.
 """
 
@@ -21,7 +21,7 @@ import torch
 from distlab.sim.engine.scheduler import Strand
 from distlab.sim.hardware.topology import Place
 
-Replace = Callable[[Any, str, object], Any]  # (owner, name, value): the value before
+Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the original
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 _warnings: Any = warnings  # the stubs do not know its inner names
 
@@ -61,22 +61,22 @@ WarningState = tuple[Any, Any, Any]
 
 
 def warning_state() -> WarningState:
-    """Return what ``warnings.catch_warnings`` changes."""
+    """Return the state that ``warnings.catch_warnings`` changes."""
     return _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
 
 
 def set_warning_state(state: WarningState) -> None:
-    """Put back what ``warning_state`` has returned."""
+    """Restore a state that ``warning_state`` returned."""
     _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = state
 
 
 class RankState:
     """The process-wide state of one rank while another runs.
 
-    torch's generator is one object, whose state is copied at every hand-over. The generators of
-    ``random`` and numpy are the rank's own objects, and so are the variables that tell its number,
-    the name of its host, what ``warnings.catch_warnings`` changes, ``sys.stdout`` where it was
-    redirected, and the default dtype.
+    torch's generator is one object, whose state is copied at every hand-over. All else are objects
+    of the rank: the generators of ``random`` and numpy, the environment variables with its number,
+    its host name, the state that ``warnings.catch_warnings`` changes, a redirected ``sys.stdout``,
+    and the default dtype.
     """
 
     def __init__(self, rank: int, place: Place, seed: int) -> None:
@@ -97,16 +97,16 @@ class RankState:
 
     @functools.cached_property
     def python_rng(self) -> random.Random:
-        """The generator behind ``random.random`` and its like."""
+        """The generator that ``random.random`` and similar functions use."""
         return random.Random(repr(self._seed))
 
     @functools.cached_property
     def numpy_rng(self) -> np.random.RandomState:
-        """The generator behind ``np.random.rand`` and its like."""
+        """The generator that ``np.random.rand`` and similar functions use."""
         return np.random.RandomState(self._seed)
 
     def put_away(self) -> None:
-        """Keep what the running rank has changed."""
+        """Save the process's state as this rank's."""
         self.torch_rng = _get_torch_rng()
         self.warnings = _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
         self.streams = sys.stdout, sys.stderr
@@ -123,7 +123,7 @@ class RankState:
 
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:
-    """List the functions of a module that are methods of its one hidden generator."""
+    """List the functions of a module that are methods of its hidden generator."""
     return [name for name in dir(module) if _owner(getattr(module, name)) is owner]
 
 
@@ -138,26 +138,28 @@ NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # 
 class RankVariables(dict[bytes, bytes]):
     """Data of ``os.environ``: variables of all ranks, overlaid by those of the running one."""
 
-    def __init__(self, values: dict[bytes, bytes], own: Callable[[], dict[bytes, bytes]]) -> None:
+    def __init__(
+        self, values: dict[bytes, bytes], of_rank: Callable[[], dict[bytes, bytes]]
+    ) -> None:
         super().__init__(values)
-        self._own = own
+        self._of_rank = of_rank
         self.written: set[bytes] = set()
 
     def __getitem__(self, name: bytes) -> bytes:
-        own = self._own()
-        return own[name] if name in own else super().__getitem__(name)
+        variables = self._of_rank()
+        return variables[name] if name in variables else super().__getitem__(name)
 
     def __setitem__(self, name: bytes, value: bytes) -> None:
-        self._own()[name] = value
+        self._of_rank()[name] = value
         self.written.add(name)
 
     def __delitem__(self, name: bytes) -> None:
-        if self._own().pop(name, None) is None:
+        if self._of_rank().pop(name, None) is None:
             super().__delitem__(name)
         self.written.add(name)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter({**dict.fromkeys(super().__iter__()), **self._own()})
+        return iter({**dict.fromkeys(super().__iter__()), **self._of_rank()})
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -167,7 +169,7 @@ _chdir = os.chdir
 
 
 class RankStates:
-    """The ranks of a world, each with its state; the running one's is the process's.
+    """The states of a world's ranks; the running rank's is that of the process.
 
     Args:
         places: Places of the ranks in the cluster.
@@ -177,7 +179,7 @@ class RankStates:
 
     Attributes:
         num_local_ranks: Number of ranks of the fullest node.
-        tables: Stand-in for torch's table of process groups: the running rank's.
+        tables: Stand-in for torch's table of process groups, with the running rank's groups.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class RankStates:
         self._states = [RankState(rank, place, seed) for rank, place in enumerate(places)]
 
     def forget(self) -> None:
-        """Host no ranks any more: this is a process that a rank has forked."""
+        """Stop hosting ranks, in a process that a rank has forked."""
         self._running = [0] * (1 + self.num_ranks)
 
     def begin(self) -> None:
@@ -209,7 +211,7 @@ class RankStates:
         self._running[1 + rank.number] = threading.get_ident()
 
     def switch(self, strand: Strand, next_strand: Strand) -> None:
-        """Put away one rank's state, and bring out that of the next one."""
+        """Put away one rank's state, and bring out the next one's."""
         states, number = self._states, next_strand.number
         if strand.number != number:
             states[strand.number].put_away()
@@ -231,7 +233,7 @@ class RankStates:
         self._folder = folder
 
     def leave(self) -> None:
-        """Go back to where the world began."""
+        """Go back to the folder in which the world began."""
         if self._folder:
             self._go_to("")
 

@@ -1,7 +1,7 @@
 """Calls that ``torch.distributed`` refuses: the ranks that saw the error, and its wording.
 
-A rank that catches such an error goes on or returns, while the others, which have not seen it, wait
-for it. So the last error of each rank is kept for the report.
+A rank that catches such an error continues or returns, while the other ranks, which have not seen
+the error, wait for it. So the last error of each rank is kept for the report.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from distlab.sim.engine.scheduler import Killed, Stopped
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.rank_states import RankStates, Replace
 from distlab.sim.reporting.errors import SimulationError
-from distlab.sim.reporting.report import WHO, error_line, place, told_once
+from distlab.sim.reporting.report import WHO, error_line, merged_notes, place
 from distlab.sim.reporting.sites import Places
 from distlab.util.text import rank_names
 
-_LISTS = {  # calls, and their argument that lists one object for each rank
+_LISTS = {  # call -> its argument that lists one object per rank
     "all_gather_object": "object_list",
     "gather_object": "object_gather_list",
     "scatter_object_list": "scatter_object_input_list",
@@ -51,16 +51,16 @@ class Refusals:
             self._by_rank[rank] = f"{call} raised {error_line(error)}.", num_calls
 
     def note_outside(self, rank: int, call: str, where: str) -> None:
-        """Keep that a rank has made a call on a group that it is not in."""
+        """Record that a rank made a call on a group that it is not in."""
         self._outside.setdefault(rank, f"called {call} on a group that it is not in, {where}")
 
     def outside_note(self, rank: int) -> str:
-        """Say that torch has left a call out, and has only warned; "" if it has not."""
+        """Return a note on a call that torch left out with only a warning, or ""."""
         what = self._outside.get(rank)
         return f"Before, rank {rank} {what}: torch has left out that call." if what else ""
 
     def notes(self, num_calls: Mapping[int, int]) -> list[str]:
-        """Say which errors ranks got instead of their last call, or the one before it.
+        """Report errors that ranks got instead of their last call, or of the one before it.
 
         Args:
             num_calls: Number of successful calls by rank.
@@ -71,7 +71,7 @@ class Refusals:
             for what, before in [self._by_rank.get(rank, ("", count - 2))]
             if count - before < 2
         }
-        return told_once(
+        return merged_notes(
             (rank, f"On {WHO}, {what} The exception was caught, so the other ranks do not know.")
             for rank, what in recent.items()
         )
@@ -113,7 +113,7 @@ def _note_refusals(
 def _note_outsiders(
     replace: Replace, rank_states: RankStates, refusals: Refusals, places: Places
 ) -> None:
-    """Note which calls torch leaves out, with no more than a warning."""
+    """Note calls that torch leaves out with only a warning."""
 
     def warn_and_note(call: str) -> None:
         rank, where = rank_states.current, place(places.call_site()[0])
@@ -126,7 +126,7 @@ def _note_outsiders(
 def _speak_of_objects(
     name: str, error: BaseException | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Let an error of a call on objects name its list, not the tensors that torch makes of it."""
+    """Make errors of object collectives name the list of objects, not the tensors made of it."""
     if error is None or name not in _LISTS:
         return
     if "``gather_list``" in str(error):
@@ -141,7 +141,7 @@ def _speak_of_objects(
 
 
 def _speak_of_the_end(replace: Replace, rank_states: RankStates, exits: Exits) -> None:
-    """Let who communicates after the end of its world know where it has ended it."""
+    """Make errors after ``destroy_process_group`` say where the rank called it."""
     update, find = c10d._update_default_pg, c10d._get_default_group
 
     def update_default_group(group: Any) -> None:

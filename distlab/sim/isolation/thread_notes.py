@@ -1,4 +1,4 @@
-"""Fates of the threads of ranks, as far as they may explain why others wait.
+"""Notes on how threads of ranks ended, which may explain why others wait.
 
 Python only prints the error that ends a thread, keeps that of a future until it is asked for,
 and says nothing of a daemon that ends with its process.
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from distlab.sim.engine.scheduler import Strand
-from distlab.sim.reporting.report import WHO, behind, error_line, place, told_once
+from distlab.sim.reporting.report import WHO, error_line, merged_notes, place, place_suffix
 from distlab.sim.reporting.sites import Places, Site
 
 FAILURE = "_distlab_failure"  # attribute of a future whose task has failed
-Replace = Callable[[Any, str, object], Any]  # (owner, name, value): what was there before
+Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the original
 
 
 @dataclass
@@ -43,16 +43,14 @@ class ThreadNotes:
     def failed(self, rank: int, name: str, error: BaseException) -> None:
         """Keep the error that has ended a thread."""
         self._failures.append(
-            Failure(rank, f"On {WHO}, thread {name!r} ended with {self._told(error)}.")
+            Failure(rank, f"On {WHO}, thread {name!r} ended with {self._describe(error)}.")
         )
 
     def future_failed(self, rank: int, name: str, error: BaseException) -> Failure:
         """Keep the error that a future holds, unless the program asks for it later."""
         by = f" in thread {name!r}" if name else ""
-        told = (
-            f"On {WHO}, what ran{by} ended with {self._told(error)}, and nobody has asked for it."
-        )
-        failure = Failure(rank, told)
+        ending = f"ended with {self._describe(error)}"
+        failure = Failure(rank, f"On {WHO}, what ran{by} {ending}, and nobody has asked for it.")
         self._failures.append(failure)
         return failure
 
@@ -64,17 +62,18 @@ class ThreadNotes:
         self._abandoned.append((rank, f"{WHO} ended, and daemon thread {name!r} with it{where}."))
 
     def failures(self) -> list[str]:
-        """Say which errors the program does not know of."""
-        return told_once((one.rank, one.text) for one in self._failures if not one.is_known)
+        """Report the errors that the program has not asked for."""
+        unknown = [failure for failure in self._failures if not failure.is_known]
+        return merged_notes((failure.rank, failure.text) for failure in unknown)
 
     def of_daemons(self, ranks: Iterable[int]) -> list[str]:
-        """Say where the daemons of ranks were when these ended."""
+        """Report where the daemons of ranks were when those ranks ended."""
         blamed = {*ranks}
-        told = told_once((rank, text) for rank, text in self._abandoned if rank in blamed)
-        return [f"{text[:1].upper()}{text[1:]}" for text in told]
+        notes = merged_notes((rank, text) for rank, text in self._abandoned if rank in blamed)
+        return [f"{text[:1].upper()}{text[1:]}" for text in notes]
 
-    def _told(self, error: BaseException) -> str:
-        return f"{error_line(error)}{behind(self._places.raised_at(error))}"
+    def _describe(self, error: BaseException) -> str:
+        return f"{error_line(error)}{place_suffix(self._places.raised_at(error))}"
 
     def watch_results(self, replace: Replace, running: Callable[[], Strand | None]) -> None:
         """Keep errors of futures until the program asks for them.
@@ -107,7 +106,7 @@ class ThreadNotes:
         get_error = replace(futures.Future, "exception", exception)
 
     def _ask(self, future: Any) -> None:
-        """Note that the program looks at what has failed: then it knows of the rank's others too.
+        """Mark all failures of a rank as known, once its program asks for one of them.
 
         ``Executor.map`` asks for the first error only.
         """

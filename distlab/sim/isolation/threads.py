@@ -1,8 +1,8 @@
 """Threads that a rank starts itself: heartbeats, savers, servers, prefetching.
 
-Of all threads of all ranks one runs at a time, so a thread of a rank is one more strand of the
-scheduler, and what would block it for real blocks it in virtual time instead: locks, and all that
-Python makes of locks (conditions, events, semaphores, queues, futures, executors).
+Exactly one thread of all ranks runs at a time, so a rank's thread is one more strand of the
+scheduler. Whatever would really block it blocks it in virtual time instead: locks, and everything
+that Python builds on locks (conditions, events, semaphores, queues, futures, executors).
 
     rank 0            all_reduce · · · · · · · · · · all_reduce
     its heartbeat     sleep 1 s ── store.set ── sleep 1 s ── store.set
@@ -44,18 +44,18 @@ _real_start, _real_join, _real_is_alive = (
 )
 _real_select: Any = selectors.DefaultSelector.select
 NO_THREAD = -1  # a thread without a known start: only its own lines count
-MAX_PAUSE_S = 1e-3  # between two looks at files
+MAX_PAUSE_S = 1e-3  # longest pause between two looks at files
 STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
 
 
 class Threads:
-    """Makes strands of the threads that ranks start.
+    """Turns the threads that ranks start into strands.
 
     Args:
         around: Context of a rank's threads while they run, such as its device.
 
     Attributes:
-        notes: Fates of threads and tasks.
+        notes: Errors of threads and tasks, and daemons that ended with their rank.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Threads:
         around: Around,
     ) -> None:
         self._scheduler, self._clock = scheduler, clock
-        self._residents, self._places = rank_states, places
+        self._rank_states, self._places = rank_states, places
         self._around, self.notes = around, ThreadNotes(places)
-        self._plain = threading.local()  # set where real locks are wanted
+        self._plain = threading.local()  # flag of threads that are to get real locks
 
     def install(self, replace: Replace) -> None:
-        """Replace Python's locks and threads by those of the world."""
+        """Replace Python's locks and threads with those of the world."""
         self._scheduler.describe_rest = self._sleep
         self._scheduler.on_abandoned = self._note_abandoned
         replace(threading, "Lock", self._lock)
@@ -93,19 +93,19 @@ class Threads:
 
     def is_virtual(self) -> bool:
         """Return whether a lock or thread that is made now belongs to a rank."""
-        return self._residents.is_in_rank() and not getattr(self._plain, "is_wanted", False)
+        return self._rank_states.is_in_rank() and not getattr(self._plain, "is_wanted", False)
 
     def running(self) -> Strand | None:
-        """Return the thread of a rank that asks, if it is one."""
+        """Return the calling strand, or None if no thread of a rank calls."""
         return self._scheduler.current if self.is_virtual() else None
 
     def _lock(self) -> Any:
-        is_ranks = self.is_virtual() and not _is_for_processes()
-        return RankLock(self) if is_ranks else _real_lock()
+        is_of_rank = self.is_virtual() and not _is_for_processes()
+        return RankLock(self) if is_of_rank else _real_lock()
 
     def _rlock(self) -> Any:
-        is_ranks = self.is_virtual() and not _is_for_processes()
-        return RankRLock(self) if is_ranks else threading._CRLock()  # type: ignore[attr-defined]
+        is_of_rank = self.is_virtual() and not _is_for_processes()
+        return RankRLock(self) if is_of_rank else threading._CRLock()  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def _plain_locks(self) -> Iterator[None]:
@@ -116,19 +116,19 @@ class Threads:
             self._plain.is_wanted = False
 
     def _numbers(self, of_process: Callable[[], int], first: int) -> Callable[[], int]:
-        """Count what gets a number for its name, on each rank alone, as in a process of its own."""
+        """Make a counter for names that counts on each rank separately, as processes would."""
         of_ranks: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(first))
 
         def number() -> int:
-            is_ranks = self._residents.is_in_rank()
-            return next(of_ranks[self._residents.current]) if is_ranks else of_process()
+            is_of_rank = self._rank_states.is_in_rank()
+            return next(of_ranks[self._rank_states.current]) if is_of_rank else of_process()
 
         return number
 
     # Threads
 
     def _start(self, thread: threading.Thread) -> None:
-        if not self._residents.is_in_rank():
+        if not self._rank_states.is_in_rank():
             _real_start(thread)
         elif _is_for_processes():
             self._start_for_real(thread)
@@ -145,7 +145,7 @@ class Threads:
             _real_start(thread)
 
     def _make_strand(self, thread: threading.Thread) -> Strand:
-        """Let the thread be a strand of the running rank once it has been started."""
+        """Make the thread a strand of the running rank, once it starts."""
         strand = self._scheduler.spawn(thread.name, is_daemon=thread.daemon)
         setattr(thread, STRAND, strand)
         run = thread.run
@@ -157,17 +157,17 @@ class Threads:
         return strand
 
     def _run(self, thread: threading.Thread, run: Callable[[], None]) -> None:
-        """Run a thread's function; what it raises ends the thread, as in Python."""
+        """Run a thread's function; an error ends only that thread, as in Python."""
         try:
             with self._around():
                 run()
         except (SimulationError, Stopped, Killed):
             raise
         except BaseException as error:
-            if not self._scheduler.is_ending():  # else it was told to end, in the midst of a lock
+            if not self._scheduler.is_ending():  # otherwise the unwinding may have caused the error
                 trace = error.__traceback__.tb_next if error.__traceback__ else None
                 error = error.with_traceback(trace)
-                self.notes.failed(self._residents.current, thread.name, error)
+                self.notes.failed(self._rank_states.current, thread.name, error)
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, trace, thread)))
 
     def _note_abandoned(self, strand: Strand) -> None:
@@ -180,7 +180,7 @@ class Threads:
 
     def _join(self, thread: threading.Thread, timeout: float | None = None) -> None:
         strand: Strand | None = getattr(thread, STRAND, None)
-        if strand is None or not self._residents.is_in_rank():
+        if strand is None or not self._rank_states.is_in_rank():
             return _real_join(thread, timeout)
         if strand is self._scheduler.current:
             raise RuntimeError("cannot join current thread")
@@ -197,7 +197,7 @@ class Threads:
     # Waiting
 
     def _sleep(self, strand: Strand) -> ThreadWait:
-        """Describe what a thread waits in that only sleeps."""
+        """Describe the wait of a thread that only sleeps."""
         site = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
         return ThreadWait(self._clock, awaited.sleeps, site, strand)
 
@@ -212,7 +212,7 @@ class Threads:
         until_s: float,
         look: Look,
     ) -> bool:
-        """Let others run until ``is_done()``, or the time is up; return whether it is done.
+        """Let other strands run until ``is_done()`` or the time is up; return whether it is done.
 
         Args:
             is_done: Condition, tried whenever the thread is woken.
@@ -232,7 +232,7 @@ class Threads:
         with contextlib.suppress(ValueError):
             waiting.remove(current)
         if not is_in_time:
-            self._scheduler.rest()  # it may try again and again
+            self._scheduler.rest()  # it may retry forever
         return is_in_time or is_done()
 
     def _select(self, selector: Any, timeout: float | None = None) -> list[Any]:
@@ -248,19 +248,19 @@ class Threads:
         return _real_select(selector, timeout)  # type: ignore[no-any-return]
 
     def wake(self, waiting: deque[Strand]) -> None:
-        """Let the first of them try again."""
+        """Let the first waiting strand try again."""
         if waiting:
             self._scheduler.ready(waiting.popleft(), self.now_s())
 
     def ask(self) -> None:
-        """Count a vain question: who asks on and on must see time pass."""
+        """Count an unsuccessful question: a thread that keeps asking must see time pass."""
         self._clock.read()
 
 
 def _is_for_processes() -> bool:
-    """Return whether the call comes from Python's machinery for processes, say of a data loader.
+    """Return whether ``multiprocessing`` makes the call, for example for a data loader.
 
-    What such threads wait for happens outside of the simulated world, in real time.
+    Its threads wait for processes outside of the simulated world, in real time.
     """
     return str(outside().f_globals.get("__name__", "")).startswith("multiprocessing.")
 
@@ -272,19 +272,19 @@ def _says_something(record: logging.LogRecord) -> bool:
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of the class: a bound method would not be given the thread."""
+    """Wrap a bound method in a function, which becomes a method of the patched class."""
     return lambda thread, *args, **kwargs: function(thread, *args, **kwargs)
 
 
-class _Held:
-    """A lock as ``with`` uses it."""
+class _ContextLock:
+    """A lock that ``with`` can hold."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it."""
+        """Take the lock."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         raise NotImplementedError
 
     def __enter__(self) -> bool:
@@ -299,29 +299,29 @@ class _Held:
         self.release()
 
 
-class RankLock(_Held):
+class RankLock(_ContextLock):
     """``threading.Lock`` for the threads of ranks."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._lock = _real_lock()
         self._waiting: deque[Strand] = deque()
-        self._holder: Strand | None = None  # a thread of a rank, or None
+        self._holder: Strand | None = None  # None if free, or held by a thread of no rank
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, waiting in virtual time."""
+        """Take the lock, waiting in virtual time."""
         me = self._threads.running()
         if self._lock.acquire(False):
             self._holder = me
             return True
-        if me is None or self._holder is None:  # a thread that is no rank's waits for it, or has it
+        if me is None or self._holder is None:  # the caller or the holder belongs to no rank
             return self._lock.acquire(blocking, timeout)
         if not blocking:
             self._threads.ask()
             return False
         until_s = NEVER if timeout < 0 else self._threads.now_s() + timeout
-        # The caller's frame. This call's own would hold itself by the lambda below, and with it all
-        # that its callers hold, until the garbage collector comes by.
+        # The caller's frame. This call's own frame would refer to itself through the lambda below,
+        # and keep all variables of its callers alive until the next garbage collection.
         caller = sys._getframe().f_back
         is_taken = self._threads.wait_until(
             lambda: self._lock.acquire(False),
@@ -334,13 +334,13 @@ class RankLock(_Held):
         return is_taken
 
     def release(self) -> None:
-        """Give it back, and wake who waits for it."""
+        """Release the lock, and wake the first strand that waits for it."""
         self._lock.release()
         if self._threads.is_virtual():
             self._threads.wake(self._waiting)
 
     def locked(self) -> bool:
-        """Return whether a thread has it."""
+        """Return whether a thread holds the lock."""
         return self._lock.locked()
 
     def _at_fork_reinit(self) -> None:
@@ -348,7 +348,7 @@ class RankLock(_Held):
         self._waiting.clear()
 
 
-class RankRLock(_Held):
+class RankRLock(_ContextLock):
     """``threading.RLock`` for the threads of ranks."""
 
     def __init__(self, threads: Threads) -> None:
@@ -356,7 +356,7 @@ class RankRLock(_Held):
         self._owner, self._count = 0, 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take it, once more if it is the thread's own."""
+        """Take the lock, or count one more acquisition by the thread that holds it."""
         me = threading.get_ident()
         if self._owner == me:
             self._count += 1
@@ -367,7 +367,7 @@ class RankRLock(_Held):
         return is_taken
 
     def release(self) -> None:
-        """Give it back, if it was taken once."""
+        """Undo one acquisition; undoing the last one releases the lock."""
         if self._owner != threading.get_ident():
             raise RuntimeError("cannot release un-acquired lock")
         self._count -= 1
@@ -375,7 +375,7 @@ class RankRLock(_Held):
             self._owner = 0
             self._block.release()
 
-    # What threading.Condition asks for
+    # Methods that threading.Condition calls
 
     def _is_owned(self) -> bool:
         return self._owner == threading.get_ident()

@@ -1,4 +1,4 @@
-"""Calls that cannot be one collective: which ranks gave what, and on which line."""
+"""Errors of calls that cannot be one collective: the ranks on each side, arguments and lines."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,21 +19,21 @@ TWO_CALLS = (
 
 
 class Given(NamedTuple):
-    """One rank's arguments: all of ``values`` has to be the same on all ranks."""
+    """One rank's call: all of ``values`` has to be the same on all ranks."""
 
     rank: int
     name: str
-    maker: str  # the function of torch that has made the call; "": the program
-    values: dict[str, object]  # keys: the words of a report
+    maker: str  # function of torch that has made the call; "" if the program has
+    values: dict[str, object]  # arguments by their words in a report
     row: Row
 
     def key(self) -> str:
-        """Return what is equal for calls that belong together."""
+        """Return a key that is equal for calls that belong together."""
         return f"{self.name} {sorted(self.values.items())}"
 
 
 def values_of(call: Call, group: Sequence[int]) -> dict[str, object]:
-    """Return what has to be equal; a root by its global number, tensors with their device."""
+    """Return the arguments that must be equal on all ranks; a root by its global number."""
     values: dict[str, Any] = {**call.must_agree, "device": device_of(call)}
     if call.is_coalesced:
         values[NUM_TENSORS] = len(call.inputs)
@@ -48,57 +48,57 @@ def device_of(call: Call) -> str:
 
 
 def disagreement(given: Sequence[Given]) -> Mismatch:
-    """Make the error: the ranks on each side, what they gave, and on which lines.
+    """Make the error, with the ranks on each side, their arguments and their lines.
 
     all_reduce with op MAX on rank 2, but with op SUM on ranks 0, 1 and 3
     """
     sides: dict[str, list[Given]] = {}
-    for one in given:
-        sides.setdefault(one.key(), []).append(one)
+    for call in given:
+        sides.setdefault(call.key(), []).append(call)
     ordered = list(sides.values())
     rows = shorten(_merged(given), MAX_ROWS)
-    by_torch = advice_for(one.maker for one in given)
-    if len({one.name for one in given}) > 1:
-        told = [(side, side[0].name) for side in ordered]
+    by_torch = advice_for(call.maker for call in given)
+    if len({call.name for call in given}) > 1:
+        names = [(side, side[0].name) for side in ordered]
         same = "Every rank of a group must make the same collective calls in the same order."
         advice = " ".join(filter(None, [same, by_torch]))
-        return mismatch("operation mismatch", _headline(told), rows, advice)
+        return mismatch("operation mismatch", _headline(names), rows, advice)
     words = [word for word in given[0].values if len({str(g.values.get(word)) for g in given}) > 1]
-    if NUM_TENSORS in words:  # then shapes and dtypes differ, too
+    if NUM_TENSORS in words:  # then shapes and dtypes differ as well
         words = [NUM_TENSORS]
     details = [(side, f"with {_details(side[0], words)}") for side in ordered]
     is_shape = {"size", "dtype", "device", NUM_TENSORS}.issuperset(words)
     advice = f"In one collective call all ranks must give the same {joined(words)}."
     if by_torch:
         advice = by_torch
-    elif len({one.row.where for one in given}) > 1 or is_shape:
+    elif len({call.row.where for call in given}) > 1 or is_shape:
         advice += f" {TWO_CALLS}"
     kind: Any = "shape or dtype mismatch" if is_shape else "operation mismatch"
     return mismatch(kind, f"{given[0].name} {_headline(details)}", rows, advice)
 
 
 def _headline(sides: Sequence[tuple[Sequence[Given], str]]) -> str:
-    told = [f"{what} on {rank_names(g.rank for g in side)}" for side, what in sides[:MAX_SIDES]]
+    texts = [f"{what} on {rank_names(g.rank for g in side)}" for side, what in sides[:MAX_SIDES]]
     if len(sides) > MAX_SIDES:
-        told[-1] = f"other values on {len(sides) - MAX_SIDES + 1} more"
-    return ", but ".join(told) if len(told) == 2 else joined(told)
+        texts[-1] = f"other values on {len(sides) - MAX_SIDES + 1} more"
+    return ", but ".join(texts) if len(texts) == 2 else joined(texts)
 
 
-def _details(one: Given, words: Iterable[str]) -> str:
+def _details(call: Given, words: Iterable[str]) -> str:
     """Write ``size 4 and dtype float32``."""
-    return joined([f"{word} {str(one.values.get(word)).removeprefix('torch.')}" for word in words])
+    return joined([f"{word} {str(call.values.get(word)).removeprefix('torch.')}" for word in words])
 
 
 def _merged(given: Iterable[Given]) -> list[Row]:
-    """Make one row of equal calls."""
+    """Make rows, one for all equal calls."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
-    for one in given:
-        ranks.setdefault((one.key(), one.row.text, one.row.where), []).append(one.rank)
+    for call in given:
+        ranks.setdefault((call.key(), call.row.text, call.row.where), []).append(call.rank)
     return [Row(tuple(who), text, where) for (_, text, where), who in ranks.items()]
 
 
 def unequal_parts(calls: Sequence[Call], rows: Sequence[Row]) -> Mismatch | None:
-    """Make the error if a rank sends more or fewer elements in ``all_to_all`` than are expected."""
+    """Make the error if a rank of an ``all_to_all`` sends another number than the peer expects."""
     for i, sender in enumerate(calls):
         for k, receiver in enumerate(calls):
             sent, expected = sender.inputs[k].numel(), receiver.outputs[i].numel()

@@ -1,6 +1,6 @@
-"""Limits on waiting, in virtual time: what ``timeout=`` means, and what is raised when it is over.
+"""Limits on waiting, in virtual time: the meaning of ``timeout=``, and the errors of timeouts.
 
-The errors begin as torch's do over gloo, and end with what has been waited for.
+The errors begin as torch's do over gloo, and end with the operation that timed out.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ def limit_s(timeout: timedelta | float | None) -> float:
 
 
 def seconds_of(timeout: timedelta | float) -> float:
-    """Return a time in seconds; torch takes them as numbers, too."""
+    """Return a time in seconds; torch also accepts a number."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 def group_limit_s(timeout: timedelta | None) -> float:
-    """Return the limit of a group; NEVER for torch's default: what never ends is found at once."""
+    """Return the limit of a group; NEVER for torch's default, because a deadlock needs no limit."""
     return NEVER if timeout == default_pg_timeout else limit_s(timeout)
 
 
@@ -33,7 +33,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def operation_error(rank: int, name: str, seconds: float, waited_for: str) -> RuntimeError:
-    """Make the error of a message or a collective that has failed, because it took too long."""
+    """Make the error of a message or a collective that took too long, and so has failed."""
     return RuntimeError(
         f"[rank {rank}] Timed out waiting {milliseconds(seconds)}ms for {name} operation to "
         f"complete: {waited_for}"
@@ -41,7 +41,7 @@ def operation_error(rank: int, name: str, seconds: float, waited_for: str) -> Ru
 
 
 def patience_error(rank: int, seconds: float, waited_for: str) -> RuntimeError:
-    """Make the error of a collective that continues, but for which its rank no longer waits."""
+    """Make the error of a rank that stops waiting for a collective, which itself continues."""
     return RuntimeError(
         f"[rank {rank}] Operation timed out! After {milliseconds(seconds)}ms: {waited_for}"
     )
@@ -53,12 +53,12 @@ def store_error(keys: list[str], seconds: float) -> DistStoreError:
 
 
 def closed_error(rank: int, gave_up: int, waited_for: str = "") -> RuntimeError:
-    """Make the error of a connection that is closed, because a rank has waited long enough.
+    """Make the error of a connection that is closed, because an operation of a rank timed out.
 
     Args:
         rank: Rank that gets the error.
-        gave_up: Rank that had waited.
-        waited_for: Operation, and its place; "" if not known.
+        gave_up: Rank whose operation timed out.
+        waited_for: That operation and its place; "" if not known.
     """
     waited = f" in its {waited_for}" if waited_for else ""
     if rank == gave_up:
@@ -85,7 +85,7 @@ def missing_error(missing: Sequence[int], seconds: float) -> RuntimeError:
 
 
 def unmonitored_error(rank: int) -> RuntimeError:
-    """Make the error of a monitored barrier on a rank that has come; ``rank``: inside the group."""
+    """Make the error of a monitored barrier on a rank of the group, other than 0, that has come."""
     return RuntimeError(
         f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
         "send/recv from rank 0. Please check rank 0 logs for faulty rank."

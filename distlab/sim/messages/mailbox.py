@@ -1,4 +1,4 @@
-"""Point-to-point messages: a send meets its recv, the bytes travel, both are done.
+"""Point-to-point messages: a send meets its recv, the bytes travel, and both are done.
 
 synchronous (as on NCCL)    send ── waits ──┬ recv posted
                                             └─ α + nβ ─▶ both are done
@@ -25,13 +25,13 @@ from distlab.sim.reporting.sites import Site
 
 SIZES = "A send and its recv need the same number of elements and the same dtype."
 ORDER = "Messages from one rank to another with the same tag meet in the order of the calls."
-MAX_TAKEN = 8  # messages that recvs from any rank took, which are remembered for each rank
+MAX_TAKEN = 8  # messages remembered for each rank that its recvs from any rank have taken
 Pair = tuple[object, int, int]  # group and two ranks, the lower one first
 Address = tuple[object, int, int, int]  # group, source, destination, tag
 
 
 class GivenUp(NamedTuple):
-    """A message for which a rank has waited long enough."""
+    """A message whose wait has timed out."""
 
     rank: int
     text: str
@@ -48,15 +48,15 @@ class Taken(NamedTuple):
 
 
 class Mailbox:
-    """Holds what only one side has posted, first in first out per address.
+    """Holds messages of which only one side is posted, first in first out per address.
 
     Args:
         eager_bytes: Size up to which sends are buffered.
         p2p_order: "pair" or "free", as in ``Options``.
 
     Attributes:
-        lanes: Messages that may not start yet; None if all start when they are posted.
-        closed: Connections over which no message passes any more.
+        lanes: Streams in which messages wait to start; None if all start when they are posted.
+        closed: Closed connections, with the message that timed out on each.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Mailbox:
         self.lanes = Lanes(self._start) if p2p_order == "pair" else None
         self._sends: dict[Address, deque[Message]] = defaultdict(deque)
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
-        self._has_any_source = False  # whether there ever was such a recv
+        self._has_any_source = False  # True once a recv from any rank was posted
         self._numbers = count()
         self.closed: dict[Pair, GivenUp] = {}
         self._taken: dict[int, deque[Taken]] = {}  # keys: receiving ranks
@@ -79,7 +79,7 @@ class Mailbox:
         """Post a send or a recv.
 
         Raises:
-            Mismatch: the other side that waits for it has another size or dtype.
+            Mismatch: the other side, which waits already, has another size or dtype.
             RuntimeError: the connection of these two ranks is closed.
         """
         if self.closed:
@@ -91,10 +91,11 @@ class Mailbox:
         if self.lanes is None or self.lanes.enter(message):
             self._start(message)
 
-    # A message is in a queue only as long as it has not met its other side: whoever comes second
-    # takes the first of the other queue with its address, so of any address at most one of the two
-    # queues holds something. An eager send is done when it is posted, also while it is in a queue;
-    # its bytes travel at once. Any other send travels, and is done, with its recv.
+    # The invariant: a message is in a queue only until it meets its other side, and of the two
+    # queues of an address, at most one holds messages, because a message first tries to take the
+    # earliest of the other queue. An eager send is done when it is posted, even while it is in a
+    # queue, and its bytes travel at once. Any other send travels once its recv is posted, and both
+    # are done when the bytes arrive.
 
     def _start_send(self, send: Message) -> None:
         address = (send.key, send.rank, send.peer, send.tag)
@@ -137,9 +138,9 @@ class Mailbox:
             self.deliver(send, recv, recv.posted_s)
 
     def close(self, late: Message) -> None:
-        """Close the connection of two ranks, as gloo does when one has waited long enough.
+        """Close the connection of two ranks, as gloo does when a wait on it times out.
 
-        What is posted there fails; so does what will be.
+        All messages posted there fail, and so will later ones.
         """
         pair = _pair_of(late)
         given_up = GivenUp(late.rank, f"{late.text()}, {late.where()}")
@@ -162,7 +163,7 @@ class Mailbox:
         return (key, min(rank, peer), max(rank, peer)) not in self.closed
 
     def why_closed(self, message: Message) -> str:
-        """Say who has closed the connection of a message; "": it is open."""
+        """Say which rank closed the connection of a message; "" while it is open."""
         given_up = self.closed.get(_pair_of(message))
         return (
             f"rank {given_up.rank} had waited long enough in its {given_up.text}"
@@ -177,11 +178,11 @@ class Mailbox:
         return next((took.site for took in reversed(taken) if took[:4] == wanted), None)
 
     def unmatched(self) -> Iterator[Message]:
-        """Yield what was posted, has started, and has not met its other side."""
+        """Yield the messages that have started, and not met their other side."""
         return chain.from_iterable((*self._sends.values(), *self._recvs.values()))
 
     def waiting(self) -> Iterator[Message]:
-        """Yield what was posted and has not started."""
+        """Yield the messages that were posted and have not started."""
         return iter(()) if self.lanes is None else self.lanes.waiting()
 
     def _earliest_to(self, group: object, dst: int, tag: int) -> deque[Message] | None:
@@ -194,12 +195,11 @@ class Mailbox:
 
     def _pair(self, send: Message, recv: Message, later: Message) -> None:
         if send.form != recv.form and not _fit(send.tensor, recv.tensor):
-            mine, theirs = send.tensor, recv.tensor
             earlier = recv if later is send else send
             error = mismatch(
                 "shape or dtype mismatch",
-                f"rank {send.rank} sends {describe(mine)}, and rank {recv.rank} receives "
-                f"{describe(theirs)}",
+                f"rank {send.rank} sends {describe(send.tensor)}, and rank {recv.rank} receives "
+                f"{describe(recv.tensor)}",
                 [earlier.row(), later.row()],
                 f"{SIZES} {self._swapped_tag(send, recv, later) or ORDER}",
             )
@@ -211,11 +211,11 @@ class Mailbox:
         send.meet(recv)
 
     def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:
-        """Ask about tags, if another message of the two ranks would fit; "" if none would."""
-        mine, queues = (recv, self._sends) if later is recv else (send, self._recvs)
+        """Ask about tags, if a message with another tag would fit; "" if none would."""
+        queues = self._sends if later is recv else self._recvs
         for (key, src, dst, tag), queue in queues.items():
             is_near = (key, src, dst) == (send.key, send.rank, recv.rank) and tag != send.tag
-            if is_near and queue and _fit(queue[0].tensor, mine.tensor):
+            if is_near and queue and _fit(queue[0].tensor, later.tensor):
                 whose = f"rank {queue[0].rank}'s {queue[0].name} with tag {tag}"
                 return f"But {whose} has {describe(queue[0].tensor)}: are the tags swapped?"
         return ""
@@ -224,7 +224,7 @@ class Mailbox:
         self._traffic.carry(send.rank, send.peer, send.num_bytes, start_s, send.arrive)
 
     def deliver(self, send: Message, recv: Message, at_s: float) -> None:
-        """Give a recv what has arrived from its send, or what it was sent with."""
+        """Copy the sent data into the recv's tensor, and finish both sides."""
         payload = send.tensor
         if send.payload is not None:  # eager or strict
             if send.is_eager:
@@ -247,8 +247,8 @@ def _pair_of(message: Message) -> Pair:
     return message.key, min(message.rank, message.peer), max(message.rank, message.peer)
 
 
-def _fit(mine: Tensor, theirs: Tensor) -> bool:
-    return mine.numel() == theirs.numel() and mine.dtype == theirs.dtype
+def _fit(x: Tensor, y: Tensor) -> bool:
+    return x.numel() == y.numel() and x.dtype == y.dtype
 
 
 def _first(queue: deque[Message] | None) -> Message | None:

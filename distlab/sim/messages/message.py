@@ -1,8 +1,8 @@
 """A posted send or recv, from the call until its bytes have arrived, and the turns it may wait for.
 
-NCCL starts point-to-point operations one after the other in each stream. What a rank posts to a
-pair (itself and one peer, on one group) goes to the pair's stream. What it gives to one
-``batch_isend_irecv`` starts together, on the group's stream:
+NCCL runs the point-to-point operations of a stream one after the other. An operation that a rank
+posts by itself goes to the stream of the pair (the rank and its peer, on one group). Those that it
+gives to one ``batch_isend_irecv`` start together, on the group's stream:
 
     isend(1); irecv(1)              rank 0 ── 1     send ─▶ recv      the recv starts when the
                                                                       send is done
@@ -39,17 +39,17 @@ class Postbox(Protocol):
 class Message(Pending):
     """A posted send or recv. Only its own methods change it.
 
-    Ranks are global. A pair has one ``number``, the send's.
+    Ranks are global. Both sides have one ``number``, the send's.
 
     Attributes:
-        key: group, distinct also from groups of the same ranks.
-        tensor: buffer of the program, until the bytes have arrived.
-        form: shape and dtype; a plain tuple, because one is made for every message.
-        source: rank inside the group from which it comes.
-        payload: copy of the tensor as it was when posted, if it is eager or watched.
-        arrived_s: virtual time at which the bytes of a send arrived.
-        partner: other side, once there is one.
-        turn: place in its lane, where there are lanes, until it is done.
+        key: Identity of the group, which differs even between groups of the same ranks.
+        tensor: Buffer of the program, until the bytes have arrived.
+        form: Shape and dtype; a plain tuple, because one is made for every message.
+        source: Rank inside the group that sends the message.
+        payload: Copy of the tensor as it was when posted, if it is eager or watched.
+        arrived_s: Virtual time at which the bytes of a send arrived.
+        partner: Message of the other side, once there is one.
+        turn: Turn in its lane until it is done; None where there are no lanes.
     """
 
     __slots__ = (
@@ -90,7 +90,7 @@ class Message(Pending):
         self.payload, self.is_eager = payload, is_eager
 
     def start(self, at_s: float) -> None:
-        """Count as posted at ``at_s``, when its turn has come."""
+        """Count as posted at ``at_s``, when the message's turn has come."""
         self.posted_s = at_s
 
     def meet(self, recv: "Message") -> None:
@@ -99,7 +99,7 @@ class Message(Pending):
         recv.peer, recv.number = self.rank, self.number
 
     def release(self, source: int) -> None:
-        """Let go of tensors and partner, which handles that are never waited for would hold."""
+        """Drop tensors and partner: a handle that is never waited for would keep them alive."""
         self.source = source
         self.partner = self.payload = None
         del self.tensor
@@ -118,7 +118,7 @@ class Message(Pending):
             self.mailbox.deliver(self, self.partner, at_s)
 
     def waits_for(self) -> Sequence[int]:
-        """Return the peer, or every rank that could send; if others come first, their peers."""
+        """Return the peer, or every rank that could send; while other messages run, their peers."""
         if ahead := self.ahead():
             return sorted({peer for message in ahead for peer in message.waits_for()})
         if self.peer == ANY_SOURCE:
@@ -131,7 +131,7 @@ class Message(Pending):
 
     @property
     def is_in_batch(self) -> bool:
-        """True while it is part of a batch that is not done."""
+        """True while the message is part of an unfinished batch."""
         return self.turn is not None and self.turn.lane.is_of_batches
 
     def toward(self) -> str:
@@ -140,7 +140,7 @@ class Message(Pending):
         return f"{PREPOSITIONS[self.name]} {'itself' if self.peer == self.rank else peer}"
 
     def text(self) -> str:
-        """Write ``recv from rank 2, (4,) float32``, and the tag and the group if not the usual."""
+        """Write ``recv from rank 2, (4,) float32``, and the tag and group unless they are usual."""
         toward = PREPOSITIONS[self.name]
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         tag = f", tag {self.tag}" if self.tag else ""
@@ -158,7 +158,7 @@ class Lane:
 
 
 class Turn:
-    """Messages that start together, a single one or a batch, without those that are done."""
+    """The unfinished messages of a batch, which start together, or a single message."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -166,18 +166,18 @@ class Turn:
         lane.turns.append(self)
 
     def ahead(self) -> list[Message]:
-        """Return the messages that run now, if they belong to another turn."""
+        """Return the messages of the lane's first turn, or none if that is this turn."""
         first = self.lane.turns[0]
         return [] if first is self else first.members
 
     def add(self, message: Message) -> None:
-        """Let a message wait for this turn."""
+        """Add a message to this turn."""
         self.members.append(message)
         message.turn = self
 
 
 class Lanes:
-    """All ranks' streams.
+    """The streams of all ranks.
 
     Args:
         start: Function that posts a message whose turn has come.
@@ -186,7 +186,7 @@ class Lanes:
     def __init__(self, start: Callable[[Message], None]) -> None:
         self._start = start
         self._lanes: dict[tuple[object, int, int], Lane] = {}
-        # By rank, the calls that still belong to its batch, and the turn of that batch.
+        # By rank: the number of messages that its batch still lacks, and the turn of that batch.
         self._batches: dict[int, tuple[int, Turn | None]] = {}
         self._due: deque[tuple[Turn, float]] = deque()
         self._is_starting = False
@@ -199,7 +199,7 @@ class Lanes:
         """Put a message in its lane; return whether it may start now."""
         turn = self._batch_turn(message)
         if turn is None:
-            if message.peer == ANY_SOURCE:  # NCCL has no such recv to take an order from
+            if message.peer == ANY_SOURCE:  # NCCL has no such recv, so no lane orders it
                 return True
             turn = Turn(self._lane(message, message.peer))
         turn.add(message)
@@ -207,12 +207,12 @@ class Lanes:
 
     def _batch_turn(self, message: Message) -> Turn | None:
         """Return the turn of the batch that the rank is posting, or None if it posts none."""
-        left, turn = self._batches.get(message.rank, (0, None))
-        if not left:
+        num_missing, turn = self._batches.get(message.rank, (0, None))
+        if not num_missing:
             return None
         if turn is None or not turn.members:  # its earlier members were done at once
             turn = Turn(self._lane(message, _BATCHES))
-        self._batches[message.rank] = (left - 1, turn)
+        self._batches[message.rank] = (num_missing - 1, turn)
         return turn
 
     def _lane(self, message: Message, peer: int) -> Lane:

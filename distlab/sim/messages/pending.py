@@ -25,10 +25,10 @@ class Pending:
         num_bytes: Bytes of this rank's tensors.
         posted_s: Virtual time of the call.
         done_s: Virtual time of the end, once ``is_done``.
-        error: Reason of its failure, or None.
+        error: Reason for its failure, or None.
         site: File, line and function of the call.
         is_by_torch: True if torch made the call by itself, and keeps the handle.
-        maker: Function of torch that has made it; "" if the program has called it by its name.
+        maker: Function of torch that has made the call; "" if the program has.
     """
 
     __slots__ = (
@@ -36,9 +36,9 @@ class Pending:
         *("clock", "error", "maker", "posted_s", "rank", "site", "waiters"),
     )
     kind = "collective"  # or "send", "recv", "founding", "store", "thread"
-    is_recorded = True  # once it is done; waiting for it is recorded anyway
-    peer = -1  # global rank of the other side, of a message
-    number = -1  # number of the message
+    is_recorded = True  # False for operations of which the trace records only the waits
+    peer = -1  # global rank of a message's other side
+    number = -1  # number of a message
 
     def __init__(
         self, clock: Clock, name: str, group: tuple[int, ...], num_bytes: int, call: CallSite
@@ -57,7 +57,7 @@ class Pending:
         self.error: Exception | None = None
 
     def finish(self, at_s: float) -> None:
-        """Mark it done, record it, and let its rank continue if it waits."""
+        """Mark the operation done, record it, and let strands that wait for it continue."""
         self.is_done = True
         self.done_s = at_s
         if self.is_recorded:
@@ -66,20 +66,20 @@ class Pending:
             self.clock.ready(waiter, at_s)
 
     def fail(self, error: Exception, at_s: float) -> None:
-        """Let who waits for it, or will, get an error."""
+        """Mark the operation failed, so that present and future waits raise an error."""
         self.error, self.is_done, self.done_s = error, True, at_s
         for waiter in self.waiters:
             self.clock.ready(waiter, at_s)
 
     def wait(self, limit_s: float = NEVER, group_limit_s: float = NEVER) -> None:
-        """Block the running rank until it is done; its clock is then at that time or later.
+        """Block the running rank until the operation is done, and move its clock to that time.
 
         Args:
             limit_s: Longest time that the rank waits.
             group_limit_s: Longest time that the operation may take.
 
         Raises:
-            Exception: it has failed, or was not done in time.
+            Exception: the operation failed, or was not done in time.
         """
         clock = self.clock
         rank = clock.scheduler.current
@@ -97,35 +97,35 @@ class Pending:
             raise self.error
 
     def block(self, until_s: float = NEVER) -> bool:
-        """Let others run until it is done, which may move the running rank's clock.
+        """Let other strands run until the operation is done, which may move the rank's clock.
 
         Returns:
-            Whether it was done by then.
+            Whether it was done by ``until_s``.
         """
         if self.is_done:
             return True
         me = self.clock.scheduler.current
         self.waiters = (*self.waiters, me)
         is_in_time = self.clock.block(self, until_s)
-        if not self.is_done:  # after its end no waiter is woken any more
+        if not self.is_done:  # a finished operation wakes no strand any more
             self.waiters = tuple(other for other in self.waiters if other is not me)
         return is_in_time
 
     def late(self, limit_s: float) -> Exception:
-        """Return the error for a rank that waits no longer."""
+        """Return the error for a rank whose own limit is over."""
         return self.expired(limit_s)
 
     def expired(self, limit_s: float) -> Exception:
-        """End it, because it has taken too long; return the error."""
+        """End the operation, because it has taken too long; return the error."""
         return limits.operation_error(
             self.rank, self.name, limit_s, f"{self.text()}, {self.where()}"
         )
 
     def check_unchanged(self, tensor: Tensor, before: Tensor) -> None:
-        """Raise if one of its tensors was written while it was under way.
+        """Check that a tensor was not written while the operation was under way.
 
         Raises:
-            Mismatch: it was.
+            Mismatch: the tensor differs from ``before``.
         """
         if tensor.is_meta or tensor.is_sparse or same_bytes(tensor.detach(), before):
             return
@@ -137,19 +137,19 @@ class Pending:
         )
 
     def waits_for(self) -> Sequence[int]:
-        """Global ranks that have yet to do their part."""
+        """Return the global ranks that have yet to do their part."""
         raise NotImplementedError
 
     def title(self) -> str:
-        """Write which call it is, for a sentence: ``recv``."""
+        """Name the call in a sentence: ``recv``."""
         return self.full_name()
 
     def full_name(self) -> str:
-        """Write ``broadcast``, or ``broadcast_object_list's broadcast`` if that has made it."""
+        """Write ``broadcast``, or ``broadcast_object_list's broadcast`` for a call of torch's."""
         return f"{self.maker}'s {self.name}" if self.maker else self.name
 
     def text(self) -> str:
-        """Write what was called, for a report: ``recv from rank 2, (4,) float32``."""
+        """Describe the call in a report: ``recv from rank 2, (4,) float32``."""
         raise NotImplementedError
 
     def where(self) -> str:
@@ -157,7 +157,7 @@ class Pending:
         return place(self.site)
 
     def row(self) -> Row:
-        """Return its line of a report."""
+        """Return the operation's row of a report."""
         return Row((self.rank,), self.text(), self.where())
 
 
@@ -166,7 +166,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Buffers:
-    """The simulator's own copies of the tensors of ranks, which cost the ranks nothing.
+    """Copies tensors of ranks for the simulator, at no cost to the ranks.
 
     Args:
         is_strict: True if the buffers of operations under way are watched.
@@ -174,8 +174,8 @@ class Buffers:
             None.
 
     Attributes:
-        unnoticed: The same, for other code that handles tensors.
-        copy: Function that writes its second argument to its first.
+        unnoticed: That context's maker, for other code that handles tensors.
+        copy: Function that copies its second argument into its first.
     """
 
     def __init__(self, *, is_strict: bool, unnoticed: Quiet | None) -> None:
@@ -199,10 +199,8 @@ def same_bytes(x: Tensor, y: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    flat = (
-        x.detach().contiguous().view(-1)
-    )  # a tensor without dims has no last one to view as bytes
-    if flat.numel() == 1:  # its stride may be any
+    flat = x.detach().contiguous().view(-1)  # a tensor without dimensions cannot be viewed as bytes
+    if flat.numel() == 1:  # the stride of a single element is arbitrary
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 

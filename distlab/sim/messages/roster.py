@@ -21,10 +21,10 @@ class MadeGroup(NamedTuple):
     """A group made by ``new_group``, or for an axis of a mesh.
 
     Attributes:
-        members: global numbers of its ranks.
-        site: line of the call.
+        members: Global numbers of its ranks.
+        site: Place of the call.
         description: ``group_desc`` as given to torch, or "".
-        rank: first rank that made it.
+        rank: First rank that made it.
     """
 
     members: tuple[int, ...]
@@ -46,15 +46,15 @@ class MadeGroup(NamedTuple):
         return f"new_group of {rank_names(self.members)}"
 
     def row(self) -> Row:
-        """Return its line of a report."""
+        """Return the group's row of a report."""
         return Row((self.rank,), self.text(), place(self.site))
 
 
 class Roster:
-    """Compares the members that each rank names for a group with those that the first one named.
+    """Compares the members that each rank names for a group with those that the first rank named.
 
     Attributes:
-        groups: all groups by name, in the order of their creation.
+        groups: All groups by name, in the order of their creation.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Calls that ranks made at different lines: where one of them made a call more than the others.
+"""Calls that ranks made at different lines, which may show that a rank made an extra call.
 
     call 1   ranks 0-3 at line 20
     call 2   ranks 0-1 at line 20, ranks 2-3 at line 22     an extra call on ranks 2 and 3
-    call 3   ranks 0-1 at line 20, ranks 2-3 at line 20     their pairs are shifted since
+    call 3   ranks 0-1 at line 20, ranks 2-3 at line 20     the pairs are shifted from here on
 
-A program may well make one call at two lines, say the root at its own. But then no rank uses the
-line of the others, or all of them use both equally often, taking turns.
+A program may well make one call at two lines, the root at its own for instance. But then no rank
+uses the lines of others, or all ranks use both lines equally often, taking turns.
 """
 
 from collections import Counter
@@ -31,42 +31,41 @@ class Split(NamedTuple):
     sites: Mapping[int, Site]
 
     def text(self) -> str:
-        """Write which ranks made it at which line, and ask."""
+        """Write which ranks made the call at which line, and ask whether one is left out."""
         by_site: dict[Site, list[int]] = {}
         for rank, site in self.sites.items():
             by_site.setdefault(site, []).append(rank)
-        told = [f"by {rank_names(ranks)} at {place(site)}" for site, ranks in by_site.items()]
+        texts = [f"by {rank_names(ranks)} at {place(site)}" for site, ranks in by_site.items()]
         return (
-            f"Call {self.number + 1} of the group was made {clauses(told)}: do some ranks make a "
+            f"Call {self.number + 1} of the group was made {clauses(texts)}: do some ranks make a "
             "call more there, or one less?"
         )
 
 
 class Splits:
-    """The first such calls of each group."""
+    """The first calls of each group that ranks made at different lines."""
 
     def __init__(self) -> None:
         self._by_group: dict[object, dict[frozenset[Site], Split]] = {}
-        self._uses: dict[
-            object, dict[int, Counter[Site]]
-        ] = {}  # uses of such lines, by group and rank
+        # Number of calls at such lines, by group and rank.
+        self._uses: dict[object, dict[int, Counter[Site]]] = {}
 
     def note(self, key: object, number: int, sites: Mapping[int, Site]) -> None:
         """Keep a call that ranks made at different lines, once for the same lines."""
         uses = self._uses.setdefault(key, {})
         for rank, site in sites.items():
             uses.setdefault(rank, Counter())[site] += 1
-        kept = self._by_group.setdefault(key, {})
+        splits = self._by_group.setdefault(key, {})
         lines = frozenset(sites.values())
-        if lines not in kept and len(kept) < MAX_KEPT:
-            kept[lines] = Split(number, sites)
+        if lines not in splits and len(splits) < MAX_KEPT:
+            splits[lines] = Split(number, sites)
 
     def shift(self, key: object, now: Iterable[tuple[int, Site]]) -> str:
-        """Say since which call pairs may be shifted; "" if nothing points to it.
+        """Report the first call from which pairs may be shifted, or "" without a sign of that.
 
         Args:
             key: Identity of the group.
-            now: Ranks, and the place of the current or last call of each on the group.
+            now: Ranks with the places of their current or last calls on the group.
         """
         here, uses = list(now), [*self._uses.get(key, {}).values()]
         if all(use == uses[0] for use in uses):

@@ -1,8 +1,8 @@
-"""A thread of a rank that waits for another thread of it: for a lock, a queue, an end.
+"""Waits of a rank's threads for each other: for a lock, a queue, or the end of a thread.
 
     main ──▶ 'saver' ──▶ room in a queue         main waits for the end of the thread 'saver'
 
-An arrow is "waits for". A thread that waits for a lock waits for the thread that holds it.
+An arrow means "waits for". A thread that waits for a lock waits for the thread that holds it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from distlab.sim.reporting.sites import CallSite
 
 
 class Awaited(NamedTuple):
-    """The lock, queue or end for which a thread waits, and advice if it never comes.
+    """The lock, queue or end that a thread waits for, and advice if it never comes.
 
     Attributes:
-        by: Thread that has to continue first, if it is known.
-        is_lock: True if it is a lock, which ``by`` holds.
+        by: Thread that has to continue first, or None if it is unknown.
+        is_lock: True for a lock, which ``by`` holds.
     """
 
     text: str
@@ -32,9 +32,9 @@ Look: TypeAlias = Callable[[Strand], Awaited]  # returns the current wait of a b
 
 
 class ThreadWait(Pending):
-    """Waits for its own rank.
+    """A thread's wait for another thread of its own rank.
 
-    Args: look: says what the thread waits for. Only reports ask, while the thread is blocked.
+    Args: look: Describes what the thread waits for; called only for reports, while it is blocked.
     """
 
     __slots__ = ("_look",)
@@ -52,7 +52,7 @@ class ThreadWait(Pending):
         return self._look(self.waiters[0])
 
     def waits_for(self) -> Sequence[int]:
-        """Return its own rank: another thread of it has to continue first."""
+        """Return the thread's own rank, because another thread of it has to continue first."""
         return (self.rank,)
 
     def text(self) -> str:
@@ -60,7 +60,7 @@ class ThreadWait(Pending):
         return f"waits for {self.awaited.text}"
 
     def chain(self) -> list["ThreadWait"]:
-        """Return this wait, that of the thread it waits for, and so on, each once."""
+        """Return this wait, the wait of the thread that it waits for, and so on, each once."""
         waits, following = [self], self.following()
         while isinstance(following, ThreadWait) and following not in waits:
             waits.append(following)
@@ -68,7 +68,7 @@ class ThreadWait(Pending):
         return waits
 
     def following(self) -> object:
-        """Return the wait of the thread that has to continue first, or None if it is not known."""
+        """Return the wait of the thread that has to continue first, or None if it is unknown."""
         by = self.awaited.by
         return by.waits_in if by else None
 
@@ -79,7 +79,7 @@ def thread_name(strand: Strand) -> str:
 
 
 def beside(wait: Pending) -> list[ThreadWait]:
-    """Return what the other threads of a rank wait for, if it is a thread of it."""
+    """Return the waits of a rank's other threads, as far as they wait for threads."""
     strands = wait.waiters[0].rank.strands if wait.waiters else []
     return [
         strand.waits_in

@@ -19,40 +19,40 @@ MAX_NOTES = 2
 
 
 class Handles:
-    """The operations for which their ranks have not called ``wait()`` yet.
+    """The operations whose ``wait()`` was not called yet.
 
     Attributes:
         open: These operations, in the order of the calls.
     """
 
     def __init__(self) -> None:
-        self.open: dict[Pending, None] = {}  # plain: every operation enters and leaves
+        self.open: dict[Pending, None] = {}  # a plain dict is fast: every operation passes through
 
     def rows(self, ranks: Iterable[int]) -> list[Row]:
-        """Return a row for each of these ranks' handles, by rank; equal ones are counted.
+        """Return a row for each open handle of these ranks, by rank, with equal ones counted.
 
         Handles that torch keeps to itself, as in DistributedDataParallel, are left out.
         """
         wanted = set(ranks)
-        mine = (p for p in self.open if p.rank in wanted and not p.is_by_torch)
-        counts = Counter(_row(pending) for pending in mine)
+        unwaited = (p for p in self.open if p.rank in wanted and not p.is_by_torch)
+        counts = Counter(_row(pending) for pending in unwaited)
         rows = [_counted(row, count) for row, count in counts.items()]
         return sorted(rows, key=lambda row: row.ranks)
 
     def note_of_failed(self, rank: int) -> str:
-        """Say what a rank that has failed did not wait for; "" if nothing."""
-        told = [f"{row.text} ({row.where})" for row in self.rows([rank])[:MAX_NOTES]]
-        return f"Rank {rank} had not waited for its {joined(told)}." if told else ""
+        """List operations that a failed rank had not waited for; "" if there are none."""
+        texts = [f"{row.text} ({row.where})" for row in self.rows([rank])[:MAX_NOTES]]
+        return f"Rank {rank} had not waited for its {joined(texts)}." if texts else ""
 
     def notes(self, returned: Iterable[int]) -> Iterator[str]:
-        """Say what ranks that have returned did not wait for, the first few."""
+        """Report the first few operations that ranks had not waited for when they returned."""
         for row in self.rows(returned)[:MAX_NOTES]:
             who = rank_names(row.ranks).capitalize()
             yield f"{who} returned without waiting for its {row.text} ({row.where})."
 
 
 def _row(pending: Pending) -> Row:
-    """Return the line of a report; a message that was not waited for came from an async call."""
+    """Return the row of a report; an unwaited message came from ``isend`` or ``irecv``."""
     letter = "i" if pending.kind in ("send", "recv") else ""
     return Row((pending.rank,), f"{letter}{pending.text()}", pending.where())
 
@@ -74,7 +74,7 @@ class SimWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done, or has taken too long in virtual time.
 
-        Without a limit, an operation that can never be done is found at once.
+        Without a limit, an operation that can never be done is a deadlock at once.
         """
         self._open.pop(self.pending, None)
         self.pending.wait(NEVER if timeout is None else limit_s(timeout), self._limit_s)
@@ -112,13 +112,13 @@ class SimWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a completed future, having blocked until the data is there.
+        """Return a completed future, after blocking until the data is there.
 
         C++ code (the reducer of DistributedDataParallel) waits for futures in a place where no
-        other rank could get the baton. So it blocks here, without moving this rank's clock. The
-        clock moves to the end of the operation when backward has ended, where the reducer waits.
-        Async operations that ranks post in different orders therefore deadlock here; NCCL forbids
-        them too.
+        other rank could get the baton. So this method blocks instead, without moving the rank's
+        clock. The clock moves to the end of the operation at the end of backward, where the reducer
+        waits. Async operations that ranks post in different orders therefore deadlock here; NCCL
+        forbids them too.
         """
         self._open.pop(self.pending, None)
         rank = self.pending.clock.current
@@ -140,10 +140,10 @@ def work_of(
     """Make the handle of an operation that the running rank has called.
 
     Args:
-        pending: Operation behind the handle.
-        tensors: Value of its future.
-        handles: Collection that it leaves when it is waited for.
-        group_limit_s: Limit of its group.
+        pending: Operation to wait for.
+        tensors: Value of the handle's future.
+        handles: Collection that the operation leaves when it is waited for.
+        group_limit_s: Time limit of the group.
     """
     work = SimWork()
     work._limit_s, work._open = group_limit_s, handles.open

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from distlab.sim.engine.scheduler import Rank
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
-from distlab.sim.reporting.report import WHO, behind, error_line, told_once
+from distlab.sim.reporting.report import WHO, error_line, merged_notes, place_suffix
 from distlab.sim.reporting.sites import PROGRAM, Exit, Places, Site
 from distlab.util.text import rank_names
 
@@ -151,10 +151,11 @@ def suspicions(
 
 def handled(ranks: Sequence[Rank], places: Places) -> list[str]:
     """Say which exceptions ranks have caught, and still deal with."""
-    return told_once(
+    return merged_notes(
         (
             rank,
-            f"On {WHO}, an except deals with {error_line(error)}{behind(places.raised_at(error))}.",
+            f"On {WHO}, an except deals with {error_line(error)}"
+            f"{place_suffix(places.raised_at(error))}.",
         )
         for rank, error in exceptions_of(ranks)
         if not isinstance(error, SimulationError) and type(error).__name__ not in DELIBERATE

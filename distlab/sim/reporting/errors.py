@@ -3,7 +3,7 @@
 SimulationError
 ├── RankError     a rank's function raised; the first one ends the world
 ├── Mismatch      two ranks called the same collective, or send and recv, differently
-└── Deadlock      every rank that has not finished waits for another: found at once
+└── Deadlock      every rank that has not finished waits for another: detected at once
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class SimulationError(RuntimeError):
 
     Attributes:
         ranks: Ranks to blame, in order; empty if no particular ones are.
-        advice: Advice as the message has it, or "".
+        advice: Advice that the message contains, or "".
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -103,7 +103,7 @@ class Deadlock(SimulationError):
 
     Attributes:
         kind: Kind of the cause that the message names first.
-        calls: Call in which each blocked rank waits, in the order of the ranks.
+        calls: Calls in which the blocked ranks wait, in the order of the ranks.
     """
 
     def __init__(

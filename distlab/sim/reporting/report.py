@@ -1,4 +1,4 @@
-"""Layout of reports: one row per call, and two calls that disagree."""
+"""Layout of reports: tables with a row per call, notes on ranks, and mismatches."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ WHO = "{who}"  # placeholder in a note for the ranks that it is about
 
 
 class Row(NamedTuple):
-    """One line of a table: who, what, where in the program."""
+    """One line of a table: ranks, their call, and its place in the program."""
 
     ranks: tuple[int, ...]
     text: str
@@ -27,7 +27,7 @@ def place(site: tuple[str, int, str]) -> str:
 
 
 def shorten(rows: Sequence[Row], limit: int) -> list[Row]:
-    """Keep the first rows of too many, and say whose are left out."""
+    """Cut rows down to ``limit``; the last one then names the ranks that are not shown."""
     if len(rows) <= limit:
         return list(rows)
     others = tuple(sorted({rank for row in rows[limit - 1 :] for rank in row.ranks}))
@@ -45,7 +45,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def behind(site: tuple[str, int, str]) -> str:
+def place_suffix(site: tuple[str, int, str]) -> str:
     """Write ``, ring.py:41 in exchange``, or nothing if no line of the program is known."""
     return f", {place(site)}" if site[0] else ""
 
@@ -54,18 +54,20 @@ def error_line(error: BaseException) -> str:
     """Write ``KeyError: 'x'``: the first line of an error, without a full stop."""
     try:
         text = str(error).strip()
-    except Exception:  # anything can be raised
+    except Exception:  # __str__ is the program's, and may fail
         text = "it cannot be printed"
     return f"{type(error).__name__}: {text}".splitlines()[0].rstrip(".: ")
 
 
-def told_once(notes: Iterable[tuple[int, str]], limit: int = 4) -> list[str]:
-    """Write notes of ranks, those that differ in the rank only as one: ``WHO`` stands for it."""
+def merged_notes(notes: Iterable[tuple[int, str]], limit: int = 4) -> list[str]:
+    """Write notes on ranks, merging those with the same text; ``WHO`` becomes their ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, text in notes:
         ranks.setdefault(text, []).append(rank)
-    told = [text.replace(WHO, rank_names({*who})) for text, who in ranks.items()]
-    return told if len(told) <= limit else [*told[:limit], f"… and {len(told) - limit} more."]
+    merged = [text.replace(WHO, rank_names({*who})) for text, who in ranks.items()]
+    if len(merged) <= limit:
+        return merged
+    return [*merged[:limit], f"… and {len(merged) - limit} more."]
 
 
 def mismatch(kind: MismatchKind, headline: str, rows: Sequence[Row], advice: str) -> Mismatch:

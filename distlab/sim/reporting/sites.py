@@ -18,17 +18,16 @@ from distlab import process_group
 from distlab.sim.reporting.torch_calls import INDIRECT
 
 Site = tuple[str, int, str]  # file, line, function; no file: in given code
-# And whether torch made the call for the program, and which function of torch has made it.
-CallSite = tuple[Site, bool, str]
+CallSite = tuple[Site, bool, str]  # site, whether torch made the call by itself, torch's function
 
 _SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
 PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
 
 
 def outside() -> FrameType:
-    """Return the innermost frame that is not the simulator's own: that of the code that called it.
+    """Return the innermost frame outside of the simulator: that of the code that called it.
 
-    Nothing has to count how many functions of the simulator lie in between.
+    Callers need not count how many functions of the simulator lie in between.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_SIMULATOR) and frame.f_back is not None:
@@ -40,7 +39,7 @@ class Exit(NamedTuple):
     """The end of a rank.
 
     Attributes:
-        at: Last line of its program.
+        at: Last line of the rank's program.
         left_group_at: Line that destroyed its process group, or None.
     """
 
@@ -52,7 +51,8 @@ def _folder(file: str | None) -> str:
     return f"{Path(file or '').parent}{os.sep}"
 
 
-# The first that fits. It distinguishes what a program calls from what torch does by itself.
+# Kinds of files by the start of their path; the first that matches counts. They distinguish what a
+# program calls from what torch does by itself.
 _KINDS = (
     (_SIMULATOR, SIMULATOR),
     (_folder(process_group.__file__), SIMULATOR),
@@ -62,18 +62,14 @@ _KINDS = (
     ("<frozen", STANDARD_LIBRARY),
     (typing_extensions.__file__, STANDARD_LIBRARY),  # wraps what torch has deprecated
 )
-_PUBLIC = ("forward", "backward", "step")  # methods that a program calls, by these or other names
+_PUBLIC = ("forward", "backward", "step")  # methods that a program calls, directly or indirectly
 _OF_PARALLELISM = (_folder(dist.__file__), f"{_folder(torch.__file__)}nn{os.sep}parallel{os.sep}")
-_OF_TENSORS = (
-    f"{_folder(dist.__file__)}tensor{os.sep}"  # code that runs in any operation of DTensors
-)
+# Code that runs in every operation on DTensors.
+_OF_TENSORS = f"{_folder(dist.__file__)}tensor{os.sep}"
 _WRAPS = re.compile(r"wrapper|^inner")  # names of functions that decorators make
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _LIBRARY = _folder(threading.__file__)
-_PACKAGES = (
-    "site-packages",
-    "dist-packages",
-)  # folders inside the library's that are not part of it
+_PACKAGES = ("site-packages", "dist-packages")  # folders below _LIBRARY that are not part of it
 
 
 class Places:
@@ -86,12 +82,12 @@ class Places:
         self._given = tuple(os.path.realpath(folder) for folder in given)
         self._kinds: dict[str, int] = {}
         self._starts: dict[int, Site] = {}
-        # By code and instruction, because finding its line takes a walk through a table. The code
-        # is kept, so that no other code gets its id.
+        # Sites by code and instruction, because Python walks through a table to find a line. The
+        # code is kept alive, so that no other code gets its id.
         self._sites: dict[tuple[int, int], tuple[CodeType, Site]] = {}
 
     def kind(self, file: str) -> int:
-        """Say whose code a file holds."""
+        """Return the kind of code that a file holds, such as PROGRAM or TORCH."""
         kind = self._kinds.get(file)
         if kind is None:
             kind = self._kinds[file] = self._find_kind(file)
@@ -108,16 +104,16 @@ class Places:
         return GIVEN if is_given else PROGRAM
 
     def note_start(self, thread: int, site: Site) -> None:
-        """Note where the program has started a thread, which may run none of its lines."""
+        """Note where the program started a thread, which may run no line of the program itself."""
         self._starts[thread] = site
 
     def call_site(self, frame: FrameType | None = None, thread: int = 0) -> CallSite:
         """Find the innermost frame of the program, and which function of torch has made the call.
 
-        It is named only if the program has not called the operation itself.
+        That function is named only if the program has not called the operation itself.
 
         Args:
-            frame: Innermost frame to look at; None is that of the call of this method.
+            frame: Innermost frame to look at; None for the caller's.
             thread: Identifier of the thread that runs the frame; 0 is the calling one.
         """
         frame = frame or sys._getframe(1)
@@ -147,10 +143,10 @@ class Places:
         return known[1], is_by_torch, maker
 
     def _maker(self, inner: FrameType, program: FrameType) -> str:
-        """Name what of torch the program has called that then communicates by itself.
+        """Name the function of torch that the program has called and that communicates by itself.
 
-        That is the outermost of the functions about parallelism, ``ScheduleGPipe.step``, or of all;
-        "" if it is a functional collective, which torch only posts later.
+        It is the outermost function about parallelism, such as ``ScheduleGPipe.step``, or else the
+        outermost of all. It is "" for a functional collective, which torch only posts later.
         """
         makers = []
         frame: FrameType | None = inner
@@ -173,13 +169,13 @@ class Places:
 
     def raised_at(self, error: BaseException) -> Site:
         """Find the innermost line of the program that an exception has passed."""
-        found, trace = ("", 0, ""), error.__traceback__
+        site, trace = ("", 0, ""), error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
             if self.kind(code.co_filename) == PROGRAM:
-                found = (code.co_filename, trace.tb_lineno, code.co_name)
+                site = (code.co_filename, trace.tb_lineno, code.co_name)
             trace = trace.tb_next
-        return found
+        return site
 
     def _given_site(self, frame: FrameType) -> Site:
         """Name the caller's function that made the call, or torch's if none did."""
@@ -193,7 +189,7 @@ class Places:
 
 
 def _function_name(frame: FrameType) -> str:
-    """Return the name of the function, also for a comprehension inside of it."""
+    """Return the name of the function, even if the frame is that of a comprehension in it."""
     outer = frame.f_back
     while outer and frame.f_code.co_name in _COMPREHENSIONS:
         frame, outer = outer, outer.f_back
@@ -201,7 +197,7 @@ def _function_name(frame: FrameType) -> str:
 
 
 def _method_name(frame: FrameType) -> str:
-    """Write ``DistributedDataParallel.forward``, or only the class if the program knows no more."""
+    """Write ``DistributedDataParallel.forward``, or only the class if the method is internal."""
     code = frame.f_code
     if code.co_varnames[:1] != ("self",):
         return code.co_name.removeprefix("_")

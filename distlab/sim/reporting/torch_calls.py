@@ -1,4 +1,4 @@
-"""Calls that torch makes by itself: for which of its functions, and what they ask of a program.
+"""Calls that torch makes by itself, and advice on what its functions require of a program.
 
 Tensor.backward's all_reduce                     gradients of DistributedDataParallel
 ScheduleGPipe.step's send                        activations of a pipeline
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch.distributed.distributed_c10d as c10d
 
-_ADVICE = (  # the first that fits the name of torch's function
+_ADVICE = (  # pattern of a function's name, advice; the first match counts
     (
         r"\.backward$",
         "torch makes this call for the gradients, in backward(): all ranks have to run the same "
@@ -56,12 +56,12 @@ _ADVICE = (  # the first that fits the name of torch's function
         "the same settings.",
     ),
 )
-# Functions of torch.distributed that communicate by calling others of them.
+# Functions of torch.distributed that communicate by calling other ones.
 INDIRECT = frozenset(name for name in dir(c10d) if re.search("_object|coalesc", name))
 
 
 def advice_for(makers: Iterable[str]) -> str:
-    """Say what the functions that have made calls ask of a program; "": it has made all itself.
+    """Return advice on torch's functions that made calls, or "" if the program made them all.
 
     Args:
         makers: Names of torch's functions; "" for calls that the program has made.
