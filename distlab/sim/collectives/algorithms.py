@@ -1,7 +1,7 @@
-"""Which transfers a built-in collective makes, and how long they would take.
+"""The transfers of the built-in collectives, and how long they would take.
 
 An algorithm that a collective does not have gives way to the first of its row. Seconds on p equal
-GPUs whose links nobody shares; n: bytes of the whole buffer; lg: to base 2, rounded up.
+GPUs whose links no other traffic shares; n: bytes of the whole buffer; lg: to base 2, rounded up.
 
     collective       algorithm            seconds
     all_reduce       ring                 2(p-1)α + 2n(p-1)/p β

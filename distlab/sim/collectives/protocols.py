@@ -66,7 +66,7 @@ def plan(
     Args:
         algorithm: "auto": the cheapest; else one of OF_ALGORITHM, or the first that NCCL has.
         members: GPUs, a root first.
-        num_bytes: as in `algorithms.plan`.
+        num_bytes: Size, counted as in `algorithms.plan`.
     """
     if len(members) == 1:
         return []

@@ -1,4 +1,4 @@
-"""Which links a cluster has, and which of them a message crosses: names and bandwidths only.
+"""The links of a cluster, and those that a message crosses: names and bandwidths only.
 
     node    the GPUs that share an NVLink switch, or a host
     port    a GPU's way out of, or into, the switch of its node

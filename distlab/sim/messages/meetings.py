@@ -40,9 +40,7 @@ THREADS = (
     "thread a group of its own."
 )
 MAX_SHAPES = 6  # shapes of a coalesced call in a report
-Plan = Callable[
-    [Call, tuple[int, ...]], list[Phase]
-]  # arguments: the call, and the ranks of the group
+Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # (call, ranks of the group)
 
 
 class Attendance(Pending):

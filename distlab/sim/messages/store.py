@@ -236,7 +236,7 @@ class SimStore(Store):
         return len(self._values)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; tell whether it was there."""
+        """Delete a key; return whether it was there."""
         self._clock.act()
         if key in self._values:
             self._note_change(key, is_deletion=True)

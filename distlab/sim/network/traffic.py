@@ -10,7 +10,7 @@ from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster
 from distlab.sim.network.flows import Network
 
-# When it may begin, its place among those of the same instant, links, bytes, whom to tell.
+# Time at which it may begin, place among those of the same instant, links, bytes, callback.
 Transfer = tuple[float, int, tuple[int, ...], float, Callable[[float], None]]
 
 

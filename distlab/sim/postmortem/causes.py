@@ -116,7 +116,7 @@ def _why_early(wait: Pending, ranks: Sequence[int], gone: Sequence[int]) -> str:
 
 
 def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame those that wait for the key: who should have set it is not known."""
+    """Blame those that wait for the key: the rank that should have set it is not known."""
     waiting = [rank for rank in ranks if isinstance(still.blocked[rank], KeyWait)]
     others = [rank for rank in ranks if rank not in waiting]
     words = still.sentences([*waiting, *others])
@@ -176,7 +176,7 @@ def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> st
 
 
 def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame those whom the collective with the fewest absent ranks waits for."""
+    """Blame the absent ranks of the collective that lacks the fewest."""
     present = min(
         (rank for rank in ranks if isinstance(still.blocked[rank], Attendance)),
         key=lambda rank: (len(still.waits_for[rank]), rank),

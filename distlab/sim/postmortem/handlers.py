@@ -34,7 +34,7 @@ class Skipper(NamedTuple):
 
 
 def handler_around(site: Site) -> ast.ExceptHandler | None:
-    """Return the innermost ``except`` clause in which a line stands."""
+    """Return the innermost ``except`` clause around a line."""
     return _innermost(site, (ast.ExceptHandler,))
 
 
@@ -49,7 +49,7 @@ def raises(handler: ast.ExceptHandler) -> bool:
 def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
     """Find an ``except``, or a ``suppress``, of the same function that may skip a line.
 
-    Either the line stands under its ``try``, or the handler leaves the function or the round of the
+    Either the line is under its ``try``, or the handler leaves the function or the round of the
     loop before it comes to the line.
 
     Args:
@@ -127,11 +127,8 @@ def _parsed(source: str) -> ast.Module:
         return ast.Module([], [])
 
 
-KINDS = (
-    "peer ended",
-    "missing rank",
-    "order mismatch",
-)  # deadlocks in which a call may be left out
+# Deadlocks in which a call may be left out.
+KINDS = ("peer ended", "missing rank", "order mismatch")
 
 
 def suspicions(

@@ -66,8 +66,8 @@ def doubtful(
     """Keep the pairs in which a peer may be wrong: not those of a rank that only waits its turn.
 
     A peer was right if a message has come that way before, unless several threads of a rank wait
-    for the same one. And in a cycle, who waits for its ranks without being one of them waits behind
-    it. What a rank does not do, another thread of it may be about to do.
+    for the same one. And a rank outside of a cycle that waits for one of its ranks only waits its
+    turn. What a rank does not do, another thread of it may be about to do.
 
     Args:
         ranks: Ranks in whose waits the pairs were found.

@@ -108,7 +108,7 @@ class Standstill:
         self.waits_for = {rank: self._peers(wait) for rank, wait in self.blocked.items()}
 
     def _peers(self, wait: Pending) -> list[int]:
-        """Return whom a rank waits for; if any of several would do, those that have not ended."""
+        """Return the ranks that a rank waits for; if any would do, those that have not ended."""
         peers = list(wait.waits_for())
         running = [peer for peer in peers if peer not in self.ended]
         if isinstance(wait, KeyWait):

@@ -89,8 +89,7 @@ def new_group_by_its_members_only() -> None:
     """A group is created by those that are in it."""
     if me() < 2:
         dist.new_group([0, 1])
-    everybody = dist.new_group(range(4))
-    dist.barrier(everybody)
+    dist.barrier(dist.new_group(range(4)))
 
 
 @mismatch(

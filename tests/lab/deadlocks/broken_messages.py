@@ -175,7 +175,7 @@ def batch_with_one_neighbour_for_both() -> None:
     if_buffered=CYCLE,
 )
 def number_inside_the_group() -> None:
-    """Who asks counts inside the group, and says dst= instead of group_dst=."""
+    """Rank 1 counts inside the group, and says dst= instead of group_dst=."""
     group = dist.new_group([1, 2, 3])
     if me() == 1:
         dist.send(data(), dst=2, group=group)

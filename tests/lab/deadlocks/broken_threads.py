@@ -173,7 +173,7 @@ def another_error_in_place_of_a_mismatch() -> None:
         raise ValueError("something went wrong") from None
 
 
-# Questions that nobody answers
+# Questions without an answer
 
 
 @deadlock(

@@ -60,7 +60,7 @@ def a_loader_behind_a_queue() -> object:
 
 @returns([1, 0])
 def sends_in_one_thread_and_receives_in_another() -> object:
-    """What would wait head to head in one thread does not in two."""
+    """Sends that would wait head to head in one thread do not in two."""
     thread = threading.Thread(target=dist.send, args=(value(me()), 1 - me()))
     thread.start()
     x = received(1 - me())

@@ -25,7 +25,7 @@ class Call(NamedTuple):
     other: int
 
 
-Program = list[list[Call]]  # by rank
+Program = list[list[Call]]  # calls by rank
 
 
 def random_program(seed: int) -> Program:

@@ -43,8 +43,8 @@ class Measured:
     """One step of a pipeline.
 
     Attributes:
-        idle_of_total: the share of all ranks' time in which they stood still.
-        in_flight: by rank, activations at the peak in units of one micro-batch of one stage.
+        idle_of_total: Share of all ranks' time during which they stood still.
+        in_flight: Activations at the peak by rank, in units of one micro-batch of one stage.
     """
 
     idle_of_total: float
@@ -52,7 +52,7 @@ class Measured:
 
     @property
     def idle_of_ideal(self) -> float:
-        """What the ranks stood still for each second that they computed."""
+        """The time that the ranks stood still for each second that they computed."""
         return self.idle_of_total / (1 - self.idle_of_total)
 
 

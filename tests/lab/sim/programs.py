@@ -34,7 +34,7 @@ def call(program: Program) -> Program:
 
 
 def all_calls() -> dict[str, object]:
-    """What every program returns, by name; all in one world, one after the other."""
+    """Run all programs in one world, one after the other; return their results by name."""
     warnings.simplefilter("ignore")  # old names are deprecated in torch 2.13, new ones not in 2.11
     return {name: without_leftovers(program) for name, program in CALLS.items()}
 
@@ -86,7 +86,7 @@ def refusal(function: Callable[[], object]) -> str:
 
 
 def is_refused(function: Callable[[], object]) -> bool:
-    """Whether ``function`` raises at once, in whatever words."""
+    """Return whether ``function`` raises at once, in whatever words."""
     return refusal(function) != "nothing was raised"
 
 
@@ -521,7 +521,7 @@ def objects_are_broadcast() -> object:
 
 
 def sums(group: dist.ProcessGroup | None) -> object:
-    """Who is in a group, and a collective in it; of a rank that is not in it what torch says."""
+    """Return the ranks of a group and a sum in it; outside of it, what torch says."""
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         return dist.get_rank(group) if group is not None else None
     x = values(2)

@@ -1,8 +1,8 @@
-"""A second way to compute finish times: exact fractions, everything anew at every event.
+"""A second way to compute finish times: exact fractions, everything again at every event.
 
 It shares no code and no method with distlab.sim.network.flows. There, rates grow until links are
 full. Here, each link announces a fair share and each flow takes the smallest announced on its
-route, until nobody changes his mind. Source: Charny, Clark and Jain 1995, Congestion control with
+route, until no announcement changes. Source: Charny, Clark and Jain 1995, Congestion control with
 explicit rate indication. Slow; for a dozen flows.
 """
 

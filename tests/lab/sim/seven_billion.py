@@ -40,14 +40,14 @@ Built = TypeVar("Built", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Step:
-    """What one step takes on the slowest rank."""
+    """Time, work and memory of one step on the slowest rank."""
 
     parameters: int
     seconds: float
-    flops: int  # of one rank
+    flops: int  # one rank's
     held: Bytes  # after the step
     peak_by_category: Bytes
-    peak_flops: float  # of the data sheet, a second
+    peak_flops: float  # FLOP/s of the data sheet
 
     @property
     def utilisation(self) -> float:

@@ -1,4 +1,4 @@
-"""What a program returns on the simulated cluster is what it returns on real processes."""
+"""Programs return the same on the simulated cluster and on real processes."""
 
 import warnings
 from functools import cache
@@ -44,7 +44,7 @@ def test_call_gives_what_it_gives_on_gloo(world_size: int, name: str) -> None:
 
 # --- torch's parallel modules, and the course's own ----------------------------------------------
 
-TOLERANCES = {2: 0.0, 4: 1e-12}  # of four numbers gloo makes the sum in another order
+TOLERANCES = {2: 0.0, 4: 1e-12}  # gloo adds four numbers in another order
 
 
 @cache

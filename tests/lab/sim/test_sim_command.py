@@ -191,7 +191,7 @@ def test_memory_is_that_of_the_preset_or_as_set(write, capsys) -> None:
     assert settings(script, capsys=capsys) == []
     roomy = ["--memory-gib", 1.5]
     assert settings(*roomy, script, capsys=capsys) == ["each GPU has 1.50 GiB of memory"]
-    for preset in ("dgx-h100", "laptop"):  # which has no GPU, but memory
+    for preset in ("dgx-h100", "laptop"):  # a laptop has no GPU, but memory
         options = ["--cluster", preset, "--ranks", 2, "--memory-gib", 0.5]
         assert distlab("sim", *options, script) == 1
         assert "raised OutOfMemory: out of memory in empty" in capsys.readouterr().err

@@ -24,7 +24,7 @@ PASSED = 101
 
 @cache
 def outcomes() -> dict[str, str]:
-    """What the tests end with, by name; they change torch, so they have a process of their own."""
+    """Return the outcomes by name; the tests change torch, so they have their own process."""
     done = subprocess.run(
         [sys.executable, str(SUITE), "sim"],
         capture_output=True,

@@ -34,8 +34,8 @@ IMAGES = ROOT / "docs/images"
 SCRIPTS = ROOT / "examples/simulator"
 MAX_IMAGE_BYTES = 150_000
 TIMEOUT_S = 600  # only what hangs takes as long, on a busy machine too
-COMMAND = r"((?:[^\n]*\\\n)*[^\n]*)\n(.*)"  # to the first line without \\ at its end, and the rest
-PROMPT = "(Pdb) "  # of the debugger; what follows it is typed by the reader
+COMMAND = r"((?:[^\n]*\\\n)*[^\n]*)\n(.*)"  # the command, and the rest
+PROMPT = "(Pdb) "  # the debugger's; the reader types what follows it
 
 
 @dataclass(frozen=True)

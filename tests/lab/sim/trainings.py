@@ -49,7 +49,7 @@ def training(program: Program) -> Program:
 
 
 def all_trainings() -> dict[str, object]:
-    """What every program returns, by name; all in one world, one after the other."""
+    """Run all programs in one world, one after the other; return their results by name."""
     warnings.simplefilter("ignore")
     return {name: program() for name, program in TRAININGS.items()}
 

@@ -138,7 +138,7 @@ def test_a_simulation_takes_as_long_as_the_tuner_expects(
 @pytest.mark.parametrize("algorithm", ALL_REDUCES)
 def test_an_algorithm_can_be_chosen_by_hand(algorithm: str) -> None:
     cluster = replace(Cluster.preset("dgx-h100", 2), network_adds=True)
-    usual = algorithm if algorithm != "nvls" else "ring"  # which cannot cross nodes
+    usual = "ring" if algorithm == "nvls" else algorithm  # NVLS cannot cross nodes
     run = simulate(
         takes,
         16,

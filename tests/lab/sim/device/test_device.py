@@ -59,8 +59,8 @@ def test_an_operation_takes_as_long_as_its_slower_part() -> None:
         square @ other
         row @ square
     assert clock.calls == [
-        (2 * 100**3 / 1000, "mm"),  # by arithmetic; its 120,000 bytes take 120 s
-        (4 * (100 + 10_000 + 100) / 1000, "mm"),  # by memory; its 20,000 FLOPs take 20 s
+        (2 * 100**3 / 1000, "mm"),  # arithmetic bound; its 120,000 bytes take 120 s
+        (4 * (100 + 10_000 + 100) / 1000, "mm"),  # memory bound; its 20,000 FLOPs take 20 s
     ]
     assert device.flops == 2 * 100**3 + 20_000
     assert device.bytes_moved == 120_000 + 40_800

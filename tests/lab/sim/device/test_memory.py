@@ -122,7 +122,7 @@ def test_the_books_balance(program: list[tuple[str, int]]) -> None:
 
 # --- categories ----------------------------------------------------------------------------------
 
-PARAMETERS = 4 * (100 * 50 + 50 + 50 * 10 + 10)  # of the model below, in four tensors
+PARAMETERS = 4 * (100 * 50 + 50 + 50 * 10 + 10)  # bytes of the model below, in four tensors
 
 
 def build() -> nn.Sequential:
@@ -188,7 +188,7 @@ def test_parameters_are_known_however_they_are_made() -> None:
     with memory() as tracker:
         model = build().bfloat16()  # swaps the data of each
         assert held(tracker) == {"parameters": PARAMETERS // 2}
-        shard = nn.Parameter(torch.empty(100))  # of no module
+        shard = nn.Parameter(torch.empty(100))  # without a module
         shard.detach().fill_(1)
         assert held(tracker) == {"parameters": PARAMETERS // 2 + 400}
         plain = torch.zeros(100, requires_grad=True)
@@ -310,7 +310,7 @@ def test_the_activations_of_a_transformer_layer() -> None:
         x = block(torch.empty(batch, length, width, dtype=torch.bfloat16).requires_grad_())
         x = block(x)
         tokens = batch * length
-        statistics = 4 * tokens * heads + 4 * 4 * tokens  # of the softmax; of two layer norms
+        statistics = 4 * tokens * heads + 4 * 4 * tokens  # softmax; two layer norms
         assert tracker.live_by_category["activations"] == (
             2 * (32 * tokens * width + statistics) + 2 * tokens * width  # and the last result
         )

@@ -14,7 +14,7 @@ from distlab.sim.device.device import Device
 
 
 def on_device(program: Callable[[], Any]) -> tuple[Any, int, int, dict[str, int], list[Any]]:
-    """What a program returns, and all that a device says of it."""
+    """Run a program on a device; return its result, and all that the device has counted."""
     times: list[Any] = []
     with Device(ToyGpu(), advance=lambda *call: times.append(call)) as device:
         out = program()

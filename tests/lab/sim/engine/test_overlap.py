@@ -1,4 +1,4 @@
-"""What computation loses to collectives beside it: nothing, unless one asks for it."""
+"""Computation loses time to collectives beside it only if the options say so."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def seconds(cost: float, collective_ms: float, *computing_ms: float) -> float:
     ("cost", "collective_ms", "computing_ms", "expected_ms"),
     [
         (0.0, 1.0, (2.0,), 2.0),
-        (0.5, 1.0, (2.0,), 2.5),  # half of the millisecond in which both run
+        (0.5, 1.0, (2.0,), 2.5),  # half of the millisecond during which both run
         (0.5, 1.0, (0.5, 0.5, 1.0), 2.5),  # in however many pieces
         (0.5, 1.0, (0.5,), 1.0),  # it is over before the collective
         (0.5, 1.0, (0.9,), 1.35),  # too late by as much as it lost beyond the collective's end

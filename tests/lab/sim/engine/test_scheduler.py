@@ -144,7 +144,7 @@ def scheduled(steps: list[list[Step]]) -> list[object]:
 
 
 def modelled(steps: list[list[Step]]) -> list[object]:
-    """What should happen: the earliest always continues, events first, then ranks by number."""
+    """Return the right log: the earliest always continues, events first, then ranks by number."""
     log: list[object] = []
     clocks = [0.0] * len(steps)
     tokens: list[list[float]] = [[] for _ in steps]

@@ -89,7 +89,7 @@ def sleeps_until_something_is_there() -> float:
             time.sleep(1e-5)
     else:
         time.sleep(0.001)
-        os._there = True  # type: ignore[attr-defined]  # as a file would be
+        os._there = True  # type: ignore[attr-defined]  # like a file
     return time.perf_counter()
 
 
@@ -115,7 +115,7 @@ def sleeps_until(limit_s: float, pauses: list[int]) -> float:
 
 def test_who_sleeps_between_its_questions_keeps_its_own_limit() -> None:
     pauses = [0, 0]
-    for limit_s in (5.0, 600.0):  # of 5,000 pauses none is stretched
+    for limit_s in (5.0, 600.0):  # none of 5,000 pauses is stretched
         for end_s in simulate(sleeps_until, 2, limit_s, pauses).results:
             assert limit_s <= end_s < (1.001 if limit_s == 5.0 else 1.2) * limit_s
 

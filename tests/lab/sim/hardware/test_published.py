@@ -24,7 +24,7 @@ NAMES = ("parameters", "gradients", "optimizer_state")
 
 @cache
 def states(num_ranks: int, stage: int) -> tuple[zero_states.Bytes, zero_states.Bytes]:
-    """What every rank holds after a step, and what rank 0 did at the peak."""
+    """Return the bytes that every rank holds after a step, and those of rank 0 at the peak."""
     cluster, options = Cluster(1, num_ranks), Options(has_devices=True)
     run = simulate(zero_states.model_states, num_ranks, stage, cluster=cluster, options=options)
     live, peak = run.results[0]

@@ -17,7 +17,7 @@ def report(program: Callable[[], object]) -> str:
     return " ".join(str(caught.value).split())
 
 
-def joins_a_queue_that_nobody_empties() -> None:
+def joins_a_queue_that_stays_full() -> None:
     tasks = queue.Queue[int]()
     tasks.put(1)
     tasks.join()
@@ -58,7 +58,7 @@ def has_an_idle_pool() -> None:
 
 TASK = "the result of a task of its own"
 SAID: dict[Callable[[], object], tuple[str, ...]] = {
-    joins_a_queue_that_nobody_empties: (
+    joins_a_queue_that_stays_full: (
         "(1 items still in it, 0 without task_done())",
         "Is a get() missing",
     ),

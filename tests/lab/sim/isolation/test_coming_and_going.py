@@ -145,7 +145,7 @@ def test_a_real_process_group_lives_on() -> None:
 
 
 def script(backend: str, *, imported_early: bool = False) -> list[object]:
-    """What a script for torchrun does."""
+    """Join, make a group, leave and join again, as a script for torchrun does."""
     before = dist.is_initialized()
     initialise = init_process_group if imported_early else dist.init_process_group
     make_group = new_group if imported_early else dist.new_group

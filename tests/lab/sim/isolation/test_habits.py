@@ -47,7 +47,7 @@ def catches_everything_forever() -> None:
         try:
             dist.recv(torch.zeros(1), 0)
             break
-        except BaseException:  # that is the habit
+        except BaseException:
             pass
 
 
@@ -78,7 +78,7 @@ def test_a_message_of_a_world_that_was_left_does_not_arrive_in_the_next() -> Non
     assert simulate(leaves_a_message_and_joins_again, 2).results == [8.0, 8.0]
 
 
-# What nobody waits for
+# Operations without a wait
 
 
 def posts_and_forgets() -> None:

@@ -1,4 +1,4 @@
-"""What is a rank's own: random numbers, environment, warnings. Other threads have none of it."""
+"""Each rank has its own random numbers, environment and warnings."""
 
 import os
 import platform
@@ -45,16 +45,16 @@ def seeds_on_some_ranks(*seeding: int) -> list[tuple[float, float, float]]:
 
 
 def test_seeding_one_rank_does_not_disturb_another() -> None:
-    nobody, one, all_of_them = (
+    none, one, all_of_them = (
         simulate(seeds_on_some_ranks, 3, *seeding).results for seeding in ((), (1,), (0, 1, 2))
     )
-    assert [one[0], one[2]] == [nobody[0], nobody[2]]
-    assert one[1] == all_of_them[1] != nobody[1]
+    assert [one[0], one[2]] == [none[0], none[2]]
+    assert one[1] == all_of_them[1] != none[1]
     assert all_of_them[0] == all_of_them[1] == all_of_them[2]
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
-    assert one[1] == [draws()] * 3  # as in a process of its own
+    assert one[1] == [draws()] * 3  # like a process of its own
 
 
 def drops_out() -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Which tensors travel: what gloo or NCCL cannot do is refused, and no tensor needs data."""
+"""Kinds of tensors: those that gloo or NCCL cannot send are refused, and none needs data."""
 
 import math
 import warnings
@@ -109,21 +109,21 @@ def test_the_own_part_has_the_shape_of_the_output() -> None:
 
 def communicates(device: str) -> list[tuple[int, ...]]:
     new = partial(torch.ones, device=device)
-    x, everybodys = new(1000, 1000), [new(1000, 1000) for _ in range(size())]
+    x, gathered = new(1000, 1000), [new(1000, 1000) for _ in range(size())]
     right, left = neighbours()
     dist.broadcast(x, 0)
     dist.all_reduce(x)
     dist.reduce(x, 0)
-    dist.all_gather(everybodys, x)
-    dist.gather(x, everybodys if me() == 0 else None, 0)
-    dist.scatter(x, everybodys if me() == 0 else None, 0)
-    dist.reduce_scatter(x, everybodys)
-    dist.all_to_all(everybodys, [new(1000, 1000) for _ in range(size())])
+    dist.all_gather(gathered, x)
+    dist.gather(x, gathered if me() == 0 else None, 0)
+    dist.scatter(x, gathered if me() == 0 else None, 0)
+    dist.reduce_scatter(x, gathered)
+    dist.all_to_all(gathered, [new(1000, 1000) for _ in range(size())])
     dist.all_to_all_single(new(1000 * size()), new(1000 * size()))
     work = dist.isend(x, right)
     dist.recv(new(1000, 1000), left)
     work.wait()
-    return [tuple(x.shape), *(tuple(y.shape) for y in everybodys)]
+    return [tuple(x.shape), *(tuple(y.shape) for y in gathered)]
 
 
 def test_tensors_without_data_take_the_time_and_bytes_of_real_ones() -> None:

@@ -252,14 +252,6 @@ def receives_forever() -> None:
     until_it_passes(lambda: dist.irecv(torch.zeros(1), 1))
 
 
-def sends_and_sleeps_forever() -> None:
-    def post() -> dist.Work | None:
-        time.sleep(0.5)
-        return dist.isend(torch.zeros(1), 1)
-
-    until_it_passes(post)
-
-
 def reduces_forever() -> None:
     until_it_passes(lambda: dist.all_reduce(torch.ones(1), async_op=True))
 
@@ -267,10 +259,6 @@ def reduces_forever() -> None:
 def reduces_in_a_group_with_a_limit() -> None:
     group = dist.new_group(timeout=SECOND)
     until_it_passes(lambda: dist.all_reduce(torch.ones(1), group=group))
-
-
-def monitors_forever() -> None:
-    until_it_passes(lambda: dist.monitored_barrier(timeout=SECOND))
 
 
 @pytest.mark.parametrize(
@@ -283,10 +271,8 @@ def monitors_forever() -> None:
             "The connection of ranks 0 and 1 is closed, because rank 0 had waited long enough in "
             "its recv from rank 1, (1,) float32, test_limits.py:",
         ),
-        (sends_and_sleeps_forever, "rank 0 waits for rank 1 to receive, but rank 1 has returned"),
         (reduces_forever, "rank 0 waits in all_reduce (call 1801 of ranks 0 and 1) for rank 1"),
         (reduces_in_a_group_with_a_limit, "rank 0 waits in all_reduce (call 2 of ranks 0 and 1)"),
-        (monitors_forever, "rank 0 waits in monitored_barrier (call 1801 of ranks 0 and 1)"),
     ],
 )
 def test_who_tries_a_call_again_forever_is_found(program: Callable[[], None], words: str) -> None:

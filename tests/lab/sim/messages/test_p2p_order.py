@@ -70,16 +70,6 @@ def ring() -> float:
     return float(y[0])
 
 
-def alternates() -> float:
-    y = torch.zeros(4)
-    for step in range(4):
-        if (step + me()) % 2:
-            dist.send(torch.full((4,), float(step)), 1 - me())
-        else:
-            dist.recv(y, 1 - me())
-    return float(y[0])
-
-
 def batch_between_unbatched() -> float:
     """Neither waits for the other: a batch runs on the group's stream, the rest on the pair's."""
     y = torch.zeros(4)
@@ -101,12 +91,6 @@ def own_group_each_way() -> float:
     return float(y[0])
 
 
-def to_itself() -> None:
-    if me() == 0:
-        for work in posted("sr", 0, 0)[0]:
-            work.wait()
-
-
 def batched_to_itself() -> float:
     y = torch.zeros(1)
     works = [dist.P2POp(dist.isend, torch.ones(1), me()), dist.P2POp(dist.irecv, y, me())]
@@ -120,7 +104,6 @@ def batched_to_itself() -> float:
     [
         (opposite_orders, [1.0, 0.0]),
         (batched, [1.0, 0.0]),
-        (alternates, [2.0, 3.0]),
         (own_group_each_way, [1.0, 0.0]),
         (batch_between_unbatched, [5.0, 0.0]),
         (batched_to_itself, [1.0, 1.0]),
@@ -155,7 +138,6 @@ def test_what_passes_on_nccl_passes(program: Program, results: list[float]) -> N
                 "one batch_isend_irecv",
             ),
         ),
-        (to_itself, 2, ("rank 0's irecv from itself waits behind its isend to itself", PLAIN_RULE)),
     ],
 )
 def test_a_report_says_what_waits_behind_what(

@@ -146,26 +146,7 @@ def test_a_component_is_solved_once_per_instant(monkeypatch: pytest.MonkeyPatch)
     assert network.next_finish_s() == pytest.approx(51 / 2 * 5)
     assert len(network.pop_finished(network.next_finish_s())) == 51
     assert len(network.pop_finished(network.next_finish_s())) == 204
-    assert solves == [255, 204, 0]  # nobody is left to share with after the last instant
-
-
-@one_by_one
-def test_only_the_component_is_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 0 ─ 1 ─ 2 are joined by the flow over (0, 1) and the one over (1, 2); link 3 is apart.
-    solved: list[list[tuple[int, ...]]] = []
-
-    def recorded(routes: list[tuple[int, ...]], bytes_per_s: list[float]) -> list[float]:
-        solved.append(sorted(routes))
-        return max_min_rates(routes, bytes_per_s)
-
-    monkeypatch.setattr("distlab.sim.network.flows.max_min_rates", recorded)
-    network = Network([10.0] * 4)
-    for links in [(0, 1), (1, 2), (3,)]:
-        network.start(links, 100.0, 0.0)
-    network.next_finish_s()
-    network.start((3,), 1.0, 1.0)
-    network.next_finish_s()
-    assert solved == [[(0, 1), (1, 2)], [(3,), (3,)]]
+    assert solves == [255, 204, 0]  # after the last instant, no flow is left
 
 
 # -------------------------------------------------------------------------------------- errors

@@ -1,4 +1,4 @@
-"""Which handlers of a source may skip a line."""
+"""Handlers of a source that may skip a line."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Who waits for whom: cycles and knots of a graph."""
+"""Cycles and knots of the graph of waiting ranks."""
 
 import pytest
 
