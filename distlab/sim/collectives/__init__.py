@@ -1,1 +1,1 @@
-"""Plans of the built-in collectives: which rank sends how much to which, phase by phase."""
+"""Plans of the built-in collectives: how much each rank sends to which other, phase by phase."""

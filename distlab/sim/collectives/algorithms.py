@@ -1,7 +1,7 @@
-"""The transfers of the built-in collectives, and how long they would take.
+"""The transfers of the built-in collectives, and the time that they would take.
 
-An algorithm that a collective does not have gives way to the first of its row. Seconds on p equal
-GPUs whose links no other traffic shares; n: bytes of the whole buffer; lg: to base 2, rounded up.
+A collective without the chosen algorithm uses the first one of its row. Seconds are for p equal
+GPUs whose links are not shared; n: bytes of the whole buffer; lg: to base 2, rounded up.
 
     collective       algorithm            seconds
     all_reduce       ring                 2(p-1)α + 2n(p-1)/p β
@@ -22,12 +22,12 @@ GPUs whose links no other traffic shares; n: bytes of the whole buffer; lg: to b
                      recursive_doubling   lg p α + (n/2) lg p β             (p = 2^k; Bruck)
     barrier          recursive_doubling   lg p α     (dissemination; also monitored_barrier)
 
-For other p see `patterns`. Adding numbers up takes no time. The "hierarchical" ones need equally
-many ranks on every node of the group and give way like any other where that is not so. Their steps
-follow each other; in "hierarchical_overlapped" they work on different pieces of the buffer at once,
-and the slowest one decides.
+For other p see `patterns`. Adding numbers takes no time. The "hierarchical" algorithms need equally
+many ranks on every node of the group; without that, the first algorithm of the row is used as well.
+Their steps follow each other; in "hierarchical_overlapped" they work on different pieces of the
+buffer at once, so the slowest step determines the time.
 
-These are the algorithms of textbooks. Those that begin with "nccl_" are NCCL's own: see `nccl`.
+These are the algorithms of textbooks. NCCL's own ones begin with "nccl_": see `nccl`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,8 +63,8 @@ from distlab.sim.hardware.cluster import Cluster
 
 __all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan"]
 
-Members = Sequence[int]  # GPUs by position; the root comes first
-Nodes = Sequence[Members]  # the members of each node, equally many; the root is the very first
+Members = Sequence[int]  # GPUs by position, root first
+Nodes = Sequence[Members]  # members of each node, equally many; the root is the very first
 M = TypeVar("M", Members, Nodes)
 NCCL = "nccl_"
 
@@ -84,20 +84,21 @@ def plan(
             one phase, 6 times: 4→5, 5→6, 6→7 and 7→4, 250 bytes each
 
     Args:
-        collective, algorithm: see the table on top. "auto": on GPUs whose `protocol_efficiency`
-            is known, what NCCL would do (`protocols`). Elsewhere the plan of the table whose rounds
-            take the least time (`round_s`, of shared links); among equals, the one with the fewest
-            transfers.
-        gpus: GPUs of the ranks of the group, in the order of the ring.
-        num_bytes: all_reduce, reduce, broadcast: of the tensor. all_gather, reduce_scatter: of
-            all shards together. scatter, gather: of all that the root sends or gets, its own part
-            included. all_to_all: of what one rank sends, its own part included. barrier: 0.
+        collective, algorithm: Names of the table at the top. "auto" means NCCL's choice on GPUs
+            whose `protocol_efficiency` is known (`protocols`). On others it is the plan of the
+            table whose rounds take the least time (`round_s`, of shared links), with the fewest
+            transfers if several do.
+        gpus: GPUs of the group's ranks, in the order of the ring.
+        num_bytes: Bytes of the tensor (all_reduce, reduce, broadcast), of all shards together
+            (all_gather, reduce_scatter), of all that the root sends or gets, including its own
+            part (scatter, gather), or of all that one rank sends, including its own part
+            (all_to_all). 0 for a barrier.
         root: Index into ``gpus``, for reduce, broadcast, scatter and gather.
 
-    Raises: ValueError: for an unknown name or root; says what is valid.
-    Cost: 1024 GPUs: below 1 ms for a ring or a tree, 3 ms where all are busy in lg p rounds, 0.1 s
-        for "auto" once the cluster knows its routes; a direct all_to_all has p(p-1) transfers,
-        which take 0.4 s.
+    Raises: ValueError: a name or root is unknown; the text says what is valid.
+    Cost: 1024 GPUs: below 1 ms for a ring or a tree, 3 ms for algorithms of lg p rounds with all
+        members busy, 0.1 s for "auto" once the cluster knows its routes; 0.4 s for a direct
+        all_to_all, which has p(p-1) transfers.
     """
     _check("collective", collective, COLLECTIVES)
     _check("algorithm", algorithm, ALGORITHMS)
@@ -106,8 +107,8 @@ def plan(
     members = [*gpus[root:], *gpus[:root]]
     has_nccl = cluster.gpu is not None and bool(cluster.gpu.protocol_efficiency)
     if algorithm.startswith(NCCL) or (algorithm == "auto" and has_nccl):
-        own_name = algorithm.removeprefix(NCCL)
-        return protocols.plan(collective, own_name, members, num_bytes, cluster)
+        name = algorithm.removeprefix(NCCL)
+        return protocols.plan(collective, name, members, num_bytes, cluster)
     if algorithm != "auto":
         return _plan(collective, algorithm, members, num_bytes, cluster)
     plans = [pattern(members, num_bytes) for pattern in dict.fromkeys(_FLAT[collective].values())]
@@ -117,10 +118,10 @@ def plan(
 
 
 def _fastest(plans: Iterable[Phases], cluster: Cluster) -> Phases:
-    """Return the plan that ends first, giving up each one as soon as it is behind the best."""
+    """Return the plan that ends first, dropping each one once it is slower than the best."""
     best: Phases = []
     best_s = inf
-    for phases in sorted(plans, key=lambda phases: sum(len(each.transfers) for each in phases)):
+    for phases in sorted(plans, key=lambda phases: sum(len(phase.transfers) for phase in phases)):
         elapsed_s = 0.0
         for phase in phases:
             elapsed_s += phase.repeat * round_s(phase, cluster, shared=True)
@@ -156,10 +157,10 @@ def _check(what: str, name: str, valid: Sequence[str]) -> None:
 
 
 def _hierarchical_all_reduce(nodes: Nodes, n: float) -> Phases:
-    """Reduce-scatter in every row, all-reduce in every column, all-gather in every row.
+    """All-reduce: reduce-scatter in every row, all-reduce in every column, all-gather in every row.
 
     Cost: k nodes of g: 2(g-1)α₁ + 2n(g-1)/g β₁ + 2(k-1)α₂ + 2(n/g)(k-1)/k β₂.
-    Source: Mikami et al. 2018, arXiv 1811.05233 (2-D torus all-reduce): the same three steps.
+    Source: Mikami et al. 2018, arXiv 1811.05233 (2-D torus all-reduce), which has these steps.
     """
     columns = list(zip(*nodes, strict=True))
     inside = together(ring(node, n) for node in nodes)
@@ -168,7 +169,7 @@ def _hierarchical_all_reduce(nodes: Nodes, n: float) -> Phases:
 
 
 def _hierarchical_all_gather(nodes: Nodes, n: float) -> Phases:
-    """Gather in every column what belongs to it, then all of it in every row.
+    """All-gather in every column, then all-gather the results in every row.
 
     Cost: k nodes of g: (k-1)α₂ + (n/g)(k-1)/k β₂ + (g-1)α₁ + n(g-1)/g β₁.
     """
@@ -178,7 +179,7 @@ def _hierarchical_all_gather(nodes: Nodes, n: float) -> Phases:
 
 
 def _hierarchical_broadcast(nodes: Nodes, n: float) -> Phases:
-    """Copy down the root's column, then along every row.
+    """Broadcast down the root's column, then along every row.
 
     Cost: k nodes of g: lg k (α₂ + nβ₂) + lg g (α₁ + nβ₁).
     """
@@ -187,7 +188,7 @@ def _hierarchical_broadcast(nodes: Nodes, n: float) -> Phases:
 
 
 def _backwards(pattern: Callable[[M, float], Phases]) -> Callable[[M, float], Phases]:
-    """Make a reduction of a distribution."""
+    """Turn the pattern of a distribution into that of a reduction."""
     return lambda members, n: mirrored(pattern(members, n))
 
 

@@ -3,10 +3,10 @@
     channel    one of C copies of a ring or tree; each carries 1/C of the bytes, and enters and
                leaves a node through a NIC of its own, so that all NICs are busy
     hop        a message that waits for the one before it: over NVLink, or over the network
-    pattern    how one byte of the buffer travels, and the hops of its longest way
+    pattern    the transfers of one byte of the buffer, and the hops of its longest path
 
 The pieces of a buffer follow each other along every channel, so all hops are busy at once. A
-collective takes the latency of its longest way, and what its busiest link needs for its bytes.
+collective takes the latency of its longest path, plus the time of its busiest link for its bytes.
 
     collective       algorithm   each GPU sends, of n bytes            hops in nodes + network
     all_reduce       ring        2n(p-1)/p                             2(p-k) + 2(k-1)
@@ -34,20 +34,20 @@ from itertools import chain, pairwise, product
 from distlab.sim.collectives.phases import Transfer
 from distlab.sim.hardware.cluster import Cluster
 
-Nodes = Sequence[Sequence[int]]  # the GPUs of each node; a root is the very first
-Bytes = defaultdict[tuple[int, int], float]  # keys: src and dst GPU
+Nodes = Sequence[Sequence[int]]  # GPUs of each node; a root is the very first
+Bytes = defaultdict[tuple[int, int], float]  # (src GPU, dst GPU) -> bytes
 Travelling = tuple[list[Bytes], int, int]  # rounds, hops in nodes, hops between them
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The ways of one byte of the whole buffer.
+    """The paths of one byte of the whole buffer.
 
     Attributes:
-        rounds: one after the other, but without a pause; each has one transfer for a pair of GPUs,
-            of all channels together.
-        hops, net_hops: Number of hops of the longest way, inside nodes and between them.
-        cluster: Cluster on which it travels.
+        rounds: Transfers of each round; rounds follow each other without a pause. A round has one
+            transfer per pair of GPUs, for all channels together.
+        hops, net_hops: Number of hops of the longest path, inside nodes and between them.
+        cluster: Cluster on which the byte travels.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
@@ -57,13 +57,11 @@ class Pattern:
 
     @cached_property
     def loads(self) -> list[list[tuple[float, float]]]:
-        """For each round, what its busiest links need for bytes that stay inside of a node, and for
-        those that leave it, in seconds.
-        """
+        """Seconds of each round's busiest links, for bytes inside nodes and for bytes across."""
         return [_busiest(transfers, self.cluster) for transfers in self.rounds]
 
     def seconds(self, efficiency: float = 1.0, net_efficiency: float = 1.0) -> float:
-        """Return what the busiest links need, if the data is that share of the bytes on them."""
+        """Return the seconds of the busiest links, if data has this share of the bytes on them."""
         return sum(
             max(inside_s / efficiency + across_s / net_efficiency for inside_s, across_s in busiest)
             for busiest in self.loads
@@ -71,11 +69,11 @@ class Pattern:
 
 
 def pattern(collective: str, algorithm: str, members: tuple[int, ...], cluster: Cluster) -> Pattern:
-    """Return how a collective travels; ``members`` are GPUs, a root first.
+    """Return the pattern of a collective; ``members`` are GPUs, a root first.
 
-    Cost: 1024 GPUs: 50 ms, once; all_to_all a few seconds for its million pairs, every time.
+    Cost: 1024 GPUs: 50 ms, once; all_to_all takes a few seconds for its million pairs, every time.
     """
-    is_large = collective == "all_to_all"  # a pair for any two GPUs is too much to be kept
+    is_large = collective == "all_to_all"  # entries for all pairs of GPUs are too many to cache
     find = _pattern.__wrapped__ if is_large else _pattern
     return find(collective, algorithm, members, cluster)
 
@@ -90,14 +88,16 @@ def _pattern(
         for of_round in travelling
     )
     if collective in ("reduce", "gather"):
-        rounds = tuple(tuple((dst, src, share) for src, dst, share in each) for each in rounds)
+        rounds = tuple(
+            tuple((dst, src, share) for src, dst, share in of_round) for of_round in rounds
+        )
     return Pattern(rounds, hops, net_hops, cluster)
 
 
 def algorithms(collective: str, members: Sequence[int], cluster: Cluster) -> list[str]:
-    """Return what NCCL has for these GPUs.
+    """Return the algorithms that NCCL has for these GPUs.
 
-    Switches that add need equally many GPUs of every node, at least two.
+    Sums in switches need equally many GPUs on every node, at least two.
     """
     sizes = {len(node) for node in cluster.by_node(members)}
     across = len(members) > max(sizes)
@@ -114,7 +114,7 @@ def algorithms(collective: str, members: Sequence[int], cluster: Cluster) -> lis
 
 
 def _busiest(transfers: Iterable[Transfer], cluster: Cluster) -> list[tuple[float, float]]:
-    """Return the loads in seconds of all links that are not below another one in both kinds."""
+    """Return the loads in seconds (inside, across) of all links that no other link dominates."""
     loads: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for src, dst, num_bytes in transfers:
         is_across = cluster.node_of(src) != cluster.node_of(dst)
@@ -127,7 +127,7 @@ def _busiest(transfers: Iterable[Transfer], cluster: Cluster) -> list[tuple[floa
     return busiest or [(0.0, 0.0)]
 
 
-# A channel enters node i at its c-th GPU, past the c-th NIC, and visits the others from there on:
+# Channel c enters a node at its c-th GPU, by the c-th NIC, and then visits the node's other GPUs:
 #
 #     channel 0    0 → 1 → 2 → 3 →  4 → 5 → 6 → 7 →  0        two nodes of four GPUs
 #     channel 1    1 → 2 → 3 → 0 →  5 → 6 → 7 → 4 →  1
@@ -138,12 +138,12 @@ def _channels(nodes: Nodes) -> int:
 
 
 def _from(node: Sequence[int], c: int) -> list[int]:
-    """Return the GPUs of a node from the c-th on."""
+    """Return the GPUs of a node, starting at the c-th."""
     return [*node[c:], *node[:c]]
 
 
 def _ring(nodes: Nodes, laps: int) -> Travelling:
-    """All-gather and reduce-scatter: one lap; all-reduce: two.
+    """All-gather and reduce-scatter in one lap, all-reduce in two.
 
     Source: Patarasuk and Yuan 2009.
     """
@@ -157,13 +157,13 @@ def _ring(nodes: Nodes, laps: int) -> Travelling:
 
 
 def _broadcast(nodes: Nodes) -> Travelling:
-    """Pass everything on along a chain from the root; channel 0 leaves its node at the root."""
-    (root, *beside), *others = nodes
+    """Broadcast along a chain from the root; channel 0 leaves the root's node at the root."""
+    (root, *neighbours), *other_nodes = nodes
     p, channels = sum(map(len, nodes)), _channels(nodes)
     travelling: Bytes = defaultdict(float)
     for c in range(channels):
-        inside = [root, *_from(beside, c)]
-        across = chain.from_iterable(_from(node, c) for node in others)
+        inside = [root, *_from(neighbours, c)]
+        across = chain.from_iterable(_from(node, c) for node in other_nodes)
         leaving = inside[-1] if c else root
         for pair in chain(pairwise(inside), pairwise([leaving, *across])):
             travelling[pair] += 1 / channels
@@ -171,7 +171,7 @@ def _broadcast(nodes: Nodes) -> Travelling:
 
 
 def _tree(nodes: Nodes) -> Travelling:
-    """All-reduce: up a chain in every node and a tree across them, and down again."""
+    """All-reduce: up a chain in every node and a tree across nodes, and down again."""
     channels = _channels(nodes)
     travelling, net_hops = _double_tree(nodes, channels)
     for c in range(channels):
@@ -182,10 +182,10 @@ def _tree(nodes: Nodes) -> Travelling:
 
 
 def _nvls(nodes: Nodes) -> Travelling:
-    """All-reduce in the switch: it reads everything of every GPU and adds up, hands each GPU a
-    share of the sums, takes it back, and copies it to all.
+    """All-reduce in the switch, which adds the GPUs' data and copies the sums to all.
 
-    Every GPU sends and gets n + n/g; a ring of transfers puts that on the ports of the switch.
+    It reads the data of every GPU, hands each GPU a share of the sums, and takes that back to copy
+    it. So every GPU sends and gets n + n/g; a ring of transfers puts that on the switch's ports.
     """
     travelling: Bytes = defaultdict(float)
     for node in nodes:
@@ -194,14 +194,14 @@ def _nvls(nodes: Nodes) -> Travelling:
 
 
 def _nvls_tree(nodes: Nodes) -> Travelling:
-    """All-reduce: the switch of a node leaves each GPU a share of the sums, trees add the nodes."""
+    """All-reduce: a node's switch leaves each GPU a share of the sums, and trees add the nodes."""
     (inside,), hops, _ = _nvls(nodes)
     across, net_hops = _double_tree(nodes, len(nodes[0]))
     return [defaultdict(float, inside | across)], hops, net_hops
 
 
 def _collnet(nodes: Nodes) -> Travelling:
-    """All-reduce: as ``nvls_tree``, but the switches of the network add up the nodes (SHARP)."""
+    """All-reduce: like ``nvls_tree``, but the network's switches add the nodes (SHARP)."""
     (travelling,), hops, _ = _nvls(nodes)
     for column in zip(*nodes, strict=True):
         _around(travelling, column, 1 / len(nodes[0]))
@@ -214,9 +214,9 @@ def _around(travelling: Bytes, gpus: Sequence[int], share: float) -> None:
 
 
 def _double_tree(nodes: Nodes, channels: int) -> tuple[Bytes, int]:
-    """Join the nodes by two trees, each for half of the bytes, and return its hops, too.
+    """Join the nodes by two trees, each for half of the bytes; also return the number of hops.
 
-    Inner nodes of one tree are leaves of the other, so that all send equally much.
+    Inner nodes of one tree are leaves of the other, so all nodes send equally many bytes.
     Source: Sanders, Speck and Träff 2009.
     """
     travelling: Bytes = defaultdict(float)
@@ -235,9 +235,9 @@ def _both_ways(travelling: Bytes, a: int, b: int, share: float) -> None:
 
 
 def _all_to_all(nodes: Nodes) -> Travelling:
-    """All pairs at once; in rounds, one for each distance between nodes, that keep all NICs busy.
+    """All-to-all: one round for each distance between nodes, so that all NICs are busy.
 
-    What stays inside of the nodes travels during the first one.
+    Bytes that stay inside nodes travel during the first round.
     """
     p, k = sum(map(len, nodes)), len(nodes)
     rounds: list[Bytes] = [defaultdict(float) for _ in range(k)]
@@ -252,9 +252,10 @@ def _all_to_all(nodes: Nodes) -> Travelling:
 
 
 def _scatter(nodes: Nodes) -> Travelling:
-    """The root sends all shares at once."""
-    root, *others = chain.from_iterable(nodes)
-    travelling: Bytes = defaultdict(float, {(root, gpu): 1 / (len(others) + 1) for gpu in others})
+    """Scatter: the root sends all shares at once."""
+    root, *receivers = chain.from_iterable(nodes)
+    share = 1 / (len(receivers) + 1)
+    travelling: Bytes = defaultdict(float, {(root, gpu): share for gpu in receivers})
     return [travelling], int(len(nodes) == 1), int(len(nodes) > 1)
 
 
@@ -296,16 +297,16 @@ def tree_parents(k: int) -> list[int]:
 
 
 def other_tree(parents: Sequence[int]) -> list[int]:
-    """Return the tree whose inner nodes are leaves of the first: mirrored, for odd k shifted."""
+    """Return a tree whose inner nodes are leaves of the first: its mirror, or a shift for odd k."""
     k = len(parents)
-    other = [-1] * k
+    new_parents = [-1] * k
     for node, parent in enumerate(parents):
         if parent >= 0:
             new, above = (k - 1 - node, k - 1 - parent) if k % 2 == 0 else (node + 1, parent + 1)
-            other[new % k] = above % k
-    return other
+            new_parents[new % k] = above % k
+    return new_parents
 
 
 def depth(parents: Sequence[int], node: int) -> int:
-    """Return how many steps a node is away from the root."""
+    """Return the number of steps from a node to the root."""
     return 0 if parents[node] < 0 else 1 + depth(parents, parents[node])

@@ -1,12 +1,13 @@
-"""The message patterns of collectives: which rank sends how much to which.
+"""The message patterns of collectives: how much each rank sends to which other.
 
     members   the GPUs of the group in the order of their positions 0 … p-1; a root is at position 0
     n         bytes of the whole buffer; a share of it is n/p
     α, β      seconds per message, seconds per byte; costs are for equal links without sharing
     lg        logarithm to base 2
 
-Reductions are missing here: each is a distribution run backwards (`phases.mirrored`), a reduce a
-broadcast, a gather a scatter, a reduce-scatter an all-gather. Adding takes no time.
+Reductions are missing here, because each is a distribution run backwards (`phases.mirrored`): a
+reduce mirrors a broadcast, a gather a scatter, a reduce-scatter an all-gather. Adding takes no
+time.
 
 A group of one has nothing to send: every pattern is then empty.
 """
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from distlab.sim.collectives.phases import Phase, Phases, mirrored
 
-# One round after the other along a ring, or to all members in turn
+# Rounds one after the other, along a ring or to all members in turn
 
 
 def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
@@ -37,7 +38,7 @@ def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
 
 
 def ring_twice(members: Sequence[int], n: float) -> Phases:
-    """All-reduce: a lap of reduce-scatter, a lap of all-gather.
+    """All-reduce: a lap of reduce-scatter, then a lap of all-gather.
 
     Cost: 2(p-1)α + 2n(p-1)/p β.
     """
@@ -62,21 +63,21 @@ def one_by_one(members: Sequence[int], n: float) -> Phases:
 
     Cost: (p-1)α + n(p-1)/p β.
     """
-    root, *others = members
-    return [Phase(((root, other, n / len(members)),)) for other in others]
+    root, *receivers = members
+    return [Phase(((root, receiver, n / len(members)),)) for receiver in receivers]
 
 
 # Binomial trees
 
 
 def _branches(p: int) -> Iterator[tuple[int, range]]:
-    """Yield, from the root outwards, how far the messages of a round go, and who sends them.
+    """Yield the distance and the senders of each round's messages, from the root outwards.
 
     p = 6:   distance 4   0→4
                       2   0→2
                       1   0→1  2→3  4→5
-    Whoever received at distance d has the next d positions below it, its own included. Far
-    messages come first, so that a node of 8 neighbouring positions is entered once.
+    A member that received at distance d is the root of a subtree of d positions, its own and the
+    next ones. Far messages come first, so that a node of 8 neighbouring positions is entered once.
     """
     distance = _power_of_two_from(p) // 2
     while distance:
@@ -122,15 +123,15 @@ def tree_scatter(members: Sequence[int], n: float) -> Phases:
     ]
 
 
-# Distances 1, 2, 4, …: lg p rounds in which all are busy
+# Distances 1, 2, 4, …: lg p rounds that keep all members busy
 
 
 def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
-    """Double what each member has: partners swap all of it. p = 4, n = 1000: 250 bytes, then 500.
+    """Double each member's data: partners swap all they have. p = 4, n = 1000: 250 bytes, then 500.
 
-    p = 2^k: recursive doubling. Else Bruck: to the member ``distance`` to the left, and in the last
-    round only what is still missing there. Run backwards: recursive halving, and for other p the
-    reduce-scatter of Träff.
+    For p = 2^k this is recursive doubling. For other p it is Bruck's algorithm: members send to
+    the one ``distance`` to the left, and in the last round only the shares that are missing there.
+    Run backwards, they are recursive halving and Träff's reduce-scatter.
 
     Cost: ⌈lg p⌉α + n(p-1)/p β.
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4; Träff 2024, arXiv 2410.14234.
@@ -154,7 +155,7 @@ def ring_broadcast(members: Sequence[int], n: float) -> Phases:
 
 
 def doubling_broadcast(members: Sequence[int], n: float) -> Phases:
-    """Scatter along a tree, then all-gather by doubling. Backwards: Rabenseifner's reduce.
+    """Scatter along a tree, then all-gather by doubling. Run backwards: Rabenseifner's reduce.
 
     Cost: 2⌈lg p⌉α + 2n(p-1)/p β.
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.5.
@@ -163,23 +164,23 @@ def doubling_broadcast(members: Sequence[int], n: float) -> Phases:
 
 
 def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
-    """All-to-all in few rounds: shares travel in the hops of 1, 2, 4, … that add up to their way.
+    """All-to-all in few rounds: a share travels in hops of 1, 2, 4, … that add up to its distance.
 
-    p = 4: a share for the member 3 further hops 1, then 2; it is sent twice.
+    p = 4: a share for the member 3 positions further hops 1, then 2, so it is sent twice.
 
-    Cost: p = 2^k: lg p α + (n/2) lg p β. Else the hop of ``distance`` carries one share for
-        each way below p that contains it.
+    Cost: p = 2^k: lg p α + (n/2) lg p β. For other p, the hop of ``distance`` carries one share for
+        each total distance below p that contains it.
     Source: Bruck et al. 1997; Thakur, Rabenseifner and Gropp 2005, section 4.3.
     """
     p = len(members)
     return [
-        _shift(members, distance, sum(1 for way in range(p) if way & distance) * n / p)
+        _shift(members, distance, sum(1 for total in range(p) if total & distance) * n / p)
         for distance in _doublings(p)
     ]
 
 
 def dissemination(members: Sequence[int], n: float) -> Phases:
-    """Barrier: tell the member 1, 2, 4, … positions further who has arrived, as far as you know.
+    """Barrier: notify the member 1, 2, 4, … positions further of all arrivals known so far.
 
     Cost: ⌈lg p⌉α.
     Source: Hensgen, Finkel and Manber 1988.
@@ -188,9 +189,9 @@ def dissemination(members: Sequence[int], n: float) -> Phases:
 
 
 def doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
-    """Partners at distance 1, 2, 4, … swap their whole sums.
+    """All-reduce: partners at distance 1, 2, 4, … swap their whole sums.
 
-    Cost: p = 2^k: lg p (α + nβ), else (⌊lg p⌋ + 2)(α + nβ): see `_fold`.
+    Cost: p = 2^k: lg p (α + nβ); other p: (⌊lg p⌋ + 2)(α + nβ), see `_fold`.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5.
     """
     fold, core = _fold(members, n)
@@ -199,15 +200,16 @@ def doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 
 
 def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
-    """Rabenseifner: halve what is still to be added, then double what is done. p = 4, n = 1000:
+    """Rabenseifner's all-reduce: halve the part still to add, then double the part done.
 
+    p = 4, n = 1000:
         reduce-scatter   distance 1: 500 bytes, distance 2: 250
         all-gather       distance 2: 250 bytes, distance 1: 500
 
     The large messages go to the neighbour, as in MPICH.
 
-    Cost: p = 2^k: 2 lg p α + 2n(p-1)/p β. Else, P being the largest power of two below p:
-        (2 lg P + 2)α + (2(P-1)/P + 2)nβ: see `_fold`.
+    Cost: p = 2^k: 2 lg p α + 2n(p-1)/p β. For other p, P being the largest power of two below p:
+        (2 lg P + 2)α + (2(P-1)/P + 2)nβ, see `_fold`.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5.
     """
     fold, core = _fold(members, n)
@@ -216,9 +218,9 @@ def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 
 
 def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
-    """Make the number of members a power of two: the surplus hand their buffers to a neighbour.
+    """Reduce the members to a power of two: surplus ones hand their buffers to a neighbour.
 
-    p = 6:  1→0  3→2, and 0 2 4 5 continue. What comes back at the end is this, mirrored.
+    p = 6:  1→0  3→2, and 0 2 4 5 continue. At the end, this phase mirrored hands the results back.
     """
     p = len(members)
     surplus = p - _power_of_two_from(p + 1) // 2
@@ -228,12 +230,12 @@ def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
 
 
 def _swaps(members: Sequence[int], distance: int, size: float) -> Phase:
-    """Every member sends to the partner whose position differs in the bit ``distance``."""
+    """Make a phase: every member sends to the one whose position differs in bit ``distance``."""
     return Phase(tuple((src, members[i ^ distance], size) for i, src in enumerate(members)))
 
 
 def _shift(members: Sequence[int], distance: int, size: float) -> Phase:
-    """Every member sends to the member ``distance`` positions further."""
+    """Make a phase: every member sends to the one ``distance`` positions further."""
     p = len(members)
     return Phase(tuple((src, members[(i + distance) % p], size) for i, src in enumerate(members)))
 

@@ -1,4 +1,4 @@
-"""Plans of transfers: phases one after the other, what they send and how long they would take."""
+"""Plans of transfers: phases that follow each other, and the time that they would take."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ class Phase:
     Attributes:
         transfers: Transfers of one round, at least one.
         repeat: Number of rounds in a row.
-        latency_s: Latency of each transfer in all, if its pieces pass through several GPUs. None is
-            that of its route, in every round.
-        bytes_on_links: Bytes of each transfer with the flags of its protocol, if there are any.
+        latency_s: Total latency of each transfer, if its pieces pass through several GPUs. None for
+            the latency of its route, in every round.
+        bytes_on_links: Bytes of each transfer with the flags of its protocol; empty without flags.
     """
 
     transfers: tuple[Transfer, ...]
@@ -56,10 +56,10 @@ def together(plans: Iterable[Phases]) -> Phases:
 
 
 def overlapped(phases: Phases, cluster: Cluster) -> Phases:
-    """Let all phases run at once, each on a piece that the one before it has finished.
+    """Let all phases run at once, each on a piece that the previous phase has finished.
 
-    Pieces so small that the first one is through after the latencies of all phases: what is left is
-    the time of the phase that takes longest, or of a link that several of them use.
+    The pieces are so small that the first one is through after the latencies of all phases. The
+    rest takes the time of the slowest phase, or of a link that several phases use.
     """
     latency_s = 0.0
     num_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -73,14 +73,14 @@ def overlapped(phases: Phases, cluster: Cluster) -> Phases:
 
 
 def round_s(phase: Phase, cluster: Cluster, *, shared: bool) -> float:
-    """Return how long one of the phase's rounds takes if nothing else is on the way.
+    """Return the seconds of one of the phase's rounds if nothing else is on the links.
 
-    It waits for its slowest transfer: latency + bytes / slowest link.
+    A round waits for its slowest transfer: latency + bytes / slowest link.
 
     Args:
-        shared: False: as if no two transfers met on a link, which is a lower bound. True: a link
-            that k of them cross gives each 1/k of its bandwidth, an upper bound. Both are exact
-            where nothing is shared.
+        shared: True if a link that k transfers cross gives each 1/k of its bandwidth, which is an
+            upper bound; False if they do not affect each other, a lower bound. Both are exact
+            where no link is shared.
     """
     routes = [cluster.route(src, dst) for src, dst, _ in phase.transfers]
     crossing = Counter(chain.from_iterable(route.links for route in routes))

@@ -3,17 +3,17 @@
     LL        a flag beside every 4 bytes of data: short hops, little bandwidth
     LL128     a flag in every 128 bytes: short hops, most of the bandwidth
     Simple    pieces of up to 512 KiB, each with a flag: long hops, all of the bandwidth
-    NVLS      Simple, and the switch of the node adds up
-    SHARP     NVLS, and the switches of the network add up
+    NVLS      Simple, with sums in the switch of the node
+    SHARP     NVLS, with sums in the switches of the network as well
     P2P       Simple, between all pairs at once: all_to_all, scatter, gather
 
 A collective of n bytes takes
 
     launch + hops · hop + network hops · network hop + n · seconds / efficiency
 
-where hops and seconds (of the busiest link, for a byte) belong to the pattern, the rest to the
-protocol; its efficiency differs between bytes that stay inside of a node and those that leave it.
-As in NCCL's tuner, the cheapest pair of an algorithm and a protocol is taken.
+where the hops and the seconds (of the busiest link, per byte) depend on the pattern, and the rest
+on the protocol. Its efficiency differs between bytes that stay inside a node and those that leave
+it. As in NCCL's tuner, the cheapest pair of an algorithm and a protocol is chosen.
 
 Source: NVIDIA/nccl, src/graph/tuning.cc, for this form; the numbers are fitted, see presets.py.
 """
@@ -38,7 +38,7 @@ OF_ALGORITHM = {
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a collective."""
+    """One way to run a collective: an algorithm with a protocol."""
 
     num_bytes: float
     algorithm: str
@@ -50,7 +50,7 @@ class Way:
 
     @property
     def seconds(self) -> float:
-        """Its duration if nothing else is on the links."""
+        """Duration of the collective if nothing else is on the links."""
         bytes_s = self.pattern.seconds(self.efficiency, self.net_efficiency)
         return self.latency_s + self.num_bytes * bytes_s
 
@@ -61,12 +61,13 @@ def plan(
     """Return the transfers of a collective as NCCL runs it: the latency, then all at once.
 
         plan("all_reduce", "auto", range(8), 2**30, Cluster.preset("dgx-h100"))
-            one phase: each GPU sends and gets 1.125 GiB, by the switch, at 77 % of its bandwidth
+            one phase: each GPU sends and gets 1.125 GiB, via the switch, at 77 % of its bandwidth
 
     Args:
-        algorithm: "auto": the cheapest; else one of OF_ALGORITHM, or the first that NCCL has.
+        algorithm: "auto" for the cheapest, or a key of OF_ALGORITHM. If NCCL lacks that for this
+            collective, the first that NCCL has is used.
         members: GPUs, a root first.
-        num_bytes: Size, counted as in `algorithms.plan`.
+        num_bytes: Bytes as in `algorithms.plan`.
     """
     if len(members) == 1:
         return []
@@ -93,7 +94,7 @@ def _phase(
 def cheapest(
     collective: str, algorithm: str, members: Sequence[int], num_bytes: float, cluster: Cluster
 ) -> Way:
-    """Return what NCCL's tuner would choose, of one algorithm if that is given."""
+    """Return the way that NCCL's tuner would choose, limited to ``algorithm`` unless "auto"."""
     if collective.endswith("barrier"):  # torch runs a barrier as an all-reduce of one number
         collective = "all_reduce"
     names = nccl.algorithms(collective, members, cluster)
@@ -132,7 +133,7 @@ def _way(
 
 
 def latency_s(protocol: Protocol, pattern: nccl.Pattern, cluster: Cluster) -> float:
-    """Return how long the longest way takes without its bytes."""
+    """Return the seconds of the longest path without its bytes: launch and hops."""
     hops_s = pattern.hops * protocol.hop.value * cluster.latency_s
     net_hops_s = pattern.net_hops * protocol.net_hop.value * cluster.net_latency_s
     return protocol.launch_s.value + hops_s + net_hops_s

@@ -1,1 +1,1 @@
-"""One rank's virtual GPU: how long an operation takes, and what its memory holds."""
+"""One rank's virtual GPU: the time of operations, and the use of its memory."""

@@ -1,4 +1,4 @@
-"""The GPU of one rank: while the rank's thread is inside it, its tensor operations take time.
+"""The GPU of one rank: while the rank's thread is inside it, tensor operations take time.
 
     with Device(gpu, advance=clock.advance) as device:
         train()
@@ -50,20 +50,20 @@ class Gpu(Protocol):
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Charge the operations of the thread that enters it, in time and in memory.
 
-    Views, metadata and communication take no time. Without a GPU nothing takes time, but memory is
-    still accounted for.
+    Views, metadata and communication take no time. Without a GPU, no operation takes time, but
+    memory is still accounted for.
 
     Args:
-        gpu: Speed of the GPU; arithmetic in a dtype it does not list runs as in float32.
+        gpu: Speed of the GPU; arithmetic in an unlisted dtype is as fast as in float32.
         advance: Function called with (seconds, operation) after each operation that takes time.
-        capacity_bytes: Size of the memory; None is that of the GPU, or no limit.
+        capacity_bytes: Size of the memory; None for that of the GPU, or for no limit without one.
         slowdown: Factor on all times, which may change at any moment.
     Attributes:
         memory: Live tensors, and the peak.
         flops, bytes_moved: Totals of the operations so far; 0 without a GPU.
-    Raises: OutOfMemory: inside an operation whose results do not fit.
-    Cost: about 15 us of real time per operation, 5 of them torch's; 12 without a GPU. On meta as
-        much if it was called like this before, else 100 to 400.
+    Raises: OutOfMemory: the results of an operation do not fit; raised inside that operation.
+    Cost: about 15 us of real time per operation, including 5 for torch; 12 us without a GPU. On
+        meta 15 us as well for a repeated call, and 100 to 400 us for a new one.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def in_another_thread(self) -> Iterator[None]:
-        """Let the operations of another thread run on it too, while the first one is inside."""
+        """Also charge the operations of another thread, while the first one is inside."""
         self.memory.serve()
         _push_mode(self)
         try:
@@ -107,7 +107,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """Let operations run for free, and keep what they allocate out of the account."""
+        """Run operations for free, and keep their memory out of the account."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -116,7 +116,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Do without the guard against torch.compile: 2 s to import it, 2 us per operation."""
+        """Omit the guard against torch.compile: it costs a 2 s import, and 2 us per operation."""
         return False
 
     def __torch_dispatch__(
@@ -129,7 +129,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operation and charge for it."""
         if _innermost_mode(_FAKE) is not None:  # DTensor computes the shapes of a new operation
             return func(*args, **(kwargs or {}))
-        if types and _has_wrapper(types):  # a DTensor: its local tensors come here by themselves
+        if types and _has_wrapper(types):  # a DTensor, whose local tensors come here by themselves
             self._meet_parameters(args)
             return NotImplemented
         kwargs, op = kwargs or {}, describe(func)
@@ -145,7 +145,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_parts(
         self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operation that is made of others, and charge for those."""
+        """Run an operation that consists of others, and charge for those."""
         _push_mode(self)
         try:
             return func.decompose(*args, **kwargs)
@@ -177,9 +177,9 @@ def _has_wrapper(types: tuple[type, ...]) -> bool:
     return any(is_traceable_wrapper_subclass_type(kind) for kind in types)
 
 
-# Attention is one fused kernel that keeps no scores, on a GPU as on CPU. Only on meta tensors torch
-# takes it apart and keeps them: for 32 heads, T = 4096 and width 4096 they are 1.1 GB beside the
-# 0.5 GB of all other activations of a layer. So it is fused there, too.
+# Attention is one fused kernel that keeps no scores, both on GPU and on CPU. Only on meta tensors,
+# torch splits it into parts and keeps the scores: for 32 heads, T = 4096 and width 4096 they take
+# 1.1 GB, and all other activations of a layer 0.5 GB. So it is fused for meta tensors as well.
 
 
 def _attend(
@@ -193,7 +193,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` for meta tensors: fused where the CPU's is."""
+    """Compute ``F.scaled_dot_product_attention`` of meta tensors, fused where the CPU's is."""
     if dropout_p or (attn_mask is not None and attn_mask.requires_grad):
         out, _ = aten._scaled_dot_product_attention_math(
             query,
@@ -216,7 +216,7 @@ def _attend(
 def _install_kernels() -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")  # type: ignore[no-untyped-call]
-    # In evaluation, nn.TransformerEncoderLayer would be one operation that cannot be counted.
+    # In evaluation mode, nn.TransformerEncoderLayer would be a single operation without a formula.
     had_fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
 
@@ -234,9 +234,9 @@ class Devices:
     """One device for each rank.
 
     Args:
-        gpu: Model of all of them; None accounts for memory alone.
-        advance: Function that lets the running rank's clock pass some seconds.
-        capacity_bytes: Memory of each; None is that of the GPU, or no limit.
+        gpu: Model of all GPUs; None to account for memory alone.
+        advance: Function that advances the running rank's clock by some seconds.
+        capacity_bytes: Memory of each device; None for that of the GPU, or for no limit.
         slow_ranks: rank -> factor by which its computation takes longer.
     """
 
@@ -266,5 +266,5 @@ class Devices:
         return iter(self._devices)
 
     def unnoticed(self, rank: int) -> contextlib.AbstractContextManager[object]:
-        """Move data without the device counting it as the rank's work."""
+        """Return a context in which operations do not count as the rank's work."""
         return self._devices[rank].unnoticed()

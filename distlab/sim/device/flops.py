@@ -1,17 +1,18 @@
-"""Cost of a tensor operation: arithmetic done, and bytes read and written.
+"""Cost of a tensor operation: FLOPs, and bytes read and written.
 
 A multiplication and an addition are two FLOPs, as in the published formulas. Only products count:
-matrix products, convolutions and fused attention; whatever works element by element is limited by
-memory on any accelerator, so it has bytes but no FLOPs.
+matrix products, convolutions and fused attention. Operations on single elements are limited by
+memory on any accelerator, so they have bytes but no FLOPs.
 
     (64, 512) @ (512, 256) in bfloat16
         FLOPs   2 * 64 * 256 * 512                  = 16,777,216
         bytes   2 * (64 * 512 + 512 * 256 + 64 * 256) = 360,448
 
-Not exact, on purpose: attention counts the products that its gradient needs, not those that a fused
-kernel repeats (it repeats one of five); a causal mask halves attention, whatever the shape; a
-scatter reads and writes its whole target; two views of the same elements count as two tensors;
-linear algebra beyond products (``torch.linalg``, ``cdist``) has bytes only.
+These costs are approximations on purpose:
+- Attention counts the products that its gradient needs, not those that a fused kernel repeats (it
+  repeats one of five). A causal mask halves attention, whatever the shape.
+- A scatter reads and writes its whole target. Two views of the same elements count as two tensors.
+- Linear algebra beyond products (``torch.linalg``, ``cdist``) has bytes only.
 """
 
 import math
@@ -25,10 +26,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-Formula = Callable[[Sequence[Any], Any], int]  # arguments: those of the operation, and its result
+Formula = Callable[[Sequence[Any], Any], int]  # (arguments of the operation, its result) -> FLOPs
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # looked up for every operation
+_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # globals are faster than attributes of torch
 COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 
 
@@ -36,19 +37,19 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Change what a tensor is, not what it holds; views that say so in their schema are not listed.
+# Operations that change a tensor's metadata only; views that their schema marks are not listed.
 _UNTOUCHED = _names(
     "_unsafe_view _local_scalar_dense resize_ set_ t_ transpose_ squeeze_ unsqueeze_ as_strided_ "
     "detach_ empty empty_like empty_strided new_empty new_empty_strided"
 )
-# Write their first argument without reading it.
+# Operations that write their first argument without reading it.
 _OVERWRITES = _names(
     "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ "
     "_foreach_copy_ _foreach_zero_"
 )
-# Read from their first argument only what they return.
+# Operations that read from their first argument only the elements that they return.
 _GATHERS = _names("embedding index index_select gather take")
-# Shaped like an argument, but not computed from it.
+# Operations with results shaped like an argument, but not computed from it.
 _FACTORIES = _names(
     "empty_like zeros_like ones_like full_like rand_like randn_like "
     "new_empty new_empty_strided new_zeros new_ones new_full"
@@ -57,27 +58,42 @@ _FACTORIES = _names(
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Properties of an operation by its schema, the same for every call."""
+    """Properties of an operation by its schema, equal for all calls.
+
+    Attributes:
+        is_composite: True if it consists of other operations. Such an operation comes as a whole
+            only in inference mode.
+        is_view: True if its result is a view of its first argument.
+        is_free: True if the device moves no data: a view, metadata, allocation or communication.
+        is_repeatable: True if it only computes, and its arguments determine its results' shapes.
+        creates: True if it may return a tensor with new memory.
+        may_alias: True if it may return a view although its schema does not say so.
+        adopts: True if its result holds memory that no operation allocated, as in
+            ``torch.tensor([1.0])``.
+        resizes: True if it may change the size of the tensor that it writes.
+        written: Positions of the arguments that it writes.
+        out_names: Keyword arguments that are pure results.
+    """
 
     name: str
     flops: Formula | None
-    is_composite: bool  # made of others; comes whole only where autograd is off for good
-    is_view: bool  # its result is a view of its first argument
-    is_free: bool  # a view, metadata, an allocation or communication: no data moved by the device
+    is_composite: bool
+    is_view: bool
+    is_free: bool
     is_factory: bool
-    is_repeatable: bool  # the shapes of its results follow from its arguments; it only computes
-    creates: bool  # may return a tensor with memory of its own
-    may_alias: bool  # its schema may be silent about returning a view
-    adopts: bool  # its result holds memory that no operation allocated, as in torch.tensor([1.0])
-    resizes: bool  # may give the tensor it writes another size
+    is_repeatable: bool
+    creates: bool
+    may_alias: bool
+    adopts: bool
+    resizes: bool
     overwrites: bool
     gathers: bool
-    written: tuple[int, ...]  # positions of the arguments it writes
-    out_names: frozenset[str]  # keyword arguments that are pure results
+    written: tuple[int, ...]
+    out_names: frozenset[str]
 
 
 class Cost(NamedTuple):
-    """The work of one call. ``dtype`` is that of its first tensor: it selects the arithmetic."""
+    """The cost of one call. ``dtype`` is that of its first tensor, and selects the FLOP/s."""
 
     flops: int
     bytes: int
@@ -85,12 +101,14 @@ class Cost(NamedTuple):
 
 
 def op_cost(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Cost:
-    """Return what a call cost, from its arguments and its result.
+    """Return the cost of a call, from its arguments and its result.
 
-    A tensor that is read and written counts twice: ``a.add_(b)`` moves as much as ``a + b``.
-    Of a broadcast tensor (stride 0) only the elements that exist count.
+    A tensor that is read and written counts twice: ``a.add_(b)`` moves as many bytes as ``a + b``.
+    A broadcast tensor (stride 0) counts with its real elements only.
 
-    Args: args, kwargs: as a ``TorchDispatchMode`` gets them. out: what the operation returned.
+    Args:
+        args, kwargs: Arguments as a ``TorchDispatchMode`` gets them.
+        out: Result of the operation.
     """
     if op.is_free:
         return Cost(0, 0, None)
@@ -110,7 +128,7 @@ def op_cost(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
 
 @cache
 def describe(func: OpOverload[..., Any]) -> Operation:
-    """Return what is known of an operation before it is called."""
+    """Return the properties of an operation."""
     name, schema = func._opname, func._schema
     writes = [
         (position, argument)
@@ -142,22 +160,22 @@ def describe(func: OpOverload[..., Any]) -> Operation:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors among arguments or results; lists are looked into, sparse ones left out.
+    """Return the tensors among arguments or results and inside their lists, except sparse ones.
 
-    A sparse tensor owns nothing: its indices and values are tensors of their own.
+    A sparse tensor owns no memory: its indices and values are separate tensors.
     """
     if isinstance(values, Tensor):
         values = (values,)
     elif not isinstance(values, _SEQUENCES):
         return []
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             if value.layout is _STRIDED:
-                found.append(value)
+                tensors.append(value)
         elif isinstance(value, _SEQUENCES):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def _total_bytes(tensors: list[Tensor]) -> int:
@@ -174,21 +192,21 @@ def _touched_bytes(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.itemsize if tensor.numel() else 0
 
 
-# FLOPs. torch.utils.flop_counter is right for matrix products, but slow (it maps over a tree of
-# arguments), and it counts a grouped convolution's weight gradient once per group.
+# FLOPs. torch.utils.flop_counter is right for matrix products, but slow (it maps over trees of
+# arguments), and it counts the weight gradient of a grouped convolution once per group.
 
 
 def _formula(func: OpOverload[..., Any]) -> Formula | None:
-    own = _FORMULAS.get(func._opname.removesuffix("_")) if func.namespace == "aten" else None
-    library = flop_registry.get(func.overloadpacket)
-    if own or library is None:
-        return own
-    return lambda args, out: int(library(*args, out_val=out))
+    formula = _FORMULAS.get(func._opname.removesuffix("_")) if func.namespace == "aten" else None
+    of_torch = flop_registry.get(func.overloadpacket)
+    if formula or of_torch is None:
+        return formula
+    return lambda args, out: int(of_torch(*args, out_val=out))
 
 
-def _matrix_product(left: int) -> Formula:
-    """Each element of the result is a sum over the last dim of argument ``left``."""
-    return lambda args, out: int(2 * out.numel() * args[left].shape[-1])
+def _matrix_product(first: int) -> Formula:
+    """Each element of the result is a sum over the last dimension of argument ``first``."""
+    return lambda args, out: int(2 * out.numel() * args[first].shape[-1])
 
 
 def _convolution(args: Sequence[Any], out: Any) -> int:
@@ -197,7 +215,7 @@ def _convolution(args: Sequence[Any], out: Any) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
-    """Each of the two gradients, of input and of weight, uses every product once more."""
+    """The gradients of input and weight each take as many products as the forward pass."""
     grad_out, x, weight, transposed, output_mask = *args[:3], args[7], args[10]
     forward = _convolution_flops(x, weight, x if transposed else grad_out)
     return forward * sum(map(bool, output_mask[:2]))
@@ -209,7 +227,7 @@ def _convolution_flops(x: Tensor, weight: Tensor, where: Tensor) -> int:
 
 
 def _recurrent_layer(args: Sequence[Any], out: Any) -> int:
-    """Each row of the input meets the weights of the input and, as a state, those of the state."""
+    """Each input row meets the input's weights, and each hidden state those of the state."""
     x, of_input, of_state = args[:3]
     products = x.numel() // x.shape[-1] * (of_input.numel() + of_state.numel())
     return 2 * int(products)
@@ -225,7 +243,7 @@ def _attention_backward(args: Sequence[Any], out: Any) -> int:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> int:
-    """Scores from (query, key), then a mean of values by score: two products for each head."""
+    """Two products per head: scores from queries and keys, then means of values by score."""
     *batch_and_heads, length, width = query.shape
     pairs = math.prod(batch_and_heads) * length * key.shape[-2]
     flops = 2 * pairs * (width + value.shape[-1])
@@ -233,13 +251,13 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool)
 
 
 _FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _matrix_product(left=0)),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), _matrix_product(left=1)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _matrix_product(first=0)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), _matrix_product(first=1)),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "mkldnn_rnn_layer": _recurrent_layer,  # nn.LSTM on CPU
     "mkldnn_rnn_layer_backward": lambda args, out: 2 * _recurrent_layer(args, out),
-    # What F.scaled_dot_product_attention becomes on CPU; unknown to torch (pytorch#195460).
+    # F.scaled_dot_product_attention on CPU; torch's counter does not know it (pytorch#195460).
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }

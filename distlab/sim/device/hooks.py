@@ -1,7 +1,7 @@
-"""Changes to the whole process that serve one thread each.
+"""Hooks and patches of the whole process that serve each thread separately.
 
 Ranks are threads, but torch's hooks belong to the process. They are installed once, look up the
-memory tracker of the thread that calls them, and are removed with the last tracker.
+memory tracker of the calling thread, and are removed with the last tracker.
 """
 
 import threading
@@ -25,7 +25,7 @@ _plain_resize = UntypedStorage.resize_
 
 
 class Tracker(Protocol):
-    """Receiver of reports on what happens to tensors."""
+    """Receiver of what hooks observe."""
 
     def meet(self, parameter: Tensor) -> None:
         """Note a parameter."""
@@ -40,7 +40,7 @@ class Tracker(Protocol):
 class SharedInstallation:
     """A change to the process that stays as long as at least one thread needs it.
 
-    Args: install: makes the change and returns what undoes it.
+    Args: install: Function that makes the change and returns a function that undoes it.
     """
 
     def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
@@ -49,14 +49,14 @@ class SharedInstallation:
         self._undo: Callable[[], None]
 
     def enter(self) -> None:
-        """Install, unless another thread has."""
+        """Make the change, unless another thread has made it."""
         with self._lock:
             if self._users == 0:
                 self._undo = self._install()
             self._users += 1
 
     def leave(self) -> None:
-        """Undo, unless another thread still needs it."""
+        """Undo the change, unless another thread still needs it."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
@@ -64,9 +64,9 @@ class SharedInstallation:
 
 
 def start_serving(tracker: Tracker) -> None:
-    """Let the hooks report to ``tracker`` what happens in this thread.
+    """Let the hooks report events of this thread to ``tracker``.
 
-    Raises: RuntimeError: the thread has a tracker.
+    Raises: RuntimeError: the thread already has a tracker.
     """
     if this_tracker() is not None:
         raise RuntimeError("this thread's memory is already tracked: use one tracker per thread")
@@ -81,7 +81,7 @@ def stop_serving() -> None:
 
 
 def this_tracker() -> Tracker | None:
-    """Return the memory tracker of this thread; None without a device."""
+    """Return the memory tracker of this thread, or None without a device."""
     tracker: Tracker | None = getattr(_thread, "tracker", None)
     return tracker
 
@@ -92,11 +92,11 @@ def _install_hooks() -> Callable[[], None]:
         register_optimizer_step_pre_hook(_before_step),
         register_optimizer_step_post_hook(_after_step),
     ]
-    # FSDP2 frees and restores parameters in this way, which is not a tensor operation.
+    # FSDP2 frees and restores parameters by resize_, which is not a tensor operation.
     UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
 
     def undo() -> None:
-        del UntypedStorage.resize_  # it was inherited, and is again
+        del UntypedStorage.resize_  # uncovers the inherited method
         for handle in handles:
             handle.remove()
 
@@ -131,7 +131,7 @@ def _after_step(optimizer: Optimizer, *arguments: object) -> None:
 
 
 def recognise_optimizer_state() -> None:
-    """Report to this thread's tracker the state that the current or latest optimizer has made."""
+    """Report the state of this thread's current or latest optimizer to its tracker."""
     tracker, optimizer = this_tracker(), getattr(_thread, "optimizer", lambda: None)()
     if tracker and optimizer is not None:
         _classify_state(tracker, optimizer)

@@ -1,8 +1,8 @@
-"""The account of one rank's memory: what is held, by storage and category, and what the peak was.
+"""The account of one rank's memory: live bytes by storage and category, and their peak.
 
-Storages are what counts: a view is free, and a gradient inside a bucket belongs to the bucket. What
-a storage is for may only become clear later (a sum in the backward pass becomes a gradient); it is
-then moved to its category, in the account of the peak too.
+The account counts storages: a view is free, and a gradient inside a bucket belongs to the bucket.
+The category of a storage may only become clear later (a sum in the backward pass becomes a
+gradient). The storage is then moved to that category, also in the account of the peak.
 """
 
 from collections import deque
@@ -21,21 +21,21 @@ class Block(ref[UntypedStorage]):
 
     __slots__ = ("category", "dtype", "key", "nbytes", "shape", "since")
 
-    key: int  # id of the storage
+    key: int  # id() of the storage
     nbytes: int
     category: Category
-    since: int  # the change of the account that gave it its size
-    shape: tuple[int, ...]  # shape of the tensor for which it was made
+    since: int  # number of the account's change that gave it its size
+    shape: tuple[int, ...]  # shape of its first tensor
     dtype: torch.dtype
 
 
 class Account:
-    """Live bytes by category, and a copy of them from the moment when there were most.
+    """Live bytes by category, and a copy of them from the moment of their peak.
 
     Attributes:
         live, peak: Bytes by category.
-        live_bytes, peak_bytes: Their sums.
-        blocks: Live blocks by id of their storage.
+        live_bytes, peak_bytes: Sums over the categories.
+        blocks: Live blocks by id of their storages.
     """
 
     def __init__(self) -> None:
@@ -43,18 +43,18 @@ class Account:
         self.peak = dict(self.live)
         self.live_bytes = self.peak_bytes = 0
         self.blocks: dict[int, Block] = {}
-        # A storage dies in whatever thread drops it last, at any point. Appending is atomic, so
-        # the account itself is changed by one thread only, and needs no lock.
+        # A storage dies at any point, in the thread that drops it last. That thread only appends
+        # the block here, which is atomic. So a single thread changes the account, without a lock.
         self._dead: deque[Block] = deque()
         self._changes = self._peak_since = 0
 
     def find(self, storage: UntypedStorage) -> Block | None:
-        """Return the block of a storage; None for memory that is not in the account."""
-        self.forget_dead()  # a lookup comes next: a new storage may have the id of a dead one
+        """Return the block of a storage, or None for memory that is not in the account."""
+        self.forget_dead()  # before the lookup, as a new storage may have the id of a dead one
         return self.blocks.get(id(storage))
 
     def add(self, tensor: Tensor, category: Category) -> None:
-        """Enter the storage of a tensor. It leaves by itself when the storage dies."""
+        """Enter the storage of a tensor, which leaves by itself when it dies."""
         storage = tensor.untyped_storage()
         block = Block(storage, self._dead.append)
         block.key, block.category, block.nbytes = id(storage), category, 0
@@ -63,7 +63,7 @@ class Account:
         self.set_size(block, storage.nbytes())
 
     def set_size(self, block: Block, nbytes: int) -> None:
-        """Note that a storage now has this size."""
+        """Set the size of a block."""
         self._changes += 1
         self.live[block.category] += nbytes - block.nbytes
         self.live_bytes += nbytes - block.nbytes
@@ -71,19 +71,19 @@ class Account:
         self._note_peak()
 
     def move(self, block: Block, category: Category) -> None:
-        """Change what a block is for; if it existed at the peak, change it there too."""
+        """Move a block to a category, also in the peak if the block existed then."""
         self._transfer(self.live, block, category)
         if block.since <= self._peak_since:
             self._transfer(self.peak, block, category)
         block.category = category
 
     def restart_peak(self) -> None:
-        """Forget what was held before."""
+        """Let the peak be the present bytes, and later ones."""
         self.peak_bytes = 0
         self._note_peak()
 
     def forget_dead(self) -> None:
-        """Remove what has died from the account."""
+        """Remove dead storages from the account."""
         while self._dead:
             block = self._dead.popleft()
             del self.blocks[block.key]
@@ -91,7 +91,7 @@ class Account:
             self.live_bytes -= block.nbytes
 
     def largest(self, count: int) -> list[tuple[Block, int]]:
-        """Return the largest blocks, largest first, each with how many there are of its kind."""
+        """Return the largest blocks, largest first, each with the number of blocks of its kind."""
         kinds: dict[tuple[object, ...], list[Block]] = {}
         for block in sorted(self.blocks.values(), key=lambda block: -block.nbytes):
             kind = (block.nbytes, block.category, block.shape, block.dtype)

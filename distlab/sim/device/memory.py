@@ -4,14 +4,14 @@
     model(x).sum().backward()                              gradients        4,004,000
     torch.optim.Adam(model.parameters()).step()            optimizer_state  8,008,008
 
-A parameter is known by its registration in a module or by its use, a gradient by being ``.grad`` of
-a parameter, optimizer state by being in ``optimizer.state``. An activation is any other result that
-autograd may differentiate, also one that is freed at once. The rest is "other": inputs, buffers,
-temporaries of the backward pass.
+A parameter is recognised by its registration in a module or by its use, a gradient as the ``.grad``
+of a parameter, and optimizer state as a tensor in ``optimizer.state``. An activation is any other
+result that autograd may differentiate, even if it is freed at once. All else is "other": inputs,
+buffers, temporaries of the backward pass.
 
 Sizes are exact. An allocator that rounds up to 512 bytes, as CUDA's does, uses a little more; one
-that fragments, a lot more. Not seen: memory inside an operation; tensors that another thread made
-or that were there before; tensors made without an operation (``torch.Tensor([1.0])``).
+that fragments, much more. The account misses memory inside an operation, tensors of other threads
+or from before, and tensors made without an operation (``torch.Tensor([1.0])``).
 """
 
 from collections.abc import Sequence
@@ -41,15 +41,15 @@ _PLAIN = (Tensor, Parameter)
 
 
 class OutOfMemory(RuntimeError):
-    """A rank needed more memory than its device has; the message says what fills it."""
+    """A rank needed more memory than its device has; the message lists the memory's contents."""
 
 
 class MemoryTracker:
     """Account for the memory of the thread that enters it.
 
-    The thread's ``Device`` reports operations to it, hooks the rest.
+    The thread's ``Device`` reports operations to it, and hooks report everything else.
 
-    Args: capacity_bytes: more live bytes than these are an error; None: no limit.
+    Args: capacity_bytes: Largest number of live bytes, or None for no limit.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -66,7 +66,7 @@ class MemoryTracker:
         hooks.start_serving(self)
 
     def stop_serving(self) -> None:
-        """Account for the calling thread no more."""
+        """Stop accounting for the calling thread."""
         self._update()
         hooks.stop_serving()
 
@@ -86,7 +86,7 @@ class MemoryTracker:
 
     @property
     def live_by_category(self) -> dict[str, int]:
-        """Bytes held now, by what they are for; they sum to ``live_bytes``."""
+        """Bytes held now, by category; they sum to ``live_bytes``."""
         return dict(self._update().live)
 
     @property
@@ -95,30 +95,30 @@ class MemoryTracker:
         return self._account.peak_bytes
 
     def restart_peak(self) -> None:
-        """Let the peak be what is held now, and what follows."""
+        """Let the peak be the bytes held now, or later."""
         self._update().restart_peak()
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """Bytes held at the time of ``peak_bytes``; not the peaks of the categories."""
+        """Bytes by category at the time of ``peak_bytes``, which are not the categories' peaks."""
         return dict(self._update().peak)
 
     def reclassify(self, tensor: Tensor, category: Category) -> None:
-        """Say what a tensor is for, such as a hand-made momentum; it must be this rank's."""
+        """Set the category of a tensor of this rank, such as a hand-made momentum."""
         for storage in _storages(tensor):
             block = self._account.find(storage)
             if block and block.category != category:
                 self._account.move(block, category)
 
     def _update(self) -> Account:
-        """Bring the account up to date: ``model.bfloat16()`` swaps parameters silently."""
+        """Bring the account up to date, because ``model.bfloat16()`` swaps parameters silently."""
         for reference, _ in list(self._parameters.values()):
             if (parameter := reference()) is not None:
                 self.meet(parameter)
         self._account.forget_dead()
         return self._account
 
-    # What happens
+    # Events
 
     def observe(self, op: Operation, args: Sequence[Any], out: Any) -> None:
         """Account for an operation that has just run.
@@ -136,9 +136,9 @@ class MemoryTracker:
             self._follow_sizes(tensors_in(out), op.name)
 
     def meet(self, parameter: Tensor) -> None:
-        """Note that a tensor is a parameter, and note its gradient, now or when it gets one."""
+        """Note a parameter, and its gradient, now or as soon as there is one."""
         if is_lazy(parameter):
-            return  # it has neither shape nor memory yet
+            return  # a lazy parameter has neither shape nor memory yet
         self.reclassify(parameter, "parameters")
         if parameter.grad is not None:
             self.reclassify(parameter.grad, "gradients")
@@ -153,14 +153,14 @@ class MemoryTracker:
     def resize(self, storage: UntypedStorage, nbytes: int) -> None:
         """Account for a storage whose size is about to change.
 
-        Raises: OutOfMemory: it does not fit, and must keep its size.
+        Raises: OutOfMemory: the new size does not fit; the storage must keep its size.
         """
         if block := self._account.find(storage):
             self._require(nbytes - block.nbytes, "resize_")
             self._account.set_size(block, nbytes)
 
     def _classify_inputs(self, inputs: list[Tensor]) -> bool:
-        """Know parameters and activations by their use; return whether results need gradients."""
+        """Recognise parameters and activations by use; return whether results need gradients."""
         is_recorded = torch.is_grad_enabled()
         for tensor in inputs:
             if type(tensor) is Parameter:
@@ -170,15 +170,15 @@ class MemoryTracker:
         return is_recorded and any(tensor.requires_grad for tensor in inputs)
 
     def _recognise_activation(self, tensor: Tensor) -> None:
-        """Note what was received from another rank or comes from an ``autograd.Function``."""
+        """Note an activation that was received or comes from an ``autograd.Function``."""
         block = self._account.find(tensor.untyped_storage())
         if block and block.category == "other":
             self._account.move(block, "activations")
 
     def _fresh(self, results: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results with memory of their own, one for each storage.
+        """Return the results with new memory, one for each storage.
 
-        An operation that may return a view without saying so has the memory of its ``sources``.
+        An operation that may return an unmarked view shares the memory of its ``sources``.
         """
         known = self._account.blocks
         fresh = {id(storage): t for t in results if id(storage := t.untyped_storage()) not in known}
@@ -214,7 +214,7 @@ def _is_buffer(op: Operation, inputs: list[Tensor]) -> bool:
 
 
 def _storages(value: object) -> list[UntypedStorage]:
-    """Return the storages of a tensor; a DTensor has that of its local part, a sparse one none."""
+    """Return the storages of a tensor; of a DTensor the local part's, of a sparse tensor none."""
     if type(value) not in _PLAIN and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         return [storage for name in names for storage in _storages(getattr(value, name))]
@@ -224,7 +224,7 @@ def _storages(value: object) -> list[UntypedStorage]:
 
 
 def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
-    """Say what fills the memory, largest first, and what usually helps."""
+    """List the contents of the memory, largest first, and a usual remedy."""
     held = sorted(account.live.items(), key=lambda item: -item[1])
     return "\n".join(
         [

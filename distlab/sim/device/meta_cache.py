@@ -1,12 +1,12 @@
-"""A cache for operations on meta tensors: a repeated call returns what the first one returned.
+"""A cache for operations on meta tensors: a repeated call returns the same shapes without torch.
 
-Meta tensors hold no numbers, so a result is a shape; but torch works it out in Python, in 100 to
-400 us for each call. The ranks of a simulated training make the same calls over and over. A
-repeated call takes 15 us here.
+Meta tensors hold no numbers, so a result is only a shape. But torch computes it in Python, in 100
+to 400 us per call, and the ranks of a simulated training repeat the same calls. A repeated call
+takes 15 us here.
 
     x = torch.empty(4096, 4096, device="meta")
-    x + x                                     # torch's own kernel; the result's shape is noted
-    x * 2 + x                                 # the sum is another tensor of the shape noted
+    x + x                                     # runs torch's kernel, and stores the result's shape
+    x * 2 + x                                 # makes the sum as a new tensor of the stored shape
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,16 @@ from torch._ops import OpOverload
 
 from distlab.sim.device.flops import Cost, Operation, op_cost, tensors_in
 
-Key = tuple[Any, ...]  # all that the shape of a result may depend on
+Key = tuple[Any, ...]  # everything that the shape of a result may depend on
 
-_MOST_CALLS = 20_000  # remembered at once
+_MOST_CALLS = 20_000  # size of the cache
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 _PLAIN |= {torch.layout, torch.memory_format}
-_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # looked up for every operation
+_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # globals are faster than attributes of torch
 
 
 class Result(NamedTuple):
-    """One result of a call: an argument, by its position; a new tensor; without a dtype, None."""
+    """One result of a call: the argument at ``position``, or a new tensor, or None (no dtype)."""
 
     position: int | None = None
     shape: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Results and cost of a call. ``kind``: list or tuple of results, or None for a single one."""
+    """Results and cost of a call. ``kind`` is list or tuple, or None for a single result."""
 
     results: list[Result]
     kind: type | None
@@ -49,9 +49,9 @@ _calls: dict[Key, Call] = {}
 def run(
     func: OpOverload[..., Any], op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Cost | None]:
-    """Call an operation.
+    """Call an operation, from the cache if possible.
 
-    Returns: what it returned, and what it cost if that is remembered.
+    Returns: Result of the operation, and its cost if that is in the cache.
     """
     key = _key(func, op, args, kwargs) if op.is_repeatable else None
     if key is None:
@@ -66,10 +66,10 @@ def run(
 def _key(
     func: OpOverload[..., Any], op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Key | None:
-    """Return what distinguishes this call from others; None: it cannot be remembered."""
+    """Return the key of this call in the cache, or None if it cannot be cached."""
     parts: list[Any] = [func, *kwargs]
     tensors: list[int] = []
-    # In place no shape depends on a float, and each step of an optimizer has new ones.
+    # In-place operations have no shape that depends on a float, and optimizer steps change floats.
     skipped = float if op.written else None
     if not (
         _describe(args, skipped, parts, tensors)
@@ -77,7 +77,7 @@ def _key(
         and tensors
     ):
         return None
-    if len(set(tensors)) < len(tensors):  # one tensor in two places costs less than two tensors
+    if len(set(tensors)) < len(tensors):  # a repeated argument costs less than two tensors
         first_places: dict[int, int] = {}
         parts += [first_places.setdefault(tensor, place) for place, tensor in enumerate(tensors)]
     return tuple(parts)
@@ -86,7 +86,7 @@ def _key(
 def _describe(
     values: Sequence[Any], skipped: type | None, parts: list[Any], tensors: list[int]
 ) -> bool:
-    """Append to ``parts`` what shapes may depend on; return whether that is all there is."""
+    """Append to ``parts`` all that shapes may depend on; return False if that is not possible."""
     parts.append(len(values))
     for value in values:
         kind = type(value)
@@ -119,7 +119,7 @@ def _remember(
 
 
 def _result(op: Operation, args: Sequence[Any], value: Any, used: set[int]) -> Result | None:
-    """Say how to make a result again; None: it shares memory, or has more than its shape needs."""
+    """Return how to make a result again, or None if its memory is shared or larger than needed."""
     if value is None:
         return Result()
     for position in op.written:

@@ -1,4 +1,4 @@
-"""The machine that is simulated: GPUs, links, and the route from each GPU to each other one.
+"""The simulated machine: GPUs, links, and the route from each GPU to every other.
 
     cluster = Cluster.preset("dgx-h100", nodes=2)
     cluster.route(0, 8).latency_s                                # 1e-05
@@ -29,10 +29,10 @@ class GPU:
 
     Args:
         peak_flops: FLOP/s by name of the dtype ("bfloat16", "float16", "float32", "float64"), as on
-            the data sheet, dense. Utilisation (MFU) divides by it.
-        achievable_flops: FLOP/s that a large matmul really reaches. Time divides by it.
-        protocol_efficiency: Share of the bandwidth of its links that each of NCCL's protocols
-            reaches, by name; protocols that are missing reach all of it.
+            the data sheet, dense. Utilisation (MFU) is relative to it.
+        achievable_flops: FLOP/s that a large matmul really reaches. Simulated times use it.
+        protocol_efficiency: Share of the links' bandwidth that each of NCCL's protocols reaches,
+            by name; a missing protocol reaches all of it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class GPU:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return all numbers under the names of the table: "peak_flops.float16" and so on."""
+        """Return all numbers under their names in the table, such as "peak_flops.float16"."""
         return {
             "memory_bytes": self.memory_bytes,
             "memory_bytes_per_s": self.memory_bytes_per_s,
@@ -102,9 +102,9 @@ class Cluster:
     Args:
         nodes, gpus_per_node: Size. GPUs of a node share one switch or host; an NVL72 rack is one
             node.
-        gpu: Model of each GPU. None: computation takes no time and memory is unlimited.
-        nics_per_node: NICs, shared evenly by neighbours. 0 is the topology's default, see above, or
-            else one NIC per GPU.
+        gpu: Model of each GPU, or None for computation without time and memory without limit.
+        nics_per_node: Number of NICs, shared evenly by neighbours. 0 for the topology's default:
+            one for ethernet, and one per GPU otherwise.
         nvlink_bytes_per_s: Bandwidth of one GPU inside its node, over NVLink (ethernet: over PCIe).
         nic_bytes_per_s: Bandwidth of one NIC.
         latency_s, net_latency_s: Latency of a message inside a node, and between nodes.
@@ -112,12 +112,12 @@ class Cluster:
         oversubscription: Bandwidth of the NICs below a leaf / bandwidth of its up-link, in a
             fat-tree.
         nodes_per_leaf: Number of nodes that share a leaf switch, in a fat-tree.
-        switch_adds: True if the switch of a node adds up what its GPUs send (NVLS).
+        switch_adds: True if the switch of a node sums the data of its GPUs (NVLS).
         network_adds: True if the switches between the nodes do so as well (SHARP).
         numbering: Order of the GPUs, and so of the ranks: "block", node by node, or "cyclic", a GPU
-            of each node in turn; names of Slurm's --distribution.
-        faults: (pattern, factor) of the links that `slowed` has slowed down.
-    Raises: ValueError: for a value that makes no sense; one line, which says what would.
+            of each node in turn. The names are those of Slurm's --distribution.
+        faults: Pairs (pattern, factor) for links that `slowed` has slowed down.
+    Raises: ValueError: a value makes no sense; the text, one line, says what is valid.
     """
 
     nodes: int = 1
@@ -163,9 +163,9 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> "Cluster":
-        """Return ``nodes`` nodes of a known machine: one of PRESETS, such as "dgx-h100".
+        """Return ``nodes`` nodes of a known machine, one of PRESETS, such as "dgx-h100".
 
-        Raises: ValueError: if there is none of that name; gives the valid names and the nearest.
+        Raises: ValueError: there is no such preset; the text lists the valid names.
         Source: presets.py, for every number.
         """
         if name not in CLUSTERS:
@@ -192,7 +192,7 @@ class Cluster:
 
     @cached_property
     def links(self) -> list[Link]:
-        """All links; a route names them by their index."""
+        """All links; routes refer to them by index."""
         links = []
         for name, bytes_per_s in self._map.links().items():
             for pattern, factor in self.faults:
@@ -206,7 +206,7 @@ class Cluster:
         return self.place_of(gpu).node
 
     def place_of(self, gpu: int) -> Place:
-        """Return where GPU number ``gpu`` is.
+        """Return the place of GPU number ``gpu``.
 
         Raises: ValueError: there is no such GPU.
         """
@@ -218,14 +218,14 @@ class Cluster:
         return Place(*divmod(gpu, self.gpus_per_node))
 
     def by_node(self, gpus: Sequence[int]) -> list[list[int]]:
-        """Sort GPUs by node, in the order in which the nodes appear."""
+        """Group GPUs by node, in the order of first appearance."""
         nodes: dict[int, list[int]] = {}
         for gpu in gpus:
             nodes.setdefault(self.node_of(gpu), []).append(gpu)
         return list(nodes.values())
 
     def route(self, src: int, dst: int) -> Route:
-        """Return how bytes get from GPU ``src`` to GPU ``dst``; to itself: no link, no latency."""
+        """Return the route of bytes from GPU ``src`` to ``dst``; without links if both are one."""
         route = self._routes.get((src, dst))
         if route is None:
             route = self._routes[src, dst] = self._find_route(
@@ -234,14 +234,14 @@ class Cluster:
         return route
 
     def slowed(self, pattern: str, factor: float) -> "Cluster":
-        """Return a copy in which all links whose name matches ``pattern`` are slower.
+        """Return a copy in which all links whose names match ``pattern`` are slower.
 
             cluster.slowed("node3.nic0.*", 10)      # both directions, a tenth of the bandwidth
 
         Args:
             pattern: Pattern as for file names: `*` is any text, `?` any character, `[12]` either.
-            factor: 1 or more.
-        Raises: ValueError: if no link matches; names some that exist.
+            factor: Divisor of the bandwidth, 1 or more.
+        Raises: ValueError: no link matches; the text names some that exist.
         """
         if not 1 <= factor < inf:
             raise ValueError(f"slowed() divides by factor: expected 1 or more, got {factor}")
@@ -252,10 +252,10 @@ class Cluster:
         return replace(self, faults=(*self.faults, (pattern, factor)))
 
     def assumptions(self) -> list[str]:
-        """Return one line for every number that is neither on a data sheet nor measured.
+        """Return a line for every number that is neither on a data sheet nor measured.
 
-        They belong to every result: "simulated, preset dgx-h100, assuming: ...". For one node, the
-        numbers of the network are left out.
+        These lines belong to every result: "simulated, preset dgx-h100, assuming: ...". For a
+        single node, the numbers of the network are left out.
         """
         preset = CLUSTERS.get(self.name)
         used = _INSIDE if self.nodes == 1 else _INSIDE + _BETWEEN
@@ -311,7 +311,7 @@ def _check(cluster: Cluster) -> None:
 def _assumed_lines(
     prefix: str, values: Mapping[str, float], known: Mapping[str, Number]
 ) -> list[str]:
-    """Return a line for each value that is assumed in ``known``, or differs from it."""
+    """Return a line for each value that is assumed in ``known``, or differs from ``known``."""
     lines = []
     for key, value in values.items():
         number = known.get(key)
@@ -327,11 +327,11 @@ def _below(values: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
-    """Return the cluster that is meant, large enough for the ranks.
+    """Return the cluster, or one of this preset's name (None: one node), with a GPU per rank.
 
     Raises:
-        ValueError: it has fewer GPUs than there are ranks, there is no preset of that name, or
-            these are more ranks than can be simulated.
+        ValueError: the cluster has fewer GPUs than there are ranks, there is no preset of that
+            name, or there are more ranks than can be simulated.
     """
     if num_ranks > MAX_RANKS:
         raise ValueError(
@@ -341,8 +341,8 @@ def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
     if cluster is None:
         return Cluster(1, num_ranks)
     if isinstance(cluster, str):
-        one = Cluster.preset(cluster)
-        return Cluster.preset(cluster, nodes=-(-num_ranks // one.gpus_per_node))
+        gpus_per_node = Cluster.preset(cluster).gpus_per_node
+        return Cluster.preset(cluster, nodes=-(-num_ranks // gpus_per_node))
     if cluster.num_gpus < num_ranks:
         raise ValueError(
             f"{num_ranks} ranks need as many GPUs, but {cluster.name} has only {cluster.num_gpus}: "

@@ -1,13 +1,13 @@
-"""Every hardware number of the simulator, each with where it comes from. Data only.
+"""All hardware numbers of the simulator, each with its source. Data only.
 
     status      meaning
-    spec        the maker's data sheet: one direction, dense (the sheets print both directions
-                together and twice the FLOP/s with sparsity)
-    measured    someone ran it and published the figure
-    fitted      to published runs of NCCL; docs/fidelity.md shows how well
+    spec        from the maker's data sheet: one direction, dense (the sheets print the sum of both
+                directions, and twice the FLOP/s with sparsity)
+    measured    measured and published by someone
+    fitted      fitted to published runs of NCCL; docs/fidelity.md shows how well
     assumed     not published, but plausible; `Cluster.assumptions` lists these
 
-Simulated time divides by what is achievable, utilisation (MFU) by the peak: both are kept.
+Simulated times use achievable FLOP/s, and utilisation (MFU) the peak, so both are listed.
 """
 
 from collections.abc import Mapping
@@ -50,12 +50,12 @@ class Protocol(NamedTuple):
     """Cost of a collective in addition to its bytes; see collectives/protocols.py.
 
     Attributes:
-        launch_s: once, the kernel's start included.
-        hop: latency between two GPUs of a node, in latencies of the cluster.
-        net_hop: the same between two nodes.
-        net_efficiency: bytes of data for each byte between two nodes; inside of a node, see GPUS.
-        in_trees: what is left of the efficiency inside of a node if a GPU serves three neighbours
-            instead of two.
+        launch_s: Seconds per collective, including the kernel's start.
+        hop: Latency between two GPUs of a node, in latencies of the cluster.
+        net_hop: Latency between two nodes, in network latencies of the cluster.
+        net_efficiency: Bytes of data per byte sent between two nodes; GPUS has it inside nodes.
+        in_trees: Factor on the efficiency inside a node if a GPU serves three neighbours instead of
+            two.
     """
 
     launch_s: Number
@@ -74,7 +74,7 @@ PROTOCOLS = {
     "P2P": Protocol(fitted(52.7e-6), fitted(1.12), fitted(2.03), fitted(0.893)),
 }
 
-# Bytes of data for each byte that NVLink carries, by protocol.
+# Bytes of data per byte that NVLink carries, by protocol.
 _AMPERE = {
     "LL": fitted(0.418),
     "LL128": fitted(0.55),
@@ -115,7 +115,7 @@ def _gpu(
     """Return the numbers of one GPU, under the names of the fields of `cluster.GPU`.
 
     Args:
-        matmul: FLOP/s that the 16-bit dtypes reach. The others are assumed to reach the same
+        matmul: FLOP/s that the 16-bit dtypes reach. Other dtypes are assumed to reach the same
             share of their peaks.
     """
     numbers = {
@@ -133,7 +133,7 @@ def _gpu(
     return numbers | shares
 
 
-# float32 is without TF32, float64 with tensor cores, as torch.matmul runs them by default.
+# float32 is listed without TF32 and float64 with tensor cores, as torch.matmul runs by default.
 GPUS: dict[str, dict[str, Number]] = {
     "A100-40GB": _gpu(
         "NVIDIA A100 SXM4 40 GB data sheet",
@@ -201,11 +201,11 @@ class Preset:
     """One kind of cluster; the fields are the arguments of `cluster.Cluster`."""
 
     topology: str
-    gpu: str | None  # a key of GPUS; None: compute is free
+    gpu: str | None  # key of GPUS; None if computation takes no time
     gpus_per_node: Number
     nics_per_node: Number
-    nvlink_bytes_per_s: Number  # per GPU, inside its node
-    nic_bytes_per_s: Number  # per NIC
+    nvlink_bytes_per_s: Number  # bandwidth of one GPU inside its node
+    nic_bytes_per_s: Number  # bandwidth of one NIC
     latency_s: Number
     net_latency_s: Number
     hop_latency_s: Number
@@ -287,7 +287,7 @@ CLUSTERS: dict[str, Preset] = {
         hop_latency_s=_relayed(4e-6),
         switch_adds=True,
     ),
-    "gb200-nvl72": Preset(  # a node is here the rack: the 72 GPUs on one NVLink switch
+    "gb200-nvl72": Preset(  # one rack is a node, with 72 GPUs on one NVLink switch
         "rail-optimised",
         gpu="GB200-186GB",
         gpus_per_node=spec(72, "18 trays x 4 GPUs on one NVLink switch"),

@@ -1,8 +1,8 @@
 """The links of a cluster, and those that a message crosses: names and bandwidths only.
 
     node    the GPUs that share an NVLink switch, or a host
-    port    a GPU's way out of, or into, the switch of its node
-    NIC     a node's way out to the other nodes, and in
+    port    a GPU's connection to the switch of its node, in one direction
+    NIC     a node's connection to the other nodes
     relay   a GPU that passes bytes on, or a switch beyond the first
 
 A cable carries both directions at full speed, so each direction is a link of its own:
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """A GPU: number of its node, and its own number inside that node."""
+    """Place of a GPU: the number of its node, and the GPU's number inside that node."""
 
     node: int
     gpu: int
 
 
 class Path(NamedTuple):
-    """Names of the links from one GPU to another, and how often the bytes are relayed."""
+    """Names of the links from one GPU to another, and the number of relays in between."""
 
     links: tuple[str, ...]
     relays: int = 0
@@ -50,10 +50,10 @@ class Switch:
                  nic0                nic1                              node1.nic1.in
         node 1   gpu0 ── NVSwitch ── gpu1
 
-    A GPU reaches its NIC past the switch of the node, so its ports stay free.
+    A GPU reaches its NIC without crossing the node's switch, so its ports stay free.
     """
 
-    nic_per_gpu = True  # unless the caller says otherwise
+    nic_per_gpu = True  # the default number of NICs
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -70,7 +70,7 @@ class Switch:
         return links
 
     def path(self, src: Place, dst: Place) -> Path:
-        """Return the way from ``src`` to ``dst``, two different GPUs."""
+        """Return the path from ``src`` to ``dst``, two different GPUs."""
         return self._inside(src, dst) if src.node == dst.node else self._between(src, dst)
 
     def _links_inside(self, node: int) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Switch:
 
 
 class Ethernet(Switch):
-    """GPUs on PCIe, and one NIC for all of them: bytes to another node cross PCIe, too.
+    """GPUs on PCIe, and one NIC for all of them; bytes to another node also cross PCIe.
 
     gpu0 ──┐                                 ┌── gpu0     gpu0 to gpu1 of node 1: gpu0.out,
     gpu1 ──┴── nic0 ─── switch ─── nic0 ─────┴── gpu1     nic0.out, nic0.in, gpu1.in
@@ -134,11 +134,11 @@ class RailOptimised(Switch):
 
 
 class FatTree(Switch):
-    """Nodes are connected to leaf switches, these to a spine; nodes of a leaf share its up-link.
+    """Nodes are connected to leaf switches, and leaves to a spine by an up-link that nodes share.
 
            ┌─── spine ───┐           leaf0.up, leaf1.down: NICs below / oversubscription
          leaf0         leaf1
-        ╱     ╲       ╱     ╲        between two leaves the bytes pass two more switches
+        ╱     ╲       ╱     ╲        between two leaves, bytes pass two more switches
     node0  node1   node2  node3      (nodes_per_leaf = 2)
     """
 
@@ -164,7 +164,7 @@ class FatTree(Switch):
 
 
 class Torus:
-    """Every GPU is wired to four neighbours; both axes close to a ring.
+    """Every GPU is wired to four neighbours, and both axes close to rings.
 
         x: along a node, gpus_per_node GPUs, NVLink      y: across the nodes, over NICs
 
@@ -172,7 +172,8 @@ class Torus:
            │     │     │            0,0 -> 1,2: first along x, the shorter way round (left),
         ─ 1,0 ─ 1,1 ─ 1,2 ─         then along y; every GPU on the way relays
 
-    At equal distance the bytes go up in number. An axis of two GPUs has one cable, not two.
+    If both ways round are equally long, bytes go towards higher numbers. An axis of two GPUs has a
+    single cable.
     Source: Dally and Towles, Principles and Practices of Interconnection Networks, section 8.4
     (dimension-order routing).
     """
@@ -195,7 +196,7 @@ class Torus:
         }
 
     def path(self, src: Place, dst: Place) -> Path:
-        """Return the way from ``src`` to ``dst``, two different GPUs."""
+        """Return the path from ``src`` to ``dst``, two different GPUs."""
         shape = self.shape
         along_x = [
             f"{_gpu(Place(src.node, gpu))}.x{sign}"
@@ -234,7 +235,7 @@ def _directions(axis: str, size: int, bytes_per_s: float) -> dict[str, float]:
 
 
 def _walk(start: int, end: int, size: int) -> Iterator[tuple[int, str]]:
-    """Yield where each hop begins and its direction: 0 to 3 on a ring of 4 is one hop, (0, "-")."""
+    """Yield the start and direction of each hop: 0 to 3 on a ring of 4 is one hop, (0, "-")."""
     ahead = (end - start) % size
     up = ahead <= size - ahead
     for hop in range(ahead if up else size - ahead):

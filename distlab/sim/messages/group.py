@@ -1,6 +1,6 @@
 """The process group of the simulated world: every ``torch.distributed`` call ends here."""
 
-# torch's stubs declare overloads for its C++ front; what c10d calls from Python is below.
+# torch's stubs declare overloads of the C++ class; c10d calls only the methods below from Python.
 # mypy: disable-error-code="override,assignment"
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,14 @@ MAX_ERRORS = 1_000
 
 
 class Failures:
-    """Keeps the first error.
+    """Keeps a world's first error.
 
     Args:
         explain: Function that completes a report while all ranks are still where they were.
         stop: Function that ends the world with an error.
 
     Attributes:
-        first: Error to report, whatever else happens; None if there was none.
+        first: Error to report, whatever happens later; None if there was none.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Failures:
     def note(self, error: SimulationError) -> None:
         """Keep an error that is about to be raised in the running rank.
 
-        Ranks that catch it and try again forever are ended.
+        After MAX_ERRORS of them, the world ends: a rank catches errors and retries forever.
         """
         self._num_errors += 1
         if self.first is None:
@@ -65,8 +65,8 @@ class Shared:
     """Parts of a world that all its groups share.
 
     Attributes:
-        handles: Operations that were not waited for.
-        failures: Errors of calls that cannot belong together.
+        handles: Operations not waited for yet.
+        failures: Record of errors of calls that cannot belong together.
     """
 
     clock: Clock
@@ -111,7 +111,7 @@ class SimGroup(BaseGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors it carries; asynchronous checkpoints ask for the CPU."""
+        """The devices whose tensors the group carries; asynchronous checkpoints need the CPU."""
         return [torch.device(name) for name in ("cpu", "cuda", "meta")]
 
     # Point to point
@@ -131,7 +131,7 @@ class SimGroup(BaseGroup):
         return self._post("recv", tensors, self._ranks[src], src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimWork:
-        """Post a recv from any rank; the first to send is taken, and the lowest of several."""
+        """Post a recv from any rank; it takes the earliest send, of the lowest rank if several."""
         check_contiguous("recv", tensors)
         return self._post("recv", tensors, ANY_SOURCE, ANY_SOURCE, tag)
 
@@ -160,20 +160,20 @@ class SimGroup(BaseGroup):
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks; rank 0 of the group says which of them do not come in time.
+        """Wait for all ranks; rank 0 of the group reports ranks that do not come in time.
 
         Args:
-            timeout: Limit on rank 0; None is the group's.
-            wait_all_ranks: True to name all of them, not only the first.
+            timeout: Limit on rank 0; None for the group's.
+            wait_all_ranks: True to report all missing ranks, not only the first.
 
         Raises:
-            RuntimeError: not all have come; also on the ranks that have.
+            RuntimeError: not all ranks have come; raised on all ranks that have.
         """
         self.counts.add(MONITORED)
         attendance = self._attend(MONITORED)
         if self._me == 0:
-            own_limit_s = self._limit_s if timeout is None else seconds_of(timeout)
-            self._monitor(attendance, own_limit_s, names_all=wait_all_ranks)
+            limit_s = self._limit_s if timeout is None else seconds_of(timeout)
+            self._monitor(attendance, limit_s, names_all=wait_all_ranks)
         attendance.wait()
 
     def _monitor(self, attendance: Attendance, limit_s: float, *, names_all: bool) -> None:
@@ -202,7 +202,7 @@ class SimGroup(BaseGroup):
             raise
 
     def _refused(self, call: Call) -> None:
-        """Let time pass for a call on a group that is closed, which will be refused."""
+        """Let time pass for a call on a closed group, which is about to be refused."""
         shared = self._shared
         meeting = Meeting(shared.meetings, self._key, self._ranks, self._num_calls)
         site = shared.places.call_site()

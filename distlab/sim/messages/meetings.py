@@ -1,8 +1,8 @@
-"""Collectives: all ranks of a group meet, the bytes travel phase by phase, all are done.
+"""Collectives: all ranks of a group meet, the bytes travel phase by phase, and all are done.
 
 A collective is recognised by its number: the k-th call of every rank on a group is one meeting.
-What must agree is compared as each rank arrives. If it differs, no bytes travel: the meeting fails
-on all its ranks when the last one has come, or a little later without those that are missing.
+Arguments that must agree are compared as each rank arrives. If they differ, no bytes travel: the
+meeting fails on all its ranks when the last one has come, or after a while if some are missing.
 """
 
 import copy
@@ -34,13 +34,13 @@ from distlab.sim.reporting.sites import CallSite
 from distlab.util.text import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
-DISPUTE_S = 0.1  # virtual time for which the others are awaited if calls differ
+DISPUTE_S = 0.1  # virtual time for which calls that differ wait for the missing ranks
 THREADS = (
     "If several threads of a rank use this group, the order of their calls is chance: give each "
     "thread a group of its own."
 )
 MAX_SHAPES = 6  # shapes of a coalesced call in a report
-Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # (call, ranks of the group)
+Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # (call, ranks of the group) -> transfers
 
 
 class Attendance(Pending):
@@ -57,18 +57,18 @@ class Attendance(Pending):
         site: CallSite,
     ) -> None:
         super().__init__(clock, call.name, group, nbytes(call.inputs), site)
-        self.call = call  # deleted when it is done
+        self.call = call  # deleted at the end, as it holds tensors
         tensors = call.inputs if call.is_coalesced else [*call.inputs, *call.outputs][:1]
         self.forms = [Form(tensor.shape, tensor.dtype) for tensor in tensors]
         self.meeting = meeting
-        self.kept: list[Tensor] = []  # strict mode: the inputs as they were when posted
+        self.kept: list[Tensor] = []  # copies of the inputs when posted, in strict mode
 
     def late(self, limit_s: float) -> Exception:
-        """Return the error for a rank that waits no longer; the collective continues."""
+        """Return the error for a rank whose own limit is over; the collective continues."""
         return patience_error(self.rank, limit_s, f"{self.text()}, {self.where()}")
 
     def expired(self, limit_s: float) -> Exception:
-        """Let it fail on all ranks of the group."""
+        """Let the collective fail on all ranks of the group."""
         if self.meeting.is_disputed:
             dispute = self.meeting.dispute()
             self.meeting.fail(partial(_copied, dispute))
@@ -93,7 +93,7 @@ class Attendance(Pending):
 
 
 class Founding(Attendance):
-    """One rank's part in making a group, which is there when all its ranks have called for it."""
+    """One rank's part in making a group, which exists once all its ranks have called for it."""
 
     __slots__ = ()
     kind, is_recorded = "founding", False
@@ -112,16 +112,16 @@ class Meeting:
         self.group = group
         self.number = number
         self.attendances: dict[int, Attendance] = {}  # keys: global ranks
-        self._under_way = 0  # transfers of the current phase
+        self._under_way = 0  # number of transfers of the current phase
         self._begin_s = 0.0
         self._has_begun = False
-        self._error_of: Callable[[int], Exception] | None = None  # it has failed
-        self.is_disputed = False  # calls differ
+        self._error_of: Callable[[int], Exception] | None = None  # set once it has failed
+        self.is_disputed = False  # True while calls differ
 
     def arrive(self, call: Call, site: CallSite) -> Attendance:
         """Take part as the running rank.
 
-        If calls differ, all ranks are awaited, so that the error can say who is alone with what.
+        If calls differ, all ranks are awaited, so that the error can show the call of each.
 
         Raises:
             Mismatch: the calls of the ranks cannot be one collective.
@@ -142,16 +142,16 @@ class Meeting:
             raise attendance.error
         return attendance
 
-    def _agrees(self, late: Attendance) -> bool:
-        mine, first = late.call, next(iter(self.attendances.values())).call
+    def _agrees(self, newcomer: Attendance) -> bool:
+        call, first = newcomer.call, next(iter(self.attendances.values())).call
         return (
-            mine.name == first.name
-            and mine.must_agree == first.must_agree
-            and device_of(mine) == device_of(first)
+            call.name == first.name
+            and call.must_agree == first.must_agree
+            and device_of(call) == device_of(first)
         )
 
     def _settle(self, call: Call) -> None:
-        """All ranks have arrived: begin, or fail on all."""
+        """Begin, or fail on all ranks, which have all arrived."""
         members = [self.attendances[rank] for rank in self.group]
         error = self.dispute() if self.is_disputed else None
         if error is None and members[0].name == "all_to_all":
@@ -162,7 +162,7 @@ class Meeting:
             self.fail(partial(_copied, error))
 
     def dispute(self) -> Mismatch:
-        """Make the error for calls that differ, of the ranks that have come."""
+        """Make the error for calls that differ, showing the ranks that have come."""
         present = [self.attendances[rank] for rank in sorted(self.attendances)]
         error = disagreement(
             [
@@ -181,10 +181,10 @@ class Meeting:
         return row._replace(where=f"{row.where}, thread {name!r}") if name else row
 
     def _thread(self, attendance: Attendance) -> str:
-        """Return the name of the thread that waits, or has just arrived; "": a rank's first one."""
+        """Return the name of the thread that waits or has just arrived; "" for the first thread."""
         current = self._world.clock.scheduler.current
-        just_came = [current] if attendance.rank == current.number else []
-        return next((strand.name for strand in attendance.waiters or just_came), "")
+        newcomer = [current] if attendance.rank == current.number else []
+        return next((strand.name for strand in attendance.waiters or newcomer), "")
 
     def _has_several_threads(self) -> bool:
         """Return whether more than one thread of a rank is in a call of this group."""
@@ -197,12 +197,12 @@ class Meeting:
         return len({*users}) < len(users)
 
     def close(self, gave_up: int) -> None:
-        """Let it fail, and what comes after it, because a rank has waited long enough."""
+        """Let this and all later collectives of the group fail, because one has timed out."""
         self._world.closed[self.key] = gave_up
         self.fail(lambda rank: closed_error(rank, gave_up))
 
     def fail(self, error_of: Callable[[int], Exception]) -> None:
-        """End it for all its ranks, also those that are still to come, if it has not begun.
+        """End the meeting for all ranks, including those still to come, if it has not begun.
 
         Args:
             error_of: Maker of the error of a global rank.
@@ -216,7 +216,7 @@ class Meeting:
         self.attendances.clear()
 
     def _begin(self, call: Call) -> None:
-        """All ranks have arrived: let the bytes travel."""
+        """Let the bytes travel, as all ranks have arrived."""
         self._has_begun = True
         clock = self._world.clock
         self._begin_s = clock.current.clock_s
@@ -225,7 +225,7 @@ class Meeting:
             clock.when(self._begin_s, lambda: self._end(self._begin_s))
         else:
             calls = (attendance.call for attendance in self.attendances.values())
-            largest = max(calls, key=lambda one: one.num_bytes)  # only sparse ones may differ
+            largest = max(calls, key=lambda call: call.num_bytes)  # only sparse ones may differ
             self._run_phase(iter(self._world.plan(largest, self.group)), self._begin_s)
 
     def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
@@ -257,22 +257,22 @@ class Meeting:
                     member.check_unchanged(tensor, kept)
             if members[0].call is not FOUNDING:
                 MOVES[members[0].name]([member.call for member in members])
-        self.attendances.clear()  # each refers to this meeting: a circle would hold the tensors
+        self.attendances.clear()  # each refers to this meeting: a cycle would keep tensors alive
         for member in members:
-            del member.call  # a handle that is never waited for holds no tensors
+            del member.call  # otherwise a handle that is never waited for keeps tensors alive
             member.kept.clear()
             member.finish(at_s)
 
 
 @dataclass(frozen=True)
 class Meetings:
-    """All meetings that have begun and lack a rank.
+    """All meetings that still lack a rank.
 
     Args:
         plan: Function that returns the transfers of a call.
 
     Attributes:
-        closed: Groups of which a rank has waited long enough, and that rank.
+        closed: Rank whose collective has timed out, by group.
         splits: Calls that ranks made at different lines.
     """
 
@@ -288,7 +288,7 @@ class Meetings:
         """Return the meeting of a group's ``number``-th collective call.
 
         Raises:
-            RuntimeError: a rank of the group has waited long enough, and has closed it.
+            RuntimeError: the group is closed, because a collective of a rank has timed out.
         """
         if key in self.closed:
             raise closed_error(self.clock.current.number, self.closed[key])
@@ -301,7 +301,7 @@ class Meetings:
         return meeting
 
     def leftovers(self) -> Iterator[Attendance]:
-        """Yield the parts in meetings to which not all ranks have come."""
+        """Yield attendances of meetings to which not all ranks have come."""
         for meeting in self._open.values():
             yield from meeting.attendances.values()
 

@@ -1,4 +1,4 @@
-"""The key-value store of a simulated world: waiting for a key is waiting for a rank."""
+"""The key-value store of a simulated world, in which waiting for a key means waiting for a rank."""
 
 import difflib
 import re
@@ -17,12 +17,12 @@ from distlab.sim.reporting.sites import CallSite, Places, Site
 from distlab.util.text import joined, verb
 
 MAX_KEYS = 4  # keys in a report
-FREE_ANSWERS = 1000  # equal ones in a row, for which no time passes
-MAX_ANSWERS = 200_000  # equal ones after these: a second or two of real time
-MAX_ASKED = 8  # keys for which a thread's answers are kept
+FREE_ANSWERS = 1000  # equal answers in a row that cost no virtual time
+MAX_ANSWERS = 200_000  # further equal answers before a deadlock: one or two seconds of real time
+MAX_ASKED = 8  # keys for which the answers to a thread are kept
 MAX_VALUE_BYTES = 20  # bytes of a value in a report
 _DIGITS = re.compile(r"\d+")
-NEAR = 0.7  # how alike two keys are that may be meant to be one; 1: equal
+NEAR = 0.7  # likeness of two keys that may be meant to be one; equal keys have 1
 
 
 class Change(NamedTuple):
@@ -34,17 +34,17 @@ class Change(NamedTuple):
 
     def text(self) -> str:
         """Write ``rank 0 has set at trainer.py:12 in main``."""
-        done = "deleted" if self.is_deletion else "set"
-        return f"rank {self.rank} has {done} at {place(self.site)}"
+        action = "deleted" if self.is_deletion else "set"
+        return f"rank {self.rank} has {action} at {place(self.site)}"
 
 
 class KeyWait(Pending):
-    """A rank that waits for keys that no rank has set yet, or for another value of one.
+    """A rank's wait for keys that no rank has set yet, or for another value of a key.
 
     Attributes:
         keys: Keys that are not set, or the one whose value has to change.
         changes: Latest change of each key of the store.
-        values: Values of those that are set.
+        values: Values of the store's keys.
     """
 
     __slots__ = ("changes", "keys", "values")
@@ -64,7 +64,7 @@ class KeyWait(Pending):
         self.keys, self.changes, self.values = list(keys), changes, values
 
     def waits_for(self) -> Sequence[int]:
-        """Return every other rank: any could set the key."""
+        """Return every other rank, because any could set the key."""
         return [rank for rank in self.group if rank != self.rank]
 
     def expired(self, limit_s: float) -> Exception:
@@ -73,7 +73,7 @@ class KeyWait(Pending):
         return store_error(self.keys, limit_s)
 
     def fate(self) -> str:
-        """Write ``which no rank has set``, who has deleted it, or which value it keeps."""
+        """Write ``which no rank has set``, or which rank deleted the key, or which value it has."""
         key = self.keys[0]
         change = self.changes.get(key)
         if change and key in self.values:
@@ -109,13 +109,13 @@ class KeyWait(Pending):
 
 
 def _shown(value: bytes) -> str:
-    """Write ``2`` or ``'cpu'``, cut off where it is long."""
+    """Write ``2`` or ``'cpu'``, cut off if it is long."""
     text = value[:MAX_VALUE_BYTES].decode(errors="replace")
     return text if text.isdecimal() else repr(text)
 
 
 class SimStore(Store):
-    """A store that all ranks share. Only asking again and again costs virtual time."""
+    """A store that all ranks share. Only repeated questions cost virtual time."""
 
     timeout: timedelta  # torch's stub lacks it
 
@@ -126,7 +126,7 @@ class SimStore(Store):
         self._values: dict[str, bytes] = {}
         self._changes: dict[str, Change] = {}
         self._waits: list[KeyWait] = []
-        # By thread of a rank and key, the last answer, and how often it came in a row.
+        # By thread of a rank and key: the last answer, and how many equal answers preceded it.
         self._asked: dict[tuple[int, int], dict[str, tuple[bytes, int]]] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -144,7 +144,7 @@ class SimStore(Store):
         self._changes[key] = Change(self._clock.current.number, site, is_deletion)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, waiting for it."""
+        """Return a key's value, waiting until it is set."""
         if key in self._values:
             self._ask("get", key)
         if key not in self._values:
@@ -152,32 +152,32 @@ class SimStore(Store):
         return self._values[key]
 
     def _ask(self, name: str, key: str) -> None:
-        """Let earlier ranks go first; a rank that only gets equal answers waits for another.
+        """Let earlier ranks go first; a rank that only gets equal answers waits for another one.
 
-        A program may well read a key many times. But from some number of equal answers on, time has
-        to pass, or asking again would not help; and far more of them, while no other rank can do
-        anything, are a deadlock.
+        A program may well read a key many times. But after FREE_ANSWERS equal answers, time has to
+        pass, so that asking again can help. After MAX_ANSWERS more, if no other rank can do
+        anything, the world is deadlocked.
         """
         strand, value = self._clock.current, self._values[key]
-        asked = self._asked.setdefault((strand.number, strand.order), {})
-        before, times = asked.pop(key, (value, 0))
-        asked[key] = value, times + 1 if before == value else 0  # now the last one of the dict
-        if len(asked) > MAX_ASKED:
-            del asked[next(iter(asked))]
-        if asked[key][1] > FREE_ANSWERS:
+        answers = self._asked.setdefault((strand.number, strand.order), {})
+        before, times = answers.pop(key, (value, 0))
+        answers[key] = value, times + 1 if before == value else 0  # moves the key to the end
+        if len(answers) > MAX_ASKED:
+            del answers[next(iter(answers))]
+        if answers[key][1] > FREE_ANSWERS:
             call = self._places.call_site()
             self._clock.poll(lambda: self._wait_of(strand, name, [key], call), MAX_ANSWERS)
         else:
             self._clock.act()
 
     def _wait_of(self, strand: Strand, name: str, keys: Sequence[str], call: CallSite) -> KeyWait:
-        """Describe what a rank waits for that asks again and again; another one may run now."""
+        """Describe the wait of a rank that keeps asking, which need not be the running one."""
         waiting = KeyWait(self._clock, name, keys, self._changes, self._values, call)
         waiting.rank = strand.number
         return waiting
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return it; adding 0 is asking for it."""
+        """Add to a counter and return it; adding 0 only asks for its value."""
         if amount == 0 and key in self._values:
             self._ask("add", key)
             if key in self._values:  # no other rank has deleted it meanwhile
@@ -189,10 +189,10 @@ class SimStore(Store):
         return value
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Set a key if it has the expected value; return what it has afterwards."""
+        """Set a key if it has the expected value; return its value afterwards."""
         old = expected if isinstance(expected, bytes) else expected.encode()
         if self._values.get(key, old) != old:
-            self._ask("compare_set", key)  # it waits for another rank to set it
+            self._ask("compare_set", key)  # the rank may be waiting for another one to set it
         else:
             self._clock.act()
         if self._values.get(key, b"") == old:
@@ -200,7 +200,7 @@ class SimStore(Store):
         return self._values.get(key, old)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set; a microsecond passes, or asking again would be vain."""
+        """Return whether all keys are set; asking takes a microsecond, so that time passes."""
         strand, call = self._clock.current, self._places.call_site()
         self._clock.poll(lambda: self._wait_of(strand, "check", self._missing(keys), call))
         return self._has(keys)
@@ -212,7 +212,7 @@ class SimStore(Store):
         return [key for key in keys if key not in self._values]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set. A key that never comes is found at once, without a limit."""
+        """Wait until all keys are set. Without a limit, a key that is never set is a deadlock."""
         self._wait("wait", keys, timeout)
 
     def _wait(self, name: str, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -227,25 +227,22 @@ class SimStore(Store):
                 self._waits = [wait for wait in self._waits if wait is not waiting]
 
     def _limit_s(self) -> float:
-        """Return the limit that ``set_timeout`` has set, also that of a PrefixStore around it."""
+        """Return the limit that ``set_timeout`` set, here or on a PrefixStore around this store."""
         return NEVER if self.timeout == self._no_limit else limit_s(self.timeout)
 
     def num_keys(self) -> int:
-        """Return how many keys are set."""
+        """Return the number of keys that are set."""
         self._clock.act()
         return len(self._values)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it was there."""
+        """Delete a key; return whether it was set."""
         self._clock.act()
         if key in self._values:
             self._note_change(key, is_deletion=True)
         return self._values.pop(key, None) is not None
 
-    getNumKeys, deleteKey = (
-        num_keys,
-        delete_key,
-    )  # names that C++ calls for a PrefixStore around this one
+    getNumKeys, deleteKey = num_keys, delete_key  # names that a PrefixStore's C++ code calls
 
     def _wake(self) -> None:
         now_s = self._clock.current.clock_s

@@ -1,1 +1,1 @@
-"""Bytes on their way: they share links, and arrive."""
+"""Bytes on their way, which share links and arrive."""

@@ -1,14 +1,14 @@
-"""Flows, and crowds: many flows that share links, in arrays instead of one after another.
+"""Flows, and crowds: many flows that share links, computed in arrays.
 
-    flow     bytes on their way over a route; see network.py for route, link, rate and component
+    flow     bytes on their way over a route; see flows.py for route, link, rate and component
     crowd    a component of many flows, each of them a column in arrays of links, bytes and rates
     full     a link whose bandwidth its flows use up
     level    of a full link: bytes/s of the fastest flows on it; every flow gets the lowest level on
              its route
 
 When one of the 4,032 flows of an all-to-all among 64 ranks ends, nearly all others get new rates.
-One after another, that would take 4,032 x 4,032 / 2 steps of Python until the last one has ended;
-in a crowd, an end is a few dozen operations on arrays.
+Flow by flow, that would take 4,032 x 4,032 / 2 steps of Python until the last flow has ended; in a
+crowd, the end of a flow takes a few dozen operations on arrays.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,13 +29,13 @@ class Flow:
 
     Attributes:
         links, num_bytes: Arguments of `Network.start`.
-        crowd: the crowd that it is part of, if any; until it ends, only the crowd knows the next
-            three, and finish_s unless it is the next to end.
+        crowd: Crowd that the flow is part of, or None. While it is part of one, only the crowd
+            knows its rate, since_s and remaining_bytes, and also finish_s unless it ends next.
         own_rate: Current bytes/s; 0 once the flow has ended.
         since_s, remaining_bytes: Time of the last change of the rate, and bytes left at that time.
         finish_s: Time of the end if no rate changes any more.
         order: Number of the flow, in the order of starts.
-        tag: Free for the caller.
+        tag: Value for the caller's own use.
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ class Flow:
 
     @property
     def rate(self) -> float:
-        """Bytes/s now; 0 before the first share and once the flow has ended."""
+        """Current bytes/s; 0 before the first share and once the flow has ended."""
         return self.own_rate if self.crowd is None else self.crowd.rate(self)
 
     def __repr__(self) -> str:
@@ -71,52 +71,52 @@ class Flow:
 
 
 class Crowd:
-    """Many flows that share links: all rates at once, and only those that end next by name.
+    """Many flows that share links; it computes all rates at once, and returns the next to end.
 
-    Every flow has a column in the arrays. Of a flow over links 0 and 2, in a network of links 0 to
-    3 and a crowd whose longest route has 3 links:
+    Every flow has a column in the arrays. For a flow over links 0 and 2, in a network of links 0 to
+    3 and a crowd whose longest route has 3 links, it holds:
 
-        routes          0  2  4    4 is nowhere: a link that never gets full
-        left, since_s   5e6, 0.1   bytes that were left when the rate last changed, and when
-        rates, ends     1e9, 0.2   bytes/s now, and when the flow ends if that stays
+        routes          0  2  4    link 4 is "nowhere", which never gets full
+        left, since_s   5e6, 0.1   bytes left at the last change of the rate, and its time
+        rates, ends     1e9, 0.2   bytes/s now, and the time of the end at that rate
 
-    The network says who comes and who has ended, and then asks once for new rates. If flows have
-    only ended, rates below that of the slowest of them stay: the links that are full at a lower
-    level were not on its route.
+    The network adds and removes flows, and then asks once for new rates. If flows have only ended,
+    rates below that of the slowest of them stay: the links that are full at a lower level were not
+    on its route.
 
-    Args: bytes_per_s: bandwidth of each link of the network.
-    Cost: see `share`; 2 µs per flow that comes, and a copy of the arrays when some come.
+    Args: bytes_per_s: Bandwidth of each link of the network.
+    Cost: see `share`; 2 µs per flow added, and a copy of the arrays for each addition.
     """
 
     def __init__(self, bytes_per_s: Sequence[float]) -> None:
         self._bytes_per_s = np.array([*bytes_per_s, inf])
         self._nowhere = len(bytes_per_s)
         self._flows: list[Flow] = []  # one per column, ended ones included
-        self._column: dict[Flow, int] = {}  # columns of those that have not ended
+        self._column: dict[Flow, int] = {}  # columns of the flows that have not ended
         self._routes: Links = np.empty((0, 0), dtype=np.intp)
-        self._left: Floats = np.empty(0)  # infinity for those that have ended
+        self._left: Floats = np.empty(0)  # infinity for flows that have ended
         self._since_s: Floats = np.empty(0)
         self._rates: Floats = np.empty(0)
         self._ends: Floats = np.empty(0)
         self._levels = np.full(len(bytes_per_s) + 1, inf)
-        self._ended: list[int] = []  # columns of those that have ended since the last share
-        self._floor = 0.0  # lower rates and levels stay
-        self._next: list[Flow] = []  # they end before all others
+        self._ended: list[int] = []  # columns of the flows that have ended since the last share
+        self._floor = 0.0  # bound below which rates and levels stay
+        self._next: list[Flow] = []  # flows that end before all others
 
     def __len__(self) -> int:
         return len(self._column)
 
     @property
     def is_thin(self) -> bool:
-        """True if half of the flows have ended: the others may share nothing any more."""
+        """True if half of the flows have ended, so that the others may share no link any more."""
         return 2 * len(self._column) <= len(self._flows)
 
     def rate(self, flow: Flow) -> float:
-        """Return what ``flow`` gets now, in bytes/s."""
+        """Return the current bytes/s of ``flow``."""
         return float(self._rates[self._column[flow]])
 
     def add(self, flows: Collection[Flow]) -> None:
-        """Take over ``flows`` as they are."""
+        """Add ``flows`` with their rates and remaining bytes."""
         self._add_routes([flow.links for flow in flows])
         self._left = np.append(self._left, [flow.remaining_bytes for flow in flows])
         self._since_s = np.append(self._since_s, [flow.since_s for flow in flows])
@@ -130,12 +130,12 @@ class Crowd:
         self._floor = 0.0
 
     def remove(self, flow: Flow) -> None:
-        """Let ``flow`` go, which has ended."""
+        """Remove ``flow``, which has ended."""
         self._ended.append(self._column.pop(flow))
         flow.crowd = None
 
     def disband(self) -> list[Flow]:
-        """Let all flows go as they are; return them."""
+        """Give all flows their rates and remaining bytes back, and return the flows."""
         for flow, column in self._column.items():
             flow.remaining_bytes = float(self._left[column])
             flow.since_s = float(self._since_s[column])
@@ -144,18 +144,18 @@ class Crowd:
             flow.crowd = None
         return list(self._column)
 
-    # Between two calls of `share`, a column of the arrays holds the truth of its flow as of
-    # `since_s`: the bytes left then, and a rate that has not changed since. So nothing is updated
-    # until a rate changes. Only the flows that end next have a `finish_s` outside of the arrays,
-    # all others have infinity there: the network's heap holds one instant of each crowd. Flows with
-    # a rate below the floor are limited by links that no ended flow has crossed (a newcomer sets
-    # the floor to 0), and keep their rates and ends to the last bit.
+    # The invariant between two calls of `share`: a column holds the state of its flow at
+    # `since_s`, namely the bytes left then, and a rate that has not changed since. So nothing is
+    # updated until a rate changes. Only flows that end next have a finite `finish_s` of their own:
+    # the network's heap holds one instant of each crowd. Flows with a rate below the floor are
+    # limited by links that no ended flow has crossed (a new flow sets the floor to 0), so they keep
+    # their rates and ends to the last bit.
 
     def share(self, now_s: float) -> list[Flow]:
-        """Give new rates; return the flows that end next if no flow comes, with their `finish_s`.
+        """Compute new rates; return the flows that end next, with `finish_s` set.
 
         Cost: `fill_links` for the flows whose rates may change, and about 30 operations on arrays
-            with all flows, those that have ended included: 0.1 ms for 100 of them, 2 ms for 16,000.
+            of all flows, including ended ones: 0.1 ms for 100 of them, 2 ms for 16,000.
         """
         for flow in self._next:
             if flow.crowd is self:
@@ -163,11 +163,11 @@ class Crowd:
         self._clear_ended()
         columns, rates = self._new_rates()
         sent = self._rates[columns] * (now_s - self._since_s[columns])
-        left = np.maximum(0.0, self._left[columns] - sent)
-        self._left[columns] = left
+        remaining = np.maximum(0.0, self._left[columns] - sent)
+        self._left[columns] = remaining
         self._since_s[columns] = now_s
         self._rates[columns] = rates
-        self._ends[columns] = now_s + left / rates
+        self._ends[columns] = now_s + remaining / rates
         end_s = float(self._ends.min())
         self._next = [self._flows[column] for column in np.flatnonzero(self._ends == end_s)]
         for flow in self._next:
@@ -176,13 +176,13 @@ class Crowd:
 
     def _clear_ended(self) -> None:
         slowest = self._rates[self._ended].min(initial=inf)
-        self._floor = min(self._floor, slowest / TIE)  # flows that tie with the slowest move, too
+        self._floor = min(self._floor, slowest / TIE)  # flows that tie with the slowest also move
         self._routes[:, self._ended] = self._nowhere
         self._left[self._ended] = self._ends[self._ended] = inf
         self._ended.clear()
 
     def _new_rates(self) -> tuple[Links, Floats]:
-        """Return the columns of the flows that get another rate, and these rates."""
+        """Return the columns of the flows whose rates change, and their new rates."""
         moving = np.flatnonzero((self._left < inf) & (self._rates >= self._floor))
         routes = self._routes.take(moving, axis=1)
         staying = self._rates.copy()
@@ -191,7 +191,7 @@ class Crowd:
         self._levels[self._levels >= self._floor] = inf
         fill_links(routes, spare, self._levels)
         _even_out(self._levels)
-        self._floor = inf  # no flow has come or ended yet
+        self._floor = inf  # no flow was added or has ended since
         rates = self._levels.take(routes).min(axis=0)
         changed = rates != self._rates[moving]
         return moving[changed], rates[changed]
@@ -207,19 +207,20 @@ class Crowd:
 def fill_links(routes: Links, spare: Floats, levels: Floats) -> None:
     """Raise the rates of all flows together until each has a full link; note the links' levels.
 
-    It is `max_min_rates` of network.py with fewer, larger steps. Every round fills all links that
-    are the tightest one for each of their flows: no flow stops earlier on another link and leaves
-    room. Links of 10, 4 and 9 bytes/s; flow a over 0, b over 0 and 1, c over 1, d and e over 2:
+    This is `max_min_rates` of flows.py in fewer, larger steps. Every round fills all links that
+    are the tightest for each of their flows, as no such flow stops earlier on another link and
+    leaves room. Links of 10, 4 and 9 bytes/s; flow a over 0, b over 0 and 1, c over 1, d and e
+    over 2:
 
         round    link 0 offers    link 1 offers    link 2 offers
           1      5 to a, b        2 to b, c        4.5 to d, e      1 and 2 are full
           2      8 to a                                             0 is full
 
     Args:
-        routes: (links of the longest route, flows): a column per flow, see `Crowd`.
-        spare: (links + 1,), bytes/s that these flows may share; used up on return.
-        levels: (links + 1,), written for the links that get full.
-    Cost: per round 30 µs, and 15 ns for each link of each flow that has none full yet; at most one
+        routes: Array of (links of the longest route, flows), with a column per flow; see `Crowd`.
+        spare: Array of (links + 1,), bytes/s that these flows may share; used up on return.
+        levels: Array of (links + 1,), written for the links that get full.
+    Cost: 30 µs per round, and 15 ns for each link of each flow without a full link; at most one
         round per link. An unequal all-to-all takes 5 on average for 64 ranks and 10 for 128.
     """
     growing = _per_link(routes, 1.0, len(spare))
@@ -238,7 +239,7 @@ def fill_links(routes: Links, spare: Floats, levels: Floats) -> None:
 
 
 def _offers(spare: Floats, growing: Floats) -> Floats:
-    """Return bytes/s per link: the level at which it is full if none of its flows stops before."""
+    """Return bytes/s per link: the level at which it is full if none of its flows stops earlier."""
     offers = np.full(len(spare), inf)
     np.divide(spare, growing, out=offers, where=growing > 0)
     return offers
@@ -252,7 +253,7 @@ def _per_link(routes: Links, values: Floats | float, links: int) -> Floats:
 
 
 def _even_out(levels: Floats) -> None:
-    """Make levels equal that only rounding keeps apart: to the lowest of them."""
+    """Set levels that differ only by rounding to the lowest of them."""
     full = np.flatnonzero(levels < inf)
     full = full[np.argsort(levels[full])]
     ascending = levels[full]

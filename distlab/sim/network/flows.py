@@ -1,4 +1,4 @@
-"""Flows in flight: how many bytes per second each one gets, and when it ends.
+"""Flows in flight: how many bytes per second each flow gets, and when it ends.
 
     link        one direction of one cable or port, a number into the list of bandwidths
     route       the links that a flow crosses, each at most once
@@ -24,7 +24,7 @@ from distlab.sim.network.crowd import TIE, Crowd, Flow
 
 __all__ = ["Flow", "Network", "max_min_rates"]
 
-CROWD = 64  # flows that make a component a crowd: from about there on, arrays are faster
+CROWD = 64  # number of flows from which on a component becomes a crowd, because arrays are faster
 
 _BY_FINISH = attrgetter("finish_s", "order")
 
@@ -39,12 +39,12 @@ class Network:
     Every call moves the network to its ``now_s``, which must not lie before that of the last call;
     flows that end in between end at their own time.
 
-    Args: bytes_per_s: bandwidth of each link, above 0.
-    Raises: ValueError: if time runs backwards, or for a bandwidth that is not positive and finite.
-    Cost: about 2 µs per flow that shares no link; else one solve of its component per instant,
-        however many flows start and end at that instant: see `max_min_rates`, and `Crowd.share` for
-        a crowd. An all-to-all on a fat tree, 4:1, where all flows end at different instants: 4,032
-        flows 1.5 s, 16,256 flows 25 s.
+    Args: bytes_per_s: Bandwidth of each link, above 0.
+    Raises: ValueError: time runs backwards, or a bandwidth is not positive and finite.
+    Cost: about 2 µs per flow that shares no link. Otherwise one solve of its component per instant,
+        however many flows start and end then: see `max_min_rates`, and `Crowd.share` for a crowd.
+        An all-to-all on a 4:1 fat tree whose flows all end at different instants takes 1.5 s for
+        4,032 flows, and 25 s for 16,256.
     """
 
     def __init__(self, bytes_per_s: Sequence[float]) -> None:
@@ -53,9 +53,9 @@ class Network:
         self.bytes_by_link = [0.0] * len(bytes_per_s)  # bytes of the flows that have ended
         self._bytes_per_s = list(bytes_per_s)
         self._flows_on: list[dict[Flow, None]] = [{} for _ in bytes_per_s]  # dict: an ordered set
-        self._ends: list[tuple[float, int, Flow]] = []  # heap; holds outdated entries, too
+        self._ends: list[tuple[float, int, Flow]] = []  # heap, which also holds outdated entries
         self._changed: dict[int, None] = {}  # links whose flows need new rates as of _now_s
-        self._changed_crowds: dict[Crowd, None] = {}  # crowds with flows that came or ended since
+        self._changed_crowds: dict[Crowd, None] = {}  # crowds whose flows need new rates
         self._finished: list[Flow] = []
         self._now_s = -inf
         self._started = 0
@@ -89,7 +89,7 @@ class Network:
         return flow
 
     def next_finish_s(self) -> float:
-        """Return when the next flow ends if none starts before; infinity when nothing moves."""
+        """Return when the next flow ends if none starts earlier; infinity if none is under way."""
         if self._finished:
             return self._finished[0].finish_s
         return self._next_end_s()
@@ -97,7 +97,7 @@ class Network:
     def pop_finished(self, now_s: float) -> list[Flow]:
         """Return the flows that have ended by ``now_s`` and were not returned yet.
 
-        They come in order of finish time, and at equal times in order of start.
+        They are sorted by finish time, and at equal times by start.
         """
         self._advance(now_s)
         finished, self._finished = self._finished, []
@@ -106,16 +106,16 @@ class Network:
         return finished
 
     def _advance(self, now_s: float) -> None:
-        """Move the clock to ``now_s``, ending what ends on the way, each at its own time."""
+        """Move the clock to ``now_s``, ending flows on the way, each at its own time."""
         if now_s < self._now_s:
             raise ValueError(f"time runs backwards: {now_s} s after {self._now_s} s")
         ends = self._ends
         while (end_s := self._next_end_s()) <= now_s:
             self._now_s = end_s
-            while ends and ends[0][0] == end_s:  # all of this instant, then one solve
+            while ends and ends[0][0] == end_s:  # all flows of this instant, and then one solve
                 _, _, flow = heapq.heappop(ends)
                 if flow.finish_s == end_s and (flow.own_rate or flow.crowd):
-                    self._end(flow)  # it has not ended already, and the entry is not outdated
+                    self._end(flow)  # has not ended already, and its entry is not outdated
         self._now_s = now_s
 
     def _next_end_s(self) -> float:
@@ -126,7 +126,7 @@ class Network:
             end_s, _, flow = ends[0]
             if flow.finish_s == end_s:
                 return end_s
-            heapq.heappop(ends)  # outdated: the rate has changed since
+            heapq.heappop(ends)  # an outdated entry: the rate has changed since
         return inf
 
     def _end(self, flow: Flow) -> None:
@@ -144,7 +144,7 @@ class Network:
         self._finished.append(flow)
 
     def _share(self) -> None:
-        """Give new rates to all flows that the changed links and crowds can affect."""
+        """Compute new rates of all flows that the changed links and crowds can affect."""
         if self._changed_crowds:
             self._disband_thin_crowds()
         seen: set[int] = set()
@@ -158,7 +158,7 @@ class Network:
         self._changed_crowds.clear()
 
     def _disband_thin_crowds(self) -> None:
-        """Let what is left of a crowd fall apart into its components."""
+        """Split crowds that have lost many flows into their components."""
         for crowd in list(self._changed_crowds):
             if crowd.is_thin:
                 for flow in self._disband(crowd):
@@ -184,16 +184,16 @@ class Network:
             for flow in reversed(self._flows_on[frontier.pop()]):
                 if flow.crowd is not None:
                     crowds[flow.crowd] = None
-                    break  # all older ones are in it, too; only newcomers are not
+                    break  # all older flows are in it as well; only new ones are not
                 if flow not in flows:
                     flows[flow] = None
-                    new = [other for other in flow.links if other not in seen]
+                    new = [crossed for crossed in flow.links if crossed not in seen]
                     seen.update(new)
                     frontier += new
         return flows, crowds
 
     def _gather(self, flows: dict[Flow, None], crowds: dict[Crowd, None]) -> None:
-        """Make one crowd of all of them."""
+        """Make one crowd of these flows and crowds."""
         largest = max(crowds, key=len) if crowds else Crowd(self._bytes_per_s)
         for crowd in crowds:
             if crowd is not largest:
@@ -222,25 +222,25 @@ class Network:
 
 
 def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float]) -> list[float]:
-    """Return fair rates in bytes/s: no flow can get more without taking it from one with no more.
+    """Return max-min fair rates in bytes/s: a flow can only gain from flows that are no faster.
 
-    Progressive filling: all rates grow together until a link is full. The flows on it keep what
-    they have, the others grow on. Links of 10 and 4 bytes/s, flows a and b on the first, b and c on
-    the second:
+    Progressive filling: all rates grow together until a link is full. The flows on it keep their
+    rates, and the others continue to grow. Links of 10 and 4 bytes/s, flows a and b on the first, b
+    and c on the second:
 
         level    link 0 (10)    link 1 (4)
           2      a 2, b 2       b 2, c 2      full: b and c stay at 2
           8      a 8, b 2       b 2, c 2      full: a stays at 8
 
-    Args: routes: the links of each flow, each link at most once.
-    Returns: one rate per route; infinity for an empty one.
-    Cost: O(n log n) for n = sum of the lengths of the distinct routes; 1,024 flows of 4 links in
-        4 ms.
+    Args: routes: Links of each flow, each link at most once.
+    Returns: Rate of each route; infinity for an empty one.
+    Cost: O(n log n), n being the sum of the lengths of the distinct routes; 1,024 flows of 4 links
+        take 4 ms.
     Source: Bertsekas and Gallager, Data Networks, 2nd ed., section 6.5.2.
     """
     members = Counter(routes)
     routes_on: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-    growing: Counter[int] = Counter()  # flows on each link that are not at their final rate yet
+    growing: Counter[int] = Counter()  # number of flows on each link that still grow
     for route, flows in members.items():
         for link in route:
             routes_on[link].append(route)
@@ -248,14 +248,14 @@ def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float
     spare = {link: bytes_per_s[link] for link in routes_on}
     rates: dict[tuple[int, ...], float] = {}
     level = 0.0
-    queue = [(spare[link] / growing[link], link) for link in routes_on]  # full at, link
+    queue = [(spare[link] / growing[link], link) for link in routes_on]  # (level when full, link)
     heapq.heapify(queue)
     while queue:
         promised, link = heapq.heappop(queue)
         if not growing[link]:
             continue  # all its flows have stopped on other links
         full_at = spare[link] / growing[link]
-        if full_at > promised * TIE:  # some of them have, which left room: full later
+        if full_at > promised * TIE:  # some of its flows have stopped, which left room
             heapq.heappush(queue, (full_at, link))
             continue
         if full_at > level * TIE:

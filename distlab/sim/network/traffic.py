@@ -10,17 +10,17 @@ from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster
 from distlab.sim.network.flows import Network
 
-# Time at which it may begin, place among those of the same instant, links, bytes, callback.
+# Begin, order among those of the same instant, links, bytes, function to call at the arrival.
 Transfer = tuple[float, int, tuple[int, ...], float, Callable[[float], None]]
 
 
 class Traffic:
-    """The network as the scheduler sees it: a source of events, the arrivals.
+    """The network as the scheduler sees it: a source of events, which are arrivals.
 
     A transfer of n bytes over an idle route takes latency + n / bandwidth seconds, exactly.
 
     Attributes:
-        next_event_s: Time at which the latency of a transfer is over, or its bytes have arrived.
+        next_event_s: Next time at which the latency of a transfer is over, or its bytes arrive.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Traffic:
         self._scheduler = scheduler
         self._trace = trace
         self._delays_s = faults.delays_s
-        self._waiting: list[Transfer] = []  # heap: their latency is not over
+        self._waiting: list[Transfer] = []  # heap of transfers whose latency is not over
         self._order = count()
         self.next_event_s = NEVER
         scheduler.source = self
@@ -51,12 +51,12 @@ class Traffic:
     ) -> None:
         """Send ``num_bytes`` from GPU ``src`` to GPU ``dst``; call ``arrived`` with the time.
 
-        ``repeat`` such messages, each sent when the one before has arrived, are one transfer of
+        ``repeat`` such messages, each sent when the previous one has arrived, are one transfer of
         all their bytes after all their latencies and delays.
 
         Args:
-            latency_s: Latency of a message; None is that of the route.
-            bytes_on_links: Bytes of a message with the flags of its protocol; None if it has none.
+            latency_s: Latency of a message; None for the route's.
+            bytes_on_links: Bytes of a message with the flags of its protocol; None without flags.
         """
         route, total = self.cluster.route(src, dst), repeat * num_bytes
         self._trace.carried(src, dst, total, repeat)
@@ -74,7 +74,7 @@ class Traffic:
             self.next_event_s = begin_s
 
     def run_events(self, now_s: float) -> None:
-        """Start transfers that are due, and notify the owners of bytes that have arrived."""
+        """Start transfers that are due, and call the functions of those that have arrived."""
         waiting, network = self._waiting, self.network
         while waiting and waiting[0][0] <= now_s:
             _, _, links, num_bytes, arrived = heapq.heappop(waiting)

@@ -21,8 +21,8 @@ class Cause(NamedTuple):
 
     Attributes:
         ranks: Ranks to blame.
-        involved: Blocked ranks that it consists of.
-        words: Sentence that says who waits for whom.
+        involved: Blocked ranks of this deadlock.
+        words: Sentence that says which ranks wait for which.
         advice: Advice on what to look for.
     """
 
@@ -54,15 +54,15 @@ def find_causes(still: Standstill) -> list[Cause]:
 
 
 def _knot(still: Standstill, ranks: list[int]) -> Cause:
-    """Explain it; a thread that waits for a lock of one that communicates may be behind it."""
+    """Explain a knot; a lock that a thread holds while it communicates may be the reason."""
     cause = _knot_of_calls(still, ranks)
     if by_torch := advice_for(still.blocked[rank].maker for rank in ranks):
         is_cycle = cause.kind == "send/recv cycle"  # the order of torch's messages is torch's
         cause = cause._replace(advice=by_torch if is_cycle else f"{by_torch} {cause.advice}")
     for rank in cause.involved:
-        if held := thread_waits.held_during(still.blocked[rank]):
-            advice = f"{held.advice} If not: {lowered(cause.advice)}"
-            return cause._replace(words=f"{cause.words}; {held.words}", advice=advice)
+        if lock := thread_waits.held_during(still.blocked[rank]):
+            advice = f"{lock.advice} If not: {lowered(cause.advice)}"
+            return cause._replace(words=f"{cause.words}; {lock.words}", advice=advice)
     return cause
 
 
@@ -78,27 +78,27 @@ def _knot_of_calls(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame those that have ended."""
+    """Blame the peers that have ended."""
     peers = still.waits_for[ranks[0]]
-    gone = [peer for peer in peers if peer in still.ended]
+    ended = [peer for peer in peers if peer in still.ended]
     running = [peer for peer in peers if peer not in still.ended]
-    words = f"{still.sentence(ranks)}, but {still.fates(gone)}"
+    words = f"{still.sentence(ranks)}, but {still.fates(ended)}"
     if running:
         words += f" ({still.sentences(running)})"
-    if still.killed.isdisjoint(gone):
+    if still.killed.isdisjoint(ended):
         hint = wrong_group(still, ranks, ranks)
-        advice = _why_early(still.blocked[ranks[0]], ranks, gone)
+        advice = _why_early(still.blocked[ranks[0]], ranks, ended)
         advice = f"{hint} If not: {lowered(advice)}" if hint else advice
     else:
         advice = (
             "A killed rank never answers. The others need a heartbeat or a timeout to notice that, "
             "and a group without the killed rank to go on."
         )
-    return Cause("peer ended", gone, ranks, words, advice)
+    return Cause("peer ended", ended, ranks, words, advice)
 
 
-def _why_early(wait: Pending, ranks: Sequence[int], gone: Sequence[int]) -> str:
-    who = rank_names(gone)
+def _why_early(wait: Pending, ranks: Sequence[int], ended: Sequence[int]) -> str:
+    who = rank_names(ended)
     if isinstance(wait, Founding):
         return f"{FOUND_TOGETHER}, and {who} returned without doing so."
     if wait.maker:
@@ -116,24 +116,23 @@ def _why_early(wait: Pending, ranks: Sequence[int], gone: Sequence[int]) -> str:
 
 
 def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame those that wait for the key: the rank that should have set it is not known."""
+    """Blame the ranks that wait for the key, because the rank that should set it is unknown."""
     waiting = [rank for rank in ranks if isinstance(still.blocked[rank], KeyWait)]
-    others = [rank for rank in ranks if rank not in waiting]
-    words = still.sentences([*waiting, *others])
+    words = still.sentences([*waiting, *(rank for rank in ranks if rank not in waiting)])
     wait = still.blocked[waiting[0]]
     advice = wait.advice() if isinstance(wait, KeyWait) else ""
     return Cause("key never set", waiting, ranks, words, advice or KEY_ADVICE)
 
 
 def _thread_wait(waits: Sequence[ThreadWait]) -> Cause:
-    """Blame ranks of which all threads wait for each other, on all of them in the same way."""
+    """Blame ranks whose threads all wait for each other, in the same way on each rank."""
     ranks = [wait.rank for wait in waits]
     words, advice = thread_waits.words(ranks, waits[0]), thread_waits.advice(waits[0])
     return Cause("thread wait", ranks, ranks, words, advice)
 
 
 def _send_recv_cycle(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame all of the cycle."""
+    """Blame all ranks of the cycle."""
     cycle = find_cycle({rank: still.waits_for[rank] for rank in ranks})
     is_whole = len(cycle) == len(ranks)
     words = still.circle([[rank] for rank in cycle]) if is_whole else still.sentences(ranks)
@@ -152,7 +151,7 @@ def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
-    """Say which ranks wait on which axis, where a circle has too many clauses; "" if not known."""
+    """Say which ranks wait on which axis, if a circle would have too many clauses; else ""."""
     names = still.group_names.sentence(still.blocked[rank] for rank in cycle)
     is_long = len(cycle) > MAX_CLAUSES and all(len(still.mates[rank]) == 1 for rank in cycle)
     if not names or not is_long or len(cycle) > MAX_CIRCLE:
@@ -163,20 +162,20 @@ def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
 def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> str:
     rule = "Ranks that share several groups have to use them in the same order."
     names = still.group_names.sentence(still.blocked[rank] for rank in ranks)
-    told = "" if _axes_in_a_circle(still, cycle) or not names else f"{names}\n"
+    waits = "" if _axes_in_a_circle(still, cycle) or not names else f"{names}\n"
     if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
-        return f"{told}{rule} These are two different groups of the same ranks: check group=."
+        return f"{waits}{rule} These are two different groups of the same ranks: check group=."
     hint = wrong_group(still, ranks, still.mates[cycle[0]])
     is_one_line = len({still.blocked[rank].site for rank in ranks}) == 1  # a loop over groups?
     if hint and not is_one_line:
         return f"{hint} If not: {lowered(rule)}"
     if hint and not names:
         return f"{rule} Or else: {lowered(hint)}"
-    return f"{told}{rule} Or is one of these calls on the wrong group?"
+    return f"{waits}{rule} Or is one of these calls on the wrong group?"
 
 
 def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame the absent ranks of the collective that lacks the fewest."""
+    """Blame ranks that are absent from the collective with the fewest absent ranks."""
     present = min(
         (rank for rank in ranks if isinstance(still.blocked[rank], Attendance)),
         key=lambda rank: (len(still.waits_for[rank]), rank),
@@ -197,7 +196,7 @@ def _joined(*sentences: str) -> str:
 
 
 def _directly_missing(still: Standstill, present: int) -> list[int]:
-    """Return the absent ranks that wait for one that is present, or all absent ones if none do."""
+    """Return the absent ranks that wait for a present one, or all absent ones if none does."""
     absent = still.waits_for[present]
     there = set(still.blocked[present].group).difference(absent)
     direct = [

@@ -1,4 +1,4 @@
-"""The report of a deadlock: its kind, who waits for whom, on which line, and what to change.
+"""The report of a deadlock: its kind, the ranks that wait for each other, their lines, and advice.
 
 deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits for rank 0 to …
   rank 0  send to rank 1, (4,) float32  ring.py:41 in exchange
@@ -38,10 +38,10 @@ def explain(
     Args:
         blocked: Operation in which a rank waits, by rank.
         ended: Ranks that have returned or were killed.
-        killed: Those of them that a fault has killed.
-        unmatched: Sends and recvs that were posted and have not met.
-        queued: Those that wait for others of their rank before they start.
-        waits_at: Line on which a rank waits, by rank; the line on which it posted is known.
+        killed: Ranks that a fault has killed, which are also in ``ended``.
+        unmatched: Sends and recvs that have started and have not met.
+        queued: Sends and recvs that have not started, because their rank's earlier ones run.
+        waits_at: Line on which a rank waits, by rank, which may not be that of the call.
         history: Earlier calls of the ranks.
         beside: Operations in which further threads of the ranks wait.
     """
@@ -73,15 +73,15 @@ def explain(
 
 
 def _headlines(causes: Sequence[Cause]) -> list[str]:
-    first, *others = [f"({cause.kind}): {cause.words}" for cause in causes]
-    lines = [f"deadlock {first}", *(f"and also {other}" for other in others[: MAX_CAUSES - 1])]
+    first, *further = [f"({cause.kind}): {cause.words}" for cause in causes]
+    lines = [f"deadlock {first}", *(f"and also {text}" for text in further[: MAX_CAUSES - 1])]
     if len(causes) > MAX_CAUSES:
         lines.append(f"… and {len(causes) - MAX_CAUSES} more causes")
     return lines
 
 
 def _shift(cause: Cause, still: Standstill) -> str:
-    """Say since which call the ranks of a group may be at different ones; "" if nothing says so."""
+    """Report the first call from which ranks of a group may have been shifted, or ""."""
     last = {rank: call for rank, (_, call) in still.history.calls.items() if rank in still.ended}
     calls = [call for call in {**last, **still.blocked}.values() if isinstance(call, Attendance)]
     for key in dict.fromkeys(call.meeting.key for call in calls if call.rank in cause.involved):
@@ -98,7 +98,7 @@ def _advice(
     queued: Sequence[Message],
     beside: Sequence[Pending],
 ) -> list[str]:
-    """Put calls that nearly matched first, often alone: they say more than the kind does."""
+    """Put hints on calls that nearly matched first, often alone: they are more specific."""
     if hint := near_misses.kept_apart(queued, unmatched, still.blocked, cause.involved):
         return [hint]
     waits = (still.blocked[rank] for rank in cause.involved)
@@ -126,7 +126,7 @@ def _have_posted_the_other_side(waiting: Sequence[Message], unmatched: Sequence[
 
 
 def _blocked_calls(calls: rows.Calls) -> list[BlockedCall]:
-    """Say for programs what the table says for people; ranks with equal waits share one tuple."""
+    """Return the table's calls as data for programs; ranks with equal waits share one tuple."""
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}
     blocked = []
     for row, wait in calls:

@@ -1,7 +1,7 @@
-"""Errors of a world that fails: that of a rank, or a report of a standstill.
+"""Errors of a world that fails: the exception of a rank, or a report of a standstill.
 
-What comes first counts. When a rank has raised, the calls of its clean-up may meet ranks that wait
-for what it would have done next, and then they deadlock or disagree. The cause is what it raised.
+The first error counts. After a rank has raised, the calls of its clean-up may meet ranks that wait
+for the rank's next call, and then they deadlock or disagree. The cause is the exception.
 """
 
 import sys
@@ -35,7 +35,7 @@ def standstill_error(
     """Make the error for a world in which no rank can continue.
 
     Args:
-        mailbox: All sends and recvs that were posted and have not met.
+        mailbox: Mailbox with all sends and recvs that have not met.
     """
     blocked = {rank.number: waiting(rank) for rank in ranks}
     firsts = {number: strands[0] for number, strands in blocked.items() if strands}
@@ -73,13 +73,13 @@ def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) 
 
 
 def _is_passed_on(error: Exception) -> bool:
-    """Return whether an exception passes on from its current frame: a ``finally``, a ``with``.
+    """Return whether an exception will leave its current frame, through a ``finally`` or ``with``.
 
-    An ``except`` that raises nothing has dealt with it: that is how fallbacks are written.
+    An ``except`` that raises nothing has dealt with it, as fallbacks do.
     """
     if error.__traceback__ is None:
         return False
-    frame = error.__traceback__.tb_frame  # the outermost that it has come to
+    frame = error.__traceback__.tb_frame  # the outermost frame that it has reached
     handler = handler_around((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
     return handler is None or raises(handler)
 
@@ -90,27 +90,28 @@ TRACEBACK = "Traceback (most recent call last):\n"
 def rank_error(
     rank: int, num_ranks: int, error: BaseException, places: Places, others: str = ""
 ) -> RankError:
-    """Make the error of a rank that has raised; its traceback is of the program's lines.
+    """Make the error of a rank that has raised, with a traceback of the program's lines.
 
     Args:
-        others: Doings of the other ranks meanwhile, reported below the traceback.
+        others: Report on the other ranks, shown below the traceback.
     """
     shown = traceback.TracebackException.from_exception(error)
     tracebacks.keep_frames(shown, partial(_of_program, places=places))
     headline = tracebacks.headline(error)
     text, stack = "".join(shown.format()), "".join([TRACEBACK, *shown.stack.format()])
-    if isinstance(error, OutOfMemory):  # its message is a whole report: print it once
+    if isinstance(error, OutOfMemory):  # its message is a whole report, to be printed once
         headline, text = f"OutOfMemory: {error}", stack
-    if TRACEBACK.strip() in headline:  # it holds errors of all ranks, with torch's frames
+    if TRACEBACK.strip() in headline:  # the message holds errors of all ranks, with torch's frames
         headline, text = _without_frames(headline), stack
-    if isinstance(error, SystemExit):  # the program ends itself; nothing has broken
+    if isinstance(error, SystemExit):  # the program ends itself, so no traceback is needed
         headline, text = f"{headline}, {place(places.raised_at(error))}", ""
-    told = filter(None, (f"rank {rank} of {num_ranks} raised {headline}", text.rstrip(), others))
-    return RankError("\n\n".join(told), (rank,), type(error).__name__)
+    headline = f"rank {rank} of {num_ranks} raised {headline}"
+    parts = filter(None, (headline, text.rstrip(), others))
+    return RankError("\n\n".join(parts), (rank,), type(error).__name__)
 
 
 def _without_frames(text: str) -> str:
-    """Leave out tracebacks inside of a message, and lines that come again."""
+    """Leave out tracebacks inside a message, and repeated lines."""
     lines = [x for x in text.splitlines() if not x.startswith((" ", TRACEBACK.strip()))]
     return "\n".join(dict.fromkeys(lines))
 
@@ -122,41 +123,41 @@ def exit_error(rank: int, num_ranks: int, status: int, site: Site, others: str) 
 
 
 def doing_of_others(
-    mine: Collection[int], ranks: Sequence[Rank], places: Places, history: History
+    failed: Collection[int], ranks: Sequence[Rank], places: Places, history: History
 ) -> str:
-    """Say where ranks other than ``mine`` wait, or how they have ended; "" if all of them run."""
+    """Report where ranks other than ``failed`` wait, or how they have ended; "" if all run."""
     frames = sys._current_frames()
     blocked = {
         other.number: strands[0]
         for other in ranks
-        if other.number not in mine and (strands := waiting(other))
+        if other.number not in failed and (strands := waiting(other))
     }
     calls = [
         (rows.row_of(strand.waits_in, waits_at(strand, places, frames)), strand.waits_in)
         for strand in blocked.values()
     ]
-    ended = [other.number for other in ranks if other.has_left and other.number not in mine]
+    ended = [other.number for other in ranks if other.has_left and other.number not in failed]
     killed = [other.number for other in ranks if other.is_killed]
     still = Standstill({}, ended, killed, history)
-    told = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still)]
+    lines = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still)]
     running = [
         other
         for other in ranks
-        if other.number not in {*blocked, *ended, *killed, *mine} and other.ident in frames
+        if other.number not in {*blocked, *ended, *killed, *failed} and other.ident in frames
     ]
-    if told or any(ranks[number].is_late for number in mine):
-        told += rows.alike(_running(other, places, frames) for other in running)
-    return "\n".join(["The other ranks:", *table(told)]) if told else ""
+    if lines or any(ranks[number].is_late for number in failed):
+        lines += rows.alike(_running(other, places, frames) for other in running)
+    return "\n".join(["The other ranks:", *table(lines)]) if lines else ""
 
 
 def _running(rank: Rank, places: Places, frames: Mapping[int, FrameType]) -> Row:
-    """Say which line a rank has come to; one that has not begun is at none."""
+    """Return a row with the line that a rank has reached; a rank that has not begun has none."""
     site = waits_at(rank, places, frames)
     return Row((rank.number,), "running", place(site) if site[0] else "")
 
 
 def _of_program(files: Collection[str], places: Places) -> Collection[str]:
-    """Choose the program's files; if none is, those that are not the simulator's."""
+    """Choose the program's files, or all but the simulator's if none is the program's."""
     kinds = {file: places.kind(file) for file in files}
     has_program = PROGRAM in kinds.values()
     return [
@@ -170,6 +171,6 @@ def waits_at(strand: Strand, places: Places, frames: Mapping[int, FrameType]) ->
 
 
 def waiting(rank: Rank) -> list[Any]:
-    """Return the blocked threads of a rank; first the one whose wait says most."""
+    """Return the blocked threads of a rank, those that wait for other ranks first."""
     blocked = [strand for strand in rank.strands if isinstance(strand.waits_in, Pending)]
     return sorted(blocked, key=lambda strand: isinstance(strand.waits_in, ThreadWait))

@@ -1,4 +1,4 @@
-"""Collectives on the wrong group: what a forgotten ``group=`` looks like, where it can be seen."""
+"""Hints on collectives on the wrong group, such as those with a forgotten ``group=``."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,11 +9,11 @@ from distlab.util.text import rank_names, verb
 
 
 def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]) -> str:
-    """Ask whether ranks that wait in a collective gave the wrong group; "" if nothing points to it.
+    """Ask whether ranks that wait in a collective gave the wrong group; "" without a sign of that.
 
     Args:
         involved: All ranks of the cause.
-        ranks: Those of them that wait for the same.
+        ranks: Ranks among them that have equal waits.
     """
     if hint := _other_group_on_the_line(still, involved):
         return hint
@@ -30,19 +30,19 @@ def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
     """
     for first in dict.fromkeys(still.mates[rank][0] for rank in ranks):
         wait, mates = still.blocked[first], still.mates[first]
-        if not isinstance(wait, Attendance) or not (others := list(_elsewhere(still, wait))):
+        if not isinstance(wait, Attendance) or not (calls := list(_elsewhere(still, wait))):
             continue
-        who = [other.rank for other in others if other.group == others[0].group]
+        who = [call.rank for call in calls if call.group == calls[0].group]
         return (
             f"At {wait.where()}, {rank_names(mates)} {verb(mates, 'call')} {wait.name} on "
             f"{_described(still, wait)}, and {rank_names(who)} {verb(who, 'call')} it on "
-            f"{_described(still, others[0])}: {_question((wait, mates), (others[0], who))}"
+            f"{_described(still, calls[0])}: {_question((wait, mates), (calls[0], who))}"
         )
     return ""
 
 
 def _elsewhere(still: Standstill, wait: Attendance) -> Iterator[Attendance]:
-    """Yield the calls of the ranks that are missing: the same one on the same line, elsewhere."""
+    """Yield the same calls of missing ranks, on the same line but on another group."""
     for peer in still.waits_for[wait.rank]:
         call = still.blocked.get(peer) or still.history.calls.get(peer, (0, None))[1]
         if (
@@ -59,7 +59,7 @@ def _described(still: Standstill, wait: Pending) -> str:
 
 
 def _same_call_elsewhere(still: Standstill, ranks: Sequence[int], wait: Attendance) -> str:
-    """Look for a rank that waits for one of these in the same call, on another group."""
+    """Look for a rank that waits for one of ``ranks`` in the same call, but on another group."""
     for rank, other in still.blocked.items():
         if not isinstance(other, Attendance) or (other.name, rank in wait.group) != (
             wait.name,
@@ -77,19 +77,19 @@ def _same_call_elsewhere(still: Standstill, ranks: Sequence[int], wait: Attendan
 
 
 def _question(*calls: tuple[Attendance, Sequence[int]]) -> str:
-    """Ask about the wider of two groups, with the ranks that make each call."""
-    (one, _), (other, _) = calls
-    if len(one.group) == len(other.group):
+    """Ask about the wider group of two calls, which are given with the ranks that make them."""
+    (first, _), (second, _) = calls
+    if len(first.group) == len(second.group):
         return "is group= wrong on one of them?"
     wide, ranks = max(calls, key=lambda call: len(call[0].group))
     fault = _fault(wide)
-    if fault == "missing" and one.site == other.site:
-        fault = "missing, or None,"  # both ranks run the same source line
+    if fault == "missing" and first.site == second.site:
+        fault = "missing, or None,"  # all ranks run the same source line
     return f"is group= {fault} on {rank_names(ranks)}?"
 
 
 def _fitting_group(still: Standstill, ranks: Sequence[int], wait: Attendance) -> str:
-    """Look for a group that has those who are there and none of those who are not."""
+    """Look for a group that contains all present ranks and no absent one."""
     absent = set(still.waits_for[ranks[0]])
     present = set(wait.group) - absent
     groups = {made.members for made in still.history.groups.values()}
@@ -104,5 +104,5 @@ def _fitting_group(still: Standstill, ranks: Sequence[int], wait: Attendance) ->
 
 
 def _fault(wait: Attendance) -> str:
-    """Say what is wrong with a group that has too many ranks."""
+    """Name the mistake in ``group=`` of a call whose group has too many ranks."""
     return "missing" if len(wait.group) == wait.clock.num_ranks else "wrong"

@@ -1,4 +1,4 @@
-"""Names of groups in a report: the axis of a mesh, or a number if their ranks are equal."""
+"""Names of groups in a report: the axis of a mesh, or a number for groups of the same ranks."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
@@ -14,11 +14,11 @@ _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
 class GroupNames:
-    """Names the groups in which ranks wait, where their ranks alone do not.
+    """Names the groups in which ranks wait, if their ranks alone do not identify them.
 
     Args:
         waits: Operations of the report.
-        made: Groups that the program has made, by their keys, in this order.
+        made: Groups that the program has made, by their keys, in the order of their creation.
     """
 
     def __init__(self, waits: Iterable[Pending], made: Mapping[object, MadeGroup]) -> None:
@@ -40,13 +40,13 @@ class GroupNames:
         return f"their {self._number(wait)} group" if made else "the default group"
 
     def _number(self, wait: Attendance) -> str:
-        """Count among the groups of the same ranks that were made: ``2nd``."""
+        """Write the group's number among groups of the same ranks: ``2nd``."""
         twins = [key for key, made in self._made.items() if made.members == wait.group]
         number = twins.index(wait.meeting.key) + 1
         return f"{number}{_ENDINGS.get(number, 'th')}"
 
     def sentence(self, waits: Iterable[Pending]) -> str:
-        """Say which ranks wait on which group, if that tells them apart; else "".
+        """Say which ranks wait on which group, if they wait on several; else "".
 
         Ranks 0 and 3 wait on axis tp, and ranks 1 and 2 wait on axis dp.
         """
@@ -56,8 +56,9 @@ class GroupNames:
                 on.setdefault(name, []).append(wait.rank)
         if not 2 <= len(on) <= MAX_GROUPS:
             return ""
-        told = [f"{rank_names(who)} {verb(who, 'wait')} on {name}" for name, who in on.items()]
-        words = clauses(told)
+        words = clauses(
+            [f"{rank_names(who)} {verb(who, 'wait')} on {name}" for name, who in on.items()]
+        )
         return f"{words[0].upper()}{words[1:]}."
 
     def _with_line(self, wait: Pending) -> str:

@@ -1,7 +1,7 @@
 """Exceptions that ranks have caught: ``except`` clauses of the source that may have hidden one.
 
-A rank that has caught something may leave out a call, and nothing of it is seen in what it waits
-for. Python does not report that an exception was caught, so the report can only ask.
+A rank that has caught an exception may leave out a call, and its waits do not show that. Python
+does not report that an exception was caught, so the report can only ask.
 """
 
 import ast
@@ -23,7 +23,7 @@ _LOOPS = (ast.For, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _TRIES = tuple(getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name))
 _LEAVES = (ast.Return, ast.Continue, ast.Break)
-DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # caught on purpose
+DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # exceptions that are caught on purpose
 
 
 class Skipper(NamedTuple):
@@ -34,12 +34,12 @@ class Skipper(NamedTuple):
 
 
 def handler_around(site: Site) -> ast.ExceptHandler | None:
-    """Return the innermost ``except`` clause around a line."""
+    """Return the innermost ``except`` clause that contains a line."""
     return _innermost(site, (ast.ExceptHandler,))
 
 
 def raises(handler: ast.ExceptHandler) -> bool:
-    """Return whether a handler raises in any case: the exception it has caught, or another one."""
+    """Return whether a handler always raises: the exception that it has caught, or another one."""
     blocks = [handler.body]
     for block in blocks:
         blocks += [node.body for node in block if isinstance(node, ast.With | ast.Try)]
@@ -47,15 +47,14 @@ def raises(handler: ast.ExceptHandler) -> bool:
 
 
 def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
-    """Find an ``except``, or a ``suppress``, of the same function that may skip a line.
+    """Find an ``except`` or a ``suppress`` of the same function that may skip a line.
 
-    Either the line is under its ``try``, or the handler leaves the function or the round of the
-    loop before it comes to the line.
+    Either its ``try`` contains the line, or the handler leaves the function or the iteration of the
+    loop before the line.
 
     Args:
         site: Line that may be skipped.
-        is_in_loop: True to look only into the loop around the line, after which the rank makes more
-            calls.
+        is_in_loop: True to search only the loop around the line.
     """
     line, function = site[1], _innermost(site, (ast.FunctionDef, ast.AsyncFunctionDef))
     scope = _own_nodes(function or _module(site[0]))
@@ -103,7 +102,7 @@ def _end(node: ast.stmt | ast.ExceptHandler) -> int:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function or module, without those of functions inside of it."""
+    """Yield the nodes of a function or module, but not those of nested functions and classes."""
     for node in ast.iter_child_nodes(scope):
         if not isinstance(node, _SCOPES):
             yield node
@@ -115,7 +114,7 @@ def _nodes(file: str) -> tuple[ast.AST, ...]:
 
 
 def _module(file: str) -> ast.Module:
-    """Parse a file; nothing is in it if it is not there any more as it was."""
+    """Parse a file; the module is empty if the file is gone or was changed to invalid code."""
     return _parsed("".join(linecache.getlines(file)))
 
 
@@ -127,19 +126,20 @@ def _parsed(source: str) -> ast.Module:
         return ast.Module([], [])
 
 
-# Deadlocks in which a call may be left out.
-KINDS = ("peer ended", "missing rank", "order mismatch")
+KINDS = ("peer ended", "missing rank", "order mismatch")  # deadlocks that a skipped call may cause
 
 
 def suspicions(
     error: SimulationError, ranks: Sequence[Rank], places: Places, exits: Mapping[int, Exit]
 ) -> Iterator[str]:
-    """Ask which handler may have hidden an error of the ranks to blame, if nothing else says so.
+    """Ask about handlers that may have hidden errors of the ranks to blame.
+
+    Nothing is asked if a rank ended inside an ``except``, because the report says so already.
 
     Args:
         exits: Place at which a rank has left, by rank.
     """
-    ends = {exits[rank].at for rank in error.ranks if rank in exits}  # few, also of many ranks
+    ends = {exits[rank].at for rank in error.ranks if rank in exits}  # few, even for many ranks
     if any(handler_around(site) for site in ends):
         return
     if isinstance(error, Mismatch) or (isinstance(error, Deadlock) and error.kind in KINDS):
@@ -147,7 +147,7 @@ def suspicions(
 
 
 def handled(ranks: Sequence[Rank], places: Places) -> list[str]:
-    """Say which exceptions ranks have caught, and still deal with."""
+    """Report the exceptions that ranks have caught and are still handling."""
     return merged_notes(
         (
             rank,
@@ -160,11 +160,11 @@ def handled(ranks: Sequence[Rank], places: Places) -> list[str]:
 
 
 def exceptions_of(ranks: Sequence[Rank]) -> Iterator[tuple[int, Exception]]:
-    """Yield the exceptions that ranks have raised and are still handling, or passing on."""
+    """Yield the exceptions that ranks are handling or passing on."""
     by_thread: Mapping[int, Any] = sys._current_exceptions()
     for rank in ranks:
         error = None if rank.has_ended else by_thread.get(rank.ident)
-        if isinstance(error, tuple):  # Python 3.10 and 3.11: with its type and traceback
+        if isinstance(error, tuple):  # (type, error, traceback) in Python 3.10 and 3.11
             error = error[1]
         if isinstance(error, Exception):
             yield rank.number, error
@@ -174,11 +174,12 @@ def _suspicions(error: SimulationError, ranks: Sequence[Rank], places: Places) -
     blamed = set(error.ranks)
     frames = sys._current_frames()
     waiting = [rank for rank in ranks if not rank.has_ended and rank.ident in frames]
-    others = [rank for rank in waiting if rank.number not in blamed] or waiting
-    sites = dict.fromkeys(s for rank in others for s in _program_sites(frames[rank.ident], places))
+    victims = [rank for rank in waiting if rank.number not in blamed] or waiting
+    sites = dict.fromkeys(s for rank in victims for s in _program_sites(frames[rank.ident], places))
     for site in sites:
-        goes_on = any(other[::2] == site[::2] and other[1] > site[1] for other in sites)
-        is_in_loop = isinstance(error, Mismatch) and not goes_on  # else it makes no more calls
+        continues = any(other[::2] == site[::2] and other[1] > site[1] for other in sites)
+        # Ranks that disagree have made a later call: further down, or in another round of a loop.
+        is_in_loop = isinstance(error, Mismatch) and not continues
         if skipper := skipper_of(site, is_in_loop=is_in_loop):
             who = rank_names(blamed) if len(blamed) < len(ranks) else "a rank"
             yield (

@@ -1,4 +1,4 @@
-"""Messages that nearly matched: a send and a recv that differ in tag, group or peer."""
+"""Messages that nearly matched: sends and recvs that differ in tag, group or peer."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,20 +17,20 @@ def near_pairs(unmatched: Iterable[Message], waiting: Iterable[Message]) -> Iter
 
     Args:
         unmatched: Sends and recvs that were posted and have not met.
-        waiting: Those in which ranks wait; each pair has one of them.
+        waiting: Messages in which ranks wait; every pair includes one of them.
     """
     by_rank, by_peer = defaultdict(list), defaultdict(list)
     for message in unmatched:
         by_rank[message.name, message.rank].append(message)
         by_peer[message.name, message.peer].append(message)
-    for mine in waiting:
-        name = "recv" if mine.name == "send" else "send"
-        for other in (*by_rank[name, mine.peer], *by_peer[name, mine.rank]):
-            yield (mine, other) if mine.name == "send" else (other, mine)
+    for wait in waiting:
+        name = "recv" if wait.name == "send" else "send"
+        for other in (*by_rank[name, wait.peer], *by_peer[name, wait.rank]):
+            yield (wait, other) if wait.name == "send" else (other, wait)
 
 
 def between_the_same_ranks(pairs: Sequence[Pair]) -> str:
-    """Say what keeps a send from the recv that its receiver has posted for it; "" if there is none.
+    """Say why a send does not match a recv between the same two ranks; "" if there is no such pair.
 
     Rank 0 sends to rank 1 with tag 1, but rank 1 receives with tag 2.
     """
@@ -63,14 +63,14 @@ def doubtful(
     *,
     is_cycle: bool,
 ) -> list[Pair]:
-    """Keep the pairs in which a peer may be wrong: not those of a rank that only waits its turn.
+    """Keep the pairs in which a peer may be wrong.
 
-    A peer was right if a message has come that way before, unless several threads of a rank wait
-    for the same one. And a rank outside of a cycle that waits for one of its ranks only waits its
-    turn. What a rank does not do, another thread of it may be about to do.
+    A peer is right if a message has passed that way before, unless several threads of a rank wait
+    for the same message. In a cycle, messages of ranks outside it are consequences of the cycle. If
+    a rank has other blocked threads, one of those may be about to make the missing call.
 
     Args:
-        ranks: Ranks in whose waits the pairs were found.
+        ranks: Ranks whose waits are in the pairs.
         beside: Operations in which further threads of ranks wait.
         is_cycle: True if the ranks wait for each other.
     """
@@ -104,13 +104,13 @@ def _address(message: Message) -> tuple[int, str, int]:
 
 
 def _ends(message: Message) -> tuple[int, int]:
-    """Return its source and destination."""
+    """Return the source and destination of a message."""
     ends = message.rank, message.peer
     return ends if message.name == "send" else ends[::-1]
 
 
 def on_a_closed_connection(waiting: Iterable[Message]) -> str:
-    """Say who has closed the connection over which a message is to pass; "" if none is closed."""
+    """Say which rank closed the connection that a message needs; "" if none is closed."""
     for wait in waiting:
         if wait.peer != ANY_SOURCE and (why := wait.mailbox.why_closed(wait)):
             return (
@@ -122,7 +122,7 @@ def on_a_closed_connection(waiting: Iterable[Message]) -> str:
 
 
 def taken_by_another(waiting: Iterable[Message]) -> str:
-    """Ask whether a recv from any rank took what a later recv waits for; "" if none did."""
+    """Ask whether a recv from any rank took the message of a later recv; "" if none did."""
     for wait in waiting:
         site = wait.mailbox.taken_at(wait) if wait.name == "recv" else None
         if site:
@@ -144,8 +144,8 @@ def with_another_rank(pairs: Sequence[Pair]) -> str:
                 f"rank {send.rank} sends to rank {send.peer}",
                 f"rank {recv.rank} receives from rank {recv.peer}",
             )
-            one, other = ends if send.peer == recv.rank else ends[::-1]
-            return f"{one.capitalize()}, but {other}: is one of the peers wrong?"
+            first, second = ends if send.peer == recv.rank else ends[::-1]
+            return f"{first.capitalize()}, but {second}: is one of the peers wrong?"
     return ""
 
 
@@ -171,7 +171,7 @@ def counted_inside_the_group(pairs: Sequence[Pair]) -> str:
 
 
 def _is_number_of(number: int, message: Message) -> bool:
-    """Return whether a message's rank has this number inside its group, and another one outside."""
+    """Return whether a message's rank has this number in its group, but another in the world."""
     group = message.group
     return number != message.rank and number < len(group) and group[number] == message.rank
 
@@ -202,7 +202,7 @@ def kept_apart(
     blocked: Mapping[int, Pending],
     ranks: Collection[int],
 ) -> str:
-    """Say which messages would have matched if one had not waited for its turn; "" if none.
+    """Say which messages would match if they were not waiting for their turns; "" if none would.
 
     Rank 0's irecv from rank 1 waits behind its isend to rank 1: on NCCL …
 
@@ -221,11 +221,11 @@ def kept_apart(
     return f"{words[0].upper()}{words[1:]}: {_OF_BATCHES if is_of_batches else _OF_PAIRS}"
 
 
-def _kept_apart(queued: Sequence[Message], others: Sequence[Message]) -> Iterator[Message]:
-    there = {_meeting_point(message, message.name) for message in others}
+def _kept_apart(queued: Sequence[Message], posted: Sequence[Message]) -> Iterator[Message]:
+    points = {_meeting_point(message, message.name) for message in posted}
     other_side = {"send": "recv", "recv": "send"}
     for message in queued:
-        if _meeting_point(message, other_side[message.name]) in there:
+        if _meeting_point(message, other_side[message.name]) in points:
             yield message
 
 

@@ -1,4 +1,4 @@
-"""The rows of a report: where ranks wait, how others have ended, and what else was posted."""
+"""The rows of a report: waits of ranks, ends of other ranks, and further posted operations."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -20,8 +20,8 @@ def row_of(wait: Pending, waits_at: Site | None = None, group: str = "") -> Row:
     """Return the row of a wait.
 
     Args:
-        waits_at: Line on which its rank waits, or None if it is not known.
-        group: Name of its group, if the ranks alone do not tell which one it is.
+        waits_at: Line on which its rank waits, or None if it is unknown.
+        group: Name of its group, or "" if the ranks alone identify it.
     """
     row = wait.row()
     if group:
@@ -32,7 +32,7 @@ def row_of(wait: Pending, waits_at: Site | None = None, group: str = "") -> Row:
 
 
 def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[Row]:
-    """Merge rows until they fit; if they never do, keep those of the ranks to blame."""
+    """Merge rows until they fit; if they still do not, keep those of the ranks to blame."""
     rows = _merged(calls, [row.text for row, _ in calls])
     if len(rows) > limit:
         rows = _merged(calls, [_relative(*call) for call in calls], has_threads=False)
@@ -42,23 +42,23 @@ def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[
 
 
 def _merged(calls: Calls, texts: Iterable[str], *, has_threads: bool = True) -> list[Row]:
-    """Make one row of those with the same text, line, collective and name of the thread."""
+    """Merge rows with the same text, line, collective and name of the thread."""
     groups: dict[tuple[str, str, object], list[Row]] = {}
     for (row, wait), text in zip(calls, texts, strict=True):
         meeting = wait.meeting if isinstance(wait, Attendance) else None
         row = row._replace(where=row.where + _thread(wait)) if has_threads else row
         groups.setdefault((text, row.where, meeting), []).append(row)
-    return [_one(rows, text) for (text, _, _), rows in groups.items()]
+    return [_merged_row(rows, text) for (text, _, _), rows in groups.items()]
 
 
 def _thread(wait: Pending) -> str:
-    """Write ``, thread 'saver'``, unless the rank's first thread waits in it, or none."""
+    """Write ``, thread 'saver'``, unless the rank's first thread waits in it, or no thread does."""
     name = "" if wait.is_done or not wait.waiters else wait.waiters[0].name
     return f", thread {name!r}" if name else ""
 
 
-def _one(rows: Sequence[Row], text: str) -> Row:
-    """Merge rows into one with this text; a rank of its own keeps its text."""
+def _merged_row(rows: Sequence[Row], text: str) -> Row:
+    """Merge rows into one with this text; rows of a single rank keep their own text."""
     ranks = sorted({row.ranks[0] for row in rows})
     text = text if len(ranks) > 1 else rows[0].text
     if len(rows) > len(ranks):
@@ -77,21 +77,21 @@ def _relative(row: Row, wait: Pending) -> str:
 
 
 def ends(still: Standstill) -> list[Row]:
-    """Say how and where ranks have ended, and how far those that returned had come."""
+    """Return rows on how and where ranks have ended, with the last calls of those that returned."""
     calls, exits = still.history.calls, still.history.exits
     returned = still.ended - still.killed
     caught = {site: _caught(site) for site in {end.at for end in exits.values()}}
     quiet = [
         _quiet(rank, exits.get(rank), calls, caught) for rank in sorted(returned.difference(calls))
     ]
-    others = [
+    communicated = [
         (_last(*calls[rank], exits.get(rank), caught), calls[rank][1])
         for rank in sorted(returned & set(calls))
     ]
     killed = tuple(sorted(still.killed))
     return [
         *alike(quiet),
-        *fitting(others, MAX_IDLE),
+        *fitting(communicated, MAX_IDLE),
         *([Row(killed, "killed by a fault", "")] if killed else []),
     ]
 
@@ -121,26 +121,26 @@ def _last_site(end: Exit) -> Site:
 
 
 def _caught(site: Site) -> str:
-    """Say that who has ended there has ended in an ``except``: it has caught something."""
+    """Write ``, in the except of line 9`` if a rank that ended there had caught an error."""
     handler = handler_around(site)
     return f", in the except of line {handler.lineno}" if handler else ""
 
 
 def at(site: Site, near: Site) -> str:
-    """Write ``at line 9``, or the whole place if it is in another function than ``near``."""
+    """Write ``at line 9``, or the whole place if its function is not that of ``near``."""
     return f"at line {site[1]}" if site[::2] == near[::2] else f"at {place(site)}"
 
 
 def alike(rows: Iterable[Row]) -> list[Row]:
-    """Make one row of those that differ in their rank only."""
+    """Merge rows that differ only in their rank."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.text, row.where), []).append(row)
-    return [_one(group, text) for (text, _), group in groups.items()]
+    return [_merged_row(group, text) for (text, _), group in groups.items()]
 
 
 def in_other_threads(operations: Iterable[Pending]) -> list[str]:
-    """List where further threads of the ranks wait."""
+    """List the waits of further threads of the ranks."""
     rows = fitting([(row_of(operation), operation) for operation in operations], MAX_IDLE)
     return ["other threads wait too:", *table(rows)] if rows else []
 
@@ -148,7 +148,7 @@ def in_other_threads(operations: Iterable[Pending]) -> list[str]:
 def also_posted(
     messages: Iterable[Message], blocked: Mapping[int, Pending], fate: str
 ) -> list[str]:
-    """List the messages in which no rank waits: one of them may be what a rank waits for."""
+    """List the messages in which no rank waits: another rank may wait for one of them."""
     idle = [(row_of(m), m) for m in messages if m is not blocked.get(m.rank)]
     rows = fitting(idle, MAX_IDLE)
     return [f"also posted, and {fate}:", *table(rows)] if rows else []
@@ -158,12 +158,12 @@ MAX_ROWS = 12
 
 
 def never_met(operations: Sequence[Pending]) -> list[str]:
-    """List what was posted and never matched; no rank waited for it, or the world would hang."""
+    """List operations that never matched; no rank waited for them, or the world would hang."""
     return table(shorten([operation.row() for operation in operations], MAX_ROWS))
 
 
 def never_met_error(operations: Sequence[Pending]) -> Mismatch:
-    """Make the error for them, of which there is one at least."""
+    """Make the error for operations that never matched; there is at least one."""
     num = len(operations)
     count = "an operation was" if num == 1 else f"{num} operations were"
     return mismatch(

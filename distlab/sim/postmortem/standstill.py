@@ -1,9 +1,9 @@
-"""A world in which no rank can continue: which ranks wait for which, in numbers and in words.
+"""A world in which no rank can continue: the waits of ranks for each other, as graph and words.
 
     rank 4 ──▶ rank 3 ──▶ rank 1 ⇄ rank 2        ranks 1 and 2 are a knot, 3 and 4 its victims
     rank 5 ──▶ rank 0, which has returned        a second cause
 
-An arrow is "waits for". A knot is a set of ranks that wait for each other and for no other rank.
+An arrow means "waits for". A knot is a set of ranks that wait for each other and for no other rank.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +20,13 @@ from distlab.sim.postmortem.group_names import GroupNames
 from distlab.sim.reporting.sites import Exit
 from distlab.util.text import clauses, rank_names, verb
 
-MAX_CLAUSES = 3  # clauses of a sentence; of more, the first two and the end are given
+MAX_CLAUSES = 3  # clauses of a sentence; longer ones show the first two and an end
 
-Graph = Mapping[int, Sequence[int]]  # keys: blocked ranks; values: the ranks they wait for
+Graph = Mapping[int, Sequence[int]]  # blocked rank -> ranks that it waits for
 
 
 def find_knots(waits_for: Graph) -> list[list[int]]:
-    """Find the sets of ranks that wait only for each other, directly or not."""
+    """Find the sets of ranks that wait only for each other, directly or indirectly."""
     reach = {rank: sum(1 << peer for peer in peers) for rank, peers in waits_for.items()}
     for via in reach:
         for rank in reach:
@@ -40,9 +40,9 @@ def find_knots(waits_for: Graph) -> list[list[int]]:
 
 
 def find_cycle(waits_for: Graph) -> list[int]:
-    """Find ranks each of which waits for the next, and the last for the first; [] if none do.
+    """Find ranks that each wait for the next one, and the last for the first; [] if none do.
 
-    The cycle is a shortest one through the lowest rank that is on any.
+    The cycle is a shortest one through the lowest rank that is on any cycle.
     """
     for start in sorted(waits_for):
         paths, seen = [[start]], {start}
@@ -70,7 +70,7 @@ class History(NamedTuple):
         calls: Number of calls of torch.distributed and the last one, by rank.
         arrived: Number of messages that have arrived, by source and destination.
         groups: All groups that were made, by their keys.
-        exits: Place at which a rank has left, by rank, as far as it is known.
+        exits: Place at which a rank has left, by rank, as far as known.
         splits: Calls that ranks made at different lines.
         is_in_order: True if messages of a pair ran one after the other (``Options.p2p_order``).
     """
@@ -89,7 +89,7 @@ class Standstill:
     Args:
         blocked: Operation in which a rank waits, by rank.
         ended: Ranks that have returned or were killed.
-        killed: Those of them that a fault has killed.
+        killed: Ranks that a fault has killed, which are also in ``ended``.
         history: Earlier calls of the ranks.
     """
 
@@ -108,7 +108,7 @@ class Standstill:
         self.waits_for = {rank: self._peers(wait) for rank, wait in self.blocked.items()}
 
     def _peers(self, wait: Pending) -> list[int]:
-        """Return the ranks that a rank waits for; if any would do, those that have not ended."""
+        """Return the ranks that a rank waits for; if any of them would do, those still running."""
         peers = list(wait.waits_for())
         running = [peer for peer in peers if peer not in self.ended]
         if isinstance(wait, KeyWait):
@@ -118,7 +118,7 @@ class Standstill:
         return peers
 
     def deserted(self) -> list[list[int]]:
-        """Find the ranks that wait for one that has ended; those with equal waits together."""
+        """Find the ranks that wait for an ended one, grouped by equal waits."""
         return self._alike(
             rank for rank, peers in self.waits_for.items() if not self.ended.isdisjoint(peers)
         )
@@ -129,25 +129,25 @@ class Standstill:
 
     @cached_property
     def mates(self) -> dict[int, list[int]]:
-        """By rank, those that wait for the same thing, itself included."""
+        """By rank, all ranks with an equal wait, including the rank itself."""
         return {rank: group for group in self._alike(self.blocked) for rank in group}
 
     # Words
 
     def sentence(self, ranks: Sequence[int]) -> str:
-        """Say what ranks with equal waits wait for: ``rank 0 waits for rank 1 to send``."""
+        """Describe the wait of ranks with equal waits: ``rank 0 waits for rank 1 to send``."""
         return f"{rank_names(ranks)} {verb(ranks, 'wait')} {self._wait(ranks[0])}"
 
     def sentences(self, ranks: Iterable[int]) -> str:
-        """Say what each rank waits for, in this order."""
+        """Describe the waits of ranks, in this order."""
         groups = self._alike(ranks)
-        told = [self.sentence(group) for group in groups[:MAX_CLAUSES]]
+        sentences = [self.sentence(group) for group in groups[:MAX_CLAUSES]]
         if len(groups) <= MAX_CLAUSES:
-            return clauses(told)
-        return clauses([*told[:2], f"{sum(map(len, groups[2:]))} more ranks wait"])
+            return clauses(sentences)
+        return clauses([*sentences[:2], f"{sum(map(len, groups[2:]))} more ranks wait"])
 
     def circle(self, groups: Sequence[Sequence[int]]) -> str:
-        """Say how groups of ranks wait for each other in a circle."""
+        """Describe how groups of ranks wait for each other in a circle."""
         if len(groups) <= MAX_CLAUSES:
             return clauses([self.sentence(group) for group in groups])
         return ", ".join([*map(self.sentence, groups[:2]), "…", self.sentence(groups[-1])])
@@ -179,7 +179,7 @@ class Standstill:
         return f"in {wait.title()}{on} for {rank_names(self.waits_for[rank])}"
 
     def _alike(self, ranks: Iterable[int]) -> list[list[int]]:
-        """Group the ranks that wait for the same thing."""
+        """Group ranks by equal waits."""
         groups: dict[str, list[int]] = {}
         for rank in ranks:
             groups.setdefault(self._wait(rank), []).append(rank)

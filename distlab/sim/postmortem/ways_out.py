@@ -15,7 +15,7 @@ _ONE_BY_ONE = (
 
 
 def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
-    """Say how ranks that wait for each other's messages can continue.
+    """Advise how ranks that wait for each other's messages can continue.
 
     If messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
     """
@@ -74,7 +74,7 @@ def _all_receive(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def _counts(still: Standstill, ranks: Sequence[int]) -> str:
-    """Compare how many messages went each way before: unequal counts also lead to a cycle."""
+    """Compare the numbers of earlier messages each way: unequal counts also lead to a cycle."""
     if len(ranks) != 2:
         return ""
     arrived = still.history.arrived
@@ -92,9 +92,9 @@ def _counts(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:
-    """Say why ranks do not come to the collective in which ``present`` waits; "" if not known.
+    """Say why ranks do not come to the collective in which ``present`` waits; "" if unknown.
 
-    A rank that waits for a message from one that is already there can never arrive.
+    A rank that waits for a message from a rank that is already there can never arrive.
     """
     call = still.blocked[present]
     for rank in missing:
@@ -104,12 +104,13 @@ def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:
         if not isinstance(wait, Message) or not met:
             continue
         who = f"Rank {rank} cannot go on until"
-        others = f"{rank_names(met)} {verb(met, 'wait')} for rank {rank} in this {call.name}"
+        they_wait = f"{rank_names(met)} {verb(met, 'wait')} for rank {rank} in this {call.name}"
         if wait.peer == ANY_SOURCE:
-            return f"{who} some rank sends, and {others}: does rank {rank} receive once too often?"
-        does, does_own = ("send", "receive") if wait.name == "recv" else ("receive", "send")
+            question = f"does rank {rank} receive once too often?"
+            return f"{who} some rank sends, and {they_wait}: {question}"
+        acts, answers = ("send", "receive") if wait.name == "recv" else ("receive", "send")
         return (
-            f"{who} {rank_names(met)} {does}s, and {others}. Let {rank_names(met)} {does} before "
-            f"the {call.name}, or let rank {rank} {does_own} after it."
+            f"{who} {rank_names(met)} {acts}s, and {they_wait}. Let {rank_names(met)} {acts} "
+            f"before the {call.name}, or let rank {rank} {answers} after it."
         )
     return ""

@@ -1,7 +1,7 @@
 """Pictures of a simulated run. Each is a matplotlib Figure: ``figure.savefig("ring.svg")``.
 
-space_time   what every rank does and when, with every message as an arrow
-gantt        where each rank's time went
+space_time   the activities of every rank over time, with messages as arrows
+gantt        how each rank spent its time
 """
 
 import textwrap
@@ -21,22 +21,22 @@ from distlab.util.text import SECONDS, counted, unit_of
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
 ENDED = "#f6f6f6"
-# What a rank does while it can do nothing else.
+# Activities of a rank that waits, with their colours.
 WAITS = {
     "sending": "#6cb2d6",
     "receiving": "#9bcf9f",
     "sending and receiving": "#8f8fd6",
     "waiting": "#e2e2e2",
 }
-STATES = {
+STATES = {  # (is sending, is receiving) -> activity
     (True, True): "sending and receiving",
     (True, False): "sending",
     (False, True): "receiving",
     (False, False): "waiting",
 }
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
-CROWDED = 32  # ranks; with more, lanes touch, and arrows would hide everything
-MANY = 500  # messages; with more, arrows are thin
+CROWDED = 32  # most ranks with separate lanes and arrows; more arrows would hide everything
+MANY = 500  # most messages with thick arrows
 LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
 _ARROW: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "units": "inches"}
@@ -47,13 +47,13 @@ Interval = tuple[float, float]  # seconds
 
 
 def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> Figure:
-    """Draw a lane per rank over the virtual time, computation and waits as bars.
+    """Draw a lane per rank over the virtual time, with computation and waits as bars.
 
         rank 0  ██████╲░░░░░░░░   computes, sends, has ended
         rank 1  ░░░░░░░╲█████     waits, receives, computes
 
-    Collectives are drawn below the bars, because they may overlap with them. For more than 32 ranks
-    the messages are left out.
+    Collectives are drawn below the bars, because they may overlap them. Messages are left out for
+    more than 32 ranks.
     """
     kinds: defaultdict[str, list[Event]] = defaultdict(list)
     for event in simulated.trace.events:
@@ -72,7 +72,7 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
 
 
 def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figure:
-    """Draw a bar per rank: computation, exposed communication, idle until the last one ended."""
+    """Draw a bar per rank: computation, exposed communication, and idle time until all ended."""
     picture = _Lanes(simulated, title, lane_inches=0.34)
     span, _ = picture.spans(with_strip=False)
     starts = [0.0] * len(simulated.results)
@@ -83,8 +83,8 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
     ):
         lengths = [getattr(rank, field) for rank in totals(simulated)]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        every = zip(range(len(starts)), starts, ends, strict=True)
-        bars = [bar for bar in every if bar[2] - bar[1] > 1e-4 * simulated.seconds]
+        all_bars = zip(range(len(starts)), starts, ends, strict=True)
+        bars = [bar for bar in all_bars if bar[2] - bar[1] > 1e-4 * simulated.seconds]
         picture.draw_bars(kind, bars, span, colour)
         if not picture.is_crowded:
             picture.write_shares(bars)
@@ -93,9 +93,9 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
 
 
 def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[Bar]]:
-    """Cut waits where the rank's messages begin and end: into sending, receiving, both, or waiting.
+    """Cut waits at the begins and ends of the rank's messages, into sending, receiving, and so on.
 
-    A rank in ``send`` waits until the other one is in ``recv``, and sends from then on.
+    A rank in ``send`` waits until the other rank is in ``recv``, and sends from then on.
     """
     leaving: defaultdict[int, list[Interval]] = defaultdict(list)
     coming: defaultdict[int, list[Interval]] = defaultdict(list)
@@ -105,15 +105,16 @@ def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[
         coming[recv.rank].append(on_its_way)
     bars: dict[str, list[Bar]] = {name: [] for name in WAITS}
     for wait in waits:
-        mine = leaving[wait.rank], coming[wait.rank]
-        for start, end in pairwise(_cuts(wait, chain(*mine))):
-            is_sending, is_receiving = (_covers(every, (start + end) / 2) for every in mine)
+        transfers = leaving[wait.rank], coming[wait.rank]
+        for start, end in pairwise(_cuts(wait, chain(*transfers))):
+            middle = (start + end) / 2
+            is_sending, is_receiving = (_covers(intervals, middle) for intervals in transfers)
             bars[STATES[is_sending, is_receiving]].append((wait.rank, start, end))
     return bars
 
 
 def _cuts(wait: Event, intervals: Iterable[Interval]) -> list[float]:
-    """Return when a wait begins and ends, and when messages begin or end between these times."""
+    """Return the begin and end of a wait, and the begins and ends of messages in between."""
     inside = {time for time in chain(*intervals) if wait.start_s < time < wait.end_s}
     return sorted({wait.start_s, wait.end_s, *inside})
 
@@ -123,7 +124,7 @@ def _covers(intervals: Iterable[Interval], time: float) -> bool:
 
 
 def _ends(simulated: Simulated[Any]) -> list[Bar]:
-    """Return a bar for each rank, from its end to the end of the last one."""
+    """Return a bar for each rank, from its own end to the end of the last rank."""
     last = [0.0] * len(simulated.results)
     for event in simulated.trace.events:
         last[event.rank] = max(last[event.rank], event.end_s)
@@ -136,7 +137,7 @@ def _bars(events: Iterable[Event]) -> list[Bar]:
 
 
 def _draw_collectives(picture: "_Lanes", events: Iterable[Event], strip: Span) -> None:
-    """Draw collectives in a colour per name, in several rows if a rank has several under way."""
+    """Draw collectives in a colour per name, in several rows if they overlap on a rank."""
     by_rank: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
         by_rank[event.rank].append(event)
@@ -153,7 +154,7 @@ def _draw_collectives(picture: "_Lanes", events: Iterable[Event], strip: Span) -
 
 
 class _Lanes:
-    """A picture with an empty lane per rank, the virtual time below, and the assumptions."""
+    """A picture with an empty lane per rank, an axis of virtual time, and the assumptions."""
 
     def __init__(self, simulated: Simulated[Any], title: str, lane_inches: float) -> None:
         self.simulated = simulated
@@ -170,7 +171,7 @@ class _Lanes:
         self._name_lanes()
 
     def spans(self, *, with_strip: bool) -> tuple[Span, Span]:
-        """Return where in a lane the bars go, and where the strip below them."""
+        """Return the positions of the bars in a lane, and of the strip below them."""
         edge = 0.5 if self.is_crowded else 0.38 if with_strip else 0.3
         if with_strip:
             return (-edge, 0.12), (0.12 if self.is_crowded else 0.16, edge)
@@ -216,7 +217,7 @@ class _Lanes:
         self._axes.plot([], [], color=MESSAGE, linewidth=1, marker=">", label="message")
 
     def draw_deaths(self) -> None:
-        """Mark when ranks were killed."""
+        """Mark the times at which ranks were killed."""
         faults, trace = self.simulated.options.faults, self.simulated.trace
         killed = {**faults.kill_ranks, **trace.killed_in_step_s}
         if killed:
@@ -226,7 +227,7 @@ class _Lanes:
             )
 
     def write_shares(self, bars: list[Bar]) -> None:
-        """Write percentages of the whole time where there is room for them."""
+        """Write percentages of the whole time into bars that have room for them."""
         for rank, start, end in bars:
             share = (end - start) / self.simulated.seconds
             if share > 0.05:
@@ -240,9 +241,9 @@ class _Lanes:
                 )
 
     def finished(self) -> Figure:
-        """Write what was simulated, the legend below it, and the assumptions at the bottom."""
+        """Write the simulation's label, the legend below it, and the assumptions at the bottom."""
         handles, names = self._axes.get_legend_handles_labels()
-        entries = dict(zip(names, handles, strict=True))  # a collective may be there several times
+        entries = dict(zip(names, handles, strict=True))  # merges the rows of a collective
         self._axes.legend(
             entries.values(),
             entries,

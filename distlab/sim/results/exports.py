@@ -5,8 +5,8 @@
     rank 1   compute            ██ wait ██  ┊
              communication 1      recv ◀┄┄┄┄┘
 
-A trace file holds what torch's profiler (Kineto) would write: a process per rank, a thread for
-computation, and as many threads for communication as operations were under way at the same time.
+A trace file has the format of torch's profiler (Kineto): a process per rank, with a thread for
+computation and as many threads for communication as there were operations at the same time.
 """
 
 import csv
@@ -20,10 +20,10 @@ from distlab.sim.results.simulated import Simulated
 from distlab.sim.results.summary import assumed, label, link_use, settings
 
 Json = dict[str, Any]
-Placed = tuple[Event, Json]  # an event and how a trace file writes it
+Placed = tuple[Event, Json]  # an event and its slice in a trace file
 
-COMPUTE = 1  # the thread, which Kineto calls a stream; communication follows from 2 on
-WRITTEN_DIGITS = 3  # digits of microseconds: nanoseconds, as finely as viewers count
+COMPUTE = 1  # thread of computation ("stream" in Kineto); communication has threads 2, 3, …
+WRITTEN_DIGITS = 3  # digits of microseconds: nanoseconds, the resolution of viewers
 
 
 def write_trace(simulated: Simulated[Any], path: Path) -> None:
@@ -34,7 +34,7 @@ def write_trace(simulated: Simulated[Any], path: Path) -> None:
 def write_traces(simulated: Simulated[Any], folder: Path) -> None:
     """Write a file per rank into a folder, for Holistic Trace Analysis.
 
-    Set HTA_DISABLE_NS_ROUNDING=1, or it rounds every event to whole microseconds, and then:
+    Set HTA_DISABLE_NS_ROUNDING=1, because it otherwise rounds events to microseconds, and then run:
         TraceAnalysis(trace_dir=folder).get_comm_comp_overlap()
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def write_traces(simulated: Simulated[Any], folder: Path) -> None:
 
 
 def write_links(simulated: Simulated[Any], path: Path) -> None:
-    """Write for every link its bytes, its capacity, and what share of that was used."""
+    """Write the bytes of every link, its bandwidth, and the share of its capacity in use."""
     trace, cluster = simulated.trace, simulated.cluster
     with path.open("w", newline="") as file:
         table = csv.writer(file)
@@ -57,7 +57,7 @@ def write_links(simulated: Simulated[Any], path: Path) -> None:
 def chrome_trace(simulated: Simulated[Any]) -> Json:
     """Return all ranks' events, and an arrow from every send to its recv, as JSON."""
     placed = [place for events in _by_rank(simulated) for place in _placed(events)]
-    slices = [what for _, what in placed]
+    slices = [entry for _, entry in placed]
     return {
         "displayTimeUnit": "ns",
         "otherData": {
@@ -74,14 +74,14 @@ def chrome_trace(simulated: Simulated[Any]) -> Json:
 
 
 def kineto_traces(simulated: Simulated[Any]) -> Iterator[Json]:
-    """Yield each rank's events under the names by which analysers tell kernels apart."""
+    """Yield each rank's events under the names from which analysers recognise kernels."""
     ranks = len(simulated.results)
     for rank, events in enumerate(_by_rank(simulated)):
         yield {
             "schemaVersion": 1,
             "distributedInfo": {"backend": "sim", "rank": rank, "world_size": ranks},
             "otherData": {"label": label(simulated)},
-            "traceEvents": [_as_kernel(what) for _, what in _placed(events)],
+            "traceEvents": [_as_kernel(entry) for _, entry in _placed(events)],
         }
 
 
@@ -93,20 +93,20 @@ def _by_rank(simulated: Simulated[Any]) -> list[list[Event]]:
 
 
 def _placed(events: Iterable[Event]) -> list[Placed]:
-    """Put every event of a rank on a thread."""
-    own: list[Event] = []
+    """Place every event of a rank on a thread."""
+    device: list[Event] = []
     network: list[Event] = []
     for event in events:
-        (own if event.kind in ("compute", "wait") else network).append(event)
+        (device if event.kind in ("compute", "wait") else network).append(event)
     return [
         (event, _slice(event, thread))
-        for thread, lane in enumerate([own, *lanes(network)], COMPUTE)
+        for thread, lane in enumerate([device, *lanes(network)], COMPUTE)
         for event in lane
     ]
 
 
 def _slice(event: Event, thread: int) -> Json:
-    """Write an event as a complete one ("X") of the trace format."""
+    """Write an event as a complete event ("X") of the trace format."""
     start_us, end_us = _us(event.start_s), _us(event.end_s)
     return {
         "ph": "X",
@@ -139,7 +139,7 @@ def _names(simulated: Simulated[Any], slices: Iterable[Json]) -> Iterator[Json]:
         node = f", node {cluster.node_of(rank)}" if cluster.nodes > 1 else ""
         yield _name("process_name", rank, COMPUTE, name=f"rank {rank}{node}")
         yield _name("process_sort_index", rank, COMPUTE, sort_index=rank)
-    for rank, thread in sorted({(what["pid"], what["tid"]) for what in slices}):
+    for rank, thread in sorted({(entry["pid"], entry["tid"]) for entry in slices}):
         number = thread - COMPUTE
         name = f"communication {number}" if number else "compute"
         yield _name("thread_name", rank, thread, name=name)
@@ -153,8 +153,8 @@ def _name(what: str, rank: int, thread: int, **arguments: object) -> Json:
 def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Json]:
     """Yield the two ends ("s" and "f") of each message; either lies inside its slice."""
     threads = {
-        (event.kind, event.message): {"pid": what["pid"], "tid": what["tid"]}
-        for event, what in placed
+        (event.kind, event.message): {"pid": entry["pid"], "tid": entry["tid"]}
+        for event, entry in placed
     }
     for send, recv in simulated.trace.pairs():
         arrow = {"cat": "message", "name": "message", "id": send.message}
@@ -165,15 +165,15 @@ def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Jso
         yield {"ph": "f", "bp": "e", **arrow, **receiver, "ts": arrives_us}
 
 
-def _as_kernel(what: Json) -> Json:
-    """Name a slice as NCCL would, or as the host's call if it is a wait."""
-    if what["cat"] == "wait":
-        return {**what, "cat": "cpu_op", "args": {**what["args"], "stream": -1}}
-    if what["tid"] == COMPUTE:
-        return what
-    words = "send_recv" if what["name"] in ("send", "recv") else what["name"]
+def _as_kernel(entry: Json) -> Json:
+    """Name a slice like an NCCL kernel, or like a call of the host if it is a wait."""
+    if entry["cat"] == "wait":
+        return {**entry, "cat": "cpu_op", "args": {**entry["args"], "stream": -1}}
+    if entry["tid"] == COMPUTE:
+        return entry
+    words = "send_recv" if entry["name"] in ("send", "recv") else entry["name"]
     kind = "".join(word.capitalize() for word in words.split("_"))
-    return {**what, "name": f"ncclDevKernel_{kind}"}
+    return {**entry, "name": f"ncclDevKernel_{kind}"}
 
 
 def _us(seconds: float) -> float:

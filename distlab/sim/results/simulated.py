@@ -19,22 +19,23 @@ class Options:
 
     Attributes:
         algorithm: Algorithm of the built-in collectives, one of ALGORITHMS.
-        eager_bytes: sends up to this size are buffered; -1: every send waits for its recv, as on
+        eager_bytes: Largest size of buffered sends; -1 lets every send wait for its recv, as on
             NCCL.
-        p2p_order: "free": point-to-point operations start when they are posted; "pair": as on
-            NCCL, those of the same two ranks run one after the other unless they are batched.
-        is_strict: True to report a buffer that was changed before its operation was done.
-        seed: Seed of the ranks' own generators of ``random`` and numpy.
-        has_devices: True to account for computation and memory; None does if the cluster describes
-            its GPU.
-        capacity_bytes: Memory of each GPU; None is that of its description.
-        overlap_cost: seconds that computation loses in each second in which a collective of its
+        p2p_order: "free" starts point-to-point operations when they are posted. "pair" runs those
+            of the same two ranks one after the other unless they are batched, as on NCCL.
+        is_strict: True to report buffers changed before their operations are done, and operations
+            that never met.
+        seed: Seed of each rank's generators of torch, ``random`` and numpy.
+        has_devices: True to account for computation and memory; None to do so if the cluster
+            describes its GPU.
+        capacity_bytes: Memory of each GPU; None for that of its description.
+        overlap_cost: Seconds that computation loses in each second in which a collective of its
             rank is under way: see `engine.overlap`.
-        has_events: keep every event, for pictures and traces; without, a message takes less memory,
-            and only totals are known.
+        has_events: True to keep every event, for pictures and traces. Without them a message takes
+            less memory, and only totals are known.
         faults: Faults to inject.
-        given: Folders or files of the caller's own code: reports and tracebacks name the innermost
-            line of the program that is in none of them.
+        given: Folders or files of the caller's own code, which reports and tracebacks leave out:
+            they name the innermost line of the program outside of them.
     """
 
     algorithm: str = "auto"
@@ -66,11 +67,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Simulated(Generic[T]):
-    """Outcome of a simulation: a result per rank, and the trace."""
+    """Outcome of a simulation: the result of each rank, and the trace."""
 
     results: list[T]
     trace: Trace
-    seconds: float  # virtual time until the last rank had ended
+    seconds: float  # virtual time at the end of the last rank
     cluster: Cluster
     options: Options
-    flops: list[int]  # indexed by rank; 0 without a GPU
+    flops: list[int]  # by rank; 0 without a GPU

@@ -1,4 +1,4 @@
-"""A simulated run in words: a table of what each rank did, and the assumptions behind it."""
+"""A simulated run in words: a table with the totals of each rank, and the assumptions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from distlab.sim.results.simulated import Simulated
 from distlab.util.text import bytes_text, counted, seconds_text
 
-LISTED = 16  # ranks that get a line each; with more, only the spread and the slowest ones
-SLOWEST = 3
-BUSIEST = 3  # number of links that are named
+LISTED = 16  # most ranks with a line each; a table of more shows the spread and the slowest ones
+SLOWEST = 3  # slowest ranks shown
+BUSIEST = 3  # busiest links named
 
 HEADINGS = ("rank", "time", "compute", "exposed", "idle", "sent", "messages", "peak memory")
 
@@ -20,9 +20,9 @@ class Totals(NamedTuple):
     """Times and bytes of a rank: compute + exposed = time, and time + idle = the last rank's time.
 
     Attributes:
-        time_s: Time until its function had returned, or until it was killed.
+        time_s: Time until its function returned, or until it was killed.
         exposed_s: Time in which it waited for communication.
-        idle_s: Time in which it was done and others were not.
+        idle_s: Time between its end and that of the last rank.
     """
 
     time_s: float
@@ -35,7 +35,7 @@ class Totals(NamedTuple):
 
 
 def totals(simulated: Simulated[Any]) -> list[Totals]:
-    """Add up what each rank did."""
+    """Add up the times and bytes of each rank."""
     trace = simulated.trace
     columns = (
         *(trace.compute_s, trace.exposed_s),
@@ -50,7 +50,7 @@ def totals(simulated: Simulated[Any]) -> list[Totals]:
 
 
 def summary(simulated: Simulated[Any]) -> str:
-    """Describe a run: where each rank's time went, its bytes and memory, and the assumptions.
+    """Describe a run: the times, bytes and memory of each rank, and the assumptions.
 
         simulated, preset dgx-h100, not measured
         4 ranks on 1 x 8 GPUs (H100-80GB), rail-optimised: 38.4 µs
@@ -58,12 +58,12 @@ def summary(simulated: Simulated[Any]) -> str:
         rank     time  compute  exposed  idle      sent  messages  peak memory
            0  38.4 µs  4.07 µs  34.3 µs   0 s  6.00 MiB         6     5.00 MiB
 
-    For more than 16 ranks: minimum, median, maximum, and the slowest ranks.
+    For more than 16 ranks, the table has minimum, median, maximum, and the slowest ranks.
     """
     ranks = totals(simulated)
     rows: list[tuple[str, ...]] = [HEADINGS]
     if len(ranks) <= LISTED:
-        rows += [_row(str(rank), what) for rank, what in enumerate(ranks)]
+        rows += [_row(str(rank), sums) for rank, sums in enumerate(ranks)]
     else:
         columns = list(zip(*ranks, strict=True))
         rows.append(_row("min", Totals(*map(min, columns))))
@@ -76,14 +76,14 @@ def summary(simulated: Simulated[Any]) -> str:
 
 
 def label(simulated: Simulated[Any]) -> str:
-    """Write what every table and picture must say: "simulated, preset dgx-h100, not measured"."""
+    """Write the label of every table and picture: "simulated, preset dgx-h100, not measured"."""
     name = simulated.cluster.name
     cluster = "custom cluster" if name == "custom" else f"preset {name}"
     return f"simulated, {cluster}, not measured"
 
 
 def assumed(simulated: Simulated[Any]) -> list[str]:
-    """List the numbers in use that are neither on a data sheet nor measured."""
+    """List the numbers in use that are neither taken from a data sheet nor measured."""
     lines = replace(simulated.cluster, faults=()).assumptions()
     if not any(simulated.trace.collectives):
         lines = [line for line in lines if not line.startswith("gpu.protocol")]
@@ -98,7 +98,7 @@ def has_compute(simulated: Simulated[Any]) -> bool:
 
 
 def settings(simulated: Simulated[Any]) -> list[str]:
-    """List the options that are not the usual ones, and the faults."""
+    """List the options that differ from their defaults, and the faults."""
     options, faults = simulated.options, simulated.options.faults
     slowed = simulated.cluster.faults
     lines = [f"{pattern} is {factor:g} times slower" for pattern, factor in slowed]
@@ -122,14 +122,14 @@ def settings(simulated: Simulated[Any]) -> list[str]:
     return lines
 
 
-def _row(name: str, what: Totals) -> tuple[str, ...]:
-    times = (what.time_s, what.compute_s, what.exposed_s, what.idle_s)
+def _row(name: str, sums: Totals) -> tuple[str, ...]:
+    times = (sums.time_s, sums.compute_s, sums.exposed_s, sums.idle_s)
     return (
         name,
         *map(seconds_text, times),
-        bytes_text(what.bytes_sent),
-        f"{what.messages:g}",
-        bytes_text(what.peak_bytes) if what.peak_bytes else "-",
+        bytes_text(sums.bytes_sent),
+        f"{sums.messages:g}",
+        bytes_text(sums.peak_bytes) if sums.peak_bytes else "-",
     )
 
 
@@ -139,7 +139,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _slowest(ranks: Sequence[Totals]) -> list[int]:
-    """Pick those that ended last; of ranks that ended together, those that waited least."""
+    """Pick the ranks that ended last; of ranks that ended together, those that waited least."""
     return sorted(
         range(len(ranks)), key=lambda rank: (-round(ranks[rank].time_s, 9), ranks[rank].exposed_s)
     )[:SLOWEST]
@@ -156,7 +156,7 @@ def _size(simulated: Simulated[Any]) -> str:
 
 
 def _details(simulated: Simulated[Any]) -> list[str]:
-    """Name the busiest links, and say what filled the memory of the fullest rank."""
+    """Name the busiest links, unmatched operations, and the memory use of the fullest rank."""
     lines = []
     busiest = sorted(link_use(simulated), key=lambda use: -round(use[0], 6))[:BUSIEST]
     named = [f"{name} {share:.0%}" for share, name in busiest if share >= 0.005]
@@ -170,13 +170,13 @@ def _details(simulated: Simulated[Any]) -> list[str]:
     fullest = max(range(len(trace.peak_bytes)), key=trace.peak_bytes.__getitem__)
     if trace.peak_bytes[fullest]:
         held = sorted(trace.peak_by_category[fullest].items(), key=lambda item: -item[1])
-        parts = (f"{bytes_text(size)} {what.replace('_', ' ')}" for what, size in held if size)
+        parts = (f"{bytes_text(n)} {category.replace('_', ' ')}" for category, n in held if n)
         lines.append(f"peak memory of rank {fullest}: {', '.join(parts)}")
     return lines
 
 
 def link_use(simulated: Simulated[Any]) -> Iterable[tuple[float, str]]:
-    """Yield for every link which share of its capacity was used, and its name."""
+    """Yield the used share of each link's capacity, and the link's name."""
     for link, num_bytes in zip(simulated.cluster.links, simulated.trace.bytes_by_link, strict=True):
         capacity = link.bytes_per_s * simulated.trace.network_s
         yield (num_bytes / capacity if capacity else 0.0), link.name
