@@ -95,15 +95,10 @@ def plan(
             (all_to_all). 0 for a barrier.
         root: Index into ``gpus``, for reduce, broadcast, scatter and gather.
 
-    Raises: ValueError: a name or root is unknown; the text says what is valid.
     Cost: 1024 GPUs: below 1 ms for a ring or a tree, 3 ms for algorithms of lg p rounds with all
         members busy, 0.1 s for "auto" once the cluster knows its routes; 0.4 s for a direct
         all_to_all, which has p(p-1) transfers.
     """
-    _check("collective", collective, COLLECTIVES)
-    _check("algorithm", algorithm, ALGORITHMS)
-    if not 0 <= root < len(gpus):
-        raise ValueError(f"root must be an index of the {len(gpus)} ranks of the group, got {root}")
     members = [*gpus[root:], *gpus[:root]]
     has_nccl = cluster.gpu is not None and bool(cluster.gpu.protocol_efficiency)
     if algorithm.startswith(NCCL) or (algorithm == "auto" and has_nccl):
@@ -143,11 +138,6 @@ def _plan(
     row = _FLAT[collective]
     natural = next(iter(row.values()))
     return row.get(algorithm, natural)(members, num_bytes)
-
-
-def _check(what: str, name: str, valid: Sequence[str]) -> None:
-    if name not in valid:
-        raise ValueError(f"unknown {what} {name!r}: use one of {', '.join(valid)}")
 
 
 # Two levels. A node is a row, the j-th members of all nodes are a column:

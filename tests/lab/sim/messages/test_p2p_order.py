@@ -45,6 +45,12 @@ def test_an_unbatched_exchange_of_a_pair_hangs_as_on_nccl() -> None:
     assert "All of them send first" not in str(error)
 
 
+def sends_and_receives() -> None:
+    work = dist.isend(torch.ones(4), 1 - me())
+    dist.recv(torch.zeros(4), 1 - me())
+    work.wait()
+
+
 def opposite_orders() -> float:
     return exchange("sr" if me() == 0 else "rs")
 
@@ -128,6 +134,7 @@ def test_what_passes_on_nccl_passes(program: Program, results: list[float]) -> N
                 PLAIN_RULE,
             ),
         ),
+        (sends_and_receives, 2, ("rank 0 waits in recv behind its isend to rank 1",)),
         (ring, 2, (PLAIN_RULE,)),
         (
             partial(batched, 2),

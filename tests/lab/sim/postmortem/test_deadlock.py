@@ -1,7 +1,7 @@
 """The verdict on a deadlock is exact and its words are English, for few and many ranks."""
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,9 +235,12 @@ def test_one_side_is_advised_to_go_first_only_where_there_are_two(num_ranks: int
         assert "batch_isend_irecv" in words
 
 
+@pytest.mark.parametrize("post", [send, recv])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_where_messages_run_in_order_only_a_batch_is_advised(num_ranks: int) -> None:
-    circle = [send(rank, (rank + 1) % num_ranks, size=num_ranks) for rank in range(num_ranks)]
+def test_where_messages_run_in_order_only_a_batch_is_advised(
+    num_ranks: int, post: Callable[..., Message]
+) -> None:
+    circle = [post(rank, (rank + 1) % num_ranks, size=num_ranks) for rank in range(num_ranks)]
     words = advice(explain(waits(*circle), history=History(is_in_order=True)))
     assert "batch_isend_irecv" in words
     assert "isend and" not in words

@@ -17,6 +17,10 @@ def ring_of_sends() -> None:
     dist.send(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size())
 
 
+def pairs() -> None:
+    dist.recv(torch.zeros(1), dist.get_rank() ^ 1)
+
+
 def one_is_missing() -> None:
     if dist.get_rank() == 77:
         dist.recv(torch.zeros(1), 0)
@@ -32,6 +36,7 @@ def half_has_returned() -> None:
     ("program", "phrase"),
     [
         (ring_of_sends, "ranks 0-1022  send to rank + 1, (1,) float32"),
+        (pairs, "ranks 1, 3, 5, …, 1023 (512 ranks)  recv from rank - 1"),
         (
             one_is_missing,
             "ranks 0-76 and 78-1023 wait in barrier (call 1 of ranks 0-1023) for rank 77",
