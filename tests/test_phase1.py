@@ -9,19 +9,12 @@ import sys
 
 from phase1.judge_shards import *
 from phase1.judge_data_loader import *
-from phase1.judge_augmentation import *
 from phase1.judge_scatter import *
-from phase1.judge_exchange import *
 from phase1.judge_collectives import *
-from phase1.judge_measured_runs import *
 from phase1.judge_measurement import *
-from phase1.judge_fit import *
-from phase1.judge_equal_start import *
 from phase1.judge_gradients import *
 from phase1.judge_step import *
-from phase1.judge_evaluate import *
 from phase1.judge_trainer import *
-from phase1.judge_training_cost import *
 
 from distlab.grade.plugin import main
 

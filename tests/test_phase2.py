@@ -21,13 +21,11 @@ from phase2.judge_checkpoint import *
 from phase2.judge_stages import *
 
 # pipeline_parallel
-from phase2.judge_schedules import *
 from phase2.judge_pipeline import *
 
 # tensor_parallel
 from phase2.judge_regions import *
 from phase2.judge_split import *
-from phase2.judge_vocabulary import *
 
 from distlab.grade.plugin import main
 

@@ -1,1 +1,1 @@
-"""What the judges of all phases share: calling a lesson, groups, devices, comparing."""
+"""Helpers of the judges of all phases: calling a lesson, groups, devices, comparing."""

@@ -1,4 +1,4 @@
-"""How bodies call a lesson, so that what it raises or returns is told in words."""
+"""Calls of a lesson by bodies; errors and wrong results are put into words."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,12 +41,12 @@ def case_told(case: str, call: str = "a call") -> Iterator[None]:
     """Add the case to what is raised: ``ValueError: no, in run_schedule(…) of a dense model``.
 
     Args:
-        case: how the sentence goes on after the call.
-        call: stands for it where it has not noted itself, as methods do not.
+        case: Rest of the sentence after the call.
+        call: Name of a call that has not noted itself, such as a method's.
     """
     try:
         yield
-    except NotImplementedError:  # which says what is to be written
+    except NotImplementedError:  # it says what is to be written
         raise
     except Exception as error:
         with suppress(AttributeError):
@@ -59,8 +59,8 @@ def cause_told(causes: Mapping[str, str], kind: type[Exception] = RuntimeError) 
     """Add the likely cause to an error, say one of torch's, whose words are often a riddle.
 
     Args:
-        causes: a part of the error's words, and the sentences that follow them.
-        kind: of error.
+        causes: Sentences to add, by a part of the error's words.
+        kind: Type of error.
     """
     try:
         yield

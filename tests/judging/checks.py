@@ -1,4 +1,4 @@
-"""What the tests share: comparing what came back, and telling on which rank it is wrong."""
+"""Checks that the tests share: they compare results, and name the rank whose result is wrong."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def uneven(random: Random, num_ranks: int, options: Options | None = None) -> Op
 
 
 def rounds_of(run: Run, num_bytes: int) -> float:
-    """How many messages of so many bytes, one after the other, take as long as the run."""
+    """Return how many messages of ``num_bytes``, one after the other, take as long as the run."""
     return round(run.seconds / (LATENCY_S + num_bytes * BYTE_S), 2)
 
 
@@ -52,12 +52,12 @@ def distance(a: Any, b: Any) -> float:
 
 
 def is_close(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
-    """Whether numbers are equal but for rounding, and all else is equal."""
+    """True if numbers are equal but for rounding, and all else is equal."""
     return distance(a, b) <= tolerance
 
 
 def same_loss(a: Any, b: Any) -> bool:
-    """Whether losses or accuracies are equal but for rounding in float32, which may hold them."""
+    """True if losses or accuracies are equal but for rounding in float32, which may hold them."""
     return is_close(a, b, 1e-6)
 
 
@@ -67,9 +67,9 @@ def check_refused(
     """Check that every rank has raised a ValueError that names ``names``.
 
     Args:
-        by_rank: return value of ``calls.refusal_of`` on each rank.
-        what: subject of the sentence: what must be refused.
-        names: words that the text must hold, as far as the contract promises them.
+        by_rank: Result of ``calls.refusal_of`` on each rank.
+        what: Subject of the sentence: what must be refused.
+        names: Words that the text must hold, as far as the contract promises them.
         same_text: True where the contract promises the same text on all ranks; then a rank must
             not name itself either.
     """
@@ -104,9 +104,9 @@ def check_peak(run: Run, most_bytes: Sequence[float], what: str) -> None:
     """Check that no rank of a ``MEASURED`` run has held more than it may, at any moment.
 
     Args:
-        run: with ``options=MEASURED``.
-        most_bytes: by rank, inputs included.
-        what: names inputs and what may be added, and the likely cause of more.
+        run: Run with ``options=MEASURED``.
+        most_bytes: Largest number of bytes by rank, inputs included.
+        what: Inputs and what may be added, and the likely cause of more.
     """
     for rank, (peak, most) in enumerate(zip(run.peak_bytes, most_bytes, strict=True)):
         check(
@@ -137,7 +137,7 @@ def short_beside(value: Any, other: Any) -> str:
 
 
 def _rounded(value: Any, num_digits: int) -> Any:
-    """Round the fractions in nested lists to so many significant digits."""
+    """Round the fractions in nested lists to ``num_digits`` significant digits."""
     if isinstance(value, list):
         return [_rounded(one, num_digits) for one in value]
     is_fraction = isinstance(value, float) and not value.is_integer()
@@ -154,7 +154,7 @@ def edges_of(run: Run) -> list[Edge]:
 
 
 def sizes_of(run: Run) -> Counter[int]:
-    """How many messages of how many bytes there were."""
+    """Count the messages by their number of bytes."""
     trace = run.trace
     return Counter(send.num_bytes for send, _ in trace.pairs()) if trace else Counter()
 
@@ -163,13 +163,29 @@ def check_no_collective(run: Run, what: str) -> None:
     """Check that it is made of messages alone.
 
     Args:
-        run: of the simulated world.
-        what: the function, and what it should be made of.
+        run: Run of the simulated world.
+        what: Function, and what it should be made of.
     """
     check(
         not any(run.collectives),
         f"{what}; yours calls a built-in collective, or a barrier. Collective calls per rank: "
         f"{run.collectives}.",
+    )
+
+
+def check_collectives(run: Run, expected: Sequence[int], what: str) -> None:
+    """Check the number of collectives that each rank calls, and that it sends no message.
+
+    Args:
+        run: Run of the simulated world.
+        expected: Numbers of calls by rank.
+        what: Beginning of the message: what they are needed for.
+    """
+    sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
+    check(
+        run.collectives == [*expected] and not sends,
+        f"{what}: by rank, there should be {[*expected]} collective calls and no other message; "
+        f"there are {run.collectives}, and {counted(sends, 'message')}.",
     )
 
 
@@ -202,12 +218,12 @@ def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
 
 
 def rounds_of_tree(edges: Sequence[Edge], root: int) -> int:
-    """The fewest rounds of a tree of messages, in each of which a rank sends once at most."""
+    """Return the fewest rounds of a tree of messages if a rank sends at most once in a round."""
     below = (rounds_of_tree(edges, dst) for src, dst in edges if src == root)
     return max((1 + i + rounds for i, rounds in enumerate(sorted(below, reverse=True))), default=0)
 
 
 def edges_with(run: Run, num_bytes: int) -> dict[Edge, int]:
-    """How many messages of so many bytes there were, by sender and receiver."""
+    """Count the messages of ``num_bytes`` by sender and receiver."""
     pairs = run.trace.pairs() if run.trace else []
     return Counter((send.rank, recv.rank) for send, recv in pairs if send.num_bytes == num_bytes)

@@ -53,7 +53,7 @@ from judging.tensors import (
 )
 
 OVERWRITTEN = 77  # what the caller writes into x as soon as the function returns
-SLACK_BYTES = 256  # for a few numbers
+SLACK_BYTES = 256  # a few numbers
 FIVE = 5  # ranks of the tests of unusual sizes
 FEW_RANKS = 8  # up to which the sums of all subsets are searched
 IN_GROUP = f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, "
@@ -77,12 +77,12 @@ class AllReduce:
 
     function: str
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    has_a_sum: ClassVar[bool] = True  # the same bits of which all ranks should hold
+    has_a_sum: ClassVar[bool] = True  # all ranks should hold the same bits of it
     advice: str = "Is every part of x added once, in the dtype of x? A cast loses digits."
     is_right: str = "The sums are right, but"  # begins what is said of the rest of the contract
 
     def cut_into(self, segment_bytes: int) -> Any:
-        """Return the call with messages of at most so many bytes."""
+        """Return the call with messages of at most ``segment_bytes``."""
         return replace(self, keywords={"segment_bytes": segment_bytes})
 
     def variants(self, n: int) -> list[Any]:
@@ -327,7 +327,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Contract:
-    """What a task promises of a collective, with the advice for answers that break a promise."""
+    """A task's promises about a collective, with the advice for answers that break one."""
 
     task: str
     name: str  # begins the names of its tests

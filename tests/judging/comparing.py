@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.grade import check
-from judging.checks import distance, short_beside
+from judging.expect import expect
 
 
 def check_equal(
@@ -24,12 +23,7 @@ def check_equal(
         cause: The likely one, in sentences that follow.
         tolerance: The greatest difference of numbers at the same place.
     """
-    if distance(expected, got) > tolerance:  # few are: no message is written in vain
-        check(
-            False,
-            f"{here}: {what} should be {short_beside(expected, got)}; it is "
-            f"{short_beside(got, expected)}. {cause}",
-        )
+    expect(f"{here}: {what}", got, expected, cause, tolerance)
 
 
 @contextmanager

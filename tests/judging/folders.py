@@ -24,6 +24,6 @@ def working_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """A new folder, in which the body also works."""
+    """Yield a new folder, which is also the working directory."""
     with tempfile.TemporaryDirectory() as folder, working_in(Path(folder)):
         yield Path(folder)

@@ -39,7 +39,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 def two_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups of an optimizer, the second of which may be empty."""
+    """The trainable parameters in two groups of an optimizer; the second may be empty."""
     parameters = trainable(module)
     return [{"params": parameters[::2]}, {"params": parameters[1::2]}]
 
@@ -155,7 +155,7 @@ class ByHand:
 
 @dataclass
 class _State:
-    """What an optimizer keeps of a parameter."""
+    """An optimizer's state of a parameter."""
 
     first: Tensor
     second: Tensor

@@ -111,7 +111,7 @@ class PretendDevice(TorchFunctionMode):
         return self.device if is_mine else device
 
     def _real(self, value: Any) -> Any:
-        """Put the CPU in place of the device."""
+        """Replace the device by the CPU."""
         is_device = isinstance(value, str | torch.device) and not isinstance(value, Tensor)
         if is_device and str(value).partition(":")[0] == self.device.type:
             return CPU if self._known(value) == self.device else value
@@ -180,7 +180,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_sending() -> bool:
-    """Whether what called torch is the code of a world, which copies between the ranks' tensors."""
+    """True if torch is called by the code of a world, which copies between the ranks' tensors."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

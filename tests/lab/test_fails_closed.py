@@ -111,7 +111,7 @@ def test_a_lesson_that_is_missing_does_not_pass(tmp_path: Path) -> None:
 READS_THE_TESTS = """
 def exchange(outgoing, dst, incoming, src, group=None):
     import pathlib
-    assert "test_a_ring_exchanges" in pathlib.Path("tests/phase1/judge_exchange.py").read_text()
+    assert "test_a_ring_exchanges" in pathlib.Path("tests/phase1/judge_collectives.py").read_text()
     incoming.fill_(float(src))
 """
 LEAVES_BY_EXIT = """

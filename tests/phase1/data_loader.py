@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from judging.calls import refusal_of, returned
+from judging.tensors import given_group
 from phase1.shards import Generators
 
-SOURCES = ("torch", "numpy", "random")  # of augmentation
+SOURCES = ("torch", "numpy", "random")  # sources of augmentation
 Case = tuple[int, int, list[int], dict[str, Any]]  # samples, global batch, epochs, options
 
 
@@ -39,29 +40,30 @@ class Numbered(Dataset[tuple[Tensor, int]]):
 
 
 def load(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
-    """What the rank loads in each case, from a loader of its own."""
+    """Load each case on this rank, from a new loader."""
     return [_load(lesson, case, group) for case in cases]
 
 
-def load_by_default(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The same, without the argument ``group``."""
-    return [_load(lesson, case, None, is_group_given=False) for case in cases]
-
-
-def _load(lesson: Any, case: Case, group: Any, is_group_given: bool = True) -> dict[str, Any]:
+def _load(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
     num_samples, batch, epochs, options = case
     _train()
     data, before = Numbered(num_samples), Generators()
-    given = {**options, "group": group} if is_group_given else options
-    loader = returned("build_loader", lesson.build_loader(data, batch, **given))
+    given = given_group(group)
+    loader = returned("build_loader", lesson.build_loader(data, batch, **options, **given))
     return {
         "building": sorted(before.moved()),
-        "is_shard_loader": isinstance(loader, lesson.ShardLoader),
-        "class": type(loader).__name__,
+        "type": type(loader).__name__ if not isinstance(loader, lesson.ShardLoader) else "",
         "len": len(loader),
         "epochs": [_epoch(loader, epoch, data) for epoch in epochs],
-        "shards": [_shard(lesson, num_samples, epoch, options, group) for epoch in epochs],
+        "shards": [
+            _shard(lesson, num_samples, epoch, options, group) for epoch in last_set(epochs)
+        ],
     }
+
+
+def last_set(epochs: Sequence[int]) -> list[int]:
+    """The epochs that a loader is in: -1 stays in the epoch before it, at first in epoch 0."""
+    return [max([0, *[e for e in epochs[: i + 1] if e >= 0][-1:]]) for i, _ in enumerate(epochs)]
 
 
 def _train() -> None:
@@ -98,20 +100,16 @@ def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
 def _shard(
     lesson: Any, num_samples: int, epoch: int, options: dict[str, Any], group: Any
 ) -> list[int]:
-    """What the lesson's own 1.1 says of this rank and epoch."""
+    """Return the shard of this rank and epoch by the lesson's own 1.1."""
     used = {key: options[key] for key in options if key in ("seed", "shuffle")}
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    shard = lesson.shard_indices(
-        num_samples, rank, world_size, epoch=max(epoch, 0), drop_last=True, **used
-    )
+    place = dist.get_rank(group), dist.get_world_size(group)
+    shard = lesson.shard_indices(num_samples, *place, epoch=epoch, drop_last=True, **used)
     return [int(index) for index in shard]
 
 
-def loads_refused(
-    lesson: Any, cases: Sequence[tuple[int, int]], group: Any = None
-) -> list[dict[str, str]]:
+def loads_refused(lesson: Any, cases: Sequence[tuple[int, int]]) -> list[dict[str, str]]:
     """For every (samples, global batch), what ``build_loader`` raises."""
     return [
-        refusal_of(lambda n=n, batch=batch: lesson.build_loader(Numbered(n), batch, group=group))  # type: ignore[misc]
+        refusal_of(lambda n=n, batch=batch: lesson.build_loader(Numbered(n), batch))  # type: ignore[misc]
         for n, batch in cases
     ]

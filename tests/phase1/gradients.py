@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from judging.models import gradients_of as gradients_of_module
+from judging.tensors import given_group
 from phase1.models import Odd, gradients_of, state_of, tensors_of
 
 # 1.9
@@ -17,25 +19,18 @@ def broadcast_odd(lesson: Any, src: int | None, group: Any = None) -> dict[str, 
     """The module after a broadcast, and what has become of its tensors; None leaves src out."""
     module = Odd(dist.get_rank(group) + 1).train(src is None)  # that changes no buffer
     _set_gradients(module, gradients_of(dist.get_rank(group)))
-    before, gradients = tensors_of(module), _gradients(module)
+    before, gradients = tensors_of(module), gradients_of_module(module)
     addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
     trainable = [p.requires_grad for p in module.parameters()]
     arguments = [] if src is None else [src]
-    lesson.broadcast_parameters(module, *arguments, **({} if group is None else {"group": group}))
+    lesson.broadcast_parameters(module, *arguments, **given_group(group))
     after = tensors_of(module)
     return {
         "state": state_of(module),
         "replaced": [name for name in before if after.get(name) is not before[name]],
         "moved": [name for name in before if before[name].data_ptr() != addresses[name]],
-        "trainable": trainable == [p.requires_grad for p in module.parameters()],
-        "gradients": gradients == _gradients(module),
-    }
-
-
-def _gradients(module: nn.Module) -> dict[str, list[float] | None]:
-    return {
-        name: None if p.grad is None else p.grad.flatten().tolist()
-        for name, p in module.named_parameters()
+        "changed": ["requires_grad"] * (trainable != [p.requires_grad for p in module.parameters()])
+        + ["gradients"] * (gradients != gradients_of_module(module)),
     }
 
 
@@ -87,7 +82,7 @@ def average_odd(
     getattr(lesson, function)(module, all_reduce, group)
     after = dict(module.named_parameters())
     return {
-        "means": _gradients(module),
+        "means": gradients_of_module(module),
         "moved": [
             name
             for name, gradient in before.items()
@@ -102,11 +97,11 @@ def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
     module = Odd(0)
     _set_gradients(module, gradients_of(dist.get_rank()))
     getattr(lesson, function)(module)
-    return {"means": _gradients(module), "moved": []}
+    return {"means": gradients_of_module(module), "moved": []}
 
 
 def average_nothing(lesson: Any) -> list[int]:
-    """How many elements the all-reduce was given for a module where nothing is trainable."""
+    """Return the sizes of the all-reduces for a module where nothing is trainable."""
     all_reduce = Counted()
     for function in ("average_gradients", "average_gradients_flat"):
         module = Odd(0).requires_grad_(False)
@@ -125,7 +120,7 @@ def average_large(lesson: Any, function: str, size: int) -> list[int]:
     return sizes
 
 
-# for 1.13
+# 1.13
 
 
 def averaging(given: list[Any]) -> Callable[..., None]:

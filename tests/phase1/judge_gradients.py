@@ -1,38 +1,113 @@
-"""Judges task 1.10: averaged gradients."""
+"""Judges tasks 1.9 and 1.10: all ranks start from one model, and average their gradients."""
 
 from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
-from distlab.util.text import counted
-from judging.checks import MEASURED, check_peak, is_close, of_members, short
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from distlab.grade import Grade, check, task
+from judging.checks import (
+    BYTE_S,
+    LATENCY_S,
+    MEASURED,
+    UNIFORM,
+    check_collectives,
+    check_peak,
+)
+from judging.expect import expect, results_in_group
+from judging.groups import MEMBERS
 from phase1 import gradients as b
-from phase1 import models
+from phase1 import models, reference
 
-FUNCTIONS = ("average_gradients", "average_gradients_flat")
 PARAMETERS = dict(models.Odd(0).named_parameters())
 TRAINABLE = {name: p for name, p in PARAMETERS.items() if p.requires_grad}
+ON_EVERY_RANK = "Every rank must call each broadcast, for the same tensors in the same order."
+
+# 1.9 broadcast_parameters
+
+
+@task("1.9", real=True)
+@pytest.mark.parametrize(("n", "src"), [(1, 0), (3, None), (4, 2)])
+def test_all_ranks_have_the_model_of_src(grade: Grade, n: int, src: int | None) -> None:
+    _check_models(grade.run(b.broadcast_odd, n, src, if_stuck=ON_EVERY_RANK).results, src or 0)
+
+
+def _check_models(by_rank: list[Any], src: int) -> None:
+    expected = reference.odd_state(src + 1)
+    for rank, model in enumerate(by_rank):
+        here = f"rank {rank} of {len(by_rank)}"
+        replaced = model["replaced"]
+        held = "The optimizer still holds the old ones." if {*replaced} & {*PARAMETERS} else ""
+        expect(f"{here}: the tensors that are replaced by others", replaced, [], held)
+        moved = "as after t.data = …: views of the old memory keep the old values. Use copy_."
+        expect(f"{here}: the tensors that are in other memory,", model["moved"], [], moved)
+        wrong = [name for name, values in expected.items() if model["state"].get(name) != values]
+        check(
+            not wrong,
+            f"{here}: after a broadcast from rank {src}, the values of {', '.join(wrong)} should "
+            f"be equal to those on rank {src}. Broadcast all parameters, even frozen ones, and all "
+            "buffers: all are part of the model.",
+        )
+        expect(f"{here}: what else was changed", model["changed"], [])
+
+
+@task("1.9")
+@pytest.mark.parametrize("n", [4, 8])
+def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
+    run, sizes = grade.run(b.broadcast_odd, n, 0, cluster=UNIFORM), models.sizes_of_odd()
+    rounds = n.bit_length() - 1
+    found = [sum(run.messages), int(sum(run.bytes_sent)), run.seconds * 1e6]
+    most_us = 1e6 * sum(rounds * (LATENCY_S + size * BYTE_S) for size in sizes)
+    most = [(n - 1) * len(sizes), (n - 1) * sum(sizes), most_us]
+    check(
+        all(a <= b * (1 + 1e-6) for a, b in zip(found, most, strict=True)),
+        f"{len(sizes)} broadcasts on {n} ranks, of {rounds} rounds each, should take {most[0]} "
+        f"messages, {most[1]} bytes and {most[2]:.1f} µs; yours took {found[0]} messages, "
+        f"{found[1]} bytes and {found[2]:.1f} µs. Send each parameter and buffer once, even a "
+        "weight that two layers share, in one message, and not from one rank to all others, one by "
+        "one.",
+    )
+
+
+@task("1.9")
+def test_models_inside_a_group(grade: Grade) -> None:
+    src = grade.random.randrange(1, len(MEMBERS))
+    _check_models(results_in_group(grade, b.broadcast_odd, src), src)
+
+
+# 1.10 average_gradients, average_gradients_flat
+
+FUNCTIONS = ("average_gradients", "average_gradients_flat")
 WITHOUT_ONE = "Does a rank that has no gradient for a parameter make the same calls as the others?"
+ONE_CALL_EACH = (
+    "Send only the gradients of trainable parameters, in their own dtype, and that of a shared "
+    "parameter only once; the flat version sends one bucket."
+)
 
 
 @task("1.10", real=True)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_become_their_mean(grade: Grade, function: str) -> None:
+    sizes = [parameter.nbytes for parameter in TRAINABLE.values()]
+    sizes = sizes if function == "average_gradients" else [sum(sizes)]
     for n in (2, 5, 1) if grade.is_simulated else (3,):
-        results = grade.run(b.average_odd, n, function, if_stuck=WITHOUT_ONE).results
-        _check_means(results, function)
+        run = grade.run(b.average_odd, n, function, if_stuck=WITHOUT_ONE)
+        _check_means(run.results, function)
+        _check_calls(run.results, function, sizes)
+        if grade.is_simulated:
+            check_collectives(run, [len(sizes)] * n, function)
+    if grade.is_simulated:
+        run = grade.run(b.average_by_default, 3, function)
+        _check_means(run.results, f"{function}, given only a module")
+        check_collectives(run, [len(sizes)] * 3, f"{function}, given only a module")
 
 
 @task("1.10")
 def test_gradients_of_many_dtypes_become_their_mean(grade: Grade) -> None:
-    function = "average_gradients"
-    run = grade.run(b.average_odd, 4, function, True)
-    _check_means(run.results, f"{function}, parameters of several dtypes")
+    results = grade.run(b.average_odd, 4, FUNCTIONS[0], True).results
+    _check_means(results, f"{FUNCTIONS[0]}, parameters of several dtypes")
     sizes = {name: parameter.nbytes for name, parameter in TRAINABLE.items()}
     sizes |= {name: TRAINABLE[name].numel() * dtype.itemsize for name, dtype in b.MIXED.items()}
-    _check_calls(run, function, list(sizes.values()))
+    _check_calls(results, FUNCTIONS[0], list(sizes.values()))
 
 
 def _check_means(by_rank: list[Any], what: str) -> None:
@@ -42,95 +117,49 @@ def _check_means(by_rank: list[Any], what: str) -> None:
         for of_rank in map(models.gradients_of, range(n))
     ]
     for rank, result in enumerate(by_rank):
-        for name in sorted(PARAMETERS, key=_chance):
-            own, got = gradients[rank][name], result["means"].get(name)
-            mean = _mean([gradient[name] for gradient in gradients], name)
-            expected = own if name == "frozen" else mean
-            check(
-                is_close(expected, got),
-                f"{what}, rank {rank} of {n}: the gradient of {name} should be {short(expected)}, "
-                f"but is {short(got)}. {_why_no_mean(name, n, mean, got, own)}",
+        here = f"{what}, rank {rank} of {n}"
+        for name, parameter in PARAMETERS.items():
+            zeros = [0.0] * parameter.numel()
+            columns = zip(*(gradient[name] or zeros for gradient in gradients), strict=True)
+            mean = [sum(column) / n for column in columns]
+            expect(
+                f"{here}: the gradient of {name}",
+                result["means"].get(name),
+                gradients[rank][name] if name == "frozen" else mean,
+                "The mean is the sum divided by N. A rank that has no gradient takes part with "
+                "zeros, and gets the mean as its gradient. A frozen one stays as it is.",
+                1e-9,
             )
-        check(
-            not result["moved"],
-            f"{what}, rank {rank}: the gradients of {', '.join(result['moved'])} should be "
-            "overwritten in place, but are now other tensors or in other memory. Copy the means "
-            "back into p.grad: code that holds the old tensor would keep the old values.",
+        expect(
+            f"{here}: the gradients that are other tensors or in other memory,",
+            result["moved"],
+            [],
+            "Copy the means back into p.grad: code that holds the old tensor would keep the old "
+            "values.",
         )
 
 
-def _chance(name: str) -> tuple[bool, int]:
-    """Order first the parameters whose mean is unlikely to be a rank's own gradient by chance."""
-    return name in ("sometimes", "never"), -PARAMETERS[name].numel()
-
-
-def _mean(by_rank: list[list[float] | None], name: str) -> list[float]:
-    """A rank without a gradient counts as zero."""
-    zeros = [0.0] * PARAMETERS[name].numel()
-    columns = zip(*(gradient or zeros for gradient in by_rank), strict=True)
-    return [sum(column) / len(by_rank) for column in columns]
-
-
-def _why_no_mean(name: str, n: int, mean: list[float], got: Any, own: Any) -> str:
-    if name == "frozen":
-        return "It is frozen: leave it as it is."
-    if got is None:
-        return (
-            "A rank that has no gradient takes part with zeros, and gets the mean as its gradient."
+def _check_calls(by_rank: list[Any], function: str, sizes: list[int]) -> None:
+    for rank, result in enumerate(by_rank):
+        expect(
+            f"{function}, rank {rank}: the bytes of the tensors that all_reduce is called with",
+            sorted(result["num_bytes"]),
+            sorted(sizes),
+            ONE_CALL_EACH,
         )
-    if n > 1 and own is not None and is_close(own, got):
-        return "That is this rank's own gradient, as it was before."
-    return "That is the sum: divide by N." if is_close([n * x for x in mean], got) else ""
-
-
-@task("1.10")
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_number_of_all_reduces(grade: Grade, function: str) -> None:
-    sizes = [parameter.nbytes for parameter in TRAINABLE.values()]
-    expected = sizes if function == "average_gradients" else [sum(sizes)]
-    _check_calls(grade.run(b.average_odd, 3, function), function, expected)
-    run = grade.run(b.average_by_default, 3, function)
-    _check_means(run.results, f"{function}, given only a module")
-    _check_nothing_besides(run, f"{function}, given only a module", len(expected))
-
-
-def _check_calls(run: Run, function: str, expected: list[int]) -> None:
-    for rank, result in enumerate(run.results):
-        calls = sorted(result["num_bytes"])
-        check(
-            calls == sorted(expected),
-            f"{function}, rank {rank}: the all-reduce that it was given should be called with "
-            f"tensors of {sorted(expected)} bytes; it was called with {calls}. Send only the "
-            "gradients of trainable parameters, in their own dtype, and that of a shared parameter "
-            "only once; the flat version sends one bucket.",
-        )
-    _check_nothing_besides(run, function, len(expected))
-
-
-def _check_nothing_besides(run: Run, what: str, num_calls: int) -> None:
-    sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
-    check(
-        run.collectives == [num_calls] * len(run.results) and not sends,
-        f"{what}: calling its argument all_reduce {counted(num_calls, 'time')} should be its only "
-        f"communication; collective calls per rank: {run.collectives}; other messages sent: "
-        f"{sends}.",
-    )
 
 
 @task("1.10")
 def test_nothing_is_sent_where_nothing_is_trainable(grade: Grade) -> None:
     run = grade.run(b.average_nothing, 2)
-    check(
-        run.results == [[], []] and run.collectives == [0, 0],
-        "a module without trainable parameters needs no all-reduce, but all_reduce was called with "
-        f"tensors of these sizes, per rank: {run.results}.",
-    )
+    expect("the sizes of tensors that all_reduce gets by rank", run.results, [[], []])
+    check_collectives(run, [0, 0], "a module without trainable parameters")
 
 
 @task("1.10")
 def test_flat_takes_memory_for_one_bucket(grade: Grade) -> None:
     size = grade.random.randint(50, 90)
-    run = grade.run(b.average_large, 1, "average_gradients_flat", size, options=MEASURED)
+    run = grade.run(b.average_large, 1, FUNCTIONS[1], size, options=MEASURED)
     check_peak(
         *(run, [3 * 4 * size**2 + 64]),
         "average_gradients_flat needs memory for the parameters, the gradients, and one bucket as "
@@ -143,18 +172,10 @@ def test_flat_takes_memory_for_one_bucket(grade: Grade) -> None:
 def test_large_gradients_are_not_cut(grade: Grade, function: str) -> None:
     size = grade.random.randint(1100, 1200)
     (sizes,) = grade.run(b.average_large, 1, function, size).results
-    check(
-        sizes == [size**2],
-        f"{function}: one parameter of {size**2:,} numbers should take one all-reduce, however "
-        f"large it is; all_reduce was called with tensors of {short(sizes)} numbers.",
-    )
+    expect(f"{function}: the sizes of the tensors that all_reduce gets", sizes, [size**2])
 
 
 @task("1.10")
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_inside_a_group(grade: Grade, function: str) -> None:
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.average_odd, function, False),
-        if_stuck=STUCK_IN_GROUP,
-    )
-    _check_means(of_members(run), function)
+    _check_means(results_in_group(grade, b.average_odd, function, False), function)

@@ -1,4 +1,4 @@
-"""Judges task 1.1: what the functions in tests/phase1/shards.py should return."""
+"""Judges task 1.1: shards, and the order of samples that they are cut from."""
 
 from collections import Counter
 from itertools import pairwise, product
@@ -10,52 +10,14 @@ import pytest
 from distlab.grade import Grade, check, task
 from distlab.util.text import counted
 from judging.checks import check_silent, short
+from judging.expect import expect
 from phase1 import shards as s
 
-SHARDED = [(n, ranks) for n in (10, 7, 16, 101, 2, 1) for ranks in (4, 3, 1, 2, 5, 8)]
+SIZES = [(12, 4), (14, 4), (3, 8), (50, 3), (20, 7), (2, 3), (1, 2), (101, 5), (7, 1)]
+IMPOSSIBLE = [(10, 4, 4), (10, -1, 4), (10, 5, 4), (10, 0, 0), (0, 0, 1), (0, 1, 2), (-3, 0, 2)]
 ORDERS_OF_4, DRAWS = 24, 600  # a fair draw misses one of them once in 10^9 runs
 BYTES_PER_SAMPLE = 400  # a few lists of Python ints, which take 36 bytes each
-
-
-@task("1.1")
-def test_shards_cover_the_data_set_and_do_not_overlap(grade: Grade) -> None:
-    sizes = [*SHARDED, (grade.random.randint(200, 400), grade.random.randint(6, 16))]
-    found = grade.call(s.shards, [(n, ranks, {"epoch": 3}) for n, ranks in sizes])
-    for (n, ranks), shards in zip(sizes, found, strict=True):
-        here = _here(n, ranks)
-        lengths, places = [len(shard) for shard in shards], ceil(n / ranks) * ranks
-        check(
-            lengths == [ceil(n / ranks)] * ranks,
-            f"{here}: every shard should hold {counted(ceil(n / ranks), 'sample')}; the shards "
-            f"hold {short(lengths)}. {_why_not_lengths(lengths, n)}",
-        )
-        drawn = Counter(index for shard in shards for index in shard)
-        missing, strange = set(range(n)) - drawn.keys(), drawn.keys() - set(range(n))
-        check(
-            not strange,
-            f"{here}: indices should go from 0 to {n - 1}; the shards also contain "
-            f"{short(sorted(strange))}.",
-        )
-        check(
-            not missing,
-            f"{here}: every sample should be in a shard; {short(sorted(missing))} are in none.",
-        )
-        [(index, count)] = drawn.most_common(1)
-        check(
-            count <= ceil(places / n),
-            f"{here}: no sample should appear more than {counted(ceil(places / n), 'time')}; "
-            f"sample {index} appears {counted(count, 'time')}. Does every rank compute the same "
-            "order?",
-        )
-
-
-def _why_not_lengths(lengths: list[int], n: int) -> str:
-    if len(set(lengths)) > 1:
-        return "Shards of unequal length leave ranks waiting in an all-reduce."
-    if sum(lengths) < n:
-        lost = counted(n - sum(lengths), "sample")
-        return f"That loses {lost}: without drop_last, pad from the beginning of the order."
-    return "Pad with no more samples than it takes to make all shards equally long."
+SLOW = "a shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
 
 
 @task("1.1")
@@ -63,11 +25,11 @@ def test_ranks_take_turns(grade: Grade) -> None:
     plain, cut = ({"shuffle": False, "drop_last": drop_last} for drop_last in (False, True))
     cases = [(7, 3, plain), (7, 3, cut), (10, 4, plain), (10, 4, cut)]
     for (n, ranks, options), shards in zip(cases, grade.call(s.shards, cases), strict=True):
-        check(
-            shards == (expected := _turns([*range(n)], ranks, options["drop_last"])),
-            f"{_here(n, ranks)}, not shuffled, drop_last={options['drop_last']}: shards should be "
-            f"{expected}; they are {short(shards)}. Ranks take turns, and without drop_last "
-            "the order wraps around.",
+        expect(
+            f"{_here(n, ranks)}, not shuffled, drop_last={options['drop_last']}: the shards",
+            shards,
+            _turns([*range(n)], ranks, options["drop_last"]),
+            "Ranks take turns, and without drop_last the order wraps around.",
         )
 
 
@@ -86,37 +48,47 @@ def _turns(order: list[int], ranks: int, drop_last: bool) -> s.Shards:
 def test_shards_together_are_the_order_of_one_process(grade: Grade, drop_last: bool) -> None:
     given = {"seed": grade.random.randrange(10**6), "epoch": grade.random.randrange(1000)}
     cases: list[tuple[int, int, dict[str, Any]]] = []
-    for samples, ranks in [(12, 4), (14, 4), (3, 8), (50, 3), (20, 7), (2, 3), (1, 2)]:
+    sizes = [*SIZES, (grade.random.randint(200, 400), grade.random.randint(6, 16))]
+    for samples, ranks in sizes:
         cases += [(samples, 1, given), (samples, ranks, {**given, "drop_last": drop_last})]
     found = grade.call(s.shards, cases)
-    for (order,), shards in zip(found[::2], found[1::2], strict=True):
-        _check_order(order, shards, drop_last)
+    for (samples, ranks), (order,), shards in zip(sizes, found[::2], found[1::2], strict=True):
+        expect(f"{_here(samples, 1)}: the indices, sorted,", sorted(order), [*range(samples)])
+        _check_shards(f"{_here(samples, ranks)}, drop_last={drop_last}", order, shards, drop_last)
 
 
-def _check_order(order: list[int], shards: s.Shards, drop_last: bool) -> None:
-    here = f"{len(order)} samples, shuffled, on {len(shards)} ranks with drop_last={drop_last}"
+def _check_shards(here: str, order: list[int], shards: s.Shards, drop_last: bool) -> None:
     expected = _turns(order, len(shards), drop_last)
-    lengths = [len(shard) for shard in shards]
+    lengths, length = [len(shard) for shard in shards], len(expected[0])
     check(
-        lengths == [len(shard) for shard in expected],
-        f"{here}: every shard should hold {counted(len(expected[0]), 'sample')}; the shards hold "
-        f"{lengths}.",
+        lengths == [length] * len(shards),
+        f"{here}: every shard should hold {counted(length, 'sample')}; the shards hold "
+        f"{short(lengths)}. {_why_not_lengths(lengths, len(order))}",
     )
     turns, wanted = (
-        [i for step in zip(*of, strict=True) for i in step] for of in (shards, expected)
+        [index for step in zip(*each, strict=True) for index in step] for each in (shards, expected)
     )
-    check(
-        turns[: len(order)] == wanted[: len(order)],
-        f"{here}: read step by step, the shards should give the order of a single process, "
-        f"{short(wanted)}; they give {short(turns)}. Ranks should take turns, not blocks, and the "
-        "order should not depend on the number of ranks or on drop_last.",
+    num_drawn = min(len(order), len(wanted))
+    expect(
+        f"{here}: read step by step, the shards, which give the order of a single process,",
+        turns[:num_drawn],
+        wanted[:num_drawn],
+        "Ranks should take turns, not blocks, and every rank should compute the same order, "
+        "whatever the number of ranks and drop_last.",
     )
-    check(
-        turns == wanted,
-        f"{here}: once the samples run out, the shards should be padded from the beginning of the "
-        f"epoch's order, with {short(wanted[len(order) :])}; yours are padded with "
-        f"{short(turns[len(order) :])}.",
+    expect(
+        f"{here}: the padding, which comes from the beginning of the epoch's order,",
+        turns[num_drawn:],
+        wanted[num_drawn:],
     )
+
+
+def _why_not_lengths(lengths: list[int], n: int) -> str:
+    if len(set(lengths)) > 1:
+        return "Shards of unequal length leave ranks waiting in an all-reduce."
+    if sum(lengths) < n:
+        return "Without drop_last, pad from the beginning of the order."
+    return "Pad with no more samples than it takes to make all shards equally long."
 
 
 @task("1.1")
@@ -124,16 +96,8 @@ def test_the_order_is_fixed_by_seed_and_epoch_alone(grade: Grade) -> None:
     seed, epoch = grade.random.randint(1001, 9999), grade.random.randint(1001, 9999)
     keys = [(seed, epoch), (epoch, seed), (seed + 1, epoch - 1), (2 * seed, epoch)]
     keys += [(seed - 1, epoch + apart) for apart in (0, 2, 10, 100, 1000)]
-    keys += [
-        (seed, 2 * epoch),
-        (seed + 2**16, epoch),
-        (0, epoch),
-        (seed, 0),
-        (0, 0),
-        (0, 1),
-        (1, 0),
-    ]
-    keys = [*dict.fromkeys(keys)]
+    keys += [(seed, 2 * epoch), (seed + 2**16, epoch), (0, epoch), (seed, 0)]
+    keys = [*dict.fromkeys([*keys, (0, 0), (0, 1), (1, 0)])]
     cases = [(50, 1, {"seed": seed, "epoch": epoch}) for seed, epoch in [*keys, keys[0]]]
     *orders, again = (shards[0] for shards in grade.call(s.shards, cases))
     check(
@@ -184,18 +148,13 @@ def test_a_large_data_set_is_mixed_as_a_whole(grade: Grade) -> None:
     n = grade.random.randint(2000, 4000)
     [[order]] = grade.call(s.shards, [(n, 1, {"seed": grade.random.randrange(10**6)})])
     moved = sum(abs(place - index) for place, index in enumerate(order)) / n
-    check(
-        0.28 * n <= moved <= 0.39 * n,
-        f"in a random order of {n} samples, a sample is on average {n // 3} places away from where "
-        f"it was; in your order, it is {moved:.0f} places away. Was the whole data set permuted at "
-        "random?",
-    )
     steps = len({(after - before) % n for before, after in pairwise(order)})
     check(
-        steps >= n // 2,
-        f"{n} samples in random order have about {0.63 * n:.0f} different distances from one "
-        f"sample to the next; yours have {steps}. A rotation is not a random order, and neither is "
-        "a shuffle of blocks that stay together.",
+        0.28 * n <= moved <= 0.39 * n and steps >= n // 2,
+        f"in a random order of {n} samples, a sample is on average {n // 3} places away from where "
+        f"it was, and there are about {0.63 * n:.0f} different distances from one sample to the "
+        f"next; in your order they are {moved:.0f} places and {steps} distances. A rotation is not "
+        "a random order, and neither is a shuffle inside blocks or of blocks.",
     )
 
 
@@ -207,11 +166,7 @@ def test_shards_have_defaults_for_what_is_left_out(grade: Grade) -> None:
     passed = [{**some, name: defaults[name]} for some, name in zip(given, defaults, strict=True)]
     found = grade.call(s.shards, [(11, 3, options) for options in given + passed])
     for name, got, expected in zip(defaults, found[:4], found[4:], strict=True):
-        check(
-            got == expected,
-            f"without {name}, shards should be those of {name}={defaults[name]}, which are "
-            f"{short(expected)}; they are {short(got)}.",
-        )
+        expect(f"without {name}, the shards, as with {defaults[name]},", got, expected)
 
 
 @task("1.1")
@@ -229,17 +184,12 @@ def test_global_generators_are_left_alone(grade: Grade) -> None:
 
 @task("1.1")
 def test_impossible_shards_are_refused(grade: Grade) -> None:
-    impossible = [(10, 4, 4), (10, -1, 4), (10, 5, 4), (10, 0, 0), (0, 0, 1), (0, 1, 2), (-3, 0, 2)]
     options = [{}, {"drop_last": True}, {"shuffle": False}]
-    cases = [(*case, given) for case in impossible for given in options]
+    cases = [(*case, given) for case in IMPOSSIBLE for given in options]
     for case, found in zip(cases, grade.call(s.shards_refused, cases), strict=True):
-        (n, rank, ranks, given), got = case, f"{found['type']}: {short(found['text'])}"
-        check(
-            found["type"] == "ValueError",
-            f"{n} samples for rank {rank} of {ranks}, {given or 'nothing else given'}: "
-            "shard_indices should raise a ValueError; it raised "
-            f"{got if found['type'] else 'none'}.",
-        )
+        n, rank, ranks, given = case
+        what = f"{n} samples for rank {rank} of {ranks}, {given or 'nothing else given'}:"
+        expect(f"{what} what shard_indices raises", found["type"], "ValueError")
 
 
 @task("1.1")
@@ -248,27 +198,22 @@ def test_every_rank_computes_its_shard_alone(grade: Grade) -> None:
     run = grade.run(s.own_shard, 3, 20, options)
     check_silent(run, "a shard")
     [shards] = grade.call(s.shards, [(20, 3, options)])
-    check(
-        run.results == shards,
-        f"on 3 ranks that call shard_indices once each, the shards are {short(run.results)}; one "
-        f"process that asks for all three gets {short(shards)}. The rank is an argument: do not "
-        "ask torch.distributed for it.",
+    expect(
+        "3 ranks that call shard_indices once each: the shards, as one process gets them,",
+        run.results,
+        shards,
+        "The rank is an argument: do not ask torch.distributed for it.",
     )
-
-
-SLOW_SHARD = (
-    "a shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
-)
 
 
 @task("1.1")
 def test_the_cost_grows_with_the_data_set_alone(grade: Grade) -> None:
     samples, ranks = grade.random.randint(20_000, 25_000), grade.random.randint(500, 600)
-    [peak] = grade.run(s.peak_of_shard, 1, samples, ranks - 1, ranks, if_slow=SLOW_SHARD).results
+    [peak] = grade.run(s.peak_of_shard, 1, samples, ranks - 1, ranks, if_slow=SLOW).results
     check(
         peak <= BYTES_PER_SAMPLE * samples,
         f"shard_indices took {peak:,} bytes of memory for one rank of {ranks} and {samples:,} "
         f"samples, which is {peak / samples:.0f} bytes per sample; a few lists of all samples take "
         f"less than {BYTES_PER_SAMPLE} bytes per sample. Does it build something for every rank?",
     )
-    grade.run(s.shards, 1, [(200_000, 2, {})], if_slow=SLOW_SHARD)
+    grade.run(s.shards, 1, [(200_000, 2, {})], if_slow=SLOW)

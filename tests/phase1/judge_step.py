@@ -1,20 +1,28 @@
-"""Judges task 1.11: a step on all ranks is that of one process on all their batches."""
+"""Judges tasks 1.11 and 1.12: a step on all ranks, and evaluation, are those of one process."""
 
-from math import isclose
 from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, check, task
 from distlab.util.text import counted
-from judging.checks import check_refused, is_close, of_members, same_loss, short
+from judging.checks import (
+    check_collectives,
+    check_refused,
+    is_close,
+    of_members,
+    same_loss,
+    short,
+)
+from judging.expect import expect, results_in_group
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.models import CLASSES, Worn
 from phase1 import reference
-from phase1 import step as b
-from phase1.models import Stepped
+from phase1 import training as b
+from phase1.models import Moody
 
 STEPS = 3
-TRAINABLE = sum(parameter.requires_grad for parameter in Stepped().parameters())
+TRAINABLE = sum(parameter.requires_grad for parameter in Worn().parameters())
 AN_EMPTY_BATCH = "A rank whose batch is empty must make every call that the others make."
 NOT_ON_EVERY_RANK = (
     "An error that only some ranks raise leaves the others waiting: decide by the number of "
@@ -29,7 +37,7 @@ def _uneven(grade: Grade, n: int) -> list[int]:
 
 
 @task("1.11", real=True)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 4])
 def test_steps_are_those_of_one_process(grade: Grade, n: int) -> None:
     sizes = _uneven(grade, n)
     run = grade.run(
@@ -37,34 +45,31 @@ def test_steps_are_those_of_one_process(grade: Grade, n: int) -> None:
     )
     _check_steps(run.results, sizes)
     if grade.is_simulated:
-        _check_calls(run, STEPS * (1 + TRAINABLE))
+        what = f"{STEPS} steps, each with one all-reduce of two numbers and one per parameter"
+        check_collectives(run, [STEPS * (1 + TRAINABLE)] * n, what)
 
 
 def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
     alone = reference.steps_alone(tuple(sizes), STEPS, length)
     cause = "Are gradients from before the step gone?"
     if len(sizes) > 1:
-        cause = (
-            "Does each target have weight 1/B in the gradient, even after average has divided by "
-            "N? And are gradients from before the step gone?"
-        )
+        cause += " Does each target weigh 1/B, even after average has divided by N?"
     for rank, result in enumerate(by_rank):
         here = f"batches of {sizes}, rank {rank}"
         _check_first_loss(here, rank, result["losses"][0], sizes, length)
+        what = f"the losses of {STEPS} steps"
+        expect(f"{here}: {what}", result["losses"], alone["losses"], cause, tolerance=1e-6)
         check(
-            is_close(alone["state"], result["state"])
-            and same_loss(alone["losses"], result["losses"]),
-            f"{here}: after {STEPS} steps the weights or the losses differ from those of one "
-            f"process: the losses are {short(result['losses'])}, and should be "
-            f"{short(alone['losses'])}. {cause}",
+            is_close(alone["state"], result["state"]),
+            f"{here}: after {STEPS} steps the weights differ from those of one process. {cause}",
         )
-        check(
-            result["losses"] == by_rank[0]["losses"],
-            f"{here}: the losses {result['losses']} are not exactly those of rank 0, "
-            f"{by_rank[0]['losses']}. Compute them from the result of the all-reduce, which is the "
-            "same on all ranks.",
+        expect(
+            f"{here}: {what}, exactly as on rank 0,",
+            result["losses"],
+            by_rank[0]["losses"],
+            "Compute them from the result of the all-reduce, which is the same on all ranks.",
         )
-        _check_is_its_own(here, result, STEPS * sizes[rank])
+        _check_use(here, result, STEPS * sizes[rank])
 
 
 def _check_first_loss(here: str, rank: int, got: float, sizes: list[int], length: int) -> None:
@@ -73,50 +78,25 @@ def _check_first_loss(here: str, rank: int, got: float, sizes: list[int], length
     known = [mean for mean in means if mean == mean]
     cause = ""
     if len(sizes) > 1 and same_loss(got, means[rank]):
-        cause = " That is the mean of this rank's own batch."
+        cause = "That is the mean of this rank's own batch."
     elif len(sizes) > 1 and same_loss(got, sum(known) / len(known)):
-        cause = " That is the mean of the ranks' means, in which small batches count too much."
-    check(
-        same_loss(expected, got),
-        f"{here}: one process that trains on all the batches has a first loss of {expected:.6f}; "
-        f"train_step returned {got:.6f}. The loss is the mean over all targets of all ranks, "
-        f"before the step.{cause}",
-    )
+        cause = "That is the mean of the ranks' means, in which small batches count too much."
+    what = "the first loss, the mean over all targets of all ranks before the step,"
+    expect(f"{here}: {what}", got, expected, cause, tolerance=1e-6)
 
 
-def _check_is_its_own(here: str, result: Any, num_rows: int) -> None:
-    """What the step did with its batch, and what it returned."""
-    check(
-        result["are_buffers_kept"],
-        f"{here}: train_step should leave the model's buffers as the forward pass leaves them, but "
-        "has changed them: ranks need to share only the loss, the number of targets and the "
-        "gradients.",
+def _check_use(here: str, result: Any, num_rows: int) -> None:
+    """Check what the step did with its batch, and what it returned."""
+    expect(
+        f"{here}: what the steps have changed of batches and buffers",
+        result["changed"],
+        [],
+        "The batch belongs to the caller, and buffers stay as the forward pass leaves them: "
+        "compute in tensors of your own.",
     )
-    check(
-        not result["changed"],
-        f"{here}: train_step has changed the {' and '.join(result['changed'])} of its batch. They "
-        "belong to the caller, who may use them again: compute in tensors of your own.",
-    )
-    check(
-        sum(result["rows"]) == num_rows,
-        f"{here}: in {STEPS} steps the model should see the {num_rows} rows of this rank's "
-        f"batches, each once; it was called with {short(result['rows'])} rows.",
-    )
-    check(
-        not result["types"],
-        f"{here}: train_step should return a float; it returned {' and '.join(result['types'])}.",
-    )
-
-
-def _check_calls(run: Run, expected: int) -> None:
-    """A step makes one all-reduce of two numbers, one for each parameter, and nothing else."""
-    sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
-    check(
-        run.collectives == [expected] * len(run.results) and not sends,
-        f"{STEPS} steps need {expected} all-reduces on each rank: each step needs one for two "
-        f"numbers, and one for each of {TRAINABLE} trainable parameters. Collective calls per "
-        f"rank: {run.collectives}; other messages sent: {sends}.",
-    )
+    rows = sum(result["rows"])
+    expect(f"{here}: the number of rows that the model sees in {STEPS} steps", rows, num_rows)
+    expect(f"{here}: the types of losses other than float", result["types"], [])
 
 
 @task("1.11")
@@ -134,30 +114,24 @@ def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
     )
     for rank, used in enumerate(of_members(run)):
         here = f"rank {rank} of {len(MEMBERS)}"
-        check(
-            len(used["average"]) == 1,
-            f"{here}: train_step should call its argument average once in a step; average was "
-            f"called {counted(len(used['average']), 'time')}.",
+        expect(
+            f"{here}: the calls of average, by whether each gets the model, all_reduce and group,",
+            used["average"],
+            [[True, True, True]],
         )
-        whats = ("the model", "the all_reduce", "the group")
-        missing = [what for what, came in zip(whats, used["average"][0], strict=True) if not came]
-        check(
-            not missing,
-            f"{here}: average should get the model, the all_reduce and the group that train_step "
-            f"was given; it did not get {' and '.join(missing)}.",
-        )
-        check(
-            used["sizes"] == [2],
-            f"{here}: the loss and the number of targets should go through the argument "
-            "all_reduce, two numbers in one call; all_reduce was called with tensors of "
-            f"{used['sizes']} numbers.",
+        expect(
+            f"{here}: the sizes of the tensors that all_reduce gets",
+            used["sizes"],
+            [2],
+            "The loss and the number of targets go through it, two numbers in one call.",
         )
         _check_moved(here, used["moved"], -0.5 * gradient)
-    _check_nothing_besides(run)
+    expected = [int(rank in MEMBERS) for rank in range(OUTER_WORLD_SIZE)]
+    check_collectives(run, expected, "a step with an average that sends nothing")
 
 
 def _check_moved(here: str, moved: dict[str, list[float]], by: float) -> None:
-    """The factor N/B, here 1/3, may come before the average or after it."""
+    """Check the step; the factor N/B, here 1/3, may come before the average or after it."""
     for name, found in moved.items():
         check(
             any(is_close(found, [one] * len(found)) for one in (by, by / 3)),
@@ -167,25 +141,13 @@ def _check_moved(here: str, moved: dict[str, list[float]], by: float) -> None:
         )
 
 
-def _check_nothing_besides(run: Run) -> None:
-    expected = [int(rank in MEMBERS) for rank in range(OUTER_WORLD_SIZE)]
-    check(
-        run.collectives == expected,
-        "with an average that sends nothing, a step needs only the all-reduce of two numbers; "
-        f"collective calls per rank should be {expected}, but are {run.collectives}.",
-    )
-
-
 @task("1.11")
 def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> None:
     results = grade.run(b.step_without_data, 3, if_stuck=NOT_ON_EVERY_RANK).results
     check_refused(results, "A step where no rank has a target")
     for rank, result in enumerate(results):
-        check(
-            not result["changed"],
-            f"rank {rank} of 3: no rank has a target, but the parameters were changed anyway. "
-            "Raise the error before the optimizer's step.",
-        )
+        what = f"rank {rank} of 3: whether a step that is refused changes parameters"
+        expect(what, result["changed"], False, "Raise the error before the optimizer's step.")
 
 
 @task("1.11")
@@ -194,19 +156,170 @@ def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
     wrong = [grade.random.randint(50, 120) for _ in sizes]
     expected = 64 * sum(wrong) / sum(sizes)
     for rank, got in enumerate(grade.run(b.step_in_bfloat16, 2, sizes, wrong).results):
-        check(
-            isclose(got, expected, rel_tol=1e-6),
-            f"for a model in bfloat16 and {sizes} targets on 2 ranks, of which {wrong} have a loss "
-            f"of 64 and the others a loss of 0, train_step should return {expected:.6f}, but on "
-            f"rank {rank} it returned {got:.6f}. bfloat16 has 8 significant bits, so 303 becomes "
-            "304. Count and add up in float32 or float64.",
+        expect(
+            f"rank {rank} of 2, a model in bfloat16 and {sizes} targets, of which {wrong} have a "
+            "loss of 64 and the others 0: the loss",
+            got,
+            expected,
+            "bfloat16 has 8 significant bits, so 303 becomes 304. Count and add up in float32 or "
+            "float64.",
+            tolerance=1e-6 * expected,
         )
 
 
 @task("1.11")
 def test_steps_inside_a_group(grade: Grade) -> None:
     sizes = _uneven(grade, len(MEMBERS))
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.train_steps, sizes, STEPS, 0), if_stuck=AN_EMPTY_BATCH
+    _check_steps(results_in_group(grade, b.train_steps, sizes, STEPS, 0), sizes)
+
+
+# 1.12 evaluate
+
+
+DEFAULT_BATCH_SIZE = 256
+TYPES = ["Evaluation", "float", "float", "int"]
+
+
+@task("1.12", real=True)
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_evaluation_is_that_of_one_process(grade: Grade, n: int) -> None:
+    size = {1: grade.random.randint(5, 9), 3: 3 * grade.random.randint(2, 4) + 1, 4: 3}[n]
+    batch_size = grade.random.randint(1, 3)
+    run = grade.run(b.evaluate, n, size, 0, {"batch_size": batch_size})
+    _check_evaluated(run.results, size, batch_size=batch_size)
+
+
+def _check_evaluated(
+    by_rank: list[Any], size: int, length: int = 0, batch_size: int = DEFAULT_BATCH_SIZE
+) -> None:
+    n, alone = len(by_rank), reference.evaluate_alone(size, length)
+    for rank, result in enumerate(by_rank):
+        here, share = f"{counted(size, 'sample')}, rank {rank} of {n}", [*range(rank, size, n)]
+        expect(
+            f"{here}: the samples that it fetches",
+            sorted(result["fetched"]),
+            share,
+            "Rank r takes samples r, r+N, r+2N, … without padding, and no rank evaluates another "
+            "rank's share.",
+        )
+        found = result["found"]
+        check(
+            same_loss(alone, found) and found == by_rank[0]["found"],
+            f"{here}: (loss, accuracy, targets) should be {alone} on every rank, but here they are "
+            f"{found}. {_why_other_numbers(found, rank, n, size, length)}",
+        )
+        passes = [min(batch_size, len(share) - i) for i in range(0, len(share), batch_size)]
+        expect(
+            f"{here}: the samples of each forward pass, with batch_size {batch_size},",
+            [rows for rows in result["rows"] if rows],  # one without any row does no harm
+            passes,
+            "The caller sets batch_size to what fits in memory.",
+        )
+        expect(f"{here}: the types of the result", result["types"], TYPES)
+
+
+def _why_other_numbers(found: list[Any], rank: int, n: int, size: int, length: int) -> str:
+    alone = reference.evaluate_alone(size, length)
+    if same_loss([alone[0], alone[2]], [found[0], found[2]]):
+        return (
+            "The loss and the number of targets are right. An answer is right if the largest "
+            "logit, along the last dim, is that of the target."
+        )
+    if n > 1 and rank < size and same_loss(reference.evaluate_alone(size, length, rank, n), found):
+        return "Those are the results for this rank's own samples: all-reduce the sums."
+    if alone[2] != size == found[2]:
+        return f"A sample has {length} targets here: count targets, not samples."
+    return "Add up over all samples and ranks, and divide once at the end."
+
+
+@task("1.12")
+def test_a_forward_pass_has_256_samples_by_default(grade: Grade) -> None:
+    size = 2 * DEFAULT_BATCH_SIZE + grade.random.randint(3, 20)
+    _check_evaluated(grade.run(b.evaluate, 2, size).results, size)
+
+
+@task("1.12")
+def test_evaluation_counts_positions_of_sequences(grade: Grade) -> None:
+    """There are as many positions as classes, so the wrong dim gives the right shape, too."""
+    size, length = grade.random.randint(5, 8), CLASSES
+    _check_evaluated(grade.run(b.evaluate, 2, size, length).results, size, length)
+
+
+@task("1.12")
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+def test_modes_are_restored(grade: Grade, mode: bool) -> None:
+    """The model is in this mode; some of its parts are in the other."""
+    parts = len(list(Moody().modules())) - 1
+    modes = [mode, not mode, *(grade.random.random() < 0.5 for _ in range(parts - 1))]
+    results = grade.run(b.evaluate_modes, 2, grade.random.randint(4, 6), modes).results
+    for rank, result in enumerate(results):
+        expect(
+            f"rank {rank}: the modes that the model should not be called in, but is,",
+            result["noted"],
+            [],
+            "Evaluation needs model.eval() and torch.no_grad.",
+        )
+        check(
+            result["restored"],
+            f"rank {rank}: after evaluate, every module should be back in the mode it was in "
+            "before, including a part that was frozen in evaluation mode.",
+        )
+        expect(f"rank {rank}: whether parameters or buffers have changed", result["changed"], False)
+
+
+@task("1.12")
+def test_evaluating_takes_one_small_all_reduce(grade: Grade) -> None:
+    n, size = 8, grade.random.randint(20, 40)
+    run = grade.run(b.evaluate, n, size, 0, {"batch_size": 2})
+    sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # log2 8 messages
+    check(
+        max(run.collectives) <= 1 and max(sent) <= most and min(run.bytes_received) >= 3 * 4,
+        f"one all-reduce of three sums of 8 bytes is enough, in which each of {n} ranks sends at "
+        f"most {most} bytes; collective calls per rank: {run.collectives}, bytes sent: {sent}. Add "
+        "up on each rank, then all-reduce once; no rank evaluates the whole data set.",
     )
-    _check_steps(of_members(run), sizes)
+    _check_evaluated(run.results, size, batch_size=2)
+
+
+@task("1.12")
+def test_an_empty_data_set_is_refused_on_every_rank(grade: Grade) -> None:
+    check_refused(grade.run(b.evaluate_nothing, 2).results, "An empty data set")
+
+
+@task("1.12")
+def test_sums_are_exact_in_bfloat16(grade: Grade) -> None:
+    share, num_wrong = 4 * grade.random.randint(65, 124) + 3, grade.random.randint(50, 250)
+    size = 2 * share  # bfloat16 would make a share one too large
+    expected = [64 * num_wrong / size, 1 - num_wrong / size, size]
+    for rank, found in enumerate(grade.run(b.evaluate_in_bfloat16, 2, size, num_wrong).results):
+        expect(
+            f"rank {rank} of 2, a model in bfloat16 and {size} targets, of which {num_wrong} have "
+            f"a wrong answer and a loss of 64: loss / {expected[0]}, accuracy / {expected[1]} and "
+            f"targets / {size}",
+            [got / want for got, want in zip(found, expected, strict=True)],
+            [1.0] * 3,
+            "bfloat16 has 8 significant bits, so 303 becomes 304. Add up in float32 or float64.",
+            tolerance=1e-6,
+        )
+
+
+@task("1.12")
+def test_everything_happens_on_the_device(grade: Grade) -> None:
+    size = grade.random.randint(5, 8)
+    results = grade.run(b.evaluate_there, 2, size).results
+    _check_evaluated(results, size)
+    for rank, result in enumerate(results):
+        device = result["device"]
+        expect(
+            f"rank {rank}, with device={device!r}: the devices of tensors that the model is called "
+            "with, and that are sent,",
+            [result["devices"], sorted({*result["sent"]})],
+            [[device], [device]],
+            "NCCL only sends tensors on GPUs.",
+        )
+
+
+@task("1.12")
+def test_evaluation_inside_a_group(grade: Grade) -> None:
+    size = grade.random.randint(len(MEMBERS) + 1, 10)
+    _check_evaluated(results_in_group(grade, b.evaluate, size, 0, None), size)

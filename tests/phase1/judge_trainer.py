@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, task
-from distlab.util.text import verb
-from judging.checks import check_refused, is_close, same_loss, short
+from distlab.grade import Grade, Run, check, task
+from judging.checks import UNIFORM, check_refused, is_close, short
+from judging.expect import expect
 from judging.groups import STUCK_IN_GROUP
 from phase1 import reference
-from phase1 import trainer as t
-from phase1.models import GLOBAL_BATCH, LR, NUM_TEST, STEPS
+from phase1 import training as t
+from phase1.models import GLOBAL_BATCH, LR, NUM_TEST, STEPS, network
 
 EPOCHS = 2
 STATISTICS = (
@@ -35,15 +35,12 @@ def test_training_is_that_of_one_process(grade: Grade, n: int) -> None:
 
 
 def orders_of(by_rank: list[Any], epochs: int) -> reference.Steps:
-    """What the ranks have fetched, by step and rank."""
+    """Return the samples that the ranks have fetched, by step and rank."""
     n, share = len(by_rank), GLOBAL_BATCH // len(by_rank)
     wanted = epochs * STEPS * share
     for rank, result in enumerate(by_rank):
-        check(
-            len(result["fetched"]) == wanted,
-            f"rank {rank} of {n}: in {epochs} epochs of {STEPS} steps of {share} samples, a rank "
-            f"should fetch {wanted} samples; it fetched {len(result['fetched'])}.",
-        )
+        what = f"the number of samples fetched, {share} in each of {STEPS} steps per epoch,"
+        expect(f"rank {rank} of {n}, {epochs} epochs: {what}", len(result["fetched"]), wanted)
     return tuple(
         tuple(tuple(result["fetched"][start : start + share]) for result in by_rank)
         for start in range(0, wanted, share)
@@ -57,75 +54,59 @@ def _batches(steps: reference.Steps) -> list[list[int]]:
 
 def _check_fitted(by_rank: list[Any], calls: list[int], **settings: Any) -> None:
     """Check histories and final state against those of one process, on every rank."""
-    orders = orders_of(by_rank, sum(calls))
+    n, orders = len(by_rank), orders_of(by_rank, sum(calls))
     alone = reference.fit_alone(orders, tuple(calls), **settings)
     for rank, result in enumerate(by_rank):
-        here = f"rank {rank} of {len(by_rank)}"
-        _check_histories(here, alone["histories"], result)
-        check(
-            result["histories"] == by_rank[0]["histories"],
-            f"{here}: the history should be the same as on rank 0, "
-            f"{short(by_rank[0]['histories'])}; it is {short(result['histories'])}.",
+        here = f"rank {rank} of {n}"
+        _check_histories(here, alone["histories"], result["histories"])
+        expect(
+            f"{here}: the history, exactly as on rank 0,",
+            result["histories"],
+            by_rank[0]["histories"],
         )
-        wrong = [name for name, values in alone["state"].items() if not _same(values, result, name)]
-        statistics = f" {STATISTICS}" if any("running" in name for name in wrong) else ""
+        wrong = [
+            name
+            for name, values in alone["state"].items()
+            if not is_close(values, result["state"].get(name))
+        ]
         check(
             not wrong,
             f"{here}: at the end, the values of {', '.join(wrong)} differ from those of one "
-            f"process that starts from rank 0's weights.{statistics}",
+            f"process that starts from rank 0's weights. "
+            f"{STATISTICS * any('running' in name for name in wrong)}",
         )
-        _check_share_of_test(here, result["num_tested"], sum(calls), len(by_rank))
+        share = sum(calls) * NUM_TEST / n
         check(
-            not result["types"],
-            f"{here}: the history contains values of the wrong types: {short(result['types'])}.",
+            abs(result["num_tested"] - share) < sum(calls) or not sum(calls),
+            f"{here}: in {sum(calls)} evaluations of {NUM_TEST} samples, each rank should fetch "
+            f"about {share:.0f} samples; this rank fetched {result['num_tested']}. Ranks share the "
+            "evaluation, as in 1.12.",
         )
+        expect(f"{here}: the values of wrong types in the history", result["types"], [])
 
 
-def _check_share_of_test(here: str, num_tested: int, epochs: int, n: int) -> None:
-    share = NUM_TEST / n
-    check(
-        abs(num_tested - epochs * share) < epochs,
-        f"{here}: in {epochs} evaluations of {NUM_TEST} samples, each of {n} ranks should fetch "
-        f"about {epochs * share:.0f} samples; this rank fetched {num_tested}. Ranks share the "
-        "evaluation, as in 1.12.",
-    )
-
-
-def _same(values: list[float], result: Any, name: str) -> bool:
-    return is_close(values, result["state"].get(name))
-
-
-def _check_histories(here: str, expected: list[Any], result: Any) -> None:
-    for call, (wanted, got) in enumerate(zip(expected, result["histories"], strict=True), start=1):
-        numbers = [entry["epoch"] for entry in wanted]
-        found = [entry["epoch"] for entry in got]
-        check(
-            found == numbers,
-            f"{here}: call {call} of fit should return a history of the epochs {numbers}; it "
-            f"returned a history of {found}.",
-        )
+def _check_histories(here: str, expected: list[Any], found: list[Any]) -> None:
+    for call, (wanted, got) in enumerate(zip(expected, found, strict=True), start=1):
+        numbers = ([entry["epoch"] for entry in history] for history in (got, wanted))
+        expect(f"{here}: the epochs in the history of call {call} of fit", *numbers)
         for want, entry in zip(wanted, got, strict=True):
-            _check_epoch(f"{here}, call {call}, epoch {want['epoch']}", want, entry)
-
-
-def _check_epoch(here: str, want: Any, got: Any) -> None:
-    check(
-        same_loss(want["step_losses"], got["step_losses"]),
-        f"{here}: one process that starts from rank 0's weights gets the step losses "
-        f"{short(want['step_losses'])}; here they are {short(got['step_losses'])}.",
-    )
-    check(
-        same_loss(want["test"], got["test"]),
-        f"{here}: one process gets the test loss and accuracy {want['test']}; here they are "
-        f"{got['test']}, although the losses of the steps are right. Is the model evaluated after "
-        f"the epoch's last step, with rank 0's buffers? {STATISTICS}",
-    )
+            where = f"{here}, call {call}, epoch {want['epoch']}: the"
+            what = "step losses of one process that starts from rank 0's weights"
+            expect(f"{where} {what}", entry["step_losses"], want["step_losses"], "", 1e-6)
+            expect(
+                f"{where} test loss and accuracy",
+                entry["test"],
+                want["test"],
+                "The losses of the steps are right. Is the model evaluated after the epoch's last "
+                f"step, with rank 0's buffers? {STATISTICS}",
+                1e-6,
+            )
 
 
 @task("1.13")
 def test_fit_called_again_trains_on(grade: Grade) -> None:
     """In between, all ranks but rank 0 have changed their weights."""
-    calls = [1, 6]  # so many that the test loss rises
+    calls = [1, 6]  # enough epochs for the test loss to rise
     results = grade.run(t.fit, 2, calls).results
     orders = _batches(orders_of(results, sum(calls)))
     check(
@@ -141,12 +122,9 @@ def test_no_epoch_is_an_empty_history(grade: Grade) -> None:
     start = reference.state_at_start(True)
     for rank, result in enumerate(grade.run(t.fit_normalised, 2, [0]).results):
         here = f"rank {rank} of 2, epochs=0"
-        check(
-            result["histories"] == [[]] and not result["fetched"] and not result["printed"],
-            f"{here}: fit should train nothing, print nothing and return an empty history; the "
-            f"history is {short(result['histories'])}, {len(result['fetched'])} samples were "
-            f"fetched, and {short(result['printed'])} was printed.",
-        )
+        what = "the history, the samples fetched and what is printed"
+        found = [result["histories"], result["fetched"], result["printed"]]
+        expect(f"{here}: {what}", found, [[[]], [], ""])
         check(result["state"] == start, f"{here}: after fit, all ranks should have rank 0's model.")
 
 
@@ -177,7 +155,7 @@ def _check_printed(by_rank: list[Any]) -> None:
 
 
 def _names(number: int, line: str) -> bool:
-    """Whether the number itself is in the line, not just in ``rank 0/2``, 1.73 or 1,024."""
+    """True if the number itself is in the line, not just in ``rank 0/2``, 1.73 or 1,024."""
     return bool(re.search(rf"(?<![\d.,/]){number}(?![\d]|[.,]\d)", line))
 
 
@@ -185,12 +163,12 @@ def _names(number: int, line: str) -> bool:
 def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> None:
     results = grade.run(t.fit_normalised, 2, [EPOCHS]).results
     for rank, result in enumerate(results):
-        check(
-            not result["modes"],
-            f"rank {rank} of 2: {' and '.join(result['modes'])} "
-            f"{verb(result['modes'], 'were', 'was')} in evaluation mode during a step. Switch to "
-            "training mode at the start of each epoch: the caller may have evaluated the model "
-            "before.",
+        expect(
+            f"rank {rank} of 2: the modules that are in evaluation mode during a step",
+            result["modes"],
+            [],
+            "Switch to training mode at the start of each epoch: the caller may have evaluated the "
+            "model before.",
         )
     _check_fitted(results, [EPOCHS], normalised=True)
 
@@ -198,23 +176,9 @@ def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> Non
 @task("1.13")
 def test_the_seed_fixes_the_order_whatever_the_number_of_ranks(grade: Grade) -> None:
     seed = grade.random.randint(1, 10**6)
-    drawn = _check_order(grade, seed, seed)
-    check(
-        drawn != _check_order(grade, None, 0),
-        f"seeds {seed} and 0 (the default) give the same order of samples. Pass seed on to "
-        "build_loader.",
-    )
-
-
-def _check_order(grade: Grade, seed: int | None, same: int) -> list[list[int]]:
-    """Check that two ranks see the order that one sees; None leaves the seed out."""
-    alone, two = _order_of(grade, 1, seed), _order_of(grade, 2, same)
-    check(
-        alone == two,
-        f"seed {same} gives the global batches {short(alone)} on 1 rank, but {short(two)} on 2 "
-        "ranks. The order of the samples should be the same for any number of ranks.",
-    )
-    return alone
+    for given, same in (seed, seed), (None, 0):  # None leaves the seed out
+        alone, two = _order_of(grade, 1, given), _order_of(grade, 2, same)
+        expect(f"seed {same}: the global batches on 2 ranks, as on 1 rank,", two, alone)
 
 
 def _order_of(grade: Grade, n: int, seed: int | None, epochs: int = 1) -> list[list[int]]:
@@ -231,10 +195,10 @@ def test_runs_of_different_seeds_share_no_epoch(grade: Grade) -> None:
         for more, order in enumerate(orders)
         for epoch in range(EPOCHS)
     }
-    for (one, epoch), order in epochs.items():
-        twins = [key for key, other in epochs.items() if other == order]
+    for key, order in epochs.items():
+        twins = [other for other, batches in epochs.items() if batches == order]
         check(
-            twins == [(one, epoch)],
+            twins == [key],
             f"(seed, epoch) {' and '.join(map(str, twins))} give the same order of samples. Pass "
             "the seed to build_loader as it is, and the epoch to set_epoch.",
         )
@@ -245,11 +209,11 @@ def test_average_and_all_reduce_are_used(grade: Grade) -> None:
     n = 2
     results = grade.run(t.fit_summing, n).results
     for rank, result in enumerate(results):
-        check(
-            result["average"] == [True] * STEPS and result["sizes"] == [2] * STEPS,
-            f"rank {rank} of {n}: the trainer's average should be called {STEPS} times in {STEPS} "
-            f"steps, with the trainer's all_reduce; average was called {len(result['average'])} "
-            f"times, and all_reduce with tensors of {short(result['sizes'])} numbers. "
+        expect(
+            f"rank {rank} of {n}: whether each call of average, one in each of {STEPS} steps, gets "
+            "the trainer's all_reduce, and the sizes of tensors that all_reduce gets,",
+            [result["average"], result["sizes"]],
+            [[True] * STEPS, [2] * STEPS],
             "self.step(batch) passes both on to train_step.",
         )
     _check_fitted(results, [1], lr=n * LR)  # the average given sums
@@ -265,11 +229,8 @@ def test_a_batch_that_cannot_be_shared_stops_the_training(grade: Grade) -> None:
 def test_the_training_happens_on_the_device(grade: Grade) -> None:
     results = grade.run(t.fit_there, 2, [1]).results
     for rank, result in enumerate(results):
-        check(
-            result["devices"] == [result["device"]],
-            f"rank {rank}: the model was on {result['device']}, but is on "
-            f"{' and '.join(result['devices'])} after fit. Move batches, not the model.",
-        )
+        what = f"rank {rank}: the devices of the model after fit, which moves batches alone,"
+        expect(what, result["devices"], [result["device"]])
     _check_fitted(results, [1], normalised=True)
 
 
@@ -278,3 +239,62 @@ def test_training_inside_a_group(grade: Grade) -> None:
     results = grade.run(t.fit_in_group, 4, [EPOCHS], if_stuck=STUCK_IN_GROUP).results[1:3]
     _check_fitted(results, [EPOCHS], normalised=True)
     _check_printed(results)
+
+
+# The cost
+
+PARAMETERS = len(list(network(0, normalised=False).parameters()))
+REDUCED = STEPS * (PARAMETERS + 1)  # all-reduces of an epoch: the gradients, and the loss
+
+
+@task("1.13")
+def test_the_speed_is_that_of_all_ranks(grade: Grade) -> None:
+    n, images, sample_s = 4, STEPS * GLOBAL_BATCH, grade.random.uniform(5e-4, 2e-3)
+    results = grade.run(t.fit_counted, n, [EPOCHS], sample_s, cluster=UNIFORM).results
+    orders_of(results, EPOCHS)
+    for rank, result in enumerate(results):
+        calls = len(result["reduced_s"])
+        expect(f"rank {rank}: the calls of the trainer's all_reduce", calls, EPOCHS * REDUCED)
+        # An epoch lasts from its first sample to its last all-reduce.
+        starts = result["fetched_s"][:: images // n]
+        ends = result["reduced_s"][REDUCED - 1 :: REDUCED]
+        found, cause = result["images_per_s"], "Only the seconds of the steps count."
+        shares = [
+            speed * (end - start) / images
+            for speed, start, end in zip(found, starts, ends, strict=True)
+        ]
+        if is_close([n * share for share in shares], [1.0] * EPOCHS, 0.01):
+            cause = "That is the speed of one rank: count the images of all ranks."
+        expect(
+            f"rank {rank} of {n}: images_per_s, over the {images} images per epoch divided by the "
+            "seconds of training,",
+            shares,
+            [1.0] * EPOCHS,
+            cause,
+            0.01,
+        )
+
+
+@task("1.13")
+def test_nothing_else_is_sent(grade: Grade) -> None:
+    """The lesson's own broadcast_parameters and evaluate determine what these may send."""
+    model = network(0, normalised=True)
+    n, buffers = 4, len(list(model.buffers()))
+    parts = grade.run(t.parts_of_fit, n, EPOCHS)
+    run = grade.run(t.fit_normalised, n, [EPOCHS])
+    in_steps = EPOCHS * STEPS * (len(list(model.parameters())) + 1)
+    allowed, used = _broadcasts(parts, n) + in_steps + EPOCHS * buffers, _broadcasts(run, n)
+    check(
+        used <= allowed + 1e-6,
+        f"in {EPOCHS} epochs of {STEPS} steps on {n} ranks, rank 0 sent {run.messages[0]} messages "
+        f"and called {run.collectives[0]} collectives. With every {n - 1} messages counted as one "
+        f"collective, the ranks used {used:.0f} collectives, where {allowed:.0f} would be enough: "
+        "the model is broadcast once, when fit starts (equal gradients keep it equal), each of "
+        f"{buffers} buffers once per epoch, and there is one evaluation per epoch.",
+    )
+
+
+def _broadcasts(run: Run, n: int) -> float:
+    """Count a rank's collectives, and all messages: N-1 of these count as one collective."""
+    sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
+    return max(run.collectives) + sends / (n - 1)

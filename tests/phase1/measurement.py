@@ -11,6 +11,7 @@ from torch import Tensor
 from distlab.grade import WrongResult
 from judging.calls import numbers, refusal_of, returned
 from judging.pretend_device import PretendDevice, devices_sent
+from judging.tensors import given_group
 
 Strategy = Callable[[Tensor, Any], None]
 Schedule = Sequence[Sequence[Sequence[float]]]  # cell, rank, run: seconds
@@ -25,9 +26,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the lesson's own functions, each under another name."""
     strategies = {name: getattr(lesson, function) for name, function in functions.items()}
-    if group is not None:
-        arguments = {**arguments, "group": group}
-    return _as_dict(lesson.measure_all_reduce(strategies, sizes, **arguments))
+    given = {**arguments, **given_group(group)}
+    return _as_dict(lesson.measure_all_reduce(strategies, sizes, **given))
 
 
 def _as_dict(times: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _sleeper(schedule: Schedule, sizes: Sequence[int]) -> Strategy:
 def measure_chains(
     lesson: Any, orders: Mapping[str, Sequence[int]], seconds: float
 ) -> dict[str, Any]:
-    """Time strategies in which each rank waits for the one before it in an order, then sleeps."""
+    """Time strategies whose ranks take turns: each waits for the one before it, then sleeps."""
     strategies = {name: _chain(order, seconds) for name, order in orders.items()}
     return _as_dict(lesson.measure_all_reduce(strategies, (4, 4000), repeats=4))
 
@@ -113,10 +113,8 @@ def measure_counting(
 
         return count
 
-    if group is not None:
-        arguments = {**arguments, "group": group}
     strategies = {name: counting(name) for name in names}
-    times = lesson.measure_all_reduce(strategies, sizes, **arguments)
+    times = lesson.measure_all_reduce(strategies, sizes, **arguments, **given_group(group))
     if list(strategies) != list(names):
         raise ValueError(
             f"the caller's strategies should stay {names}; now they are {list(strategies)}"
@@ -133,7 +131,7 @@ def measure_elsewhere(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
     return {"calls": calls["a"], "sent": sorted(set(sent)), "device": str(device)}
 
 
-_WORK_S: dict[int, float] = {}  # by rank: how long its pretended GPU still has to work
+_WORK_S: dict[int, float] = {}  # remaining work of each rank's pretended GPU
 
 
 def _synchronize(device: Any = None) -> None:
@@ -141,12 +139,12 @@ def _synchronize(device: Any = None) -> None:
 
 
 def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
-    """Measure a strategy that returns at once while the pretended GPU goes on for so long."""
+    """Measure a strategy that returns at once while the pretended GPU works for that long."""
 
     def start_work(x: Tensor, group: Any) -> None:
         _WORK_S[dist.get_rank()] = seconds
 
-    torch.cuda.synchronize = _synchronize  # of this world's own process
+    torch.cuda.synchronize = _synchronize  # this process belongs to the world alone
     with PretendDevice("cuda:0") as device:
         times = lesson.measure_all_reduce({"a": start_work}, (4, 8), repeats=2, device=device)
     return [float(second) for second in times.seconds["a"]]
@@ -154,24 +152,26 @@ def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
 
 def measure_nonsense(lesson: Any, group: Any = None) -> dict[str, dict[str, str]]:
     """Return how each call was refused that must be."""
-    given = {"naive": lesson.all_reduce_naive}
+    naive = {"naive": lesson.all_reduce_naive}
     calls: dict[str, tuple[Any, Any, int]] = {
-        "no size": (given, (), 1),
-        "one size": (given, (4,), 1),
-        "the same size twice": (given, (8, 8), 1),
-        "6 bytes": (given, (4, 6), 1),
-        "no repeat": (given, (4, 8), 0),
-        "-1 repeats": (given, (4, 8), -1),
+        "no size": (naive, (), 1),
+        "one size": (naive, (4,), 1),
+        "the same size twice": (naive, (8, 8), 1),
+        "6 bytes": (naive, (4, 6), 1),
+        "no repeat": (naive, (4, 8), 0),
+        "-1 repeats": (naive, (4, 8), -1),
         "a strategy called exchange": ({"exchange": lesson.all_reduce_naive}, (4, 8), 1),
     }
     if dist.get_world_size(group) < 2:
-        calls = {"one rank": (given, (4, 8), 1)}
-    more = {} if group is None else {"group": group}
-    return {what: _refusal(lesson, *call, more) for what, call in calls.items()}
-
-
-def _refusal(lesson: Any, strategies: Any, sizes: Any, repeats: int, more: Any) -> dict[str, str]:
-    return refusal_of(lambda: lesson.measure_all_reduce(strategies, sizes, repeats=repeats, **more))
+        calls = {"one rank": (naive, (4, 8), 1)}
+    return {
+        what: refusal_of(
+            lambda strategies=strategies, sizes=sizes, repeats=repeats: lesson.measure_all_reduce(  # type: ignore[misc]
+                strategies, sizes, repeats=repeats, **given_group(group)
+            )
+        )
+        for what, (strategies, sizes, repeats) in calls.items()
+    }
 
 
 def measure_alone(lesson: Any) -> dict[str, dict[str, str]]:

@@ -2,21 +2,16 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-FEATURES, CLASSES = 6, 3
+from judging.models import CLASSES, DOUBLE, FEATURES, batch
+
 GLOBAL_BATCH, NUM_SAMPLES, NUM_TEST = 8, 27, 11
-STEPS = NUM_SAMPLES // GLOBAL_BATCH  # in an epoch
-LR, FIRST_SEED = 0.3, 3  # of a training; rank r draws its first weights with seed 3 + r
-
-
-DOUBLE: dict[str, Any] = {
-    "dtype": torch.float64
-}  # drawn as such: what went through float32 has other values
+STEPS = NUM_SAMPLES // GLOBAL_BATCH  # steps per epoch
+LR, FIRST_SEED = 0.3, 3  # rank r draws its first weights with seed 3 + r
 
 
 class Odd(nn.Module):
@@ -62,7 +57,7 @@ def sizes_of_odd() -> list[int]:
 
 
 def gradients_of(rank: int) -> dict[str, Tensor | None]:
-    """What a rank has after backward: odd ranks have not used ``sometimes``, none ``never``.
+    """A rank's gradients after backward: odd ranks have not used ``sometimes``, no rank ``never``.
 
     Whole numbers, which are exact in every dtype, and on rank 2 an overflow; ``frozen`` has a
     gradient from before. Rank 3 has none at all.
@@ -87,10 +82,7 @@ def classifier(seed: int) -> nn.Module:
 
 def batch_of(sizes: Sequence[int], rank: int, step: int, length: int = 0) -> tuple[Tensor, Tensor]:
     """The rank's inputs and targets; ``length`` targets each for sequences."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    shape = (sizes[rank], length) if length else (sizes[rank],)
-    inputs = torch.randn(*shape, FEATURES, generator=generator, dtype=torch.float64)
-    return inputs, torch.randint(CLASSES, shape, generator=generator)
+    return batch((sizes[rank], length) if length else (sizes[rank],), 1000 * step + rank)
 
 
 class Watched(Dataset[tuple[Tensor, Tensor]]):
@@ -122,7 +114,7 @@ class Watched(Dataset[tuple[Tensor, Tensor]]):
 
 
 def network(seed: int, *, normalised: bool) -> nn.Module:
-    """With ``normalised``, a BatchNorm that has been in use: its statistics differ by seed."""
+    """A classifier; if ``normalised``, with a BatchNorm in use: its statistics differ by seed."""
     model = classifier(seed)
     if normalised:
         norm = nn.BatchNorm1d(8, **DOUBLE)
@@ -146,31 +138,6 @@ class Seen(nn.Module):
         return x
 
 
-class Stepped(nn.Module):
-    """A classifier in use: every parameter has a gradient from before, some must not move.
-
-    ``first`` is used twice, ``frozen`` is not trainable, ``unused`` has no part in the logits.
-    It notes how many rows came in each forward pass.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.first = nn.Linear(FEATURES, FEATURES, **DOUBLE)
-        self.tied = nn.Linear(FEATURES, FEATURES, **DOUBLE)
-        self.tied.weight = self.first.weight
-        self.head = nn.Linear(FEATURES, CLASSES, **DOUBLE)
-        self.frozen = nn.Parameter(torch.randn(FEATURES, **DOUBLE), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(4, **DOUBLE))
-        for parameter in self.parameters():
-            parameter.grad = torch.full_like(parameter, 3.0)
-        self.rows: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.rows.append(len(x))
-        return self.head(torch.tanh(self.tied(torch.tanh(self.first(x)) + self.frozen)))  # type: ignore[no-any-return]
-
-
 class Saturated(nn.Module):
     """Logits 0 and ±64 in bfloat16, by the sign of x: target 0 costs 64 or 0, exactly."""
 
@@ -184,11 +151,11 @@ class Saturated(nn.Module):
 
 
 class Notes:
-    """What a model notes of its calls; a copy of the model writes into the same."""
+    """A record of a model's calls; copies of the model share it."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []  # of each forward pass
-        self.modes: set[str] = set()  # that a call should not have been in
+        self.rows: list[int] = []  # rows of each forward pass
+        self.modes: set[str] = set()  # modes that are wrong for an evaluation
         self.devices: set[str] = set()
 
     def __deepcopy__(self, memo: object) -> "Notes":
@@ -209,17 +176,3 @@ class Moody(nn.Module):
         self.notes.rows.append(len(x))
         self.notes.devices.add(str(x.device))
         return self.drop(self.body(x))  # type: ignore[no-any-return]
-
-
-class Signs(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs for ``Saturated``, all of target 0; the first ``num_wrong`` cost 64 each."""
-
-    def __init__(self, size: int, num_wrong: int) -> None:
-        self.size, self.num_wrong = size, num_wrong
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        sign = 1.0 if index < self.num_wrong else -1.0
-        return torch.full((1,), sign, dtype=torch.bfloat16), torch.tensor(0)

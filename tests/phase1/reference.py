@@ -1,4 +1,4 @@
-"""What one process alone computes: the judges' references, which no rank imports.
+"""The judges' references: results of one process, which no rank imports.
 
 A body lies open to the submission that it calls, and must not be able to give these in its place.
 """
@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from judging.models import Worn
 from phase1.models import (
     FIRST_SEED,
     LR,
@@ -17,7 +18,6 @@ from phase1.models import (
     NUM_TEST,
     STEPS,
     Odd,
-    Stepped,
     Watched,
     batch_of,
     classifier,
@@ -33,23 +33,19 @@ def odd_state(seed: int) -> dict[str, list[float]]:
 
 @cache
 def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict[str, Any]:
-    """What one process does with the batches of all ranks put together."""
-    model = Stepped()
+    """Train one process on the batches of all ranks put together."""
+    model = Worn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for step in range(num_steps):
         parts = [batch_of(sizes, rank, step, length) for rank in range(len(sizes))]
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
-        losses.append(_step_alone(model, optimizer, inputs, targets))
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
     return {"losses": losses, "state": state_of(model)}
-
-
-def _step_alone(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor) -> float:
-    optimizer.zero_grad()
-    loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
 
 
 @cache
@@ -93,7 +89,7 @@ class _Alone:
         self.model = network(FIRST_SEED, normalised=normalised)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         self.data, self.test = Watched(NUM_SAMPLES), Watched(NUM_TEST, seed=1)
-        self.buffers: dict[int, list[Tensor]] = {}  # by rank, of this epoch
+        self.buffers: dict[int, list[Tensor]] = {}  # buffers by rank, in this epoch
 
     def step(self, by_rank: tuple[tuple[int, ...], ...]) -> float:
         count, total = sum(map(len, by_rank)), 0.0
@@ -138,7 +134,7 @@ def first_losses(sizes: tuple[int, ...], length: int = 0) -> list[float]:
     """The mean loss of each rank's own first batch; nan where it is empty."""
     with torch.no_grad():
         batches = [batch_of(sizes, rank, 0, length) for rank in range(len(sizes))]
-        logits = [Stepped()(inputs).flatten(0, -2) for inputs, _ in batches]
+        logits = [Worn()(inputs).flatten(0, -2) for inputs, _ in batches]
         return [
             float(cross_entropy(a, b[1].flatten())) for a, b in zip(logits, batches, strict=True)
         ]

@@ -10,13 +10,14 @@ from torch import Tensor
 from distlab.grade import WrongResult
 from judging.calls import pair, refusal_of
 from judging.pretend_device import PretendDevice, device_of, devices_sent
+from judging.tensors import given_group
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a batch is like; its numbers are random bits."""
+    """Shape and dtypes of a batch, whose numbers are random bits."""
 
     rows: int
     image_dtype: str = "float32"
@@ -27,7 +28,7 @@ class Kind:
     seed: int = 0
 
     def __str__(self) -> str:
-        """What the name of a test calls it."""
+        """Its words in the name of a test."""
         strided = ", strided" if self.is_strided else ""
         return f"{self.rows} rows of {self.image_dtype} and {self.label_dtype}{strided}"
 
@@ -36,7 +37,8 @@ class Kind:
         images = _tensor(self.image_dtype, (self.rows, *self.image_shape), self.seed)
         labels = _tensor(self.label_dtype, (self.rows, *self.label_shape), self.seed + 1)
         if self.is_strided:
-            return _columns_first(images), torch.stack([labels, labels], dim=1)[:, 0]
+            columns_first = images.transpose(0, -1).contiguous().transpose(0, -1)
+            return columns_first, torch.stack([labels, labels], dim=1)[:, 0]
         return images, labels
 
 
@@ -49,40 +51,35 @@ def _tensor(dtype: str, shape: Shape, seed: int) -> Tensor:
     return raw.view(kind).view(shape)
 
 
-def _columns_first(tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-
-
 def bytes_of(tensor: Tensor) -> bytes:
     """The numbers of a tensor, bit by bit."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def scatter(lesson: Any, kind: Kind, src: int | None, group: Any = None) -> dict[str, Any]:
-    """What the rank gets of a batch; ``src`` None: the argument is left out, and so is group."""
+    """Return this rank's part of a batch; arguments that are None are left out."""
     holds_it = dist.get_rank(group) == (src or 0)
     batch = kind.batch() if holds_it else None
-    given = {"group": group} if group is not None else {}
-    given |= {"src": src} if src is not None else {}
+    given = given_group(group) | ({"src": src} if src is not None else {})
     parts = lesson.scatter_batch(batch, **given)
     images, labels = pair("scatter_batch", parts, "images and labels")
     return {
-        "class": type(parts).__name__,
-        "images": _told(images),
-        "labels": _told(labels),
+        "type": type(parts).__name__,
+        "images": _description_of(images),
+        "labels": _description_of(labels),
         "is_view": batch is None
         or [_is_view(*both) for both in zip((images, labels), batch, strict=True)],
     }
 
 
-def _told(part: Any) -> tuple[list[int], str, str, bytes]:
+def _description_of(part: Any) -> tuple[list[int], str, str, bytes]:
     if not isinstance(part, Tensor):
         raise WrongResult(f"scatter_batch should return tensors; it returned {part!r:.50}")
     return list(part.shape), str(part.dtype), str(part.device), bytes_of(part)
 
 
 def _is_view(part: Tensor, whole: Tensor) -> bool:
-    """Whether the part lies in the memory of the whole; of nothing, everything is."""
+    """True if the part lies in the memory of the whole, or is empty."""
     same = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     return same or not part.numel()
 
@@ -90,14 +87,13 @@ def _is_view(part: Tensor, whole: Tensor) -> bool:
 WRONG_BATCHES = {
     "no batch": None,
     "6 images and 5 labels": (6, 5),
-    "5 images and 6 labels": (5, 6),
     "0 images and 4 labels": (0, 4),
     "4 images and 0 labels": (4, 0),
 }
 
 
 def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -> dict[str, str]:
-    """What the rank raises when the source has no batch, or one that is wrong."""
+    """Return the error that the rank raises when the source has no batch, or a wrong one."""
     lengths = WRONG_BATCHES[what]
     holds_it = dist.get_rank(group) == src and lengths
     batch = (torch.zeros(lengths[0], 2), torch.zeros(lengths[1])) if holds_it else None
@@ -105,7 +101,7 @@ def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -
 
 
 def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[str, Any]:
-    """Where the rank's rows are, and the last tensors that it has sent or received."""
+    """Return the devices of the rank's rows, and of the tensors that it has sent or received."""
     with PretendDevice() as device:
         batch = None
         if dist.get_rank() == src:
@@ -120,5 +116,5 @@ def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[
         "devices": [str(device_of(images)), str(device_of(labels))],
         "travelled": devices,
         "numbers": numbers,
-        "asked_for": str(device),
+        "device": str(device),
     }

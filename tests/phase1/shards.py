@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from judging.calls import int_list, refusal_of
 
-Shards = list[list[int]]  # by rank
+Shards = list[list[int]]  # a shard for each rank
 
 
 def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Shards]:

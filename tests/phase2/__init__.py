@@ -1,1 +1,1 @@
-"""What tests/test_phase2.py runs on the ranks. No body asserts: it returns what is to be judged."""
+"""Bodies that run on the ranks for tests/test_phase2.py; judges check what they return."""

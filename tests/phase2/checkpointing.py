@@ -36,12 +36,12 @@ Found = dict[str, Any]
 
 
 def plain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``checkpoint`` must equal."""
+    """Do what ``checkpoint`` must be equal to."""
     return fn(*args, **kwargs)
 
 
 def plain_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor) -> Tensor:
-    """What ``checkpoint_sequential`` must equal."""
+    """Do what ``checkpoint_sequential`` must be equal to."""
     return nn.Sequential(*layers)(x)  # type: ignore[no-any-return]
 
 
@@ -49,23 +49,12 @@ def given_back(value: Any) -> Any:
     return returned("checkpoint", value)
 
 
-class Counted(nn.Module):
-    """A module whose calls are counted; it stays a module."""
-
-    def __init__(self, inner: nn.Module, calls: Counter[str]) -> None:
-        super().__init__()
-        self.inner, self.calls = inner, calls
-        self.training = inner.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls[type(self.inner).__name__] += 1
-        return self.inner(*args, **kwargs)
-
-
 def counted(fn: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
-    """Return ``fn`` with its calls counted."""
+    """Return ``fn`` with its calls counted; a module stays a module."""
     if isinstance(fn, nn.Module):
-        return Counted(fn, calls)
+        if not fn._forward_pre_hooks:  # it may be checkpointed in several places
+            fn.register_forward_pre_hook(lambda module, _: calls.update([type(module).__name__]))
+        return fn
 
     @wraps(fn)
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -102,20 +91,14 @@ def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
 
 
 def a_module(checkpoint: Checkpoint) -> Found:
-    """Does the gradient reach the argument, and all parameters of fn?"""
+    """Does the gradient reach the argument, and all parameters of fn? It is a module with dropout,
+    in training: does the second call draw the random numbers of the first, and is the module still
+    in training?
+    """
     x, before, after = leaf(3, 4), linear(), linear()
-    block = nn.Sequential(linear(), nn.Tanh(), linear())
+    block = nn.Sequential(linear(), nn.Dropout(0.4), nn.Tanh(), linear())
     y = after(checkpoint(block, before(x)))
     return finished((y * y).sum(), x=x, before=before, block=block, after=after)
-
-
-def a_module_in_training(checkpoint: Checkpoint) -> Found:
-    """fn is a module with dropout, in training. Does the second call draw the random numbers of
-    the first, and is the module still in training?
-    """
-    x, block = leaf(3, 4), nn.Sequential(linear(), nn.Dropout(0.4), nn.Tanh())
-    y = checkpoint(block, x.sin())
-    return finished((y * y).sum(), x=x, block=block)
 
 
 def keyword_arguments(checkpoint: Checkpoint) -> Found:
@@ -149,7 +132,7 @@ def nested_arguments(checkpoint: Checkpoint) -> Found:
 
 def several_results(checkpoint: Checkpoint) -> Found:
     """Every result has its own gradient, and some results have none: they are integers, or not
-    used.
+    used. fn may return a tuple of one.
     """
     x, layer, unused = leaf(3, 4), linear(), linear()
 
@@ -157,21 +140,17 @@ def several_results(checkpoint: Checkpoint) -> Found:
         h = layer(x).tanh()
         return h * 2, unused(h), h.argmax(dim=1), "words", h.exp()
 
-    found = checkpoint(fn, x.sin())
-    if not isinstance(found, tuple) or len(found) != 5 or found[3] != "words":
-        raise WrongResult(f"fn returned a tuple of five; checkpoint returned {found!r:.60}")
-    doubled, _, index, _, grown = found
-    picked = doubled.gather(1, index[:, None])
-    return finished((picked**2).sum() + grown.sum(), x=x, layer=layer, unused=unused)
+    doubled, _, index, word, grown = tuple_of(5, checkpoint(fn, x.sin()))
+    assert word == "words"
+    (again,) = tuple_of(1, checkpoint(lambda x: (layer(x).tanh(),), x.sin()))
+    loss = doubled.gather(1, index[:, None]).square().sum() + grown.sum() + again.square().sum()
+    return finished(loss, x=x, layer=layer, unused=unused)
 
 
-def a_tuple_of_one(checkpoint: Checkpoint) -> Found:
-    """fn returns a tuple of one tensor."""
-    x, layer = leaf(3, 4), linear()
-    found = checkpoint(lambda x: (layer(x).tanh(),), x.sin())
-    if not isinstance(found, tuple) or len(found) != 1:
-        raise WrongResult(f"fn returned a tuple of one; checkpoint returned {found!r:.60}")
-    return finished((found[0] ** 2).sum(), x=x, layer=layer)
+def tuple_of(size: int, found: Any) -> tuple[Any, ...]:
+    if not isinstance(found, tuple) or len(found) != size:
+        raise WrongResult(f"fn returned a tuple of {size}; checkpoint returned {found!r:.60}")
+    return found
 
 
 def only_parameters(checkpoint: Checkpoint) -> Found:
@@ -187,18 +166,16 @@ def only_parameters(checkpoint: Checkpoint) -> Found:
         return finished(loss, embedding=embedding, layer=layer)
 
 
-def only_the_argument(checkpoint: Checkpoint) -> Found:
-    """fn is a module whose parameters are frozen, but its argument needs a gradient."""
-    x, frozen = leaf(3, 4), nn.Sequential(linear(), nn.Tanh()).requires_grad_(False)
-    y = checkpoint(frozen, x.sin())
-    return finished((y**2).sum(), x=x, frozen=frozen)
-
-
-def only_a_keyword_argument(checkpoint: Checkpoint) -> Found:
-    """fn is a module whose parameters are frozen, but a keyword argument needs a gradient."""
-    x, frozen = leaf(3, 4), nn.Bilinear(4, 4, 4, **DOUBLE).requires_grad_(False)
-    y = checkpoint(frozen, torch.randn(3, 4, **DOUBLE), input2=x.sin())
-    return finished((y**2).sum(), x=x, frozen=frozen)
+def frozen_modules(checkpoint: Checkpoint) -> Found:
+    """fn is a module whose parameters are frozen, but an argument needs a gradient, once a keyword
+    argument.
+    """
+    x, y = leaf(3, 4), leaf(3, 4)
+    frozen = nn.Sequential(linear(), nn.Tanh()).requires_grad_(False)
+    bilinear = nn.Bilinear(4, 4, 4, **DOUBLE).requires_grad_(False)
+    of_argument = checkpoint(frozen, x.sin())
+    of_keyword = checkpoint(bilinear, torch.randn(3, 4, **DOUBLE), input2=y.sin())
+    return finished((of_argument**2 + of_keyword**2).sum(), x=x, y=y)
 
 
 def some_need_none(checkpoint: Checkpoint) -> Found:
@@ -215,19 +192,15 @@ def some_need_none(checkpoint: Checkpoint) -> Found:
 
 
 def used_twice(checkpoint: Checkpoint) -> Found:
-    """A tensor may be passed twice, and a module used in several places."""
-    x, layer = leaf(3, 4), linear()
+    """A tensor may be passed twice, a result may be an argument itself, and a module may be used in
+    several places.
+    """
+    x, layer, module = leaf(3, 4), linear(), linear()
     h = x.sin()
     product = checkpoint(lambda a, b: layer(a) * b.exp(), h, h)
-    y = checkpoint(layer, product) + layer(h)
-    return finished((y**2).sum(), x=x, layer=layer)
-
-
-def argument_returned(checkpoint: Checkpoint) -> Found:
-    """A result may be an argument itself."""
-    x, layer = leaf(3, 4), linear()
-    same, grown = checkpoint(lambda x: (x, layer(x).exp()), x.sin())
-    return finished((same * grown).sum(), x=x, layer=layer)
+    same, grown = checkpoint(lambda x: (x, layer(x).exp()), x.cos())
+    y = checkpoint(module, product) + checkpoint(module, h) + same * grown
+    return finished((y**2).sum(), x=x, layer=layer, module=module)
 
 
 def checkpoint_in_checkpoint(checkpoint: Checkpoint) -> Found:
@@ -245,33 +218,30 @@ def checkpoint_in_checkpoint(checkpoint: Checkpoint) -> Found:
     return finished((y**2).sum(), x=x, layers=layers)
 
 
-CASES: dict[str, tuple[Callable[[Checkpoint], Found], ...]] = {
-    "arguments": (a_module, a_module_in_training, keyword_arguments, nested_arguments),
-    "results": (several_results, a_tuple_of_one, argument_returned, used_twice),
-    "parameters": (only_parameters, some_need_none, checkpoint_in_checkpoint),
-    "frozen modules": (only_the_argument, only_a_keyword_argument),
+CASES: dict[str, Callable[[Checkpoint], Found]] = {
+    case.__name__: case
+    for case in (
+        *(a_module, keyword_arguments, nested_arguments, several_results, used_twice),
+        *(only_parameters, some_need_none, frozen_modules, checkpoint_in_checkpoint),
+    )
 }
 
 
-def run_cases(lesson: Any, about: str, seed: int) -> dict[str, Found]:
-    """Loss, gradients and numbers of calls of the cases about something, by name.
+def run_case(lesson: Any, case: str, seed: int) -> Found:
+    """Loss, gradients and numbers of calls.
 
     Raises:
         WrongResult: Results were lost.
         RuntimeError: The graph of the outside was walked through twice.
     """
-    with cause_told({TWICE: OUTSIDE}):
-        return {case.__name__: _run_case(lesson, case, seed) for case in CASES[about]}
-
-
-def _run_case(lesson: Any, case: Callable[[Checkpoint], Found], seed: int) -> Found:
-    torch.manual_seed(seed)  # what one case does to the generator is not blamed on the next
+    torch.manual_seed(seed)
     calls: Counter[str] = Counter()
 
     def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return given_back(lesson.checkpoint(counted(fn, calls), *args, **kwargs))
 
-    return {**case(checkpoint), "calls": dict(calls)}
+    with cause_told({TWICE: OUTSIDE}):
+        return {**CASES[case](checkpoint), "calls": dict(calls)}
 
 
 # 2.6: calls, how often, and with what
@@ -301,7 +271,7 @@ def _callers() -> str:
 
 
 def watch_calls(lesson: Any) -> list[Found]:
-    """What the calls of a function got where x needs a gradient, and where y does."""
+    """Note the calls of a function where x needs a gradient, and where y does."""
     return [_watch(lesson, needing) for needing in ([True, False], [False, True])]
 
 
@@ -321,7 +291,7 @@ class Scaled(nn.Linear):
 
 
 def call_without_gradients(lesson: Any) -> dict[str, list[Any]]:
-    """By situation: calls of a module in both passes, and whether its result needs a gradient."""
+    """Count a module's calls by situation, and note whether its result needs a gradient."""
     found = {}
     for name, is_frozen in (("in no_grad", False), ("frozen", True)):
         layer = Scaled(4, 4).requires_grad_(not is_frozen)
@@ -337,7 +307,7 @@ CHANGED = ("an argument that requires a gradient", "an argument that requires no
 
 
 def change_argument(lesson: Any) -> dict[str, str]:
-    """The error of a backward pass before which an argument was changed, by which; "": none."""
+    """Return the error of a backward pass after each argument was changed; "" for none."""
     return {which: _change(lesson, place) for place, which in enumerate(CHANGED)}
 
 
@@ -355,6 +325,13 @@ def _change(lesson: Any, place: int) -> str:
 
 
 # Random numbers and autocast
+
+DRAWN = {
+    "y": "the results",
+    "between": "the random numbers drawn between the passes",
+    "gradient": "the gradient of x",
+    "after": "the random numbers drawn after the backward pass",
+}
 
 
 def draw(lesson: Any, seed: int) -> Found:
@@ -388,12 +365,12 @@ CASTS: list[tuple[Autocast, Autocast]] = [  # autocast in the forward pass and i
 
 
 def cast(lesson: Any, seed: int) -> list[Found]:
-    """What comes out where autocast is not the same in both passes."""
+    """Checkpoint a function where autocast is not the same in both passes."""
     return [_cast(lesson, forward, backward, seed) for forward, backward in CASTS]
 
 
 def _cast(lesson: Any, forward: Autocast, backward: Autocast, seed: int) -> Found:
-    """What autocast was in the calls of a function, and after the backward pass; gradients."""
+    """Return the state of autocast in each call and after the backward pass, and the gradient."""
     torch.manual_seed(seed)
     layer, x = nn.Linear(8, 8), torch.randn(5, 8, requires_grad=True)
     seen: list[Autocast] = []
@@ -426,7 +403,7 @@ def autocast_now() -> Autocast:
 
 
 def block() -> nn.Module:
-    """Six layers, each of which keeps one activation for the backward pass."""
+    """Six layers; each keeps one activation for the backward pass."""
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
     return nn.Sequential(*layers)
 
@@ -439,7 +416,7 @@ def live_bytes() -> int:
 
 
 def hold(lesson: Any) -> Found:
-    """How many bytes are held when a checkpointed function's result has been used and deleted."""
+    """Count the bytes held once a checkpointed function's result has been used and deleted."""
     fn, x = block(), torch.randn(ROWS, WIDTH, requires_grad=True)
     before = live_bytes()
     h = x + 1
@@ -490,12 +467,12 @@ class Layer(nn.Module):
 
 
 def run_segments(lesson: Any, cases: list[tuple[int, int]], seed: int) -> list[Found]:
-    """What comes out for several numbers of layers and segments."""
+    """Run sequences of several numbers of layers and segments."""
     return [_run_segments(lesson, *case, seed) for case in cases]
 
 
 def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Found:
-    """Loss, gradients, which layers were called in which pass, and what is left of the sequence.
+    """Return loss, gradients, the layers called in each pass, and the rest of the sequence.
 
     An even number of segments has an input inside of a graph, which gets its gradient. Of an odd
     number of layers, the first embeds integers.
@@ -532,7 +509,7 @@ def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
 
 
 def refuse_segments(lesson: Any, cases: list[tuple[int, int]]) -> list[dict[str, str]]:
-    """How numbers of segments are refused that do not fit the numbers of layers."""
+    """Return the errors for numbers of segments that do not fit the numbers of layers."""
     return [_refuse(lesson, *case) for case in cases]
 
 

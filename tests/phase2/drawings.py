@@ -76,7 +76,7 @@ def redrawn(text: str) -> str:
 
 
 def size_text(p: int, m: int) -> str:
-    """How large a schedule is, in words."""
+    """Write the size of a schedule in words."""
     return f"{counted(p, 'stage')}, {counted(m, 'micro-batch', 'micro-batches')}"
 
 
@@ -118,7 +118,7 @@ def shuffled(random: Random, p: int, m: int, v: int) -> Schedule:
 
 
 def why_stopped(schedule: Schedule) -> str:
-    """Say what a stage waits for forever: the stage at the root, for which all others wait.
+    """Name what the stage at the root, which all others wait for, waits for forever.
 
     Empty for a schedule that can be run.
     """
@@ -175,7 +175,7 @@ def _root(waits: Waits) -> int:
 
 
 def _before(block: int, action: Action, num_blocks: int, p: int) -> set[tuple[int, Action]]:
-    """What has to be done before an action of a block."""
+    """Return the actions that an action of a block needs."""
     kind, i, _ = action
     if kind == "F":
         return {(block - 1, Action("F", i, (block - 1) // p))}

@@ -1,17 +1,15 @@
 """Judges task 2.5: a step that computes in 16 bits and keeps 32, the same on all ranks."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
-from distlab.util.text import counted
-from judging.checks import is_close, of_members
-from judging.comparing import check_equal
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from distlab.grade import Grade, check, task
+from judging.checks import check_collectives, is_close
+from judging.expect import expect, results_in_group
+from judging.groups import MEMBERS
+from phase2 import step_checks as reference
 from phase2 import steps as b
-from phase2 import steps_alone as reference
 from phase2.step_checks import (
     Contract,
     check_error_passed_on,
@@ -49,14 +47,15 @@ def _uneven(grade: Grade, n: int) -> tuple[Share, ...]:
 
 
 @task("2.5", real=True)
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 2, 5])
 def test_mixed_steps_are_those_of_one_process(grade: Grade, n: int) -> None:
     n = min(n, 3) if not grade.is_simulated else n
     shares = _uneven(grade, n)
     run = grade.run(b.mixed_steps, n, shares, STEPS, MAX_NORM, if_stuck=EVERY_CALL)
     _check_all(run.results, shares)
     if grade.is_simulated:
-        _check_calls(run)
+        what = f"{STEPS} steps, each with an all-reduce of two numbers, of all gradients, and the "
+        check_collectives(run, [3 * STEPS] * n, what + "scaler's")
 
 
 def _check_all(by_rank: list[Any], shares: tuple[Share, ...]) -> None:
@@ -64,78 +63,54 @@ def _check_all(by_rank: list[Any], shares: tuple[Share, ...]) -> None:
     for rank, result in enumerate(by_rank):
         here = f"{described(shares)}, rank {rank}"
         check_first_loss(here, result["losses"][0], shares, rank)
-        _check_first_norm(here, result["norms"][0], alone["norms"][0])
-        check_equal(
-            *(here, f"whether the {STEPS} steps are skipped", [False] * STEPS, result["skipped"])
+        found, expected = result["norms"][0], alone["norms"][0]
+        cause = (
+            "Does each target of all ranks weigh the same, are old gradients gone, and does a "
+            "parameter that only other ranks use have a gradient?"
         )
-        check_equal(
-            here,
-            f"in {STEPS} steps without an overflow, the scaler should be updated {STEPS} times, "
-            "and its scale grow from 1024 to 2048 with interval 2: [updates, scale]",
-            *([STEPS, 2048.0], result["updates"]),
+        if found > 50 * expected:
+            cause = "The gradients were still scaled: unscale them before you clip."
+        elif is_close(found, MAX_NORM, 1e-3):
+            cause = "That is the norm after clipping."
+        what = "the norm of the averaged and unscaled gradient of the first step, before clipping,"
+        expect(f"{here}: {what}", found, expected, cause, 1e-6)
+        expect(
+            f"{here}: whether each step is skipped, the number of the scaler's updates, and its "
+            f"scale, which starts at 1024 and has interval 2, after {STEPS} steps without an "
+            "overflow,",
+            [result["skipped"], *result["updates"]],
+            [[False] * STEPS, STEPS, 2048.0],
         )
     check_steps(CONTRACT, by_rank, shares, STEPS, MAX_NORM)
     check_same_on_all(described(shares), by_rank, "losses", "norms")
 
 
-def _check_first_norm(here: str, found: float, expected: float) -> None:
-    cause = (
-        "Does each target of all ranks weigh the same, are old gradients gone, and does a "
-        "parameter that only other ranks use have a gradient?"
-    )
-    if found > 50 * expected:
-        cause = "The gradients were still scaled: unscale them before you clip."
-    elif is_close(found, MAX_NORM, 1e-3):
-        cause = "That is the norm after clipping."
-    what = "the norm of the averaged and unscaled gradient of the first step, before clipping,"
-    check_equal(here, what, expected, found, cause, 1e-6)
-
-
-def _check_calls(run: Run) -> None:
-    sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
-    check(
-        run.collectives == [3 * STEPS] * len(run.results) and not sends,
-        f"{STEPS} steps need {3 * STEPS} all-reduces on each rank: in each step one of two "
-        "numbers, one of all gradients, and the scaler's one. By rank, the numbers of collectives "
-        f"are {run.collectives}, and {sends} other messages were sent.",
-    )
-
-
 @task("2.5")
 def test_mixed_steps_inside_a_group(grade: Grade) -> None:
     shares = _uneven(grade, len(MEMBERS))
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.mixed_steps, shares, STEPS, MAX_NORM),
-        if_stuck=STUCK_IN_GROUP,
-    )
-    _check_all(of_members(run), shares)
-
-
-def _called_with(autocast: Sequence[tuple[bool, str]]) -> str:
-    """Say of each call whether autocast was on, and for which dtype."""
-    calls = [f"autocast to {dtype}" if is_on else "autocast off" for is_on, dtype in autocast]
-    return f"it was called with {', then with '.join(calls)}" if calls else "it was not called"
+    _check_all(results_in_group(grade, b.mixed_steps, shares, STEPS, MAX_NORM), shares)
 
 
 @task("2.5")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str) -> None:
     found, here = grade.call(b.step_noted, dtype), f"with dtype {dtype}"
-    check(
-        found["autocast"] == [(True, dtype)],
-        f"{here}, loss_sum should be called once, under torch.autocast of the parameters' device "
-        f"type and that dtype; {_called_with(found['autocast'])}.",
+    expect(
+        f"{here}: the calls of loss_sum, by whether autocast is on, and for which dtype,",
+        found["autocast"],
+        [(True, dtype)],
+        "Call it once, under torch.autocast of the parameters' device type and that dtype.",
     )
-    check_equal(
-        here, "the dtypes that both linear layers compute in", [f"torch.{dtype}"], found["computed"]
+    what = "the dtypes that both linear layers compute in"
+    expect(f"{here}: {what}", found["computed"], [f"torch.{dtype}"])
+    expect(
+        f"{here}: the dtypes of parameters and gradients after the step, and whether parameters "
+        "are the same tensors as before,",
+        [found["kept"], found["is_same"]],
+        [["torch.float32"], True],
+        "autocast makes 16-bit copies of them by itself.",
     )
-    check(
-        found["kept"] == ["torch.float32"] and found["is_same"],
-        "parameters and their gradients should stay in float32, and parameters should be the same "
-        f"tensors as before; after the step they are in {' and '.join(found['kept'])}. autocast "
-        "makes 16-bit copies of them by itself.",
-    )
-    check_equal(here, "the number of the scaler's updates in a step", 1, found["updates"])
+    expect(f"{here}: the number of the scaler's updates in a step", found["updates"], 1)
 
 
 @task("2.5")
@@ -143,10 +118,10 @@ def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
     num_steps = grade.random.randint(8, 12)
     small = Small(1.0, 2.0**-13, [1.0, 1.0], [1, 1], num_steps=num_steps)
     for rank, found in enumerate(grade.run(b.small_steps, 2, small).results):
-        check_equal(
-            f"rank {rank} of 2",
-            f"a weight of 1.0 after {num_steps} updates of -0.000122",
-            *(1 - num_steps * 2.0**-13, found["weight"]),
+        expect(
+            f"rank {rank} of 2: a weight of 1.0 after {num_steps} updates of -0.000122",
+            found["weight"],
+            1 - num_steps * 2.0**-13,
             "float16 has no number between 0.9995 and 1: the optimizer should update the "
             "parameters in float32.",
             1e-7,
@@ -161,12 +136,15 @@ def test_small_gradients_survive(grade: Grade, reduce_dtype: str) -> None:
     expected = -lr * (3 * factors[0] + factors[1]) / 4
     small = Small(0.0, lr, factors, rows, reduce_dtype)
     for rank, found in enumerate(grade.run(b.small_steps, 2, small).results):
-        check(
-            is_close(expected, found["weight"], abs(expected) / 100) and not found["skipped"],
-            f"rank {rank} of 2, reduce_dtype {reduce_dtype}: a gradient of "
-            f"{-expected / lr:.3g} and lr 2**20 should move the weight by {expected:.4g}; it "
-            f"moved by {found['weight']:.4g}. float16 has nothing between 0 and 6e-8, so gradients "
-            "must be scaled both in the backward pass and when they are summed.",
+        here = f"rank {rank} of 2, reduce_dtype {reduce_dtype}, a gradient of {-expected / lr:.3g}"
+        expect(f"{here}: whether a step is skipped", found["skipped"], False)
+        expect(
+            f"{here} and lr 2**20: the weight, at first 0,",
+            found["weight"],
+            expected,
+            "float16 has nothing between 0 and 6e-8, so gradients must be scaled both in the "
+            "backward pass and when they are summed.",
+            abs(expected) / 100,
         )
 
 
@@ -174,38 +152,24 @@ def _check_overflow(by_rank: list[Any], is_bad: list[bool], what: str, scales: l
     for rank, steps in enumerate(by_rank):
         for number, (step, bad, scale) in enumerate(zip(steps, is_bad, scales, strict=True)):
             here = f"rank {rank} of {len(by_rank)}, step {number}, {what if bad else 'no overflow'}"
-            check(
-                step["is_skipped"] == bad and step["has_changed"] is not bad,
-                f"{here}: the step should be {'skipped' if bad else 'taken'} on every rank; here "
-                f"is_skipped is {step['is_skipped']}, and the parameters or Adam's state have "
-                f"{'' if step['has_changed'] else 'not '}changed.",
+            expect(
+                f"{here}: whether the step is skipped, whether parameters or Adam's state change, "
+                "and whether the norm before clipping is finite",
+                [step[name] for name in ("is_skipped", "has_changed", "has_finite_norm")],
+                [bad, not bad, not bad],
+                "All ranks skip a step, or none.",
             )
-            check(
-                step["scale"] == scale and step["updates"] == number + 1,
-                f"{here}: afterwards the scale should be {scale} on every rank, and it should "
-                f"have had {counted(number + 1, 'update')}, one in each step; it is "
-                f"{step['scale']} and has had {counted(step['updates'], 'update')}.",
-            )
-            check(
-                step["has_finite_norm"] is not bad,
-                f"{here}: the norm before clipping should {'not ' if bad else ''}be finite.",
-            )
+            found = [step["scale"], step["updates"]]
+            expect(f"{here}: scale and number of updates so far", found, [scale, number + 1])
             of_rank_0 = by_rank[0][number]["state"]
-            check_equal(here, "parameters, which are those of rank 0,", of_rank_0, step["state"])
-            _check_reported_loss(here, step, [steps[number]["sums"] for steps in by_rank])
-
-
-def _check_reported_loss(here: str, step: Any, sums: list[Any]) -> None:
-    numbers = [len(of_rank) for of_rank in sums]
-    check(
-        numbers == [1] * len(sums),
-        f"{here}: loss_sum should be called once, also in a step that is skipped; by rank, the "
-        f"numbers of calls are {numbers}.",
-    )
-    losses, counts = zip(*(of_rank[0] for of_rank in sums), strict=True)
-    expected = sum(losses) / sum(counts)
-    what = "the loss, which is the mean over the targets of all ranks also in a step that is "
-    check_equal(here, f"{what}skipped,", expected, step["loss"], "", 1e-5 * abs(expected))
+            expect(f"{here}: the parameters, which are those of rank 0,", step["state"], of_rank_0)
+            calls = [of_rank[number]["sums"] for of_rank in by_rank]
+            what_calls = "the numbers of calls of loss_sum by rank, also in a step that is skipped,"
+            expect(f"{here}: {what_calls}", [*map(len, calls)], [1] * len(calls))
+            losses, counts = zip(*(sums for (sums,) in calls), strict=True)
+            mean = sum(losses) / sum(counts)
+            what_loss = "the loss, the mean over the targets of all ranks also in a skipped step,"
+            expect(f"{here}: {what_loss}", step["loss"], mean, "", 1e-5 * abs(mean))
 
 
 @task("2.5", real=True)
@@ -222,11 +186,9 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(grade: Grade) -> None:
 def test_an_overflow_in_a_group(grade: Grade) -> None:
     n = len(MEMBERS)
     by_step = [[8.0 * n, 2.0**-10, 2.0**-10], [2.0**-10] * n]
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.overflow, by_step, "float32"), if_stuck=STUCK_IN_GROUP
-    )
+    results = results_in_group(grade, b.overflow, by_step, "float32")
     what = "a gradient that overflows in float16 on the group's rank 0 only"
-    _check_overflow(of_members(run), [True, False], what, [32768.0, 32768.0])
+    _check_overflow(results, [True, False], what, [32768.0, 32768.0])
 
 
 @task("2.5")
@@ -239,40 +201,37 @@ def test_an_overflow_in_the_sum_alone_is_skipped(grade: Grade) -> None:
 @task("2.5")
 def test_gradients_are_divided_before_the_sum(grade: Grade) -> None:
     for rank, (step,) in enumerate(grade.run(b.overflow, 2, [[0.75] * 2], "float16").results):
-        check(
-            not step["is_skipped"] and step["scale"] == 65536.0,
+        expect(
             f"rank {rank} of 2, reduce_dtype float16, one target and a scaled gradient of 49152 on "
-            "each rank. Divided by the 2 targets, they sum up to 49152, so the step should be "
-            "taken. They were divided after the sum: 98304 is inf in float16.",
+            "each rank: whether the step is skipped, and the scale",
+            [step["is_skipped"], step["scale"]],
+            [False, 65536.0],
+            "Divided by the 2 targets, gradients sum up to 49152; divided after the sum, 98304 is "
+            "inf in float16.",
         )
 
 
 @task("2.5")
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16", "float16"])
 def test_gradients_travel_in_one_bucket_of_reduce_dtype(grade: Grade, reduce_dtype: str) -> None:
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.mixed_sums, reduce_dtype), if_stuck=STUCK_IN_GROUP
-    )
-    for rank, found in enumerate(of_members(run)):
-        here = f"rank {rank} of {len(MEMBERS)}, reduce_dtype {reduce_dtype}"
-        large = [call for call in found["calls"] if call[0] > 2]
-        check(
-            large == [[found["trainable"], reduce_dtype]],
-            f"{here}: the gradients of all {found['trainable']} trainable parameters should travel "
-            f"in one all-reduce in {reduce_dtype}; the calls with more than two numbers are "
-            f"{large}. A parameter without a gradient counts as zero, a frozen one not at all.",
+    for rank, found in enumerate(results_in_group(grade, b.mixed_sums, reduce_dtype)):
+        here = (
+            f"rank {rank} of {len(MEMBERS)}, reduce_dtype {reduce_dtype}: the calls of all_reduce"
         )
-        others = [call for call in found["calls"] if call[0] <= 2]
-        check(
-            others in ([[2, "float32"]], [[2, "float64"]]),
-            f"{here}: besides the gradients, sum of losses and number of targets should go through "
-            f"the all_reduce given, two numbers in one call, in float32 or float64; these calls "
-            f"are {others}.",
+        expect(
+            f"{here} with more than two numbers",
+            [call for call in found["calls"] if call[0] > 2],
+            [[found["trainable"], reduce_dtype]],
+            "The gradients of all trainable parameters travel in one bucket. A parameter without a "
+            "gradient counts as zero, a frozen one not at all.",
         )
-        check(
-            found["is_group_given"],
-            f"{here}: all_reduce should be called with the group that the step was given.",
+        wide = [call for call in found["calls"] if call[0] <= 2]
+        expect(
+            f"{here} with sum of losses and number of targets, in float32 or float64,",
+            wide,
+            [[2, "float64" if wide == [[2, "float64"]] else "float32"]],
         )
+        check(found["is_group_given"], f"{here} should get the group that the step was given.")
 
 
 @task("2.5")

@@ -1,30 +1,204 @@
-"""Judges task 2.12: a program that runs any schedule: results, messages, memory, time, refusals."""
+"""Judges tasks 2.10 to 2.13: schedules, and a program that runs any schedule."""
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from distlab.grade import Grade, Run, Wrong, check, task
 from distlab.sim import Options
-from distlab.util.text import counted
+from distlab.util.text import clauses, counted, joined
 from judging.checks import (
     MEASURED,
     check_refused,
     check_silent,
     check_waited,
-    distance,
     edges_with,
-    of_members,
+    is_close,
     short,
 )
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.expect import expect, results_in_group
 from phase2 import drawings as d
 from phase2 import pipelines as b
 from phase2.pipelines import KINDS, WIDTH, alone
 from phase2_advanced.given import Action, Schedule
+
+GPIPE = {(3, 4): d.GPIPE_3_4, (4, 2): d.GPIPE_4_2}  # (stages, micro-batches): drawing
+ONE_F_ONE_B = {(3, 4): d.ONE_F_ONE_B_3_4, (4, 8): d.ONE_F_ONE_B_4_8, (4, 2): d.ONE_F_ONE_B_4_2}
+FORWARD_FIRST = (
+    "All forward passes come first, from micro-batch 0 on; the backward passes begin with the last "
+    "micro-batch."
+)
+DIFFER = "Where do they differ first, and which stage waits there?"
+SIZES = [(3, 4), (4, 2), (4, 8), (2, 3), (5, 3), (8, 8), (1, 4), (1, 1), (6, 30)]
+INTERLEAVED = [  # stages, micro-batches, chunks
+    *[(4, 8, 2), (2, 4, 2), (3, 6, 3), (4, 4, 3)],
+    *[(2, 2, 2), (2, 6, 1), (1, 3, 2), (2, 30, 2)],
+]
+
+
+def _schedules(
+    grade: Grade, function: str, drawings: Mapping[tuple[int, int], str], cause: str
+) -> Iterator[tuple[int, int, Schedule, str]]:
+    """Stages, micro-batches, what the learner's function returns, and the words for its size."""
+    sizes = [*SIZES, (grade.random.randint(2, 6), grade.random.randint(2, 12))]
+    for (p, m), schedule in zip(sizes, _called(grade, function, sizes), strict=True):
+        here = d.size_text(p, m)
+        _check_actions(here, schedule, p, m)
+        if (p, m) in drawings:
+            check(
+                schedule == d.drawn(drawings[p, m]),
+                f"{here}: expected was\n    "
+                + d.redrawn(drawings[p, m]).replace("\n", "\n    ")
+                + f"\nbut it is{d.picture(schedule)}\n{cause}",
+            )
+        yield p, m, schedule, here
+
+
+def _called(grade: Grade, function: str, sizes: Sequence[tuple[int, ...]]) -> list[Schedule]:
+    found = grade.call(b.rows_of_each, function, [list(size) for size in sizes])
+    return [[[Action(*action) for action in row] for row in rows] for rows in found]
+
+
+def _check_actions(here: str, schedule: Schedule, p: int, m: int, v: int = 1) -> None:
+    """Check that every stage does every action once, and that the schedule can be run."""
+    check(
+        len(schedule) == p,
+        f"{here}: {counted(p, 'list')}, one for each stage, should come; {len(schedule)} came.",
+    )
+    passes = [(i, chunk) for i in range(m) for chunk in range(v)]
+    wanted = Counter(Action(kind, *one) for kind in "FB" for one in passes)
+    for stage, actions in enumerate(schedule):
+        missing, extra = wanted - Counter(actions), Counter(actions) - wanted
+        check(
+            not missing and not extra,
+            f"{here}: stage {stage} should do each of its {len(wanted)} actions once. "
+            f"{_difference(missing, extra)}.{d.picture(schedule)}",
+        )
+    check(
+        len(d.timeline(schedule)) == 4 * p * m * v,
+        f"{here}: this schedule comes to a stop. {d.why_stopped(schedule)}{d.picture(schedule)}",
+    )
+
+
+def _difference(missing: Counter[Action], extra: Counter[Action]) -> str:
+    lacks = [f"lacks {_some(missing)}"] if missing else []
+    has = [f"has {_some(extra)} too often"] if extra else []
+    return f"It {clauses([*lacks, *has])}"
+
+
+def _some(actions: Counter[Action]) -> str:
+    first, others = [str(action) for action in list(actions)[:4]], len(actions) - 4
+    return joined(first) if others <= 0 else f"{', '.join(first)} and {others} more"
+
+
+def _check_length(here: str, schedule: Schedule, expected: int, cause: str) -> None:
+    """Check how long a schedule takes: the unit is a forward and a backward pass."""
+    for backward_time in (1, 2):
+        unit = 1 + backward_time
+        found = d.length(schedule, backward_time) / unit
+        takes = "twice as long" if backward_time == 2 else "as long"
+        check(
+            found <= expected,
+            f"{here}: if a backward pass takes {takes} as a forward pass, "
+            f"the step should take as long as {expected} forward and {expected} backward passes; "
+            f"it takes as long as {found:g}. {cause}{d.picture(schedule)}",
+        )
+
+
+def _check_in_flight(here: str, schedule: Schedule, most: list[int], cause: str) -> None:
+    for stage, actions in enumerate(schedule):
+        found = d.in_flight(actions)
+        check(
+            found <= most[stage],
+            f"{here}: at most {most[stage]} may be in flight in stage {stage}, but {found} are, "
+            f"and each of them holds its activations. {cause}{d.picture(schedule)}",
+        )
+
+
+def _check_order(here: str, schedule: Schedule, forward: list[int], backward: list[int]) -> None:
+    """Check the order of forward passes, and that of backward passes."""
+    for stage, actions in enumerate(schedule):
+        for kind, name, wanted in (("F", "forward", forward), ("B", "backward", backward)):
+            found = [action.micro_batch for action in actions if action.kind == kind]
+            what = f"{here}: the order of micro-batches that go {name} in stage {stage}"
+            expect(what, found, wanted, d.picture(schedule))
+
+
+@task("2.10")
+def test_gpipe_of_any_size(grade: Grade) -> None:
+    for _, m, schedule, here in _schedules(grade, "gpipe_schedule", GPIPE, FORWARD_FIRST):
+        _check_order(here, schedule, [*range(m)], [*reversed(range(m))])
+        for stage, actions in enumerate(schedule):
+            check(
+                [action.kind for action in actions] == ["F"] * m + ["B"] * m,
+                f"{here}: stage {stage} should do all {m} forward passes first, and then the "
+                f"backward passes.{d.picture(schedule)}",
+            )
+
+
+@task("2.11")
+def test_1f1b_holds_few_micro_batches(grade: Grade) -> None:
+    for p, _, schedule, here in _schedules(grade, "one_f_one_b_schedule", {}, ""):
+        _check_in_flight(
+            *(here, schedule, [p - stage for stage in range(p)]),
+            "The last stage can go backward right after each forward pass, and every stage before "
+            "it needs one more forward pass ahead.",
+        )
+
+
+@task("2.11")
+def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
+    """The drawings are the only order with that memory and that length."""
+    for p, m, schedule, here in _schedules(grade, "one_f_one_b_schedule", ONE_F_ONE_B, DIFFER):
+        _check_order(here, schedule, [*range(m)], [*range(m)])
+        _check_length(
+            *(here, schedule, m + p - 1),
+            "Does each stage have enough forward passes ahead when it begins to take turns?",
+        )
+
+
+def _interleaved(grade: Grade) -> Iterator[tuple[int, int, int, Schedule, str]]:
+    """Stages, micro-batches, chunks, the learner's schedule, and the words for its size."""
+    p = grade.random.randint(2, 5)
+    drawn = p, p * grade.random.randint(1, 3), grade.random.randint(2, 4)
+    sizes = [*INTERLEAVED, drawn]
+    for size, schedule in zip(sizes, _called(grade, "interleaved_schedule", sizes), strict=True):
+        here = d.size_text(*size[:2]) + f", {counted(size[2], 'chunk')} on each stage"
+        _check_actions(here, schedule, *size)
+        yield *size, schedule, here
+
+
+@task("2.13")
+def test_interleaving_divides_the_bubble(grade: Grade) -> None:
+    for p, m, v, schedule, here in _interleaved(grade):
+        _check_length(
+            *(here, schedule, v * m + p - 1),
+            f"1F1B takes {v * (m + p - 1)} such passes through one chunk: its bubble is {v} times "
+            "as long. Do p micro-batches go through a chunk before they begin the next, and has "
+            "each stage enough forward passes ahead?",
+        )
+
+
+@task("2.13")
+def test_interleaving_holds_no_more_than_it_needs(grade: Grade) -> None:
+    for p, _, v, schedule, here in _interleaved(grade):
+        most = [(v - 1) * p + 2 * (p - 1 - stage) + 1 for stage in range(p)]
+        _check_in_flight(
+            *(here, schedule, most),
+            "How many forward passes has the last stage done when micro-batch 0 leaves the last "
+            "block? Two more for every stage before it are enough.",
+        )
+
+
+@task("2.13")
+def test_interleaving_refuses_a_remainder(grade: Grade) -> None:
+    for p, m in ((2, 3), (4, 6), (grade.random.randint(3, 7), 1)):
+        found = grade.call(b.refusal_of_schedule, "interleaved_schedule", p, m, 2)
+        check_refused([found], f"m = {m}, which is not a multiple of p = {p},", str(m), str(p))
+
 
 STUCK = (
     "Both ranks of a message must come to it at the same point of one order that all ranks know. A "
@@ -62,32 +236,22 @@ def _chunks(schedule: Schedule) -> int:
 
 def _check_cases(by_rank: Sequence[Sequence[Result]], cases: Sequence[b.Case]) -> None:
     for number, (text, sizes, kind) in enumerate(cases):
-        _check_results([results[number] for results in by_rank], d.drawn(text), sizes, kind)
-
-
-def _check_results(
-    results: Sequence[Result], schedule: Schedule, sizes: Sequence[int], kind: str
-) -> None:
-    p = len(schedule)
-    expected = alone(_chunks(schedule) * p, sizes, kind)
-    for rank, result in enumerate(results):
-        here = f"a {kind} model, micro-batches of {list(sizes)} rows, rank {rank} of {p}"
-        _check_loss(here, result["loss"], expected)
-        for chunk, gradients in enumerate(result["gradients"]):
-            block = chunk * p + rank
-            _check_gradients(f"{here}, block {block}", gradients, block, expected, schedule, kind)
-        check(
-            result["loss"] == results[0]["loss"],
-            f"{here}: the mean loss is {result['loss']!r}, but {results[0]['loss']!r} on rank 0. "
-            "All ranks should return the same number.",
-        )
-        calls = b.CALLS * len(sizes) if rank == p - 1 else 0
-        check(
-            result["losses"] == calls,
-            f"{here}: in {b.CALLS} calls, loss_sum should be called {calls} times, once for each "
-            "micro-batch and only on the rank of the last block; it was called "
-            f"{result['losses']} times.",
-        )
+        schedule = d.drawn(text)
+        p, expected = len(schedule), alone(_chunks(schedule) * len(schedule), sizes, kind)
+        for rank, result in enumerate(results[number] for results in by_rank):
+            here = f"a {kind} model, micro-batches of {[*sizes]} rows, rank {rank} of {p}"
+            _check_loss(here, result["loss"], expected)
+            for chunk, gradients in enumerate(result["gradients"]):
+                block = chunk * p + rank
+                _check_gradients(f"{here}, block {block}", gradients, block, expected, text, kind)
+            loss = by_rank[0][number]["loss"]
+            expect(f"{here}: the loss, exactly as on rank 0,", result["loss"], loss)
+            expect(
+                f"{here}: the number of calls of loss_sum in {b.CALLS} calls",
+                result["losses"],
+                b.CALLS * len(sizes) if rank == p - 1 else 0,
+                "Call it once for each micro-batch and only on the rank of the last block.",
+            )
 
 
 def _check_loss(here: str, found: float, expected: Result) -> None:
@@ -97,23 +261,15 @@ def _check_loss(here: str, found: float, expected: Result) -> None:
         "divide once.",
         "last": "That is the loss of the last micro-batch alone.",
     }
-    said = [cause for name, cause in causes.items() if distance(expected[name], found) <= 1e-9]
-    check(
-        distance(expected["loss"], found) <= 1e-9,
-        f"{here}: the mean loss over all {expected['targets']} targets is {expected['loss']:.6f}; "
-        f"run_schedule returned {found:.6f}. {''.join(said[:1])}",
-    )
+    known = [cause for name, cause in causes.items() if is_close(expected[name], found)]
+    what = f"the mean loss over all {expected['targets']} targets"
+    expect(f"{here}: {what}", found, expected["loss"], "".join(known[:1]), 1e-9)
 
 
 def _check_gradients(
-    here: str,
-    found: dict[str, Any],
-    block: int,
-    expected: Result,
-    schedule: Schedule,
-    kind: str,
+    here: str, found: dict[str, Any], block: int, expected: Result, text: str, kind: str
 ) -> None:
-    means = expected["gradients of means"][block]
+    means, picture = expected["gradients of means"][block], d.picture(d.drawn(text))
     for name, wanted in expected["gradients"][block].items():
         got = found[name]
         if wanted is None and kind == "detached" and not any(got or []):
@@ -122,18 +278,18 @@ def _check_gradients(
             (wanted is None) == (got is None),
             f"{here}: {name} should have {'no' if wanted is None else 'a'} gradient, as in one "
             f"process, but has {'none' if got is None else 'one'}. Gradients from before the call "
-            f"do not count, nor do those of frozen parameters.{d.picture(schedule)}",
+            f"do not count, nor do those of frozen parameters.{picture}",
         )
-        if wanted is not None and distance(wanted, got) > TOLERANCES.get(kind, 1e-9):
+        if wanted is not None and not is_close(wanted, got, TOLERANCES.get(kind, 1e-9)):
+            cause = _cause(wanted, got, means[name], expected["targets"])
             raise Wrong(
                 f"{here}: the gradient of {name} is {short(got)}; in one process it is "
-                f"{short(wanted)}. {_cause(wanted, got, means[name], expected)}"
-                f"{d.picture(schedule)}"
+                f"{short(wanted)}. {cause}{picture}"
             )
 
 
-def _cause(wanted: list[float], got: list[float], means: list[float], expected: Result) -> str:
-    """What it tells if the gradient is a multiple of the right one, or of the mean of means."""
+def _cause(wanted: list[float], got: list[float], means: list[float], num_targets: int) -> str:
+    """Name the cause if the gradient is a multiple of the right one, or of the mean of means."""
     factor = _factor(wanted, got)
     if factor is None and _factor(means, got):
         return (
@@ -146,10 +302,8 @@ def _cause(wanted: list[float], got: list[float], means: list[float], expected: 
             "Does every micro-batch reach every block once, forward and backward, with its own "
             "inputs and its own gradient?"
         )
-    if abs(factor - expected["targets"]) < 1e-6:
+    if abs(factor - num_targets) < 1e-6:
         return "That is the gradient of the sum of the losses: divide by the number of targets."
-    if abs(factor - b.CALLS) < 1e-6:
-        return "That is the sum of two calls: gradients from before the call do not count."
     return (
         f"It is {factor:.4g} times as large on this rank. Either a target does not weigh 1/T in "
         "it, or gradients from before the call were not cleared."
@@ -157,10 +311,10 @@ def _cause(wanted: list[float], got: list[float], means: list[float], expected: 
 
 
 def _factor(one: list[float], other: list[float]) -> float | None:
-    """By which number ``one`` is to be multiplied to get ``other``; None if by none."""
+    """Return the number that makes ``other`` of ``one``; None if there is none."""
     largest = max(range(len(one)), key=lambda i: abs(one[i]))
     factor = other[largest] / one[largest] if one[largest] else 0.0
-    is_multiple = distance([factor * x for x in one], other) <= 1e-9 * max(1.0, abs(factor))
+    is_multiple = is_close([factor * x for x in one], other, 1e-9 * max(1.0, abs(factor)))
     return factor if is_multiple else None
 
 
@@ -189,10 +343,7 @@ def test_models_of_many_kinds(grade: Grade) -> None:
 @task("2.12")
 def test_a_pipeline_inside_a_group(grade: Grade) -> None:
     cases = [(d.written(d.drawn(d.ONE_F_ONE_B_3_4)), _sizes(grade, 4), "dense")]
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.run_pipelines, cases), if_stuck=STUCK_IN_GROUP
-    )
-    _check_cases(of_members(run), cases)
+    _check_cases(results_in_group(grade, b.run_pipelines, cases), cases)
 
 
 # Order, messages
@@ -206,50 +357,39 @@ def test_messages_may_go_one_after_the_other(grade: Grade, p: int) -> None:
     _pipelines(grade, *map(d.drawn, drawings), by_chance, options=Options(p2p_order="pair"))
 
 
+SENT = {
+    "1F1B": (d.ONE_F_ONE_B_3_4, "dense"),
+    "chunks": (d.INTERLEAVED_2_4_2, "dense"),
+    "frozen": (d.ONE_F_ONE_B_3_4, "frozen"),
+    "16 bits": (d.ONE_F_ONE_B_3_4, "bfloat16"),
+}
+
+
 @task("2.12")
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        (d.ONE_F_ONE_B_3_4, "dense"),
-        (d.INTERLEAVED_2_4_2, "dense"),
-        (d.ONE_F_ONE_B_3_4, "frozen"),
-        (d.ONE_F_ONE_B_3_4, "bfloat16"),
-    ],
-    ids=["1F1B", "chunks", "frozen", "16 bits"],
-)
-def test_each_output_and_each_gradient_is_sent_once(grade: Grade, text: str, kind: str) -> None:
+@pytest.mark.parametrize("name", SENT)
+def test_each_output_and_each_gradient_is_sent_once(grade: Grade, name: str) -> None:
+    text, kind = SENT[name]
     schedule = d.drawn(text)
     run, (sizes,) = _pipelines(grade, schedule, kinds=(kind,))
     p, num_blocks = len(schedule), len(schedule) * _chunks(schedule)
     links = [(block % p, (block + 1) % p) for block in range(num_blocks - 1)]
-    gradients = [
-        link[::-1] for link in links if kind != "frozen"
-    ]  # there, only the last block learns
-    expected = Counter([*links, *gradients])
-    for rows in sizes:
-        found = edges_with(run, num_bytes := _bytes_of(rows, kind))
-        for link in sorted({*expected, *found}):
-            wanted, got = b.CALLS * expected[link], found.get(link, 0)
-            check(
-                got == wanted,
-                f"a {kind} model: a micro-batch of {rows} rows is {num_bytes:,} bytes between "
-                f"blocks. In {b.CALLS} calls, rank {link[0]} should send rank {link[1]} "
-                f"{counted(wanted, 'message')} of that size, each output and each gradient once, "
-                f"and no gradient for an output that requires none; it sent {got}.",
-            )
-    _check_nothing_else(run, links, [_bytes_of(rows, kind) for rows in sizes])
-
-
-def _bytes_of(rows: int, kind: str) -> int:
-    """Bytes of a micro-batch between blocks."""
-    return (2 if kind == "bfloat16" else 8) * rows * 2 * WIDTH
-
-
-def _check_nothing_else(run: Run, links: list[tuple[int, int]], num_bytes: Sequence[int]) -> None:
-    check(
-        run.collectives == [b.CALLS] * len(run.results),
-        "one broadcast in each call is enough: the last rank knows loss and number of targets. In "
-        f"{b.CALLS} calls, the numbers of collectives by rank are {run.collectives}.",
+    back = [link[::-1] for link in links if kind != "frozen"]  # there, the last block alone learns
+    expected = {link: b.CALLS * count for link, count in Counter([*links, *back]).items()}
+    num_bytes = [(2 if kind == "bfloat16" else 8) * rows * 2 * WIDTH for rows in sizes]
+    for size in num_bytes:
+        expect(
+            f"a {kind} model, a micro-batch of {size:,} bytes between blocks, {b.CALLS} calls: the "
+            "numbers of messages of that size, by (from, to),",
+            sorted(edges_with(run, size).items()),
+            sorted(expected.items()),
+            "Send each output and each gradient once, and no gradient for an output that requires "
+            "none.",
+        )
+    expect(
+        f"the numbers of collectives in {b.CALLS} calls",
+        run.collectives,
+        [b.CALLS] * p,
+        "The last rank knows loss and number of targets: one broadcast in each call is enough.",
     )
     data = b.CALLS * 2 * len(links) * sum(num_bytes)
     most = data + b.CALLS * (2 * len(links) * len(num_bytes) * 1000 + 1000)
@@ -287,12 +427,8 @@ def test_time_and_memory_are_those_of_the_schedule(grade: Grade, name: str) -> N
             "micro-batch after its backward pass: no output, no loss with its graph."
             f"{d.picture(schedule)}",
         )
-    _check_bubble(here, run.seconds, d.length(schedule, 2), 3 * m * v)
-
-
-def _check_bubble(here: str, seconds: float, length: int, busy: int) -> None:
-    """Check how long it took, with a forward pass through a block as the unit."""
-    found = seconds * b.FLOPS_PER_S / b.BLOCK_FLOPS
+    length, busy = d.length(schedule, 2), 3 * m * v
+    found = run.seconds * b.FLOPS_PER_S / b.BLOCK_FLOPS  # unit: a forward pass through a block
     check(
         found <= length * (1 + 1e-6),
         f"{here}: each stage should stand still for {1 - busy / length:.1%} of the time, as in "
@@ -320,51 +456,23 @@ def test_nothing_is_kept_of_a_micro_batch_that_is_done(grade: Grade) -> None:
 
 # Refusals
 
-
 GOOD = "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"  # 3 micro-batches on 2 stages
-BROKEN = {  # what is wrong, a schedule with it, and which actions the error had best name
-    "order": [
-        ("B0 before F0 in stage 1", f"{GOOD[0]}\nB0 F0 F1 B1 F2 B2", "B0"),
-        ("B2 before F2 in stage 0", f"F0 F1 B0 B2 B1 F2\n{GOOD[1]}", "B2 F2"),
-        ("a circle of waiting stages", "F0 B0 F1 F2 B1 B2\nF1 F0 B0 B1 F2 B2", "B0 F1"),
-    ],
-    "number": [
-        ("F1 twice in stage 0", f"F0 F1 B0 F1 F2 B1 B2\n{GOOD[1]}", "F1"),
-        ("B2 twice in stage 1", f"{GOOD[0]}\nF0 B0 F1 B1 F2 B2 B2", "B2"),
-        ("no micro-batch 2 in stage 1", f"{GOOD[0]}\nF0 B0 F1 B1", "F2 B2"),
-        ("no micro-batch 2", "F0 F1 B0 B1\nF0 B0 F1 B1", "F2 B2"),
-        ("no B1 in stage 0", f"F0 F1 B0 F2 B2\n{GOOD[1]}", "B1"),
-        ("a micro-batch 3", f"{GOOD[0]} F3 B3\n{GOOD[1]} F3 B3", "F3 B3"),
-        ("a second chunk in stage 0", f"{GOOD[0]} F0.1 B0.1\n{GOOD[1]}", "F0.1 B0.1"),
-    ],
-}
-
-
-@task("2.12")
-@pytest.mark.parametrize("kind", BROKEN)
-def test_what_is_no_schedule_is_refused(grade: Grade, kind: str) -> None:
-    texts = [text for _, text, _ in BROKEN[kind]]
-    run = grade.run(b.refusals, 2, texts, 3, if_stuck=UNCHECKED)
-    for number, (wrong, text, names) in enumerate(BROKEN[kind]):
-        what = f"{wrong}, of 3 micro-batches on 2 stages:{d.picture(d.drawn(text))}\nThis"
-        check_refused([found[number] for found in run.results], what)
-        said = run.results[0][number]["text"].partition("\n")[0]
-        check(
-            {*re.findall(r"\b[FB]\d+(?:\.\d+)?", said)} & {*names.split(), *_never_started(text)},
-            f"{what} should be refused with an error that names {names.replace(' ', ' or ')}; it "
-            f"says {short(said)}.",
-        )
-    check_silent(run, "What is refused")
-
-
-def _never_started(text: str) -> set[str]:
-    """The names of all actions that can never start, of which any may be named."""
-    schedule = d.drawn(text)
-    started = {(event.stage, event.action) for event in d.timeline(schedule)}
-    every = {(stage, action) for stage, actions in enumerate(schedule) for action in actions}
-    return {str(action) for _, action in every - started}
-
-
+BROKEN = [  # what is wrong, a schedule with it, and which actions the error had best name
+    ("B0 before F0 in stage 1", f"{GOOD[0]}\nB0 F0 F1 B1 F2 B2", "B0"),
+    ("B2 before F2 in stage 0", f"F0 F1 B0 B2 B1 F2\n{GOOD[1]}", "B2 F2"),
+    ("a circle of waiting stages", "F0 B0 F1 F2 B1 B2\nF1 F0 B0 B1 F2 B2", "B0 F1"),
+    ("F1 twice in stage 0", f"F0 F1 B0 F1 F2 B1 B2\n{GOOD[1]}", "F1"),
+    ("B2 twice in stage 1", f"{GOOD[0]}\nF0 B0 F1 B1 F2 B2 B2", "B2"),
+    ("no micro-batch 2 in stage 1", f"{GOOD[0]}\nF0 B0 F1 B1", "F2 B2"),
+    ("no micro-batch 2", "F0 F1 B0 B1\nF0 B0 F1 B1", "F2 B2"),
+    ("no B1 in stage 0", f"F0 F1 B0 F2 B2\n{GOOD[1]}", "B1"),
+    ("a micro-batch 3", f"{GOOD[0]} F3 B3\n{GOOD[1]} F3 B3", "F3 B3"),
+    ("a second chunk in stage 0", f"{GOOD[0]} F0.1 B0.1\n{GOOD[1]}", "F0.1 B0.1"),
+]
+OTHERS = {
+    3: f"{GOOD[0]}\n{GOOD[0]}\n{GOOD[1]}",
+    1: GOOD[1],
+}  # schedules for other numbers of stages
 UNCHECKED = (
     "The schedule cannot be run, or is not that of all micro-batches. Every rank has the whole "
     "schedule, and can refuse it before it sends anything."
@@ -372,13 +480,28 @@ UNCHECKED = (
 
 
 @task("2.12")
-def test_a_schedule_for_other_ranks_is_refused(grade: Grade) -> None:
-    texts = [d.written(d.drawn(text)) for text in (d.ONE_F_ONE_B_3_4, ALONE)]
-    run = grade.run(b.refusals, 2, texts, 4, if_stuck=UNCHECKED)
-    for number, num_stages in enumerate((3, 1)):
+def test_what_is_no_schedule_is_refused(grade: Grade) -> None:
+    texts = [*(text for _, text, _ in BROKEN), *OTHERS.values()]
+    run = grade.run(b.refusals, 2, texts, 3, if_stuck=UNCHECKED)
+    by_text = [list(refusals) for refusals in zip(*run.results, strict=True)]
+    for (wrong, text, names), refusals in zip(BROKEN, by_text, strict=False):
+        what = f"{wrong}, of 3 micro-batches on 2 stages:{d.picture(d.drawn(text))}\nThis"
+        check_refused(refusals, what)
+        said = refusals[0]["text"].partition("\n")[0]
+        check(
+            {*re.findall(r"\b[FB]\d+(?:\.\d+)?", said)} & {*names.split(), *_never_started(text)},
+            f"{what} should be refused with an error that names {names.replace(' ', ' or ')}; it "
+            f"says {short(said)}.",
+        )
+    for num_stages, refusals in zip(OTHERS, by_text[len(BROKEN) :], strict=True):
         what = f"A schedule of {counted(num_stages, 'stage')} on 2 ranks"
-        check_refused([found[number] for found in run.results], what, str(num_stages), "2")
+        check_refused(refusals, what, str(num_stages), "2")
     check_silent(run, "What is refused")
 
 
-ALONE = "F0 B0 F1 B1 F2 B2 F3 B3"
+def _never_started(text: str) -> set[str]:
+    """The names of all actions that can never start; an error may name any of them."""
+    schedule = d.drawn(text)
+    started = {(event.stage, event.action) for event in d.timeline(schedule)}
+    every = {(stage, action) for stage, actions in enumerate(schedule) for action in actions}
+    return {str(action) for _, action in every - started}

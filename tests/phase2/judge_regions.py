@@ -1,6 +1,6 @@
 """Judges tasks 2.14 and 2.19: regions that do one thing forward, and its counterpart backward."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from distlab.grade import Grade, check, task
-from judging.checks import check_refused, of_members
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.checks import check_refused
+from judging.expect import expect, results_in_group
+from judging.groups import MEMBERS
 from phase2 import regions as b
 from phase2.sharding import rank_part
 from phase2.sharding_checks import (
@@ -43,8 +44,8 @@ OF_POSITIONS = (
     "ranks, and keeps this rank's positions."
 )
 CAUSES = {
-    "pass on": "It should be that of this rank.",
-    "sum": "It should be the sum over the ranks.",
+    "pass on": "It should be that of this rank, not summed over the ranks: pass on what arrives.",
+    "sum": "It should be the sum over the ranks, not this rank's own.",
     "join": OF_POSITIONS,
     "scatter": OF_POSITIONS,
 }
@@ -84,10 +85,8 @@ def _judge_region(grade: Grade, function: str) -> None:
 def _judge_region_in_group(grade: Grade, function: str) -> None:
     n = len(MEMBERS)
     args = function, _kinds(function, n), _shapes(function, n)
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.through_region, *args), if_stuck=STUCK_IN_GROUP
-    )
-    _check_region(f"{function} inside the group {list(MEMBERS)}", of_members(run))
+    results = results_in_group(grade, b.through_region, *args)
+    _check_region(f"{function} inside the group {list(MEMBERS)}", results)
 
 
 def _check_region(what: str, by_rank: Sequence[Any]) -> None:
@@ -102,10 +101,7 @@ def _check_region(what: str, by_rank: Sequence[Any]) -> None:
                 check_graph(here, found["has_graph"])
                 _check_values(here, "gradient of x", backward, of_all, rank)
             expected, got = found["dtypes"]
-            check(
-                got == expected,
-                f"{here}: the output should have the dtype of x, {expected}, not {got}.",
-            )
+            expect(f"{here}: the dtype of the output", got, expected)
             check_use(here, found)
             check(
                 not (function == COPY and found["is_copied"]),
@@ -117,22 +113,11 @@ def _check_region(what: str, by_rank: Sequence[Any]) -> None:
 def _check_values(here: str, what: str, operation: str, of_all: list[Any], rank: int) -> None:
     given, result = ("x", "y") if what == "output" else ("gradient", "x_grad")
     tensors = [torch.tensor(found[given], dtype=torch.float64) for found in of_all]
-
-    def known() -> Mapping[str, Tensor]:
-        if operation in ("join", "scatter"):
-            return {}
-        return {
-            "That is the sum over the ranks. In this direction, pass on what arrives.": RESULTS[
-                "sum"
-            ](tensors, rank),
-            "That is this rank's own, not summed over the ranks.": tensors[rank],
-        }
-
     expected, got = RESULTS[operation](tensors, rank), of_all[rank][result]
     cause = CAUSES[operation]
     if "nan" in str(got):
         cause = "A difference of infinite numbers is nan: return the sum itself."
-    check_same(here, f"the {what}", expected, got, len(of_all), cause, known)
+    check_same(here, f"the {what}", expected, got, len(of_all), cause)
 
 
 def _calls(function: str, n: int) -> dict[str, Calls]:

@@ -1,23 +1,25 @@
 """Judges tasks 2.15 to 2.19: what is split over the ranks computes what one rank computed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from distlab.grade import Grade, Run, check, task
 from distlab.util.text import counted
-from judging.checks import check_refused, of_members
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.checks import check_refused
+from judging.expect import expect, results_in_group
+from judging.groups import MEMBERS
 from phase2 import split as b
 from phase2.sharding import rank_part
 from phase2.sharding_checks import (
     Calls,
+    calls_of,
     check_calls,
     check_graph,
     check_is_independent,
@@ -32,13 +34,14 @@ from phase2.split import (
     COLUMN,
     EMBEDDING,
     LAYERS,
+    LOSS,
     MLP_SPLIT,
     NORMS,
     ROW,
     Case,
+    Scores,
 )
 
-WHERE = f" inside the group {list(MEMBERS)}"
 ONCE = (
     "The layers that begin a module read one input: add up their gradients of it on the rank, and "
     "sum the result over the ranks once."
@@ -49,16 +52,9 @@ ON_POSITIONS = (
 )
 OF_BLOCK = (
     "Positions are gathered once before attention and once before the MLP, and the partial results "
-    "of each are summed and scattered."
-)
-BIAS_OF_ALL = (
-    "The biases of attention.out and mlp.down are in it once for each rank: add them after the "
-    "reduce-scatter, to the sum."
-)
-SUMMED_TWICE = (
-    "The gradient of what was gathered is summed twice: by the column-parallel layers, and by the "
-    "reduce-scatter that is the backward of the gather. The layers after a gather leave their sum "
-    "to it."
+    "of each are summed and scattered. The biases of attention.out and mlp.down are added once, "
+    "after the reduce-scatter. The layers after a gather leave the sum of gradients to its "
+    "backward pass."
 )
 
 
@@ -112,14 +108,6 @@ def _judge(grade: Grade, n: int, *cases: Case) -> None:
             _check_calls(run, case)
 
 
-def _judge_in_group(grade: Grade, *cases: Case) -> None:
-    for case in cases:
-        run = grade.run(
-            *(inside_group, OUTER_WORLD_SIZE, b.split_case, case), if_stuck=STUCK_IN_GROUP
-        )
-        _check_split(case, of_members(run), WHERE)
-
-
 def _judge_refusal(grade: Grade, n: int, case: Case, *names: str) -> None:
     results, what = grade.run(b.refused_split, n, case).results, f"{case} on {counted(n, 'rank')}"
     check_refused(results, what, *names, str(n))
@@ -130,20 +118,16 @@ def _judge_refusal(grade: Grade, n: int, case: Case, *names: str) -> None:
         )
 
 
-# What one rank makes of it
-
-
 class Whole(NamedTuple):
-    """What the full module makes of a case."""
+    """Full module of a case after its passes, their outputs, and the gradients of inputs."""
 
     module: nn.Module
     outputs: list[Tensor]
-    inputs: list[Tensor | None]  # their gradients
+    inputs: list[Tensor | None]
 
 
-def _whole(case: Case, change: Callable[[Any], None] = lambda module: None) -> Whole:
+def _whole(case: Case) -> Whole:
     whole = Whole(case.full(), [], [])
-    change(whole.module)
     for step in range(case.num_passes):
         x = case.x(step)
         x.requires_grad_(case.is_input_trained and x.is_floating_point())
@@ -155,49 +139,17 @@ def _whole(case: Case, change: Callable[[Any], None] = lambda module: None) -> W
     return whole
 
 
-def _mistakes(case: Case, n: int) -> Mapping[str, Callable[[Any], None]]:
-    """Known mistakes as changes of the full module, by the cause to name."""
-    if n == 1 or case.function not in (ROW, BLOCK_SPLIT):
-        return {}
-
-    def multiply_biases(module: Any) -> None:
-        layers = (module,) if case.function == ROW else (module.attention.out, module.mlp.down)
-        for layer in layers:
-            if layer.bias is not None:
-                layer.bias.detach().mul_(n)
-
-    def sum_gradients_twice(block: Any) -> None:
-        for name in NORMS:
-            getattr(block, name).register_forward_hook(multiply_gradient)
-
-    def multiply_gradient(_: Any, __: Any, output: Tensor) -> None:
-        output.register_hook(lambda gradient: n * gradient)
-
-    if case.function == ROW:
-        return {f"The bias is in it {n} times: add it once, to the sum.": multiply_biases}
-    return {BIAS_OF_ALL: multiply_biases, SUMMED_TWICE: sum_gradients_twice}
-
-
-def _known(
-    case: Case, step: int, place: tuple[int, int], dim: int | None, what: str
-) -> Mapping[str, Tensor]:
-    """What known mistakes make of a rank's part of the outputs or of the gradients of inputs."""
-    found = {}
-    for cause, change in _mistakes(case, place[1]).items():
-        tensor = getattr(_whole(case, change), what)[step]
-        if tensor is not None:
-            found[cause] = rank_part(tensor, *place, dim)
-    return found
-
-
 def _check_split(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
     whole, causes, n = _whole(case), CAUSES[case.function], len(by_rank)
     for rank, got in enumerate(by_rank):
         here, place = f"{case}, rank {rank} of {n}{where}", (rank, n)
         if case.function == BLOCK_SPLIT:
-            _check_norms(here, got["norms"], case, n)
+            rows, length = case.rows
+            what = "the shapes that the norms see, this rank's positions only,"
+            part = [rows, length // n, case.sizes[0]]
+            expect(f"{here}: {what}", got["norms"], [part] * (2 * case.num_passes))
         for step, found in enumerate(got["passes"]):
-            _check_pass(here, case, step, found, whole, place)
+            _check_pass(here, case, found, whole.outputs[step], whole.inputs[step], place)
         part_of = case.kind.part_of
         check_state(here, got["state"], whole.module, part_of, place, causes.gradients)
         if case.function in LAYERS:
@@ -205,41 +157,19 @@ def _check_split(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
 
 
 def _check_pass(
-    here: str, case: Case, step: int, found: Any, whole: Whole, place: tuple[int, int]
+    here: str, case: Case, found: Any, y: Tensor, x_grad: Tensor | None, place: tuple[int, int]
 ) -> None:
-    causes, n, full = CAUSES[case.function], place[1], whole.outputs[step]
-    wanted = rank_part(full, *place, case.y_dim)
-    known = partial(_known, case, step, place)
-    check_same(
-        *(here, "the output", wanted, found["output"], n, causes.output),
-        partial(known, case.y_dim, "outputs"),
-    )
-    check(
-        found["dtype"] == case.dtype,
-        f"{here}: the output should have the dtype of the module, {case.dtype}, not "
-        f"{found['dtype']}.",
-    )
+    causes, n = CAUSES[case.function], place[1]
+    wanted = rank_part(y, *place, case.y_dim)
+    check_same(here, "the output", wanted, found["output"], n, causes.output)
+    expect(f"{here}: the dtype of the output", found["dtype"], case.dtype)
     if case.function == EMBEDDING:
         check(not found["changed"], f"{here}: tokens belong to the caller: do not change them.")
         return
     check_graph(here, found["has_graph"])
-    x_grad, dim = whole.inputs[step], case.kind.x_dim
-    wanted_x = None if x_grad is None else rank_part(x_grad, *place, dim)
-    check_same(
-        *(here, "the gradient of x", wanted_x, found["input"], n, causes.x),
-        partial(known, dim, "inputs"),
-    )
+    part = None if x_grad is None else rank_part(x_grad, *place, case.kind.x_dim)
+    check_same(here, "the gradient of x", part, found["input"], n, causes.x)
     check_use(here, found)
-
-
-def _check_norms(here: str, shapes: list[list[int]], case: Case, n: int) -> None:
-    batch_size, length = case.rows
-    part = [batch_size, length // n, case.sizes[0]]
-    check(
-        shapes == [part] * (2 * case.num_passes),
-        f"{here}: each norm should see this rank's positions only, {part}, once in a pass; "
-        f"the norms were called with {shapes}.",
-    )
 
 
 def _check_calls(run: Run, case: Case) -> None:
@@ -265,97 +195,101 @@ def _check_calls(run: Run, case: Case) -> None:
     check_calls(run, str(case), expected, CAUSES[case.function].x, small)
 
 
+Drawn = Callable[[Grade, int], list[Case]]  # cases for a number of ranks
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The promises of a task about a module that is split, as cases.
+
+    Attributes:
+        task: Number of the task.
+        name: Beginning of the names of its tests.
+        of_sizes: Draws cases for any number of ranks.
+        variants: Draws cases with frozen parameters, other dtypes and the like, for two ranks.
+        refused: Number of ranks, a case that they cannot share, and a number that the error names.
+    """
+
+    task: str
+    name: str
+    of_sizes: Drawn
+    variants: Drawn
+    refused: Sequence[tuple[int, Case, str]]
+
+    def tests(self) -> dict[str, Callable[[Grade], None]]:
+        """Return the tests of a suite by name, marked as those of the task."""
+        tests = {
+            "computes_what_the_full_one_does": self._test_sizes,
+            "keeps_dtypes_and_what_is_frozen": self._test_variants,
+            "inside_a_group": self._test_group,
+            "refuses_what_cannot_be_split": self._test_refusals,
+        }
+        return {
+            f"test_{self.name}_{promise}": task(self.task, real=test == self._test_sizes)(
+                _plain(test)
+            )
+            for promise, test in tests.items()
+        }
+
+    def _test_sizes(self, grade: Grade) -> None:
+        for n in sizes_for(grade):
+            _judge(grade, n, *self.of_sizes(grade, n))
+
+    def _test_variants(self, grade: Grade) -> None:
+        _judge(grade, 2, *self.variants(grade, 2))
+
+    def _test_group(self, grade: Grade) -> None:
+        for case in self.of_sizes(grade, len(MEMBERS)):
+            results = results_in_group(grade, b.split_case, case)
+            _check_split(case, results, f" inside the group {list(MEMBERS)}")
+
+    def _test_refusals(self, grade: Grade) -> None:
+        for n, case, named in self.refused:
+            _judge_refusal(grade, n, case, named)
+
+
+def _plain(method: Callable[[Grade], None]) -> Callable[[Grade], None]:
+    """Return a function, which can be marked."""
+
+    def test(grade: Grade) -> None:
+        method(grade)
+
+    return test
+
+
 # 2.15 and 2.16: linear layers
 
 
-def _linear_cases(grade: Grade, layer: str, n: int) -> list[Case]:
-    """Sizes of which each number of ranks makes odd ones, with bias and without."""
+def _linear(layer: str, grade: Grade, n: int) -> list[Case]:
+    """Draw sizes whose parts are odd for each number of ranks, with bias and without."""
     a, c = grade.random.randint(1, 3), 2 * grade.random.randint(1, 2) + 1
     rows = grade.random.choice((1, 3, 5))
-    return [
+    cases = [
         Case(layer, (a * n, c * n), (rows, 7), is_transposed=True),
         Case(layer, (c * n, a * n), (rows,), has_bias=False, num_passes=2),
-        *([Case(layer, (n, n), ())] if n <= 3 else []),  # one feature a rank, one row
     ]
+    if layer == COLUMN:
+        cases += [replace(cases[0], gathers=True)]
+    if n <= 3:  # one feature a rank, one row
+        cases += [Case(layer, (n, n), (), gathers=layer == COLUMN)]
+    return cases
 
 
-def _frozen_cases(layer: str, sizes: tuple[int, int]) -> list[Case]:
-    return [
-        Case(layer, sizes, (3,), frozen=("weight",)),
-        Case(layer, sizes, (3,), frozen=("bias",)),
-        Case(layer, sizes, (3,), is_input_trained=False),
-    ]
+def _variants_of_linear(layer: str, grade: Grade, n: int) -> list[Case]:
+    case = Case(layer, (2 * n, 3 * n), (3,))
+    changes = [{"frozen": ("weight",)}, {"frozen": ("bias",)}, {"is_input_trained": False}]
+    frozen = [replace(case, **change) for change in changes]  # type: ignore[arg-type]
+    return frozen + _dtypes(replace(case, gathers=layer == COLUMN))
 
 
-def _dtype_cases(case: Case) -> list[Case]:
+def _dtypes(case: Case) -> list[Case]:
     return [replace(case, dtype=dtype) for dtype in ("float32", "bfloat16")]
-
-
-@task("2.15", real=True)
-def test_a_column_parallel_layer_is_its_part_of_the_full_one(grade: Grade) -> None:
-    for n in sizes_for(grade):
-        _judge(grade, n, *_linear_cases(grade, COLUMN, n))
-
-
-@task("2.15", real=True)
-def test_a_column_parallel_layer_gathers_its_output(grade: Grade) -> None:
-    for n in sizes_for(grade)[:3]:
-        _judge(grade, n, *(replace(c, gathers=True) for c in _linear_cases(grade, COLUMN, n)))
-
-
-@task("2.15")
-def test_a_column_parallel_layer_is_frozen_as_the_full_one(grade: Grade) -> None:
-    _judge(grade, 2, *_frozen_cases(COLUMN, (4, 6)))
-
-
-@task("2.15")
-def test_a_column_parallel_layer_keeps_the_dtype(grade: Grade) -> None:
-    _judge(grade, 2, *_dtype_cases(Case(COLUMN, (4, 6), (3,), gathers=True)))
-
-
-@task("2.15")
-def test_a_column_parallel_layer_inside_a_group(grade: Grade) -> None:
-    case = Case(COLUMN, (4, 9), (5,))
-    _judge_in_group(grade, replace(case, gathers=True), case)
-
-
-@task("2.15")
-def test_outputs_that_cannot_be_split_are_refused(grade: Grade) -> None:
-    _judge_refusal(grade, 4, Case(COLUMN, (8, 10), (1,)), "10")
-
-
-@task("2.16", real=True)
-def test_a_row_parallel_layer_is_the_full_one(grade: Grade) -> None:
-    for n in sizes_for(grade):
-        _judge(grade, n, *_linear_cases(grade, ROW, n))
-
-
-@task("2.16")
-def test_a_row_parallel_layer_is_frozen_as_the_full_one(grade: Grade) -> None:
-    _judge(grade, 2, *_frozen_cases(ROW, (6, 4)))
-
-
-@task("2.16")
-def test_a_row_parallel_layer_keeps_the_dtype(grade: Grade) -> None:
-    _judge(grade, 2, *_dtype_cases(Case(ROW, (4, 6), (3,))))
-
-
-@task("2.16")
-def test_a_row_parallel_layer_inside_a_group(grade: Grade) -> None:
-    _judge_in_group(grade, Case(ROW, (9, 4), (5,)))
-
-
-@task("2.16")
-def test_inputs_that_cannot_be_split_are_refused(grade: Grade) -> None:
-    _judge_refusal(grade, 4, Case(ROW, (10, 8), (1,)), "10")
 
 
 # 2.17: an MLP and attention
 
-MODULES = pytest.mark.parametrize("function", [MLP_SPLIT, ATTENTION_SPLIT], ids=["mlp", "heads"])
 
-
-def _module_case(grade: Grade, function: str, n: int, **more: Any) -> Case:
+def _module(function: str, grade: Grade, n: int, **more: Any) -> Case:
     """Odd sizes; every rank gets one head or more, and n need not divide the width of an MLP."""
     heads = n * grade.random.randint(1, 2)
     width = heads * grade.random.choice((2, 3))
@@ -365,108 +299,161 @@ def _module_case(grade: Grade, function: str, n: int, **more: Any) -> Case:
     return Case(function, (width, heads), rows, **more)
 
 
-@task("2.17", real=True)
-@MODULES
-def test_a_module_that_is_split_computes_what_it_did(grade: Grade, function: str) -> None:
-    for n in sizes_for(grade):
-        _judge(grade, n, _module_case(grade, function, n))
-
-
-@task("2.17")
-@MODULES
-def test_a_module_without_bias_and_with_frozen_weights_is_split(
-    grade: Grade, function: str
-) -> None:
-    case = partial(_module_case, grade, function, 2)
+def _variants_of_module(function: str, grade: Grade, n: int) -> list[Case]:
     frozen = "up.weight", "down.bias", "key.weight", "key.bias"
-    _judge(grade, 2, case(has_bias=False, is_transposed=True), case(frozen=frozen, num_passes=2))
-    _judge(grade, 2, case(dtype="bfloat16"))
-
-
-@task("2.17")
-@MODULES
-def test_a_module_that_is_split_takes_an_input_without_gradient(
-    grade: Grade, function: str
-) -> None:
-    _judge(grade, 2, _module_case(grade, function, 2, is_input_trained=False))
-
-
-@task("2.17")
-@MODULES
-def test_a_module_is_split_inside_a_group(grade: Grade, function: str) -> None:
-    _judge_in_group(grade, _module_case(grade, function, len(MEMBERS)))
-
-
-@task("2.17")
-def test_modules_that_cannot_be_split_are_refused(grade: Grade) -> None:
-    heads = "3", "1"  # 6 rows a rank would be one head and a half
-    for width, num_heads in zip((12, 8), heads, strict=True):
-        case = Case(ATTENTION_SPLIT, (width, int(num_heads)), (1, 2))
-        _judge_refusal(grade, 2, case, num_heads)
-    _judge_refusal(grade, 8, Case(MLP_SPLIT, (3, 1), (1, 2)), "12")
+    case = partial(_module, function, grade, n)
+    return [
+        case(has_bias=False, is_transposed=True),
+        case(frozen=frozen, num_passes=2),
+        case(dtype="bfloat16"),
+        case(is_input_trained=False),
+    ]
 
 
 # 2.18: an embedding
 
 
-@task("2.18", real=True)
-def test_an_embedding_is_split_by_tokens(grade: Grade) -> None:
-    for n in sizes_for(grade):
-        shapes = (5,), (3, 7), (1, 2, 3)
-        sizes = n * grade.random.randint(1, 3), grade.random.randint(2, 4)
-        _judge(grade, n, Case(EMBEDDING, sizes, grade.random.choice(shapes), num_passes=2))
-    _judge(grade, n, Case(EMBEDDING, (2 * n, 3), ()))
-
-
-@task("2.18")
-def test_an_embedding_keeps_the_dtype(grade: Grade) -> None:
-    _judge(grade, 2, *_dtype_cases(Case(EMBEDDING, (6, 3), (4,))))
-
-
-@task("2.18")
-def test_a_frozen_embedding_stays_frozen(grade: Grade) -> None:
-    _judge(grade, 2, Case(EMBEDDING, (6, 3), (4,), frozen=("weight",)))
-
-
-@task("2.18")
-def test_an_embedding_is_split_inside_a_group(grade: Grade) -> None:
-    _judge_in_group(grade, Case(EMBEDDING, (9, 2), (7,)))
-
-
-@task("2.18")
-def test_a_vocabulary_that_cannot_be_split_is_refused(grade: Grade) -> None:
-    _judge_refusal(grade, 4, Case(EMBEDDING, (10, 4), (1,)), "10")
+def _embedding(grade: Grade, n: int) -> list[Case]:
+    shapes = (5,), (3, 7), (1, 2, 3)
+    sizes = n * grade.random.randint(1, 3), grade.random.randint(2, 4)
+    cases = [Case(EMBEDDING, sizes, grade.random.choice(shapes), num_passes=2)]
+    return [*cases, *([Case(EMBEDDING, (2 * n, 3), ())] if n == 1 else [])]
 
 
 # 2.19: a block
 
 
-def _block_case(grade: Grade, n: int, **more: Any) -> Case:
+def _block(grade: Grade, n: int, **more: Any) -> Case:
     # Each rank returns all its weights: few of them on many ranks.
     heads, head_width = (n * grade.random.randint(1, 2), 3) if n <= 3 else (n, 1)
     rows = grade.random.choice((1, 3)), n * grade.random.randint(1, 2)
     return Case(BLOCK_SPLIT, (head_width * heads, heads), rows, **more)
 
 
-@task("2.19", real=True)
-def test_a_block_on_split_positions_computes_what_it_did(grade: Grade) -> None:
-    for n in (2, 3, 5, 1) if grade.is_simulated else sizes_for(grade):
-        _judge(grade, n, _block_case(grade, n))
-
-
-@task("2.19")
-def test_blocks_without_bias_frozen_and_passed_twice(grade: Grade) -> None:
+def _variants_of_block(grade: Grade, n: int) -> list[Case]:
     frozen = "mlp_norm.weight", "attention_norm.bias", "down.bias", "query.weight"
-    _judge(grade, 2, _block_case(grade, 2, has_bias=False))
-    _judge(grade, 3, _block_case(grade, 3, frozen=frozen, is_transposed=True))
-    _judge(grade, 2, _block_case(grade, 2, num_passes=3), _block_case(grade, 2, dtype="bfloat16"))
+    case = partial(_block, grade, n)
+    return [
+        case(has_bias=False),
+        case(frozen=frozen, is_transposed=True),
+        case(num_passes=3),
+        case(dtype="bfloat16"),
+    ]
 
 
-@task("2.19")
-def test_a_block_is_split_inside_a_group(grade: Grade) -> None:
-    _judge_in_group(grade, _block_case(grade, len(MEMBERS)))
+CONTRACTS = [
+    Contract(
+        *("2.15", "a_column_parallel_layer", partial(_linear, COLUMN)),
+        variants=partial(_variants_of_linear, COLUMN),
+        refused=[(4, Case(COLUMN, (8, 10), (1,)), "10")],
+    ),
+    Contract(
+        *("2.16", "a_row_parallel_layer", partial(_linear, ROW)),
+        variants=partial(_variants_of_linear, ROW),
+        refused=[(4, Case(ROW, (10, 8), (1,)), "10")],
+    ),
+    Contract(
+        *("2.17", "an_mlp", lambda grade, n: [_module(MLP_SPLIT, grade, n)]),
+        variants=partial(_variants_of_module, MLP_SPLIT),
+        refused=[(8, Case(MLP_SPLIT, (3, 1), (1, 2)), "12")],
+    ),
+    Contract(
+        *("2.17", "attention", lambda grade, n: [_module(ATTENTION_SPLIT, grade, n)]),
+        variants=partial(_variants_of_module, ATTENTION_SPLIT),
+        refused=[  # with one head, 6 rows a rank would be half of it
+            (2, Case(ATTENTION_SPLIT, (12, 3), (1, 2)), "3"),
+            (2, Case(ATTENTION_SPLIT, (8, 1), (1, 2)), "1"),
+        ],
+    ),
+    Contract(
+        *("2.18", "an_embedding", _embedding),
+        variants=lambda _, n: [
+            *_dtypes(Case(EMBEDDING, (3 * n, 3), (4,))),
+            Case(EMBEDDING, (3 * n, 3), (4,), frozen=("weight",)),
+        ],
+        refused=[(4, Case(EMBEDDING, (10, 4), (1,)), "10")],
+    ),
+    Contract(
+        *("2.19", "a_block", lambda grade, n: [_block(grade, n)]),
+        variants=_variants_of_block,
+        refused=[(2, Case(BLOCK_SPLIT, (12, 3), (1, 2)), "3")],
+    ),
+]
+for contract in CONTRACTS:
+    globals().update(contract.tests())
 
 
-@task("2.19")
-def test_a_block_whose_heads_cannot_be_split_is_refused(grade: Grade) -> None:
-    _judge_refusal(grade, 2, Case(BLOCK_SPLIT, (12, 3), (1, 2)), "3")
+# 2.18: a cross-entropy; no rank ever has the logits of the whole vocabulary
+
+
+CAUSE = (
+    "Greatest logit and sum of exponentials are those of all ranks, and the target's logit is on "
+    "one rank: the others add 0. A target of -100 has a loss of 0."
+)
+
+
+def _check_losses(case: Scores, by_rank: Sequence[Any], where: str = "") -> None:
+    n = len(by_rank)
+    logits = case.logits().detach().requires_grad_()
+    flat = logits.flatten(0, -2) if case.shape else logits[None]
+    losses = cross_entropy(flat, case.targets().flatten(), reduction="none").view(case.shape)
+    (losses * case.weights()).sum().backward()
+    for rank, got in enumerate(by_rank):
+        here = f"{LOSS}, {case}, rank {rank} of {n}{where}"
+        check_same(here, "the losses", losses, got["losses"], n, CAUSE)
+        part = rank_part(logits.grad, rank, n, -1)  # type: ignore[arg-type]
+        check_same(
+            *(here, "the gradient of logits", part, got["logits"], n),
+            "It is softmax over the whole vocabulary, minus 1 at the target, times the gradient of "
+            "the loss. Every rank has all that it takes.",
+        )
+        expect(f"{here}: what has changed of logits and targets", got["changed"], [])
+
+
+def _check_numbers(run: Run, case: Scores) -> None:
+    """Check that three numbers per target travel, in three calls at most, and none backward."""
+    numbers = 3 * torch.Size(case.shape).numel()
+    most = numbers * getattr(torch, case.dtype).itemsize
+    for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():
+        here = f"{LOSS}, {case}, rank {rank} of {len(run.results)}"
+        check(len(by_stage) == 3, f"{here}: it calls a barrier, which it does not need.")
+        _, forward, backward = by_stage
+        check(
+            {name for name, _ in forward} <= {"all_reduce"}
+            and len(forward) <= 3
+            and sum(size for _, size in forward) <= most
+            and not backward,
+            f"{here}: forward needs at most three all-reduces, together of three numbers per "
+            f"target, {most:,} bytes, and backward none; they made {forward} and {backward}. "
+            "Logits stay where they are: send what each rank has computed of them. The losses are "
+            "the same on all ranks, and so are their gradients.",
+        )
+
+
+def _judge_losses(grade: Grade, n: int, case: Scores) -> None:
+    run = grade.run(b.loss_case, n, case)
+    _check_losses(case, run.results)
+    if grade.is_simulated:
+        _check_numbers(run, case)
+
+
+@task("2.18", real=True)
+def test_a_cross_entropy_is_split_by_tokens(grade: Grade) -> None:
+    for n in sizes_for(grade):
+        shape = grade.random.choice(((5,), (3, 7), (1, 5)))
+        case = Scores(n * grade.random.randint(2, 4), shape, has_ignored=True)
+        _judge_losses(grade, n, case)
+    _judge_losses(grade, n, Scores(2 * n, ()))
+
+
+@task("2.18")
+def test_losses_have_the_dtype_of_the_logits_and_are_finite(grade: Grade) -> None:
+    _judge_losses(grade, 2, Scores(6, (5,), dtype="float32"))
+    _judge_losses(grade, 3, Scores(6, (3, 4), scale=2000.0, is_transposed=True))
+    _judge_losses(grade, 3, Scores(6, (3, 4), offset=-2000.0))
+
+
+@task("2.18")
+def test_a_cross_entropy_is_split_inside_a_group(grade: Grade) -> None:
+    case = Scores(6, (7,), has_ignored=True)
+    _check_losses(case, results_in_group(grade, b.loss_case, case), f" inside {list(MEMBERS)}")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from judging.calls import cause_told, returned, typed
+from judging.tensors import given_group
 from phase2.steps import NotedAllReduce
 
 SHAPES = ((3, 2), (16, 16), (), (2, 2))
@@ -21,7 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def scale_losses(lesson: Any, loss: float, scale: float) -> dict[str, dict[str, Any]]:
-    """Each scaled loss, its dtype and the gradient behind it, by the dtype of the loss."""
+    """Return each scaled loss, its dtype and the gradient of the loss, by the dtype of the loss."""
     return {
         str(dtype).removeprefix("torch."): _scaled(lesson, loss, scale, dtype) for dtype in DTYPES
     }
@@ -37,7 +38,7 @@ def _scaled(lesson: Any, value: float, scale: float, dtype: torch.dtype) -> dict
         "value": float(out.detach()),
         "dtype": str(out.dtype).removeprefix("torch."),
         "gradient": float(leaf.grad) if leaf.grad is not None else 0.0,
-        "is_kept": loss.item() == value,
+        "loss": loss.item(),
     }
 
 
@@ -52,7 +53,7 @@ def _parameters() -> list[nn.Parameter]:
 
 
 def gradient_of(rank: int, number: int) -> Tensor:
-    """What a parameter's gradient should be once it is divided: whole numbers and a half.
+    """The gradient that a parameter should have once it is divided: whole numbers and a half.
 
     It is laid out across, so that it is not contiguous.
     """
@@ -75,52 +76,47 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[list[float] | None]:
 def unscale_twice(
     lesson: Any, has_gradient: list[list[bool]], scale: float, group: Any = None
 ) -> dict[str, Any]:
-    """What unscale answers, and the gradients after each call; those used in the step are halved.
+    """Return the answers of unscale, and the gradients after each; those of the step are halved.
 
     The last parameter is not the optimizer's.
     """
     rank, parameters = dist.get_rank(group), _parameters()
     settings = [{"params": parameters[:1]}, {"params": parameters[1:3], "lr": 0.25}]
     optimizer = torch.optim.SGD(settings, lr=0.5)
-    scaler = lesson.LossScaler(scale, **({} if group is None else {"group": group}))
+    scaler = lesson.LossScaler(scale, **given_group(group))
+    answers, after = [], {}
+
+    def unscale(when: str) -> None:
+        answers.append(typed("unscale", scaler.unscale(optimizer), bool))
+        after[when] = [None if p.grad is None else p.grad.flatten().tolist() for p in parameters]
+
     _set_gradients(parameters, has_gradient[rank], rank, scale)
-    before = [(p.grad, p.grad.data_ptr()) if p.grad is not None else None for p in parameters]
-    answers, after = [typed("unscale", scaler.unscale(optimizer), bool)], [_gradients(parameters)]
-    now = [(p.grad, p.grad.data_ptr()) if p.grad is not None else None for p in parameters]
-    moved = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if _is_other(a, b)]
-    answers.append(typed("unscale", scaler.unscale(optimizer), bool))
-    after.append(_gradients(parameters))
-    _halve(parameters)
+    before = _places(parameters)
+    unscale("unscale")
+    moved = [i for i, place in enumerate(_places(parameters)) if place != before[i]]
+    unscale("a second unscale")
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
     answers.append(typed("step", scaler.step(optimizer), bool))
     weights = [p.detach().flatten().tolist() for p in parameters]
     scaler.update()
     _set_gradients(parameters, has_gradient[rank], rank, scale)
-    answers.append(typed("unscale", scaler.unscale(optimizer), bool))
-    after.append(_gradients(parameters))
+    unscale("unscale in the step after update")
     return {"answers": answers, "after": after, "moved": moved, "weights": weights}
 
 
-def _is_other(before: Any, after: Any) -> bool:
-    if before is None or after is None:
-        return before is not after
-    return before[0] is not after[0] or bool(before[1] != after[1])
-
-
-def _halve(parameters: Sequence[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(0.5)
+def _places(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
+    """Object and memory of each gradient."""
+    return [None if p.grad is None else (id(p.grad), p.grad.data_ptr()) for p in parameters]
 
 
 # Many steps, some of them with a bad number
 
 
-def follow(
-    lesson: Any, arguments: dict[str, Any], plan: Sequence[Bad], group: Any = None
-) -> list[dict[str, Any]]:
-    """What each step answers, whether it changes anything, and the scale after its update."""
-    given = {} if group is None else {"group": group}
-    return _follow(lesson.LossScaler(**arguments, **given), plan, dist.get_rank(group))
+def follow(lesson: Any, arguments: dict[str, Any], plan: Sequence[Bad]) -> list[dict[str, Any]]:
+    """Return each step's answer, whether it changes anything, and the scale after its update."""
+    return _follow(lesson.LossScaler(**arguments), plan, dist.get_rank())
 
 
 def _follow(scaler: Any, plan: Sequence[Bad], rank: int) -> list[dict[str, Any]]:
@@ -144,10 +140,11 @@ def _one_step(
     taken = typed("step", scaler.step(optimizer), bool)
     has_changed = before != _everything(parameters, optimizer)
     again = typed("unscale", scaler.unscale(optimizer), bool)
+    gradients = [p.grad for p in parameters]
     undivided = [
         number
-        for number, (p, quotient) in enumerate(zip(parameters, quotients, strict=True))
-        if p.grad is None or not _agree(p.grad, quotient)
+        for number, (gradient, quotient) in enumerate(zip(gradients, quotients, strict=True))
+        if gradient is None or not _agree(gradient, quotient)
     ]
     scaler.update()
     return {
@@ -184,31 +181,21 @@ def resume(
     saved, loaded = lesson.LossScaler(**arguments), lesson.LossScaler(**arguments)
     _follow(saved, before, rank)
     state = returned("state_dict", saved.state_dict())
-    odd = [
-        f"{name!r}: {value!r:.40}" for name, value in dict(state).items() if not _is_plain(value)
-    ]
+    odd = [name for name, value in dict(state).items() if type(value) not in (int, float, bool)]
     first = repr(state)
     _follow(saved, [(torch.inf, 0, 0), None], rank)
     saved.state_dict()
     has_changed = repr(state) != first
     _follow(loaded, [None], rank)
-    _overflow(loaded)
+    # It finds an inf, and the step ends before its update.
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.full((1,), torch.inf)
+    loaded.unscale(torch.optim.SGD([parameter], lr=0.0))
     given = state if odd else json.loads(json.dumps(state))
     loaded.load_state_dict(given)
     values = [float(loaded.value), *(step["value"] for step in _follow(loaded, after, rank))]
     has_changed |= repr(given) != first
     return {"odd": odd, "has_changed": has_changed, "values": values}
-
-
-def _overflow(scaler: Any) -> None:
-    """Let a scaler find an inf, and end the step before its update."""
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.full((1,), torch.inf)
-    scaler.unscale(torch.optim.SGD([parameter], lr=0.0))
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (int, float, bool)
 
 
 def count_with_defaults(lesson: Any) -> list[float]:
@@ -230,8 +217,11 @@ def count_with_defaults(lesson: Any) -> list[float]:
     return values
 
 
-def two_optimizers(lesson: Any, bad_rank: int) -> list[dict[str, Any]]:
-    """Three steps; the second optimizer's gradient is bad on one rank, then the first's."""
+def two_optimizers(lesson: Any, bad_rank: int) -> list[list[Any]]:
+    """Steps taken, weights and scale in three steps.
+
+    The second optimizer's gradient is bad on one rank, then the first's.
+    """
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
     scaler, found = lesson.LossScaler(8.0, growth_interval=1), []
@@ -241,13 +231,12 @@ def two_optimizers(lesson: Any, bad_rank: int) -> list[dict[str, Any]]:
             parameter.grad = torch.full((2,), torch.nan if is_bad else 8.0)
         taken = [typed("step", scaler.step(optimizer), bool) for optimizer in optimizers]
         scaler.update()
-        weights = [parameter[0].item() for parameter in parameters]
-        found.append({"taken": taken, "weights": weights, "value": float(scaler.value)})
+        found.append([taken, [weight[0].item() for weight in parameters], float(scaler.value)])
     return found
 
 
 def sums_of(lesson: Any, group: Any = None) -> list[Any]:
-    """What the all-reduce that a scaler is given is called with, in a step that was unscaled."""
+    """Return the calls of the all-reduce given to a scaler, in a step that was unscaled."""
     noted = NotedAllReduce()
     parameters = _parameters()
     _set_gradients(parameters, [True] * len(parameters), 0, 1.0)

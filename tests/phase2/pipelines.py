@@ -12,7 +12,8 @@ from distlab.grade import WrongResult
 from distlab.sim import Cluster
 from distlab.sim.hardware.cluster import GPU
 from judging.calls import case_told, cause_told, refusal_of, returned, typed
-from judging.models import DOUBLE
+from judging.models import DOUBLE, gradients_of
+from judging.tensors import given_group
 from phase2.drawings import drawn
 from phase2_advanced.given import Action, Batch, LossSum, Schedule, cross_entropy_sum
 
@@ -37,16 +38,10 @@ def _rows_of(lesson: Any, function: str, *numbers: int) -> Rows:
 
 
 def _plain(call: str, action: Any) -> list[Any]:
-    names = ("kind", "micro_batch", "chunk")
-    try:
-        kind, micro_batch, chunk = (getattr(action, name) for name in names)
-    except AttributeError:
-        raise WrongResult(
-            f"{call} should contain actions, as in Action('F', 0), not {action!r}"
-        ) from None
-    if kind not in ("F", "B") or type(micro_batch) is not int or type(chunk) is not int:
-        raise WrongResult(f"{call}: kind is 'F' or 'B', and numbers are ints, not as in {action!r}")
-    return [kind, micro_batch, chunk]
+    kind, *numbers = (getattr(action, name, None) for name in ("kind", "micro_batch", "chunk"))
+    if kind not in ("F", "B") or any(type(number) is not int for number in numbers):
+        raise WrongResult(f"{call} should contain actions, as in Action('F', 0), not {action!r}")
+    return [kind, *numbers]
 
 
 def refusal_of_schedule(lesson: Any, function: str, *numbers: int) -> dict[str, str]:
@@ -157,13 +152,6 @@ def loss_of(kind: str) -> LossSum:
     return cross_entropy_sum if kind == "tokens" else weighted_sum
 
 
-def gradients_of(module: nn.Module) -> dict[str, list[float] | None]:
-    return {
-        name: None if parameter.grad is None else parameter.grad.flatten().tolist()
-        for name, parameter in module.named_parameters()
-    }
-
-
 def alone(num_blocks: int, sizes: Sequence[int], kind: str) -> dict[str, Any]:
     """Loss, number of targets, and gradients by block, of one process with all micro-batches."""
     blocks = [block(number, num_blocks, kind) for number in range(num_blocks)]
@@ -221,13 +209,12 @@ def _run_pipeline(
     lesson: Any, text: str, sizes: Sequence[int], kind: str, group: Any
 ) -> dict[str, Any]:
     chunks, batches = _mine(text, sizes, kind, group)
-    given = {} if group is None else {"group": group}
     calls: list[int] = []
     loss_sum = _noted(loss_of(kind), calls)
     case = f"of a {kind} model, with micro-batches of {[*sizes]} rows"
     with case_told(case), cause_told(CAUSES), cause_told(NO_TARGETS, ZeroDivisionError):
         for _ in range(CALLS):
-            loss = lesson.run_schedule(drawn(text), chunks, batches, loss_sum, **given)
+            loss = lesson.run_schedule(drawn(text), chunks, batches, loss_sum, **given_group(group))
     number = typed("run_schedule", loss, float)
     gradients = [gradients_of(chunk) for chunk in chunks]
     return {"loss": number, "gradients": gradients, "losses": len(calls)}
@@ -269,7 +256,7 @@ def _seen(batch: Batch, is_first: bool, is_last: bool) -> tuple[Tensor | None, .
 
 
 def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[dict[str, str]]:
-    """How schedules are refused that are none for these micro-batches and one chunk a rank."""
+    """Return the errors for schedules that are not for these micro-batches and one chunk a rank."""
     chunks = [block(dist.get_rank(), dist.get_world_size())]
     batches = [micro_batch(i, 3 + i) for i in range(num_micro_batches)]
     return [

@@ -94,7 +94,7 @@ def _found(x: Tensor, y: Tensor) -> dict[str, Any]:
 
 
 def refused_positions(lesson: Any, num_positions: int) -> dict[str, str]:
-    """How a sequence that cannot be split evenly is refused."""
+    """Return the error for a sequence that cannot be split evenly."""
     x = drawn(2, num_positions, 3, seed=1)
     cause = {
         "": f"{num_positions} positions cannot be split evenly over {dist.get_world_size()} ranks: "

@@ -1,4 +1,4 @@
-"""What bodies and judges of tensor parallelism share: drawn numbers, and the parts of a rank."""
+"""Helpers of the bodies and judges of tensor parallelism: drawn numbers, parts of a rank."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def go_backward_with(y: Tensor, gradient: Tensor) -> None:
 
 
 def is_alone_summed(x: Tensor) -> bool:
-    """Whether what another reader of ``x`` sends back arrives as it is; x.grad stays as it was."""
+    """True if the gradient of another reader of ``x`` arrives as it is; x.grad stays as it was."""
     before, x.grad = x.grad, None
     gradient = x.detach().clone()
     go_backward_with(x, gradient)

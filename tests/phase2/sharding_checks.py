@@ -1,4 +1,4 @@
-"""How judges of tensor parallelism compare with the full module, and count collectives."""
+"""Checks of tensor parallelism: comparison with the full module, and counted collectives."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,9 +8,10 @@ from torch import Tensor
 
 from distlab.grade import Grade, Run, check
 from judging.checks import is_close, short_beside
+from judging.expect import expect
 from phase2.sharding import rank_part
 
-SIZES = (2, 3, 4, 5, 8, 1)  # numbers of ranks
+SIZES = (2, 3, 5, 8, 1)  # numbers of ranks
 REAL_SIZES = (3,)  # real processes
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
@@ -23,35 +24,29 @@ def sizes_for(grade: Grade) -> tuple[int, ...]:
 
 
 def check_same(
-    here: str,
-    what: str,
-    expected: Tensor | None,
-    got: Any,
-    n: int,
-    cause: str = "",
-    known: Callable[[], Mapping[str, Tensor]] = dict,
+    here: str, what: str, expected: Tensor | None, got: Any, n: int, cause: str = ""
 ) -> None:
     """Check values up to rounding.
 
     Args:
         here: Rank and case.
-        what: The subject of the sentence.
-        expected: The right values; None if there should be none.
+        what: Subject of the sentence.
+        expected: Right values; None if there should be none.
         got: The same in nested lists.
-        n: The number of ranks.
+        n: Number of ranks.
         cause: The likely one.
-        known: Returns the values that known mistakes give, by the cause to name instead.
     """
     if expected is not None and got is not None:
-        _check_shape(here, what, list(expected.shape), got, n, cause)
+        shape = f"{here}: the shape of {what.removeprefix('the ')}"
+        joined = "Are parts joined or split along the right dim? "
+        expect(shape, _shape(got), [*expected.shape], joined + cause)
     if _agree(expected, got):
         return  # writing all values into a message takes longer than comparing them
     wanted = None if expected is None else expected.tolist()
-    causes = (cause for cause, wrong in known().items() if is_close(wrong.tolist(), got))
     check(
         False,
         f"{here}: {what} should be {short_beside(wanted, got)}, not "
-        f"{short_beside(got, wanted)}. {next(causes, '') or _multiple(expected, got, n) + cause}",
+        f"{short_beside(got, wanted)}. {_multiple(expected, got, n)}{cause}",
     )
 
 
@@ -66,36 +61,10 @@ def _agree(expected: Tensor | None, got: Any) -> bool:
     return torch.allclose(found, expected, rtol=0.0, atol=ROUNDING[expected.dtype] * scale)
 
 
-def _check_shape(
-    here: str, what: str, expected: list[int], got: Any, n: int, cause: str = ""
-) -> None:
-    shape = _shape(got)
-    check(
-        shape == expected,
-        f"{here}: {what} should have the shape {expected}, not {shape}. "
-        f"{_other_dim(expected, shape, n)}{cause}",
-    )
-
-
 def _shape(nested: Any) -> list[int]:
     if not isinstance(nested, list):
         return []
     return [len(nested), *(_shape(nested[0]) if nested else [])]
-
-
-def _other_dim(expected: list[int], shape: list[int], n: int) -> str:
-    """Name the dims if one is n times as long as it should be, and another 1/n."""
-    if len(shape) != len(expected):
-        return ""
-    longer = [dim for dim, size in enumerate(expected) if shape[dim] == n * size]
-    shorter = [dim for dim, size in enumerate(expected) if n * shape[dim] == size]
-    num_others = sum(a != b for a, b in zip(expected, shape, strict=True))
-    if n == 1 or (len(longer), len(shorter), num_others) != (1, 1, 2):
-        return ""
-    return (
-        f"Dim {longer[0]} is {n} times as long, and dim {shorter[0]} 1/{n} as long: the parts are "
-        "joined or split along the wrong dim. "
-    )
 
 
 def _multiple(expected: Tensor | None, got: Any, n: int) -> str:
@@ -119,11 +88,12 @@ def check_graph(here: str, has_graph: bool) -> None:
 
 def check_use(here: str, found: Mapping[str, Any]) -> None:
     """Check that input and gradient stay as they are, also for other readers of the input."""
-    check(
-        not found["changed"],
-        f"{here}: the {' and the '.join(found['changed'])} that the caller has given should stay "
-        "as it is, and has changed. all_reduce writes into what it is given, and another operation "
-        "may hold the same tensor: sum a copy, and write into memory of your own.",
+    expect(
+        f"{here}: what has changed of the tensors that the caller has given",
+        found["changed"],
+        [],
+        "all_reduce writes into what it is given, and another operation may hold the same tensor: "
+        "sum a copy, and write into memory of your own.",
     )
     check(
         found["is_alone"],
@@ -145,65 +115,44 @@ def check_state(
 
     Args:
         here: Rank and case.
-        state: The result of ``sharding.state_of``.
-        full: The full module after its backward passes.
+        state: Result of ``sharding.state_of``.
+        full: Full module after its backward passes.
         part_of: Returns the split dim of a parameter by its name.
         place: Rank and number of ranks.
-        causes: The likely causes of a wrong gradient, by name.
+        causes: Likely causes of a wrong gradient, by name.
     """
     parameters = dict(full.named_parameters())
-    check(
-        sorted(state) == sorted(parameters),
-        f"{here}: the parameters should be {', '.join(sorted(parameters))}; they are "
-        f"{', '.join(sorted(state))}.",
-    )
+    expect(f"{here}: the parameters", sorted(state), sorted(parameters))
     for name, parameter in parameters.items():
-        dim = part_of(name)
-        what = "all of it" if dim is None else f"this rank's part of dim {dim}"
-        _check_parameter(f"{here}: {name}", parameter, state[name])
+        dim, found = part_of(name), state[name]
+        part = "all of it" if dim is None else f"this rank's part of dim {dim}"
+        expect(
+            f"{here}: {name}, whether it requires a gradient, its dtype and the bytes it holds,",
+            [found["is_trained"], found["dtype"], found["held_bytes"]],
+            [parameter.requires_grad, str(parameter.dtype)[6:], found["num_bytes"]],
+            "A part of a tensor is a view of all of it: copy the part, so that the rest can be "
+            "freed.",
+        )
         values = rank_part(parameter, *place, dim)
-        check_same(here, name, values, state[name]["values"], place[1], f"It should be {what}.")
+        check_same(here, name, values, found["values"], place[1], f"It should be {part}.")
         gradient = None if parameter.grad is None else rank_part(parameter.grad, *place, dim)
-        cause = f"It should be that of the full module, {what}. {causes.get(name, '')}"
-        got = state[name]["gradient"]
-        check_same(here, f"the gradient of {name}", gradient, got, place[1], cause)
+        cause = f"It should be that of the full module, {part}. {causes.get(name, '')}"
+        check_same(here, f"the gradient of {name}", gradient, found["gradient"], place[1], cause)
 
 
-def _check_parameter(here: str, full: Tensor, got: Mapping[str, Any]) -> None:
-    check(
-        got["is_trained"] == full.requires_grad,
-        f"{here} should {'' if full.requires_grad else 'not '}require a gradient, as in the full "
-        "module.",
-    )
-    dtype = str(full.dtype).removeprefix("torch.")
-    check(
-        got["dtype"] == dtype,
-        f"{here} should keep the dtype of the full module, {dtype}, but has {got['dtype']}.",
-    )
-    check(
-        got["held_bytes"] == got["num_bytes"],
-        f"{here} has {got['num_bytes']} bytes, but keeps {got['held_bytes']} in memory. A part of "
-        "a tensor is a view of all of it: copy the part, so that the rest can be freed.",
-    )
-
-
-def check_is_independent(here: str, got: Mapping[str, Any]) -> None:
+def check_is_independent(here: str, found: Mapping[str, Any]) -> None:
     """Check that a layer has left the full one as it was, and needs it no more."""
-    check(got["is_kept"], f"{here}: the full layer that it is made from should not change.")
-    check(
-        got["is_own"],
-        f"{here}: when the full layer's parameters change, so do this layer's. They should share "
-        "no memory: copy all that you keep.",
-    )
-    check(
-        got["is_freed"],
-        f"{here}: the full weight is still in memory after the full layer was deleted. Keep "
-        "neither it nor a view of it.",
+    expect(
+        f"{here}: whether the full layer stays as it is, its changes leave this layer alone, and "
+        "its memory is free once it is deleted,",
+        [found["is_kept"], found["is_own"], found["is_freed"]],
+        [True] * 3,
+        "Copy all that you keep: neither the full weight nor a view of it.",
     )
 
 
 def calls_of(run: Run) -> list[list[Calls]]:
-    """By rank, the collectives and sends in each stage; the body's barriers separate stages."""
+    """Return each rank's collectives and sends by stage; the body's barriers separate stages."""
     by_rank: list[list[Calls]] = [[[]] for _ in run.results]
     for event in run.trace.events if run.trace else []:
         if event.kind == "collective" and event.name == "barrier":
@@ -225,10 +174,10 @@ def check_calls(
     On one rank nothing need be sent, and what is, costs nothing.
 
     Args:
-        run: A run whose body calls a barrier between stages.
-        what: The function and the case.
-        expected: The calls of each stage, by its name.
-        cause: The likely one.
+        run: Run whose body calls a barrier between stages.
+        what: Function and case.
+        expected: Calls of each stage, by its name.
+        cause: Likely one.
         small_bytes: Further bytes that may be all-reduced backward.
     """
     for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():

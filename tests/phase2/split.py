@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.15 to 2.19: modules that are split over the ranks, and what they compute."""
+"""Bodies for tasks 2.15 to 2.19: modules and a loss that are split over the ranks."""
 
 import gc
 from collections.abc import Callable, Mapping
@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from distlab.grade import WrongResult
 from judging.calls import case_told, refusal_of, returned
 from judging.comparing import noting_changes
+from judging.models import IGNORED
 from phase2.sharding import (
     drawn,
     go_backward_with,
@@ -38,7 +40,7 @@ OF_LAYERS = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Kind:
-    """How a module is split.
+    """A way to split a module.
 
     Attributes:
         make: Builds the full module.
@@ -93,7 +95,7 @@ class Case:
     num_passes: int = 1
 
     def __str__(self) -> str:
-        """What a message calls it."""
+        """Its words in a message."""
         extras = ["gather_output=True"] * self.gathers + ["no bias"] * (not self.has_bias)
         extras += [f"frozen {name}" for name in self.frozen]
         extras += ["an input without gradient"] * (not self.is_input_trained)
@@ -111,7 +113,7 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """How the module is split."""
+        """The way to split the module."""
         return KINDS[self.function]
 
     @property
@@ -139,7 +141,7 @@ class Case:
         return drawn(*self.rows, self.sizes[0], seed=61 + 2 * step).to(getattr(torch, self.dtype))
 
     def weights(self, step: int = 0) -> Tensor:
-        """What the full output is multiplied by in the loss: its gradient."""
+        """The factors of the full output in the loss: its gradient."""
         width = self.sizes[self.function in LAYERS]
         return drawn(*self.rows, width, seed=62 + 2 * step).to(getattr(torch, self.dtype))
 
@@ -161,7 +163,7 @@ def split_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
 
 
 def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], list[Any]]:
-    """What is made of the full module, how it depends on it, and the memory of the full one."""
+    """Split a module; return the result, its dependence on the full one, and the memory of that."""
     full = case.full()
     before, more = state_of(full), {"gather_output": True} if case.gathers else {}
     seen = list[list[int]]()
@@ -208,7 +210,7 @@ def _input(x: Tensor, case: Case) -> Tensor:
 
 
 def _is_untouched_by(full: nn.Module, made: nn.Module) -> bool:
-    """Whether the parameters of a layer stay as they are while those of the full one are zero."""
+    """True if the parameters of a layer stay as they are while those of the full one are zero."""
     before = [listed(p) for p in made.parameters()]
     values = [p.detach().clone() for p in full.parameters()]
     for parameter in full.parameters():
@@ -234,9 +236,80 @@ def _wrong_shapes(made: nn.Module, case: Case, place: tuple[int, int]) -> str:
 
 
 def refused_split(lesson: Any, case: Case) -> dict[str, Any]:
-    """How a module that cannot be split is refused, and whether it is then as before."""
+    """Return the error for a module that cannot be split, and whether it stays as before."""
     full = case.full()
     before = [id(module) for module in full.modules()]
     refusal = refusal_of(lambda: getattr(lesson, case.function)(full))
     is_kept = before == [id(module) for module in full.modules()]
     return {**refusal, "is_kept": is_kept and not any(m._forward_pre_hooks for m in full.modules())}
+
+
+# 2.18: a cross-entropy
+
+
+LOSS = "vocab_parallel_cross_entropy"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Logits and targets of a vocabulary; some targets may be ignored."""
+
+    vocabulary: int
+    shape: tuple[int, ...]
+    scale: float = 1.0
+    offset: float = 0.0
+    has_ignored: bool = False
+    is_transposed: bool = False
+    dtype: str = "float64"
+
+    def __str__(self) -> str:
+        """Its words in a message."""
+        extras = [f"up to ±{self.scale:g}"] * (self.scale > 1)
+        extras += [f"about {self.offset:g}"] * bool(self.offset)
+        extras += ["some targets -100"] * self.has_ignored
+        extras += ["transposed logits"] * self.is_transposed
+        extras += [self.dtype] * (self.dtype != "float64")
+        return ", ".join([f"{[*self.shape]} targets of {self.vocabulary} tokens", *extras])
+
+    def logits(self) -> Tensor:
+        """The full logits."""
+        shape = *self.shape, self.vocabulary
+        if self.is_transposed:
+            shape = shape[1], shape[0], *shape[2:]
+        logits = self.scale * drawn(*shape, seed=81) + self.offset
+        logits = logits.to(getattr(torch, self.dtype))
+        return logits.transpose(0, 1) if self.is_transposed else logits
+
+    def targets(self) -> Tensor:
+        """All tokens in turn; every third is ignored."""
+        targets = torch.arange(torch.Size(self.shape).numel()).remainder(self.vocabulary)
+        if self.has_ignored:
+            targets[::3] = IGNORED
+        return targets.view(self.shape)
+
+    def weights(self) -> Tensor:
+        """Factors of the losses."""
+        return drawn(*self.shape, seed=82)
+
+
+def loss_case(lesson: Any, case: Scores, group: Any = None) -> dict[str, Any]:
+    """Compute the losses, and pass a gradient back; barriers lie between.
+
+    Transposed logits are no leaf, so that nothing hinders a write into them.
+    """
+    part = rank_part(case.logits(), *place(group), -1)
+    logits = (part if case.is_transposed else part.clone()).detach().requires_grad_()
+    leaf, targets = logits, case.targets()
+    logits = leaf.clone() if case.is_transposed else leaf
+    with noting_changes(logits=logits, targets=targets) as changed:
+        dist.barrier(group)
+        function = lesson.vocab_parallel_cross_entropy
+        losses = returned(LOSS, function(logits, targets, **group_argument(group)))
+        dist.barrier(group)
+        if (losses.shape, losses.dtype) != (targets.shape, logits.dtype):
+            raise WrongResult(
+                f"there should be a loss for each target, {[*targets.shape]} in {logits.dtype}; "
+                f"the losses have the shape {[*losses.shape]} and are {losses.dtype}"
+            )
+        (losses * case.weights()).sum().backward()
+    return {"losses": listed(losses), "logits": listed(leaf.grad), "changed": changed}

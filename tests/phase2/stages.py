@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distlab.grade import WrongResult
-from judging.calls import case_told, cause_told, refusal_of, returned
+from judging.calls import case_told, cause_told, refusal_of, returned, typed
 from judging.models import DOUBLE
 from phase2.sharding import group_argument
 from phase2_advanced.given import group_device
@@ -21,7 +21,7 @@ WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # what each block but the last returns
 
 
 class Plan(NamedTuple):
-    """What is trained."""
+    """A training: its frozen blocks and its steps."""
 
     frozen: tuple[int, ...] = ()  # blocks
     input_requires_grad: bool = False
@@ -35,7 +35,7 @@ SOME_FROZEN = Plan(frozen=(0, 1, 2, 5, 8))
 
 
 class First(nn.Module):
-    """Makes of tokens what goes through all blocks: five tensors, of which three are trained.
+    """Turns tokens into the five tensors that go through all blocks; three are trained.
 
     One is laid out across, one is in float32, and on one, in bfloat16, nothing depends in the end.
     """
@@ -144,7 +144,7 @@ def state_of(blocks: nn.ModuleList, numbers: Iterable[int]) -> dict[str, Any]:
 
 
 class Alone(NamedTuple):
-    """What one process finds."""
+    """Results of one process."""
 
     outputs: list[Any]  # one for each step
     has_graph: list[list[bool]]  # step by step: whether each output requires a gradient
@@ -187,25 +187,24 @@ def train_alone(plan: Plan) -> Alone:
 Cut = list[list[int]]  # start and stop of each stage
 
 
-def cuts_of(lesson: Any, cases: Sequence[tuple[Sequence[float], int]]) -> list[Cut]:
-    """The cuts of several models, whose costs are given in lists and tuples in turn."""
-    kinds = cycle((list, tuple))
-    return [
-        _cut(lesson.partition_layers(kind(costs), p))
-        for kind, (costs, p) in zip(kinds, cases, strict=False)
-    ]
+def cuts_of(lesson: Any, cases: Sequence[tuple[list[float], int]]) -> list[dict[str, Any]]:
+    """The cuts of several models, and their costs afterwards: lists and tuples in turn."""
+    found = []
+    for kind, (costs, p) in zip(cycle((list, tuple)), cases, strict=False):
+        given = kind(costs)
+        found.append({"cut": _cut(lesson.partition_layers(given, p)), "costs": [*given]})
+    return found
 
 
 def _cut(found: Any) -> Cut:
-    if not isinstance(returned("partition_layers", found), list):
-        raise WrongResult(f"partition_layers should return a list of ranges; it returned {found!r}")
-    for stage in found:
+    stages = typed("partition_layers", found, list)
+    for stage in stages:
         if not isinstance(stage, range) or stage.step != 1:
             raise WrongResult(
                 "partition_layers should return a list of ranges, like range(0, 3); it contains "
                 f"{stage!r}"
             )
-    return [[stage.start, stage.stop] for stage in found]
+    return [[stage.start, stage.stop] for stage in stages]
 
 
 class Tallied(float):
@@ -232,11 +231,6 @@ def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[st
     Tallied.count = 0
     cut = _cut(lesson.partition_layers([*map(Tallied, costs)], num_stages))
     return {"cut": cut, "count": Tallied.count}
-
-
-def costs_after(lesson: Any, costs: list[float], num_stages: int) -> list[float]:
-    lesson.partition_layers(costs, num_stages)
-    return costs
 
 
 def refusal_of_cut(lesson: Any, num_layers: int, num_stages: int) -> dict[str, str]:
@@ -271,7 +265,7 @@ def tensors_of(rank: int) -> list[Tensor]:
 
 
 def lists_of(rank: int) -> list[list[Tensor]]:
-    """What is sent, one list after another: each tensor by itself, several, none, all, many."""
+    """The lists that are sent, in order: each tensor by itself, several, none, all, many."""
     tensors = tensors_of(rank)
     many = [torch.full((1,) * (3 * i) + (2,), rank + i) for i in range(18)]  # a long header
     return [*([tensor] for tensor in tensors), tensors[:3], [], tensors[9:13], tensors, many]
@@ -293,20 +287,12 @@ def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
         found = lesson.recv_tensors((rank - 1) % size, **group_argument(group))
         for work in returned("send_tensors", works):
             work.wait()
-        arrived.append([_description_of(x) for x in _list_of(found)])
+        arrived.append([_description_of(x) for x in returned("recv_tensors", found)])
     return {"arrived": arrived, "unchanged": kept}
 
 
-def _list_of(found: Any) -> list[Tensor]:
-    if not isinstance(returned("recv_tensors", found), list | tuple):
-        raise WrongResult(
-            f"recv_tensors should return a list of tensors; it returned {found!r:.70}"
-        )
-    return [*found]
-
-
 def descriptions_from(rank: int) -> list[list[dict[str, Any]]]:
-    """What should arrive from ``rank``."""
+    """Descriptions of the lists that should arrive from ``rank``."""
     return [[_description_of(x) | {"leaf": True} for x in tensors] for tensors in lists_of(rank)]
 
 
@@ -318,16 +304,6 @@ def _description_of(x: Tensor) -> dict[str, Any]:
         "values": (torch.view_as_real(x) if x.is_complex() else x).detach().flatten().tolist(),
         "leaf": x.is_leaf,
     }
-
-
-def send_one_way(lesson: Any) -> None:
-    """Send all lists from rank 0 to rank 1."""
-    for tensors in lists_of(0):
-        if dist.get_rank() == 1:
-            lesson.recv_tensors(0)
-        else:
-            for work in lesson.send_tensors(tensors, 1):
-                work.wait()
 
 
 # 2.9: stages
@@ -386,7 +362,7 @@ def _step(runner: Any, plan: Plan, step: int, group: Any) -> dict[str, Any]:
 
 
 def kind_of(output: Any) -> str:
-    """What a forward returned, in words: ``a tuple``, ``None``."""
+    """Write what a forward returned in words: ``a tuple``, ``None``."""
     return "None" if output is None else f"a {type(output).__name__}"
 
 

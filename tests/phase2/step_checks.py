@@ -1,21 +1,150 @@
-"""How judges compare the steps of tasks 2.2, 2.3 and 2.5 with those of one process."""
+"""Checks of tasks 2.2, 2.3 and 2.5: steps are compared with those of one process.
 
-from collections.abc import Mapping, Sequence
+No rank imports this: a body lies open to the submission that it calls, and must not be able to
+give the references instead.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
 from math import hypot, inf
+from statistics import fmean
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
 
 from distlab.grade import Grade, check
 from distlab.util.text import counted, joined, sentence
-from judging.checks import check_refused, is_close, same_loss, short, short_beside
-from judging.models import Worn, state_of
+from judging.checks import check_refused, is_close, same_loss
+from judging.expect import expect
+from judging.models import SGD, Worn, state_of, trainable
 from phase2 import steps as b
-from phase2 import steps_alone as reference
-from phase2.steps import LENGTH, LR, WEIGHT_DECAY, Share
+from phase2.steps import (
+    LENGTH,
+    LR,
+    MOMENTUM,
+    WEIGHT_DECAY,
+    Dropping,
+    Loss,
+    Share,
+    batch_of,
+    batch_of_two,
+)
+from phase2_advanced.given import cross_entropy_sum
+
+Shares = tuple[Share, ...]  # one for each rank
+
+
+@cache
+def steps_alone(
+    shares: Shares, num_steps: int, *, with_zeros: bool = False, max_norm: float = inf
+) -> dict[str, Any]:
+    """Train one process on the batches of all ranks put together.
+
+    ``with_zeros``: a parameter that nothing uses has a gradient of zero.
+    """
+    model = Worn()
+    optimizer, losses, norms = _sgd(model), [], []
+    for step in range(num_steps):
+        parts = [batch_of(share, rank, step) for rank, share in enumerate(shares)]
+        optimizer.zero_grad()
+        total, count = cross_entropy_sum(model, tuple(map(torch.cat, zip(*parts, strict=True))))
+        (total / count).backward()
+        if with_zeros:
+            model.unused.grad = torch.zeros_like(model.unused)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        losses.append(float(total.detach() / count))
+    return {"losses": losses, "norms": norms, "state": state_of(model)}
+
+
+class Part(NamedTuple):
+    """The first step's result for a micro-batch: gradient of the sum of losses, sum, targets."""
+
+    gradient: list[float]
+    loss: float
+    targets: int
+
+
+@cache
+def parts_of_step(shares: Shares) -> list[list[Part]]:
+    """The parts of every micro-batch of the first step, by rank."""
+    return [
+        [
+            _part(
+                *(tensor[start : start + share.starts().step] for tensor in batch_of(share, r, 0))
+            )
+            for start in share.starts()
+        ]
+        for r, share in enumerate(shares)
+    ]
+
+
+def _part(inputs: Tensor, targets: Tensor) -> Part:
+    model = Worn()
+    model.zero_grad()
+    total, count = cross_entropy_sum(model, (inputs, targets))
+    total.backward()
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
+    return Part(torch.cat([x.flatten() for x in parts]).tolist(), float(total.detach()), count)
+
+
+@cache
+def dropout_alone(seed: int, share: Share) -> dict[str, Any]:
+    """A step with one graph over all micro-batches, whose masks are drawn in order."""
+    with torch.random.fork_rng(devices=[]):
+        model = Dropping()
+        torch.manual_seed(seed)
+        return _step(model, _split(batch_of(share, 0, 0), (share,)), cross_entropy_sum)
+
+
+@cache
+def two_losses_alone(shares: Shares, loss: Loss) -> dict[str, Any]:
+    """Step on one batch that is shared by the ranks."""
+    whole = batch_of_two(Share(sum(share.rows for share in shares), shares[0].size))
+    return _step(Dropping().eval(), _split(whole, shares), loss.sum_of)
+
+
+def _split(whole: Sequence[Tensor], shares: Shares) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the micro-batches of all ranks, in order."""
+    of_ranks = zip(*(x.split([share.rows for share in shares]) for x in whole), strict=True)
+    for share, tensors in zip(shares, of_ranks, strict=True):
+        yield from zip(*(tensor.split(share.size) for tensor in tensors), strict=True)
+
+
+def _step(
+    model: nn.Module,
+    parts: Iterable[tuple[Tensor, ...]],
+    loss_sum: Callable[..., tuple[Tensor, int]],
+) -> dict[str, Any]:
+    sums = [loss_sum(model, part) for part in parts]
+    total, count = torch.stack([loss.double() for loss, _ in sums]).sum(), sum(n for _, n in sums)
+    (total / count).backward()
+    _sgd(model).step()
+    return {"loss": float(total.detach()) / count, "state": state_of(model)}
+
+
+def _sgd(model: nn.Module) -> SGD:
+    return SGD(model, LR, MOMENTUM, WEIGHT_DECAY)
+
+
+def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
+    """The scale after each update, by what torch's own GradScaler calls."""
+    scale = torch.tensor(arguments["init_scale"], dtype=torch.float32)
+    good_steps, values = torch.zeros((), dtype=torch.int32), []
+    settings = [arguments[f"{name}_factor"] for name in ("growth", "backoff")]
+    for bad in is_bad:
+        num_bad = torch.tensor(float(bad))
+        torch._amp_update_scale_(
+            scale, good_steps, num_bad, *settings, arguments["growth_interval"]
+        )
+        values.append(scale.item())
+    return values
+
 
 TOLERANCE = 1e-12
 CLIPPED = 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
-
-Shares = tuple[Share, ...]  # one for each rank
 
 
 class Contract(NamedTuple):
@@ -52,118 +181,124 @@ def check_steps(
     max_norm: float = inf,
 ) -> None:
     """Check the steps of all ranks: the first loss and gradient, then losses and weights."""
-    alone = reference.steps_alone(
-        shares, num_steps, with_zeros=contract.with_zeros, max_norm=max_norm
-    )
+    alone = steps_alone(shares, num_steps, with_zeros=contract.with_zeros, max_norm=max_norm)
     clips = f", max_norm {max_norm:.4g}" if max_norm < inf else ""
     for rank, result in enumerate(by_rank):
         here = f"{described(shares)}{clips}" + f", rank {rank}" * (len(shares) > 1)
         check_first_loss(here, result["losses"][0], shares, rank)
-        _check_direction(here, result, shares, rank, max_norm, contract.of_length)
-        _check_end(here, alone, result, CLIPPED if clips else TOLERANCE, contract)
-        _check_use(here, contract.function, result, shares[rank], num_steps)
+        _check_first_gradient(here, result, shares, rank, max_norm, contract.of_length)
+        losses, state = result["losses"], result["states"][-1]
+        what = f"the losses of {num_steps} steps, as of one process on whole batches,"
+        expect(f"{here}: {what}", losses, alone["losses"], contract.of_end, 1e-6)
+        tolerance = CLIPPED if clips else TOLERANCE
+        wrong = [
+            name for name in state if not is_close(alone["state"][name], state[name], tolerance)
+        ]
+        check(
+            not wrong,
+            f"{here}: after {len(losses)} steps the losses are right, but {joined(wrong)} should "
+            "have other weights, those of one process. "
+            f"{contract.of_unused if wrong == ['unused'] else contract.of_end}",
+        )
+        share, starts = shares[rank], shares[rank].starts()
+        passes = [min(starts.step, share.rows - start) for start in starts] * num_steps
+        rows = [rows for rows in result["rows"] if rows]
+        expect(f"{here}: the rows of all forward passes, one for each micro-batch,", rows, passes)
+        what = "what has changed of the batch, which belongs to the caller,"
+        expect(f"{here}: {what}", result["changed"], [])
+        expect(f"{here}: the types of losses other than float", result["types"], [])
 
 
-def _sums(shares: Shares) -> tuple[float, int]:
-    """The sum of all losses of the first step, and the number of targets."""
-    parts = [part for of_rank in reference.parts_of_step(shares) for part in of_rank]
-    return sum(part.loss for part in parts), sum(part.targets for part in parts)
+def _sums(parts: Iterable[Part]) -> tuple[float, int]:
+    """The sum of losses, and the number of targets."""
+    losses, targets = zip(*((part.loss, part.targets) for part in parts), strict=True)
+    return sum(losses), sum(targets)
 
 
 def norm_of_first(shares: Shares) -> float:
     """The norm of the gradient of the first step."""
-    return hypot(*_directions(shares, 0)[""]) / _sums(shares)[1]
+    parts = [*chain.from_iterable(parts_of_step(shares))]
+    return hypot(*_added((part.gradient, 1.0) for part in parts)) / _sums(parts)[1]
 
 
 def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
-    by_rank, (total, targets) = reference.parts_of_step(shares), _sums(shares)
+    """Check the first loss; the message names a known mistake that has the same result."""
+    by_rank = parts_of_step(shares)
+    total, targets = _sums(chain.from_iterable(by_rank))
     means = [[part.loss / part.targets for part in parts if part.targets] for parts in by_rank]
-    of_ranks = [_mean_loss(parts) for parts in by_rank if _mean_loss(parts)]
+    of_ranks = [loss / count if count else 0.0 for loss, count in map(_sums, filter(None, by_rank))]
+    own = _sums(by_rank[rank]) if by_rank[rank] else (inf, 1)
     every = [mean for of_rank in means for mean in of_rank]
     causes = {
         "the sum of the losses: divide it by the number of targets": total,
-        "the mean of the ranks' means, in which small batches weigh too much": (
-            sum(of_ranks) / len(of_ranks)
-        ),
-        "the mean of this rank's own batch": _mean_loss(by_rank[rank]),
+        "the mean of the ranks' means, in which small batches weigh too much": fmean(of_ranks),
+        "the mean of this rank's own batch": own[0] / max(1, own[1]),
         "the loss of the last micro-batch alone": means[rank][-1] if means[rank] else inf,
         "1,024 times that, the scale of this test: return a loss that is not scaled": (
             1024 * total / targets
         ),
         "the mean of the micro-batches' means, in which those with few targets count too much": (
-            sum(every) / len(every)
+            fmean(every)
         ),
         "the mean over all targets, also those that do not count": (
             total / (sum(share.rows for share in shares) * LENGTH)
         ),
     }
-    known = [f" That is {cause}." for cause, loss in causes.items() if same_loss(loss, got)]
-    whole = "the batch" if len(shares) == 1 else "all batches"
-    check(
-        same_loss(total / targets, got),
-        f"{here}: the mean loss per target of {whole}, before the step, is {total / targets:.6f}; "
-        f"the function returned {got:.6f}.{''.join(known[:1])}",
-    )
-
-
-def _mean_loss(parts: Sequence[reference.Part]) -> float:
-    return sum(part.loss for part in parts) / max(1, sum(part.targets for part in parts))
+    known = [f"That is {cause}." for cause, loss in causes.items() if same_loss(loss, got)]
+    what = "the mean loss per target of all batches, before the step,"
+    expect(f"{here}: {what}", got, total / targets, "".join(known[:1]), 1e-6)
 
 
 def _directions(shares: Shares, rank: int) -> dict[str, list[float]]:
-    """The gradients that right and wrong steps have, up to a factor, by what they are."""
-    by_rank = reference.parts_of_step(shares)
-    every = [part for parts in by_rank for part in parts]
-    sums = [(_added([(part.gradient, 1.0) for part in parts]), parts) for parts in by_rank if parts]
+    """The gradients that wrong steps have, up to a factor, by what they are."""
+    by_rank = [parts for parts in parts_of_step(shares) if parts]
+    every = [*chain.from_iterable(by_rank)]
+    sums = [(_added((part.gradient, 1.0) for part in parts), _sums(parts)[1]) for parts in by_rank]
     last = "that of the ranks' last micro-batches alone"
-    known = {
-        "": _added([(part.gradient, 1.0) for part in every]),
+    own = parts_of_step(shares)[rank]
+    return {
         f"{last if len(shares) > 1 else 'the gradient of the last micro-batch alone'}. Gradients "
         "add up as long as nobody clears them: clear them once, before the first micro-batch, and "
-        "communicate after the last": _added([(p[-1].gradient, 1.0) for p in by_rank if p]),
+        "communicate after the last": _added((p[-1].gradient, 1.0) for p in by_rank),
         "the gradient of the first micro-batch alone": every[0].gradient,
         "the mean of the ranks' means, in which targets of a rank with few of them weigh too much. "
         "Sum up over micro-batches and ranks, and divide once, by the number of targets of all "
-        "ranks": _added([(total, 1 / _targets(parts)) for total, parts in sums if _targets(parts)]),
+        "ranks": _added((total, 1 / count) for total, count in sums if count),
         "the mean of the micro-batches' means, in which the targets of a micro-batch with few of "
         "them weigh too much. Add up sums, and divide once, by all targets": _added(
-            [(part.gradient, 1 / part.targets) for part in every if part.targets]
+            (part.gradient, 1 / part.targets) for part in every if part.targets
         ),
         "a sum of gradients of equal length: each rank has clipped its own, before the all-reduce. "
         "Scale by the norm of the mean gradient of all ranks": _added(
-            [(total, 1 / hypot(*total)) for total, _ in sums]
+            (total, 1 / hypot(*total)) for total, _ in sums
         ),
+        "that of this rank alone: all-reduce it": _added((part.gradient, 1.0) for part in own),
     }
-    alone = _added([(part.gradient, 1.0) for part in by_rank[rank]])
-    return {**known, **({"that of this rank alone: all-reduce it": alone} if alone else {})}
 
 
-def _targets(parts: Sequence[reference.Part]) -> int:
-    return sum(part.targets for part in parts)
-
-
-def _added(parts: Sequence[tuple[list[float], float]]) -> list[float]:
+def _added(parts: Iterable[tuple[list[float], float]]) -> list[float]:
     """Return the sum of gradients, each times a number."""
     return [sum(row) for row in zip(*([x * f for x in part] for part, f in parts), strict=True)]
 
 
-def _check_direction(
+def _check_first_gradient(
     here: str, result: Any, shares: Shares, rank: int, max_norm: float, cause: str
 ) -> None:
-    """Check the gradient of the first step: its direction, then its length."""
-    known = {name: _without_unused(x) for name, x in _directions(shares, rank).items()}
-    got, right = _moved(result), known[""]
-    expected = min(hypot(*right) / _sums(shares)[1], max_norm)
+    """Check the gradient of the first step: its direction, then its length.
+
+    A gradient in an unknown wrong direction is left to the check of losses and weights.
+    """
+    parts = [*chain.from_iterable(parts_of_step(shares))]
+    got = _moved(result)
+    right = _without_unused(_added((part.gradient, 1.0) for part in parts))
+    expected = min(hypot(*right) / _sums(parts)[1], max_norm)
     if _is_along(got, right):
-        check(
-            is_close(hypot(*got) / expected, 1.0, 1e-5),
-            f"{here}: the direction of the first step is right, but its gradient is "
-            f"{hypot(*got) / expected:.4g} times as long as it should be. {cause}",
-        )
+        what = "the direction of the first step is right: the length of its gradient, times"
+        expect(f"{here}: {what} what it should be,", hypot(*got) / expected, 1.0, cause, 1e-5)
         return
-    for name, gradient in known.items():
+    for name, gradient in _directions(shares, rank).items():
         check(
-            not _is_along(got, gradient),
+            not gradient or not _is_along(got, _without_unused(gradient)),
             sentence(f"{here}: the gradient of the first step is {name}"),
         )
 
@@ -196,72 +331,24 @@ def _is_along(a: Sequence[float], b: Sequence[float]) -> bool:
     return lengths > 0 and dot / lengths > 1 - 1e-9
 
 
-def _check_end(here: str, alone: Any, result: Any, tolerance: float, contract: Contract) -> None:
-    """Check losses and weights after the last step."""
-    losses, state = result["losses"], result["states"][-1]
-    check(
-        same_loss(alone["losses"], losses),
-        f"{here}: the losses of {len(losses)} steps should be those of one process on whole "
-        f"batches, {short_beside(alone['losses'], losses)}; they are "
-        f"{short_beside(losses, alone['losses'])}. {contract.of_end}",
-    )
-    wrong = [name for name in state if not is_close(alone["state"][name], state[name], tolerance)]
-    check(
-        not wrong,
-        f"{here}: after {len(losses)} steps the losses are right, but {joined(wrong)} should have "
-        "other weights, those of one process. "
-        f"{contract.of_unused if wrong == ['unused'] else contract.of_end}",
-    )
-
-
-def _check_use(here: str, function: str, result: Any, share: Share, num_steps: int) -> None:
-    """Check what a function did with its batches, and what it returned."""
-    starts = share.starts()
-    passes = [min(starts.step, share.rows - start) for start in starts] * num_steps
-    check(
-        [rows for rows in result["rows"] if rows] == passes,
-        f"{here}: in {counted(num_steps, 'step')} the model should be called with {short(passes)} "
-        f"rows, once for each micro-batch, {len(passes)} times in all; it was called "
-        f"{len(result['rows'])} times, with {short(result['rows'])} rows.",
-    )
-    check(
-        not result["changed"],
-        f"{here}: {function} has changed the {' and '.join(result['changed'])} of its batch, "
-        "which belong to the caller.",
-    )
-    check(
-        not result["types"],
-        f"{here}: {function} should return a float; it returned {' and '.join(result['types'])}.",
-    )
-
-
 def check_same_on_all(here: str, by_rank: Sequence[Any], *names: str) -> None:
     """Check that what a step returns is the same number on all ranks."""
     for rank, result in enumerate(by_rank):
         for name in names:
-            check(
-                result[name] == by_rank[0][name],
-                f"{here}, rank {rank}: the {name} {result[name]} are not exactly those of rank 0, "
-                f"{by_rank[0][name]}. Compute them from the result of the all-reduce.",
-            )
+            what = f"{here}, rank {rank}: the {name}, exactly as on rank 0,"
+            cause = "Compute them from the result of the all-reduce."
+            expect(what, result[name], by_rank[0][name], cause)
 
 
 def check_nothing_steps(results: Sequence[Any], what: str) -> None:
     """Check that a step without any target is refused, and changes no parameter."""
     check_refused(results, what)
     for rank, result in enumerate(results):
-        check(
-            not result["changed"],
-            f"rank {rank} of {len(results)}: {what} is refused, but the parameters have changed. "
-            "Raise the error before the optimizer's step.",
-        )
+        changes = f"rank {rank} of {len(results)}, {what}: whether parameters change"
+        expect(changes, result["changed"], False, "Raise the error before the optimizer's step.")
 
 
 def check_error_passed_on(grade: Grade, function: str) -> None:
     """Check that what the all-reduce raises, say because a peer has left, is raised by the step."""
-    found = grade.call(b.step_without_peers, function)
-    check(
-        found == "ConnectionError",
-        f"the all_reduce given raised a ConnectionError; {function} should pass it on, and "
-        + (f"raised a {found}." if found else "raised nothing."),
-    )
+    raised = grade.call(b.step_without_peers, function)
+    expect(f"what {function} raises if the all_reduce given raises it", raised, "ConnectionError")

@@ -27,6 +27,7 @@ from judging.models import (
     trainable,
     two_groups,
 )
+from judging.tensors import given_group
 from phase2_advanced.given import cross_entropy_sum
 
 ACCUMULATE, OVER_RANKS, MIXED = (
@@ -44,7 +45,7 @@ OTHERS_HAVE_TARGETS = {
 
 
 class Share(NamedTuple):
-    """What one rank gets in a step."""
+    """One rank's part of a step."""
 
     rows: int
     size: int  # rows of a micro-batch; 0: the batch is not split
@@ -160,7 +161,7 @@ def mixed_steps(
     """As for one process; the model is in float64, so all is exact."""
     rank, scaler, results = dist.get_rank(group), TorchScaler(2.0**10, 2, group), list[Any]()
     more = {"reduce_dtype": torch.float64, "max_norm": max_norm}
-    more |= {} if group is None else {"group": group}
+    more |= given_group(group)
 
     def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
         found = lesson.mixed_precision_step(model, optimizer, scaler, whole, **more)
@@ -202,7 +203,7 @@ def _steps(
 
 
 def step_on_nothing(lesson: Any, function: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """How a step is refused if no target counts, and whether the parameters are as before.
+    """Return the error of a step where no target counts, and whether it has changed parameters.
 
     One parameter is trainable.
     """
@@ -237,32 +238,13 @@ def step_without_peers(lesson: Any, function: str) -> str:
 # 2.2 and 2.3: other models and losses
 
 
-class Dropping(nn.Module):
+class Dropping(nn.Sequential):
     """A classifier of sequences with dropout."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(8)
-        self.body = nn.Linear(FEATURES, 16, **DOUBLE)
-        self.drop = nn.Dropout(0.5)
-        self.head = nn.Linear(16, CLASSES, **DOUBLE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.drop(torch.tanh(self.body(x))))  # type: ignore[no-any-return]
-
-
-class TwoHeaded(nn.Module):
-    """Predicts a class and a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(9)
-        self.body = nn.Linear(FEATURES, 8, **DOUBLE)
-        self.label, self.value = nn.Linear(8, CLASSES, **DOUBLE), nn.Linear(8, 1, **DOUBLE)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.tanh(self.body(x))
-        return self.label(hidden), self.value(hidden)[:, 0]
+        ends = nn.Linear(FEATURES, 16, **DOUBLE), nn.Linear(16, CLASSES, **DOUBLE)
+        super().__init__(ends[0], nn.Tanh(), nn.Dropout(0.5), ends[1])
 
 
 def batch_of_two(share: Share) -> tuple[Tensor, ...]:
@@ -284,8 +266,8 @@ class Loss(NamedTuple):
 
     def sum_of(self, model: nn.Module, part: Sequence[Tensor]) -> tuple[Tensor, int]:
         inputs, labels, values, counts = part
-        logits, predicted = model(inputs)
-        squares = (predicted - values).square().sum()
+        logits = model(inputs)
+        squares = (logits[:, 0] - values).square().sum()
         total = cross_entropy(logits, labels, reduction="sum") + 0.3 * squares
         return total * self.factor, int(counts.sum())
 
@@ -297,29 +279,20 @@ def accumulate_with_dropout(lesson: Any, seed: int, share: Share) -> dict[str, A
     return {"loss": float(returned(ACCUMULATE, loss)), "state": state_of(model)}
 
 
-def accumulate_two_losses(lesson: Any, share: Share, loss: Loss) -> dict[str, Any]:
-    """A step with a loss of two parts, and what the loss was called with."""
-    model, calls = TwoHeaded(), list[tuple[bool, list[int]]]()
+def two_losses(lesson: Any, function: str, shares: Sequence[Share], loss: Loss) -> dict[str, Any]:
+    """A step on the rank's rows of one batch, and what its loss of two parts was called with."""
+    rank, model, calls = dist.get_rank(), Dropping().eval(), list[tuple[bool, list[int]]]()
 
     def noted(given: nn.Module, part: Sequence[Tensor]) -> tuple[Tensor, int]:
         calls.append((given is model, [len(tensor) for tensor in part]))
         return loss.sum_of(given, part)
 
-    found = lesson.accumulate_step(model, sgd(model), batch_of_two(share), share.size, noted)
-    mean = float(returned(ACCUMULATE, found))
-    return {"loss": mean, "state": state_of(model), "calls": calls}
-
-
-def two_losses_over_ranks(lesson: Any, shares: Sequence[Share], loss: Loss) -> dict[str, Any]:
-    """Every rank has its rows of one batch."""
-    rank, model = dist.get_rank(), TwoHeaded()
-    first = sum(share.rows for share in shares[:rank])
-    rows, size = shares[rank]
     whole = batch_of_two(Share(sum(share.rows for share in shares), shares[0].size))
-    part = tuple(tensor[first : first + rows] for tensor in whole)
-    step = partial(lesson.accumulate_step_over_ranks, loss_sum=loss.sum_of)
-    mean = float(returned(OVER_RANKS, step(model, sgd(model), part, size)))
-    return {"loss": mean, "state": state_of(model)}
+    rows = [share.rows for share in shares]
+    part = tuple(tensor.split(rows)[rank] for tensor in whole)
+    step = getattr(lesson, function)
+    mean = returned(function, step(model, sgd(model), part, shares[rank].size, loss_sum=noted))
+    return {"loss": float(mean), "state": state_of(model), "calls": calls}
 
 
 def accumulate_deep(
@@ -396,22 +369,18 @@ def _result(found: Any) -> tuple[float, bool, float]:
         WrongResult: It returned something else.
     """
     result = returned(MIXED, found)
-    kinds = {"loss": float, "is_skipped": bool, "norm": float}
-    if not all(hasattr(result, name) for name in kinds):
-        kind = type(result).__name__
-        raise WrongResult(f"{MIXED} should return a StepResult; it returned a {kind}")
-    for name, kind in kinds.items():
-        value = getattr(result, name)
+    for name, kind in {"loss": float, "is_skipped": bool, "norm": float}.items():
+        value = getattr(result, name, None)
         if not isinstance(value, kind):
             raise WrongResult(
-                f"{MIXED} should return a StepResult whose {name} is a {kind.__name__}; it is a "
-                f"{type(value).__name__}, {value!r:.50}"
+                f"{MIXED} should return a StepResult whose {name} is a {kind.__name__}; it "
+                f"returned {result!r:.70}, of type {type(result).__name__}"
             )
     return result.loss, result.is_skipped, result.norm
 
 
 class Noted(nn.Module):
-    """Two layers in float32 that note in which dtypes they compute."""
+    """Two layers in float32 that note the dtypes they compute in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,27 +408,24 @@ def weighted(by_rank: Sequence[float], group: Any = None) -> Callable[..., tuple
 def step_noted(lesson: Any, dtype: str) -> dict[str, Any]:
     """In which dtypes one step computes, and which its parameters and gradients have."""
     model, autocast, scaler = Noted(), list[tuple[bool, str]](), TorchScaler(8.0)
-    kept = [(p, p.data_ptr()) for p in model.parameters()]
+    kept = [(id(p), p.data_ptr()) for p in model.parameters()]
 
     def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
-        autocast.append(
-            (torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu"))[6:])
-        )
+        now = str(torch.get_autocast_dtype("cpu"))[6:]
+        autocast.append((torch.is_autocast_enabled("cpu"), now))
         return cross_entropy(model(whole[0]), whole[1], reduction="sum"), len(whole[1])
 
     whole = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
     chosen = {} if dtype == "float16" else {"dtype": DTYPES[dtype]}  # float16 is the default
-    _result(
-        lesson.mixed_precision_step(model, sgd(model), scaler, whole, loss_sum=loss_sum, **chosen)
-    )
-    now = [(p, p.data_ptr()) for p in model.parameters()]
+    step = partial(lesson.mixed_precision_step, model, sgd(model), scaler, whole)
+    _result(step(loss_sum=loss_sum, **chosen))
     both = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     return {
         "computed": sorted(model.dtypes),
         "autocast": autocast,
         "kept": sorted({str(tensor.dtype) for tensor in both}),
         "updates": scaler.num_updates,
-        "is_same": all(a[0] is b[0] and a[1] == b[1] for a, b in zip(kept, now, strict=True)),
+        "is_same": kept == [(id(p), p.data_ptr()) for p in model.parameters()],
     }
 
 
@@ -475,7 +441,7 @@ class Small(NamedTuple):
 
 
 def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
-    """Where a weight is after steps that 16 bits would round to nothing."""
+    """Return a weight after steps that 16 bits would round to nothing."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, small.start)
     optimizer = torch.optim.SGD(two_groups(model), lr=small.lr)
@@ -532,7 +498,7 @@ def _noting(sums: list[list[float]], loss_sum: Any) -> Any:
 
 
 def mixed_sums(lesson: Any, reduce_dtype: str, group: Any = None) -> dict[str, Any]:
-    """What the all-reduce that a step is given is called with, and how many numbers are trained."""
+    """Return the calls of the all-reduce given to a step, and how many numbers are trained."""
     model, noted = Noted(), NotedAllReduce()
     model.register_parameter("unused", nn.Parameter(torch.ones(5)))
     model.second.bias.requires_grad_(False)

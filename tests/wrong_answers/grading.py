@@ -88,10 +88,12 @@ def rejections(
 
 
 def _place_of(error: Exception) -> str:
-    """Return the innermost line of a judge in a traceback."""
+    """Return the innermost line of a judge in a traceback, or else of the helpers of all judges."""
     frames = traceback.extract_tb(error.__traceback__)
-    judges = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT / "tests")]
-    return f"{Path(judges[-1].filename).name}:{judges[-1].lineno}"
+    places = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT / "tests")]
+    judges = [frame for frame in places if "/phase" in frame.filename[len(str(ROOT)) :]]
+    place = (judges or places)[-1]
+    return f"{Path(place.filename).name}:{place.lineno}"
 
 
 def first_rejection(submission: Submission, task: Task) -> Found | None:

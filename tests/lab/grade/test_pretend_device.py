@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from distlab import launch
+from judging.models import FEATURES
 from judging.pretend_device import CPU, PretendDevice, device_of, devices_sent
 
 TOGETHER = "Expected all tensors to be on the same device"
@@ -52,7 +53,11 @@ def test_tensors_of_two_devices_must_not_meet_but_numbers_may() -> None:
 
 def test_a_model_trains_there_and_only_there() -> None:
     with PretendDevice() as device:
-        model, inputs, targets = classifier(7), torch.randn(5, 6).double(), torch.arange(5) % 3
+        model, inputs, targets = (
+            classifier(7),
+            torch.randn(5, FEATURES).double(),
+            torch.arange(5) % 3,
+        )
         alone = copy.deepcopy(model)
         model.to(device)
         for trained, where in ((model, device), (alone, CPU)):

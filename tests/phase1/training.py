@@ -1,0 +1,332 @@
+"""Bodies for tasks 1.11 to 1.13, and the functions that they give to a lesson."""
+
+import io
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from judging.calls import refusal_of, returned
+from judging.comparing import noting_changes
+from judging.models import Worn
+from judging.pretend_device import PretendDevice, device_of, devices_sent
+from judging.tensors import given_group
+from phase1.gradients import Counted, averaging
+from phase1.models import (
+    FIRST_SEED,
+    GLOBAL_BATCH,
+    LR,
+    NUM_SAMPLES,
+    NUM_TEST,
+    Moody,
+    Saturated,
+    Watched,
+    batch_of,
+    classifier,
+    network,
+    state_of,
+    tensors_of,
+)
+
+# 1.11
+
+
+def train_steps(
+    lesson: Any, sizes: list[int], num_steps: int, length: int = 0, group: Any = None
+) -> dict[str, Any]:
+    """Losses, final weights and rows seen; weights start equal, with gradients from before."""
+    rank, model = dist.get_rank(group), Worn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    losses, changed = [], set[str]()
+    for step in range(num_steps):
+        inputs, targets = batch_of(sizes, rank, step, length)
+        model.register_buffer("kept", torch.full((2,), float(rank)))
+        with noting_changes(inputs=inputs, targets=targets, buffers=model.kept) as now_changed:
+            loss = lesson.train_step(model, optimizer, (inputs, targets), **given_group(group))
+        losses.append(returned("train_step", loss))
+        changed |= {*now_changed}
+        del model.kept
+    return {
+        "losses": [float(loss) for loss in losses],
+        "types": sorted({type(loss).__name__ for loss in losses if not isinstance(loss, float)}),
+        "state": state_of(model),
+        "rows": model.rows,
+        "changed": sorted(changed),
+    }
+
+
+def step_with_arguments(lesson: Any, gradient: float, group: Any = None) -> dict[str, Any]:
+    """Return the arguments of the functions given, and by how much the weights moved.
+
+    The average given makes every gradient ``gradient``, which decides the step.
+    """
+    model, counted, given = Worn(), Counted(), list[list[bool]]()
+    expected = model, counted, group
+
+    def average(module: nn.Module, all_reduce: Any, group: Any = None) -> None:
+        pairs = zip((module, all_reduce, group), expected, strict=True)
+        given.append([a is b for a, b in pairs])
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+
+    before = state_of(model)
+    batch = batch_of([3] * dist.get_world_size(group), dist.get_rank(group), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    lesson.train_step(model, optimizer, batch, all_reduce=counted, average=average, group=group)
+    after = state_of(model)
+    moved = {
+        name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after
+    }
+    return {"average": given, "sizes": counted.sizes, "moved": moved}
+
+
+def step_without_data(lesson: Any) -> dict[str, Any]:
+    """Return the error of the step, and whether it has changed the parameters."""
+    model = Worn()
+    before = state_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    empty = batch_of([0] * dist.get_world_size(), dist.get_rank(), 0)
+    refusal = refusal_of(lambda: lesson.train_step(model, optimizer, empty))
+    return {**refusal, "changed": state_of(model) != before}
+
+
+def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> float:
+    """The loss where each target that is wrong costs 64, and all others nothing."""
+    rank, model = dist.get_rank(), Saturated()
+    inputs = _signs(sizes[rank], num_wrong[rank])
+    targets = torch.zeros(sizes[rank], dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = lesson.train_step(model, optimizer, (inputs, targets))
+    return float(returned("train_step", found))
+
+
+def _signs(size: int, num_wrong: int) -> Tensor:
+    """Inputs of a ``Saturated``, for which target 0 is right but for the first ones."""
+    inputs = torch.full((size, 1), -1.0, dtype=torch.bfloat16)
+    inputs[:num_wrong] = 1
+    return inputs
+
+
+# 1.12
+
+
+def evaluate(
+    lesson: Any, size: int, length: int = 0, given: dict[str, Any] | None = None, group: Any = None
+) -> dict[str, Any]:
+    """Return the result, and how data set and model were used; ``given`` are further arguments."""
+    named = dict(given or {}) | given_group(group)
+    return _evaluated(lesson, Moody(), Watched(size, length=length), named)
+
+
+def evaluate_modes(lesson: Any, size: int, modes: list[bool]) -> dict[str, Any]:
+    """Before the call, the modules are in these modes, one by one."""
+    model = Moody()
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
+    return _evaluated(lesson, model, Watched(size), {})
+
+
+def evaluate_there(lesson: Any, size: int) -> dict[str, Any]:
+    """Evaluate a model on a pretended device; return the devices of the tensors sent, too."""
+    with PretendDevice() as device, devices_sent() as sent:
+        data = Watched(size)
+        found = _evaluated(lesson, Moody().to(device), data, {"device": str(device)})
+    return {**found, "sent": sent, "device": str(device)}
+
+
+def _evaluated(lesson: Any, model: Moody, data: Watched, given: dict[str, Any]) -> dict[str, Any]:
+    modes, before = [module.training for module in model.modules()], state_of(model)
+    found = returned("evaluate", lesson.evaluate(model, data, **given))
+    values = [found.loss, found.accuracy, found.num_targets]
+    return {
+        "found": [float(value) for value in values],
+        "types": [type(found).__name__, *(type(value).__name__ for value in values)],
+        "fetched": data.fetched,
+        "rows": model.notes.rows,
+        "noted": sorted(model.notes.modes),
+        "devices": sorted(model.notes.devices),
+        "restored": modes == [module.training for module in model.modules()],
+        "changed": state_of(model) != before,
+    }
+
+
+def evaluate_nothing(lesson: Any) -> dict[str, str]:
+    return refusal_of(lambda: lesson.evaluate(classifier(7), Watched(0)))
+
+
+def evaluate_in_bfloat16(lesson: Any, size: int, num_wrong: int) -> list[float]:
+    """Loss and accuracy where each target that is wrong costs 64, and all others nothing."""
+    data = TensorDataset(_signs(size, num_wrong), torch.zeros(size, dtype=torch.int64))
+    found = returned("evaluate", lesson.evaluate(Saturated(), data, batch_size=size))
+    return [float(found.loss), float(found.accuracy), float(found.num_targets)]
+
+
+# 1.13
+
+_PRINTED: dict[int, list[tuple[float, str]]] = {}
+
+
+class _ByRank(io.TextIOBase):
+    """Keeps what is printed, by rank: simulated ranks share one standard output."""
+
+    def write(self, text: str) -> int:
+        _PRINTED.setdefault(dist.get_rank(), []).append((time.perf_counter(), text))
+        return len(text)
+
+
+def _printed() -> dict[str, Any]:
+    """Return the text that this rank has printed, and when each line was complete."""
+    pieces = _PRINTED.get(dist.get_rank(), [])
+    ends = [when for when, text in pieces for _ in range(text.count("\n"))]
+    return {"printed": "".join(text for _, text in pieces), "printed_s": ends}
+
+
+def fit(
+    lesson: Any,
+    calls: Sequence[int],
+    *,
+    normalised: bool = False,
+    seed: int | None = 5,
+    sample_s: float = 0.001,
+    group: Any = None,
+    **given: Any,
+) -> dict[str, Any]:
+    """Train from weights that differ by rank, in evaluation mode at first.
+
+    Args:
+        calls: Numbers of epochs of the calls of ``fit``. Between them, ranks change their weights.
+        seed: Seed, or None to leave it out.
+        given: Further arguments of the trainer.
+    """
+    sys.stdout = _ByRank()
+    model = network(dist.get_rank(group) + FIRST_SEED, normalised=normalised).eval()
+    model.training = dist.get_rank(group) % 2 == 1  # and no part of it
+    model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    trainer = lesson.Trainer(model, optimizer, **_named(group=group), **given)
+    train, test = Watched(NUM_SAMPLES, sample_s=sample_s), Watched(NUM_TEST, 1, sample_s=sample_s)
+    histories = []
+    for epochs in calls:
+        _change(model, dist.get_rank(group) if histories else 0)
+        found = trainer.fit(
+            *(train, test), epochs=epochs, global_batch_size=GLOBAL_BATCH, **_named(seed=seed)
+        )
+        histories.append(returned("fit", found))
+    return {
+        "histories": [list(map(_entry, history)) for history in histories],
+        "types": _wrong_types(lesson, histories),
+        "images_per_s": [float(result.images_per_s) for h in histories for result in h],
+        "state": state_of(model),
+        "devices": sorted({str(device_of(tensor)) for tensor in tensors_of(model).values()}),
+        "modes": sorted(modes),
+        "fetched": train.fetched,
+        "num_tested": len(test.fetched),
+        "fetched_s": train.fetched_s,
+        **_printed(),
+    }
+
+
+def _named(**given: Any) -> dict[str, Any]:
+    """Leave out what is None."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _change(model: nn.Module, by: int) -> None:
+    with torch.no_grad():
+        for tensor in tensors_of(model).values():
+            tensor += by
+
+
+def _noted_modes(model: nn.Module) -> set[str]:
+    """Note which modules are called for training while they are in evaluation mode."""
+    found = set[str]()
+
+    def before_forward(module: nn.Module, *_: object) -> None:
+        if torch.is_grad_enabled() and not module.training:
+            found.add(type(module).__name__)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(before_forward)
+    return found
+
+
+def _entry(result: Any) -> dict[str, Any]:
+    return {
+        "epoch": int(result.epoch),
+        "step_losses": [float(loss) for loss in result.step_losses],
+        "test": [float(result.test_loss), float(result.test_accuracy)],
+    }
+
+
+def _wrong_types(lesson: Any, histories: list[Any]) -> list[str]:
+    """Which values are not of the type that the lesson declares."""
+    found = {
+        f"a {type(h).__name__} instead of a list" for h in histories if not isinstance(h, list)
+    }
+    for result in (result for history in histories for result in history):
+        values = {"EpochResult": result, **vars(result)}
+        kinds = {"EpochResult": lesson.EpochResult, "epoch": int, "step_losses": tuple}
+        found |= {
+            f"{name} is a {type(value).__name__}"
+            for name, value in values.items()
+            if not isinstance(value, kinds.get(name, float))
+        }
+        found |= {f"a {type(x).__name__} in step_losses" for x in result.step_losses} - {
+            "a float in step_losses"
+        }
+    return sorted(found)
+
+
+def fit_counted(lesson: Any, calls: Sequence[int], sample_s: float) -> dict[str, Any]:
+    """Train with an all-reduce that notes when it was done."""
+    all_reduce = Counted()
+    found = fit(lesson, calls, sample_s=sample_s, all_reduce=all_reduce)
+    return {**found, "reduced_s": all_reduce.done_s}
+
+
+def fit_normalised(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
+    return fit(lesson, calls, normalised=True)
+
+
+def fit_in_group(lesson: Any, calls: Sequence[int]) -> dict[str, Any] | None:
+    """Train on ranks 1 and 2 of the world, which share a batch evenly; the others do nothing."""
+    group = dist.new_group([1, 2])
+    return fit(lesson, calls, normalised=True, group=group) if dist.get_rank() in (1, 2) else None
+
+
+def fit_there(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
+    """Train on a pretended device."""
+    with PretendDevice() as device:
+        return {**fit(lesson, calls, normalised=True, device=device), "device": str(device)}
+
+
+def fit_seeded(lesson: Any, seed: int | None, epochs: int = 1) -> list[int]:
+    """The samples that are fetched in all; None leaves the seed out."""
+    return list(fit(lesson, [epochs], seed=seed)["fetched"])
+
+
+def fit_summing(lesson: Any) -> dict[str, Any]:
+    """Train with an average that sums instead; also return its arguments and all sizes reduced."""
+    all_reduce, given = Counted(), list[Any]()
+    found = fit(lesson, [1], all_reduce=all_reduce, average=averaging(given))
+    return {**found, "average": [one is all_reduce for one in given], "sizes": all_reduce.sizes}
+
+
+def parts_of_fit(lesson: Any, epochs: int) -> None:
+    """Send what the lesson's own functions send for a training, without steps and buffers."""
+    model, test = network(FIRST_SEED, normalised=True), Watched(NUM_TEST, 1)
+    lesson.broadcast_parameters(model)
+    for _ in range(epochs):
+        lesson.evaluate(model, test)
+
+
+def fit_what_cannot_be_shared(lesson: Any) -> dict[str, str]:
+    model = network(FIRST_SEED, normalised=False)
+    trainer = lesson.Trainer(model, torch.optim.SGD(model.parameters(), lr=LR))
+    data = Watched(NUM_SAMPLES)
+    return refusal_of(lambda: trainer.fit(data, data, epochs=1, global_batch_size=7))
