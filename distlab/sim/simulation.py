@@ -278,12 +278,12 @@ def simulate(
 
     Args:
         fn: Function to run on every rank, inside an initialised ``torch.distributed`` world.
-        num_ranks: 1 to 1024.
+        num_ranks: Number of ranks, 1 to 1024.
         cluster: Cluster, name of a preset (as many nodes as the ranks need), or None: one node with
             a switch and a GPU per rank.
         joined: False for ranks that are in no process group yet, as under torchrun.
-        running: Memory in which a supervisor in another process reads the number of the running
-            rank, followed by the thread of every rank.
+        running: Memory shared with a supervisor process. It holds the number of the running rank,
+            followed by the thread of every rank.
 
     Returns:
         Results by rank, the trace, the virtual time.

@@ -1,1 +1,1 @@
-"""Plans of the built-in collectives: how much each rank sends to which other, phase by phase."""
+"""Plans of the built-in collectives: senders, receivers and sizes, phase by phase."""

@@ -23,7 +23,7 @@ GPUs whose links are not shared; n: bytes of the whole buffer; lg: to base 2, ro
     barrier          recursive_doubling   lg p α     (dissemination; also monitored_barrier)
 
 For other p see `patterns`. Adding numbers takes no time. The "hierarchical" algorithms need equally
-many ranks on every node of the group; without that, the first algorithm of the row is used as well.
+many ranks on every node of the group; otherwise the first algorithm of the row is used.
 Their steps follow each other; in "hierarchical_overlapped" they work on different pieces of the
 buffer at once, so the slowest step determines the time.
 

@@ -138,7 +138,7 @@ def _channels(nodes: Nodes) -> int:
 
 
 def _from(node: Sequence[int], c: int) -> list[int]:
-    """Return the GPUs of a node, starting at the c-th."""
+    """Return the GPUs of a node, rotated to start at the c-th."""
     return [*node[c:], *node[:c]]
 
 

@@ -1,4 +1,4 @@
-"""The message patterns of collectives: how much each rank sends to which other.
+"""The message patterns of collectives: senders, receivers and sizes.
 
     members   the GPUs of the group in the order of their positions 0 … p-1; a root is at position 0
     n         bytes of the whole buffer; a share of it is n/p

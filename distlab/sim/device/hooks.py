@@ -25,7 +25,7 @@ _plain_resize = UntypedStorage.resize_
 
 
 class Tracker(Protocol):
-    """Receiver of what hooks observe."""
+    """Receiver of the events that hooks observe."""
 
     def meet(self, parameter: Tensor) -> None:
         """Note a parameter."""

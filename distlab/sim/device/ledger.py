@@ -54,7 +54,7 @@ class Account:
         return self.blocks.get(id(storage))
 
     def add(self, tensor: Tensor, category: Category) -> None:
-        """Enter the storage of a tensor, which leaves by itself when it dies."""
+        """Enter the storage of a tensor, which leaves the account when it dies."""
         storage = tensor.untyped_storage()
         block = Block(storage, self._dead.append)
         block.key, block.category, block.nbytes = id(storage), category, 0
@@ -78,7 +78,7 @@ class Account:
         block.category = category
 
     def restart_peak(self) -> None:
-        """Let the peak be the present bytes, and later ones."""
+        """Restart the peak from the bytes held now."""
         self.peak_bytes = 0
         self._note_peak()
 

@@ -95,7 +95,7 @@ class MemoryTracker:
         return self._account.peak_bytes
 
     def restart_peak(self) -> None:
-        """Let the peak be the bytes held now, or later."""
+        """Restart the peak from the bytes held now."""
         self._update().restart_peak()
 
     @property
@@ -209,12 +209,12 @@ class MemoryTracker:
 
 
 def _is_buffer(op: Operation, inputs: list[Tensor]) -> bool:
-    """Return whether a result is only shaped like a parameter, or is the 1.0 of a backward."""
+    """Return whether a result is only shaped like a parameter, or starts a backward pass (1.0)."""
     return op.is_factory and (inputs[0].is_leaf or op.name == "ones_like")
 
 
 def _storages(value: object) -> list[UntypedStorage]:
-    """Return the storages of a tensor; of a DTensor the local part's, of a sparse tensor none."""
+    """Return the storages of a tensor, of the local part of a DTensor, or none if it is sparse."""
     if type(value) not in _PLAIN and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         return [storage for name in names for storage in _storages(getattr(value, name))]

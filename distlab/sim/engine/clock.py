@@ -61,7 +61,7 @@ class Clock:
         """Let all earlier ranks go first; called before anything that other ranks can notice.
 
         Args:
-            is_progress: False for calls that a rank may repeat forever although nothing happens.
+            is_progress: False for a call that a rank may repeat forever without any effect.
         """
         rank = self.scheduler.current
         if self._overlap:
@@ -113,18 +113,18 @@ class Clock:
                 self._overlap.begins(rank, at_s)
 
     def collective_ends(self, ranks: Iterable[int], at_s: float) -> None:
-        """Note that they have arrived: ranks that have computed meanwhile have lost time."""
+        """Note that these bytes have arrived: ranks that computed meanwhile have lost time."""
         if self._overlap:
             for rank in ranks:
                 self._overlap.ends(rank, at_s)
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass, and let other ranks act meanwhile: the sleeper may wait for them."""
+        """Let time pass and other ranks act, because the sleeper may be waiting for them."""
         self.scheduler.current.clock_s += max(seconds, POLL_S)
         self.scheduler.rest()
 
     def gave_up(self, operation: object) -> None:
-        """Note that a wait of the running rank has timed out: it may wait again."""
+        """Note that a wait of the running rank has timed out, and may be repeated."""
         self.scheduler.rest(lambda: operation)
 
     def refused(self, operation: object) -> None:

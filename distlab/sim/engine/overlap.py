@@ -17,21 +17,20 @@ class Overlap:
     """Intervals in which each rank computes, and the seconds that it owes.
 
     Args:
-        cost: Seconds lost in each second in which a rank computes while one of its collectives is
-            under way.
+        cost: Seconds lost per second of computation during a collective of the same rank.
     """
 
     def __init__(self, num_ranks: int, cost: float) -> None:
         self._cost = cost
         self._computed: list[deque[tuple[float, float]]] = [deque() for _ in range(num_ranks)]
         self._under_way = [0] * num_ranks
-        self._charged_until_s = [0.0] * num_ranks  # at least the start of those under way
+        self._charged_until_s = [0.0] * num_ranks  # never before the start of those under way
         self._owed_s = [0.0] * num_ranks
 
     def computed(self, rank: int, start_s: float, end_s: float, now_s: float) -> None:
         """Note when a rank computes; ``now_s`` is the time of the world."""
         intervals = self._computed[rank]
-        # Intervals before `done_s` are charged already, or no collective can overlap them any more.
+        # No collective can add a charge for intervals that end before `done_s`.
         done_s = self._charged_until_s[rank] if self._under_way[rank] else now_s
         while intervals and intervals[0][1] <= done_s:
             intervals.popleft()

@@ -5,17 +5,17 @@ rank is known to wait. The rule: a strand that has done nothing but ask or sleep
 work, for long enough, counts as waiting for what it asks about. If all others wait as well, and no
 event is pending, asking can never help, and the world is deadlocked.
 
-    work      poll, poll, poll, …         MAX_POLLS times, whatever that takes
+    work      poll, poll, poll, …         MAX_POLLS times, however long that takes
     work      sleep, sleep, …             more than MIN_RESTS, and longer than PATIENCE_S in all
     work      time.time(), time.time()    from FREE_READINGS on, each takes time: it must pass
 """
 
 from collections.abc import Callable
 
-MAX_POLLS = 10_000  # more than a program makes that gives up, or sleeps in between
-MIN_RESTS = 100  # fewer sleeps may be long ones, and not a loop
+MAX_POLLS = 10_000  # polls in a row; a program that gives up or sleeps makes fewer
+MIN_RESTS = 100  # least number of sleeps that counts as a loop
 PATIENCE_S = 1800.0  # seconds of sleeping; gloo waits as long for a rank that does not come
-STRETCH = 0.1  # lengthening of sleeps after MAX_POLLS vain ones, per second slept so far
+STRETCH = 0.1  # share of the time slept so far that is added to a sleep after MAX_POLLS
 POLL_S = 1e-6  # cost of is_completed(); if it were free, a polling loop would never end
 # A program that times its steps reads the clock a few times between two communication calls. One
 # that reads it more often is polling. torch never reads it during a step.
@@ -99,7 +99,7 @@ class Patience:
             is_progress: False for a call that counts as asking.
         """
         self._num_readings = 0
-        if is_progress:  # as in `works`; once for every message
+        if is_progress:  # inlines `works`, because every message comes here
             self._worked_s, self._num_asked = now_s, 0
             self.asks = self.tried = None
 

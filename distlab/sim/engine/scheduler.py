@@ -52,7 +52,7 @@ class EventSource(Protocol):
         """Run the events that are due at ``now_s``."""
 
 
-_new_baton = threading.Lock  # the real one: while a world runs, the name gives ranks virtual locks
+_new_baton = threading.Lock  # the real lock; while a world runs, ranks get virtual ones
 
 
 class Timer:
@@ -69,7 +69,7 @@ class Strand:
 
     Attributes:
         rank: Rank that owns the thread.
-        order: 0 is the rank itself, 1 the first thread that it has started.
+        order: Number of the thread on its rank; 0 for the rank itself.
         name: Name of the thread, or "" for the first one.
         clock_s: Virtual time of the strand.
         ident: Identifier of the thread.
@@ -108,7 +108,7 @@ class Strand:
 
 
 class Rank(Strand):
-    """One simulated rank: its first thread, and what its threads share.
+    """One simulated rank: its first thread, and the data that its threads share.
 
     Attributes:
         strands: All its threads, the first one being the rank itself.
@@ -139,7 +139,7 @@ class Scheduler:
         self.source: EventSource | None = None
         self.is_stopping = False
         self.describe_rest: Callable[[Strand], object] = repr  # maker of an operation for a sleeper
-        self.on_abandoned: Callable[[Strand], None] = lambda _: None  # called for killed daemons
+        self.on_abandoned: Callable[[Strand], None] = lambda _: None  # callback for killed daemons
         self._on_switch = on_switch  # (from, to): swaps the state of two ranks
         self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # clock, rank, strand
         self._timers: list[tuple[float, int, Timer]] = []
@@ -345,7 +345,7 @@ class Scheduler:
         self._yield(self.current)
 
     def is_ending(self) -> bool:
-        """Return whether the running strand is to unwind."""
+        """Return whether the running strand is being unwound, or is about to be."""
         return self.is_stopping or self.current.is_killed
 
     def stop(self, failure: BaseException) -> None:
@@ -443,7 +443,7 @@ class Scheduler:
         return bool(idle)
 
     def _run_events(self, now_s: float) -> None:
-        """Run the events due now. An error in one ends the world: it is not the waiting rank's."""
+        """Run the events due now. An error ends the world, not just the rank that waits here."""
         self.now_s = now_s
         try:
             while self._timers and self._timers[0][0] <= now_s:

@@ -54,7 +54,7 @@ class Trace:
     """Collects events and totals while the world runs.
 
     Args:
-        has_events: True to keep events; False only counts them.
+        has_events: True to keep events, False to only count them.
 
     Attributes:
         bytes_by_link: Bytes that have arrived over each link; the network updates it.
@@ -67,7 +67,7 @@ class Trace:
         self.unwaited: list[str] = []  # handles that were never waited for, a line each, by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> virtual time
         self.network_s = 0.0  # time at which the last bytes had arrived, or the last rank ended
-        self._rows: list[tuple[Any, ...]] = []  # fields of events: plain tuples are made faster
+        self._rows: list[tuple[Any, ...]] = []  # fields of events; plain tuples are faster to make
         self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # messages, by source
         self.bytes_sent = [0.0] * num_ranks
         self.bytes_received = [0.0] * num_ranks

@@ -100,8 +100,8 @@ class Cluster:
         cyclic             0 2 | 1 3                  on node g % nodes
 
     Args:
-        nodes, gpus_per_node: Size. GPUs of a node share one switch or host; an NVL72 rack is one
-            node.
+        nodes, gpus_per_node: Number of nodes, and of GPUs on each, which share a switch or host. An
+            NVL72 rack is one node.
         gpu: Model of each GPU, or None for computation without time and memory without limit.
         nics_per_node: Number of NICs, shared evenly by neighbours. 0 for the topology's default:
             one for ethernet, and one per GPU otherwise.
@@ -117,7 +117,7 @@ class Cluster:
         numbering: Order of the GPUs, and so of the ranks: "block", node by node, or "cyclic", a GPU
             of each node in turn. The names are those of Slurm's --distribution.
         faults: Pairs (pattern, factor) for links that `slowed` has slowed down.
-    Raises: ValueError: a value makes no sense; the text, one line, says what is valid.
+    Raises: ValueError: a value is invalid; the text says what is valid, in one line.
     """
 
     nodes: int = 1
@@ -327,7 +327,7 @@ def _below(values: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
-    """Return the cluster, or one of this preset's name (None: one node), with a GPU per rank.
+    """Return the given cluster, or make one from a preset's name or None, with a GPU per rank.
 
     Raises:
         ValueError: the cluster has fewer GPUs than there are ranks, there is no preset of that

@@ -3,7 +3,7 @@
     status      meaning
     spec        from the maker's data sheet: one direction, dense (the sheets print the sum of both
                 directions, and twice the FLOP/s with sparsity)
-    measured    measured and published by someone
+    measured    a published measurement
     fitted      fitted to published runs of NCCL; docs/fidelity.md shows how well
     assumed     not published, but plausible; `Cluster.assumptions` lists these
 

@@ -1,6 +1,6 @@
 """The end of each rank's program: its ``return``, or its last line.
 
-A frame that is kept alive keeps the line on which it has ended. So a trace function catches the
+A frame that is kept alive remembers the line on which it ended. So a trace function catches the
 outermost frame of a rank's program as it begins. It then removes itself, because tracing every call
 would make programs slow.
 """
@@ -43,7 +43,7 @@ class Exits:
 
     @contextlib.contextmanager
     def watched(self, rank: int) -> Iterator[None]:
-        """Note where the program run inside ends, unless a debugger or coverage traces already."""
+        """Note the last line of the program inside, unless a debugger or coverage is tracing."""
         program = self._programs[rank] = _Program(self._places)
         is_free = sys.gettrace() is None
         if is_free:
@@ -99,7 +99,7 @@ class _Program:
             sys.settrace(None)  # even if the function is ours, or decorated by one of torch's
 
     def look_for_main(self, frame: FrameType | None) -> None:
-        """Find the function that the script has called, given a frame further in."""
+        """Find the function that the script has called, given a frame inside that call."""
         script = self._frame
         if self._main or script is None or script.f_code.co_name != SCRIPT:
             return

@@ -25,7 +25,7 @@ class Groups:
 
     Args:
         shared: Parts of the world that all groups use.
-        tables: Running rank's tables, in which torch keeps its groups.
+        tables: Tables of torch with the running rank's groups.
 
     Attributes:
         store: Store of the world.

@@ -69,7 +69,7 @@ def _set_policy(name: str) -> None:
 HAND_OVERS = 8  # hand-overs timed in each run
 RUNS = 3  # timed runs; the fastest one counts
 SPARE = 0.5  # idle cores needed: on a busy machine, a core may be shared while another is idle
-FAST_S = 15e-6  # hand-overs between cores are no faster
+FAST_S = 15e-6  # least time of a hand-over between cores
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""``torch.meta``: what ``torch.cuda`` is for CUDA, so that FSDP2 can shard over a "meta" mesh.
+"""``torch.meta``, the counterpart of ``torch.cuda``: FSDP2 needs it to shard over a "meta" mesh.
 
     mesh = init_device_mesh("meta", (dist.get_world_size(),))
     fully_shard(block, mesh=mesh)

@@ -104,7 +104,7 @@ def installed(host: RankHost) -> Iterator[None]:
         undo.callback(set_warning_state, warning_state())
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
         undo.callback(_set_deterministic, torch.are_deterministic_algorithms_enabled())
-        undo.callback(setattr, sys, "stdout", sys.stdout)  # ranks that redirect it interleave
+        undo.callback(setattr, sys, "stdout", sys.stdout)  # redirections of ranks interleave
         undo.callback(setattr, sys, "stderr", sys.stderr)
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # otherwise each rank's thread gets its own pool
@@ -112,7 +112,7 @@ def installed(host: RankHost) -> Iterator[None]:
 
 
 def _set_deterministic(wanted: bool) -> None:
-    """Restore the setting only if a rank changed it: torch then loads its compiler for a second."""
+    """Restore the setting only if a rank changed it, as that loads torch's compiler (1 s)."""
     if torch.are_deterministic_algorithms_enabled() != wanted:
         torch.use_deterministic_algorithms(wanted)
 
@@ -203,7 +203,7 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
 
 
 def _patch_insides(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Patch inner functions of torch, so that names which a program imported before work too."""
+    """Patch inner functions of torch, so that names that a program imported earlier also work."""
     _patch_making_of_groups(undo, host)
     _patch_default_group(undo, host)
     _patch_checks(undo, host)

@@ -25,7 +25,7 @@ Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the origi
 VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 _warnings: Any = warnings  # the stubs do not know its inner names
 
-# Called at every hand-over, so not looked up each time.
+# Functions called at every hand-over, and so looked up only once.
 _get_torch_rng = torch.default_generator.get_state
 _set_torch_rng = torch.default_generator.set_state
 _get_dtype = torch.get_default_dtype
@@ -73,10 +73,10 @@ def set_warning_state(state: WarningState) -> None:
 class RankState:
     """The process-wide state of one rank while another runs.
 
-    torch's generator is one object, whose state is copied at every hand-over. All else are objects
-    of the rank: the generators of ``random`` and numpy, the environment variables with its number,
-    its host name, the state that ``warnings.catch_warnings`` changes, a redirected ``sys.stdout``,
-    and the default dtype.
+    torch's generator is one object, whose state is copied at every hand-over. Each rank has objects
+    of its own for everything else: the generators of ``random`` and numpy, the variables with its
+    number, its host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if
+    redirected, and the default dtype.
     """
 
     def __init__(self, rank: int, place: Place, seed: int) -> None:
@@ -92,7 +92,7 @@ class RankState:
         self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
         self.streams = sys.stdout, sys.stderr
         self.dtype = torch.get_default_dtype()
-        self.folder = ""  # current folder; "": the one in which the world began
+        self.folder = ""  # current folder; "" for the folder in which the world began
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -132,7 +132,7 @@ def _owner(function: object) -> object:
 
 
 PYTHON_FUNCTIONS = functions_of(random, random._inst)
-NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # a plain function
+NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # seed is no method
 
 
 class RankVariables(dict[bytes, bytes]):
@@ -174,8 +174,8 @@ class RankStates:
     Args:
         places: Places of the ranks in the cluster.
         seed: Seed of the ranks' generators.
-        running: Memory in which a supervisor in another process reads the number of the running
-            rank, followed by the thread of every rank; or None.
+        running: Memory shared with a supervisor process, or None. It holds the number of the
+            running rank, followed by the thread of every rank.
 
     Attributes:
         num_local_ranks: Number of ranks of the fullest node.
@@ -202,12 +202,12 @@ class RankStates:
         self._running = [0] * (1 + self.num_ranks)
 
     def begin(self) -> None:
-        """Let rank 0 be the first."""
+        """Make rank 0 the running rank."""
         self._running[0] = 0
         self._states[0].bring_out(self.tables)
 
     def move_in(self, rank: Strand) -> None:
-        """Note that the calling thread is a rank's."""
+        """Note that the calling thread is the first one of a rank."""
         self._running[1 + rank.number] = threading.get_ident()
 
     def switch(self, strand: Strand, next_strand: Strand) -> None:
@@ -247,5 +247,5 @@ class RankStates:
         return self._states[self._running[0]]
 
     def is_in_rank(self) -> bool:
-        """Return whether the calling thread is the rank that runs."""
+        """Return whether the calling thread is that of the running rank."""
         return self._running[1 + self._running[0]] == threading.get_ident()

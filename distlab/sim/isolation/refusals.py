@@ -56,8 +56,8 @@ class Refusals:
 
     def outside_note(self, rank: int) -> str:
         """Return a note on a call that torch left out with only a warning, or ""."""
-        what = self._outside.get(rank)
-        return f"Before, rank {rank} {what}: torch has left out that call." if what else ""
+        call = self._outside.get(rank)
+        return f"Before, rank {rank} {call}: torch has left out that call." if call else ""
 
     def notes(self, num_calls: Mapping[int, int]) -> list[str]:
         """Report errors that ranks got instead of their last call, or of the one before it.
@@ -66,14 +66,14 @@ class Refusals:
             num_calls: Number of successful calls by rank.
         """
         recent = {
-            rank: what
+            rank: error
             for rank, count in num_calls.items()
-            for what, before in [self._by_rank.get(rank, ("", count - 2))]
+            for error, before in [self._by_rank.get(rank, ("", count - 2))]
             if count - before < 2
         }
         return merged_notes(
-            (rank, f"On {WHO}, {what} The exception was caught, so the other ranks do not know.")
-            for rank, what in recent.items()
+            (rank, f"On {WHO}, {error} The exception was caught, so the other ranks do not know.")
+            for rank, error in recent.items()
         )
 
 
@@ -103,7 +103,7 @@ def _note_refusals(
             _speak_of_objects(name, error, args, kwargs)
             rank = clock.current.rank
             refusals.note(rank.number, name, error, rank.num_calls)
-        with contextlib.suppress(Exception):  # it asks groups that a rank may not be in
+        with contextlib.suppress(Exception):  # torch's function fails outside of a group
             return describe_call(name, *args, **kwargs)
         return {}
 

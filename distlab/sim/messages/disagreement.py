@@ -24,7 +24,7 @@ class Given(NamedTuple):
     rank: int
     name: str
     maker: str  # function of torch that has made the call; "" if the program has
-    values: dict[str, object]  # arguments by their words in a report
+    values: dict[str, object]  # arguments by name, as written in a report
     row: Row
 
     def key(self) -> str:
@@ -78,7 +78,7 @@ def disagreement(given: Sequence[Given]) -> Mismatch:
 
 
 def _headline(sides: Sequence[tuple[Sequence[Given], str]]) -> str:
-    texts = [f"{what} on {rank_names(g.rank for g in side)}" for side, what in sides[:MAX_SIDES]]
+    texts = [f"{text} on {rank_names(g.rank for g in side)}" for side, text in sides[:MAX_SIDES]]
     if len(sides) > MAX_SIDES:
         texts[-1] = f"other values on {len(sides) - MAX_SIDES + 1} more"
     return ", but ".join(texts) if len(texts) == 2 else joined(texts)
@@ -90,7 +90,7 @@ def _details(call: Given, words: Iterable[str]) -> str:
 
 
 def _merged(given: Iterable[Given]) -> list[Row]:
-    """Make rows, one for all equal calls."""
+    """Merge equal calls into rows."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for call in given:
         ranks.setdefault((call.key(), call.row.text, call.row.where), []).append(call.rank)
@@ -98,7 +98,7 @@ def _merged(given: Iterable[Given]) -> list[Row]:
 
 
 def unequal_parts(calls: Sequence[Call], rows: Sequence[Row]) -> Mismatch | None:
-    """Make the error if a rank of an ``all_to_all`` sends another number than the peer expects."""
+    """Make the error if a rank's part of an ``all_to_all`` is not as long as its peer expects."""
     for i, sender in enumerate(calls):
         for k, receiver in enumerate(calls):
             sent, expected = sender.inputs[k].numel(), receiver.outputs[i].numel()

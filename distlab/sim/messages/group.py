@@ -51,7 +51,7 @@ class Failures:
     def note(self, error: SimulationError) -> None:
         """Keep an error that is about to be raised in the running rank.
 
-        After MAX_ERRORS of them, the world ends: a rank catches errors and retries forever.
+        After MAX_ERRORS errors the world ends, because a rank catches them and retries forever.
         """
         self._num_errors += 1
         if self.first is None:

@@ -85,7 +85,7 @@ def missing_error(missing: Sequence[int], seconds: float) -> RuntimeError:
 
 
 def unmonitored_error(rank: int) -> RuntimeError:
-    """Make the error of a monitored barrier on a rank of the group, other than 0, that has come."""
+    """Make the error of a monitored barrier on a rank that has come, numbered inside its group."""
     return RuntimeError(
         f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
         "send/recv from rank 0. Please check rank 0 logs for faulty rank."

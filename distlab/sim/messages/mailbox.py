@@ -25,7 +25,7 @@ from distlab.sim.reporting.sites import Site
 
 SIZES = "A send and its recv need the same number of elements and the same dtype."
 ORDER = "Messages from one rank to another with the same tag meet in the order of the calls."
-MAX_TAKEN = 8  # messages remembered for each rank that its recvs from any rank have taken
+MAX_TAKEN = 8  # messages taken by recvs from any rank, remembered per receiving rank
 Pair = tuple[object, int, int]  # group and two ranks, the lower one first
 Address = tuple[object, int, int, int]  # group, source, destination, tag
 

@@ -64,7 +64,7 @@ class Attendance(Pending):
         self.kept: list[Tensor] = []  # copies of the inputs when posted, in strict mode
 
     def late(self, limit_s: float) -> Exception:
-        """Return the error for a rank whose own limit is over; the collective continues."""
+        """Return the error for a rank whose own limit has expired; the collective continues."""
         return patience_error(self.rank, limit_s, f"{self.text()}, {self.where()}")
 
     def expired(self, limit_s: float) -> Exception:
@@ -121,7 +121,7 @@ class Meeting:
     def arrive(self, call: Call, site: CallSite) -> Attendance:
         """Take part as the running rank.
 
-        If calls differ, all ranks are awaited, so that the error can show the call of each.
+        If calls differ, the meeting waits for all ranks, so that the error can show their calls.
 
         Raises:
             Mismatch: the calls of the ranks cannot be one collective.
@@ -151,7 +151,7 @@ class Meeting:
         )
 
     def _settle(self, call: Call) -> None:
-        """Begin, or fail on all ranks, which have all arrived."""
+        """Begin now that all ranks have arrived, or fail on all of them."""
         members = [self.attendances[rank] for rank in self.group]
         error = self.dispute() if self.is_disputed else None
         if error is None and members[0].name == "all_to_all":
@@ -216,7 +216,7 @@ class Meeting:
         self.attendances.clear()
 
     def _begin(self, call: Call) -> None:
-        """Let the bytes travel, as all ranks have arrived."""
+        """Let the bytes travel, now that all ranks have arrived."""
         self._has_begun = True
         clock = self._world.clock
         self._begin_s = clock.current.clock_s

@@ -90,7 +90,7 @@ class Message(Pending):
         self.payload, self.is_eager = payload, is_eager
 
     def start(self, at_s: float) -> None:
-        """Count as posted at ``at_s``, when the message's turn has come."""
+        """Count the message as posted at ``at_s``, because its turn has come."""
         self.posted_s = at_s
 
     def meet(self, recv: "Message") -> None:

@@ -36,7 +36,7 @@ class Pending:
         *("clock", "error", "maker", "posted_s", "rank", "site", "waiters"),
     )
     kind = "collective"  # or "send", "recv", "founding", "store", "thread"
-    is_recorded = True  # False for operations of which the trace records only the waits
+    is_recorded = True  # False if the trace records only waits for the operation
     peer = -1  # global rank of a message's other side
     number = -1  # number of a message
 
@@ -112,7 +112,7 @@ class Pending:
         return is_in_time
 
     def late(self, limit_s: float) -> Exception:
-        """Return the error for a rank whose own limit is over."""
+        """Return the error for a rank whose own limit has expired."""
         return self.expired(limit_s)
 
     def expired(self, limit_s: float) -> Exception:

@@ -84,7 +84,7 @@ class KeyWait(Pending):
         return f"which {change.text()}" if change else "which no rank has set"
 
     def advice(self) -> str:
-        """Say what to do about a deleted key, one like another, or a value; else what there is."""
+        """Return advice on a deleted key, a misspelled key or a stale value, or list the keys."""
         key = self.keys[0]
         if key in self.values:
             return "Which rank should change it, and does that rank wait for something else first?"

@@ -74,14 +74,14 @@ class SimWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is done, or has taken too long in virtual time.
 
-        Without a limit, an operation that can never be done is a deadlock at once.
+        Without a limit, an operation that can never be done is reported as a deadlock at once.
         """
         self._open.pop(self.pending, None)
         self.pending.wait(NEVER if timeout is None else limit_s(timeout), self._limit_s)
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done at this rank's time; asking takes a microsecond."""
+        """Return whether the operation is done at this rank's time; asking takes a microsecond."""
         clock = self.pending.clock
         clock.poll(lambda: self.pending)
         is_completed = self.pending.is_done and self.pending.done_s <= clock.current.clock_s
@@ -90,7 +90,7 @@ class SimWork(dist.Work):
         return is_completed
 
     def is_success(self) -> bool:
-        """Return whether it is done; a failed operation raises in its rank instead."""
+        """Return whether the operation is done; a failed one raises in its rank instead."""
         return self.is_completed()
 
     def synchronize(self) -> None:

@@ -24,7 +24,7 @@ from distlab.sim.network.crowd import TIE, Crowd, Flow
 
 __all__ = ["Flow", "Network", "max_min_rates"]
 
-CROWD = 64  # number of flows from which on a component becomes a crowd, because arrays are faster
+CROWD = 64  # least number of flows of a crowd; with fewer, arrays are slower
 
 _BY_FINISH = attrgetter("finish_s", "order")
 
@@ -82,7 +82,7 @@ class Network:
                 flows[flow] = None
                 if self._bytes_per_s[link] < rate:
                     rate = self._bytes_per_s[link]
-        if not shared:  # no link is shared: no solve, and the end is exact
+        if not shared:  # without shared links no solve is needed, and the end is exact
             flow.own_rate = rate
             flow.finish_s = finish_s = now_s + num_bytes / rate
             heapq.heappush(self._ends, (finish_s, order, flow))

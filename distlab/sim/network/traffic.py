@@ -10,7 +10,7 @@ from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster
 from distlab.sim.network.flows import Network
 
-# Begin, order among those of the same instant, links, bytes, function to call at the arrival.
+# Start time, order among transfers of the same instant, links, bytes, callback for the arrival.
 Transfer = tuple[float, int, tuple[int, ...], float, Callable[[float], None]]
 
 
@@ -74,7 +74,7 @@ class Traffic:
             self.next_event_s = begin_s
 
     def run_events(self, now_s: float) -> None:
-        """Start transfers that are due, and call the functions of those that have arrived."""
+        """Start transfers that are due, and call the callbacks of those that have arrived."""
         waiting, network = self._waiting, self.network
         while waiting and waiting[0][0] <= now_s:
             _, _, links, num_bytes, arrived = heapq.heappop(waiting)

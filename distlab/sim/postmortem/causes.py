@@ -37,7 +37,7 @@ KEY_ADVICE = (
     "Is the key spelled the same on both sides? Does the rank that should set it wait for "
     "something else first?"
 )
-MAX_CIRCLE = 12  # ranks
+MAX_CIRCLE = 12  # most ranks of a circle that are listed
 FOUND_TOGETHER = "Every rank of a group has to call new_group for it"
 
 
@@ -57,7 +57,8 @@ def _knot(still: Standstill, ranks: list[int]) -> Cause:
     """Explain a knot; a lock that a thread holds while it communicates may be the reason."""
     cause = _knot_of_calls(still, ranks)
     if by_torch := advice_for(still.blocked[rank].maker for rank in ranks):
-        is_cycle = cause.kind == "send/recv cycle"  # the order of torch's messages is torch's
+        # The program cannot change the order of torch's own messages.
+        is_cycle = cause.kind == "send/recv cycle"
         cause = cause._replace(advice=by_torch if is_cycle else f"{by_torch} {cause.advice}")
     for rank in cause.involved:
         if lock := thread_waits.held_during(still.blocked[rank]):

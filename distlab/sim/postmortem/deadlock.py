@@ -36,14 +36,14 @@ def explain(
     """Make the error for a world in which no rank can continue.
 
     Args:
-        blocked: Operation in which a rank waits, by rank.
+        blocked: Operations that block ranks, by rank.
         ended: Ranks that have returned or were killed.
         killed: Ranks that a fault has killed, which are also in ``ended``.
         unmatched: Sends and recvs that have started and have not met.
         queued: Sends and recvs that have not started, because their rank's earlier ones run.
         waits_at: Line on which a rank waits, by rank, which may not be that of the call.
         history: Earlier calls of the ranks.
-        beside: Operations in which further threads of the ranks wait.
+        beside: Operations that block further threads of ranks.
     """
     history, beside = history or History(), list(beside)
     still = Standstill(blocked, ended, killed, history)

@@ -114,7 +114,7 @@ def _nodes(file: str) -> tuple[ast.AST, ...]:
 
 
 def _module(file: str) -> ast.Module:
-    """Parse a file; the module is empty if the file is gone or was changed to invalid code."""
+    """Parse a file; the module is empty if the file is missing or invalid."""
     return _parsed("".join(linecache.getlines(file)))
 
 

@@ -71,7 +71,7 @@ def doubtful(
 
     Args:
         ranks: Ranks whose waits are in the pairs.
-        beside: Operations in which further threads of ranks wait.
+        beside: Operations that block further threads of ranks.
         is_cycle: True if the ranks wait for each other.
     """
     beside = list(beside)
@@ -209,7 +209,7 @@ def kept_apart(
     Args:
         queued: Messages that have not started.
         unmatched: Messages that have started but have no match.
-        blocked: Operation in which a rank waits, by rank.
+        blocked: Operations that block ranks, by rank.
         ranks: Ranks whose messages count.
     """
     apart = list(_kept_apart([m for m in queued if m.rank in ranks], [*unmatched, *queued]))

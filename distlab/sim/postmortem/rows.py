@@ -52,7 +52,7 @@ def _merged(calls: Calls, texts: Iterable[str], *, has_threads: bool = True) -> 
 
 
 def _thread(wait: Pending) -> str:
-    """Write ``, thread 'saver'``, unless the rank's first thread waits in it, or no thread does."""
+    """Write ``, thread 'saver'`` if a thread other than the rank's first one waits; else ""."""
     name = "" if wait.is_done or not wait.waiters else wait.waiters[0].name
     return f", thread {name!r}" if name else ""
 

@@ -87,7 +87,7 @@ class Standstill:
     """The waits of all ranks.
 
     Args:
-        blocked: Operation in which a rank waits, by rank.
+        blocked: Operations that block ranks, by rank.
         ended: Ranks that have returned or were killed.
         killed: Ranks that a fault has killed, which are also in ``ended``.
         history: Earlier calls of the ranks.

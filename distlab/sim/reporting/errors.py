@@ -20,7 +20,7 @@ DeadlockKind = Literal[
     "send/recv cycle",  # ranks wait for each other's messages in a circle
     "missing rank",  # a rank waits for a message while others wait for it in a collective
     "order mismatch",  # ranks wait in different collectives, each for the other
-    "key never set",  # a key of the store
+    "key never set",  # a rank waits for a key of the store
     "thread wait",  # a rank waits for a lock, a queue or a thread of its own
     "peer ended",  # a rank waits for one that has returned or was killed
 ]

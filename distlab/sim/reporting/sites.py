@@ -17,7 +17,7 @@ import typing_extensions
 from distlab import process_group
 from distlab.sim.reporting.torch_calls import INDIRECT
 
-Site = tuple[str, int, str]  # file, line, function; no file: in given code
+Site = tuple[str, int, str]  # file ("" in given code), line, function
 CallSite = tuple[Site, bool, str]  # site, whether torch made the call by itself, torch's function
 
 _SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
@@ -51,8 +51,8 @@ def _folder(file: str | None) -> str:
     return f"{Path(file or '').parent}{os.sep}"
 
 
-# Kinds of files by the start of their path; the first that matches counts. They distinguish what a
-# program calls from what torch does by itself.
+# Kinds of files by the start of their path; the first match counts. They distinguish calls of the
+# program from calls that torch makes by itself.
 _KINDS = (
     (_SIMULATOR, SIMULATOR),
     (_folder(process_group.__file__), SIMULATOR),
@@ -75,7 +75,7 @@ _PACKAGES = ("site-packages", "dist-packages")  # folders below _LIBRARY that ar
 class Places:
     """Distinguishes the lines of a program from those of the machinery.
 
-    Args: given: folders or files of code that belongs to the caller, not to the program.
+    Args: given: Folders or files of code that belongs to the caller, not to the program.
     """
 
     def __init__(self, given: Iterable[str] = ()) -> None:

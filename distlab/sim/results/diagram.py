@@ -35,7 +35,7 @@ STATES = {  # (is sending, is receiving) -> activity
     (False, False): "waiting",
 }
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
-CROWDED = 32  # most ranks with separate lanes and arrows; more arrows would hide everything
+CROWDED = 32  # most ranks with arrows for messages; more arrows would hide everything
 MANY = 500  # most messages with thick arrows
 LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
@@ -93,7 +93,7 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
 
 
 def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[Bar]]:
-    """Cut waits at the begins and ends of the rank's messages, into sending, receiving, and so on.
+    """Cut waits at the starts and ends of the rank's messages, into sending, receiving, and so on.
 
     A rank in ``send`` waits until the other rank is in ``recv``, and sends from then on.
     """
@@ -114,7 +114,7 @@ def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[
 
 
 def _cuts(wait: Event, intervals: Iterable[Interval]) -> list[float]:
-    """Return the begin and end of a wait, and the begins and ends of messages in between."""
+    """Return the start and end of a wait, and the starts and ends of messages in between."""
     inside = {time for time in chain(*intervals) if wait.start_s < time < wait.end_s}
     return sorted({wait.start_s, wait.end_s, *inside})
 

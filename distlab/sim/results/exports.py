@@ -34,7 +34,7 @@ def write_trace(simulated: Simulated[Any], path: Path) -> None:
 def write_traces(simulated: Simulated[Any], folder: Path) -> None:
     """Write a file per rank into a folder, for Holistic Trace Analysis.
 
-    Set HTA_DISABLE_NS_ROUNDING=1, because it otherwise rounds events to microseconds, and then run:
+    Set HTA_DISABLE_NS_ROUNDING=1, because HTA otherwise rounds events to microseconds, and run:
         TraceAnalysis(trace_dir=folder).get_comm_comp_overlap()
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,8 +146,8 @@ def _names(simulated: Simulated[Any], slices: Iterable[Json]) -> Iterator[Json]:
         yield _name("thread_sort_index", rank, thread, sort_index=thread)
 
 
-def _name(what: str, rank: int, thread: int, **arguments: object) -> Json:
-    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": arguments}
+def _name(kind: str, rank: int, thread: int, **arguments: object) -> Json:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": arguments}
 
 
 def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Json]:

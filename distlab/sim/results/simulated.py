@@ -29,8 +29,8 @@ class Options:
         has_devices: True to account for computation and memory; None to do so if the cluster
             describes its GPU.
         capacity_bytes: Memory of each GPU; None for that of its description.
-        overlap_cost: Seconds that computation loses in each second in which a collective of its
-            rank is under way: see `engine.overlap`.
+        overlap_cost: Seconds lost per second of computation during a collective of the same rank:
+            see `engine.overlap`.
         has_events: True to keep every event, for pictures and traces. Without them a message takes
             less memory, and only totals are known.
         faults: Faults to inject.

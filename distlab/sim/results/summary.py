@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from distlab.sim.results.simulated import Simulated
 from distlab.util.text import bytes_text, counted, seconds_text
 
-LISTED = 16  # most ranks with a line each; a table of more shows the spread and the slowest ones
+LISTED = 16  # most ranks with a line each; for more, the table shows the spread and the slowest
 SLOWEST = 3  # slowest ranks shown
 BUSIEST = 3  # busiest links named
 
