@@ -176,7 +176,7 @@ class Simulation:
         return doing_of_others(failed, self.scheduler.ranks, self.places, self._history())
 
     def _exit_process(self, status: int) -> None:
-        """End the world, because a rank has called ``os._exit``, so that it runs no clean-up.
+        """End the world, because a rank has called ``os._exit``, without running any clean-up.
 
         Real processes of other ranks would continue, and fail as soon as they need this one.
         """

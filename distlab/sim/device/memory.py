@@ -77,7 +77,7 @@ class MemoryTracker:
                 handle.remove()
         self._parameters.clear()
 
-    # What is held
+    # Contents
 
     @property
     def live_bytes(self) -> int:

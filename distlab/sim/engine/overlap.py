@@ -24,7 +24,7 @@ class Overlap:
         self._cost = cost
         self._computed: list[deque[tuple[float, float]]] = [deque() for _ in range(num_ranks)]
         self._under_way = [0] * num_ranks
-        self._charged_until_s = [0.0] * num_ranks  # never before the start of those under way
+        self._charged_until_s = [0.0] * num_ranks  # end of the last charge, or a later start
         self._owed_s = [0.0] * num_ranks
 
     def computed(self, rank: int, start_s: float, end_s: float, now_s: float) -> None:

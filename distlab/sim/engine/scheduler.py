@@ -225,7 +225,7 @@ class Scheduler:
                     self._kill(other)
         self._hand_over(strand)
 
-    # What a rank does
+    # Calls of the running rank
     #
     # The invariant: while a rank does something that others can notice, `now_s` is its clock, and
     # no other strand is ready, and no event pending, at an earlier time. `act` makes it so: it puts

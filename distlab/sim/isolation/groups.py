@@ -17,7 +17,7 @@ from distlab.sim.reporting.sites import CallSite
 
 BACKEND = "sim"
 BACKEND_CONFIG = ",".join(f"{device}:{BACKEND}" for device in ("cpu", "cuda", "meta"))
-TAG = "ptd:0"  # torch's tag of a group that the user gave none
+TAG = "ptd:0"  # torch's tag for groups without a tag of the user's
 
 
 class Groups:

@@ -106,6 +106,11 @@ class Founding(Attendance):
 class Meeting:
     """One collective call of one group, from the first arrival to the end."""
 
+    # The invariant: the k-th call of every rank on a group attends the k-th meeting, which stays in
+    # `Meetings._open` until its last rank arrives. Until then it can fail, and ranks that arrive
+    # later get its error. Once it has begun, it can only end. A meeting that has failed or
+    # ended holds no attendance, so that no handle keeps the tensors of other ranks alive.
+
     def __init__(self, world: "Meetings", key: object, group: tuple[int, ...], number: int) -> None:
         self._world = world
         self.key = key

@@ -42,7 +42,7 @@ def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def _elsewhere(still: Standstill, wait: Attendance) -> Iterator[Attendance]:
-    """Yield the same calls of missing ranks, on the same line but on another group."""
+    """Yield calls of missing ranks that differ only in the group: same name, same line."""
     for peer in still.waits_for[wait.rank]:
         call = still.blocked.get(peer) or still.history.calls.get(peer, (0, None))[1]
         if (

@@ -18,7 +18,7 @@ from distlab import process_group
 from distlab.sim.reporting.torch_calls import INDIRECT
 
 Site = tuple[str, int, str]  # file ("" in given code), line, function
-CallSite = tuple[Site, bool, str]  # site, whether torch made the call by itself, torch's function
+CallSite = tuple[Site, bool, str]  # site, True for a call that torch makes, torch's function or ""
 
 _SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
 PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
