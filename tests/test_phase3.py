@@ -9,7 +9,6 @@ import sys
 
 # ring_allreduce
 from phase3.judge_ring import *
-from phase3.judge_segmented_ring import *
 
 # tree_allreduce
 from phase3.judge_tree import *
@@ -23,7 +22,6 @@ from phase3.judge_algorithms import *
 # ddp
 from phase3.judge_buckets import *
 from phase3.judge_ddp import *
-from phase3.judge_ddp_costs import *
 
 # parameter_server
 from phase3.judge_shards import *

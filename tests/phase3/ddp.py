@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.grade import WrongResult
-from judging.models import SGD, AdamW, ByHand, Odd, gradients_of
+from judging.models import SGD, Odd, gradients_of
 from judging.pretend_device import PretendDevice, device_of
 from phase3.ddp_models import (
     Branches,
@@ -19,17 +19,14 @@ from phase3.ddp_models import (
     Slow,
     loss_of,
     names_in,
-    names_outside,
     odd_batch,
 )
-from phase3_multi_node.given import in_background
 
 PLAIN, IN_PARTS = "a backward pass", "backward passes inside, then one outside"
 INSIDE_ONLY, KEPT = "a backward pass inside only", "gradients kept from the step before"
 FORWARD_BEFORE = "the forward pass before no_sync, the backward pass inside"
 AFTER_ERROR = "an error inside, then a backward pass"
 ACCUMULATIONS = INSIDE_ONLY, IN_PARTS, FORWARD_BEFORE, AFTER_ERROR, KEPT
-NOTED, BY_DEFAULT, IN_THREAD = "noted", "by default", "in a thread"
 
 
 class Limits(NamedTuple):
@@ -43,68 +40,61 @@ class Plan(NamedTuple):
     """A training of an ``Odd``.
 
     Attributes:
-        optimizer: "SGD" or "AdamW".
         limits: Limits of the buckets.
         rows: Rows of the batches, by step and rank; a rank without rows computes nothing then.
-        way: All-reduce that is given: one that notes its calls, none, or a blocking one made of
-            messages, in a thread.
+        is_noted: True if an all-reduce is given that notes its calls, False for the default.
         how: ``PLAIN``, or one of ``ACCUMULATIONS``.
     """
 
-    optimizer: str
     limits: Limits
     rows: tuple[tuple[int, ...], ...]
-    way: str = NOTED
+    is_noted: bool = True
     how: str = PLAIN
 
 
 def wrapped(lesson: Any, module: nn.Module, limits: Limits, **arguments: Any) -> Any:
-    """Give a module to the lesson."""
+    """Give a module to the lesson; arguments that are None are left out."""
     given = {name: value for name, value in arguments.items() if value is not None}
     return lesson.DistributedDataParallel(module, **limits._asdict(), **given)
 
 
-def _optimizer(plan: Plan, model: nn.Module) -> ByHand:
-    if plan.optimizer == "SGD":
-        return SGD(model, 0.02, momentum=0.9, weight_decay=0.1)
-    return AdamW(model, 0.02, weight_decay=0.1)
+def _optimizer(model: nn.Module) -> SGD:
+    return SGD(model, 0.02, momentum=0.9, weight_decay=0.1)
 
 
-def train_each(lesson: Any, plans: Sequence[Plan], group: Any = None) -> list[dict[str, Any]]:
-    """Train by each plan, with a fresh model."""
-    return [train(lesson, plan, group) for plan in plans]
+def train(lesson: Any, plans: Sequence[Plan], group: Any = None) -> list[dict[str, Any]]:
+    """Train a fresh ``Odd`` by each plan.
 
-
-def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
-    """Train an ``Odd``; return what each step leaves, and the order of the first gradients."""
-    training = Training(lesson, plan, group)
-    steps = [training.step(step) for step in range(len(plan.rows))]
-    return {"steps": steps, "arrived": training.arrived}
+    Returns:
+        For each plan, the facts of every step, and the order of the first gradients.
+    """
+    trainings = [Training(lesson, plan, group) for plan in plans]
+    return [
+        {"steps": [*map(training.step, range(len(plan.rows)))], "arrived": training.arrived}
+        for plan, training in zip(plans, trainings, strict=True)
+    ]
 
 
 class Training:
     """A rank's training by a plan.
 
     Attributes:
-        arrived: Names of the parameters, as their gradients came outside of no_sync in step 0.
+        arrived: Names of the parameters in the order in which their gradients arrived in step 0,
+            outside of no_sync.
     """
 
     def __init__(self, lesson: Any, plan: Plan, group: Any) -> None:
         self.plan, self.rank = plan, dist.get_rank(group)
-        self.model, self.noted = Odd(self.rank + 1), NotedStart(group)
+        self.model, self.noted = Odd(self.rank + 1), NotedStart()
         self.arrived: list[str] = []
         self.is_noting = True
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 note = lambda _, name=name: self._note(name)  # noqa: E731
                 parameter.register_post_accumulate_grad_hook(note)
-        all_reduce = {
-            NOTED: self.noted,
-            BY_DEFAULT: None,
-            IN_THREAD: in_background(_by_messages),
-        }[plan.way]
+        all_reduce = self.noted if plan.is_noted else None
         self.ddp = wrapped(lesson, self.model, plan.limits, all_reduce=all_reduce, group=group)
-        self.optimizer = _optimizer(plan, self.model)
+        self.optimizer = _optimizer(self.model)
 
     def _note(self, name: str) -> None:
         if self.is_noting and name not in self.arrived:
@@ -112,12 +102,12 @@ class Training:
 
     def step(self, step: int) -> dict[str, Any]:
         """Take a step."""
-        rows, inside = self.plan.rows[step], _Inside(self)
+        rows, self.num_inside = self.plan.rows[step], 0
         if self.plan.how != KEPT:
             self.optimizer.zero_grad(set_to_none=step % 2 == 0)
         if rows[self.rank]:
             x = odd_batch(rows[self.rank], self.rank, step)
-            self._go_back(x, len(rows) / sum(rows), inside)
+            self._go_back(x, len(rows) / sum(rows))
         num_before = len(self.noted.calls)
         self.ddp.finish_gradient_synchronization()
         self.is_noting = False
@@ -129,28 +119,25 @@ class Training:
             "state": state_of(self.model),
             "num_bytes": [call.num_bytes for call in calls],
             "names": [names_in(call, self.model) for call in calls],
-            "has_group": all(call.has_group for call in calls),
-            "strays": names_outside(calls, self.model),
             "before finish": num_before,
-            "inside": inside.num_calls,
-            "intervals": inside.intervals,
+            "inside": self.num_inside,
         }
 
-    def _go_back(self, x: Tensor, scale: float, inside: "_Inside") -> None:
+    def _go_back(self, x: Tensor, scale: float) -> None:
         how, parts = self.plan.how, x.tensor_split(3)
         if how == IN_PARTS:
-            with inside():
+            with self._inside():
                 for part in parts[:-1]:
                     self._loss(part, scale).backward()
             self._loss(parts[-1], scale).backward()
         elif how == FORWARD_BEFORE:
-            *some, last = [self._loss(part, scale) for part in parts]
-            with inside():
-                for loss in some:
+            *losses, last = [self._loss(part, scale) for part in parts]
+            with self._inside():
+                for loss in losses:
                     loss.backward()
             last.backward()
         elif how == INSIDE_ONLY:
-            with inside():
+            with self._inside():
                 self._loss(x, scale).backward()
         else:
             if how == AFTER_ERROR:
@@ -160,35 +147,15 @@ class Training:
     def _loss(self, x: Tensor, scale: float) -> Tensor:
         return scale * loss_of(self.ddp(x))
 
-
-class _Inside:
-    """Opens no_sync, and notes when, and what leaves while it is open."""
-
-    def __init__(self, training: Training) -> None:
-        self.training, self.num_calls = training, 0
-        self.intervals: list[tuple[float, float]] = []
-
     @contextmanager
-    def _opened(self) -> Iterator[None]:
-        training, calls = self.training, self.training.noted.calls
-        was_noting, training.is_noting = training.is_noting, False
-        num_before, begin_s = len(calls), _apart_s()
-        with training.ddp.no_sync():
+    def _inside(self) -> Iterator[None]:
+        """Open no_sync, and count the all-reduces that start while it is open."""
+        was_noting, self.is_noting = self.is_noting, False
+        num_before = len(self.noted.calls)
+        with self.ddp.no_sync():
             yield
-        self.num_calls += len(calls) - num_before
-        self.intervals.append((begin_s, _apart_s()))
-        training.is_noting = was_noting
-
-    def __call__(self) -> AbstractContextManager[None]:
-        return self._opened()
-
-
-def _apart_s() -> float:
-    """Let the past end before an interval begins, and return the time."""
-    time.sleep(1.0)
-    now_s = time.perf_counter()
-    time.sleep(1.0)
-    return now_s
+        self.num_inside += len(self.noted.calls) - num_before
+        self.is_noting = was_noting
 
 
 class Boom(Exception):
@@ -207,24 +174,6 @@ def _raise_inside(ddp: Any) -> None:
         )
 
 
-def _by_messages(x: Tensor, group: Any = None) -> None:
-    """A blocking all-reduce without a collective: each rank sends to every other."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    others = [other for other in range(world_size) if other != rank]
-    inboxes, outgoing = {other: torch.empty_like(x) for other in others}, x.clone()
-    messages = [
-        operation
-        for other, inbox in inboxes.items()
-        for operation in (
-            dist.P2POp(dist.isend, outgoing, group=group, group_peer=other),
-            dist.P2POp(dist.irecv, inbox, group=group, group_peer=other),
-        )
-    ]
-    for work in dist.batch_isend_irecv(messages) if messages else ():
-        work.wait()
-    x.copy_(sum((inboxes.get(r, outgoing) for r in range(world_size)), torch.zeros_like(x)))
-
-
 def state_of(module: nn.Module) -> dict[str, list[float]]:
     """Return the numbers of the parameters and of all buffers."""
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -238,7 +187,7 @@ def train_alone(plan: Plan) -> list[dict[str, Any]]:
         For each step, gradients and state; and under "own", each rank's gradients.
     """
     model, steps = Odd(1), []
-    optimizer = _optimizer(plan, model)
+    optimizer = _optimizer(model)
     for step, rows in enumerate(plan.rows):
         own = [_own_gradients(model, rows, rank, step) for rank in range(len(rows))]
         for name, parameter in model.named_parameters():
@@ -264,25 +213,31 @@ def _own_gradients(model: nn.Module, rows: Sequence[int], rank: int, step: int) 
 
 
 def start(lesson: Any) -> dict[str, Any]:
-    """Return what has become of the module of a rank, and of calls of it."""
+    """Return a rank's state after the construction, and right and learner's values of its use."""
     model = Odd(dist.get_rank() + 1)
     before = dict(model.named_parameters())
     trainable = {name: parameter.requires_grad for name, parameter in before.items()}
     ddp = lesson.DistributedDataParallel(model)
-    after = dict(model.named_parameters())
-    state, x = state_of(model), odd_batch(2, 0, 0)
-    result = {
-        "state": state,
-        "is_module": ddp.module is model,
-        "replaced": [name for name in before if after.get(name) is not before[name]],
-        "trainable": trainable == {name: p.requires_grad for name, p in after.items()},
-        "outputs": ddp(x, scale=3.0).tolist(),
-        "expected": model(x, scale=3.0).tolist(),
-        "keys": sorted(ddp.state_dict()),
-        "own_keys": sorted(model.state_dict()),
+    after, state, x = dict(model.named_parameters()), state_of(model), odd_batch(2, 0, 0)
+    values = {
+        "ddp.module is module": [True, ddp.module is model],
+        "the list of its parameters that were replaced": [
+            [],
+            [name for name in before if after.get(name) is not before[name]],
+        ],
+        "requires_grad of its parameters": [
+            trainable,
+            {name: p.requires_grad for name, p in after.items()},
+        ],
+        "ddp(x, scale=3.0), as module(x, scale=3.0),": [
+            model(x, scale=3.0).tolist(),
+            ddp(x, scale=3.0).tolist(),
+        ],
+        "the names in state_dict": [sorted(model.state_dict()), sorted(ddp.state_dict())],
     }
     ddp.load_state_dict(Odd(9).state_dict())
-    return {**result, "loaded": model.head.bias.tolist(), "saved": Odd(9).head.bias.tolist()}
+    biases = [Odd(9).head.bias.tolist(), model.head.bias.tolist()]
+    return {"state": state, "values": values | {"the head's bias after load_state_dict": biases}}
 
 
 def evaluate_alone(lesson: Any) -> dict[str, Any]:
@@ -305,34 +260,22 @@ def _forget_gradients(model: nn.Module) -> None:
 
 
 def in_different_orders(
-    lesson: Any,
-    orders: Sequence[Sequence[int]],
-    inside: Sequence[int] = (),
-    dtype: str = "float32",
+    lesson: Any, orders: Sequence[Sequence[int]], num_branches: int, dtype: str
 ) -> list[Any]:
-    """Return gradients and buckets of three steps; rank r uses the branches in orders[r].
-
-    A branch that is not in an order is not used. With ``inside``, each step begins with a backward
-    pass of these branches inside of no_sync.
-    """
+    """Return gradients and buckets of three steps; rank r uses the branches in orders[r]."""
     rank = dist.get_rank()
-    model = Branches(max(map(max, orders)) + 1, getattr(torch, dtype))
+    model = Branches(num_branches, getattr(torch, dtype))
     noted, steps = NotedStart(), []
     ddp = wrapped(lesson, model, Limits(24, 24), all_reduce=noted)
     for step in range(3):
         _forget_gradients(model)
-        x = torch.full((3,), float(rank + 1 + step))
-        if inside:
-            with ddp.no_sync():
-                ddp(x, inside).backward()
-        ddp(x, orders[rank]).backward()
+        ddp(torch.full((3,), float(rank + 1 + step)), orders[rank]).backward()
         ddp.finish_gradient_synchronization()
         calls, gradients = noted.taken(), [weight.grad for weight in model.weights]
         steps.append(
             {
                 "gradients": [None if g is None else g[0].item() for g in gradients],
                 "calls": [names_in(call, model) for call in calls],
-                "num_bytes": [call.num_bytes for call in calls],
             }
         )
     return steps
@@ -341,7 +284,7 @@ def in_different_orders(
 def timed(
     lesson: Any, layers: Sequence[Layer], order: Sequence[int], before_s: float, limits: Limits
 ) -> list[dict[str, Any]]:
-    """Return when gradients came, buckets left, and the step ended, since backward began.
+    """Return when gradients arrived, buckets left, and the step ended, since backward began.
 
     Args:
         order: Order in which the layers are used.
@@ -389,7 +332,7 @@ def _alone_s(num_bytes: int) -> float:
 
 
 def on_another_device(lesson: Any) -> dict[str, str]:
-    """Return where the gradients of a model are after a step."""
+    """Return the devices of a model's gradients after a step."""
     with PretendDevice() as device:
         model = nn.Linear(2, 2).to(device)
         ddp = lesson.DistributedDataParallel(model)
@@ -405,8 +348,7 @@ def in_little_memory(lesson: Any, num_layers: int, width: int, limits: Limits) -
     layers = [nn.Linear(width, width, bias=False) for _ in range(num_layers)]
     model = nn.Sequential(*layers)
     ddp = wrapped(lesson, model, limits)
-    x = torch.ones(1, width)
     for _ in range(3):
         _forget_gradients(model)
-        ddp(x).sum().backward()
+        ddp(torch.ones(1, width)).sum().backward()
         ddp.finish_gradient_synchronization()

@@ -87,26 +87,22 @@ class Call(NamedTuple):
     num_bytes: int
     address: int
     start_s: float
-    has_group: bool
 
-    def holds(self, gradient: Tensor | None) -> bool:
+    def holds(self, gradient: Tensor) -> bool:
         """Return True if a gradient lies in the tensor that was reduced."""
-        if gradient is None or not gradient.numel():
-            return False
-        return 0 <= gradient.data_ptr() - self.address < self.num_bytes
+        return gradient.numel() > 0 and 0 <= gradient.data_ptr() - self.address < self.num_bytes
 
 
 class NotedStart:
-    """An all-reduce as the lesson takes it, which notes its calls; what it returns only waits."""
+    """An all-reduce as the lesson takes it, which notes its calls; its handle can only wait."""
 
-    def __init__(self, group: Any = None) -> None:
-        self.group, self.calls = group, list[Call]()
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
 
     def __call__(self, x: Tensor, group: Any = None) -> "_Waitable":
         if not x.is_contiguous():
             raise ValueError("all_reduce was given a tensor that is not contiguous")
-        call = Call(x.nbytes, x.data_ptr(), time.perf_counter(), group is self.group)
-        self.calls.append(call)
+        self.calls.append(Call(x.nbytes, x.data_ptr(), time.perf_counter()))
         return _Waitable(dist.all_reduce(x, group=group, async_op=True))
 
     def taken(self) -> list[Call]:
@@ -131,12 +127,3 @@ def names_in(call: Call, module: nn.Module) -> list[str]:
         if parameter.grad is not None and call.holds(parameter.grad)
     }
     return sorted(addresses, key=lambda name: addresses[name])
-
-
-def names_outside(calls: Sequence[Call], module: nn.Module) -> list[str]:
-    """Return the parameters whose gradient lies in nothing that was reduced."""
-    return [
-        name
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None and not any(call.holds(parameter.grad) for call in calls)
-    ]

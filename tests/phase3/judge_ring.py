@@ -1,47 +1,158 @@
-"""Judges tasks 3.1 to 3.3: chunks, sums, who sends what to whom, rounds and memory."""
+"""Judges tasks 3.1 to 3.4: chunks, sums, who sends what to whom, rounds and memory."""
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from math import ceil
+from random import Random
 from typing import Any
 
-from distlab.grade import check
+import pytest
+
+from distlab.grade import Grade, Run, check, task
+from distlab.sim import GPU, Cluster
 from distlab.util.text import counted
-from judging.collective import AllGather, AllReduce, Call, Contract, ReduceScatter
-from judging.tensors import uneven_size
-from phase3.ring_checks import (
-    CHUNKS_ARE_VIEWS,
-    NOT_IN_A_BATCH,
-    OF_MESSAGES,
-    STUCK,
-    TOGETHER,
-    check_bytes_of_all_reduce,
-    check_neighbours,
-    check_sent,
-    chunk_bytes,
-    messages_around,
-    sent_by,
-    text_of,
-    why_not_sent,
+from judging.checks import edges_of
+from judging.collective import (
+    AllGather,
+    AllReduce,
+    Call,
+    Contract,
+    ReduceScatter,
+    check_results,
+    use,
+)
+from judging.tensors import (
+    KINDS,
+    LONG,
+    Kind,
+    chunk_lengths,
+    exact,
+    uneven_size,
+    unwritten,
 )
 
+CHUNKS_ARE_VIEWS = (
+    "Are the chunks views of x, as x.view(-1).tensor_split cuts them, of which some are empty if "
+    "there are fewer elements than ranks? Is every part added before it is sent on, or overwritten "
+    "by what arrives next? Add and send in the dtype of x: a cast loses digits."
+)
 ONE_CHUNK = (
     "A rank needs x and one chunk to receive into, which it can use again in every step. Send the "
     "chunks of x themselves, and add in place: x.clone() and a + b make tensors."
 )
+NOT_IN_A_BATCH = (
+    "On NCCL, messages between the same two ranks wait for each other, unless they start in one "
+    "batch_isend_irecv, as in exchange (given): isend beside irecv is no batch. Of 2 ranks, each "
+    "is the right and the left neighbour of the other."
+)
 RING: dict[str, Any] = {
     "worlds": (2, 3, 4, 5, 8, 1),
     "length": uneven_size,
-    "made_of": OF_MESSAGES,
-    "late": TOGETHER,
-    "stuck": STUCK,
+    "made_of": "a ring should be made of messages between neighbours (exchange, isend, irecv)",
+    "stuck": "In each step, every rank should start its send and its receive together, as exchange "
+    "does: where all ranks first wait for their sends, or all for what they receive, none gets on.",
 }
+TOGETHER = (
+    "Start the send and the receive of a step together (exchange): a rank that waits until its own "
+    "chunk has been received, and only then receives, holds up its left neighbour."
+)
+
+
+# The traffic of a ring
+
+
+def _messages_around(num_elements: int, n: int, times: int = 1) -> Counter[int]:
+    """Return the lengths of all messages if every chunk goes round the ring so many times."""
+    lengths: Counter[int] = Counter()
+    for length in chunk_lengths(num_elements, n):
+        lengths[length] += times * (n - 1)
+    return lengths
+
+
+def _check_neighbours(run: Run) -> None:
+    """Check that every rank sends to the next one alone."""
+    n, edges = len(run.results), edges_of(run)
+    is_left = n > 2 and all(dst == (src - 1) % n for src, dst in edges)
+    cause = " These are left neighbours: your chunks travel the other way." if is_left else ""
+    for rank in range(n):
+        right = (rank + 1) % n
+        to = sorted({dst for src, dst in edges if src == rank})
+        check(
+            {*to} <= {right},
+            f"rank {rank} of {n} sends to ranks {to}; round the ring, every rank should send to "
+            f"its right neighbour alone, here rank {right}.{cause}",
+        )
+
+
+def _chunk_bytes(call: Call) -> list[int]:
+    lengths = chunk_lengths(call.kind.num_elements, call.n)
+    return [length * call.kind.item_bytes for length in lengths]
+
+
+def _sent_by(run: Run, rank: int) -> list[int]:
+    """Return the bytes of each message that a rank sends, without empty ones, sorted."""
+    pairs = run.trace.pairs() if run.trace else []
+    return sorted(send.num_bytes for send, _ in pairs if send.rank == rank and send.num_bytes)
+
+
+def _check_sent(call: Call, rank: int, wanted: Sequence[int], which: str) -> None:
+    """Check that a rank sends chunks of the wanted bytes, in any order.
+
+    Args:
+        call: Call of the collective, as it ran.
+        rank: Sender.
+        wanted: Bytes of each message; an empty one need not be sent.
+        which: Name of what it should send.
+    """
+    sent, most = _sent_by(call.run, rank), len(wanted)
+    check(
+        sent == sorted(size for size in wanted if size) and call.run.messages[rank] <= most,
+        f"rank {rank} of {call.n} should send {which}: {_text(wanted)}. It sends "
+        f"{_text(sent, call.run.messages[rank])}. {_why_not_sent(sent, most, _chunk_bytes(call))}",
+    )
+
+
+def _text(sizes: Sequence[int], count: int | None = None) -> str:
+    """Say how many messages there are, by default as many as sizes, and how long."""
+    count = len(sizes) if count is None else count
+    longest = f", at most {max(sizes):,} in a message" if sizes else ""
+    return f"{counted(count, 'message')}, {sum(sizes):,} bytes in all{longest}"
+
+
+def _why_not_sent(sent: Sequence[int], num_messages: int, chunks: Sequence[int]) -> str:
+    """Say the likely cause if a rank sends other bytes than it should."""
+    longest = max(sent, default=0)
+    if {*sent} == {max(chunks)} and min(chunks) < max(chunks):
+        return (
+            "All messages are as long as the longest chunk: this is padding. Send every chunk as "
+            "long as tensor_split cuts it."
+        )
+    if longest == sum(chunks):
+        return "A message holds the whole tensor: send one chunk in each step."
+    if longest > max(chunks):
+        return (
+            "A message is longer than the longest chunk: are the chunks those of tensor_split, and "
+            "do they travel in the dtype of x?"
+        )
+    if len(sent) == num_messages:
+        return (
+            "Does each chunk travel as tensor_split cuts it, and is it the right one that this "
+            "rank never sends?"
+        )
+    return "One chunk leaves in each step, as it is: not in parts, and none twice."
+
+
+# 3.1 ring_reduce_scatter
 
 
 def _check_scatter(call: Call) -> None:
-    check_neighbours(call.run)
-    chunks = chunk_bytes(call)
+    _check_neighbours(call.run)
+    chunks = _chunk_bytes(call)
     for rank in range(call.n):
         wanted = chunks[:rank] + chunks[rank + 1 :]
-        check_sent(call, rank, wanted, f"every chunk but chunk {rank}, once")
+        _check_sent(call, rank, wanted, f"every chunk but chunk {rank}, once")
 
 
 SCATTER = Contract(
@@ -49,8 +160,9 @@ SCATTER = Contract(
     name="reduce_scatter",
     collective=ReduceScatter("ring_reduce_scatter", advice=CHUNKS_ARE_VIEWS),
     traffic=_check_scatter,
-    messages=messages_around,
+    messages=_messages_around,
     rounds=lambda n: n - 1,
+    late=TOGETHER,
     inboxes=lambda _rank: 1,
     memory=ONE_CHUNK,
     if_batched=NOT_IN_A_BATCH,
@@ -59,14 +171,17 @@ SCATTER = Contract(
 globals().update(SCATTER.tests())
 
 
+# 3.2 ring_all_gather
+
+
 def _check_gather(call: Call) -> None:
-    check_neighbours(call.run)
-    chunks = chunk_bytes(call)
+    _check_neighbours(call.run)
+    chunks = _chunk_bytes(call)
     for rank in range(call.n):
         right = (rank + 1) % call.n
         wanted = chunks[:right] + chunks[right + 1 :]
         which = f"every chunk but chunk {right}, which rank {right} brings itself, once"
-        check_sent(call, rank, wanted, which)
+        _check_sent(call, rank, wanted, which)
 
 
 GATHER = Contract(
@@ -78,8 +193,9 @@ GATHER = Contract(
         f"into its place in x. {CHUNKS_ARE_VIEWS}",
     ),
     traffic=_check_gather,
-    messages=messages_around,
+    messages=_messages_around,
     rounds=lambda n: n - 1,
+    late=TOGETHER,
     inboxes=lambda _rank: 0,
     memory="A rank needs x alone: a chunk can be received into its place in x.",
     if_batched=NOT_IN_A_BATCH,
@@ -88,20 +204,36 @@ GATHER = Contract(
 globals().update(GATHER.tests())
 
 
+# 3.3 ring_all_reduce
+
+
 def _check_all_reduce(call: Call) -> None:
     """Check that every rank sends 2(N-1) messages of a chunk, whichever chunks these are."""
-    check_neighbours(call.run)
-    chunks, most = chunk_bytes(call), 2 * (call.n - 1)
+    _check_neighbours(call.run)
+    chunks, most = _chunk_bytes(call), 2 * (call.n - 1)
     fewest = 2 * (sum(map(bool, chunks)) - 1)  # empty chunks need not be sent
     for rank, count in enumerate(call.run.messages):
-        sent = sent_by(call.run, rank)
+        sent = _sent_by(call.run, rank)
         check(
             {*sent} <= {*chunks} and fewest <= len(sent) <= count <= most,
             f"rank {rank} of {call.n} should send {counted(most, 'message')}, each of a chunk, "
-            f"{min(chunks):,} or {max(chunks):,} bytes; it sends {text_of(sent, count)}. "
-            f"{why_not_sent(sent, most, chunks)}",
+            f"{min(chunks):,} or {max(chunks):,} bytes; it sends {_text(sent, count)}. "
+            f"{_why_not_sent(sent, most, chunks)}",
         )
-    check_bytes_of_all_reduce(call)
+    _check_bytes_of_all_reduce(call)
+
+
+def _check_bytes_of_all_reduce(call: Call) -> None:
+    """Check that every rank sends all chunks but one, twice."""
+    chunks, whole = _chunk_bytes(call), call.kind.num_bytes
+    least, most = 2 * (whole - max(chunks)), 2 * (whole - min(chunks))
+    for rank, sent in enumerate(call.run.bytes_sent):
+        check(
+            least <= sent <= most,
+            f"rank {rank} of {call.n} should send {least:,} to {most:,} bytes, 2(N-1)/N of the "
+            f"{whole:,} of x; it sends {sent:,.0f}. Every rank sends all chunks but one until the "
+            "sums are whole, and all but one again.",
+        )
 
 
 REDUCE = Contract(
@@ -109,10 +241,134 @@ REDUCE = Contract(
     name="all_reduce",
     collective=AllReduce("ring_all_reduce", advice=CHUNKS_ARE_VIEWS),
     traffic=_check_all_reduce,
-    messages=partial(messages_around, times=2),
+    messages=partial(_messages_around, times=2),
     rounds=lambda n: 2 * (n - 1),
+    late=TOGETHER,
     inboxes=lambda _rank: 1,
     memory=ONE_CHUNK,
     **RING,
 )
 globals().update(REDUCE.tests())
+
+
+# 3.4 segmented_ring_all_reduce
+
+FEW_BYTES = 20  # a segment of 2 numbers of float64, 5 of float32 or 20 of uint8
+SEGMENT = 4096  # elements
+SEGMENTS = 16  # of a chunk, where time is measured
+LINK_BYTES_PER_S = 10e9
+ADDING_SHARE = 0.9  # of a message's time: adding reads two numbers and writes one
+SLOW_GPU = GPU(
+    "slow at adding",
+    1e15,
+    3 * LINK_BYTES_PER_S / ADDING_SHARE,
+    {"float32": 1e30},
+    {"float32": 1e30},
+)
+SLOW_TO_ADD = Cluster(
+    1, 4, latency_s=0.0, nvlink_bytes_per_s=LINK_BYTES_PER_S, gpu=SLOW_GPU, name="slow to add"
+)
+TOLERANCE = 0.1  # for the first and the last segment, of 16, of each step
+
+
+def _check_segmented(call: Call) -> None:
+    _check_neighbours(call.run)
+    _check_segments(call)
+    _check_bytes_of_all_reduce(call)
+
+
+def _check_segments(call: Call) -> None:
+    segment_bytes, item_bytes = call.variant.keywords["segment_bytes"], call.kind.item_bytes
+    chunk = max(_chunk_bytes(call))
+    segments = ceil(chunk / (segment_bytes // item_bytes * item_bytes))
+    most = 2 * (call.n - 1) * segments
+    for rank, sent in enumerate(call.run.messages):
+        longest = max(_sent_by(call.run, rank), default=0)
+        here = f"rank {rank} of {call.n}, with segment_bytes={segment_bytes:,}"
+        check(
+            longest <= segment_bytes,
+            f"{here}: it sends a message of {longest:,} bytes; a message should hold at most "
+            f"segment_bytes. A chunk has {chunk:,} bytes: cut it into "
+            f"{counted(segments, 'segment')}.",
+        )
+        check(
+            sent <= most,
+            f"{here}: it sends {counted(sent, 'message')}; {counted(most, 'message')} are enough, "
+            f"{segments} for a chunk of {chunk:,} bytes in each of {2 * (call.n - 1)} steps. Every "
+            "message costs a latency: make segments as long as they may be.",
+        )
+
+
+class _Segmented(Contract):
+    def drawn(self, random: Random, n: int) -> tuple[Any, Kind]:
+        # Most lengths of a segment are not a whole number of elements.
+        variant = self.collective.cut_into(random.randrange(6000, 12_000))
+        return variant, Kind((self.length(random),))
+
+
+SEGMENTED = _Segmented(
+    task="3.4",
+    name="segments",
+    collective=AllReduce(
+        "segmented_ring_all_reduce",
+        {"segment_bytes": FEW_BYTES},
+        advice="Is a segment added before it is sent on, also where a chunk has no other? "
+        f"{CHUNKS_ARE_VIEWS}",
+    ),
+    traffic=_check_segmented,
+    messages=partial(_messages_around, times=2),
+    rounds=None,
+    late="",
+    inboxes=lambda _rank: 2,
+    memory="A rank needs x and two segments to receive into. Use their memory in turn, receive "
+    "into x itself what is to replace a chunk, and add in place: a + b makes a tensor.",
+    kinds=tuple(kind for kind in KINDS if kind.num_elements < LONG),
+    **RING,
+)
+globals().update(SEGMENTED.tests())
+
+
+@task("3.4")
+def test_a_chunk_that_is_short_enough_is_one_segment(grade: Grade) -> None:
+    kind = Kind((uneven_size(grade.random),))
+    SEGMENTED.check_call(grade, 3, SEGMENTED.collective.cut_into(2**20), kind)
+
+
+@task("3.4")
+@pytest.mark.parametrize(("n", "keywords"), [(3, {}), (4, {"segment_bytes": 8})], ids=["3", "4"])
+def test_segments_of_any_length(grade: Grade, n: int, keywords: dict[str, int]) -> None:
+    args = [replace(SEGMENTED.collective, keywords=keywords)], [*SEGMENTED.kinds], exact
+    check_results(grade.run(use, n, *args, if_stuck=RING["stuck"]).results, *args)
+
+
+@task("3.4")
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_next_segment_travels_while_one_is_added(grade: Grade, n: int) -> None:
+    chunk_elements = SEGMENTS * SEGMENT
+    variant, kind = SEGMENTED.collective.cut_into(4 * SEGMENT), Kind((n * chunk_elements,))
+    args = [variant], [kind], unwritten
+    run = grade.run(use, n, *args, cluster=SLOW_TO_ADD, if_stuck=RING["stuck"])
+    _check_segments(Call(run, variant, kind))
+    message_s = 2 * (n - 1) * chunk_elements * 4 / LINK_BYTES_PER_S
+    check(
+        run.seconds <= message_s * (1 + TOLERANCE),
+        f"{n} ranks, whose devices add a segment in {ADDING_SHARE:.0%} of the time that its "
+        f"message takes: the all-reduce should take {1 + TOLERANCE:.2f} times as long as its "
+        f"messages at most; yours takes {run.seconds / message_s:.2f} times as long. "
+        f"{_why_slow(run, ADDING_SHARE * message_s / 2)}",
+    )
+
+
+def _why_slow(run: Run, adding_s: float) -> str:
+    events = run.trace.events if run.trace else []
+    computed = [event for event in events if event.rank == 0 and event.kind == "compute"]
+    total_s = sum(event.end_s - event.start_s for event in computed)
+    if total_s > 1.01 * adding_s:
+        return (
+            f"Rank 0 computes for {total_s / adding_s:.2f} times as long as adding every segment "
+            "once takes: does it copy, clear or add more than it has to?"
+        )
+    return (
+        "At times, no segment is on its way to a rank that adds. Start the next exchange before "
+        "you add what has arrived."
+    )
